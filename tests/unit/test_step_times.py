@@ -25,6 +25,16 @@ def test_each_moment_is_of_the_part_that_began_last_and_idle_where_nothing_ran()
     assert found["kernels"] == 3
 
 
+def test_gaps_are_told_by_what_ran_before_and_after():
+    spans = [*markers(0, 1000, 4000, 9000), (1000, 3000, GEMM), (2000, 3500, NCCL), (4500, 8500, ADD)]
+    gaps = parts_of(spans, ["between", "vision", OPTIMIZER, END])["idle_gaps"]
+    assert [(gap["part"], gap["after"], gap["before"], gap["ms"]) for gap in gaps] == [
+        ("between", END, GEMM, pytest.approx(1.0)),
+        (OPTIMIZER, NCCL, ADD, pytest.approx(1.0)),
+        (OPTIMIZER, ADD, END, pytest.approx(0.5)),
+    ]
+
+
 def test_a_kernel_over_a_boundary_counts_in_both_parts_and_what_is_outside_the_step_nowhere():
     spans = [*markers(0, 1000, 2000), (-500, 200, GEMM), (800, 1500, GEMM), (1900, 2600, GEMM)]
     found = parts_of(spans, ["vision", "language model", END])["parts_ms"]
@@ -57,4 +67,5 @@ def test_parts_add_up_to_the_step_and_busy_time_to_the_rest_of_idle(starts, work
     step = (starts[-1] - starts[0]) / 1e3
     assert sum(found["parts_ms"].values()) == pytest.approx(step)
     assert found["parts_ms"][IDLE] == pytest.approx(step - found["gpu_busy_ms"], abs=1e-9)
+    assert sum(gap["ms"] for gap in found["idle_gaps"]) <= found["parts_ms"][IDLE] + 1e-9
     assert found["idle_share"] * step == pytest.approx(found["parts_ms"][IDLE], abs=1e-9)

@@ -4,7 +4,7 @@ A part begins with a kernel of its own name on the stream that computes, so that
 clock, whatever the host does meanwhile.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +16,7 @@ VISION, BETWEEN, LANGUAGE_MODEL, OPTIMIZER, IDLE = PARTS = ("vision", "between",
 END = "end"
 MARKER = "spin_kernel"  # what torch.cuda._sleep launches, and nothing that trains
 COMMUNICATION = family("nccl")
+MOST_GAPS, NAME_WIDTH = 8, 60
 
 
 def begin_part() -> None:
@@ -50,6 +51,7 @@ def parts_of(spans: Sequence[Span], marks: Sequence[str]) -> dict[str, Any]:
     return {
         "parts_ms": found,
         "idle_share": 1 - kernels.busy_ms / ((starts[-1] - starts[0]) / 1e3),
+        "idle_gaps": _gaps(work, marks, starts)[:MOST_GAPS],
         "families": _families(work, marks, starts),
         "gpu_busy_ms": kernels.busy_ms,
         "kernels": kernels.count,
@@ -65,6 +67,23 @@ def _within(busy: Sequence[tuple[float, float]], begin: float, end: float) -> fl
             break
         total += max(min(stop, end) - max(start, begin), 0.0)
     return total
+
+
+def _gaps(work: Sequence[Span], marks: Sequence[str], starts: Sequence[float]) -> list[dict[str, Any]]:
+    """Return where nothing ran, the longest in all first, by the part that waits and the kernels before and after."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    last, before = starts[0], END
+    for start, end, name in [*sorted(work), (starts[-1], starts[-1], END)]:
+        if start > last:
+            part = marks[max(bisect_left(starts, start) - 1, 0)]
+            found.setdefault((part, before[:NAME_WIDTH], name[:NAME_WIDTH]), []).append((start - last) / 1e3)
+        if end > last:
+            last, before = end, name
+    gaps = [
+        {"part": part, "after": before, "before": after, "count": len(each), "ms": sum(each)}
+        for (part, before, after), each in found.items()
+    ]
+    return sorted(gaps, key=lambda gap: -gap["ms"])
 
 
 def _families(work: Sequence[Span], marks: Sequence[str], starts: Sequence[float]) -> dict[str, float]:

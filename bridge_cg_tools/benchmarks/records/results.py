@@ -78,6 +78,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "command": str,
     **dict.fromkeys(("families", "parts_ms", "parts_tflop"), dict),
     "idle_share": NUMBER,
+    "idle_gaps": list,
     "gpus": int,
     "kernels": (int, type(None)),
     "top": list,
