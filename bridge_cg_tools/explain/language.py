@@ -218,8 +218,8 @@ def _step(step: Mapping[str, Any]) -> str:
     return (
         f"Measured of this model and layout: a whole step takes {step['eager_ms']:.0f} ms eager and "
         f"{step['graphs_ms']:.0f} ms with cuda_graphs={step['setting']} "
-        f"({step['graphs_ms'] / step['eager_ms']:.2f}); of it the language model, a pack of up to {part['tokens']} tokens, "
-        f"{part['eager_ms']:.0f} and {part['graphs_ms']:.0f} ms, {part['memory_gb']:.1f} GiB a slot (forecast: "
+        f"({step['graphs_ms'] / step['eager_ms']:.2f}); of it the language model, a pack of up to {part['tokens']} "
+        f"tokens, {part['eager_ms']:.0f} and {part['graphs_ms']:.0f} ms, {part['memory_gb']:.1f} GiB a slot (forecast: "
         f"{part['forecast']['eager_ms']:.0f} and {part['forecast']['graphs_ms']:.0f} ms, "
         f"{part['forecast']['memory_gb']:.1f} GiB). {step['file']}, {step['date']}, {gpus}."
     )
