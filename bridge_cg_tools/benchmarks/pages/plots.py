@@ -252,7 +252,7 @@ def parts_plot(axes: Axes, records: Records) -> bool:
 
 # File -> (records, how it is drawn, size in inches).
 PLOTS: dict[str, tuple[str, Callable[[Axes, Records], bool], tuple[float, float]]] = {
-    "time.svg": ("vision_bench.jsonl", time_plot, (7.5, 4.8)),
+    "time.svg": ("vision_bench.jsonl", time_plot, (7.5, 3.4)),
     "limit.svg": ("vision_bench.jsonl", share_plot, (7.5, 4.2)),
     "families.svg": ("vision_profile.jsonl", family_plot, (8.5, 6.5)),
     "memory.svg": ("offload.jsonl", memory_plot, (7.5, 4.8)),
