@@ -13,7 +13,7 @@ from .language_model import IMPL, MODULES, SCOPE
 from .migration import SWITCHES
 from .packed import MAX_PACKED_SEQS
 from .sources import Written
-from .values import is_unset
+from .values import is_unset, parse_flag
 from .vision import PROVIDER_FIELDS, VISION
 
 VISION_IMPL, KERNELS = PROVIDER_FIELDS["impl"], PROVIDER_FIELDS["kernels"]
@@ -46,7 +46,8 @@ def choose(written: Written, make: Make) -> tuple[Written, tuple[Part, ...]]:
         make: Returns the typed options of fields.
 
     Raises:
-        OptionError: There is no such setting, or a field has a value that no graphs can have.
+        OptionError: There is no such setting, a field has a value that no graphs can have, or a person wrote that
+            random states are tracked as graphs cannot use them.
     """
     setting = CHOICE.read(written.fields).get("setting")
     if setting is None:
@@ -54,6 +55,7 @@ def choose(written: Written, make: Make) -> tuple[Written, tuple[Part, ...]]:
     if setting == "off":
         off = {name: "none" for name in (VISION_IMPL, IMPL) if name in written.fields or written.model is None}
         return replace(written, fields={**written.fields, **off}), (Part(ALL_PARTS, "eager", f"{SETTING}=off"),)
+    _refuse_other_trackers(written, setting)
     parts: list[Part] = []
     facts = replace(facts_of(written), te_rng_tracker=True, nan_check=False)
     if VISION_IMPL in written.fields or written.model is None:
@@ -65,6 +67,17 @@ def choose(written: Written, make: Make) -> tuple[Written, tuple[Part, ...]]:
     if written.fields.get(IMPL) == "full_iteration":
         settings["check_for_nan_in_loss"] = False
     return replace(written, settings={**written.settings, **settings}), tuple(parts)
+
+
+def _refuse_other_trackers(written: Written, setting: str) -> None:
+    for name in TRACKERS:
+        value = written.settings.get(name)
+        if name in written.explicit and not is_unset(value) and not parse_flag(name, value):
+            section = "rng" if name == "te_rng_tracker" else "model"
+            why = "graphs need Transformer Engine's tracker of random states"
+            raise OptionError.because(
+                SETTING, f"Cannot use {SETTING}={setting} with {section}.{name}=false: {why}. Remove one of the two."
+            )
 
 
 def _vision(setting: str) -> Iterator[_Candidate]:

@@ -87,7 +87,7 @@ class Written:
 
     Attributes:
         fields: Field of a model's configuration -> value.
-        explicit: Fields that a person wrote; the others are those of a config object, defaults included.
+        explicit: Fields and settings that a person wrote; others are those of a config object, defaults included.
         settings: Other settings that combinations depend on.
         model: The config object of the model, if there is one.
     """
@@ -204,7 +204,7 @@ def _assigned(pairs: Sequence[tuple[str, Any]]) -> Written:
         elif leaf in SETTINGS:
             settings[leaf] = value
     found = _from_leaves(leaves)
-    return Written(found.fields, found.explicit, {**found.settings, **settings})
+    return Written(found.fields, found.explicit | settings.keys(), {**found.settings, **settings})
 
 
 def _from_mapping(source: Mapping[str, Any]) -> Written:
@@ -217,7 +217,7 @@ def _from_mapping(source: Mapping[str, Any]) -> Written:
             settings[name] = value
     found = _from_leaves(leaves, check=not saved)
     settings = {**found.settings, **settings}
-    return Written(found.fields, frozenset() if saved else found.explicit, settings)
+    return Written(found.fields, frozenset() if saved else found.explicit | settings.keys(), settings)
 
 
 def _walk(
@@ -245,7 +245,7 @@ def _from_leaves(leaves: Sequence[tuple[str, Any]], check: bool = True) -> Writt
             settings[name] = value
         elif check:
             _refuse_lookalike(name, value)
-    return Written(fields, frozenset(fields), settings)
+    return Written(fields, frozenset(fields) | settings.keys(), settings)
 
 
 def _refuse_section(part: str, name: str, value: Any) -> None:

@@ -124,8 +124,16 @@ def test_a_model_without_an_encoder_has_no_such_part():
 
 
 def test_it_passes_the_checks_of_training_as_fields_set_one_by_one_do():
-    graph_options({**DENSE, "te_rng_tracker": False})
+    graph_options(SimpleNamespace(**DENSE, use_te_rng_tracker=False, vision_cuda_graph_impl="none"))
     graph_options({**PACKED, "check_for_nan_in_loss": True})
+
+
+@pytest.mark.parametrize("word", ["rng.te_rng_tracker=false", "model.use_te_rng_tracker=False"])
+def test_another_tracker_that_a_person_wrote_is_refused(word):
+    recipe = SimpleNamespace(**DENSE, vision_cuda_graph_impl="none")
+    with pytest.raises(OptionError, match=rf"Cannot use cuda_graphs=fastest with {word.lower()}: graphs need"):
+        graph_options(recipe, [word])
+    graph_options(recipe, [word, "model.cuda_graphs=off"])
 
 
 @pytest.mark.parametrize(

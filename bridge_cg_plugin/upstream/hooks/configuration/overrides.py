@@ -158,7 +158,8 @@ def written_by_bridge(config: Any, file: str | Path | None, words: Sequence[str]
     fields = {name: value for name, value in fields_of(model).items() if not said.isdisjoint((name, tuning_of(name)))}
     explicit = in_words if "_target_" in in_file else said
     chosen = frozenset(name for name in fields if not explicit.isdisjoint((name, tuning_of(name))))
-    return Written(fields, chosen, _settings_written(config, loaded, words))
+    settings = _settings_written(config, loaded, words)
+    return Written(fields, chosen | settings.keys(), settings)
 
 
 def _settings_written(config: Any, loaded: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
