@@ -4,9 +4,10 @@ import copy
 
 import pytest
 
-from bridge_cg_plugin.options import normalize
-from bridge_cg_plugin.upstream.hooks.configuration.overrides import apply_flags
+from bridge_cg_plugin.options import OptionError, normalize
+from bridge_cg_plugin.upstream.hooks.configuration.overrides import apply_flags, apply_overrides
 from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
+from bridge_cg_tools.explain.words import set_words
 
 from .test_features import GPT, QWEN3_VL, config_of
 
@@ -32,6 +33,14 @@ def test_packed_data_get_graphs_of_packs(active):
     check_training_config(config)
     options = normalize(config)[0]
     assert options.packed.max_packed_seqs == "auto" and options.language_model.impl == "transformer_engine"
+
+
+def test_a_word_for_another_tracker_is_refused(active):
+    config = config_of(QWEN3_VL)
+    with pytest.raises(OptionError, match="cuda_graphs=exact with rng.te_rng_tracker=false"):
+        apply_overrides(config, {"cuda_graphs": "exact"}, ["rng.te_rng_tracker=false"], set_words)
+    apply_overrides(config, {"cuda_graphs": "exact"}, ["rng.te_rng_tracker=true"], set_words)
+    assert config.rng.te_rng_tracker and normalize(config)[0].vision.enabled
 
 
 def test_flags_say_it_too_and_win_over_the_recipe(active):

@@ -18,6 +18,7 @@ from .explained import explain
         (["--max-paked-seqs", "64"], "--max_packed_seqs"),
         (["max_vision_cuda_graph_seq_length=100000000000", "vision_cuda_graph_impl=transformer_engine"], "2147483647"),
         (["rng.te_rng_tracker=true", "model.use_te_rng_tracker=false"], "use_te_rng_tracker=false"),
+        (["cuda_graphs=exact", "rng.te_rng_tracker=false"], "Remove one of the two."),
         (["--graphs", "h200"], "recipe"),
     ],
 )

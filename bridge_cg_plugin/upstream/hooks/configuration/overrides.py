@@ -53,11 +53,11 @@ def apply_overrides(
         _follow_dataset(config, others)
     if not (flags or of_graphs):
         return normalize(config)[0]
-    said = set(map(_leaf, others))
-    settings = {} if said & set(_TRACKER) else dict.fromkeys(_TRACKER, True)
-    if _NAN_CHECK not in said:
+    trackers = _tracker_words(others)
+    settings = {} if trackers else dict.fromkeys(_TRACKER, True)
+    if _NAN_CHECK not in map(_leaf, others):
         settings[_NAN_CHECK] = False
-    options, written = normalize(config, settings, flags, of_graphs)
+    options, written = normalize(config, settings, trackers, flags, of_graphs)
     check_options(options, facts_of(written))
     return _apply(options, config)
 
@@ -84,16 +84,16 @@ def check_trackers(words: Sequence[str]) -> None:
     Raises:
         OptionError: They do.
     """
-    said = {
-        name: value
-        for name, value in collect([word for word in words if _leaf(word) in _TRACKER]).settings.items()
-        if name in _TRACKER
-    }
+    said = {name: value for name, value in collect(_tracker_words(words)).settings.items() if name in _TRACKER}
     if len({str(value).lower() for value in said.values()}) > 1:
         given = said["te_rng_tracker"]
         raise OptionError(
             "rng.te_rng_tracker", given, f"what model.use_te_rng_tracker={said['use_te_rng_tracker']} says", "Keep one."
         )
+
+
+def _tracker_words(words: Sequence[str]) -> list[str]:
+    return [word for word in words if _leaf(word) in _TRACKER]
 
 
 def apply_flags(config: Any, *sources: Any) -> GraphOptions:
