@@ -13,6 +13,8 @@ from .forecast import Forecast
 from .forecast import as_json as forecast_as_json
 from .language import LanguageForecast
 from .language import as_json as language_as_json
+from .steps import WholeStep
+from .steps import as_json as step_as_json
 
 NOT_MEASURED = "not measured"
 NONE = "-"
@@ -50,6 +52,7 @@ class Answer:
         has_audio: Whether the model has an audio encoder that graphs take.
         forecast: What to expect of the vision encoder; None where the model has none, or no recipe names one.
         language_model: What to expect of graphs of packed documents; None without such graphs or without a recipe.
+        step: The measured whole step that is nearest; None where no record is of such a model or there is no recipe.
         has_model: Whether there is a recipe, so that it is known whether the model has an encoder.
         layout: Over how many GPUs each field divides the model, and the replicas; empty where nobody said.
         notes: Sentences for a person.
@@ -60,6 +63,7 @@ class Answer:
     has_audio: bool = False
     forecast: Forecast | None = None
     language_model: LanguageForecast | None = None
+    step: WholeStep | None = None
     has_model: bool = False
     layout: dict[str, int] | None = None
     notes: tuple[str, ...] = ()
@@ -70,6 +74,10 @@ class Answer:
         found = [self._line(part) for part in wording.parts(self.options)]
         if self.has_audio:
             found.insert(1, self._audio())
+        if self.step is not None and self.step.holds:
+            memory = f"{self.step.memory_gb:.1f} GiB"
+            why = f"measured: {self.step.found['case']}"
+            found.append(Line("whole step", "graphs", why, memory, _between(self.step.ratios)))
         return tuple(found)
 
     def _audio(self) -> Line:
@@ -127,6 +135,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "table": [asdict(line) for line in answer.lines],
         "forecast": None if found is None else forecast_as_json(found),
         "language_model_forecast": None if answer.language_model is None else language_as_json(answer.language_model),
+        "whole_step": None if answer.step is None else step_as_json(answer.step),
         "layout": answer.layout,
         "notes": list(answer.notes),
     }

@@ -47,6 +47,7 @@ from . import models, standins
 from .answer import Answer, as_json
 from .forecast import forecast, largest_bucket
 from .language import language_forecast
+from .steps import whole_step
 from .table import render
 from .words import set_words
 
@@ -246,6 +247,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         has_audio=has_audio_encoder(getattr(config, "model", None)),
         forecast=forecast(config, options.vision, place.kind),
         language_model=language_forecast(config, options, place.kind),
+        step=whole_step(config, options, place.kind, place.gpus),
         has_model=hasattr(config, "model"),
         layout=layout,
         notes=tuple(notes),

@@ -80,7 +80,14 @@ def forecast(config: Any, options: VisionGraphOptions, gpu: str | None) -> Forec
     measured = None if encoder is None else measured_of(encoder, options.kernels)
     if encoder is None or measured is None:
         return None if encoder is None else Forecast(encoder, None)
-    differs = (*other_gpu(measured.gpu, gpu), *_other_model(config), *_other_options(options, measured))
+    other = other_vision_options(options, measured.kernels)
+    differs = (
+        *other_gpu(measured.gpu, gpu),
+        *unlike(config, _MODEL),
+        *_other_adapter(config),
+        *other_precision(config),
+        *other,
+    )
     if measured.cost is None:
         largest = largest_bucket(options, None)
         found = {row.tokens: row.memory_gb for row in measured.rows}
@@ -154,34 +161,43 @@ def other_gpu(measured: str, gpu: str | None) -> list[str]:
 
 def other_training(config: Any) -> list[str]:
     """Return what of a language model's training was not measured, each as it is written."""
-    return [*_other_fields(config, _LANGUAGE_MODEL), *_other_adapters_and_precision(config)]
+    return [*unlike(config, _LANGUAGE_MODEL), *_other_adapter(config), *other_precision(config)]
 
 
-def _other_model(config: Any) -> list[str]:
-    return [*_other_fields(config, _MODEL), *_other_adapters_and_precision(config)]
-
-
-def _other_fields(config: Any, measured: Mapping[str, Any]) -> list[str]:
+def unlike(config: Any, measured: Mapping[str, Any]) -> list[str]:
+    """Return the fields of the model whose values are not those that were measured, each as it is written."""
     held = {name: getattr(config.model, name, None) for name in measured}
     return [f"model.{name}={value}" for name, value in held.items() if value not in (None, measured[name])]
 
 
-def _other_adapters_and_precision(config: Any) -> list[str]:
+def adapter_of(config: Any) -> str | None:
+    """Return the kind of a configuration's adapters; None without."""
     adapters = getattr(config, "peft", None)
-    found = [] if adapters is None else [f"peft={type(adapters).__name__}"]
-    return [*found, *_other_precision(getattr(config, "mixed_precision", None))]
+    return None if adapters is None else type(adapters).__name__
 
 
-def _other_precision(precision: Any) -> list[str]:
-    """Return a precision that is not bf16: of Bridge's, a name or an object."""
+def _other_adapter(config: Any) -> list[str]:
+    adapter = adapter_of(config)
+    return [] if adapter is None else [f"peft={adapter}"]
+
+
+def other_precision(config: Any) -> list[str]:
+    """Return a precision that is not bf16, in a list."""
+    precision = getattr(config, "mixed_precision", None)
     if isinstance(precision, str):
         return [] if precision == _PRECISION else [f"mixed_precision={precision}"]
     held = {name: getattr(precision, name, None) for name in ("fp32", "fp16", "fp8", "fp4")}
     return [f"mixed_precision.{name}={value}" for name, value in held.items() if value]
 
 
-def _other_options(options: VisionGraphOptions, measured: Measured) -> list[str]:
-    wanted = {**_OPTIONS, "kernels": measured.kernels}
+def other_vision_options(options: VisionGraphOptions, kernels: tuple[str, ...]) -> list[str]:
+    """Return the options that were not measured, each as it is written.
+
+    Args:
+        options: Of vision graphs.
+        kernels: The measured values of `vision_cuda_graph_tuning.kernels`.
+    """
+    wanted = {**_OPTIONS, "kernels": kernels}
     held = {name: getattr(options, name) for name in wanted}
     found = [f"{PROVIDER_FIELDS[name]}={value}" for name, value in held.items() if value not in wanted[name]]
     parts = [] if options.whole_encoder else [f"{PROVIDER_FIELDS['modules']}={list(options.modules)}"]

@@ -1,6 +1,6 @@
 """What a language model gains from graphs of packed documents, by rates that were fitted to records."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from .sizes import vocabulary_of
 SIZES, DOCUMENTS = (2048, 4096, 8192), 5
 # Records that are farther than this from what is forecast for them support no forecast.
 MOST_ERROR = 0.5
-_PARTIAL = {CudaGraphModule.attn, CudaGraphModule.moe_router}
+_PARTIAL = (CudaGraphModule.attn, CudaGraphModule.moe_router)
 _OPTIONS = ("offload", "recompute", "offload_above_gb")
 
 
@@ -59,7 +59,6 @@ class LanguageForecast:
         rows: Packs.
         largest: Tokens of the largest bucket; None where it is not known.
         memory_gb: GiB of a slot with it.
-        step: The measured step of this very model and layout.
     """
 
     model: LanguageModel | None
@@ -71,7 +70,6 @@ class LanguageForecast:
     rows: tuple[PackRow, ...] = ()
     largest: int | None = None
     memory_gb: float | None = None
-    step: Mapping[str, Any] | None = None
 
     @property
     def ratios(self) -> tuple[float, float] | None:
@@ -94,15 +92,17 @@ def language_forecast(config: Any, options: GraphOptions, gpu: str | None) -> La
         model = language_model_of(config.model, vocabulary_of(config))
     except NotMeasured as why:
         return LanguageForecast(model=None, ranks=ranks, why_not=(str(why),), rates=rates)
-    step = measured_step(model, ranks, options.choice.setting, gpu)
-    differs = [*other_gpu(rates.gpu, gpu), *other_training(config), *_other_options(options, model)]
+    others = [
+        f"{text} was not measured" for text in other_options(options, _PARTIAL if model.kind == "experts" else ())
+    ]
+    differs = [*other_gpu(rates.gpu, gpu), *other_training(config), *others]
     whole = not options.language_model.modules
     try:
         cost = scaled(model, ranks, rates, whole)
     except NotMeasured as why:
         differs.append(str(why))
     if differs:
-        return LanguageForecast(model=model, ranks=ranks, why_not=tuple(differs), rates=rates, step=step)
+        return LanguageForecast(model=model, ranks=ranks, why_not=tuple(differs), rates=rates)
     errors = errors_of(model, ranks, rates, whole)
     largest = _largest(config, options)
     sizes = [*(size for size in SIZES if largest is None or size < largest), *([largest] if largest else [])]
@@ -117,18 +117,7 @@ def language_forecast(config: Any, options: GraphOptions, gpu: str | None) -> La
         rows=rows,
         largest=largest,
         memory_gb=next((row.memory_gb for row in rows if row.tokens == largest), None),
-        step=step,
     )
-
-
-def measured_step(model: LanguageModel, ranks: Ranks, setting: str | None, gpu: str | None) -> Mapping[str, Any] | None:
-    """Return the measured step of a model, a layout, a setting and a GPU; None where there is none."""
-    for step in measured()["steps"]:
-        found = step["language_model"]
-        same = found["model"] == asdict(model) and found["ranks"] == asdict(ranks) and step["setting"] == setting
-        if same and not other_gpu(step["gpu"], gpu):
-            return dict(step)
-    return None
 
 
 def _row(cost: CostModel, tokens: int, errors: Errors) -> PackRow:
@@ -148,13 +137,19 @@ def _largest(config: Any, options: GraphOptions) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
-def _other_options(options: GraphOptions, model: LanguageModel) -> list[str]:
-    packed, modules = options.packed, set(options.language_model.modules)
+def other_options(options: GraphOptions, measured_modules: Collection[CudaGraphModule]) -> list[str]:
+    """Return the options that were not measured, each as it is written.
+
+    Args:
+        options: All graph options.
+        measured_modules: Values of `cuda_graph_modules` that were, besides none.
+    """
+    packed, modules = options.packed, options.language_model.modules
     held = {name: getattr(packed, name) for name in _OPTIONS}
     found = [f"{PACKED_FIELDS[name]}={value}" for name, value in held.items() if value not in (None, ())]
-    if modules and not (model.kind == "experts" and modules == _PARTIAL):
+    if modules and set(modules) != set(measured_modules):
         found.append(f"{MODULES}={sorted(module.name for module in modules)}")
-    return [f"{text} was not measured" for text in [*found, *(["deterministic algorithms"] if deterministic() else [])]]
+    return [*found, *(["deterministic algorithms"] if deterministic() else [])]
 
 
 def as_json(found: LanguageForecast) -> dict[str, Any]:
@@ -169,7 +164,6 @@ def as_json(found: LanguageForecast) -> dict[str, Any]:
         "largest_bucket": found.largest,
         "memory_gb": found.memory_gb,
         "ratios": None if found.ratios is None else list(found.ratios),
-        "step": found.step,
     }
 
 
@@ -178,10 +172,8 @@ def said(found: LanguageForecast) -> Sequence[str]:
     texts = []
     if found.errors is not None:
         texts.append(_source(found, found.errors))
-    if found.step is not None:
-        texts.append(_step(found.step))
-    elif found.rows:
-        texts += [_full_size(step) for step in measured()["steps"][:1]]
+    if found.rows:
+        texts.append(_full_size(found))
     if found.why_not:
         texts.append(f"No forecast of the language model: {'; '.join(found.why_not)}.")
     return texts
@@ -201,25 +193,19 @@ def _source(found: LanguageForecast, errors: Errors) -> str:
     return text
 
 
-def _full_size(step: Mapping[str, Any]) -> str:
-    part = step["language_model"]
-    forecast = part["forecast"]
+def _full_size(found: LanguageForecast) -> str:
+    """Return how far the forecast of a full-size model is from what was measured: of this one, if it was."""
+    steps = [step for step in measured()["steps"] if step["pack"]]
+    same = [
+        step
+        for step in steps
+        if found.model and step["model"] == asdict(found.model) and step["ranks"] == asdict(found.ranks)
+    ]
+    step = (same or steps)[0]
+    pack, forecast = step["pack"], step["pack"]["forecast"]
     return (
-        f"A full-size model that is not in the fit ({step['case']}) is forecast "
-        f"{forecast['eager_ms'] / part['eager_ms'] - 1:+.0%} (eager), "
-        f"{forecast['graphs_ms'] / part['graphs_ms'] - 1:+.0%} (graphs) and "
-        f"{forecast['memory_gb'] / part['memory_gb'] - 1:+.0%} (memory) from what was measured."
-    )
-
-
-def _step(step: Mapping[str, Any]) -> str:
-    part = step["language_model"]
-    gpus = f"{step['gpus']} {step['gpu']}" + ("s" if step["gpus"] > 1 else "")
-    return (
-        f"Measured of this model and layout: a whole step takes {step['eager_ms']:.0f} ms eager and "
-        f"{step['graphs_ms']:.0f} ms with cuda_graphs={step['setting']} "
-        f"({step['graphs_ms'] / step['eager_ms']:.2f}); of it the language model, a pack of up to {part['tokens']} "
-        f"tokens, {part['eager_ms']:.0f} and {part['graphs_ms']:.0f} ms, {part['memory_gb']:.1f} GiB a slot (forecast: "
-        f"{part['forecast']['eager_ms']:.0f} and {part['forecast']['graphs_ms']:.0f} ms, "
-        f"{part['forecast']['memory_gb']:.1f} GiB). {step['file']}, {step['date']}, {gpus}."
+        f"{'This' if same else 'A full-size'} model, not in the fit ({step['case']}), is forecast "
+        f"{forecast['eager_ms'] / pack['eager_ms'] - 1:+.0%} (eager), "
+        f"{forecast['graphs_ms'] / pack['graphs_ms'] - 1:+.0%} (graphs) and "
+        f"{forecast['memory_gb'] / pack['memory_gb'] - 1:+.0%} (memory) from what was measured."
     )

@@ -11,6 +11,7 @@ from .answer import Answer, Line
 from .encoders import Measured, Row
 from .forecast import Forecast
 from .language import LanguageForecast, PackRow, said
+from .steps import said as said_of_step
 
 KERNELS = PROVIDER_FIELDS["kernels"]
 _HEAD = ("part", "runs", "memory a slot", "time/eager", "why")
@@ -29,6 +30,8 @@ def render(answer: Answer) -> str:
         blocks.append(_forecast(answer.forecast))
     if answer.language_model is not None:
         blocks.append(_language_model(answer.language_model))
+    if answer.step is not None:
+        blocks.append(["", said_of_step(answer.step)])
     blocks.append([*answer.notes, *(f"warning: {text}" for text in answer.options.warnings)])
     return "\n".join(line for block in blocks for text in block for line in wrapped(text))
 

@@ -61,7 +61,7 @@ def test_one_object_with_a_key_for_each_part(capsys):
     found = json.loads(out)
     assert (status, err) == (0, "")
     parts = ["encoder", "language_model", "vision", "packed", "offload", "chosen", "warnings"]
-    assert list(found) == [*parts, "table", "forecast", "language_model_forecast", "layout", "notes"]
+    assert list(found) == [*parts, "table", "forecast", "language_model_forecast", "whole_step", "layout", "notes"]
     assert found["encoder"] == ""
     assert found["language_model"] == {"impl": "full_iteration", "modules": [], "inference_scope": "none"}
     assert "write cuda_graph_impl=full_iteration instead" in found["warnings"][0]

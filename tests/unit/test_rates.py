@@ -228,8 +228,7 @@ def test_ranks_are_read_from_a_provider():
 
 def test_a_full_size_step_is_beside_its_forecast():
     step = next(one for one in measured()["steps"] if (one["case"], one["setting"]) == ("8b_sft_tp2", "exact"))
-    part = step["language_model"]
-    model = LanguageModel(**part["model"])
+    model, pack = LanguageModel(**step["model"]), step["pack"]
     assert (model.attention, model.hidden) == (36, 4096)
-    assert part["forecast"]["graphs_ms"] == pytest.approx(part["graphs_ms"], rel=0.35)
-    assert part["forecast"]["memory_gb"] == pytest.approx(part["memory_gb"], rel=0.35)
+    assert pack["forecast"]["graphs_ms"] == pytest.approx(pack["graphs_ms"], rel=0.35)
+    assert pack["forecast"]["memory_gb"] == pytest.approx(pack["memory_gb"], rel=0.35)

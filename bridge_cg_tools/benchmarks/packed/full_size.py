@@ -1,4 +1,4 @@
-"""Measured steps of full-size recipes, beside what the cost model says of their language models."""
+"""Measured whole steps: of full-size recipes, beside what the cost model says of them, and with whole-model graphs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -11,14 +11,17 @@ from bridge_cg_tools.benchmarks.models.language_model import split
 from bridge_cg_tools.benchmarks.packed.observations import observations
 from bridge_cg_tools.benchmarks.packed.rates import fit
 from bridge_cg_tools.benchmarks.records.results import measured_by_case
-from bridge_cg_tools.benchmarks.runs.recipe_cases import CASES
+from bridge_cg_tools.benchmarks.runs.recipe_cases import CASES, LORA
 from bridge_cg_tools.explain.sizes import sizes_of
+from bridge_cg_tools.planner.cost import CostModel
 from bridge_cg_tools.planner.rates import Rates, cost_of
 from bridge_cg_tools.planner.shapes import language_model_of, ranks_of
 
 FILE = "whole_step.jsonl"
-# The models of the cases by their names on the hub; adapters are no part of the cost model.
-MODELS = {"8b_sft_tp2": "Qwen/Qwen3-VL-8B-Instruct", "30b_a3b_8_layers_ep2": "Qwen/Qwen3-VL-30B-A3B-Instruct"}
+_8B = "Qwen/Qwen3-VL-8B-Instruct"
+# The models of the cases by their names on the hub.
+MODELS = {"8b_sft_tp2": _8B, LORA: _8B, "30b_a3b_8_layers_ep2": "Qwen/Qwen3-VL-30B-A3B-Instruct"}
+ADAPTERS = {LORA: "LoRA"}
 # What Bridge's providers of these models set.
 PROVIDER = {
     "bias_activation_fusion": True,
@@ -27,7 +30,12 @@ PROVIDER = {
 }
 EXPERTS = {"Qwen/Qwen3-VL-30B-A3B-Instruct": 128}
 SETTINGS = {"plugin": "exact", "plugin_fastest": "fastest"}
-LANGUAGE_MODEL = "language model"
+# Parts of a step: their names in records, and the fields with the statistics of their graphs.
+VISION, LANGUAGE_MODEL = "vision", "language model"
+STATISTICS = {"vision encoder": "graphs", LANGUAGE_MODEL: "packed_graphs"}
+# Training with graphs of the whole language model; the record does not name the model.
+WHOLE_MODEL_FILE, WHOLE_MODEL_CASE = "pretrain.jsonl", "mixed_full_iteration"
+WHOLE_MODEL = "examples/photographs, Qwen3-VL's encoder with a language model of 4 layers of 2048"
 
 
 class Packs(NamedTuple):
@@ -43,41 +51,81 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     """Return the measured steps of a folder's records, as plain values."""
     found = measured_by_case(folder / FILE)
     rates = fit(observations(folder))
-    return [step for case, modes in found.items() if case in MODELS for step in _of(case, modes, rates)]
+    recipes = [step for case, modes in found.items() if case in MODELS for step in _of(case, modes, rates)]
+    whole = measured_by_case(folder / WHOLE_MODEL_FILE).get(WHOLE_MODEL_CASE, {})
+    return [*recipes, *_of_whole_model(whole)]
 
 
 def _of(case: str, modes: Mapping[str, Mapping[str, Any]], rates: Rates) -> Iterator[dict[str, Any]]:
-    eager = modes.get("eager1")
+    recipe, adapter = CASES[case], ADAPTERS.get(case)
+    held = SimpleNamespace(**_fields(case))
+    model, ranks = language_model_of(held), ranks_of(held)
+    eager = _eager(modes)
     for mode, setting in SETTINGS.items():
         graphs = modes.get(mode)
-        if eager is None or graphs is None or not graphs.get("packed_graphs"):
+        if not eager or graphs is None or not graphs.get("packed_graphs"):
             continue
+        comparable = adapter is None and "parts_ms" in graphs  # adapters are no part of the cost model
         yield {
             "case": case,
+            "of": " ".join((recipe.recipe, *recipe.words)),
+            "impl": "transformer_engine",
             "setting": setting,
-            "file": f"docs/benchmarks/{FILE}",
-            "date": graphs["date"],
-            "gpu": graphs["gpu"],
-            "gpus": graphs["gpus"],
-            "eager_ms": eager["ms"],
-            "graphs_ms": graphs["ms"],
-            "language_model": _language_model(case, eager, graphs, rates),
+            "adapter": adapter,
+            "model": asdict(model),
+            "ranks": asdict(ranks),
+            **_times(FILE, eager, graphs),
+            "samples": _samples(graphs),
+            "pack": _pack(eager[0], graphs, cost_of(model, ranks, rates)) if comparable else None,
         }
 
 
-def _language_model(case: str, eager: Mapping[str, Any], graphs: Mapping[str, Any], rates: Rates) -> dict[str, Any]:
-    """Return the model, its ranks, and what a microbatch was measured and is forecast to take of rank 0's GPU."""
+def _of_whole_model(modes: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    eager, graphs = _eager(modes), modes.get("plugin")
+    if eager and graphs is not None:
+        named = {"case": WHOLE_MODEL_CASE, "of": WHOLE_MODEL, "impl": "full_iteration"}
+        unknown = dict.fromkeys(("setting", "adapter", "model", "ranks", "samples", "pack"))
+        yield {**named, **unknown, **_times(WHOLE_MODEL_FILE, eager, graphs)}
+
+
+def _eager(modes: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the eager runs that were timed, the one that ratios are over first."""
+    return [record for mode, record in sorted(modes.items()) if mode.startswith("eager") and record["ms"]]
+
+
+def _times(file: str, eager: Sequence[Mapping[str, Any]], graphs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where a step was measured, its times, the GPU time of its parts, and the memory of its graphs."""
+    names = zip(STATISTICS, (VISION, LANGUAGE_MODEL), strict=True) if "parts_ms" in graphs else ()
+    return {
+        "file": f"docs/benchmarks/{file}",
+        "date": graphs["date"],
+        "gpu": graphs["gpu"],
+        "gpus": graphs.get("gpus", 1),
+        "eager_runs_ms": [record["ms"] for record in eager],
+        "graphs_ms": graphs["ms"],
+        "parts_ms": {
+            part: {"eager_runs": [run["parts_ms"][name] for run in eager], "graphs": graphs["parts_ms"][name]}
+            for part, name in names
+        },
+        "memory_gb": {
+            part: graphs[field]["memory_bytes"] / 2**30 for part, field in STATISTICS.items() if graphs.get(field)
+        },
+    }
+
+
+def _samples(graphs: Mapping[str, Any]) -> int:
+    samples: int = round(graphs["samples_per_s"] * graphs["ms"] / 1000)
+    return samples
+
+
+def _pack(eager: Mapping[str, Any], graphs: Mapping[str, Any], cost: CostModel) -> dict[str, Any]:
+    """Return what a microbatch was measured and is forecast to take of rank 0's GPU."""
     counted = graphs["packed_graphs"]
     microbatches = (counted["replays"] + counted["warmup_microbatches"]) // len(graphs["step_ms"])
-    samples = round(graphs["samples_per_s"] * graphs["ms"] / 1000 / microbatches)
+    samples = _samples(graphs) // microbatches
     packs = [_packs(name, found, samples) for name, found in counted["buckets"].items() if found["replays"]]
-    held = SimpleNamespace(**_fields(case))
-    model, ranks = language_model_of(held), ranks_of(held)
-    cost = cost_of(model, ranks, rates)
     largest = max(each.tokens for each in packs)
     return {
-        "model": asdict(model),
-        "ranks": asdict(ranks),
         "tokens": largest,
         "documents": samples,
         "eager_ms": eager["parts_ms"][LANGUAGE_MODEL] / microbatches,
