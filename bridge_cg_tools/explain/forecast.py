@@ -11,6 +11,7 @@ from bridge_cg_tools.planner.cost import CostModel
 from bridge_cg_tools.planner.images import Image
 
 from .encoders import Encoder, Measured, Row, encoder_of, measured_of
+from .processors import processor_of
 
 # Patches of an image of 448 x 448 pixels, of one of 768 x 768, and of a large one.
 SIZES = (784, 2304, 8192)
@@ -80,38 +81,33 @@ def forecast(config: Any, options: VisionGraphOptions, gpu: str | None) -> Forec
     measured = None if encoder is None else measured_of(encoder, options.kernels)
     if encoder is None or measured is None:
         return None if encoder is None else Forecast(encoder, None)
-    other = other_vision_options(options, measured.kernels)
-    differs = (
-        *other_gpu(measured.gpu, gpu),
-        *unlike(config, _MODEL),
-        *_other_adapter(config),
-        *other_precision(config),
-        *other,
-    )
+    differs = (*other_gpu(measured.gpu, gpu), *differences(config, options, measured.kernels))
     if measured.cost is None:
         largest = largest_bucket(options, None)
         found = {row.tokens: row.memory_gb for row in measured.rows}
         return Forecast(encoder, measured, measured.rows, differs, largest, found.get(largest or 0))
     largest = largest_bucket(options, measured.cost)
-    rows = tuple(_row(measured, frames, largest) for frames in microbatches(config))
+    rows = tuple(_row(measured, frames, largest) for frames in microbatches(config, encoder))
     if not any(row.ratio for row in rows):
         rows = (*rows, *(_row(measured, (tokens,), largest) for tokens in usual_sizes(largest)))
     memory = None if largest is None else _row(measured, (largest,), largest).memory_gb
     return Forecast(encoder, measured, rows, differs, largest, memory)
 
 
-def microbatches(config: Any) -> list[tuple[int, ...]]:
+def microbatches(config: Any, encoder: Encoder) -> list[tuple[int, ...]]:
     """Return the patches of a microbatch's images where the data's configuration has their sizes, else nothing.
 
     Args:
         config: A Bridge `ConfigContainer`.
+        encoder: Its model's, of a kind whose patches are known.
     """
     dataset = getattr(config, "dataset", None)
     size, images = getattr(dataset, "image_size", None), getattr(dataset, "num_images", 0)
     if not (size and images):
         return []
     width, height = size
-    return [Image(int(width), int(height)).segments() * images * (config.train.micro_batch_size or 1)]
+    patches = Image(int(width), int(height)).segments(processor_of(config, encoder))
+    return [patches * images * (config.train.micro_batch_size or 1)]
 
 
 def usual_sizes(largest: int | None) -> list[int]:
@@ -162,6 +158,18 @@ def other_gpu(measured: str, gpu: str | None) -> list[str]:
 def other_training(config: Any) -> list[str]:
     """Return what of a language model's training was not measured, each as it is written."""
     return [*unlike(config, _LANGUAGE_MODEL), *_other_adapter(config), *other_precision(config)]
+
+
+def differences(config: Any, options: VisionGraphOptions, kernels: tuple[str, ...]) -> list[str]:
+    """Return what of an encoder's training was not measured, each as it is written.
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+        options: Of vision graphs.
+        kernels: The measured values of `vision_cuda_graph_tuning.kernels`.
+    """
+    found = [*unlike(config, _MODEL), *_other_adapter(config), *other_precision(config)]
+    return [*found, *other_vision_options(options, kernels)]
 
 
 def unlike(config: Any, measured: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from ..answers import Tell
 from .cost import CostModel, load_cost_model
 from .defaults import DEFAULTS, default_packed
 from .errors import PlanError
-from .images import MAX_PIXELS, VisionPlan, plan_images, read_images
+from .images import QWEN3_VL, VisionPlan, plan_images, read_images
 from .lengths import Documents, read_documents
 from .output import as_json, import_plots, plot_packs, print_plan
 from .packing import ALGORITHMS, Pack, in_batch, padded_documents, padded_packs
@@ -54,7 +55,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
     vision = kinds.add_parser("vision", help="vision buckets from image sizes")
     vision.add_argument("data", type=Path, help='histogram .json {"640x480": count}, or .jsonl with width and height')
     vision.add_argument("--images-per-microbatch", type=int, default=1)
-    vision.add_argument("--max-pixels", type=int, default=MAX_PIXELS, help="of the model's processor")
+    vision.add_argument("--max-pixels", type=int, default=QWEN3_VL.max_pixels, help="of the model's processor")
     for command in (packed, vision):
         command.add_argument("--cost-model", type=Path, metavar="FILE", help="JSON that bench_packed.py wrote")
         command.add_argument("--max-memory-gb", type=float, help="limit of one slot's graph memory")
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace, tell: Tell) -> int:
                 read_images(arguments.data),
                 _cost(arguments),
                 arguments.images_per_microbatch,
-                _at_least_one("--max-pixels", arguments.max_pixels),
+                replace(QWEN3_VL, max_pixels=_at_least_one("--max-pixels", arguments.max_pixels)),
                 arguments.max_memory_gb,
             )
         if arguments.json:

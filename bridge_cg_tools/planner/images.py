@@ -21,10 +21,31 @@ from .counts import drawn, whole_count
 from .errors import PlanError
 from .plan import BUCKET_COUNTS, Percentiles, percentiles, rounded_up
 
-# Of Qwen3-VL: patches of 16 pixels, 2 x 2 of them merged; its processor keeps images between these many pixels.
-PATCH, MERGE = 16, 2
-MIN_PIXELS, MAX_PIXELS = 65_536, 16_777_216
-TEMPORAL_PATCH = 2
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processor:
+    """How a model divides images into patches; by default as Qwen3-VL's processor does.
+
+    Attributes:
+        patch: Pixels of a patch's side.
+        merge: Patches of the side of a square that becomes one embedding.
+        temporal: Frames of a patch.
+        min_pixels, max_pixels: Between which an image is resized.
+    """
+
+    patch: int = 16
+    merge: int = 2
+    temporal: int = 2
+    min_pixels: int = 65_536
+    max_pixels: int = 16_777_216
+
+    @property
+    def unit(self) -> int:
+        """Pixels that both sides of an image are a multiple of."""
+        return self.patch * self.merge
+
+
+QWEN3_VL = Processor()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +61,18 @@ class Image:
     height: int
     frames: int = 1
 
-    def segments(self, max_pixels: int = MAX_PIXELS) -> tuple[int, ...]:
+    def segments(self, processor: Processor = QWEN3_VL) -> tuple[int, ...]:
         """Return the patches of every attention segment after the processor has resized it."""
-        unit = PATCH * MERGE
+        unit, patch = processor.unit, processor.patch
         width, height = (round(side / unit) * unit for side in (self.width, self.height))
-        if width * height > max_pixels:
-            width, height = self._scaled(math.sqrt(max_pixels / (self.width * self.height)), math.floor)
-        elif width * height < MIN_PIXELS:
-            width, height = self._scaled(math.sqrt(MIN_PIXELS / (self.width * self.height)), math.ceil)
-        return (width // PATCH * (height // PATCH),) * math.ceil(self.frames / TEMPORAL_PATCH)
+        if width * height > processor.max_pixels:
+            width, height = self._scaled(processor.max_pixels, unit, math.floor)
+        elif width * height < processor.min_pixels:
+            width, height = self._scaled(processor.min_pixels, unit, math.ceil)
+        return (width // patch * (height // patch),) * math.ceil(self.frames / processor.temporal)
 
-    def _scaled(self, factor: float, to_whole: Any) -> tuple[int, int]:
-        unit = PATCH * MERGE
+    def _scaled(self, pixels: int, unit: int, to_whole: Any) -> tuple[int, int]:
+        factor = math.sqrt(pixels / (self.width * self.height))
         width, height = (max(to_whole(side * factor / unit), 1) * unit for side in (self.width, self.height))
         return width, height
 
@@ -147,7 +168,7 @@ def plan_images(
     images: Sequence[Image],
     cost: CostModel,
     per_microbatch: int = 1,
-    max_pixels: int = MAX_PIXELS,
+    processor: Processor = QWEN3_VL,
     max_memory_gb: float | None = None,
     seed: int = 0,
 ) -> VisionPlan:
@@ -157,7 +178,7 @@ def plan_images(
         images: The dataset's.
         cost: What a microbatch costs.
         per_microbatch: Images of a microbatch, drawn in random order.
-        max_pixels: Of the processor.
+        processor: Of the model.
         max_memory_gb: Limit of one slot's memory; None is no limit.
         seed: Of the order.
 
@@ -168,7 +189,7 @@ def plan_images(
         raise PlanError(f"--images-per-microbatch {per_microbatch}: it must be 1 to the dataset's {len(images)}")
     order = random.Random(seed).sample(images, len(images))
     batches = [
-        tuple(n for image in order[i : i + per_microbatch] for n in image.segments(max_pixels))
+        tuple(n for image in order[i : i + per_microbatch] for n in image.segments(processor))
         for i in range(0, len(order) - per_microbatch + 1, per_microbatch)
     ]
     frames = percentiles(len(batch) for batch in batches)

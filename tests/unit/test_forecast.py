@@ -186,6 +186,12 @@ def test_the_datas_own_sizes():
     assert row.graphs_ms == COST.graph_ms(4 * 3072, [3072] * 4, 4, 3072)
 
 
+@pytest.mark.parametrize("size, patches", [((256, 256), 28 * 28), ((2048, 1536), 54 * 72)])
+def test_the_datas_images_are_resized_as_bridge_does(size, patches):
+    mock = SimpleNamespace(image_size=size, num_images=1)
+    assert forecast(config(dataset=mock), on(), None).rows[0].tokens == 2 * patches
+
+
 def test_a_microbatch_beyond_the_largest_bucket_runs_eager():
     mock = SimpleNamespace(image_size=[1024, 768], num_images=1)
     row, *usual = forecast(config(dataset=mock), on(max_seq_length=4096), None).rows
@@ -194,9 +200,9 @@ def test_a_microbatch_beyond_the_largest_bucket_runs_eager():
 
 
 def test_sizes_outside_the_records_have_no_figures():
-    mock = SimpleNamespace(image_size=(256, 256), num_images=1)
+    mock = SimpleNamespace(image_size=(1024, 768), num_images=6)
     row, *usual = forecast(config(dataset=mock), on(), None).rows
-    assert (row.tokens, row.eager_ms, row.graphs_ms, row.memory_gb) == (512, None, None, None)
+    assert (row.tokens, row.eager_ms, row.graphs_ms, row.memory_gb) == (12 * 3072, None, None, None)
     assert row.note == "measured from 784 to 32768 tokens only" and all(r.ratio for r in usual)
     assert forecast(config(), on(max_seq_length=65536), None).memory_gb is None
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bridge_cg_tools.planner.cost import load_cost_model, save_cost_model
 from bridge_cg_tools.planner.defaults import DEFAULTS
 from bridge_cg_tools.planner.errors import PlanError
-from bridge_cg_tools.planner.images import Image, plan_images, read_images
+from bridge_cg_tools.planner.images import QWEN3_VL, Image, Processor, plan_images, read_images
 from bridge_cg_tools.planner.lengths import read_documents
 
 from .plan_inputs import COST, write
@@ -105,13 +105,19 @@ def test_a_cost_below_zero_is_refused(tmp_path):
         load_cost_model(path, "packed")
 
 
-@given(st.integers(16, 5000), st.integers(16, 5000), st.integers(1, 9))
-def test_image_sizes_are_the_processors(width, height, frames):
+@given(
+    st.integers(16, 5000),
+    st.integers(16, 5000),
+    st.integers(1, 9),
+    st.sampled_from([QWEN3_VL, Processor(patch=14, min_pixels=200_704, max_pixels=1_003_520)]),
+)
+def test_image_sizes_are_the_processors(width, height, frames, of):
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
     assume(max(width, height) / min(width, height) <= 200)
-    resized = smart_resize(height, width, factor=32, min_pixels=65_536, max_pixels=16_777_216)
-    assert Image(width, height, frames).segments() == (resized[0] // 16 * (resized[1] // 16),) * -(-frames // 2)
+    resized = smart_resize(height, width, factor=of.unit, min_pixels=of.min_pixels, max_pixels=of.max_pixels)
+    patches = resized[0] // of.patch * (resized[1] // of.patch)
+    assert Image(width, height, frames).segments(of) == (patches,) * -(-frames // 2)
 
 
 def test_vision_buckets_from_a_histogram(tmp_path):
