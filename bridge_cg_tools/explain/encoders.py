@@ -38,7 +38,8 @@ class Encoder:
 
 
 # Qwen3-VL's from 8B on, which most records are of.
-TOWER = Encoder(QWEN3_VL, 27, 1152)
+LAYERS, WIDTH = 27, 1152
+TOWER = Encoder(QWEN3_VL, LAYERS, WIDTH)
 
 
 @dataclass(frozen=True, slots=True)

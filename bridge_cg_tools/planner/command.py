@@ -24,6 +24,7 @@ from .plan import PackedPlan, plan_packs
 
 if TYPE_CHECKING:
     from ..explain.recipes import PackedRecipe
+    from ..explain.vision_recipe import VisionRecipe
 
 IN_BATCH, MICRO_BATCH = "in_batch", 4
 PACKING = "first_fit_shuffle"
@@ -55,7 +56,9 @@ def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
     vision = kinds.add_parser("vision", help="vision buckets from image sizes")
     vision.add_argument("data", type=Path, help='histogram .json {"640x480": count}, or .jsonl with width and height')
     vision.add_argument("--images-per-microbatch", type=int, default=1)
-    vision.add_argument("--max-pixels", type=int, default=QWEN3_VL.max_pixels, help="of the model's processor")
+    of_images = "a recipe of Bridge's or a preset: its encoder, patches and limits of images; Qwen3-VL's if left out"
+    vision.add_argument("--recipe", metavar="NAME", help=of_images)
+    vision.add_argument("--max-pixels", type=int, help="of the model's processor")
     for command in (packed, vision):
         command.add_argument("--cost-model", type=Path, metavar="FILE", help="JSON that bench_packed.py wrote")
         command.add_argument("--max-memory-gb", type=float, help="limit of one slot's graph memory")
@@ -76,13 +79,7 @@ def run(arguments: argparse.Namespace, tell: Tell) -> int:
             if arguments.plot is not None:
                 plot_packs(plan, packs, arguments.plot)
         else:
-            plan = plan_images(
-                read_images(arguments.data),
-                _cost(arguments),
-                arguments.images_per_microbatch,
-                replace(QWEN3_VL, max_pixels=_at_least_one("--max-pixels", arguments.max_pixels)),
-                arguments.max_memory_gb,
-            )
+            plan = plan_of_images(arguments)
         if arguments.json:
             tell(json.dumps(as_json(plan)))
         else:
@@ -113,6 +110,54 @@ def plan_of_documents(arguments: argparse.Namespace) -> tuple[PackedPlan, list[P
                 )
     packs = padded_packs(list(found.packs) or _packed(found.lengths, arguments, layout, size), multiple)
     return plan_packs(packs, _cost_of_packs(arguments, layout, recipe), arguments.max_memory_gb, layout), packs
+
+
+def plan_of_images(arguments: argparse.Namespace) -> VisionPlan:
+    """Return the plan for a dataset's images.
+
+    Raises:
+        PlanError: The input cannot be planned from.
+    """
+    images, recipe = read_images(arguments.data), _vision_recipe(arguments)
+    processor = QWEN3_VL if recipe is None else recipe.processor
+    if arguments.max_pixels is not None:
+        processor = replace(processor, max_pixels=_at_least_one("--max-pixels", arguments.max_pixels))
+    cost = _cost_of_images(arguments, recipe)
+    return plan_images(images, cost, arguments.images_per_microbatch, processor, arguments.max_memory_gb)
+
+
+def _vision_recipe(arguments: argparse.Namespace) -> "VisionRecipe | None":
+    """Return the recipe whose images are planned for; None without one.
+
+    Raises:
+        PlanError: It does not exist, cannot be built, or has another encoder.
+    """
+    if arguments.recipe is None:
+        return None
+    from ..explain.vision_recipe import vision_recipe
+
+    try:
+        return vision_recipe(arguments.recipe)
+    except OptionError as error:
+        raise PlanError(str(error)) from None
+
+
+def _cost_of_images(arguments: argparse.Namespace, recipe: "VisionRecipe | None") -> CostModel:
+    """Return what a microbatch costs: as a file says, or the recipe's encoder, or Qwen3-VL's.
+
+    Raises:
+        PlanError: No record is of the recipe's encoder.
+    """
+    if arguments.cost_model is not None:
+        return load_cost_model(arguments.cost_model, arguments.kind)
+    if recipe is None:
+        return DEFAULTS["vision"]
+    if recipe.cost is None:
+        raise PlanError(
+            f"Cannot forecast --recipe {arguments.recipe}: {recipe.why_not}. Pass --cost-model with a file of its "
+            "times, or remove --recipe, which plans for Qwen3-VL's encoder of 27 layers of 1152"
+        )
+    return recipe.cost
 
 
 def _recipe(arguments: argparse.Namespace) -> "PackedRecipe | None":
@@ -217,11 +262,6 @@ def _refuse_unused(arguments: argparse.Namespace, found: Documents) -> None:
     for name, why in reasons.items():
         if given[name] not in (None, False):
             raise PlanError(f"--{name.replace('_', '-')} has no effect: {why}; remove it")
-
-
-def _cost(arguments: argparse.Namespace) -> CostModel:
-    kind = arguments.kind
-    return DEFAULTS[kind] if arguments.cost_model is None else load_cost_model(arguments.cost_model, kind)
 
 
 def _at_least_one(name: str, value: int) -> int:

@@ -272,7 +272,7 @@ def cost_of(model: LanguageModel, ranks: Ranks, rates: Rates, whole: bool = True
     hosts = [(rates.host_ms[name], each) for name, each in launches(model).items()]
     host, document, of_token = (sum(rate * each[column] for rate, each in hosts) for column in range(3))
     return CostModel(
-        origin=f"{model} by rates of {rates.source}",
+        origin=f"{model} by rates of {rates.source} only",
         fixed_ms=fixed,
         per_token_ms=token,
         per_square_ms=square,

@@ -13,6 +13,8 @@ from bridge_cg_tools.benchmarks.records.results import read_records
 from bridge_cg_tools.planner.cost import MILLION, CostModel
 
 FILE = "vision_bench.jsonl"
+# Encoders with the layers of Qwen3-VL's, by how their cases in another file begin.
+ALIKE_FILE, ALIKE = "encoders.jsonl", {"Qwen3.5-VL encoder of 27 layers of 1152": "qwen35_vl_"}
 # The smallest microbatch; below, everything is launches.
 LEAST = 784
 # A host was busier while these ran eager.
@@ -111,7 +113,28 @@ def fit(found: Sequence[Ran], origin: str) -> CostModel:
 
 def fitted(folder: Path) -> dict[str, Any]:
     """Return the cost models that the records of a folder give, with their errors, as plain values."""
-    return {kernels: _fitted(measured(folder, kernels), ORIGIN[kernels]) for kernels in ORIGIN}
+    found = {kernels: _fitted(measured(folder, kernels), ORIGIN[kernels]) for kernels in ORIGIN}
+    exact = CostModel(**found["exact"]["cost"])
+    return {**found, "alike": {name: _alike(folder, prefix, exact) for name, prefix in ALIKE.items()}}
+
+
+def _alike(folder: Path, prefix: str, cost: CostModel) -> dict[str, Any]:
+    """Return how far an encoder's records with exact kernels are from a cost model that was fitted to another's."""
+    records = [record for record in read_records(folder / ALIKE_FILE) if record["case"].startswith(prefix)]
+    modes = {(record["case"], record["mode"]): record for record in records}
+    found = [_of_case(eager, modes[case, "plugin"], prefix) for (case, mode), eager in modes.items() if mode == "eager"]
+    errors = [_errors(cost, ran) for ran in found]
+    return {
+        "file": f"docs/benchmarks/{ALIKE_FILE}",
+        "date": max(record["date"] for record in records),
+        "records": len(found),
+        **{name: max(each[name] for each in errors) for name in errors[0]},
+    }
+
+
+def _of_case(eager: Mapping[str, Any], graphs: Mapping[str, Any], prefix: str) -> Ran:
+    grid = CASES[eager["case"].removeprefix(prefix).rpartition("_")[0]]
+    return Ran(tuple(h * w for count, h, w in grid for _ in range(count)), eager, graphs)
 
 
 def _fitted(found: Sequence[Ran], origin: str) -> dict[str, Any]:
@@ -119,7 +142,7 @@ def _fitted(found: Sequence[Ran], origin: str) -> dict[str, Any]:
     (gpu,) = {record["gpu"] for record in records}
     date, file = max(record["date"] for record in records), f"docs/benchmarks/{FILE}"
     return {
-        "cost": asdict(fit(found, f"{origin}, measured on {gpu}: {file} of {date}")),
+        "cost": asdict(fit(found, f"{origin}, measured on {gpu} only: {file} of {date}")),
         "fit": {
             "file": file,
             "date": date,
@@ -139,13 +162,18 @@ def errors_of(found: Sequence[Ran]) -> dict[str, float]:
     ends = [end(found, key=lambda ran: ran.tokens) for end in (min, max)]
     for ran in (each for each in found if each not in ends):
         cost = fit([other for other in found if other is not ran], "")
-        eager, graphs = cost.eager_ms(ran.frames), cost.graph_ms(ran.tokens, ran.frames, 1, 1)
-        pairs = {
-            "eager": (eager, ran.eager["ms"]),
-            "graphs": (graphs, ran.graphs["ms"]),
-            "ratio": (graphs / eager, ran.graphs["ms"] / ran.eager["ms"]),
-            "memory": (cost.memory_gb(ran.tokens), ran.graphs["memory_gb"]),
-        }
-        for name, (predicted, measured_value) in pairs.items():
-            far.setdefault(name, []).append(abs(predicted / measured_value - 1))
+        for name, error in _errors(cost, ran).items():
+            far.setdefault(name, []).append(error)
     return {name: max(values) for name, values in far.items()}
+
+
+def _errors(cost: CostModel, ran: Ran) -> dict[str, float]:
+    """Return the relative errors of a cost model for a microbatch."""
+    eager, graphs = cost.eager_ms(ran.frames), cost.graph_ms(ran.tokens, ran.frames, 1, 1)
+    pairs = {
+        "eager": (eager, ran.eager["ms"]),
+        "graphs": (graphs, ran.graphs["ms"]),
+        "ratio": (graphs / eager, ran.graphs["ms"] / ran.eager["ms"]),
+        "memory": (cost.memory_gb(ran.tokens), ran.graphs["memory_gb"]),
+    }
+    return {name: abs(predicted / measured_value - 1) for name, (predicted, measured_value) in pairs.items()}

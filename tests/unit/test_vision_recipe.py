@@ -1,0 +1,115 @@
+"""`bridge-cg plan vision --recipe`: the encoder, patches and limits of images that it takes from a recipe."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from bridge_cg_tools.benchmarks.models.workloads import CASES
+from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
+from bridge_cg_tools.explain.encoders import QWEN3_VL, QWEN25_VL, QWEN35_VL, Encoder
+from bridge_cg_tools.explain.processors import processor_of
+from bridge_cg_tools.planner.cost import save_cost_model
+from bridge_cg_tools.planner.defaults import VISION, VISION_EXACT
+from bridge_cg_tools.planner.images import Processor
+from bridge_cg_tools.planner.rates import measured
+
+from .plan_inputs import write
+
+SFT = "qwen3_vl_8b_vision_graphs_h200_sft_config"
+SMALL = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
+BRIDGES = {"min_pixels": 200_704, "max_pixels": 1_003_520}
+
+
+def config(data=None, **fields):
+    return SimpleNamespace(model=SimpleNamespace(**fields), dataset=SimpleNamespace(task_encoder=data))
+
+
+def test_a_processor_has_the_providers_sizes_and_the_datas_limits():
+    assert processor_of(config(), Encoder(QWEN3_VL)) == Processor(patch=16, **BRIDGES)
+    assert processor_of(config(), Encoder(QWEN25_VL)) == Processor(patch=14, **BRIDGES)
+    own = config(patch_size=12, spatial_merge_size=3, temporal_patch_size=1)
+    assert processor_of(own, Encoder(QWEN35_VL)) == Processor(patch=12, merge=3, temporal=1, **BRIDGES)
+    limits = SimpleNamespace(min_pixels=1024, max_pixels=4096, patch_size=14)
+    assert processor_of(config(limits), Encoder(QWEN3_VL)) == Processor(min_pixels=1024, max_pixels=4096)
+
+
+@pytest.fixture
+def sizes(tmp_path):
+    return str(write(tmp_path / "sizes.json", '{"256x256": 20, "2048x1536": 20}'))
+
+
+def plan(*words):
+    code = f"from bridge_cg_tools.cli import main; raise SystemExit(main({['plan', 'vision', *words]!r}))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def planned(*words):
+    done = plan(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_plan_has_the_images_of_a_recipe_and_says_what_was_not_measured(sizes):
+    found = planned(sizes, "--recipe", SFT)
+    assert found["buckets"] == [28 * 28, 54 * 72] and found["memory_gb"] == VISION_EXACT.memory_gb(54 * 72)
+    assert "measured on NVIDIA H200 only: docs/benchmarks/vision_bench.jsonl" in found["origin"]
+    assert found["origin"].endswith("; not measured: model.tensor_model_parallel_size=2")
+    without = planned(sizes)
+    assert without["buckets"] == [16 * 16, 96 * 128] and without["origin"] == VISION.origin
+    assert planned(sizes, "--recipe", SFT, "--max-pixels", "262144")["buckets"] == [28 * 28, 26 * 36]
+
+
+def test_a_recipe_with_default_kernels_has_their_costs(sizes):
+    found = planned(sizes, "--recipe", "qwen3_vl_30b_a3b_sft_config")
+    assert found["origin"] == VISION.origin and found["memory_gb"] == VISION.memory_gb(54 * 72)
+
+
+def test_an_encoder_of_fewer_layers_is_extrapolated(sizes):
+    whole, small = (planned(sizes, "--recipe", name) for name in (SFT, SMALL))
+    assert small["eager_ms"] == pytest.approx(whole["eager_ms"] * 8 / 27)
+    assert small["step_ms"] == pytest.approx(whole["step_ms"] * 8 / 27)
+    assert small["origin"].endswith(
+        "; extrapolated: no record is of a Qwen3-VL encoder of 8 layers of 1152 with these kernels"
+    )
+
+
+def test_another_encoder_of_the_same_sizes_has_the_error_of_its_records(sizes):
+    name = "Qwen3.5-VL encoder of 27 layers of 1152"
+    errors = measured()["vision"]["alike"][name]
+    records = read_records(ROOT / errors["file"])
+    found = {(r["case"].split("_")[2], r["mode"]): r for r in records if r["case"].startswith("qwen35_vl_")}
+    for case in ("1x448", "8mix"):
+        frames = [h * w for count, h, w in CASES[case] for _ in range(count)]
+        graphs = VISION_EXACT.graph_ms(sum(frames), frames, 1, 1) / found[case, "plugin"]["ms"]
+        assert abs(graphs - 1) <= errors["graphs"] + 1e-4
+        assert abs(VISION_EXACT.eager_ms(frames) / found[case, "eager"]["ms"] - 1) <= errors["eager"] + 1e-4
+    said = f"the {errors['records']} records of a {name} ({errors['file']} of {errors['date']}) are within 21% (eager)"
+    assert said in planned(sizes, "--recipe", "qwen35_vl_9b_vision_graphs_h200_sft_config")["origin"]
+    plain = planned(sizes, "--recipe", "qwen35_vl_35b_a3b_fsdp_sft_config")["origin"]
+    assert plain == f"{VISION.origin}; extrapolated: no record is of a {name} with these kernels"
+
+
+def test_an_encoder_without_a_cost_model_is_planned_for_with_a_file_only(sizes, tmp_path):
+    name = "qwen25_vl_7b_sft_config"
+    done = plan(sizes, "--recipe", name)
+    said = f"Cannot forecast --recipe {name}: no cost model was fitted to a Qwen2.5-VL encoder of 32 layers of 1280"
+    assert done.returncode == 2 and said in done.stderr and "Pass --cost-model" in done.stderr
+    save_cost_model(tmp_path / "costs.json", "vision", VISION)
+    found = planned(sizes, "--recipe", name, "--cost-model", str(tmp_path / "costs.json"))
+    assert found["buckets"] == [32 * 32, 60 * 82]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gemma3_vl_4b_sft_config", "whose patches are known here; it has a Gemma 3 encoder of 27 layers of 1152"),
+        ("qwen3_8b_sft_config", "its vision encoder must be of Qwen3-VL, Qwen3.5-VL, Qwen2.5-VL"),
+        ("qwen3_vl_8b_sft_confg", "Did you mean qwen3_vl_8b_sft_config?"),
+    ],
+)
+def test_a_recipe_that_cannot_be_planned_for_is_refused(sizes, name, said):
+    done = plan(sizes, "--recipe", name)
+    assert done.returncode == 2 and said in done.stderr
