@@ -312,6 +312,23 @@ def test_what_is_no_limit_is_refused(written):
         _PARSERS["bucket_limits"](PROVIDER_FIELDS["bucket_limits"], written)
 
 
+KINDS = {
+    "impl": str, "modules": tuple, "max_seq_length": int, "buckets": (tuple, str), "slots": (int, str),
+    "max_frames": (int, str), "buckets_max_gb": float, "exact_below": int, "evaluation": bool, "strict": bool,
+    "check_interval": int, "check_tolerance": float, "check_action": str, "kernels": str, "attention": str,
+    "streams": (int, str), "audio": bool, "frozen_outputs_gb": float, "deepstack_gradient_allreduce": bool,
+    "gradient_accumulation_fusion": bool, "gradient_hooks": str, "cost_fallback": bool, "headroom": float,
+    "offload": tuple, "recompute": tuple, "offload_above_gb": float, "offload_min_bytes": int,
+    "offload_host_max_gb": float, "offload_stream": bool, "drop_unused_steps": int,
+    "bucket_limits": tuple, "capture_mode": str,
+    "balance": (float, str),
+}  # fmt: skip
+
+
+def test_the_kind_of_every_option_is_known():
+    assert KINDS.keys() == _PARSERS.keys()
+
+
 @given(
     st.sampled_from(sorted(_PARSERS)), st.one_of(st.text(max_size=12), st.text("0123456789,[]. -eaunitof", max_size=12))
 )
@@ -323,18 +340,7 @@ def test_any_string_gives_a_typed_value_or_an_option_error(option, text):
         assert error.field == field
         return
     assert parse(field, value) == value
-    kinds = {
-        "impl": str, "modules": tuple, "max_seq_length": int, "buckets": (tuple, str), "slots": (int, str),
-        "max_frames": (int, str), "buckets_max_gb": float, "exact_below": int, "evaluation": bool, "strict": bool,
-        "check_interval": int, "check_tolerance": float, "check_action": str, "kernels": str, "attention": str,
-        "streams": (int, str),
-        "gradient_accumulation_fusion": bool, "gradient_hooks": str, "cost_fallback": bool, "headroom": float,
-        "offload": tuple, "recompute": tuple, "offload_above_gb": float, "offload_min_bytes": int,
-        "offload_host_max_gb": float, "offload_stream": bool, "drop_unused_steps": int,
-        "bucket_limits": tuple,
-        "balance": (float, str),
-    }  # fmt: skip
-    assert isinstance(value, kinds[option])
+    assert isinstance(value, KINDS[option])
 
 
 values = st.one_of(
