@@ -20,7 +20,7 @@ from .precedence import settle
 from .shared_offload import share_offload
 from .sources import Written, collect
 from .values import is_unset
-from .vision import PROVIDER_FIELDS, SCOPE_FIELD, VISION, WITHOUT_GRAPHS, vision_options
+from .vision import PROVIDER_FIELDS, SCOPE_FIELD, VISION, WITHOUT_GRAPHS, VisionGraphOptions, vision_options
 
 _warned: set[str] = set()
 
@@ -71,7 +71,7 @@ def options_of(written: Written) -> GraphOptions:
     if vision.enabled and not vision.deepstack_gradient_allreduce:
         warnings += deepstack_warnings(facts_of(written))
     packed = packed_options(written.fields)
-    warnings += _without_effect(written, vision.enabled, packed.enabled)
+    warnings += _without_effect(written, vision, packed.enabled)
     options = GraphOptions(
         choice=ChoiceOptions(**CHOICE.read(written.fields)),
         language_model=language_model,
@@ -83,11 +83,14 @@ def options_of(written: Written) -> GraphOptions:
     return share_offload(options, facts_of(written)) if options.offload.parts else options
 
 
-def _without_effect(written: Written, vision: bool, packed: bool) -> tuple[str, ...]:
-    """Return a line for each group of options that a person wrote for graphs that are off."""
+def _without_effect(written: Written, vision: VisionGraphOptions, packed: bool) -> tuple[str, ...]:
+    """Return a line for each group of options that a person wrote for graphs that are off, or captured another way."""
+    at_once = vision.enabled and not vision.on_demand
     idle = {one.field for one in VISION.options if one.name not in WITHOUT_GRAPHS} | {SCOPE_FIELD}
     groups = (
-        (vision, idle - {PROVIDER_FIELDS["impl"]}, f"vision graphs are off ({PROVIDER_FIELDS['impl']}=none)"),
+        (vision.enabled, idle - {PROVIDER_FIELDS["impl"]}, f"vision graphs are off ({PROVIDER_FIELDS['impl']}=none)"),
+        (at_once or not vision.enabled, {PROVIDER_FIELDS["headroom"]}, "buckets are captured on demand"),
+        (not at_once, {PROVIDER_FIELDS["drop_unused_steps"]}, "buckets are captured at once"),
         (packed, set(PACKED.names), f"packed-sequence graphs are off ({MAX_PACKED_SEQS} is not set)"),
     )
     lines = []

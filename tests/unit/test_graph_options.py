@@ -458,3 +458,20 @@ def test_graph_options_warns_of_nothing_it_was_not_given():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         graph_options({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]})
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"headroom": 1.5}, "vision_cuda_graph_tuning.headroom=1.5: no effect, buckets are captured on demand"),
+        (
+            {"drop_unused_steps": 8, "capture_mode": "at_once"},
+            "vision_cuda_graph_tuning.drop_unused_steps=8: no effect, buckets are captured at once",
+        ),
+    ],
+)
+def test_values_for_the_other_way_to_capture_have_no_effect(fields, said):
+    on = {"vision_cuda_graph_impl": "transformer_engine"}
+    assert said in graph_options({**on, "vision_cuda_graph_tuning": fields}).warnings
+    other = {**fields, "capture_mode": "on_demand" if "capture_mode" in fields else "at_once"}
+    assert not any("no effect" in text for text in graph_options({**on, "vision_cuda_graph_tuning": other}).warnings)
