@@ -1,4 +1,4 @@
-"""How many GPUs a run has, and whether the layout of its model and its batch fit them."""
+"""How many GPUs a run has, and whether the layout of its model fits them."""
 
 import argparse
 import math
@@ -15,17 +15,7 @@ LAYOUTS = tuple(
         ("expert_tensor", "expert_model", "pipeline_model"),
     )
 )
-_FIELDS = tuple(dict.fromkeys(field for layout in LAYOUTS for field in layout))
-# Fields by which stages of a pipeline have different numbers of layers.
-_UNEVEN = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-    "hybrid_layer_pattern",
-    "hybrid_override_pattern",
-)
+FIELDS = tuple(dict.fromkeys(field for layout in LAYOUTS for field in layout))
 
 
 def add_counts(parser: Any, nodes: str, default: int | None = None) -> None:
@@ -53,54 +43,15 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
-def check_gpus(config: Any, gpus: int | None) -> None:
-    """Refuse values below what trains, a layout that does not divide its model or GPUs, and batches it cannot share.
-
-    Args:
-        config: A Bridge `ConfigContainer`.
-        gpus: How many GPUs there are; None where that is not known.
-
-    Raises:
-        OptionError: Names the fields and what is needed.
-    """
-    _check_values(config)
-    if not _has_gpus_of_parts(config.model):
-        _check_model(config.model)
-    if gpus is not None:
-        _check_layouts(config.model, gpus)
-    if config.train.rampup_batch_size is None:
-        _check_batch(config, gpus)
-
-
-def _check_values(config: Any) -> None:
-    rate = getattr(getattr(config, "optimizer", None), "lr", None)
-    _check_least({f"model.{field}": getattr(config.model, field, None) for field in _FIELDS}, 1, "Correct it.")
-    _check_least({"train.train_iters": config.train.train_iters, "optimizer.lr": rate}, 0, "Correct it.")
-
-
-def _check_least(values: Mapping[str, Any], least: int, remedy: str) -> None:
-    for name, value in values.items():
-        if isinstance(value, int | float) and value < least:
-            raise OptionError(name, value, f"at least {least}", remedy)
-
-
-def _check_model(model: Any) -> None:
-    """Refuse ranks that would have a part of an attention head, or other layers than megatron-core gives them."""
-    tensor, pipeline = (getattr(model, f"{kind}_model_parallel_size", None) or 1 for kind in ("tensor", "pipeline"))
-    heads, layers = (getattr(model, name, None) for name in ("num_attention_heads", "num_layers"))
-    if isinstance(heads, int) and heads % tensor:
-        allowed = f"a divisor of model.num_attention_heads={heads}"
-        raise OptionError("model.tensor_model_parallel_size", tensor, allowed, "Change either.")
-    uneven = any(getattr(model, name, None) for name in _UNEVEN)
-    if isinstance(layers, int) and layers % pipeline and not uneven:
-        allowed = f"a divisor of model.num_layers={layers}"
-        raise OptionError("model.pipeline_model_parallel_size", pipeline, allowed, "Change either.")
-
-
 def divided(model: Any, gpus: int) -> dict[str, int]:
     """Return the GPUs, over how many of them each field of the layout divides a model, and the replicas."""
-    sizes = {field: size for field in _FIELDS if (size := getattr(model, field, None) or 1) > 1}
-    return {"gpus": gpus, **sizes, "replicas": _replicas(model, gpus)}
+    sizes = {field: size for field in FIELDS if (size := getattr(model, field, None) or 1) > 1}
+    return {"gpus": gpus, **sizes, "replicas": replicas(model, gpus)}
+
+
+def fewest_gpus(model: Any) -> int:
+    """Return how many GPUs one replica of a model takes."""
+    return _product(model, LAYOUTS[0])
 
 
 def layout_in_words(layout: Mapping[str, int]) -> str:
@@ -114,37 +65,27 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _replicas(model: Any, gpus: int) -> int:
-    return 1 if _has_gpus_of_parts(model) else gpus // _product(model, LAYOUTS[0])
-
-
-def _check_batch(config: Any, gpus: int | None) -> None:
-    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
-    if batch is None or micro is None:
-        return
-    _check_least({"train.global_batch_size": batch, "train.micro_batch_size": micro}, 1, "Raise it.")
-    replicas = 1 if gpus is None else _replicas(config.model, gpus)
-    if batch % (micro * replicas):
-        shared = f" times {replicas} data-parallel replicas" if replicas > 1 else ""
-        raise OptionError(
-            "train.global_batch_size",
-            batch,
-            f"a multiple of train.micro_batch_size={micro}{shared}",
-            f"Write a multiple of {micro * replicas}.",
-        )
+def replicas(model: Any, gpus: int) -> int:
+    """Return the data-parallel replicas of a model."""
+    return 1 if has_gpus_of_parts(model) else gpus // fewest_gpus(model)
 
 
 def _product(model: Any, fields: tuple[str, ...]) -> int:
     return math.prod(getattr(model, field, None) or 1 for field in fields)
 
 
-def _has_gpus_of_parts(model: Any) -> bool:
+def has_gpus_of_parts(model: Any) -> bool:
     """Return whether parts of the model have GPUs of their own."""
     return bool(getattr(getattr(model, "dist_train", None), "use_dist_train", False))
 
 
-def _check_layouts(model: Any, gpus: int) -> None:
-    if _has_gpus_of_parts(model):
+def check_layouts(model: Any, gpus: int) -> None:
+    """Refuse a layout that does not divide the GPUs.
+
+    Raises:
+        OptionError: Names the fields and what is needed.
+    """
+    if has_gpus_of_parts(model):
         return
     for fields in LAYOUTS:
         sizes = {field: size for field in fields if (size := getattr(model, field, None) or 1) > 1}

@@ -42,7 +42,8 @@ from bridge_cg_plugin.upstream.hooks.configuration.recipes import build_recipe
 from bridge_cg_plugin.upstream.seams.known_encoders import encoder_of, has_audio_encoder
 
 from ..answers import Tell
-from ..gpus import LAYOUTS, add_counts, check_gpus, divided, layout_in_words
+from ..gpus import LAYOUTS, add_counts, divided, layout_in_words
+from ..trainable import check_trainable
 from . import models, standins
 from .answer import Answer, as_json
 from .forecast import forecast, largest_bucket
@@ -230,7 +231,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
             notes.append(f"The largest bucket is larger than those of --graphs {place.gpu}.")
     layout = None
     if place.gpus is not None or hasattr(config, "train"):
-        check_gpus(config, place.gpus)
+        check_trainable(name, config, place.gpus)
     if place.gpus is not None:
         layout = divided(config.model, place.gpus)
         notes.append(layout_in_words(layout))

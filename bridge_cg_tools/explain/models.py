@@ -134,7 +134,7 @@ class StandInBridge:
 
 
 # Sizes that a provider's class has only until a configuration on the hub gives others: no check may go by them.
-_PLACEHOLDERS: Mapping[str, Any] = {"num_attention_heads": None}
+_PLACEHOLDERS: Mapping[str, Any] = dict.fromkeys(("num_attention_heads", "num_layers", "hidden_size"))
 _asked: list[str] = []
 
 

@@ -53,21 +53,33 @@ def test_a_file_may_have_other_fields_of_the_model_and_tuning_values(capsys, tmp
     assert found["vision"]["kernels"] == "exact"
 
 
+SMALL = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
+
+
 @pytest.mark.parametrize(
     "word, said",
     [
-        ("train.train_iters=-5", "train.train_iters"),
-        ("train.micro_batch_size=0", "train.micro_batch_size"),
-        ("model.tensor_model_parallel_size=-2", "tensor_model_parallel_size"),
-        ("model.tensor_model_parallel_size=5", "a divisor of model.num_attention_heads"),
-        ("model.pipeline_model_parallel_size=3", "a divisor of model.num_layers"),
-        ("optimizer.lr=-1", "optimizer.lr"),
+        ("train.train_iters=-5", "train.train_iters must be at least 0, not -5"),
+        ("train.micro_batch_size=0", "train.micro_batch_size must be at least 1, not 0"),
+        ("train.micro_batch_size=-2", "train.micro_batch_size must be at least 1, not -2"),
+        ("train.micro_batch_size=3", "train.global_batch_size must be a multiple of train.micro_batch_size=3, not 4"),
+        ("model.tensor_model_parallel_size=-2", "tensor_model_parallel_size must be at least 1, not -2"),
+        ("model.tensor_model_parallel_size=5", "a divisor of model.num_attention_heads=8, not 5"),
+        ("model.pipeline_model_parallel_size=3", "a divisor of model.num_layers=4, not 3"),
+        ("model.num_layers=-1", "model.num_layers must be at least 0, not -1"),
+        ("model.hidden_size=1001", "model.hidden_size must be model.vision_config.out_hidden_size=1024, not 1001"),
+        ("dataset.seq_length=-5", "dataset.seq_length must be at least 1, not -5"),
+        ("optimizer.lr=-1", "optimizer.lr must be at least 0, not -1"),
+        ("scheduler.lr_decay_iters=-3", "scheduler.lr_decay_iters must be at least 1, not -3"),
+        ("mixed_precision=foo", "mixed_precision must be one of bf16_mixed, "),
+        ("mixed_precision=foo", ", not 'foo'. Correct it."),
+        ("scheduler.lr_warmup_fraction=0.5", "Bridge refuses it. Cannot specify lr_warmup_fraction=0.5 with"),
+        ("train.train_samples=8", "Bridge refuses it. Cannot specify"),
     ],
 )
 def test_values_that_training_would_refuse_are_refused(capsys, active, word, said):
-    words = ["qwen3_vl_small_vision_graphs_pretrain_mock_config", word]
-    status, out, err = explain(capsys, *words)
-    assert (status, out) == (2, "") and said in err
+    status, out, err = explain(capsys, SMALL, word)
+    assert (status, out) == (2, "") and err.startswith(f"Cannot start {SMALL}: ") and said in err
 
 
 def test_what_a_dry_run_refuses_is_refused(capsys, bridge):

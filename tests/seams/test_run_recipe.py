@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import os
 import resource
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
+from bridge_cg_plugin.upstream.hooks.configuration.bridge_checks import refused_start
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import apply_overrides
 from bridge_cg_plugin.upstream.hooks.loops import steps
@@ -27,6 +29,7 @@ RECIPE = "qwen3_vl_8b_sft_config"
 VISION = ["--vision_cuda_graph_impl", "transformer_engine", "--max-vision-cuda-graph-seq-length", "16384"]
 BATCH = ("train.micro_batch_size=2", "train.global_batch_size=6")
 SLURM = ("--launcher", "slurm", "--account", "a", "--partition", "p", "--gpus-per-node", "8")
+DETERMINISTIC = ("model.deterministic_mode=true", "model.cross_entropy_loss_fusion=false")
 CHECKPOINT = "checkpoint.pretrained_checkpoint=/"
 
 
@@ -81,7 +84,7 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
         (["checkpoint.load=/"], ""),
         (["checkpoint.load=null"], "Cannot fine-tune without a checkpoint. Set"),
         (["--mode", "pretrain"], ""),
-        ([CHECKPOINT, "train.train_iters=-5"], "Cannot use train.train_iters=-5: it must be at least 0"),
+        ([CHECKPOINT, "train.train_iters=-5"], f"Cannot start {RECIPE}: train.train_iters must be at least 0, not -5"),
         ([CHECKPOINT, "model.tensor_model_parallel_size=8"], ""),  # nobody said how many GPUs there are
         (
             [CHECKPOINT, "model.tensor_model_parallel_size=8", "--launcher", "torchrun", "--gpus-per-node", "3"],
@@ -95,16 +98,29 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
         (["checkpoint.pretrained_checkpoint=/absent"], "pretrained_checkpoint='/absent': it must be a folder that"),
         (["checkpoint.pretrained_checkpoint=msc://bucket/run"], ""),
         (["checkpoint.pretrained_checkpoint=/absent", *SLURM], ""),
-        ([CHECKPOINT, "train.micro_batch_size=2", "train.global_batch_size=7"], "of train.micro_batch_size=2. Write"),
+        (
+            [CHECKPOINT, "train.micro_batch_size=2", "train.global_batch_size=7"],
+            "of train.micro_batch_size=2, not 7. Write",
+        ),
         (
             [CHECKPOINT, *BATCH, "--gpus-per-node", "8", "model.tensor_model_parallel_size=2"],
-            "a multiple of train.micro_batch_size=2 times 4 data-parallel replicas. Write a multiple of 8.",
+            "a multiple of train.micro_batch_size=2 times 4 data-parallel replicas, not 6. Write a multiple of 8.",
         ),
         ([CHECKPOINT, *BATCH, "--gpus-per-node", "6", "model.tensor_model_parallel_size=2"], ""),
+        ([CHECKPOINT, *BATCH, "train.micro_batch_size=0"], "train.micro_batch_size must be at least 1, not 0"),
+        ([CHECKPOINT, "optimizer.min_lr=1"], "optimizer.min_lr must be at most optimizer.lr=5e-05, not 1"),
+        ([CHECKPOINT, "model.num_layers=0"], "model.num_layers must be at least 1, not 0"),
         (
-            [CHECKPOINT, *BATCH, "train.micro_batch_size=0"],
-            "Cannot use train.micro_batch_size=0: it must be at least 1",
+            [CHECKPOINT, "model.kv_channels=null", "model.hidden_size=1001"],
+            "a multiple of model.num_attention_heads=32",
         ),
+        ([CHECKPOINT, "model.num_query_groups=3"], f"Cannot start {RECIPE}: Bridge refuses it. num_query_groups"),
+        (
+            [CHECKPOINT, "checkpoint.ckpt_step=4", "checkpoint.load=null"],
+            "Bridge refuses it. ckpt_step=4 specified but checkpoint.load is",
+        ),
+        ([CHECKPOINT, *DETERMINISTIC], "Bridge refuses it. NCCL_ALGO must be one of"),
+        ([CHECKPOINT, *DETERMINISTIC, *SLURM, "--env", "NCCL_ALGO=Ring"], ""),
         ([CHECKPOINT, "train.global_batch_size=foo"], "train.global_batch_size='foo': it must be a whole number"),
         ([CHECKPOINT, "model.num_layers=abc"], "Cannot use model.num_layers='abc': it must be a whole number"),
         ([CHECKPOINT, "optimizer.lr=1e-5", "optimizer.min_lr=fast"], "optimizer.min_lr='fast': it must be a number"),
@@ -114,6 +130,22 @@ def test_a_dry_run_refuses_what_could_not_start(trained, capsys, monkeypatch, wo
     monkeypatch.setitem(sys.modules, "nemo_run", SimpleNamespace())
     assert run("--dry-run", *words) == (2 if said else 0)
     assert said in capsys.readouterr().err
+
+
+def test_bridges_checks_change_neither_the_configuration_nor_the_process(name, bridge, monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    config = getattr(bridge, name)()
+    config.env_vars, config.checkpoint.pretrained_checkpoint = {"TOLD_BY_RECIPE": "1"}, "/"
+    config.model.deterministic_mode, config.model.cross_entropy_loss_fusion = True, False
+    state = lambda: (  # noqa: E731
+        str(config.to_dict()),
+        dict(os.environ),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.distributed.is_initialized(),
+    )
+    before = state()
+    assert refused_start(config, 2) == ""
+    assert state() == before
 
 
 def test_a_dry_run_among_workers_knows_how_many_there_are(trained, monkeypatch, capsys):
@@ -164,9 +196,9 @@ def test_experts_want_a_multiple_of_their_ranks_too():
     model = SimpleNamespace(tensor_model_parallel_size=1, expert_model_parallel_size=4)
     train = SimpleNamespace(train_iters=5, rampup_batch_size=None, global_batch_size=None, micro_batch_size=None)
     config = SimpleNamespace(model=model, train=train, checkpoint=SimpleNamespace(pretrained_checkpoint=None))
-    check_start(config, "pretrain", 8)
+    check_start("it", config, "pretrain", 8)
     with pytest.raises(OptionError, match="6 GPUs: model.expert_model_parallel_size=4 needs a multiple of 4"):
-        check_start(config, "pretrain", 6)
+        check_start("it", config, "pretrain", 6)
 
 
 def test_without_flags_the_recipe_is_trained_as_bridge_has_it(trained, bridge):

@@ -16,6 +16,8 @@ import bridge_cg_plugin
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import table
+from bridge_cg_tools.gpus import FIELDS
+from bridge_cg_tools.trainable import LEAST
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "errors.md"
@@ -37,6 +39,7 @@ INDIRECT = {
     "one.field",
     "self.tuning",
     "f'{self.tuning}.{key}'",
+    "f'model.{field}'",
 }
 IN_FULL = ("PlanError", "AuditError")
 FALLBACKS = re.compile(r"(?<=<!-- fallbacks -->\n).*?(?=<!-- /fallbacks -->)", re.DOTALL)
@@ -64,7 +67,11 @@ def refused():
     """Yield the place and the name of every option that a line of code refuses."""
     for path in SOURCES:
         for name, node in calls(path):
-            if name not in ("OptionError", "because") or not node.args or ast.unparse(node.args[0]) in INDIRECT:
+            if (
+                name not in ("OptionError", "because", "Unfit")
+                or not node.args
+                or ast.unparse(node.args[0]) in INDIRECT
+            ):
                 continue
             yield path, node.lineno, node.args[0]
 
@@ -82,6 +89,11 @@ def test_every_option_that_is_refused_is_on_the_page():
     assert len(found) > 50
     missing = {place: option for place, option in found.items() if not is_named(option)}
     assert missing == {}
+
+
+def test_every_number_with_a_least_value_is_on_the_page():
+    layout = {f"model.{field}" for field in FIELDS}
+    assert [name for names in LEAST.values() for name in names if name not in layout and not is_named(name)] == []
 
 
 def is_named(option):

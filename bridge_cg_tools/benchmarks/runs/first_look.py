@@ -61,7 +61,7 @@ def check(arguments: Sequence[str]) -> None:
         raise
     resolved(config, given_flags(parsed), words, asked is not None)
     mode, _ = mode_and_step(parsed)
-    check_start(config, mode, gpus_of(parsed), starts_elsewhere(parsed))
+    check_start(parsed.recipe, config, mode, gpus_of(parsed), starts_elsewhere(parsed))
     if parsed.dry_run:
         hub.check(parsed.recipe, asked or ())
 

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.hooks.configuration.bridge_checks import refused_start
 from bridge_cg_plugin.upstream.hooks.loops.steps import Mode
-from bridge_cg_tools.gpus import check_gpus
+from bridge_cg_tools.gpus import fewest_gpus
+from bridge_cg_tools.trainable import check_trainable, refuse_bridges
 
 _WORLD = ("WORLD_SIZE", "SLURM_NTASKS")
 
@@ -24,10 +26,11 @@ def starts_elsewhere(parsed: argparse.Namespace) -> bool:
     return bool(parsed.launcher == "slurm")
 
 
-def check_start(config: Any, mode: Mode, gpus: int | None, elsewhere: bool = False) -> None:
+def check_start(recipe: str, config: Any, mode: Mode, gpus: int | None, elsewhere: bool = False) -> None:
     """Refuse a run that Bridge would not start.
 
     Args:
+        recipe: The recipe's name.
         config: A Bridge `ConfigContainer`.
         mode: "pretrain" or "finetune".
         gpus: How many GPUs there are; None where that is not known.
@@ -43,7 +46,21 @@ def check_start(config: Any, mode: Mode, gpus: int | None, elsewhere: bool = Fal
             raise OptionError("checkpoint.pretrained_checkpoint", found, "a folder that exists", "Correct the path.")
     elif mode == "finetune":
         _check_resumed(checkpoint.load, elsewhere)
-    check_gpus(config, gpus)
+    check_trainable(recipe, config, gpus, complete=True)
+
+
+def check_with_bridge(recipe: str, config: Any, gpus: int | None) -> None:
+    """Refuse what Bridge's own checks refuse. Imports Bridge; the configuration stays as it is.
+
+    Args:
+        recipe: The recipe's name.
+        config: A Bridge `ConfigContainer`.
+        gpus: How many GPUs there are; None for as few as the layout takes.
+
+    Raises:
+        OptionError: Has Bridge's message.
+    """
+    refuse_bridges(recipe, refused_start(config, gpus or fewest_gpus(config.model)))
 
 
 def _exists(folder: str) -> bool:

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.hooks.configuration.bridge_checks import environment
 from bridge_cg_tools.benchmarks.runs import first_look
-from bridge_cg_tools.benchmarks.runs.recipe import prepare, require_gpu, train
+from bridge_cg_tools.benchmarks.runs.recipe import Prepared, prepare, require_gpu, train
 from bridge_cg_tools.benchmarks.runs.recipe_arguments import check_launch, job_of, read, worker_arguments
-from bridge_cg_tools.benchmarks.runs.startable import check_start, gpus_of, starts_elsewhere
+from bridge_cg_tools.benchmarks.runs.startable import check_start, check_with_bridge, gpus_of, starts_elsewhere
 from bridge_cg_tools.launch import slurm, torchrun
 
 
@@ -46,9 +47,7 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
         if not parsed.dry_run:
             require_gpu()
         with contextlib.redirect_stdout(sys.stderr):  # only the answer goes to standard output
-            run = prepare(parsed, words)
-            if parsed.dry_run:
-                check_start(run.config, run.mode, gpus_of(parsed), starts_elsewhere(parsed))
+            run = _looked_over(parsed, words) if parsed.dry_run else prepare(parsed, words)
     except OptionError as error:
         print(error, file=sys.stderr)
         return 2
@@ -57,6 +56,19 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
     if not parsed.dry_run:
         train(run)
     return 0
+
+
+def _looked_over(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
+    """Return a run that could start, in the environment that the command line gives its workers.
+
+    Raises:
+        OptionError: It could not.
+    """
+    with environment(job_of(parsed).environment):
+        run = prepare(parsed, words)
+        check_start(parsed.recipe, run.config, run.mode, gpus_of(parsed), starts_elsewhere(parsed))
+        check_with_bridge(parsed.recipe, run.config, gpus_of(parsed))
+    return run
 
 
 def _looks_first(parsed: argparse.Namespace) -> bool:
