@@ -55,7 +55,7 @@ def choose(written: Written, make: Make) -> tuple[Written, tuple[Part, ...]]:
     if setting == "off":
         off = {name: "none" for name in (VISION_IMPL, IMPL) if name in written.fields or written.model is None}
         return replace(written, fields={**written.fields, **off}), (Part(ALL_PARTS, "eager", f"{SETTING}=off"),)
-    _refuse_other_trackers(written, setting)
+    refuse_other_trackers(written)
     parts: list[Part] = []
     facts = replace(facts_of(written), te_rng_tracker=True, nan_check=False)
     if VISION_IMPL in written.fields or written.model is None:
@@ -69,7 +69,15 @@ def choose(written: Written, make: Make) -> tuple[Written, tuple[Part, ...]]:
     return replace(written, settings={**written.settings, **settings}), tuple(parts)
 
 
-def _refuse_other_trackers(written: Written, setting: str) -> None:
+def refuse_other_trackers(written: Written) -> None:
+    """Refuse the setting beside a tracker of random states that graphs cannot use and that a person wrote.
+
+    Raises:
+        OptionError: There are both.
+    """
+    setting = CHOICE.read(written.fields).get("setting", "off")
+    if setting == "off":
+        return
     for name in TRACKERS:
         value = written.settings.get(name)
         if name in written.explicit and not is_unset(value) and not parse_flag(name, value):

@@ -190,11 +190,11 @@ def test_all_runs_have_the_same_images_steps_and_weights(runs, tmp_path):
         (["--gpus", "9"], "gpus=9: it must be at most 8, the GPUs of this machine"),
         (["--case", "8b_sft_tp2", "--gpus", "1"], "model.tensor_model_parallel_size=2 needs a multiple of 2"),
         (["--case", "30b_a3b_8_layers_ep2", "--gpus", "3"], "model.expert_model_parallel_size=2 needs a multiple of 2"),
-        (["--gpus", "3"], "train.global_batch_size=8: it must be a multiple of"),
+        (["--gpus", "3"], "train.global_batch_size must be a multiple of"),
         (["--recipe", "qwen3_8b_sft_config"], "recipe='qwen3_8b_sft_config': it must be a recipe or preset of"),
         (["--vision_cuda_graph_bukets", "2"], "Did you mean --vision_cuda_graph_buckets"),
         (["--recipe", "qwen3_vl_8b_pft_config"], "no such recipe. Did you mean qwen3_vl_8b_peft_config"),
-        (["--global-batch", "3"], "train.global_batch_size=3: it must be a multiple of train.micro_batch_size=2"),
+        (["--global-batch", "3"], "train.global_batch_size must be a multiple of train.micro_batch_size=2, not 3"),
         (["train.trian_iters=4"], "Did you mean train.train_iters"),
     ],
 )

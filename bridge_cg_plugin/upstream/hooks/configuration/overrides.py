@@ -10,10 +10,11 @@ from typing import Any
 
 from ....options import GraphOptions, OptionError, check_options, facts_of, normalize
 from ....options.choice import SETTING
+from ....options.choosing import refuse_other_trackers
 from ....options.groups import split_name, tuning_of
 from ....options.normalization import warn_once
 from ....options.precedence import settle
-from ....options.sources import ATTRIBUTES, FIELDS, Written, collect, fields_of
+from ....options.sources import ATTRIBUTES, FIELDS, SETTINGS, Written, collect, fields_of
 from ....options.values import is_unset
 from .environment_options import apply_environment
 from .field_values import check_value
@@ -130,7 +131,8 @@ def apply_to_bridges(config: Any, before: Written, written: Written, flags: Mapp
         OptionError: The options cannot work; no graph option was set.
     """
     together = before.then(written)
-    chosen = not is_unset(together.fields.get(SETTING)) and together.explicit - {SETTING}
+    refuse_other_trackers(together)
+    chosen = not is_unset(together.fields.get(SETTING)) and together.explicit - {SETTING} - set(SETTINGS)
     if flags or chosen or settle(together)[0] != together:
         held = replace(collect(config), fields=before.fields)  # other settings as they are now
         options = normalize(held, written, flags)[0]
