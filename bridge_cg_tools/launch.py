@@ -56,7 +56,7 @@ def check(launcher: str, job: Job) -> None:
         _nemo_run()
         for name in ("account", "partition"):
             if not getattr(job, name):
-                raise OptionError(name, getattr(job, name), f"one of the cluster's {name}s", f"Pass --{name}.")
+                raise OptionError.because(name, f"Cannot submit a job without --{name}: pass one of the cluster's.")
 
 
 def torchrun(job: Job, script: str, arguments: Sequence[str]) -> None:

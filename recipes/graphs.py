@@ -180,9 +180,11 @@ def mock_dataset(dataset: Any) -> Any:
     """
     if not hasattr(dataset, "hf_processor_path"):
         kind = type(dataset).__name__
-        raise OptionError("mock_data", True, f"False with {kind}", "Mock images need a recipe of a model with images.")
+        raise OptionError(
+            "mock_data", True, f"left out with {kind}", "Mock images need a recipe of a model with images."
+        )
     mock = getattr(importlib.import_module("megatron.bridge.data.builders"), "MockVLMSFTDatasetConfig", None)
     if mock is None:
-        raise OptionError("mock_data", True, "False here", f"Mock images come with megatron-bridge {SINCE}.")
+        raise OptionError("mock_data", True, "left out here", f"Mock images come with megatron-bridge {SINCE}.")
     names = [field.name for field in dataclasses.fields(mock) if field.init]
     return mock(**{name: getattr(dataset, name) for name in names if hasattr(dataset, name)})

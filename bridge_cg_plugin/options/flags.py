@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +142,48 @@ def unknown_flag(token: str, known: Iterable[str]) -> OptionError:
     name = token.partition("=")[0]
     near = difflib.get_close_matches(name.replace("-", "_"), [k.replace("-", "_") for k in known], n=1)
     return OptionError.unknown(name, "flag", f"--{near[0].lstrip('_')}" if near else "")
+
+
+def as_typed(error: ValueError, words: Sequence[str]) -> str:
+    """Return an error's message, in which what a flag of a command line set is written as it was typed there.
+
+    Args:
+        error: What was raised.
+        words: The command line.
+    """
+    message = str(error)
+    flag = _typed(words).get(_flags_field(error.field)) if isinstance(error, OptionError) else None
+    if not isinstance(error, OptionError) or flag is None:
+        return message
+    key = error.field.rpartition(".")[2] + "=" if _flags_field(error.field) in TUNING else ""
+    found = re.match(rf"Cannot use {re.escape(error.field)}=('?)(?P<value>.*?)\1(?=: it must be )", message, re.DOTALL)
+    if found is None:
+        return message.replace(f"{error.field} must be", f"{flag} must be", 1)
+    value = "" if found["value"] == "True" else f" {key}{found['value']}"
+    return f"Cannot use {flag}{value}{message[found.end() :]}"
+
+
+def _typed(words: Sequence[str]) -> dict[str, str]:
+    """Return the flags that set fields, as they were typed, unless a later word sets the field."""
+    fields = {spelling: _fields_of(flag) for flag in FLAGS for spelling in flag.spellings}
+    found: dict[str, str] = {}
+    for word in words:
+        name, assigned, _ = word.partition("=")
+        if name.startswith("--"):
+            found.update(dict.fromkeys(fields.get(name, [name[2:].replace("-", "_")]), name))
+        elif assigned:
+            found.pop(_flags_field(name.lstrip("+")), None)
+    return found
+
+
+def _flags_field(name: str) -> str:
+    """Return the field that a flag sets in order to set a name of a configuration."""
+    field = split_name(name)[1]
+    return tuning_of(field) or field
+
+
+def _fields_of(flag: Flag) -> list[str]:
+    return [CORE_FIELDS["enabled"], CORE_FIELDS["modules"]] if flag.name == OFFLOAD else [flag.field]
 
 
 def _offload_fields(value: Any) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from bridge_cg_plugin.options import (
     facts_of,
     normalize,
 )
-from bridge_cg_plugin.options.flags import FLAGS, take_flags, unknown_flag
+from bridge_cg_plugin.options.flags import FLAGS, as_typed, take_flags, unknown_flag
 from bridge_cg_plugin.options.groups import split_name, tuning_of
 from bridge_cg_plugin.options.sources import (
     ATTRIBUTES,
@@ -139,7 +139,10 @@ def run(given: Sequence[str], tell: Tell) -> int:
     place = Place(**{one.name: getattr(parsed, one.name) for one in fields(Place)})
     try:
         answer = look(words, place)
-    except (OptionError, RuntimeError) as error:
+    except OptionError as error:
+        print(as_typed(error, given), file=sys.stderr)
+        return 2
+    except RuntimeError as error:
         print(error, file=sys.stderr)
         return 2
     tell(json.dumps(as_json(answer)) if parsed.json else render(answer))

@@ -40,7 +40,8 @@ def run_report(args: Namespace, tell: Tell) -> int:
     """Write what was asked for and print the page, its JSON by `tell`; returns 2 for input that is refused, else 0."""
     try:
         if args.peak_tflops is not None and not args.peak_tflops > 0:
-            raise OptionError("peak-tflops", args.peak_tflops, "a number above 0", "An H100 or H200 has 989.4.")
+            why = "it must be a number above 0. An H100 or H200 has 989.4."
+            raise OptionError.because("peak-tflops", f"Cannot use --peak-tflops {args.peak_tflops:g}: {why}")
         page = make_page(read_runs(args.runs, args.peak_tflops), args.title or ", ".join(map(_name, args.runs)))
         write_page(page, html=args.html, markdown=args.markdown)
         if args.json:

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options.flags import as_typed
 from bridge_cg_tools.benchmarks.loops.bench import CASES, SEED, Bench, Case
 from bridge_cg_tools.benchmarks.loops.records import in_words
 from bridge_cg_tools.benchmarks.loops.rounds import FIRST
@@ -67,11 +68,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make all runs and write their records."""
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        args = parse(arguments)
+        args = parse(given)
         out = output_path(args.out, "loops.jsonl")
     except ValueError as error:
-        print(f"bench_loops.py: {error}", file=sys.stderr)
+        print(f"bench_loops.py: {as_typed(error, given)}", file=sys.stderr)
         return 2
     found = [record for name in args.cases for record in measure(CASES[name], args, out)]
     return 1 if any("error" in record for record in found) else 0

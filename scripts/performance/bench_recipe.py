@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options.flags import as_typed
 from bridge_cg_tools.benchmarks.measuring.machine import gpus_here
 from bridge_cg_tools.benchmarks.records.results import output_path, put_cases
 from bridge_cg_tools.benchmarks.runs import recipe_bench
@@ -74,18 +75,19 @@ def _chosen(args: argparse.Namespace) -> RecipeCase:
 def _size(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: it must be WIDTHxHEIGHT in pixels, as 1024x768")
+        raise argparse.ArgumentTypeError(f"must be WIDTHxHEIGHT in pixels, as 1024x768, not {text!r}")
     return int(found[1]), int(found[2])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train all runs and write their records."""
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        args, rest = parse(arguments)
+        args, rest = parse(given)
         out = output_path(args.out, "whole_step.jsonl")
         recipe_bench.check_gpus(args.gpus, gpus_here())
     except ValueError as error:
-        print(f"bench_recipe.py: {error}", file=sys.stderr)
+        print(f"bench_recipe.py: {as_typed(error, given)}", file=sys.stderr)
         return 2
     modes = recipe_bench.modes_of(args.eager_runs, args.modes.split(","))
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:

@@ -276,7 +276,7 @@ def test_a_recipes_typo_names_the_nearest(trained, capsys):
 
 def test_mock_images_are_for_models_with_images(trained, bridge, capsys):
     assert run_recipe.main(["--recipe", "qwen3_8b_pretrain_config", "--mock_data", "--dry-run"]) == 2
-    assert "Cannot use mock_data=True: it must be False with" in capsys.readouterr().err
+    assert "Cannot use --mock_data: it must be left out with" in capsys.readouterr().err
 
 
 def test_a_preset_is_a_recipe(trained, capsys):

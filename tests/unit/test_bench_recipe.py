@@ -183,15 +183,18 @@ def test_all_runs_have_the_same_images_steps_and_weights(runs, tmp_path):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (["--steps", "6"], "steps=6: it must be a whole number of at least 7"),
-        (["--eager-runs", "0"], "eager_runs=0: it must be a whole number of at least 1"),
-        (["--modes", "eager"], "modes='eager': it must be any of plugin, plugin_vision, plugin_fastest"),
-        (["--gpus", "0"], "gpus=0: it must be a whole number of at least 1"),
-        (["--gpus", "9"], "gpus=9: it must be at most 8, the GPUs of this machine"),
+        (["--steps", "6"], "Cannot use --steps 6: it must be a whole number of at least 7"),
+        (["--eager-runs", "0"], "Cannot use --eager-runs 0: it must be a whole number of at least 1"),
+        (["--modes", "eager"], "Cannot use --modes eager: it must be any of plugin, plugin_vision, plugin_fastest"),
+        (["--gpus", "0"], "Cannot use --gpus 0: it must be a whole number of at least 1"),
+        (["--gpus", "9"], "Cannot use --gpus 9: it must be at most 8, the GPUs of this machine"),
         (["--case", "8b_sft_tp2", "--gpus", "1"], "model.tensor_model_parallel_size=2 needs a multiple of 2"),
         (["--case", "30b_a3b_8_layers_ep2", "--gpus", "3"], "model.expert_model_parallel_size=2 needs a multiple of 2"),
-        (["--gpus", "3"], "train.global_batch_size must be a multiple of"),
-        (["--recipe", "qwen3_8b_sft_config"], "recipe='qwen3_8b_sft_config': it must be a recipe or preset of"),
+        (["--gpus", "3"], "train.global_batch_size must be a multiple of train.micro_batch_size=2 times 3"),
+        (
+            ["--recipe", "qwen3_8b_sft_config"],
+            "Cannot use --recipe qwen3_8b_sft_config: it must be a recipe or preset of",
+        ),
         (["--vision_cuda_graph_bukets", "2"], "Did you mean --vision_cuda_graph_buckets"),
         (["--recipe", "qwen3_vl_8b_pft_config"], "no such recipe. Did you mean qwen3_vl_8b_peft_config"),
         (["--global-batch", "3"], "train.global_batch_size must be a multiple of train.micro_batch_size=2, not 3"),
@@ -207,4 +210,4 @@ def test_bad_input_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys
 def test_a_size_is_width_and_height(capsys):
     with pytest.raises(SystemExit):
         bench_recipe.main(["--image", "1024"])
-    assert "it must be WIDTHxHEIGHT" in capsys.readouterr().err
+    assert "argument --image: must be WIDTHxHEIGHT in pixels, as 1024x768, not '1024'" in capsys.readouterr().err

@@ -211,14 +211,14 @@ def test_several_gpus_run_under_torchrun(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--steps", "6"], "steps=6: it must be a whole number of at least 7"),
-        (["--eager_runs", "1"], "eager_runs=1: it must be a whole number of at least 2"),
-        (["--modes", "eager,plugn"], "modes='eager,plugn': it must be any of eager, upstream, plugin"),
-        (["--time_limit", "0"], "time_limit=0.0"),
-        (["--launcher", "torchrun"], "launcher='torchrun': it must be none"),
+        (["--steps", "6"], "Cannot use --steps 6: it must be a whole number of at least 7"),
+        (["--eager_runs", "1"], "Cannot use --eager_runs 1: it must be a whole number of at least 2"),
+        (["--modes", "eager,plugn"], "Cannot use --modes eager,plugn: it must be any of eager, upstream, plugin"),
+        (["--time_limit", "0"], "Cannot use --time_limit 0.0: it"),
+        (["--launcher", "torchrun"], "Cannot use --launcher torchrun: it must be none"),
         (["train.train_iters=50"], "train.train_iters='50': it must be what --steps says"),
         (["--vision_cuda_graph_bukets", "2"], "Did you mean --vision_cuda_graph_buckets"),
-        (["--vision_cuda_graph_tuning", "slots=0"], "vision_cuda_graph_tuning.slots"),
+        (["--vision_cuda_graph_tuning", "slots=0"], "Cannot use --vision_cuda_graph_tuning slots=0: it"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(capsys, words, says):

@@ -4,7 +4,15 @@ import re
 import pytest
 
 from bridge_cg_plugin.options import OptionError, normalize
-from bridge_cg_plugin.options.flags import FLAGS, add_flags, clear_flags, given_flags, take_flags, unknown_flag
+from bridge_cg_plugin.options.flags import (
+    FLAGS,
+    add_flags,
+    as_typed,
+    clear_flags,
+    given_flags,
+    take_flags,
+    unknown_flag,
+)
 from bridge_cg_plugin.options.groups import TUNING
 from bridge_cg_plugin.options.offload import SHARED_FIELDS
 from bridge_cg_plugin.options.packed import PACKED
@@ -114,3 +122,37 @@ def test_parts_of_a_mapping_add_up_and_words_win_over_flags():
 def test_a_word_under_a_misspelt_mapping_is_refused(word, said):
     with pytest.raises(OptionError, match=re.escape(said)):
         normalize([word])
+
+
+@pytest.mark.parametrize(
+    "words, field, value, said",
+    [
+        ("--max-packed-seqs x", "cuda_graph_max_packed_seqs", "x", "--max-packed-seqs x"),
+        ("--cuda_graph_impl=foo", "cuda_graph_impl", "foo", "--cuda_graph_impl foo"),
+        ("--vision_cuda_graph_buckets 3,8", "vision_cuda_graph_buckets", 3, "--vision_cuda_graph_buckets 3"),
+        (
+            "--vision_cuda_graph_tuning slots=0",
+            "vision_cuda_graph_tuning.slots",
+            0,
+            "--vision_cuda_graph_tuning slots=0",
+        ),
+        ("--offload vision", "offload_modules", "vision", "--offload vision"),
+        ("--mock-data", "mock_data", True, "--mock-data"),
+        ("--steps 0", "steps", 0, "--steps 0"),
+        ("cuda_graph_impl=foo", "cuda_graph_impl", "foo", "cuda_graph_impl='foo'"),
+        ("--cuda_graph_impl local model.cuda_graph_impl=foo", "cuda_graph_impl", "foo", "cuda_graph_impl='foo'"),
+        ("--cuda_graph_impl local", "rng.te_rng_tracker", False, "rng.te_rng_tracker=False"),
+    ],
+)
+def test_an_error_names_a_value_as_it_was_typed(words, field, value, said):
+    error = OptionError(field, value, "another", "Correct it.")
+    assert as_typed(error, words.split()) == f"Cannot use {said}: it must be another. Correct it."
+
+
+def test_an_error_in_other_words_names_the_flag():
+    error = OptionError.because(
+        "model.context_parallel_size", "Cannot start it: model.context_parallel_size must be 1."
+    )
+    typed = as_typed(error, ["--context_parallel_size", "3"])
+    assert typed == "Cannot start it: --context_parallel_size must be 1."
+    assert as_typed(error, ["model.context_parallel_size=3"]) == as_typed(error, []) == str(error)

@@ -116,14 +116,14 @@ def test_slurm_without_nemo_run_says_so(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "nemo_run", None)
     assert run_recipe.main(["--launcher", "slurm", "--account", "a", "--partition", "p", *RECIPE]) == 2
     err = capsys.readouterr().err
-    assert "launcher='slurm'" in err and "nemo-run" in err and "srun" in err
+    assert "Cannot use --launcher slurm: it" in err and "nemo-run" in err and "srun" in err
 
 
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--launcher", "slurm", "--partition", "p"], "Pass --account"),
-        (["--launcher", "slurm", "--account", "a"], "Pass --partition"),
+        (["--launcher", "slurm", "--partition", "p"], "Cannot submit a job without --account"),
+        (["--launcher", "slurm", "--account", "a"], "Cannot submit a job without --partition"),
         (["--launcher", "slurm", "--account", "a", "--partition", "p", "--env", "A"], "NAME=VALUE"),
         (["--launcher", "slurm", "--vision_cuda_graph_tuning", "kernels=quick"], "auto or exact or fast"),
     ],
@@ -137,8 +137,8 @@ def test_a_job_that_cannot_run_is_not_submitted(nemo_run, capsys, words, said):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--launcher", "torchrun", "--nodes", "2"], "nodes=2: it must be 1 with --launcher torchrun"),
-        (["--launcher", "slurm", "--account", "a"], "Pass --partition"),
+        (["--launcher", "torchrun", "--nodes", "2"], "Cannot use --nodes 2: it must be 1 with --launcher torchrun"),
+        (["--launcher", "slurm", "--account", "a"], "Cannot submit a job without --partition"),
         (["--launcher", "torchrun", "--time", "02:00:00"], "Cannot use --time: with --launcher torchrun no job"),
         (["--mount", "/a:/b"], "Cannot use --mount: with --launcher none no job is submitted"),
         (["--launcher", "torchrun", "--env", "A"], "NAME=VALUE"),
@@ -156,7 +156,7 @@ def test_what_would_have_no_effect_or_not_start_is_refused(nemo_run, monkeypatch
     [
         (["--cuda_graph_imp", "none"], "Did you mean --cuda_graph_impl"),
         (["--recpie", "x"], "Did you mean --recipe"),
-        (["--cuda-graph-impl", "cuda"], "cuda_graph_impl='cuda'"),
+        (["--cuda-graph-impl", "cuda"], "Cannot use --cuda-graph-impl cuda: it must"),
         (["--vision_cuda_graph_buckets", "64,32"], "Sort the list"),
     ],
 )

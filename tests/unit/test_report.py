@@ -363,7 +363,7 @@ def test_the_command_prints_json_alone(capsys):
     ("words", "says"),
     [
         (["nowhere"], "Cannot read nowhere: it does not exist"),
-        ([str(LOG), "--peak-tflops", "0"], "peak-tflops=0.0: it must be a number above 0"),
+        ([str(LOG), "--peak-tflops", "0"], "Cannot use --peak-tflops 0: it must be a number above 0"),
         ([str(LOG), "--markdown", str(LOG / "below")], "Cannot write "),
     ],
 )

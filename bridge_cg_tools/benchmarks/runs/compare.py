@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options.flags import as_typed
 from bridge_cg_tools.benchmarks.runs import recipe_arguments
 from bridge_cg_tools.benchmarks.runs.comparison import (
     ITERATIONS,
@@ -86,8 +87,9 @@ def read(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        args, rest = read(arguments)
+        args, rest = read(given)
         runs = plan(args, rest)
         if args.dry_run:
             if refused := refused_at_once(args, rest):
@@ -98,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plots.require()
         require_gpu()
     except OptionError as error:
-        print(error, file=sys.stderr)
+        print(as_typed(error, given), file=sys.stderr)
         return 2
     refused = refusal(args, rest)
     if refused:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.options.flags import given_flags
+from bridge_cg_plugin.options.flags import as_typed, given_flags
 from bridge_cg_tools.benchmarks.records.results import ROOT
 from bridge_cg_tools.benchmarks.runs.recipe import mode_and_step, with_presets
 from bridge_cg_tools.benchmarks.runs.recipe_arguments import read
@@ -68,11 +68,12 @@ def check(arguments: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status, 2 for input that is refused."""
+    given = sys.argv[1:] if arguments is None else arguments
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            check(sys.argv[1:] if arguments is None else arguments)
+            check(given)
     except OptionError as error:
-        print(error)
+        print(as_typed(error, given))
         return REFUSED
     return 0
 

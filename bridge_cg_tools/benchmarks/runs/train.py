@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options.flags import as_typed
 from bridge_cg_plugin.upstream.hooks.configuration.bridge_checks import environment
 from bridge_cg_tools.benchmarks.runs import first_look
 from bridge_cg_tools.benchmarks.runs.recipe import Prepared, prepare, require_gpu, train
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
         with contextlib.redirect_stdout(sys.stderr):  # only the answer goes to standard output
             run = _looked_over(parsed, words) if parsed.dry_run else prepare(parsed, words)
     except OptionError as error:
-        print(error, file=sys.stderr)
+        print(as_typed(error, given), file=sys.stderr)
         return 2
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print(f"{parsed.recipe}: {run.mode}() with {run.step}\n{run.summary}", flush=True)
