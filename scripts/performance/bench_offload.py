@@ -69,12 +69,14 @@ def checked(args: argparse.Namespace) -> tuple[dict[str, Grid | None], list[str]
     modes = [mode for mode in args.modes.split(",") if mode]
     unknown = [mode for mode in modes if mode not in FIXED]
     if unknown or "none" not in modes:
-        raise ValueError(f"--modes {args.modes}: it must be none or any of {', '.join(FIXED)}; correct the list")
+        raise ValueError(
+            f"Cannot use --modes {args.modes}: it must be none or any of {', '.join(FIXED)}. Correct the list."
+        )
     targets = [float(part) for part in args.targets.split(",") if part]
     if not all(0 < target < 1 for target in targets):
-        raise ValueError(f"--targets {args.targets}: it must be numbers between 0 and 1; correct the list")
+        raise ValueError(f"Cannot use --targets {args.targets}: it must be numbers between 0 and 1. Correct the list.")
     if args.slots is not None and args.slots < 1:
-        raise ValueError(f"--slots {args.slots}: it must be a whole number of at least 1; correct it")
+        raise ValueError(f"Cannot use --slots {args.slots}: it must be a whole number of at least 1. Correct it.")
     packs = [name for name in args.cases.split(",") if name in PACKS]
     names = [name for name in args.cases.split(",") if name not in PACKS]
     counts = [int(name.removeprefix("tokens_")) for name in names if name.startswith("tokens_")]

@@ -37,7 +37,7 @@ def _several(*names: str) -> Callable[[str], tuple[str, ...]]:
         found = tuple(name for name in text.split(",") if name)
         for name in found:
             if name not in names:
-                raise argparse.ArgumentTypeError(f"{name!r}: it must be one of {', '.join(names)}")
+                raise argparse.ArgumentTypeError(f"must be of {', '.join(names)}, not {name!r}")
         return found
 
     return parse
@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--plans", action="store_true", help="measure the planner's predictions, too")
     args = parser.parse_args()
     if args.cost_model and len(args.planned) > 1:
-        parser.error("--cost-model: it must have one model; write one --planned")
+        parser.error("Cannot use --cost-model: it must have one model. Write one --planned.")
     out = output_path(args.out, "packed.jsonl").resolve()
     words = ["--records", str(out), "--repeats", str(args.repeats), *(["--fused-rope"] * args.fused_rope)]
     cases = [model for model in args.models.split(",") if model]

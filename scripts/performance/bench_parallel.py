@@ -89,11 +89,11 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="file of records; docs/benchmarks/parallel.jsonl without it")
     args = parser.parse_args(words)
     if not 1 <= args.ranks_per_gpu <= MOST_RANKS_PER_GPU:
-        parser.error(f"--ranks-per-gpu {args.ranks_per_gpu}: it must be 1 to {MOST_RANKS_PER_GPU}")
+        parser.error(f"Cannot use --ranks-per-gpu {args.ranks_per_gpu}: it must be 1 to {MOST_RANKS_PER_GPU}.")
     for option, least in (("eager_runs", FEWEST_EAGER_RUNS), ("timed_steps", 0), ("steps", 1), ("microbatches", 1)):
         value = getattr(args, option)
         if value < least:
-            parser.error(f"--{option.replace('_', '-')} {value}: it must be {least} or more")
+            parser.error(f"Cannot use --{option.replace('_', '-')} {value}: it must be {least} or more.")
     return args
 
 

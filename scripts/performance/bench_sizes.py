@@ -43,10 +43,11 @@ def main() -> int:
         out = output_path(args.out, "vision_sizes.jsonl")
         if not 1 <= args.warmup <= args.microbatches:
             raise ValueError(
-                f"--warmup {args.warmup}: it must be 1 to --microbatches={args.microbatches}; buckets come from these"
+                f"Cannot use --warmup {args.warmup}: it must be 1 to --microbatches={args.microbatches}. "
+                "Buckets come from these."
             )
         if unknown := [mode for mode in args.modes.split(",") if mode not in MODES]:
-            raise ValueError(f"--modes {unknown[0]}: it must be any of {', '.join(MODES)}")
+            raise ValueError(f"Cannot use --modes {unknown[0]}: it must be any of {', '.join(MODES)}.")
     except ValueError as error:
         print(f"bench_sizes.py: {error}", file=sys.stderr)
         return 2

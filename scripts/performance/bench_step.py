@@ -73,21 +73,23 @@ def cases(args: argparse.Namespace) -> list[Case]:
         ValueError: A name is unknown, or there are too few steps.
     """
     if args.steps <= SKIPPED:
-        raise ValueError(f"--steps {args.steps}: it must be more than {SKIPPED}, which do not count; take 14")
+        raise ValueError(
+            f"Cannot use --steps {args.steps}: it must be more than {SKIPPED}, which do not count. Take 14."
+        )
     chosen = {}
     for option, allowed in (("images", IMAGES), ("modes", MODES)):
         names = [name for name in getattr(args, option).split(",") if name]
         unknown = [name for name in names if name not in allowed]
         if unknown or not names:
             raise ValueError(
-                f"--{option} {','.join(unknown)}: it must be any of {', '.join(allowed)}; correct the name"
+                f"Cannot use --{option} {','.join(unknown)}: it must be any of {', '.join(allowed)}. Correct the name."
             )
         chosen[option] = names
     models = args.language_models.split(",")
     for model in models:
         if not re.fullmatch(r"[1-9]\d*x(2048|2560)", model):
             raise ValueError(
-                f"--language-models {model}: it must be LAYERSxWIDTH, width 2048 or 2560; write 4x2048, say"
+                f"Cannot use --language-models {model}: it must be LAYERSxWIDTH, width 2048 or 2560. Write 4x2048, say."
             )
     modes = [mode for mode in MODES if mode in chosen["modes"]]
     return [Case(images, model, mode) for model in models for images in chosen["images"] for mode in modes]

@@ -79,14 +79,16 @@ def checked(args: argparse.Namespace) -> tuple[list[str], dict[str, Grid], Path]
     modes = split(args.modes)
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown:
-        raise ValueError(f"--modes {unknown[0]}: it must be any of {', '.join(MODES)}; correct the name")
+        raise ValueError(f"Cannot use --modes {unknown[0]}: it must be any of {', '.join(MODES)}. Correct the name.")
     try:
         tokens = [int(part) for part in split(args.tokens)]
     except ValueError:
-        raise ValueError(f"--tokens {args.tokens}: it must be numbers, comma-separated; correct the list") from None
+        raise ValueError(
+            f"Cannot use --tokens {args.tokens}: it must be numbers, comma-separated. Correct the list."
+        ) from None
     grids = workloads(split(args.cases), tokens)
     if not grids:
-        raise ValueError("--cases and --tokens are both empty: there is nothing to measure; name at least one")
+        raise ValueError("Cannot measure anything: --cases and --tokens are both empty. Name at least one.")
     return modes, grids, output_path(args.out, "vision_bench.jsonl")
 
 

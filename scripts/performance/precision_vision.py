@@ -58,7 +58,7 @@ def _positive(flag: str, word: Any) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise ValueError(f"{flag} {word}: it must be a whole number from 1 on; correct it")
+        raise ValueError(f"Cannot use {flag} {word}: it must be a whole number from 1 on. Correct it.")
     return value
 
 

@@ -37,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         grids = workloads(args.cases.split(","), ())
         unknown = [mode for mode in args.modes.split(",") if mode not in MODES]
         if unknown:
-            raise ValueError(f"--modes {unknown[0]}: it must be any of {', '.join(MODES)}; correct the name")
+            raise ValueError(
+                f"Cannot use --modes {unknown[0]}: it must be any of {', '.join(MODES)}. Correct the name."
+            )
         out = output_path(args.out, "vision_profile.jsonl") if args.records else None
     except ValueError as error:
         print(f"profile_vision.py: {error}", file=sys.stderr)

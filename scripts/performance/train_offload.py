@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = args.cases.split(",")
     if not set(cases) <= set(CASES) or args.steps < 2 or args.flat_steps <= max(LOOKS):
         print(
-            f"train_offload.py: --cases {args.cases} --steps {args.steps} --flat-steps {args.flat_steps}: they must be "
-            f"{', '.join(CASES)}, at least 2 steps and more than {max(LOOKS)}; correct them",
+            f"train_offload.py: Cannot use --cases {args.cases} --steps {args.steps} --flat-steps {args.flat_steps}: "
+            f"they must be of {', '.join(CASES)}, at least 2, and more than {max(LOOKS)}. Correct them.",
             file=sys.stderr,
         )
         return 2

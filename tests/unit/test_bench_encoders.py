@@ -46,7 +46,7 @@ def test_every_mode_is_measured_and_equals_eager(name, monkeypatch, tmp_path, ca
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--encoders", "qwen2"], f"--encoders qwen2: it must be any of {', '.join(ENCODERS)};"),
+        (["--encoders", "qwen2"], f"--encoders qwen2: it must be any of {', '.join(ENCODERS)}."),
         (["--layers", "1"], "--layers 1: it must be a whole number from 2 on"),
         ([], "--out"),
     ],

@@ -380,7 +380,7 @@ def test_a_layout_that_fails_is_recorded_and_others_go_on(started, tmp_path):
 
 
 def test_more_gpus_than_there_are_are_refused(started, tmp_path):
-    with pytest.raises(ValueError, match="--layouts DP4: it needs 4 GPUs, allowed here are 2.*--ranks-per-gpu 2"):
+    with pytest.raises(ValueError, match="--layouts DP4: it needs 4 GPUs, and there are 2.*--ranks-per-gpu 2"):
         bench_parallel.main(["--gpus", "2", "--out", str(tmp_path / "r.jsonl"), "--layouts", "DP4"])
 
 

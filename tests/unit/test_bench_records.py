@@ -103,7 +103,7 @@ def test_a_record_replaces_the_one_of_its_case_and_mode(tmp_path):
 
 
 def test_without_a_gpu_measured_records_cannot_be_replaced_by_accident():
-    with pytest.raises(ValueError, match="--out: without a GPU .* name a file"):
+    with pytest.raises(ValueError, match="without a GPU. Pass --out FILE"):
         results.output_path(None, "vision_bench.jsonl")
     assert results.output_path(Path("x.jsonl"), "vision_bench.jsonl") == Path("x.jsonl")
 

@@ -173,7 +173,7 @@ def test_an_eager_record_of_another_commit_is_no_measure(runs, tmp_path, monkeyp
         (["--modes", "eager,fast"], "--modes fast: it must"),
         (["--images", ""], "--images : it must"),
         (["--language-models", "4x1000"], "--language-models 4x1000: it must"),
-        ([], "--out: without a GPU"),
+        ([], "without a GPU. Pass --out FILE"),
     ],
 )
 def test_refused_command_lines(line, said, capsys):

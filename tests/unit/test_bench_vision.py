@@ -314,8 +314,8 @@ def test_a_run_replaces_its_records_and_leaves_others(set_workers, tmp_path):
         (["--modes", "eager,fast"], "--modes fast: it must"),
         (["--cases", "x"], "--cases x: it must"),
         (["--tokens", "many"], "--tokens many: it must"),
-        (["--cases", "", "--tokens", ""], "nothing to measure"),
-        ([], "--out: without a GPU"),
+        (["--cases", "", "--tokens", ""], "Cannot measure anything: --cases"),
+        ([], "without a GPU. Pass --out FILE"),
     ],
 )
 def test_refused_command_lines(line, said, capsys, set_workers):

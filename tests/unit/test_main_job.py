@@ -188,10 +188,13 @@ def test_options_reach_the_single_runs(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--also", "model.tuning={capture_mode: at_once}"], "'model.tuning={capture_mode:': the value is no YAML"),
-        (["--also", "graphs"], "'graphs' must be name=value"),
-        (["=4"], "'=4' must be name=value"),
-        (["model.tuning={"], "the value is no YAML"),
+        (
+            ["--also", "model.tuning={capture_mode: at_once}"],
+            "must be name=value in YAML, not 'model.tuning={capture_mode:'",
+        ),
+        (["--also", "graphs"], "must be name=value, not 'graphs'"),
+        (["=4"], "must be name=value, not '=4'"),
+        (["model.tuning={"], "quotes may be missing"),
     ],
 )
 def test_overrides_that_no_run_could_take_are_refused_before_any_trains(words, message, capsys):

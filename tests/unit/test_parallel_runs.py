@@ -59,7 +59,7 @@ def test_layers_of_the_stages(stages, chunks, layers, fitting):
 
 @pytest.mark.parametrize("words", [["--pipeline-chunks", "0"], ["--pipeline-chunks", "2"]])
 def test_chunks_without_a_pipeline_are_refused(words):
-    with pytest.raises(ValueError, match=f"--pipeline-chunks {words[1]}: it must be 1, and more with"):
+    with pytest.raises(ValueError, match=f"--pipeline-chunks {words[1]}: it must be 1, or more with"):
         command.layout_of(command.parse(words))
 
 
@@ -68,7 +68,7 @@ def test_other_processes_than_the_layout_has_are_refused(monkeypatch):
 
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(sys, "argv", ["photographs", "--tensor-parallel", "2"])
-    with pytest.raises(ValueError, match="torchrun started 4 processes, the layout TP2 has 2"):
+    with pytest.raises(ValueError, match="Cannot train in 4 processes: the layout TP2 has 2 ranks"):
         main()
 
 
@@ -125,7 +125,9 @@ def test_ranks_with_a_gpu_each_tell_nccl_nothing(gpus):
 
 def test_the_main_job_refuses_fewer_gpus_than_ranks():
     Layout(tensor=2, pipeline=2).check_gpus(4)
-    with pytest.raises(ValueError, match="TP2xPP2 has 4 ranks with a GPU each, here are 2 GPUs.*--ranks-per-gpu 2"):
+    with pytest.raises(
+        ValueError, match="TP2xPP2 has 4 ranks with a GPU each, and there are 2 GPUs.*--ranks-per-gpu 2"
+    ):
         Layout(tensor=2, pipeline=2).check_gpus(2)
 
 

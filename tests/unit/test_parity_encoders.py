@@ -110,7 +110,7 @@ def test_what_misses_its_limit_is_named(changes, said):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--encoders", "qwen2"], f"--encoders qwen2: it must be any of {', '.join(ENCODERS)};"),
+        (["--encoders", "qwen2"], f"--encoders qwen2: it must be any of {', '.join(ENCODERS)}."),
         (["--layers", "1"], "--layers 1: it must be a whole number from 2 on"),
         (["--mixes", "0"], "--mixes 0: it must be a whole number from 1 on"),
         (["--tokens", "8"], "--tokens 8: it must be a whole number from 64 on"),

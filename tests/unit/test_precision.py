@@ -54,4 +54,4 @@ def test_farther_than_eager():
 @pytest.mark.parametrize("line", [["--layers", "0"], ["--layers", "few"], ["--repeats", "0"], ["--cases", "none"]])
 def test_wrong_arguments_end_with_a_message(line, tmp_path, capsys):
     assert precision_vision.main([*line, "--out", str(tmp_path / "r")]) == 2
-    assert capsys.readouterr().err.startswith("precision_vision.py: --")
+    assert capsys.readouterr().err.startswith("precision_vision.py: Cannot use --")

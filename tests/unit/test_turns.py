@@ -129,7 +129,7 @@ def test_runs_of_several_ranks_do_not_share_gpus(tmp_path):
 
     words = ["--train", "eager", "--turns", str(tmp_path)]
     assert run_of(parse(words)).turns == tmp_path
-    with pytest.raises(ValueError, match="--turns with the layout TP2: it must have one GPU; leave out --turns"):
+    with pytest.raises(ValueError, match="--turns with the layout TP2: it must have one GPU. Leave out --turns"):
         run_of(parse([*words, "--tensor-parallel", "2"]))
 
 

@@ -35,13 +35,13 @@ def check(layouts: Sequence[Layout], slots: Sequence[Layout], gpus: int, most_sh
         ValueError: A layout needs more GPUs than there are, or there is none.
     """
     if gpus < 1:
-        raise ValueError(f"--gpus {gpus}: it must be 1 or more; run it on a machine with NVIDIA GPUs")
+        raise ValueError(f"Cannot use --gpus {gpus}: it must be 1 or more. Run it on a machine with NVIDIA GPUs.")
     for option, layout in [("layouts", each) for each in layouts] + [("slots", each) for each in slots]:
         sharing = ranks_per_gpu(layout.ranks, gpus)
         if sharing > most_sharing:
             raise ValueError(
-                f"--{option} {layout}: it needs {layout.ranks} GPUs, allowed here are {gpus}; with "
-                f"--ranks-per-gpu {sharing} its ranks share them, without times"
+                f"Cannot use --{option} {layout}: it needs {layout.ranks} GPUs, and there are {gpus}. With "
+                f"--ranks-per-gpu {sharing} its ranks share them, without times."
             )
 
 

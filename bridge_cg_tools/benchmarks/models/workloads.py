@@ -63,11 +63,11 @@ def workloads(cases: Iterable[str], tokens: Iterable[int]) -> dict[str, Grid]:
     found: dict[str, Grid] = {}
     for name in cases:
         if name not in CASES:
-            raise ValueError(f"--cases {name}: it must be any of {', '.join(CASES)}; correct the name")
+            raise ValueError(f"Cannot use --cases {name}: it must be any of {', '.join(CASES)}. Correct the name.")
         found[name] = CASES[name]
     for count in tokens:
         if count < 4 or count & (count - 1):
-            raise ValueError(f"--tokens {count}: it must be a power of two from 4 on; take the nearest one")
+            raise ValueError(f"Cannot use --tokens {count}: it must be a power of two from 4 on. Take the nearest one.")
         if one_image(count) not in found.values():
             found[f"tokens_{count}"] = one_image(count)
     return found

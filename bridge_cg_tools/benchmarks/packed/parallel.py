@@ -55,7 +55,9 @@ def started(layouts: Sequence[str], gpus: int, log: Path | None = None) -> Itera
     """
     each = max(2 * GPUS if layout in FOUR_GPUS else GPUS for layout in layouts)
     if gpus < each:
-        raise ValueError(f"--gpus {gpus}: it must be {each} or more; run it on a machine with that many NVIDIA GPUs")
+        raise ValueError(
+            f"Cannot use --gpus {gpus}: it must be {each} or more. Run it on a machine with that many NVIDIA GPUs."
+        )
     groups = [tuple(range(first, first + each)) for first in range(0, gpus - gpus % each, each)]
     cores = divide(os.sched_getaffinity(0), gpus)
     places = [Place({}, cores.of_ranks(each, group)) for group in groups]

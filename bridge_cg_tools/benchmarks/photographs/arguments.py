@@ -29,9 +29,9 @@ def name_and_value(word: str) -> tuple[str, Any]:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise argparse.ArgumentTypeError(f"{word!r}: the value is no YAML, quotes may be missing") from error
+        raise argparse.ArgumentTypeError(f"must be name=value in YAML, not {word!r}: quotes may be missing") from error
     if not (name and equals):
-        raise argparse.ArgumentTypeError(f"{word!r} must be name=value")
+        raise argparse.ArgumentTypeError(f"must be name=value, not {word!r}")
     return name, value
 
 

@@ -120,7 +120,7 @@ def parse_language_model(text: str) -> tuple[int, int]:
     if not (layers.isdigit() and int(layers) and width.isdigit() and int(width) in LANGUAGE_MODELS):
         widths = ", ".join(map(str, LANGUAGE_MODELS))
         raise ValueError(
-            f"--language-model {text}: it must be LAYERSxWIDTH with a width of {widths}; write 4x2048, say"
+            f"Cannot use --language-model {text}: it must be LAYERSxWIDTH with a width of {widths}. Write 4x2048, say."
         )
     return int(layers), int(width)
 
@@ -413,7 +413,9 @@ def run_of(args: argparse.Namespace) -> Run:
     """
     layout = layout_of(args)
     if args.turns is not None and layout.ranks > 1:
-        raise ValueError(f"--turns with the layout {layout}: it must have one GPU; leave out --turns or the layout")
+        raise ValueError(
+            f"Cannot use --turns with the layout {layout}: it must have one GPU. Leave out --turns or the layout."
+        )
     return Run(
         impl="transformer_engine" if args.train == "graphs" else "none",
         steps=args.steps or 50,

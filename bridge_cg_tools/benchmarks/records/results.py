@@ -189,7 +189,7 @@ def output_path(given: Path | None, name: str) -> Path:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError("--out: without a GPU nothing is measured that docs/benchmarks could hold; name a file")
+        raise ValueError("Cannot write to docs/benchmarks what is measured without a GPU. Pass --out FILE.")
     return ROOT / "docs/benchmarks" / name
 
 

@@ -33,10 +33,10 @@ class Layout:
     def __post_init__(self) -> None:
         for name, size in self.sizes().items():
             if size < 1:
-                raise ValueError(f"--{name}-parallel {size}: it must be 1 or more")
+                raise ValueError(f"Cannot use --{name}-parallel {size}: it must be 1 or more.")
         if self.chunks < 1 or (self.chunks > 1 and self.pipeline == 1):
             raise ValueError(
-                f"--pipeline-chunks {self.chunks}: it must be 1, and more with --pipeline-parallel of 2 or more"
+                f"Cannot use --pipeline-chunks {self.chunks}: it must be 1, or more with --pipeline-parallel."
             )
 
     def sizes(self) -> dict[str, int]:
@@ -90,8 +90,8 @@ class Layout:
         """
         if started is not None and int(started) != self.ranks:
             raise ValueError(
-                f"torchrun started {started} processes, the layout {self} has {self.ranks}; pass --nproc_per_node "
-                f"{self.ranks}, or set --data-parallel"
+                f"Cannot train in {started} processes: the layout {self} has {self.ranks} ranks. Pass --nproc_per_node "
+                f"{self.ranks}, or set --data-parallel."
             )
 
     def check_gpus(self, found: int) -> None:
@@ -105,9 +105,9 @@ class Layout:
         """
         if found < self.ranks:
             raise ValueError(
-                f"{' '.join(self.words())}: the layout {self} has {self.ranks} ranks with a GPU each, here are {found} "
-                f"GPUs; set smaller sizes, or let ranks share GPUs, without times: bench_parallel.py --ranks-per-gpu "
-                f"{ranks_per_gpu(self.ranks, found)}"
+                f"Cannot use {' '.join(self.words())}: the layout {self} has {self.ranks} ranks with a GPU each, and "
+                f"there are {found} GPUs. Set smaller sizes, or let ranks share GPUs, without times: bench_parallel.py "
+                f"--ranks-per-gpu {ranks_per_gpu(self.ranks, found)}."
             )
 
     def check_layers(self, layers: int) -> None:
@@ -121,9 +121,9 @@ class Layout:
         if fitting != layers:
             chunks = f" --pipeline-chunks {self.chunks}" if self.interleaved else ""
             raise ValueError(
-                f"--pipeline-parallel {self.pipeline}{chunks} with {layers} layers: the first stage takes "
-                f"{self.first_stage_layers}, the others must have a multiple of {(self.pipeline - 1) * self.chunks}; "
-                f"write --language-model {fitting}x2048, say"
+                f"Cannot use --pipeline-parallel {self.pipeline}{chunks} with {layers} layers: the first stage takes "
+                f"{self.first_stage_layers}, the others must have a multiple of {(self.pipeline - 1) * self.chunks}. "
+                f"Write --language-model {fitting}x2048, say."
             )
 
     def model_fields(self) -> dict[str, Any]:

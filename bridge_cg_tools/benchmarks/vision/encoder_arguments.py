@@ -34,10 +34,12 @@ def layers_of_encoders(args: argparse.Namespace, records: str, least: Mapping[st
     names = [name.strip() for name in args.encoders.split(",")]
     for name in names:
         if name not in ENCODERS:
-            raise ValueError(f"--encoders {name}: it must be any of {', '.join(ENCODERS)}; correct the name")
+            raise ValueError(
+                f"Cannot use --encoders {name}: it must be any of {', '.join(ENCODERS)}. Correct the name."
+            )
     for flag, smallest in {"layers": 2, **least}.items():
         value = getattr(args, flag)
         if value is not None and value < smallest:
-            raise ValueError(f"--{flag} {value}: it must be a whole number from {smallest} on; correct it")
+            raise ValueError(f"Cannot use --{flag} {value}: it must be a whole number from {smallest} on. Correct it.")
     args.out = output_path(args.out, records)
     return {name: args.layers or ENCODERS[name].layers for name in names}
