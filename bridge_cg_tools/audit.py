@@ -81,7 +81,7 @@ def audit(sources: Sequence[str]) -> Audit:
             found.fits.append(seam.name)
     found.features = {str(feature): asdict(state) for feature, state in feature_states(found.drift).items()}
     if not found.fits and not found.drift:
-        raise AuditError(f"{', '.join(sources)}: no module of Bridge or megatron-core is in there")
+        raise AuditError(f"Cannot audit {', '.join(sources)}: no module of Bridge or megatron-core is in there.")
     return found
 
 
@@ -93,7 +93,7 @@ def _open(source: str) -> tuple[ReadModule, dict[str, str]]:
     if path.is_dir():
         return from_folders([path]), _versions([f"{entry.name}/" for entry in path.glob("*.dist-info")])
     if not path.is_file() or not zipfile.is_zipfile(path):
-        raise AuditError(f"{source} is neither a wheel nor a folder nor the word {INSTALLED!r}")
+        raise AuditError(f"Cannot audit {source}: it must be a wheel, a folder or the word {INSTALLED}.")
     archive = zipfile.ZipFile(path)
     names = frozenset(archive.namelist())
 

@@ -113,7 +113,7 @@ def run_audit(sources: Sequence[str], as_json: bool, tell: Tell) -> int:
     try:
         found = audit(sources)
     except AuditError as error:
-        print(f"bridge-cg audit: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     tell(json.dumps(found.as_dict()) if as_json else render(found))
     return 1 if found.drift else 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options.flags import as_typed
 from bridge_cg_plugin.options.layout import RankLayout, parse_layout
 
 from ..answers import Tell
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace, tell: Tell) -> int:
     try:
         plan: PackedPlan | VisionPlan
         if arguments.max_memory_gb is not None and math.isnan(arguments.max_memory_gb):
-            raise PlanError("--max-memory-gb nan: it must be a number of GiB")
+            raise PlanError("Cannot use --max-memory-gb nan: it must be a number of GiB.")
         if getattr(arguments, "plot", None) is not None:
             import_plots()  # before a recipe replaces what is not imported yet
         if arguments.kind == "packed":
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace, tell: Tell) -> int:
         else:
             print_plan(plan)
     except PlanError as error:
-        print(f"bridge-cg plan: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     return 0
 
@@ -105,8 +106,8 @@ def plan_of_documents(arguments: argparse.Namespace) -> tuple[PackedPlan, list[P
         for length in pack:
             if length % layout.document_unit:
                 raise PlanError(
-                    f"{arguments.data}: a document has {length} tokens, and {layout} shares multiples of "
-                    f"{layout.document_unit}: pack again with pad_seq_to_mult={layout.document_unit}"
+                    f"Cannot plan from {arguments.data}: a document has {length} tokens, and {layout} shares multiples "
+                    f"of {layout.document_unit}. Pack again with pad_seq_to_mult={layout.document_unit}."
                 )
     packs = padded_packs(list(found.packs) or _packed(found.lengths, arguments, layout, size), multiple)
     return plan_packs(packs, _cost_of_packs(arguments, layout, recipe), arguments.max_memory_gb, layout), packs
@@ -185,14 +186,14 @@ def _shared(arguments: argparse.Namespace, recipe: "PackedRecipe | None") -> tup
     layout, size = None, arguments.pack_size
     try:
         if arguments.layout is not None:
-            layout = parse_layout("--layout", arguments.layout)
+            layout = parse_layout("layout", arguments.layout)
     except OptionError as error:
-        raise PlanError(str(error)) from None
+        raise PlanError(as_typed(error, ["--layout"])) from None
     if recipe is None:
         return layout or RankLayout(), size
     if layout not in (None, recipe.layout):
-        said = f"it must be {recipe.layout}, which --recipe {arguments.recipe} has; keep one"
-        raise PlanError(f"--layout {layout}: {said}")
+        allowed = f"{recipe.layout}, which --recipe {arguments.recipe} has"
+        raise PlanError(f"Cannot use --layout {layout}: it must be {allowed}. Keep one.")
     in_batch_packing = arguments.packing == IN_BATCH
     return recipe.layout, recipe.tokens if size is None and not in_batch_packing else size
 
@@ -210,7 +211,7 @@ def _cost_of_packs(arguments: argparse.Namespace, layout: RankLayout, recipe: "P
     if recipe.cost is None:
         raise PlanError(
             f"Cannot forecast --recipe {arguments.recipe}: {recipe.why_not}. Pass --cost-model with a file that "
-            f"bench_packed.py wrote, or --layout {layout} instead of --recipe, which plans for 16 dense layers"
+            f"bench_packed.py wrote, or --layout {layout} instead of --recipe, which plans for 16 dense layers."
         )
     return recipe.cost
 
@@ -223,19 +224,19 @@ def _packed(
     if arguments.pad_seq_to_mult is not None:
         given = _at_least_one("--pad-seq-to-mult", arguments.pad_seq_to_mult)
         if given % multiple:
-            raise PlanError(f"--pad-seq-to-mult {given}: {layout} needs a multiple of {multiple}")
+            raise PlanError(f"Cannot use --pad-seq-to-mult {given}: {layout} needs a multiple of {multiple}.")
         multiple = given
     if size is not None:
         _at_least_one("--pack-size", size)
         if size % multiple:
-            raise PlanError(f"--pack-size {size}: it must be a multiple of --pad-seq-to-mult {multiple}")
+            raise PlanError(f"Cannot use --pack-size {size}: it must be a multiple of --pad-seq-to-mult {multiple}.")
         if arguments.truncate:
             lengths = tuple(min(length, size) for length in lengths)
     lengths = padded_documents(lengths, multiple)
     if packing == IN_BATCH:
         return in_batch(lengths, MICRO_BATCH if arguments.micro_batch_size is None else arguments.micro_batch_size)
     if size is None:
-        raise PlanError("--pack-size is missing: write the tokens of a pack")
+        raise PlanError("Cannot pack without --pack-size: write the tokens of a pack.")
     return ALGORITHMS[packing](lengths, size)
 
 
@@ -261,10 +262,10 @@ def _refuse_unused(arguments: argparse.Namespace, found: Documents) -> None:
         reasons.setdefault("field", "the file has lengths without fields")
     for name, why in reasons.items():
         if given[name] not in (None, False):
-            raise PlanError(f"--{name.replace('_', '-')} has no effect: {why}; remove it")
+            raise PlanError(f"Cannot use --{name.replace('_', '-')}: {why}. Remove it.")
 
 
 def _at_least_one(name: str, value: int) -> int:
     if value < 1:
-        raise PlanError(f"{name} {value}: it must be a whole number of at least 1")
+        raise PlanError(f"Cannot use {name} {value}: it must be a whole number of at least 1.")
     return value

@@ -114,18 +114,24 @@ def load_cost_model(path: Path, name: str) -> CostModel:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise PlanError(f"cost model {path}: it must be a JSON file that bench_packed.py wrote: {error}") from None
+        raise PlanError(
+            f"Cannot use --cost-model {path}: it must be a JSON file that bench_packed.py wrote. {error}."
+        ) from None
     if not isinstance(found, dict) or name not in found:
-        raise PlanError(f"cost model {path} has no {name!r}: it must be an object with {', '.join(NAMES)}")
+        raise PlanError(
+            f"Cannot use --cost-model {path}: it must be an object with {', '.join(NAMES)}, and has no {name!r}."
+        )
     values = found[name]
     names = {f.name for f in fields(CostModel)}
     needed = {f.name for f in fields(CostModel) if f.default is MISSING}
     if not isinstance(values, dict) or not needed <= set(values) <= names:
-        wrong = needed - set(values) | set(values) - names if isinstance(values, dict) else needed
-        raise PlanError(f"cost model {path}, {name!r}: {', '.join(sorted(wrong))} missing or unknown; write it anew")
+        wrong = ", ".join(sorted(needed - set(values) | set(values) - names if isinstance(values, dict) else needed))
+        raise PlanError(f"Cannot use --cost-model {path}: of {name!r}, {wrong} missing or unknown. Write it anew.")
     for key, value in values.items():
         if key != "origin" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
-            raise PlanError(f"cost model {path}, {name!r}: {key}={value!r}: it must be a number of at least 0")
+            raise PlanError(
+                f"Cannot use --cost-model {path}: {name!r}: {key} must be a number of at least 0, not {value!r}."
+            )
     return CostModel(**values)
 
 

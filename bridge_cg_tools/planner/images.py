@@ -116,38 +116,40 @@ def read_images(path: Path) -> list[Image]:
     Raises:
         PlanError: The file cannot be read, or a row has no size.
     """
+    if not path.exists():
+        raise PlanError(f"Cannot plan from {path}: it does not exist. It must be .json or .jsonl.")
     try:
         text = path.read_text()
         if path.suffix.lower() == ".json":
             found = json.loads(text)
             if not isinstance(found, dict):
-                raise PlanError(f'{path}: it must be a histogram {{"WIDTHxHEIGHT": count}}')
+                raise PlanError(f'Cannot plan from {path}: it must be a histogram {{"WIDTHxHEIGHT": count}}.')
             images = drawn([(_named(size, path), _count(count, size, path)) for size, count in found.items()])
         elif path.suffix.lower() == ".jsonl":
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
             images = [_image(row, f"{path}, row {number}") for number, row in enumerate(rows)]
         else:
-            raise PlanError(f"{path}: it must be .json or .jsonl")
+            raise PlanError(f"Cannot plan from {path}: it must be .json or .jsonl.")
     except PlanError:
         raise
     except (OSError, ValueError) as error:
-        raise PlanError(f"{path} cannot be read: {error}") from None
+        raise PlanError(f"Cannot read {path}: {error}.") from None
     if not images:
-        raise PlanError(f"{path} has no images: it must have at least one")
+        raise PlanError(f"Cannot plan from {path}: it has no images.")
     return images
 
 
 def _named(size: str, path: Path) -> Image:
     parts = size.lower().split("x")
     if len(parts) not in (2, 3) or not all(part.isdigit() and int(part) for part in parts):
-        raise PlanError(f"{path}: {size!r}: it must be WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES")
+        raise PlanError(f"Cannot plan from {path}: {size!r} must be WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES.")
     return Image(*map(int, parts))
 
 
 def _count(value: Any, size: str, path: Path) -> int:
     count = whole_count(value)
     if count is None:
-        raise PlanError(f"{path}: {size!r}: {value!r}: it must be a whole number of at least 0")
+        raise PlanError(f"Cannot plan from {path}: {size!r}: {value!r} must be a whole number of at least 0.")
     return count
 
 
@@ -159,7 +161,8 @@ def _image(row: Any, where: str) -> Image:
     )
     if any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in values):
         raise PlanError(
-            f"{where}: {row!r}: it must have width, height and maybe frames, in whole numbers of at least 1"
+            f"Cannot plan from {where}: {row!r} must have width, height and maybe frames, "
+            "in whole numbers of at least 1."
         )
     return Image(*values)
 
@@ -186,7 +189,9 @@ def plan_images(
         PlanError: There are fewer images than a microbatch takes, or no buckets fit the memory.
     """
     if not 1 <= per_microbatch <= len(images):
-        raise PlanError(f"--images-per-microbatch {per_microbatch}: it must be 1 to the dataset's {len(images)}")
+        raise PlanError(
+            f"Cannot use --images-per-microbatch {per_microbatch}: it must be 1 to the dataset's {len(images)}."
+        )
     order = random.Random(seed).sample(images, len(images))
     batches = [
         tuple(n for image in order[i : i + per_microbatch] for n in image.segments(processor))
@@ -201,8 +206,8 @@ def plan_images(
     least = min(cost.memory_gb(buckets[-1]) for buckets in plans)
     if max_memory_gb is not None and max_memory_gb < least:
         raise PlanError(
-            f"--max-memory-gb {max_memory_gb:g}: it must be at least {rounded_up(least)}, "
-            "for a graph of the largest microbatch"
+            f"Cannot use --max-memory-gb {max_memory_gb:g}: it must be at least {rounded_up(least)}, "
+            "for a graph of the largest microbatch."
         )
     fitting = (buckets for buckets in plans if max_memory_gb is None or cost.memory_gb(buckets[-1]) <= max_memory_gb)
     alike = Counter(batches)

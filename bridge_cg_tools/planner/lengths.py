@@ -43,13 +43,13 @@ def read_documents(path: Path, field: str | None = None) -> Documents:
         PlanError: The file cannot be read, or a row has no length.
     """
     if not path.exists():
-        raise PlanError(f"{path} does not exist: it must be {FORMATS}")
+        raise PlanError(f"Cannot plan from {path}: it does not exist. It must be {FORMATS}.")
     try:
         rows = _rows(path, field)
     except (OSError, ValueError) as error:
         if isinstance(error, PlanError):
             raise
-        raise PlanError(f"{path} cannot be read: {error}") from None
+        raise PlanError(f"Cannot read {path}: {error}.") from None
     packs, lengths, fields = [], [], False
     for number, row in enumerate(rows):
         fields = fields or isinstance(row, dict)
@@ -58,9 +58,9 @@ def read_documents(path: Path, field: str | None = None) -> Documents:
         else:
             lengths.append(_length(row, field, f"{path}, row {number}"))
     if packs and lengths:
-        raise PlanError(f"{path} has packs and single documents: it must have one kind")
+        raise PlanError(f"Cannot plan from {path}: it has packs and single documents, and must have one kind.")
     if not (packs or lengths):
-        raise PlanError(f"{path} has no documents: it must have at least one")
+        raise PlanError(f"Cannot plan from {path}: it has no documents.")
     return Documents(tuple(lengths), tuple(packs), fields)
 
 
@@ -69,7 +69,7 @@ def _rows(path: Path, field: str | None) -> Iterable[Any]:
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.suffix in (".arrow", ".parquet"))
         if not files:
-            raise PlanError(f"{path} has no .arrow or .parquet files")
+            raise PlanError(f"Cannot plan from {path}: it has no .arrow or .parquet files.")
         return [row for file in files for row in _rows(file, field)]
     if suffix == ".json":
         return _histogram(json.loads(path.read_text()), path)
@@ -79,18 +79,20 @@ def _rows(path: Path, field: str | None) -> Iterable[Any]:
         return _table_rows(path, field)
     if suffix == ".npy":
         return _packed_numpy(path)
-    raise PlanError(f"{path}: it must be {FORMATS}")
+    raise PlanError(f"Cannot plan from {path}: it must be {FORMATS}.")
 
 
 def _histogram(found: Any, path: Path) -> list[int]:
     if isinstance(found, dict):
         counts = {length: whole_count(count) for length, count in found.items()}
         if any(count is None or not length.isdecimal() for length, count in counts.items()):
-            raise PlanError(f'{path}: it must be {{"length": count}} in whole numbers, no count below 0')
+            raise PlanError(
+                f'Cannot plan from {path}: it must be {{"length": count}} in whole numbers, no count below 0.'
+            )
         return drawn(sorted((int(length), count or 0) for length, count in counts.items()))
     if isinstance(found, list):
         return found
-    raise PlanError(f'{path}: it must be a histogram {{"length": count}} or a list of lengths')
+    raise PlanError(f'Cannot plan from {path}: it must be a histogram {{"length": count}} or a list of lengths.')
 
 
 def _table_rows(path: Path, field: str | None) -> list[dict[str, Any]]:
@@ -99,7 +101,7 @@ def _table_rows(path: Path, field: str | None) -> list[dict[str, Any]]:
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
-        raise PlanError(f"{path} needs pyarrow: pip install 'bridge-cg-plugin[plan]'") from None
+        raise PlanError(f"Cannot read {path} without pyarrow: pip install 'bridge-cg-plugin[plan]'.") from None
     known = {*LENGTH_FIELDS, *TOKEN_FIELDS, STARTS, field}
     try:
         if path.suffix == ".parquet":
@@ -112,7 +114,7 @@ def _table_rows(path: Path, field: str | None) -> list[dict[str, Any]]:
                     source.seek(0)
                     table = pyarrow.ipc.open_stream(source).read_all()
     except pyarrow.ArrowInvalid as error:
-        raise PlanError(f"{path} cannot be read: {error}") from None
+        raise PlanError(f"Cannot read {path}: {error}.") from None
     names = [name for name in table.column_names if name in known] or table.column_names
     rows: list[dict[str, Any]] = table.select(names).to_pylist()
     return rows
@@ -131,15 +133,16 @@ def _length(row: Any, field: str | None, where: str) -> int:
         name = next((n for n in names if n in row), None)
         if name is None and field is not None:
             near = difflib.get_close_matches(field, row, n=1)
-            there = f". Did you mean {near[0]}?" if near else f"; the row has {', '.join(row)}"
-            raise PlanError(f"{where}: there is no field {field!r}{there}")
+            there = f"Did you mean {near[0]}?" if near else f"It has {', '.join(row)}."
+            raise PlanError(f"Cannot use --field {field}: {where} has no such field. {there}")
         if name is None:
-            raise PlanError(f"{where}: it must have a field of {', '.join(names)}, found {', '.join(row)}; use --field")
+            found = f"it must have a field of {', '.join(names)}, and has {', '.join(row)}"
+            raise PlanError(f"Cannot plan from {where}: {found}. Use --field.")
         value = row[name]
     if isinstance(value, (list, tuple)):
         value = len(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"{where}: {value!r}: it must be a whole number of at least 1 tokens")
+        raise PlanError(f"Cannot plan from {where}: {value!r} must be a whole number of at least 1 tokens.")
     return value
 
 
@@ -148,5 +151,5 @@ def _pack(row: dict[str, Any], where: str) -> Pack:
     bounds = [*(int(start) for start in row[STARTS]), len(row["input_ids"])]
     lengths = tuple(after - before - 1 for before, after in pairwise(bounds))
     if not lengths or min(lengths) < 0:
-        raise PlanError(f"{where}: {STARTS}={bounds[:-1]} with {bounds[-1]} tokens: the starts must ascend")
+        raise PlanError(f"Cannot plan from {where}: {STARTS}={bounds[:-1]} must ascend to its {bounds[-1]} tokens.")
     return tuple(n for n in lengths if n) or (1,)

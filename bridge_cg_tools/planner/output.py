@@ -44,7 +44,7 @@ def print_plan(plan: PackedPlan | VisionPlan) -> None:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        raise PlanError(f"tables need rich: {EXTRA}, or use --json") from None
+        raise PlanError(f"Cannot print tables without rich: {EXTRA}, or use --json.") from None
     console = Console()
     console.width = max(console.width, WIDTH)
     sizes = Table("", "P50", "P90", "P99", "max", title=_title(plan))
@@ -103,7 +103,7 @@ def import_plots() -> tuple[Any, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise PlanError(f"plots need matplotlib: {EXTRA}") from None
+        raise PlanError(f"Cannot draw plots without matplotlib: {EXTRA}.") from None
     return FigureCanvasAgg, Figure
 
 
@@ -131,4 +131,4 @@ def plot_packs(plan: PackedPlan, packs: Sequence[Pack], path: Path) -> None:
     try:
         canvas.print_figure(path)
     except ValueError as error:
-        raise PlanError(f"plot {path}: {error}") from None
+        raise PlanError(f"Cannot write the plot {path}: {error}.") from None

@@ -110,7 +110,7 @@ def plan_packs(
         PlanError: There is no pack, or no choice fits the memory.
     """
     if not packs:
-        raise PlanError("there are no packs to plan from: the data holds fewer documents than one microbatch takes")
+        raise PlanError("Cannot plan without packs: the data holds fewer documents than one microbatch takes.")
     bounds, capacities = candidates(packs, layout)
     counts, alike = [len(pack) for pack in packs], Counter(packs)
     choices = []
@@ -120,8 +120,8 @@ def plan_packs(
             choices.append(_cheapest(sorted(found, key=lambda c: len(c.buckets))))
     if not choices:
         raise PlanError(
-            f"--max-memory-gb {max_memory_gb:g}: it must be at least "
-            f"{rounded_up(cost.memory_gb(min(b[-1] for b in capacities)))}, for a graph of the largest packs"
+            f"Cannot use --max-memory-gb {max_memory_gb:g}: it must be at least "
+            f"{rounded_up(cost.memory_gb(min(b[-1] for b in capacities)))}, for a graph of the largest packs."
         )
     eager = sum(cost.eager_ms(pack) * n for pack, n in alike.items()) / len(packs)
     return PackedPlan(

@@ -115,7 +115,7 @@ def fragment(node):
     """Return the longest piece of a message that is the same whatever it is about."""
     (message,) = node.args
     pieces = message.values if isinstance(message, ast.JoinedStr) else [message]
-    return max((piece.value for piece in pieces if isinstance(piece, ast.Constant)), key=len, default="").strip(" :")
+    return max((piece.value for piece in pieces if isinstance(piece, ast.Constant)), key=len, default="").strip(" :.")
 
 
 MESSAGES = sorted({fragment(node) for path in SOURCES for name, node in calls(path) if name in IN_FULL})
@@ -167,6 +167,32 @@ def texts():
 def test_no_message_says_what_is_allowed_behind_an_assignment():
     """ "X=Y: allowed is Z" tells neither what cannot be done nor why."""
     assert [place for place, text in texts() if re.search(r": allowed (is|are)\b", text)] == []
+
+
+def messages():
+    """Yield every text of command lines in one piece, with its place, where values are put in as `{}`."""
+    for folder in ("bridge_cg_tools", "scripts", "tools", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr | ast.Constant):
+                    pieces = node.values if isinstance(node, ast.JoinedStr) else [node]
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}", "".join(map(piece_of, pieces))
+
+
+def piece_of(node):
+    return str(node.value) if isinstance(node, ast.Constant) else "{}"
+
+
+def test_a_message_of_a_command_line_begins_with_what_cannot_be_done():
+    said = [(place, text) for place, text in messages() if re.search(r"^(--|\{\}).*: (it|they) must ", text)]
+    assert said == []
+
+
+def test_what_argparse_writes_behind_a_flag_says_what_it_must_be():
+    """argparse puts "argument --flag: " in front."""
+    refused = [node for path in SOURCES for name, node in calls(path) if name == "ArgumentTypeError"]
+    texts = ["".join(map(piece_of, getattr(node.args[0], "values", [node.args[0]]))) for node in refused]
+    assert texts and [text for text in texts if not text.startswith("must be ")] == []
 
 
 @given(st.text(max_size=20), st.one_of(st.none(), st.integers(), st.text(max_size=20)), st.text(max_size=20))

@@ -170,8 +170,8 @@ def test_what_is_planned_is_what_a_rank_would_do(found, written, bound):
 def test_a_layout_and_what_contradicts_it(histogram, capsys, tmp_path):
     words = ["plan", "packed", histogram, "--pack-size", "2048", "--layout"]
     for more, said in (
-        (["CP2"], "Cannot use --layout='CP2': it must be TP1xCP1, or another layout"),
-        (["TP0xCP1"], "Cannot use --layout='TP0xCP1'"),
+        (["CP2"], "Cannot use --layout CP2: it must be TP1xCP1, or another layout"),
+        (["TP0xCP1"], "Cannot use --layout TP0xCP1"),
         (["TP1xCP2", "--pad-seq-to-mult", "6"], "--pad-seq-to-mult 6: TP1xCP2 needs a multiple of 4"),
         (["TP1xCP1", "--recipe", "no_such_recipe"], "no_such_recipe"),
     ):
@@ -179,7 +179,7 @@ def test_a_layout_and_what_contradicts_it(histogram, capsys, tmp_path):
         assert said in capsys.readouterr().err
     packed = write(tmp_path / "p.jsonl", json.dumps({"input_ids": list(range(11)), "seq_start_id": [0, 5]}))
     assert main(["plan", "packed", str(packed), "--layout", "TP1xCP2", "--json"]) == 2
-    assert "shares multiples of 4: pack again with pad_seq_to_mult=4" in capsys.readouterr().err
+    assert "shares multiples of 4. Pack again with pad_seq_to_mult=4" in capsys.readouterr().err
 
 
 def plan_of_a_recipe(histogram, name, *words):
@@ -277,10 +277,10 @@ def test_the_command_plans_vision(tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "--pack-size is missing"),
+        ([], "Cannot pack without --pack-size"),
         (["--pack-size", "0"], "--pack-size 0"),
-        (["--pack-size", "100"], "raise it, or cut with --truncate"),
-        (["--pack-size", "2048", "--cost-model", "none.json"], "cost model none.json"),
+        (["--pack-size", "100"], "Raise it, or cut with --truncate"),
+        (["--pack-size", "2048", "--cost-model", "none.json"], "Cannot use --cost-model none.json: it must be"),
         (["--pack-size", "2048", "--pad-to-multiple", "0"], "--pad-to-multiple 0"),
         (["--pack-size", "2048", "--pad-seq-to-mult", "0"], "--pad-seq-to-mult 0"),
         (
@@ -288,14 +288,14 @@ def test_the_command_plans_vision(tmp_path, capsys):
             "--pack-size 2050: it must be a multiple of --pad-seq-to-mult 4",
         ),
         (["--packing", "in_batch", "--micro-batch-size", "0"], "--micro-batch-size 0"),
-        (["--packing", "in_batch", "--micro-batch-size", "4000"], "no packs"),
-        (["--pack-size", "2048", "--field", "foo"], "--field has no effect: the file has lengths without fields"),
+        (["--packing", "in_batch", "--micro-batch-size", "4000"], "Cannot plan without packs"),
+        (["--pack-size", "2048", "--field", "foo"], "Cannot use --field: the file has lengths without fields"),
         (
             ["--pack-size", "2048", "--micro-batch-size", "2"],
-            "--micro-batch-size has no effect: only --packing in_batch",
+            "Cannot use --micro-batch-size: only --packing in_batch",
         ),
-        (["--packing", "in_batch", "--pack-size", "2048"], "--pack-size has no effect"),
-        (["--packing", "in_batch", "--truncate"], "--truncate has no effect"),
+        (["--packing", "in_batch", "--pack-size", "2048"], "Cannot use --pack-size: "),
+        (["--packing", "in_batch", "--truncate"], "Cannot use --truncate: there is no"),
         (["--pack-size", "2048", "--max-memory-gb", "0.1"], "--max-memory-gb 0.1: it must be at least "),
         (["--pack-size", "2048", "--max-memory-gb", "nan"], "--max-memory-gb nan: it must be a number"),
     ],
@@ -341,7 +341,7 @@ print([name for name in ("torch", "megatron") if name in sys.modules], file=sys.
 def test_packs_are_not_packed_again(tmp_path, capsys, words):
     file = write(tmp_path / "packs.jsonl", '{"input_ids": [1, 2, 3, 4], "seq_start_id": [0, 2]}')
     assert main(["plan", "packed", str(file), *words]) == 2
-    assert f"{words[0]} has no effect: the file holds packs" in capsys.readouterr().err
+    assert f"Cannot use {words[0]}: the file holds packs" in capsys.readouterr().err
 
 
 def test_a_field_of_a_table_beside_one_of_tokens(tmp_path):
@@ -376,9 +376,9 @@ def test_a_field_that_no_row_has_names_the_nearest(tmp_path, capsys):
     file = str(write(tmp_path / "a.jsonl", '{"n_tokens": 3, "text": "a"}'))
     assert main(["plan", "packed", file, "--pack-size", "64", "--field", "ntokens"]) == 2
     said = capsys.readouterr().err
-    assert "row 0: there is no field 'ntokens'. Did you mean n_tokens?" in said
+    assert f"Cannot use --field ntokens: {file}, row 0 has no such field. Did you mean n_tokens?" in said
     assert main(["plan", "packed", file, "--pack-size", "64", "--field", "foo"]) == 2
-    assert "there is no field 'foo'; the row has n_tokens, text" in capsys.readouterr().err
+    assert "has no such field. It has n_tokens, text." in capsys.readouterr().err
 
 
 def test_many_equal_microbatches_cost_one(monkeypatch):
