@@ -4,6 +4,8 @@ import dataclasses
 import importlib
 import pickle
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +22,7 @@ from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_opti
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_tools.benchmarks.models.small_tower import build_tower
 from bridge_cg_tools.benchmarks.runs import train as run_recipe
+from bridge_cg_tools.benchmarks.runs.first_look import with_package
 
 from .test_recipes import launched
 
@@ -165,3 +168,11 @@ def gradients(tower, batch):
     embeddings, deepstack = tower(batch.pixel_values, batch.image_grid_thw)
     (embeddings.square().mean() + sum(d.square().mean() for d in deepstack)).backward()
     return [embeddings.detach(), *(p.grad.clone() for p in tower.parameters())]
+
+
+def test_a_dry_run_of_it_prints_the_answer_alone():
+    """In a process of its own, where Bridge's import would let a dozen libraries warn."""
+    command = [sys.executable, "-m", "bridge_cg_tools.cli", "train", "--recipe", NAME, "--dry-run"]
+    done = subprocess.run(command, env=with_package(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{NAME}: pretrain() with qwen3_vl_step\n")

@@ -13,6 +13,7 @@ from bridge_cg_plugin.options.flags import given_flags
 from bridge_cg_plugin.recipes import with_graphs
 from bridge_cg_plugin.recipes.graphs import mock_dataset
 from bridge_cg_plugin.upstream.hooks.loops.steps import Mode
+from bridge_cg_tools.benchmarks.runs.imports import quick_imports
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,9 @@ def prepare(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
     from bridge_cg_plugin.upstream.hooks.configuration.recipes import build_recipe
     from bridge_cg_plugin.upstream.hooks.loops.steps import forward_step
 
-    config = with_presets(build_recipe(parsed.recipe), parsed)
+    with quick_imports():
+        recipe = build_recipe(parsed.recipe)
+    config = with_presets(recipe, parsed)
     options = resolve(config, given_flags(parsed), words)
     mode, step = mode_and_step(parsed)
     return Prepared(config, mode, step, forward_step(step, mode), in_words(options))

@@ -21,6 +21,7 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
 from bridge_cg_plugin.upstream.hooks.configuration.bridge_checks import environment
 from bridge_cg_tools.benchmarks.runs import first_look
+from bridge_cg_tools.benchmarks.runs.imports import quick_imports, quiet
 from bridge_cg_tools.benchmarks.runs.recipe import Prepared, prepare, require_gpu, train
 from bridge_cg_tools.benchmarks.runs.recipe_arguments import check_launch, job_of, read, worker_arguments
 from bridge_cg_tools.benchmarks.runs.startable import check_start, check_with_bridge, gpus_of, starts_elsewhere
@@ -65,7 +66,7 @@ def _looked_over(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
     Raises:
         OptionError: It could not.
     """
-    with environment(job_of(parsed).environment):
+    with quiet(), quick_imports(), environment(job_of(parsed).environment):
         run = prepare(parsed, words)
         check_start(parsed.recipe, run.config, run.mode, gpus_of(parsed), starts_elsewhere(parsed))
         check_with_bridge(parsed.recipe, run.config, gpus_of(parsed))

@@ -1,0 +1,31 @@
+"""What importing Bridge in a command line spares, and what it shows."""
+
+import gc
+import logging
+import warnings
+
+import pytest
+
+from bridge_cg_plugin.announce import LOGGER, warn
+from bridge_cg_plugin.options import GraphOptionWarning
+from bridge_cg_tools.benchmarks.runs.imports import quick_imports, quiet
+
+
+def test_imports_are_without_collections_even_where_they_fail():
+    with pytest.raises(ZeroDivisionError), quick_imports():
+        assert not gc.isenabled()
+        raise ZeroDivisionError
+    assert gc.isenabled()
+
+
+def test_other_libraries_are_quiet_and_the_plugin_is_not(caplog):
+    with warnings.catch_warnings(record=True) as shown, quiet():
+        warnings.warn("Apex is not installed", stacklevel=1)
+        warnings.warn("pynvml is deprecated", FutureWarning, stacklevel=1)
+        warnings.warn("write another field", GraphOptionWarning, stacklevel=1)
+        logging.getLogger("other").warning("No CUDA runtime is found")
+        warn("a seam does not fit")
+    assert [record.message for record in caplog.records] == ["[rank 0] a seam does not fit"]
+    logging.getLogger("other").warning("afterwards")
+    assert caplog.messages[-1] == "afterwards" and LOGGER.isEnabledFor(logging.WARNING)
+    assert [str(one.message) for one in shown] == ["write another field"]
