@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace, tell: Tell) -> int:
             tell(json.dumps(as_json(plan)))
         else:
             print_plan(plan)
-    except PlanError as error:
+    except (OptionError, PlanError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
@@ -95,6 +95,7 @@ def plan_of_documents(arguments: argparse.Namespace) -> tuple[PackedPlan, list[P
     """Return the plan for a dataset, and the packs that it rests on.
 
     Raises:
+        OptionError: The recipe cannot be planned for.
         PlanError: The input cannot be planned from.
     """
     found = read_documents(arguments.data, arguments.field)
@@ -117,6 +118,7 @@ def plan_of_images(arguments: argparse.Namespace) -> VisionPlan:
     """Return the plan for a dataset's images.
 
     Raises:
+        OptionError: The recipe cannot be planned for.
         PlanError: The input cannot be planned from.
     """
     images, recipe = read_images(arguments.data), _vision_recipe(arguments)
@@ -131,16 +133,13 @@ def _vision_recipe(arguments: argparse.Namespace) -> "VisionRecipe | None":
     """Return the recipe whose images are planned for; None without one.
 
     Raises:
-        PlanError: It does not exist, cannot be built, or has another encoder.
+        OptionError: It does not exist, cannot be built, or has another encoder.
     """
     if arguments.recipe is None:
         return None
     from ..explain.vision_recipe import vision_recipe
 
-    try:
-        return vision_recipe(arguments.recipe)
-    except OptionError as error:
-        raise PlanError(str(error)) from None
+    return vision_recipe(arguments.recipe)
 
 
 def _cost_of_images(arguments: argparse.Namespace, recipe: "VisionRecipe | None") -> CostModel:
@@ -165,16 +164,13 @@ def _recipe(arguments: argparse.Namespace) -> "PackedRecipe | None":
     """Return the recipe that is planned for; None without one.
 
     Raises:
-        PlanError: It does not exist or cannot be built.
+        OptionError: It does not exist or cannot be built.
     """
     if arguments.recipe is None:
         return None
     from ..explain.recipes import packed_recipe
 
-    try:
-        return packed_recipe(arguments.recipe)
-    except OptionError as error:
-        raise PlanError(str(error)) from None
+    return packed_recipe(arguments.recipe)
 
 
 def _shared(arguments: argparse.Namespace, recipe: "PackedRecipe | None") -> tuple[RankLayout, int | None]:
