@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.upstream.kernels.transformer_engine import accumulating, fused_accumulation, refuse_host_copies
-from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_UTILS
+from bridge_cg_plugin.upstream.kernels import attention_lengths
+from bridge_cg_plugin.upstream.kernels.attention_lengths import device_lengths
+from bridge_cg_plugin.upstream.kernels.transformer_engine import accumulating, fused_accumulation
+from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_BACKENDS, TE_ATTENTION_UTILS
 from tests.unit.toy import toy_batch, toy_region
 
 
@@ -96,29 +97,53 @@ def unknown():
     raise RuntimeError("cuDNN version incompatibility")
 
 
-@pytest.mark.parametrize(
-    "version, refused", [((9, 15, 0), True), ((9, 1, 0), True), ((9, 15, 1), False), ((9, 19, 0), False)]
-)
-def test_attention_that_reads_host_memory_in_replays_is_refused(monkeypatch, version, refused):
-    monkeypatch.setattr(importlib.import_module(TE_ATTENTION_UTILS), "get_cudnn_version", lambda: version)
+@pytest.fixture
+def backward(monkeypatch):
+    """Stands in for Transformer Engine's, has its parameters, and returns what it is called with."""
+    backends = importlib.import_module(TE_ATTENTION_BACKENDS)
+    signature = inspect.signature(backends.fused_attn_bwd)
+
+    def called(*args, **kwargs):
+        return signature.bind(*args, **kwargs).arguments
+
+    called.__signature__ = signature
+    monkeypatch.setattr(backends, "fused_attn_bwd", called)
     # As where PyTorch was built for another cuDNN than the one that Transformer Engine has loaded.
     monkeypatch.setattr(torch.backends.cudnn, "version", unknown)
-    monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention_lengths, "fused_attention_refusal", lambda: None)
 
-    def is_refused(tokens, is_cuda=True):
-        try:
-            refuse_host_copies(SimpleNamespace(shape=(tokens, 1, 8), is_cuda=is_cuda))
-        except CaptureError as error:
-            assert f"{tokens} tokens" in str(error)
-            return True
-        return False
+    def under(version, tokens, mask):
+        monkeypatch.setattr(importlib.import_module(TE_ATTENTION_UTILS), "get_cudnn_version", lambda: version)
+        offsets = torch.tensor([0, tokens - 3, tokens], dtype=torch.int32)
+        with device_lengths():
+            found = backends.fused_attn_bwd(
+                tokens, tokens, offsets, offsets, *"qkvog", None, [], None, attn_mask_type=mask
+            )
+        assert backends.fused_attn_bwd is called
+        changed = found["cu_seqlens_q"] is not offsets
+        assert (found["cu_seqlens_kv"] is not offsets) == changed and found["q"] == "q"
+        return found["attn_mask_type"], found["cu_seqlens_q"].tolist() if changed else None
 
-    assert is_refused(1040) is refused and is_refused(127) is refused
-    assert not is_refused(1024) and not is_refused(1040, is_cuda=False)
-    with torch.no_grad():
-        assert not is_refused(1040)
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    assert not is_refused(1040)
+    return under
+
+
+@pytest.mark.parametrize(
+    "version, copies", [((9, 15, 0), True), ((9, 1, 0), True), ((9, 15, 1), False), ((9, 19, 0), False)]
+)
+def test_no_replay_reads_lengths_from_the_host(backward, version, copies):
+    for mask in ("no_mask", "causal", "causal_bottom_right"):
+        full = "padding" if mask == "no_mask" else f"padding_{mask}"
+        expected = (full, [0, 1040, 2080]) if copies else (mask, None)
+        assert backward(version, 1040, mask) == expected
+    assert backward(version, 1024, "no_mask") == ("no_mask", None)
+    for mask in ("padding", "padding_causal", "arbitrary"):
+        assert backward(version, 1040, mask) == (mask, None)
+
+
+def test_attention_without_cudnns_kernels_keeps_its_masks(backward, monkeypatch):
+    monkeypatch.setattr(attention_lengths, "fused_attention_refusal", lambda: "NVTE_FUSED_ATTN=0")
+    assert backward((9, 1, 0), 1040, "no_mask") == ("no_mask", None)
 
 
 def test_norms_over_heads_are_differentiated_by_what_replaces_it(monkeypatch):

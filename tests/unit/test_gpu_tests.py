@@ -123,7 +123,7 @@ FIRST = {
     "vision graphs of Ministral 3": "test_encoders.py::test_replays_are_as_near_to_fp32_as_eager[exact-ministral3]",
     "audio graphs of Qwen3-Omni": "test_encoders.py::test_replays_are_as_near_to_fp32_as_eager[exact-qwen3_omni_audio]",
     "vision graphs of Gemma 3": "test_encoders.py::test_replays_equal_eager_to_the_bit[siglip-1]",
-    "vision graphs of Nemotron VL": "test_encoders.py::test_tiles_of_radio_run_eager",
+    "vision graphs of Nemotron VL": "test_encoders.py::test_replays_equal_eager_to_the_bit[nemotron_vl-1]",
     "vision graphs of Nemotron Omni": "test_encoders.py::test_replays_equal_eager_to_the_bit[nemotron_omni-1]",
     F.LAYER_PARTS: "test_parity.py::test_mixes_replayed_from_one_capture[attn]",
     F.FAST_KERNELS: "test_kernels.py::test_fast_kernels_with_frozen_parts[layers.1.mlp]",

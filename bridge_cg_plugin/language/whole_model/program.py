@@ -12,8 +12,6 @@ from ...graphs.program import Buffers, TensorSpec
 from ...graphs.rows import write_rows
 from .microbatch import DEEPSTACK, DIFFERENTIABLE, POSITIONS, Microbatch
 
-# Called with `[sequence, batch, width]` before a forward is recorded.
-Check = Callable[[Tensor], None]
 # Called with the language model and the modules of the region; entered around recorded work.
 Recording = Callable[[nn.Module, Sequence[nn.Module]], AbstractContextManager[None]]
 
@@ -32,7 +30,6 @@ class LanguageModel:
             may come later.
         deepstack: How many layers add features.
         recording: Makes upstream's block add dense features, and what else recording needs.
-        check: Raises `CaptureError` for what cannot be replayed.
     """
 
     name = "language_model"
@@ -44,11 +41,10 @@ class LanguageModel:
         examples: Mapping[Bucket, Microbatch],
         deepstack: int,
         recording: Recording,
-        check: Check,
     ) -> None:
         self.model = model
         self._forward = forward
-        self._recording, self._check = recording, check
+        self._recording = recording
         self._deepstack = tuple(f"{DEEPSTACK}.{index}" for index in range(deepstack))
         self._examples = examples
 
@@ -103,7 +99,6 @@ class LanguageModel:
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
-        self._check(buffers[DIFFERENTIABLE])
         sequence, batch, width = buffers[DIFFERENTIABLE].shape
         example = self._examples[bucket]
         order = dense_order(buffers[POSITIONS])

@@ -17,7 +17,7 @@ from ...graphs.planning.buckets import Bucket
 from ...graphs.planning.demand import Demand, Menu
 from ...graphs.workload import Call, Workload
 from .microbatch import Microbatch, read_call
-from .program import Check, LanguageModel, Recording
+from .program import LanguageModel, Recording
 
 # A shape is recorded once training has shown it so often, and so many are at most: where every microbatch has a shape
 # of its own, recordings would never end.
@@ -33,7 +33,6 @@ class LanguageModelWorkload(Workload):
         model: The language model.
         deepstack: How many of its layers add features of images.
         recording: Entered around recorded work; see `Recording`.
-        check: Raises `CaptureError` for what cannot be replayed; see `Check`.
         warmup_steps: Eager training steps before capture.
         grows: Whether other shapes than the first one are recorded when they are asked for. Ranks that share layers
             would have to agree on them.
@@ -48,12 +47,9 @@ class LanguageModelWorkload(Workload):
     group = "language_model_cuda_graph"
     out_of_memory_remedy = "Lower the sequence length or the microbatch size."
 
-    def __init__(
-        self, model: nn.Module, deepstack: int, recording: Recording, check: Check, warmup_steps: int, grows: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, deepstack: int, recording: Recording, warmup_steps: int, grows: bool) -> None:
         self.steps = self.replayed_steps = 0
-        self._model, self._deepstack = model, deepstack
-        self._recording, self._check = recording, check
+        self._model, self._deepstack, self._recording = model, deepstack, recording
         self._warmup_steps, self._grows = warmup_steps, grows
         self._example: Microbatch | None = None
         self._examples: dict[Bucket, Microbatch] = {}
@@ -126,7 +122,7 @@ class LanguageModelWorkload(Workload):
         first = self._shapes()
         examples = {first.bucket: first}
         forward = self.manager.eager_forward
-        program = LanguageModel(self._model, forward, examples, self._deepstack, self._recording, self._check)
+        program = LanguageModel(self._model, forward, examples, self._deepstack, self._recording)
         demand = Demand(_menu(examples)) if self._grows else None
         growth = None
         if demand is not None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits
-from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
 from ...graphs.planning.buckets import GRANULARITY, Bucket, round_up
 from ...graphs.program import Buffers, RegionProgram, TensorSpec
@@ -28,6 +27,7 @@ from ...vision.batch import EmbeddedImages, check_device
 from ...vision.fit import refuse_images
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
 from ...vision.host_grids import HostGrids
+from ..kernels.attention_lengths import device_lengths
 from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
 from ..kernels.precompile import compilations
 from ..kernels.saved_tensors import known_activations
@@ -112,18 +112,6 @@ class TileLayers(RadioLayers):
     def __init__(self, layers: UpstreamModule, tokens: int, room: int, kernels: RecordingKernels = nullcontext) -> None:
         super().__init__(layers, kernels=kernels)
         self._tokens, self._room = tokens, room
-
-    def recording(self) -> AbstractContextManager[None]:
-        """See `RegionProgram`.
-
-        Raises:
-            CaptureError: On a GPU, where the encoder runs eager.
-        """
-        # Replays of several buckets accessed invalid memory on an H200 with cuDNN's attention of unpacked tiles. None
-        # did so with one bucket or with attention that is not fused; why is not known.
-        if next(self.layers.parameters()).is_cuda:
-            raise CaptureError("replays of RADIO's tiles access invalid memory with this release of the plugin")
-        return super().recording()
 
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
@@ -354,7 +342,7 @@ def recording_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     """
     forget_attention_selection()
     fused = fused_layer_kernels(modules) if kernels_available() else nullcontext()
-    with usable_random_states(modules), side_workspace(), fused:
+    with usable_random_states(modules), side_workspace(), fused, device_lengths():
         yield
 
 

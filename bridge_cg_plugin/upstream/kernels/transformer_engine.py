@@ -1,7 +1,5 @@
 """What recording needs of Transformer Engine's modules."""
 
-import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,38 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...graphs.errors import CaptureError
 from ...graphs.modules import every_module
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
-from ..seams.registry.engine import TE_ATTENTION, TE_ATTENTION_UTILS, TE_LAYERNORM_LINEAR, TE_LINEAR
-
-# Up to this version, cuDNN's attention of unpacked sequences needs multiples of so many keys: for others,
-# cudnn-frontend copies lengths from host memory, which every replay reads again. Transformer Engine refuses this in its
-# own captures alone (`nvte_get_fused_attn_backend`).
-CUDNN_WITH_HOST_COPIES, KEYS = (9, 15, 0), 128
-
-
-def refuse_host_copies(hidden_states: Tensor) -> None:
-    """Refuse to record a backward of attention whose replays would read host memory that is gone.
-
-    Args:
-        hidden_states: `[sequence, batch, width]`, unpacked.
-
-    Raises:
-        CaptureError: cuDNN is 9.15.0 or earlier, and the sequence is no multiple of 128 tokens.
-    """
-    tokens = hidden_states.shape[0]
-    fused = hidden_states.is_cuda and torch.is_grad_enabled() and os.environ.get("NVTE_FUSED_ATTN") != "0"
-    if not fused or tokens % KEYS == 0:
-        return
-    # Transformer Engine's cuDNN: PyTorch may have another one, and then refuses to tell any version.
-    version = importlib.import_module(TE_ATTENTION_UTILS).get_cudnn_version()
-    if version <= CUDNN_WITH_HOST_COPIES:
-        raise CaptureError(
-            f"cuDNN {'.'.join(map(str, version))} cannot replay attention over {tokens} tokens: install cuDNN 9.16 or "
-            f"later, or pad sequences to a multiple of {KEYS} tokens"
-        )
+from ..seams.registry.engine import TE_ATTENTION, TE_LAYERNORM_LINEAR, TE_LINEAR
 
 
 def forget_attention_selection() -> None:

@@ -22,10 +22,11 @@ from ...attributes import overridden
 from ...decoder.attention_statistics import refuse_statistics
 from ...environment import check_process
 from ...exempt import EXEMPT
+from ...kernels.attention_lengths import device_lengths
 from ...kernels.head_norms import fused_head_norms
 from ...kernels.layers import kernels_available
 from ...kernels.rotary import fused_rotary
-from ...kernels.transformer_engine import forget_attention_selection, fused_accumulation, refuse_host_copies
+from ...kernels.transformer_engine import forget_attention_selection, fused_accumulation
 from ...parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
 from ...parallel.process_groups import sharing_groups, tensor_group
 from ...parallel.reduction_order import ReductionOrder
@@ -90,7 +91,7 @@ def make_graphs(
     language_model = model.language_model
     deepstack = len(model.vision_model.config.deepstack_visual_indexes)
     grows = not sharing_groups(model)
-    workload = LanguageModelWorkload(language_model, deepstack, recording, refuse_host_copies, warmup_steps, grows)
+    workload = LanguageModelWorkload(language_model, deepstack, recording, warmup_steps, grows)
     graphs = GraphManager(
         language_model,
         workload,
@@ -125,6 +126,7 @@ def recording(language_model: nn.Module, modules: Sequence[nn.Module]) -> Iterat
     with ExitStack() as stack:
         stack.enter_context(overridden(language_model.decoder, DEEPSTACK, _add_dense))
         stack.enter_context(fused_accumulation(modules))
+        stack.enter_context(device_lengths())
         if kernels_available():
             stack.enter_context(fused_rotary(modules))
             stack.enter_context(fused_head_norms(modules))

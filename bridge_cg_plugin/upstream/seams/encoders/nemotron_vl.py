@@ -57,9 +57,11 @@ def radio_seams(name: str, feature: str) -> Seams:
 
 
 def _seams(feature: str) -> Seams:
+    from ..registry.engine import attention_backward
     from ..seam import Seam
 
     return (
+        attention_backward("nemotron_vl_attention_backward", feature),
         Seam(
             name="nemotron_vl_model",
             module=f"{_NEMOTRON_VL}.modeling_nemotron_vl",

@@ -7,6 +7,7 @@ CORE = "megatron.core"
 LAYER = f"{CORE}.transformer.transformer_layer"
 DDP = f"{CORE}.distributed.distributed_data_parallel"
 TE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+TE_ATTENTION_BACKENDS = "transformer_engine.pytorch.attention.dot_product_attention.backends"
 TE_ATTENTION_UTILS = "transformer_engine.pytorch.attention.dot_product_attention.utils"
 TE_LAYERNORM = "transformer_engine.pytorch.ops.basic.layer_norm"
 TE_RMSNORM = "transformer_engine.pytorch.ops.basic.rmsnorm"
@@ -25,6 +26,21 @@ DETACHED = "the end of training and deactivate() take the object's own attribute
 def _read_from_environment(name: str, variable: str) -> tuple[str, ...]:
     """Return how Transformer Engine's releases spell the reading of a variable: 2.18 and earlier call os.getenv."""
     return tuple(f"{name} = int({read}('{variable}', '1'))" for read in ("os.environ.get", "os.getenv"))
+
+
+def attention_backward(name: str, feature: str) -> Seam:
+    """Return the seam, of this name, of what a feature records unpacked attention's backward with."""
+    return Seam(
+        name=name,
+        module=TE_ATTENTION_BACKENDS,
+        target="fused_attn_bwd",
+        kind="function",
+        touch="replaced",
+        purpose="the device computes lengths that an older cuDNN would read from the host in every replay",
+        features=(feature,),
+        undo=RECORDED,
+        parameters=("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "attn_mask_type"),
+    )
 
 
 SEAMS = (
@@ -338,9 +354,10 @@ SEAMS = (
         target="get_cudnn_version",
         kind="function",
         touch="read",
-        purpose="attention that a replay cannot repeat is refused",
+        purpose="up to 9.15.0, a backward of attention copies lengths from the host",
         features=(Feature.FULL_ITERATION,),
     ),
+    attention_backward("attention_backward", Feature.FULL_ITERATION),
     Seam(
         name="attention_backend",
         module=f"{CORE}.models.common.language_module.language_module",
