@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from .declaration import option
 from .errors import OptionError
-from .values import flag, positive_number, some_of, whole_number
+from .values import positive_number, some_of, whole_number
 
 # Parts of a model whose saved tensors can be offloaded, and what can be recomputed in the backward.
 OFFLOAD_MODULES = ("attention", "mlp", "layernorm", "merger", "other")
@@ -34,10 +34,6 @@ class ActivationOptions(Protocol):
     @property
     def offload_host_max_gb(self) -> float | None:
         """Most page-locked host memory in GiB."""
-
-    @property
-    def offload_stream(self) -> bool:
-        """Whether replays have a stream of their own."""
 
 
 def offload_option(details: str = "") -> Any:
@@ -90,27 +86,14 @@ def offload_host_option() -> Any:
     )
 
 
-def offload_stream_option() -> Any:
-    """Declare whether graphs that offload replay on a stream of their own."""
-    return option(
-        False,
-        flag,
-        "BOOL",
-        "replay on a stream of its own",
-        "The main stream then goes on from a forward's outputs while its last activations are copied to the host. No "
-        "effect without offloading",
-        tuning=True,
-    )
-
-
 def moves_activations(options: ActivationOptions) -> bool:
     """Whether activations are offloaded or recomputed."""
     return bool(options.offload or options.recompute) or options.offload_above_gb is not None
 
 
-def replays_aside(options: ActivationOptions) -> bool:
-    """Whether replays have a stream of their own."""
-    return options.offload_stream and moves_activations(options)
+def offloads(options: ActivationOptions) -> bool:
+    """Whether activations may be copied to the host."""
+    return bool(options.offload) or options.offload_above_gb is not None
 
 
 def check_region(options: ActivationOptions, whole: bool, fields: dict[str, str], modules: Sequence[str]) -> None:

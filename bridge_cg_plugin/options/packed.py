@@ -9,7 +9,6 @@ from .activations import (
     offload_host_option,
     offload_min_bytes_option,
     offload_option,
-    offload_stream_option,
     recompute_option,
 )
 from .capture import CaptureMode, capture_option, check_limits, limits_option, on_demand
@@ -71,7 +70,6 @@ class PackedOptions:
     offload_above_gb: float | None = offload_above_option("As for vision graphs")
     offload_min_bytes: int = offload_min_bytes_option()
     offload_host_max_gb: float | None = offload_host_option()
-    offload_stream: bool = offload_stream_option()
     gradient_accumulation_fusion: bool = option(
         True,
         flag,

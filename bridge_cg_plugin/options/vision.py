@@ -10,7 +10,6 @@ from .activations import (
     offload_host_option,
     offload_min_bytes_option,
     offload_option,
-    offload_stream_option,
     recompute_option,
 )
 from .capture import CaptureMode, capture_option, check_limits, limits_option, on_demand
@@ -244,7 +243,6 @@ class VisionGraphOptions:
     )
     offload_min_bytes: int = offload_min_bytes_option()
     offload_host_max_gb: float | None = offload_host_option()
-    offload_stream: bool = offload_stream_option()
     audio: bool = option(
         True,
         flag,

@@ -29,7 +29,6 @@ POLICIES = {
     "recompute": REBUILD,
     "cheap recompute, the rest offloaded": {**EVERYTHING, "recompute": ("layernorm", "gelu")},
     "both": {**EVERYTHING, **REBUILD},
-    "a stream of its own": {**EVERYTHING, **REBUILD, "offload_stream": True},
     "attention only": {"offload": ("attention",), "offload_min_bytes": 65536},
 }
 

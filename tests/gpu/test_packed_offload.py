@@ -45,13 +45,9 @@ def gpt(tower_module):
         return Trained(lm.build_model(lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072)))
 
 
-@pytest.mark.parametrize(
-    "options, own_stream",
-    [*((options, False) for options in POLICIES.values()), (POLICIES["both"], True)],
-    ids=[*POLICIES, "a stream of its own"],
-)
-def test_losses_and_gradients_are_eagers(gpt, deterministic_algorithms, options, own_stream):
-    tuning = {"offload_min_bytes": 65536, "offload_stream": own_stream}
+@pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
+def test_losses_and_gradients_are_eagers(gpt, deterministic_algorithms, options):
+    tuning = {"offload_min_bytes": 65536}
     with graphs_on(gpt.model, lm.make_pack((500, 200)), cuda_graph_packed_tuning=tuning, **options) as graphs:
         for lengths in ((1024,), (300, 400), (1, 900, 20, 800)):
             assert_eagers(gpt, graphs, lm.make_pack(lengths), str(lengths))

@@ -1,4 +1,4 @@
-"""The option that lets graphs which offload replay on a stream of their own: who gets one."""
+"""Graphs that offload replay on a stream of their own, others do not."""
 
 from types import SimpleNamespace
 
@@ -33,10 +33,10 @@ def keeping(asked):
 
 
 CASES = {
-    "with offloading": ({"offload": ("mlp",), "offload_stream": True}, True),
-    "with a target": ({"offload_above_gb": 1.0, "offload_stream": True}, True),
-    "left out": ({"offload": ("mlp",)}, False),
-    "without offloading": ({"offload_stream": True}, False),
+    "with offloading": ({"offload": ("mlp",)}, True),
+    "with a target": ({"offload_above_gb": 1.0}, True),
+    "with recompute alone": ({"recompute": ("gelu",)}, False),
+    "without either": ({}, False),
 }
 
 
@@ -52,9 +52,8 @@ def test_the_encoders_replays(monkeypatch, options, aside):
 def test_the_packed_decoders_replays(monkeypatch, options, aside):
     asked, model = [], new_model()
     monkeypatch.setattr(packed_helper, "default_executor", keeping(asked))
-    tuning = {name: value for name, value in options.items() if name == "offload_stream"}
-    fields = {f"cuda_graph_packed_{name}": value for name, value in options.items() if name not in tuning}
-    for name, value in {**PACKED, **fields, "cuda_graph_packed_tuning": tuning}.items():
+    fields = {f"cuda_graph_packed_{name}": value for name, value in options.items()}
+    for name, value in {**PACKED, **fields}.items():
         setattr(model.config, name, value)
     PackedCudaGraphHelper([model], model.config, num_microbatches=1).delete_cuda_graphs()
     assert asked == [aside]

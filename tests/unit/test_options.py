@@ -130,7 +130,6 @@ ACCEPTED = [
     ("offload_above_gb", "6.5", 6.5),
     ("offload_min_bytes", "65536", 65536),
     ("offload_host_max_gb", 32, 32.0),
-    ("offload_stream", "true", True),
     ("balance", "0.1", 0.1),
     ("balance", "auto", "auto"),
     ("evaluation", False, False),
@@ -319,7 +318,7 @@ KINDS = {
     "streams": (int, str), "audio": bool, "frozen_outputs_gb": float, "deepstack_gradient_allreduce": bool,
     "gradient_accumulation_fusion": bool, "gradient_hooks": str, "cost_fallback": bool, "headroom": float,
     "offload": tuple, "recompute": tuple, "offload_above_gb": float, "offload_min_bytes": int,
-    "offload_host_max_gb": float, "offload_stream": bool, "drop_unused_steps": int,
+    "offload_host_max_gb": float, "drop_unused_steps": int,
     "bucket_limits": tuple, "capture_mode": str,
     "balance": (float, str),
 }  # fmt: skip

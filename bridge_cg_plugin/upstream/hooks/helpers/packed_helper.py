@@ -13,7 +13,7 @@ from ....graphs.recordings.executor import Executor, Isolated
 from ....language.packed.shape_exchange import ShapeExchange
 from ....language.packed.workload import PackedWorkload
 from ....options import PackedOptions, check_options, facts_of, packed_options
-from ....options.activations import replays_aside
+from ....options.activations import offloads
 from ....options.capture import CaptureMode
 from ....options.migration import module_names
 from ....options.normalization import options_of
@@ -153,7 +153,7 @@ class DecoderHelper(GraphHelper):
         )
         workload = PackedWorkload(options, modules, family, PACK_OFFSETS, _shape_exchange(decoder, experts))
         counted = in_flight if options.slots == "auto" else None
-        records = executor or _executor(decoder, experts, releasable, replays_aside(options))
+        records = executor or _executor(decoder, experts, releasable, offloads(options))
         self._take(GraphManager(decoder, workload, records, surroundings), counted, order)
 
 

@@ -11,7 +11,7 @@ from ....graphs.manager import GraphManager
 from ....graphs.piece import Surroundings
 from ....graphs.recordings.executor import Executor
 from ....options import VisionGraphOptions, audio_options, check_combinations, vision_options
-from ....options.activations import replays_aside
+from ....options.activations import offloads
 from ....options.capture import CaptureMode
 from ....vision.workload import VisionWorkload
 from ...encoders.registry import FoundEncoder, check_modules, find_encoder, find_encoders
@@ -118,7 +118,7 @@ class VisionTECudaGraphHelper(GraphHelper):
             shared=shared,
             side_stream=side_stream,
             releasable=releasable,
-            replays_aside=replays_aside(self.options),
+            replays_aside=offloads(self.options),
         )
 
     def delete_cuda_graphs(self) -> None:
