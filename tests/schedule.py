@@ -4,6 +4,7 @@ from pathlib import PurePath
 
 # Modules whose tests fork from one process that imports Bridge: `scripts.forked`.
 FORKED = (
+    "unit/test_bicubic",
     "unit/test_expert_kernels",
     "unit/test_fingerprint",
     "unit/test_head_norms",

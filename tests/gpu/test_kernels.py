@@ -281,3 +281,19 @@ def test_recordings_find_their_kernels_compiled(tower_module, model, grads, grap
     tower_module.step(model, tower_module.make_batch(GRID, model))
     assert helper.graphs.statistics().replays == 1
     assert compiled[ahead:] == [], "the recording compiled more"
+
+
+@pytest.mark.parametrize("points", [784, 5000])
+def test_position_embeddings_are_sampled_with_pytorchs_bits(points):
+    from bridge_cg_plugin.vision.kernels.bicubic import bicubic_samples
+
+    def by_pytorch(table):
+        return F.grid_sample(table, places, mode="bicubic", padding_mode="border", align_corners=False)
+
+    table = draw(24, 24, 1536).permute(2, 0, 1)[None].float()
+    places = torch.rand(1, points, 1, 2, device="cuda") * 2 - 1
+    gradient = torch.randn(points, 1536, device="cuda").t()[None, :, :, None]
+    assert torch.equal(bicubic_samples(table, places), by_pytorch(table))
+    (found,) = backward(lambda table: bicubic_samples(table, places), [table], gradient)
+    (expected,) = backward(by_pytorch, [table], gradient)  # by atomics, in any order
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)

@@ -1,7 +1,11 @@
 """GLM-4.5V's vision encoder, Hugging Face's module, as a region: position embeddings are sampled, patches convolved."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ...graphs.planning.buckets import Bucket
@@ -14,6 +18,8 @@ from ...vision.encoders.grid_program import GridProgram
 from ...vision.encoders.layout import TokenPositions, token_positions
 from ...vision.guard import images, poisoned
 from ...vision.kernels.packed_attention import PackedSegments
+from ..attributes import overridden
+from ..kernels.layers import kernels_available
 from ..kernels.saved_tensors import known_activations
 from .hugging_face import held_as
 from .packed_towers import (
@@ -105,11 +111,41 @@ def _refuse_dropout(share: float) -> None:
         )
 
 
+_attending = attending("Glm4vVisionAttention", joint_attention)
+
+
+@contextmanager
+def recording_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let attention take `PackedSegments`, and position embeddings be sampled by a kernel with PyTorch's bits."""
+    with _attending(modules):
+        if not kernels_available():
+            yield
+            return
+        with overridden(functional, "grid_sample", partial(_grid_sample, functional.grid_sample)):
+            yield
+
+
+def _grid_sample(
+    original: Callable[..., Tensor],
+    input: Tensor,
+    grid: Tensor,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool | None = None,
+) -> Tensor:
+    """See `torch.nn.functional.grid_sample`."""
+    from ...vision.kernels.bicubic import bicubic_samples, takes
+
+    if (mode, padding_mode, bool(align_corners)) == ("bicubic", "border", False) and takes(input, grid):
+        return bicubic_samples(input, grid)
+    return original(input, grid, mode=mode, padding_mode=padding_mode, align_corners=align_corners)
+
+
 GLM45V = EncoderFamily(
     name="GLM-4.5V",
     find=held_as("visual", "Glm4vVisionModel"),
     adapt=Glm45VAdapter,
-    kernels=attending("Glm4vVisionAttention", joint_attention),
+    kernels=recording_kernels,
     reordering_kernels=reordering_kernels,
     known_activations=known_activations,
 )

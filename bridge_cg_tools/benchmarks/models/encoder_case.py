@@ -18,6 +18,8 @@ from bridge_cg_tools.benchmarks.models.workloads import CASES, Grid, one_image, 
 
 # Query, key and value weights that make attention as peaked as in a trained model.
 PEAKED_STD = 0.05
+# The same for encoders with RMSNorm, which would amplify the rounding of bf16 until fp32's outputs are lost.
+RMSNORM_STD = 0.03
 # One image of 784, 2304 and 8192 patches, and mixes of 6720 and 8192.
 IMAGES: dict[str, Grid] = {
     **{name: CASES[name] for name in ("1x448", "1x768", "8mix")},
@@ -110,12 +112,12 @@ def dtype() -> torch.dtype:
     return torch.bfloat16 if on_gpu() else torch.float32
 
 
-def peaked(model: nn.Module, names: Sequence[str]) -> nn.Module:
+def peaked(model: nn.Module, names: Sequence[str], std: float = PEAKED_STD) -> nn.Module:
     """Return a model in training mode, parameters whose names have one of these parts drawn anew."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if any(part in name for part in names):
-                parameter.normal_(std=PEAKED_STD)
+                parameter.normal_(std=std)
     return model.to(device(), dtype()).train()
 
 

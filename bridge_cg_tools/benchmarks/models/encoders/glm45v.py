@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from bridge_cg_tools.benchmarks.measuring.measure import on_gpu
-from bridge_cg_tools.benchmarks.models.encoder_case import IMAGES, Encoder, patches_batch, peaked
+from bridge_cg_tools.benchmarks.models.encoder_case import IMAGES, RMSNORM_STD, Encoder, patches_batch, peaked
 
 
 def build_glm45v(layers: int) -> nn.Module:
@@ -19,7 +19,7 @@ def build_glm45v(layers: int) -> nn.Module:
     if not on_gpu():
         sizes = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24, "image_size": 56}
     config = Glm4vVisionConfig(depth=layers, **sizes)
-    return peaked(Glm4vVisionModel._from_config(config), ("qkv.weight",))
+    return peaked(Glm4vVisionModel._from_config(config), ("qkv.weight",), RMSNORM_STD)
 
 
 ENCODER = Encoder(24, build_glm45v, patches_batch, lambda returned: [returned.pooler_output], IMAGES)

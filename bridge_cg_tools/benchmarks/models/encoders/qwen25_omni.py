@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from bridge_cg_tools.benchmarks.models.encoder_case import IMAGES, Encoder, patches_batch, peaked
+from bridge_cg_tools.benchmarks.models.encoder_case import IMAGES, RMSNORM_STD, Encoder, patches_batch, peaked
 from bridge_cg_tools.benchmarks.models.encoders.qwen25_vl import windowed
 
 
@@ -14,7 +14,7 @@ def build_qwen25_omni(layers: int) -> nn.Module:
 
     torch.manual_seed(0)
     config = Qwen2_5OmniVisionEncoderConfig(**windowed(layers))
-    return peaked(Qwen2_5OmniVisionEncoder._from_config(config), ("attn.q.weight", "attn.k.weight"))
+    return peaked(Qwen2_5OmniVisionEncoder._from_config(config), ("attn.q.weight", "attn.k.weight"), RMSNORM_STD)
 
 
 ENCODER = Encoder(

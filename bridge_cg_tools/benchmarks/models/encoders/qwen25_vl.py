@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from bridge_cg_tools.benchmarks.measuring.measure import on_gpu
-from bridge_cg_tools.benchmarks.models.encoder_case import Encoder, patches_batch, peaked
+from bridge_cg_tools.benchmarks.models.encoder_case import RMSNORM_STD, Encoder, patches_batch, peaked
 from bridge_cg_tools.benchmarks.models.workloads import CASES
 
 
@@ -18,7 +18,7 @@ def build_qwen25_vl(layers: int) -> nn.Module:
     torch.manual_seed(0)
     config = Qwen2_5_VLVisionConfig(**windowed(layers))
     # As Bridge's model makes it, which takes PyTorch's scaled_dot_product_attention.
-    return peaked(Qwen2_5_VisionTransformerPretrainedModel._from_config(config), ("qkv.weight",))
+    return peaked(Qwen2_5_VisionTransformerPretrainedModel._from_config(config), ("qkv.weight",), RMSNORM_STD)
 
 
 def windowed(layers: int) -> dict[str, Any]:
