@@ -78,6 +78,19 @@ def test_every_microbatch_after_warmup_replays(trained, run):
     assert min(graph["replays"] for graph in found) > 0
 
 
+LANGUAGE_MODEL = ("model.cuda_graph_impl=transformer_engine", "model.cuda_graph_modules=[attn,mlp]")
+
+
+@pytest.mark.parametrize("expected, run", [(eager(*PP2), graphs(*PP2, *LANGUAGE_MODEL))], ids=["PP2"])
+def test_layers_of_both_stages_are_on_graphs_beside_the_encoder(trained, expected, run):
+    result, other = trained(run), trained(expected)
+    (found,) = encoders(result, run)
+    assert found["fallbacks"] == {} and found["replays"] == 8 * (run.steps - WARMUP_STEPS)
+    assert [rank["language_model_layers"] for rank in result["ranks"]] == [3, 1]
+    assert result["losses"] == pytest.approx(other["losses"], rel=5e-3)
+    assert result["grad_norms"] == pytest.approx(other["grad_norms"], rel=5e-2)
+
+
 ONE_BUCKET = tuple(word.replace("[2304,4608]", "[2304]") for word in BUCKETS)
 
 

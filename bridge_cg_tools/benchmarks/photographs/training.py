@@ -304,7 +304,8 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     merged = {**ranks[0], "losses": ranks[-1]["losses"], "evaluations": ranks[-1]["evaluations"]}
     merged["peak_gb"] = max(rank["peak_gb"] for rank in ranks)
     if len(ranks) > 1:
-        merged["ranks"] = [{name: rank[name] for name in ("rank", "peak_gb", "step_ms", "graphs")} for rank in ranks]
+        own = ("rank", "peak_gb", "step_ms", "graphs", "language_model_layers")
+        merged["ranks"] = [{name: rank[name] for name in own} for rank in ranks]
     return merged
 
 
