@@ -179,25 +179,37 @@ def precision(records: Records) -> str:
 
 
 def encoders(records: Records) -> str:
-    """Return the times of other encoders than Qwen3-VL's."""
-    rows = [
-        [*_encoder(r), r["tokens"], r["mode"], number(r, "ms"), number(r, "ratio", ".2f"), number(r, "gpu_busy_ms")]
-        + [number(r, "memory_gb")]
-        for r in _measured_encoders(records)
+    """Return the times of other encoders than Qwen3-VL's, a row for each case."""
+    rows = []
+    for (case, _), modes in _encoder_cases(records).items():
+        eager, exact, default = (modes.get(mode, {}) for mode in ("eager", "plugin", "plugin_fast"))
+        row = [case, eager["tokens"], number(eager, "ms"), number(eager, "gpu_busy_ms")]
+        for found in (exact, default):
+            row += [number(found, "ms"), f"**{found['ratio']:.2f}**" if found else ""]
+        rows.append([*row, number(exact, "memory_gb")])
+    header = [
+        "case",
+        "tokens",
+        "eager ms",
+        "of it GPU busy",
+        "exact kernels ms",
+        "ratio",
+        "default ms",
+        "ratio",
+        "slot GiB",
     ]
-    header = ["case", "layers", "tokens", "mode", "ms", "ratio", "GPU busy ms", "slot GiB"]
     return table(header, rows) if rows else ""
 
 
 def encoder_differences(records: Records) -> str:
     """Return how far other encoders' outputs and gradients are from eager's."""
     rows = [
-        [_encoder(r)[0], r["mode"], "bit-equal" if r.get("bit_equal") else number(r, "forward_rel", ".0e")]
+        [case, layers, "bit-equal" if r.get("bit_equal") else number(r, "forward_rel", ".0e")]
         + [number(r, "grad_rel", ".1e"), number(r, "grad_noise", ".1e")]
-        for r in _measured_encoders(records)
-        if r["mode"] != "eager"
+        for (case, layers), modes in _encoder_cases(records).items()
+        if (r := modes.get("plugin"))
     ]
-    header = ["case", "mode", "outputs differ by", "gradients differ by", "two eager runs"]
+    header = ["case", "layers", "outputs differ by", "gradients differ by", "two eager runs"]
     return table(header, rows) if rows else ""
 
 
@@ -217,17 +229,14 @@ def encoder_parity(records: Records) -> str:
     return table([*header, "gradients from fp32", "eager's from fp32"], rows) if rows else ""
 
 
-def _measured_encoders(records: Records) -> Records:
-    """Return what was measured, each case's modes together."""
-    found = [r for r in records if "error" not in r]
-    cases = list(dict.fromkeys(r["case"] for r in found))
-    return sorted(found, key=lambda r: (cases.index(r["case"]), MODES.index(r["mode"])))
-
-
-def _encoder(record: dict[str, Any]) -> tuple[str, str]:
-    """Return a case's name and its number of layers."""
-    name, _, layers = record["case"].rpartition("_")
-    return name, layers.removesuffix("layers")
+def _encoder_cases(records: Records) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """Return what was measured by a case's name and number of layers, and by mode."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for record in records:
+        if "error" not in record:
+            name, _, layers = record["case"].rpartition("_")
+            found.setdefault((name, layers.removesuffix("layers")), {})[record["mode"]] = record
+    return found
 
 
 def vision_parts(folder: Path) -> dict[str, str]:
