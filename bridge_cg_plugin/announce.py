@@ -1,16 +1,22 @@
 """Messages for the person who watches a training run: rank 0 prints, every rank logs."""
 
 import logging
+import os
 import sys
 
 LOGGER = logging.getLogger("bridge_cg_plugin")
+PREFIX = "[bridge-cg] "
+# Characters of a message that a terminal of 80 columns holds beside the prefix.
+WIDTH = 80 - len(PREFIX)
+# What launchers tell a process of its rank.
+_LAUNCHED = ("RANK", "SLURM_PROCID")
 
 
 def rank() -> int:
-    """Return this process's rank, 0 outside distributed runs."""
+    """Return this process's rank, by its launcher until the ranks are connected; 0 outside distributed runs."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return 0
+        return next((int(told) for name in _LAUNCHED if (told := os.environ.get(name, "")).isdecimal()), 0)
     number: int = torch.distributed.get_rank()
     return number
 
@@ -18,7 +24,7 @@ def rank() -> int:
 def announce(message: str) -> None:
     """Print a line or a block on rank 0."""
     if rank() == 0:
-        print("\n".join(f"[bridge-cg] {line}" for line in message.splitlines()), flush=True)
+        print("\n".join(f"{PREFIX}{line}" for line in message.splitlines()), flush=True)
 
 
 def warn(message: str) -> None:
