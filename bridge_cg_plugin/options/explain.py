@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from .choice import ALL_PARTS, LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER
+from .columns import GAP, text_table
 from .combinations import COMBINATIONS
 from .declaration import Group, Option, plain
 from .graph_options import GraphOptions
@@ -25,6 +26,11 @@ _PARTS = {
     CudaGraphModule.moe_preprocess: "MoE preprocessing",
     CudaGraphModule.mamba: "Mamba layers",
 }
+
+# Columns that `bridge-cg explain` and training print first, and their widths; the reason takes the rest of a line.
+HEAD, WIDTHS = ("part", "runs", "memory a slot"), (14, 6, 8)
+NO_FIGURE, BY_SIZE = "-", "by size"
+FURTHER = "Expected time and memory: bridge-cg explain"
 
 # Options that `_activations` describes.
 _ACTIVATIONS = ("offload_above_gb", "offload", "recompute")
@@ -106,6 +112,27 @@ def _part(
     off = [part.why for part in options.chosen if part.name == ALL_PARTS]
     reasons = [f"{setting}: {part.what}" for part in chosen] or off or [f"{field}=none"]
     return Part(name, "eager", "; ".join(reasons), tuple(further_options))
+
+
+def chosen_table(options: GraphOptions, width: int) -> str:
+    """Return what the one setting came to as the table that training prints, without what only records tell.
+
+    Args:
+        options: With what was chosen.
+        width: Of a line.
+    """
+    names = {part.name for part in options.chosen}
+    found = [part for part in parts(options) if part.name in names or part.runs == "on"]
+    limit = options.vision.buckets_max_gb
+    rows = [(part.name, part.runs, _memory(part, limit), part.why) for part in found]
+    left = width - sum(WIDTHS) - len(GAP) * len(WIDTHS)
+    return "\n".join([*text_table([(*HEAD, "why"), *rows], (*WIDTHS, left)), FURTHER])
+
+
+def _memory(part: Part, limit_gb: float | None) -> str:
+    if part.runs != "graphs":
+        return NO_FIGURE
+    return f"{limit_gb:g} GiB at most" if part.name == VISION_ENCODER and limit_gb else BY_SIZE
 
 
 def _language_model(every: GraphOptions) -> str:

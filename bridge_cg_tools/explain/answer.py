@@ -17,7 +17,6 @@ from .steps import WholeStep
 from .steps import as_json as step_as_json
 
 NOT_MEASURED = "not measured"
-NONE = "-"
 AUDIO_ENCODER = "audio encoder"
 
 
@@ -37,8 +36,8 @@ class Line:
     part: str
     runs: str
     why: str
-    memory: str = NONE
-    ratio: str = NONE
+    memory: str = wording.NO_FIGURE
+    ratio: str = wording.NO_FIGURE
     options: tuple[str, ...] = ()
 
 
@@ -105,17 +104,17 @@ class Answer:
         if name != LANGUAGE_MODEL_PART or found is None or not found.rows:
             return NOT_MEASURED, NOT_MEASURED
         memory = NOT_MEASURED if found.memory_gb is None else f"{found.memory_gb:.1f} GiB"
-        return "by size" if found.largest is None else memory, _between(found.ratios)
+        return wording.BY_SIZE if found.largest is None else memory, _between(found.ratios)
 
     def _figures(self) -> tuple[str, str]:
         found = self.forecast
         if found is None:
-            return NONE, NONE
+            return wording.NO_FIGURE, wording.NO_FIGURE
         if not found.holds:
             return NOT_MEASURED, NOT_MEASURED
         memory = NOT_MEASURED if found.memory_gb is None else f"{found.memory_gb:.1f} GiB"
         if found.largest is None:
-            memory = "by size"
+            memory = wording.BY_SIZE
         return memory, _between(found.ratios)
 
 

@@ -1,9 +1,9 @@
 """The answer of `bridge-cg explain` as text of at most 80 columns."""
 
-import re
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Sequence
 
+from bridge_cg_plugin.options.columns import text_table
+from bridge_cg_plugin.options.explain import HEAD, WIDTHS
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_tools.answers import wrapped
 
@@ -14,12 +14,9 @@ from .language import LanguageForecast, PackRow, said
 from .steps import said as said_of_step
 
 KERNELS = PROVIDER_FIELDS["kernels"]
-_HEAD = ("part", "runs", "memory a slot", "time/eager", "why")
-_COLUMNS = (14, 6, 8, 10, 34)
+_HEAD, _COLUMNS = (*HEAD, "time/eager", "why"), (*WIDTHS, 10, 34)
 _FIGURES = (8, 8, 11, 11, 7, 12)
 _PACK_FIGURES = (8, 11, 11, 11, 7, 12)
-# Where names that are longer than a cell are divided.
-_JOINTS = re.compile(r"(?<=[_.=,:/])")
 
 
 def render(answer: Answer) -> str:
@@ -38,27 +35,7 @@ def render(answer: Answer) -> str:
 
 def _parts(lines: Sequence[Line]) -> list[str]:
     rows = [_HEAD, *((line.part, line.runs, line.memory, line.ratio, line.why) for line in lines)]
-    return [text for row in rows for text in _table_row(row)]
-
-
-def _table_row(cells: Sequence[str]) -> Iterator[str]:
-    columns = [_cell(text, width) for text, width in zip(cells, _COLUMNS, strict=True)]
-    for texts in zip_longest(*columns, fillvalue=""):
-        yield "  ".join(text.ljust(width) for text, width in zip(texts, _COLUMNS, strict=True)).rstrip()
-
-
-def _cell(text: str, width: int) -> list[str]:
-    """Return the lines of a cell; names that do not fit into it are divided at their joints."""
-    lines = [""]
-    for word in text.split():
-        pieces = [word] if len(word) <= width else _JOINTS.split(word)
-        for number, piece in enumerate(pieces):
-            gap = " " if lines[-1] and not number else ""
-            if len(lines[-1] + gap + piece) > width:
-                lines.append("")
-                gap = ""
-            lines[-1] += gap + piece
-    return lines
+    return text_table(rows, _COLUMNS)
 
 
 def _options(lines: Sequence[Line]) -> list[str]:

@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 
 from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import apply_flags, apply_overrides
@@ -22,9 +23,33 @@ def test_validation_sets_what_the_setting_comes_to(active, capsys, how):
     assert options.vision.enabled and options.vision.kernels == ("exact" if how == "exact" else "auto")
     assert options.language_model.impl == "full_iteration"
     assert config.rng.te_rng_tracker and not config.rerun_state_machine.check_for_nan_in_loss
-    assert "cuda_graphs: vision encoder: the whole encoder" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "why" in line] == ["[bridge-cg] part            runs    memory a  why"]
+    assert sum(line.startswith("[bridge-cg] vision encoder  graphs  by size   one graph") for line in lines) == 1
+    assert lines[-1] == "[bridge-cg] Expected time and memory: bridge-cg explain"
+    assert max(map(len, lines)) <= 80 and f"cuda_graphs={how}" in " ".join(lines)
     check_training_config(config)
-    assert normalize(config)[0] == options and "cuda_graphs:" not in capsys.readouterr().out
+    assert normalize(config)[0] == options and not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
+def test_only_rank_0_prints_before_the_ranks_are_connected(active, capsys, monkeypatch, variable):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setenv(variable, "1")
+    check_training_config(config_of(QWEN3_VL, cuda_graphs="exact"))
+    assert not capsys.readouterr().out
+    monkeypatch.setenv(variable, "0")
+    check_training_config(config_of(QWEN3_VL, cuda_graphs="exact"))
+    assert "vision encoder" in capsys.readouterr().out
+
+
+def test_graphs_that_were_set_by_hand_have_no_table(active, capsys):
+    config = config_of(QWEN3_VL, vision_cuda_graph_impl="transformer_engine")
+    config.rng.te_rng_tracker = True
+    check_training_config(config)
+    assert not capsys.readouterr().out
+    apply_flags(config, {"cuda_graphs": "off"})
+    assert capsys.readouterr().out == "[bridge-cg] cuda_graphs: all: eager (cuda_graphs=off)\n"
 
 
 def test_packed_data_get_graphs_of_packs(active):

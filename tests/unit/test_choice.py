@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from bridge_cg_plugin.options import OptionError, graph_options, normalize
-from bridge_cg_plugin.options.explain import in_words
+from bridge_cg_plugin.options.explain import chosen_table, in_words
 
 DENSE = {"cuda_graphs": "fastest", "recompute_granularity": None, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 PACKED = {**DENSE, "pack_sequences_in_batch": True}
@@ -155,3 +155,21 @@ def test_in_words():
     words = in_words(chosen(PACKED)[0])
     assert words.startswith("cuda_graphs=fastest: vision encoder: the whole encoder\n")
     assert "graphs of as many documents as warm-up steps show" in words
+
+
+def test_the_table_of_training_has_a_row_for_each_part():
+    options, _ = chosen({**PACKED, "multi_latent_attention": True, "vision_cuda_graph_buckets_max_gb": 8})
+    head, slot, *lines, last = chosen_table(options, 68).splitlines()
+    assert (head.split(), slot.strip()) == (["part", "runs", "memory", "a", "why"], "slot")
+    assert last == "Expected time and memory: bridge-cg explain"
+    assert max(map(len, lines)) <= 68
+    rows = [line for line in lines if not line.startswith(" ")]
+    assert [row.split("  ")[0] for row in rows] == ["vision encoder", "language model"]
+    assert rows[0].split()[2:5] == ["graphs", "8", "GiB"] and rows[1].split()[2:4] == ["eager", "-"]
+    assert "multi_latent_attention" in " ".join(lines)
+
+
+def test_a_part_that_the_model_lacks_has_no_row_and_offloading_has_one():
+    options, _ = chosen(SimpleNamespace(cuda_graph_impl="none", **PACKED), {"activation_offload": "attention"})
+    rows = [line for line in chosen_table(options, 68).splitlines() if line.split("  ")[0].strip()]
+    assert [row.split("  ")[0] for row in rows[1:-1]] == ["language model", "offloading"]

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from bridge_cg_plugin.options import VisionGraphOptions, graph_options
+from bridge_cg_plugin.options.columns import text_table
 from bridge_cg_plugin.vision.plan import MEMORY_MARGIN
 from bridge_cg_tools.benchmarks.pages.results_page import ROOT
 from bridge_cg_tools.benchmarks.records.results import read_records
 from bridge_cg_tools.explain.answer import NOT_MEASURED, Answer
 from bridge_cg_tools.explain.encoders import GEMMA3, MEASURED, QWEN3_VL, QWEN25_VL, Encoder, encoder_of
 from bridge_cg_tools.explain.forecast import FILLED, as_json, forecast, largest_bucket
-from bridge_cg_tools.explain.table import _cell, render
+from bridge_cg_tools.explain.table import render
 from bridge_cg_tools.planner.defaults import DEFAULTS, VISION_EXACT, VISION_FIT
 
 COST = DEFAULTS["vision"]
@@ -240,7 +241,8 @@ By a cost model fitted to docs/benchmarks/vision_bench.jsonl, 2026-11-22, NVIDIA
 
 
 def test_names_longer_than_a_cell_are_divided_at_their_joints():
-    lines = _cell("set model.vision_cuda_graph_tuning.gradient_accumulation_fusion=false there", 34)
+    cells = ["set model.vision_cuda_graph_tuning.gradient_accumulation_fusion=false there"]
+    lines = text_table([cells], [34])
     assert "".join(lines).replace(" ", "") == (
         "setmodel.vision_cuda_graph_tuning.gradient_accumulation_fusion=falsethere"
     )

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ....announce import announce
+from ....announce import WIDTH, announce
 from ....options import GraphOptions, check_options, graph_options, normalize
 from ....options.choice import SETTING
+from ....options.explain import chosen_table
 from ....options.language_model import INFERENCE, MODULES, SCOPE, LanguageModelGraphOptions
 from ....options.releases import RELEASES, TE_RNG, Release, field_values
 from ....options.sources import ATTRIBUTES
@@ -65,8 +66,8 @@ def _apply_choice(options: GraphOptions, config: Any) -> None:
         config.rerun_state_machine.check_for_nan_in_loss = False
     if options.packed.enabled:
         _pad_offline_packs(config)
-    for part in options.chosen:
-        announce(f"{SETTING}: {part}")
+    off = options.choice.setting == "off"
+    announce(f"{SETTING}: {options.chosen[0]}" if off else chosen_table(options, WIDTH))
 
 
 def _pad_offline_packs(config: Any) -> None:
