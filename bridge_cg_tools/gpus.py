@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.recipes import GPUS
 
 # Layouts, each of which divides the GPUs: of all layers, of experts.
 LAYOUTS = tuple(
@@ -16,6 +17,21 @@ LAYOUTS = tuple(
     )
 )
 FIELDS = tuple(dict.fromkeys(field for layout in LAYOUTS for field in layout))
+
+
+def add_gpu(parser: Any, meaning: str) -> None:
+    """Add the flag that names a GPU.
+
+    Args:
+        parser: A parser or a group of one.
+        meaning: What help says of it.
+    """
+    parser.add_argument("--gpu", choices=tuple(GPUS), help=meaning)
+
+
+def other_gpu(measured: str, gpu: str | None) -> list[str]:
+    """Return the flag of a GPU that is not the one of the records, in a list."""
+    return [] if gpu is None or gpu in measured.lower() else [f"--gpu {gpu}"]
 
 
 def add_counts(parser: Any, nodes: str, default: int | None = None) -> None:

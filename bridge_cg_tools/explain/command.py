@@ -42,7 +42,7 @@ from bridge_cg_plugin.upstream.hooks.configuration.recipes import build_recipe
 from bridge_cg_plugin.upstream.seams.known_encoders import encoder_of, has_audio_encoder
 
 from ..answers import Tell
-from ..gpus import LAYOUTS, add_counts, divided, layout_in_words
+from ..gpus import LAYOUTS, add_counts, add_gpu, divided, layout_in_words
 from ..trainable import check_trainable
 from . import models, standins
 from .answer import Answer, as_json
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graphs", choices=tuple(GPUS), help="graphs within this GPU's limits, on the recipe")
-    parser.add_argument("--gpu", choices=tuple(GPUS), help="the GPU: its records, and its limits where there are none")
+    add_gpu(parser, "the GPU: its records, and its limits where there are none")
     add_counts(parser, "machines; the layout and the batch must fit all GPUs")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

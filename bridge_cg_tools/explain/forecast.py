@@ -10,6 +10,7 @@ from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_tools.planner.cost import CostModel
 from bridge_cg_tools.planner.images import Image
 
+from ..gpus import other_gpu
 from .encoders import Encoder, Measured, Row, encoder_of, measured_of
 from .processors import processor_of
 
@@ -148,11 +149,6 @@ def _row(measured: Measured, frames: Sequence[int], largest: int | None) -> Row:
         return Row(tokens, len(frames), cost.eager_ms(frames), note=f"runs eager: the largest bucket has {largest}")
     graphs = cost.graph_ms(tokens, frames, len(frames), max(frames))
     return Row(tokens, len(frames), cost.eager_ms(frames), graphs, cost.memory_gb(tokens))
-
-
-def other_gpu(measured: str, gpu: str | None) -> list[str]:
-    """Return the flag of a GPU that is not the one of the records, in a list."""
-    return [] if gpu is None or gpu in measured.lower() else [f"--gpu {gpu}"]
 
 
 def other_training(config: Any) -> list[str]:

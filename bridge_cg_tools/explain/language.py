@@ -12,7 +12,8 @@ from bridge_cg_tools.planner.cost import CostModel
 from bridge_cg_tools.planner.rates import Errors, Rates, errors_of, language_model_rates, measured, scaled
 from bridge_cg_tools.planner.shapes import LanguageModel, NotMeasured, Ranks, language_model_of, ranks_of
 
-from .forecast import least_and_greatest, other_gpu, other_training
+from ..gpus import other_gpu
+from .forecast import least_and_greatest, other_training
 from .sizes import vocabulary_of
 
 # Packs of as many tokens, of as many documents, as most records have.

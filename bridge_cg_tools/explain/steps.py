@@ -10,8 +10,9 @@ from bridge_cg_plugin.options.language_model import IMPL
 from bridge_cg_tools.planner.rates import measured
 from bridge_cg_tools.planner.shapes import LanguageModel, NotMeasured, Ranks, language_model_of, ranks_of
 
+from ..gpus import other_gpu
 from .encoders import TOWER, encoder_of
-from .forecast import adapter_of, other_gpu, other_precision, other_vision_options, unlike
+from .forecast import adapter_of, other_precision, other_vision_options, unlike
 from .language import other_options
 from .sizes import vocabulary_of
 

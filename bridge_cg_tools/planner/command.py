@@ -14,6 +14,7 @@ from bridge_cg_plugin.options.flags import as_typed
 from bridge_cg_plugin.options.layout import RankLayout, parse_layout
 
 from ..answers import Tell
+from ..gpus import add_gpu
 from .cost import CostModel, load_cost_model
 from .defaults import DEFAULTS, default_packed
 from .errors import PlanError
@@ -60,6 +61,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
     of_images = "a recipe of Bridge's or a preset: its encoder, patches and limits of images; Qwen3-VL's if left out"
     vision.add_argument("--recipe", metavar="NAME", help=of_images)
     vision.add_argument("--max-pixels", type=int, help="of the model's processor")
+    add_gpu(vision, "the GPU: its limit of the largest bucket")
     for command in (packed, vision):
         command.add_argument("--cost-model", type=Path, metavar="FILE", help="JSON that bench_packed.py wrote")
         command.add_argument("--max-memory-gb", type=float, help="limit of one slot's graph memory")
@@ -126,7 +128,8 @@ def plan_of_images(arguments: argparse.Namespace) -> VisionPlan:
     if arguments.max_pixels is not None:
         processor = replace(processor, max_pixels=_at_least_one("--max-pixels", arguments.max_pixels))
     cost = _cost_of_images(arguments, recipe)
-    return plan_images(images, cost, arguments.images_per_microbatch, processor, arguments.max_memory_gb)
+    limits = {"max_memory_gb": arguments.max_memory_gb, "gpu": arguments.gpu}
+    return plan_images(images, cost, arguments.images_per_microbatch, processor, **limits)
 
 
 def _vision_recipe(arguments: argparse.Namespace) -> "VisionRecipe | None":

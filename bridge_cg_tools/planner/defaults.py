@@ -7,7 +7,7 @@ from typing import Any
 from bridge_cg_plugin.options.layout import RankLayout
 
 from .cost import CostModel, Fit
-from .rates import cost_of, language_model_rates, measured, scaled
+from .rates import cost_of, language_model_rates, left_out, measured, scaled
 from .shapes import LanguageModel, NotMeasured, Ranks
 
 # 16 dense layers, which most records of packed documents are of.
@@ -16,7 +16,8 @@ DENSE = LanguageModel(attention=16, mlps=16, hidden=2048, queries=2048, keys=102
 
 def _vision(kernels: str) -> tuple[CostModel, Fit]:
     found: Mapping[str, Any] = measured()["vision"][kernels]
-    return CostModel(**found["cost"]), Fit(**{**found["fit"], "tokens": tuple(found["fit"]["tokens"])})
+    cost, fit = CostModel(**found["cost"]), Fit(**{**found["fit"], "tokens": tuple(found["fit"]["tokens"])})
+    return replace(cost, origin=f"{cost.origin}; {left_out(fit.graphs, fit.eager)}"), fit
 
 
 def default_packed(layout: RankLayout) -> CostModel:

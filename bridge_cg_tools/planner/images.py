@@ -13,6 +13,7 @@ from typing import Any
 from bridge_cg_plugin.attention_bounds import frame_limits
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, Bucket, choose, plan_buckets
+from bridge_cg_plugin.recipes import GPUS
 from bridge_cg_plugin.vision.fit import refuse_images
 from bridge_cg_plugin.vision.shape import Shape
 
@@ -94,6 +95,7 @@ class VisionPlan:
         padding: Padding over all tokens replayed.
         memory_gb: GiB of one slot.
         origin: Where the cost model comes from.
+        gpu: Whose limit of a bucket holds; None is no limit.
     """
 
     microbatches: int
@@ -108,6 +110,7 @@ class VisionPlan:
     padding: float
     memory_gb: float
     origin: str
+    gpu: str | None = None
 
 
 def read_images(path: Path) -> list[Image]:
@@ -174,6 +177,7 @@ def plan_images(
     processor: Processor = QWEN3_VL,
     max_memory_gb: float | None = None,
     seed: int = 0,
+    gpu: str | None = None,
 ) -> VisionPlan:
     """Find the buckets with the least expected time.
 
@@ -184,9 +188,10 @@ def plan_images(
         processor: Of the model.
         max_memory_gb: Limit of one slot's memory; None is no limit.
         seed: Of the order.
+        gpu: A key of `recipes.GPUS`, whose limit of a bucket holds; None is no limit.
 
     Raises:
-        PlanError: There are fewer images than a microbatch takes, or no buckets fit the memory.
+        PlanError: There are fewer images than a microbatch takes, or no buckets fit the memory or the GPU.
     """
     if not 1 <= per_microbatch <= len(images):
         raise PlanError(
@@ -200,9 +205,10 @@ def plan_images(
     frames = percentiles(len(batch) for batch in batches)
     sizes = [sum(batch) for batch in batches]
     bound = max(64, -(-frames.max // 16) * 16)
-    plans = [plan_buckets(sizes, max_buckets=count, exact_below=EXACT_BELOW).capacities for count in BUCKET_COUNTS]
-    if len(set(sizes)) <= max(BUCKET_COUNTS):
-        plans.append(tuple(sorted(set(sizes))))
+    taken = _within(sizes, gpu)
+    plans = [plan_buckets(taken, max_buckets=count, exact_below=EXACT_BELOW).capacities for count in BUCKET_COUNTS]
+    if len(set(taken)) <= max(BUCKET_COUNTS):
+        plans.append(tuple(sorted(set(taken))))
     least = min(cost.memory_gb(buckets[-1]) for buckets in plans)
     if max_memory_gb is not None and max_memory_gb < least:
         raise PlanError(
@@ -226,7 +232,23 @@ def plan_images(
         padding=padding,
         memory_gb=cost.memory_gb(buckets[-1]),
         origin=cost.origin,
+        gpu=gpu,
     )
+
+
+def _within(sizes: Sequence[int], gpu: str | None) -> list[int]:
+    """Return the sizes for which a GPU has room.
+
+    Raises:
+        PlanError: It has room for none.
+    """
+    found = [size for size in sizes if gpu is None or size <= GPUS[gpu]]
+    if not found and gpu is not None:
+        raise PlanError(
+            f"Cannot use --gpu {gpu}: its largest bucket has {GPUS[gpu]} patches, and a microbatch has at least "
+            f"{min(sizes)}. Lower --images-per-microbatch or --max-pixels."
+        )
+    return found
 
 
 def _expect(

@@ -6,6 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bridge_cg_plugin.recipes import GPUS
+
+from ..gpus import other_gpu
 from .errors import PlanError
 from .images import VisionPlan
 from .packing import Pack
@@ -75,8 +78,15 @@ def print_plan(plan: PackedPlan | VisionPlan) -> None:
         expected, eager = plan.step_ms, plan.eager_ms
     console.print(f"expected {expected:.1f} ms a microbatch, eager {eager:.1f} ms ({expected / eager:.2f})")
     console.print(f"cost model: {plan.origin}")
+    if isinstance(plan, VisionPlan) and plan.gpu is not None:
+        console.print(_of_gpu(plan.gpu, plan.origin))
     for name, value in settings(plan).items():
         console.print(f"model.{name}={value}".replace(" ", ""), highlight=False, markup=False)
+
+
+def _of_gpu(gpu: str, origin: str) -> str:
+    limit = f"--gpu {gpu}: buckets of up to {GPUS[gpu]} patches, as with --graphs {gpu}; larger microbatches run eager"
+    return limit + (f". The cost model does not name {gpu}: its times may differ" if other_gpu(origin, gpu) else "")
 
 
 def _title(plan: PackedPlan | VisionPlan) -> str:

@@ -247,9 +247,13 @@ def scaled(model: LanguageModel, ranks: Ranks, rates: Rates, whole: bool = True)
     """
     errors = errors_of(model, ranks, rates, whole)
     check_range(model, ranks, rates)
-    within = f"records left out of the fit are within {errors.graphs:.0%} (graphs) and {errors.eager:.0%} (eager)"
     found = cost_of(model, ranks, rates, whole)
-    return replace(found, origin=f"{found.origin}; {within}")
+    return replace(found, origin=f"{found.origin}; {left_out(errors.graphs, errors.eager)}")
+
+
+def left_out(graphs: float, eager: float) -> str:
+    """Return in words how far records are from a fit that they were left out of."""
+    return f"records left out of the fit are within {graphs:.0%} (graphs) and {eager:.0%} (eager)"
 
 
 def errors_of(model: LanguageModel, ranks: Ranks, rates: Rates, whole: bool = True) -> Errors:

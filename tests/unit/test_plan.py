@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -12,6 +13,7 @@ from bridge_cg_plugin.attention_bounds import SIDE_STREAM_UP_TO
 from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, Bucket
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
 from bridge_cg_plugin.options.layout import parse_layout
+from bridge_cg_plugin.recipes import GPUS
 from bridge_cg_tools.benchmarks.models.language_model import SHAPES, sizes_of
 from bridge_cg_tools.benchmarks.models.workloads import CASES, one_image
 from bridge_cg_tools.benchmarks.packed.plans import KNOWN_COUNTS, known_packs
@@ -403,3 +405,34 @@ def test_few_sizes_get_a_bucket_each_of_just_that_size():
     assert plan_images(images, DEFAULTS["vision"]).buckets == (1200,)
     plan = plan_images([*images, *[Image(448, 448)] * 500, *[Image(1024, 768)] * 200], DEFAULTS["vision"])
     assert plan.buckets == (784, 1200, 3072) and plan.padding == 0
+
+
+LARGE = '{"448x448": 40, "1024x768": 20, "2048x2048": 10}'
+
+
+@pytest.mark.parametrize("gpu, largest", [("h100", 3072), ("h200", 16_384), ("b200", 16_384)])
+def test_buckets_keep_within_the_limit_of_a_gpu(tmp_path, capsys, gpu, largest):
+    file = str(write(tmp_path / "a.json", LARGE))
+    assert main(["plan", "vision", file, "--gpu", gpu, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["buckets"][-1] == largest and plan["gpu"] == gpu
+    assert plan["on_graphs"] == (1 if largest == 16_384 else 60 / 70)
+    assert main(["plan", "vision", file, "--gpu", gpu]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"--gpu {gpu}: buckets of up to {GPUS[gpu]} patches, as with --graphs {gpu}" in said
+    assert (f"The cost model does not name {gpu}" in said) == (gpu != "h200")
+
+
+def test_a_gpu_without_room_for_any_microbatch_is_refused(tmp_path, capsys):
+    file = str(write(tmp_path / "a.json", '{"2048x2048": 4}'))
+    assert main(["plan", "vision", file, "--gpu", "h100"]) == 2
+    assert "its largest bucket has 8192 patches, and a microbatch has at least 16384" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind, flags", [("vision", []), ("packed", ["--pack-size", "4096"])])
+def test_a_plan_names_the_gpu_of_its_figures_and_their_error(tmp_path, capsys, kind, flags):
+    text = {"vision": LARGE, "packed": '{"100": 300, "700": 100}'}[kind]
+    assert main(["plan", kind, str(write(tmp_path / "a.json", text)), *flags]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "NVIDIA H200 only" in said
+    assert re.search(r"records left out of the fit are within \d+% \(graphs\) and \d+% \(eager\)", said)
