@@ -6,6 +6,7 @@ import pytest
 
 from bridge_cg_plugin.options import OptionError, graph_options, normalize
 from bridge_cg_plugin.options.explain import chosen_table, in_words
+from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
 
 DENSE = {"cuda_graphs": "fastest", "recompute_granularity": None, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 PACKED = {**DENSE, "pack_sequences_in_batch": True}
@@ -36,6 +37,25 @@ def test_packed_data_put_all_layers_as_one_region_on_graphs():
 def test_exact_takes_kernels_that_round_as_eagers_do():
     assert chosen({**DENSE, "cuda_graphs": "exact"})[0].vision.kernels == "exact"
     assert chosen(DENSE)[0].vision.kernels == "auto"
+
+
+@pytest.mark.parametrize("how", ["exact", "fastest"])
+def test_attention_keeps_eagers_outputs_unless_a_person_asks_for_other_ones(how):
+    setting = {**DENSE, "cuda_graphs": how}
+    assert chosen(setting)[0].vision.attention == "auto"
+    by_hand = {"vision_cuda_graph_tuning": {"attention": "flash"}}
+    assert chosen(setting, by_hand)[0].vision.attention == "flash"
+
+
+def test_why_flash_attention_is_left_off_is_what_was_recorded():
+    records = [r for r in read_records(ROOT / "docs/benchmarks/vision_bench.jsonl") if "grad_noise" in r]
+    of_flash = max(r["grad_rel"] for r in records if r["mode"].startswith("plugin_flash"))
+    of_eager = max(r["grad_noise"] for r in records)
+    said = f"by up to {of_flash:.1e} (two eager runs: {of_eager:.1e})".replace("e-0", "e-")
+    assert said in " ".join((ROOT / "docs/options.md").read_text().split())
+    # Where there is one, decide again.
+    precision = read_records(ROOT / "docs/benchmarks/vision_precision.jsonl")
+    assert not any("flash" in r["mode"] for r in precision)
 
 
 def test_off_switches_everything_off_that_a_recipe_has_on():
