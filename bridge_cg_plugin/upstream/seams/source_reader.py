@@ -58,6 +58,7 @@ class SourceReader:
         self._read = read
         self._modules: dict[str, dict[str, Any] | None] = {}
         self._packages: set[str] = set()
+        self._own: dict[ast.ClassDef, frozenset[str]] = {}  # seams ask for the same classes, and those for their bases
 
     def has_module(self, module: str) -> bool:
         """Whether there is a source of the module."""
@@ -153,7 +154,9 @@ class SourceReader:
 
     def _attributes(self, module: str, node: ast.ClassDef) -> frozenset[str] | None:
         """Return a class's fields, methods and what its methods set on `self`; None if a base cannot be read."""
-        found = set(_own_attributes(node))
+        if node not in self._own:
+            self._own[node] = frozenset(_own_attributes(node))
+        found = set(self._own[node])
         for place, base in self._bases(module, node):
             inherited = self._attributes(place, base) if base is not None else frozenset()
             if inherited is None or (base is None and place.split(".")[0] in OURS):
