@@ -80,6 +80,16 @@ class RandomItemsProvider(DatasetProvider):
         return tuple(RandomItems(TOWERS[self.model], max(count, 1), seed) for seed, count in enumerate(counts))
 
 
+def graph_fields(tower: Tower) -> dict[str, Any]:
+    """Return the fields of a provider by which its encoders run on graphs, and no microbatch runs eager."""
+    return {
+        "vision_cuda_graph_impl": "transformer_engine",
+        "vision_cuda_graph_buckets": list(tower.buckets),
+        "vision_cuda_graph_strict": True,
+        "vision_cuda_graph_tuning": {"cost_fallback": False, "max_frames": 4},
+    }
+
+
 def train_words(words: Sequence[str]) -> None:
     """Train the model of the word `tower=MODEL` as the others say; writes losses, times and the graphs' statistics."""
     args = parse(words)
@@ -87,11 +97,8 @@ def train_words(words: Sequence[str]) -> None:
     bridge_cg_plugin.activate()
     tower, config = TOWERS[model], training_config(Run(steps=args.steps, small=True))
     provider = tower.provider()
-    if args.train == "graphs":
-        provider.vision_cuda_graph_impl = "transformer_engine"
-        provider.vision_cuda_graph_buckets = list(tower.buckets)
-        provider.vision_cuda_graph_strict = True
-        provider.vision_cuda_graph_tuning = {"cost_fallback": False}
+    for name, value in (graph_fields(tower) if args.train == "graphs" else {}).items():
+        setattr(provider, name, value)
     config = dataclasses.replace(
         config,
         model=provider,

@@ -106,7 +106,7 @@ def stand_ins():
         yield
 
 
-def _stack_spec(experts):
+def stack_spec(experts):
     local = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm").submodules
     moe = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm").submodules.mlp
     local.self_attention.submodules.core_attention = CausalSegments
@@ -148,7 +148,7 @@ def new_hybrid(seed=0, pattern=PATTERN, rotary=False, pre_process=True, **config
     with mock.patch(f"{mamba_block.MambaStack.__module__}.TENorm", WrappedTorchNorm):
         model = MambaModel(
             made,
-            _stack_spec(made.num_moe_experts),
+            stack_spec(made.num_moe_experts),
             VOCABULARY,
             1024,
             hybrid_layer_pattern=pattern,

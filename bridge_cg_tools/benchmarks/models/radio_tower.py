@@ -67,7 +67,7 @@ def fp32_radio(model: Any, packed: bool = False, **changes: Any) -> tuple[nn.Mod
     """
     config, _ = (_full if on_gpu() else _small)(model.config.num_layers, packed)
     config.params_dtype, config.bf16 = torch.float32, False
-    made: nn.Module = _tower(config, _local_spec(packed), packed, changes)
+    made: nn.Module = _tower(config, local_spec(packed), packed, changes)
     made = made.to(next(model.parameters()).device).train(model.training)
     found = dict(made.named_parameters())
     ordered = [found[_local(name)] for name, _ in model.named_parameters()]
@@ -128,10 +128,10 @@ def _small(layers: int, packed: bool) -> tuple[Any, Any]:
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
     )
-    return config, _local_spec(packed)
+    return config, local_spec(packed)
 
 
-def _local_spec(packed: bool) -> Any:
+def local_spec(packed: bool) -> Any:
     """Return layers that need no Transformer Engine."""
     from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 

@@ -9,6 +9,7 @@ from megatron.bridge.training import llava_step
 from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 from megatron.core.models.multimodal import llava_model
 from megatron.core.models.vision.radio import RADIOViTModel
+from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from tests.gpu.tower_case import LAYERS, Inputs, Tower, language_model, one_or_two
@@ -20,7 +21,12 @@ SIDE, EMBEDDINGS, LENGTH, MOST_TILES = 512, 256, 128, 4
 ROOM = 1088
 # Attention and MLPs: kernels of Mamba are not installed everywhere.
 PATTERN = "*-*-"
-LANGUAGE = language_model(num_layers=None, hybrid_layer_pattern=PATTERN, seq_length=LENGTH + MOST_TILES * EMBEDDINGS)
+LANGUAGE = language_model(
+    num_layers=None,
+    hybrid_layer_pattern=PATTERN,
+    seq_length=LENGTH + MOST_TILES * EMBEDDINGS,
+    attention_backend=AttnBackend.auto,  # the default is FlashAttention, which is not installed everywhere either
+)
 
 
 def radio(config: Any, *args: Any, **kwargs: Any) -> RADIOViTModel:
@@ -47,7 +53,10 @@ def placeholders(tiles: int) -> list[int]:
 def inputs(images: list[int], tokens: Tensor, generator: torch.Generator) -> Inputs:
     """Draw the tiles of all images."""
     pixels = torch.randn(sum(images), 3, SIDE, SIDE, generator=generator).bfloat16()
-    return {"visual_inputs": GenericVisualInputs(pixel_values=pixels), "num_patches": torch.tensor(images, dtype=torch.int32)}
+    return {
+        "visual_inputs": GenericVisualInputs(pixel_values=pixels),
+        "num_patches": torch.tensor(images, dtype=torch.int32),
+    }
 
 
 TOWER = Tower(

@@ -1,0 +1,234 @@
+"""What trains around encoders on a GPU, on a CPU with narrow towers: samples, Bridge's steps and models, graphs."""
+
+import copy
+import math
+import os
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from megatron.bridge.models.gemma import gemma3_provider
+from megatron.bridge.models.nemotron_omni import nemotron_omni_provider
+from megatron.bridge.models.nemotron_vl import nemotron_vl_provider
+from megatron.bridge.models.qwen_omni.modeling_qwen3_omni.rope import _get_feat_extract_output_lengths
+from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.multimodal import llava_model
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
+from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, vision_helper
+from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
+from bridge_cg_tools.benchmarks.models.radio_tower import local_spec
+from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
+from tests.gpu import test_tower_training as on_a_gpu
+from tests.gpu.tower_case import IMAGE, VOCABULARY
+from tests.gpu.tower_training import CAPTION, RandomItems, graph_fields
+from tests.gpu.towers import TOWERS, nemotron_omni, nemotron_vl, qwen3_omni
+
+from ..unit import bridge_towers, vlm
+from ..unit.hybrids import stack_spec
+
+STEPS, WARM_UP, MICROBATCHES = 2, 1, 2
+OFF = (
+    *("bf16", "use_te_rng_tracker", "qk_layernorm", "layernorm_zero_centered_gamma", "apply_rope_fusion"),
+    *("bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "persist_layer_norm"),
+    *("cross_entropy_loss_fusion", "moe_permute_fusion"),
+)
+NARROW = 64
+LANGUAGE = {"hidden_size": NARROW, "ffn_hidden_size": 2 * NARROW, "num_attention_heads": 1, "num_query_groups": 1}
+WITHOUT_EXPERTS = {
+    **bridge_towers.WITHOUT_EXPERTS,
+    "moe_ffn_hidden_size": None,
+    "moe_layer_freq": 1,
+    "moe_router_enable_expert_bias": False,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_overlap": False,
+}
+# Fields of a tower's configuration that say its width, in the words of all towers.
+TOWER = {
+    **dict.fromkeys(("hidden_size", "out_hidden_size", "d_model", "output_dim", "input_size"), NARROW),
+    **dict.fromkeys(("num_heads", "num_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "ffn_hidden_size"), 96),
+    **{
+        "num_hidden_layers": 1,
+        "head_dim": NARROW // 4,
+        "kv_channels": NARROW // 4,
+        "num_query_groups": 4,
+        "downsample_hidden_size": 16,
+    },
+}
+every_tower = pytest.mark.parametrize("name", TOWERS)
+
+
+def change(config, fields):
+    """Set those of these fields that a configuration has."""
+    for name, value in fields.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+
+
+def without_kernels(config):
+    """Let a configuration of megatron-core's ask for what runs on a CPU, in fp32."""
+    change(config, dict.fromkeys(OFF, False))
+    change(config, dict.fromkeys(("params_dtype", "autocast_dtype", "pipeline_dtype"), torch.float32))
+    config.use_cpu_initialization = True
+
+
+def narrow(provider):
+    """Make a model narrow, and without experts, which need Transformer Engine's kernels."""
+    without_kernels(provider)
+    change(provider, LANGUAGE)
+    if provider.num_moe_experts:
+        change(provider, WITHOUT_EXPERTS)
+    for place in ("vision_config", "vision_projector_config", "thinker_config", "hf_config"):
+        holder = getattr(provider, place, None)
+        for config in (holder, *(getattr(holder, f"{part}_config", None) for part in ("vision", "audio", "text"))):
+            change(config, TOWER)
+    if hasattr(provider, "vision_projector_config"):
+        without_kernels(provider.vision_projector_config)
+
+
+def radio(config, *args, **kwargs):
+    """Build Nemotron's tower narrow."""
+    change(config, TOWER)
+    return nemotron_vl.radio(config, *args, **kwargs)
+
+
+def hybrid_layers():
+    """Return layers of Nemotron's language model that need no Transformer Engine."""
+    spec = stack_spec(None)
+    spec.submodules.attention_layer.submodules.self_attention = vlm.language_layers().submodules.self_attention
+    return spec
+
+
+@contextmanager
+def everywhere():
+    """Let the models be built and run without a GPU."""
+    with ExitStack() as stack:
+        stack.enter_context(bridge_towers.everywhere())
+        stack.enter_context(mock.patch.object(hybrid_block, "TENorm", WrappedTorchNorm))
+        stack.enter_context(mock.patch.object(llava_model, "RADIOViTModel", radio))
+        for module, packed in ((nemotron_vl_provider, False), (nemotron_omni_provider, True)):
+            stack.enter_context(mock.patch.object(module, "hybrid_stack_spec", hybrid_layers()))
+            layers = partial(local_spec, packed)
+            stack.enter_context(mock.patch.object(module, "get_vit_layer_with_transformer_engine_spec", layers))
+        yield
+
+
+def build(name, **fields):
+    """Build a model as its provider does; Nemotron's in bf16, which Bridge's step makes images."""
+    start_single_process()
+    torch.manual_seed(0)
+    provider = TOWERS[name].provider()
+    narrow(provider)
+    for field, value in fields.items():
+        setattr(provider, field, value)
+    if hasattr(provider, "transformer_layer_spec"):
+        provider.transformer_layer_spec = spec = copy.deepcopy(vlm.language_layers())
+        if name == "gemma3_vl":
+            spec.submodules.self_attention.module = gemma3_provider.Gemma3SelfAttention
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    provider.finalize()
+    # megatron-core writes the choice of attention into the environment, and refuses another model's.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
+    with everywhere(), mock.patch.dict(os.environ, kept, clear=True):
+        model = provider.provide(pre_process=True, post_process=True)
+    return (model.bfloat16() if "nemotron" in name else model).train()
+
+
+def loss_of(name, model, sample):
+    """Return what Bridge's step and its loss function make of a sample."""
+    with everywhere():
+        output, loss = TOWERS[name].forward_step(vlm.state(False), iter([RandomItems.collate_fn([sample])]), model)
+        total, tokens, _ = loss(output)
+    return total / tokens
+
+
+@pytest.fixture
+def without_a_gpu(active, monkeypatch):
+    """Graphs are the reference executor's, and a step has so many microbatches."""
+    monkeypatch.setattr(vision_helper, "default_executor", lambda **_: ReferenceExecutor())
+    monkeypatch.setattr(calculator, "get_num_microbatches", lambda: MICROBATCHES)
+
+
+def train(name, steps, **fields):
+    """Train a model, its graphs driven as Bridge's train loop does; returns losses and statistics of its encoders."""
+    model, data = build(name, **fields), RandomItems(TOWERS[name], steps * MICROBATCHES, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    state, driver, losses = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver(), []
+    for step in range(steps):
+        driver.before_step([model], state, bridge_drives=True)
+        torch.manual_seed(step)  # Nemotron VL's tower draws crops of its position embeddings
+        for number in range(step * MICROBATCHES, (step + 1) * MICROBATCHES):
+            loss = loss_of(name, model, data[number])
+            loss.backward()
+            losses.append(loss.item())
+        assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [helper.graphs.statistics() for helper in graph_helper.active_helpers()]
+    for helper in graph_helper.active_helpers():
+        helper.delete_cuda_graphs()
+    return losses, found
+
+
+@every_tower
+def test_the_model_trains_on_graphs_as_eager(name, without_a_gpu):
+    eager, none = train(name, STEPS)
+    fields = {**graph_fields(TOWERS[name]), "vision_cuda_graph_buckets": [TOWERS[name].buckets[-1]]}
+    graphs, found = train(name, STEPS, cuda_graph_warmup_steps=WARM_UP, **fields)
+    assert none == [] and len(found) == TOWERS[name].encoders
+    for each in found:
+        assert (each.warmup_microbatches, each.fallbacks) == (WARM_UP * MICROBATCHES, {})
+        assert each.replays == (STEPS - WARM_UP) * MICROBATCHES
+    assert eager[0] == pytest.approx(math.log(VOCABULARY), rel=0.05)
+    assert graphs == pytest.approx(eager, rel=1e-4)  # Nemotron's are in bf16
+
+
+def sizes_of(name, sample):
+    """Return what the images of a sample count in buckets, and how many placeholders stand for them."""
+    visual = sample["visual_inputs"]
+    if visual.image_grid_thw is not None or visual.image_sizes is not None:
+        sides = visual.image_sizes // 14 if visual.image_grid_thw is None else visual.image_grid_thw
+        patches = int(sides.prod(1).sum())
+        return patches, patches // 4
+    if name == "nemotron_omni":
+        tokens = (sample["imgs_sizes"] // 16).prod(1) + nemotron_omni.CLASS_TOKENS
+        return int(tokens.sum()), len(tokens)
+    if name == "nemotron_vl":
+        return nemotron_vl.ROOM * len(visual.pixel_values), len(sample["num_patches"])
+    return 4096 * len(visual.pixel_values), 256 * len(visual.pixel_values)
+
+
+@every_tower
+def test_samples_fill_every_bucket_and_are_whole(name):
+    """Each is a batch, with its placeholders; all in the same order of sizes whenever a GPU trains on them."""
+    tower = TOWERS[name]
+    samples = RandomItems(tower, on_a_gpu.STEPS * on_a_gpu.MICROBATCHES, seed=0)
+    used = set()
+    for number in range(len(samples)):
+        sample = RandomItems.collate_fn([samples[number]])
+        size, placeholders = sizes_of(name, sample)
+        assert (sample["tokens"] == (nemotron_vl.IMAGE if name == "nemotron_vl" else IMAGE)).sum() == placeholders
+        assert sample["tokens"].shape == sample["labels"].shape == sample["loss_mask"].shape == (1, tower.length)
+        assert torch.equal(sample["tokens"][:, 1:], sample["labels"][:, :-1])
+        assert sample["loss_mask"].sum() % CAPTION == 0 < sample["loss_mask"].sum()
+        if number >= on_a_gpu.WARM_UP * on_a_gpu.MICROBATCHES:
+            used.add(min(bucket for bucket in tower.buckets if bucket >= size))
+    assert used == set(tower.buckets)
+
+
+def test_the_longest_sound_comes_in_warm_up():
+    """Buckets of audio are planned from the sounds that were seen."""
+    samples = RandomItems(TOWERS["qwen3_omni"], on_a_gpu.WARM_UP * on_a_gpu.MICROBATCHES, seed=0)
+    seen = [samples[number] for number in range(len(samples))]
+    frames = [int(sample["feature_attention_mask"].sum()) for sample in seen]
+    assert max(frames) == max(qwen3_omni.LENGTHS)
+    for sample, count in zip(seen, frames, strict=True):
+        sounds = (sample["tokens"] == qwen3_omni.SOUND).sum()
+        assert sounds == _get_feat_extract_output_lengths(torch.tensor(count))
