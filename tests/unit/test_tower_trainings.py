@@ -20,6 +20,7 @@ from megatron.core.models.multimodal import llava_model
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+import bridge_cg_plugin
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, vision_helper
 from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
@@ -30,10 +31,12 @@ from tests.gpu.tower_case import IMAGE, VOCABULARY
 from tests.gpu.tower_training import CAPTION, RandomItems, graph_fields
 from tests.gpu.towers import TOWERS, nemotron_omni, nemotron_vl, qwen3_omni
 
-from ..unit import bridge_towers, vlm
-from ..unit.hybrids import stack_spec
+from . import bridge_towers, vlm
+from .hybrids import stack_spec
 
-STEPS, WARM_UP, MICROBATCHES = 2, 1, 2
+bridge_cg_plugin.activate()
+
+STEPS, WARM_UP, MICROBATCHES = 2, 1, 1
 OFF = (
     *("bf16", "use_te_rng_tracker", "qk_layernorm", "layernorm_zero_centered_gamma", "apply_rope_fusion"),
     *("bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "persist_layer_norm"),
@@ -150,10 +153,18 @@ def loss_of(name, model, sample):
 
 
 @pytest.fixture
-def without_a_gpu(active, monkeypatch):
+def without_a_gpu(monkeypatch):
     """Graphs are the reference executor's, and a step has so many microbatches."""
     monkeypatch.setattr(vision_helper, "default_executor", lambda **_: ReferenceExecutor())
     monkeypatch.setattr(calculator, "get_num_microbatches", lambda: MICROBATCHES)
+    yield
+    delete_graphs()
+
+
+def delete_graphs():
+    """Take the graphs off all models."""
+    for helper in graph_helper.active_helpers():
+        helper.delete_cuda_graphs()
 
 
 def train(name, steps, **fields):
@@ -172,8 +183,7 @@ def train(name, steps, **fields):
         optimizer.step()
         optimizer.zero_grad()
     found = [helper.graphs.statistics() for helper in graph_helper.active_helpers()]
-    for helper in graph_helper.active_helpers():
-        helper.delete_cuda_graphs()
+    delete_graphs()
     return losses, found
 
 
@@ -207,7 +217,7 @@ def sizes_of(name, sample):
 
 @every_tower
 def test_samples_fill_every_bucket_and_are_whole(name):
-    """Each is a batch, with its placeholders; all in the same order of sizes whenever a GPU trains on them."""
+    """Those that a GPU trains on, each a batch with its placeholders."""
     tower = TOWERS[name]
     samples = RandomItems(tower, on_a_gpu.STEPS * on_a_gpu.MICROBATCHES, seed=0)
     used = set()
