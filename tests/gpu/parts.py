@@ -13,6 +13,7 @@ SCRIPTS = (
     "test_bench_recipe",
     "test_compare",
     "test_presets",
+    "test_tower_training",
     "test_train_offload",
 )
 # Runs over several GPUs.
