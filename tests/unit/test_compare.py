@@ -56,7 +56,8 @@ def comparing(tmp_path, monkeypatch):
             return [replace(r, command=(*fake, r.kind, json.dumps(told or {}))) for r in real(args, rest)]
 
         monkeypatch.setattr(compare, "plan", plan)
-        monkeypatch.setattr(compare, "refusal", lambda args, rest: "")
+        for check in ("refused_at_once", "refusal"):
+            monkeypatch.setattr(compare, check, lambda args, rest: "")
         monkeypatch.setattr(compare, "require_gpu", lambda: None)
         status = compare.main(["--recipe", RECIPE, "--steps", "8", "--out", str(out), *words])
         monkeypatch.setattr(compare, "plan", real)
@@ -242,8 +243,15 @@ def test_a_refused_recipe_ends_with_its_reason_before_anything_runs(tmp_path, mo
 def test_without_a_gpu_nothing_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert compare.main(["--recipe", RECIPE, "--out", str(tmp_path / "out")]) == 2
-    assert "PyTorch sees no NVIDIA GPU" in capsys.readouterr().err
+    assert capsys.readouterr().err == "PyTorch sees no NVIDIA GPU. Train where there is one, or add --dry-run.\n"
     assert not (tmp_path / "out").exists()
+
+
+def test_a_misspelt_recipe_is_named_where_there_is_no_gpu_either(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    name = "qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config"
+    assert compare.main(["--recipe", name.replace("graphs", "graph"), "--out", str(tmp_path)]) == 2
+    assert f"Did you mean {name}" in capsys.readouterr().err
 
 
 # The time left

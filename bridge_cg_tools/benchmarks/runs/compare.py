@@ -91,10 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args, rest = read(given)
         runs = plan(args, rest)
+        if refused := refused_at_once(args, rest):
+            print(refused, file=sys.stderr)
+            return 2
         if args.dry_run:
-            if refused := refused_at_once(args, rest):
-                print(refused, file=sys.stderr)
-                return 2
             print("\n".join(f"{run.mode}: {shlex.join(run.command)}" for run in runs))
             return 0
         plots.require()

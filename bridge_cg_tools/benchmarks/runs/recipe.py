@@ -13,7 +13,7 @@ from bridge_cg_plugin.options.flags import given_flags
 from bridge_cg_plugin.recipes import with_graphs
 from bridge_cg_plugin.recipes.graphs import mock_dataset
 from bridge_cg_plugin.upstream.hooks.loops.steps import Mode
-from bridge_cg_tools.benchmarks.runs.imports import quick_imports
+from bridge_cg_tools.benchmarks.runs.imports import quick_imports, quiet
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,9 @@ def require_gpu() -> None:
     Raises:
         OptionError: PyTorch sees no GPU.
     """
-    import torch
+    with quiet():
+        import torch
 
-    if not torch.cuda.is_available():
+        found = torch.cuda.is_available()
+    if not found:
         raise OptionError.because("gpu", "PyTorch sees no NVIDIA GPU. Train where there is one, or add --dry-run.")
