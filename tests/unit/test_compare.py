@@ -143,7 +143,11 @@ def test_a_misspelt_recipe_is_refused_first(monkeypatch, capsys, words):
     assert compare.main(["--recipe", name, "--modes", "eager", *words]) == 2
     said = capsys.readouterr()
     assert said.out == "" and "no such recipe. Did you mean qwen3_vl_small_vision_graphs_pretrain" in said.err
-    assert compare.main(["--recipe", "qwen3_vl_small_vision_graphs_pretrain_mock_config", *words]) == 0
+
+
+def test_a_dry_run_takes_a_recipe_that_exists(monkeypatch):
+    monkeypatch.setattr(compare, "refused_at_once", comparison.refused_at_once)
+    assert compare.main(["--recipe", "qwen3_vl_small_vision_graphs_pretrain_mock_config", "--dry-run"]) == 0
 
 
 def test_a_dry_run_prints_the_commands(capsys):
