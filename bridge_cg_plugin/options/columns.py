@@ -10,7 +10,7 @@ _JOINTS = re.compile(r"(?<=[_.=,:/])")
 
 
 def text_table(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
-    """Return the lines of a table, which are at most the widths and the gaps between them wide."""
+    """Return the lines of a table; only a name without joints may be wider than its column."""
     return [line for row in rows for line in _lines(row, widths)]
 
 
@@ -27,7 +27,7 @@ def _cell(text: str, width: int) -> list[str]:
         pieces = [word] if len(word) <= width else _JOINTS.split(word)
         for number, piece in enumerate(pieces):
             gap = " " if lines[-1] and not number else ""
-            if len(lines[-1] + gap + piece) > width:
+            if lines[-1] and len(lines[-1] + gap + piece) > width:
                 lines.append("")
                 gap = ""
             lines[-1] += gap + piece

@@ -8,6 +8,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from bridge_cg_plugin.upstream.kernels import attention_lengths
 from bridge_cg_plugin.upstream.kernels.attention_lengths import device_lengths
 
 HEADS, WIDTH = 16, 80
@@ -32,7 +33,10 @@ def distance(found, expected):
 @pytest.mark.first
 @pytest.mark.parametrize("tokens, sequences", [(1040, 7), (200, 1), (1024, 2)])
 @pytest.mark.parametrize("mask", [AttnMaskType.no_mask, AttnMaskType.causal], ids=lambda mask: mask.name)
-def test_a_replay_gives_what_eager_gives(tower_module, mask, tokens, sequences):
+@pytest.mark.parametrize("any_version", [False, True], ids=["as needed", "always"])
+def test_a_replay_gives_what_eager_gives(tower_module, monkeypatch, any_version, mask, tokens, sequences):
+    if any_version:
+        monkeypatch.setattr(attention_lengths, "CUDNN_WITH_HOST_COPIES", (99, 0, 0))
     torch.manual_seed(tokens)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):  # autograd returns a gradient on the stream that its leaf was made on

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.upstream.kernels import attention_lengths
+from bridge_cg_plugin.upstream.encoders import radio
+from bridge_cg_plugin.upstream.hooks.helpers import full_iteration
 from bridge_cg_plugin.upstream.kernels.attention_lengths import device_lengths
 from bridge_cg_plugin.upstream.kernels.transformer_engine import accumulating, fused_accumulation
 from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_BACKENDS, TE_ATTENTION_UTILS
@@ -97,6 +98,11 @@ def unknown():
     raise RuntimeError("cuDNN version incompatibility")
 
 
+def whole_model_recording():
+    decoder = SimpleNamespace(**{full_iteration.DEEPSTACK: None})
+    return full_iteration.recording(SimpleNamespace(decoder=decoder), [])
+
+
 @pytest.fixture
 def backward(monkeypatch):
     """Stands in for Transformer Engine's, has its parameters, and returns what it is called with."""
@@ -111,7 +117,6 @@ def backward(monkeypatch):
     # As where PyTorch was built for another cuDNN than the one that Transformer Engine has loaded.
     monkeypatch.setattr(torch.backends.cudnn, "version", unknown)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention_lengths, "fused_attention_refusal", lambda: None)
 
     def under(version, tokens, mask):
         monkeypatch.setattr(importlib.import_module(TE_ATTENTION_UTILS), "get_cudnn_version", lambda: version)
@@ -141,9 +146,14 @@ def test_no_replay_reads_lengths_from_the_host(backward, version, copies):
         assert backward(version, 1040, mask) == (mask, None)
 
 
-def test_attention_without_cudnns_kernels_keeps_its_masks(backward, monkeypatch):
-    monkeypatch.setattr(attention_lengths, "fused_attention_refusal", lambda: "NVTE_FUSED_ATTN=0")
-    assert backward((9, 1, 0), 1040, "no_mask") == ("no_mask", None)
+@pytest.mark.parametrize("recording", [lambda: radio.recording_kernels([]), whole_model_recording], ids=["RADIO", "LM"])
+def test_recordings_of_unpacked_attention_take_their_lengths_from_the_device(backward, monkeypatch, recording):
+    utils, backends = map(importlib.import_module, (TE_ATTENTION_UTILS, TE_ATTENTION_BACKENDS))
+    monkeypatch.setattr(utils, "get_cudnn_version", lambda: (9, 14, 0))
+    before = backends.fused_attn_bwd
+    with recording():
+        assert backends.fused_attn_bwd is not before
+    assert backends.fused_attn_bwd is before
 
 
 def test_norms_over_heads_are_differentiated_by_what_replaces_it(monkeypatch):

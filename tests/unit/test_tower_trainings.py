@@ -37,6 +37,7 @@ from .hybrids import stack_spec
 bridge_cg_plugin.activate()
 
 STEPS, WARM_UP, MICROBATCHES = 2, 1, 1
+TOLERANCE = 2e-3  # of the gradients of a parameter
 OFF = (
     *("bf16", "use_te_rng_tracker", "qk_layernorm", "layernorm_zero_centered_gamma", "apply_rope_fusion"),
     *("bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "persist_layer_norm"),
@@ -168,7 +169,11 @@ def delete_graphs():
 
 
 def train(name, steps, **fields):
-    """Train a model, its graphs driven as Bridge's train loop does; returns losses and statistics of its encoders."""
+    """Train a model, its graphs driven as Bridge's train loop does.
+
+    Returns:
+        Losses, the last step's gradients and the statistics of its encoders.
+    """
     model, data = build(name, **fields), RandomItems(TOWERS[name], steps * MICROBATCHES, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     state, driver, losses = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver(), []
@@ -179,25 +184,29 @@ def train(name, steps, **fields):
             loss = loss_of(name, model, data[number])
             loss.backward()
             losses.append(loss.item())
-        assert [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] == []
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        assert [name for name, gradient in gradients.items() if gradient is None] == []
         optimizer.step()
         optimizer.zero_grad()
     found = [helper.graphs.statistics() for helper in graph_helper.active_helpers()]
     delete_graphs()
-    return losses, found
+    return losses, gradients, found
 
 
 @every_tower
 def test_the_model_trains_on_graphs_as_eager(name, without_a_gpu):
-    eager, none = train(name, STEPS)
+    eager, expected, none = train(name, STEPS)
     fields = {**graph_fields(TOWERS[name]), "vision_cuda_graph_buckets": [TOWERS[name].buckets[-1]]}
-    graphs, found = train(name, STEPS, cuda_graph_warmup_steps=WARM_UP, **fields)
+    graphs, gradients, found = train(name, STEPS, cuda_graph_warmup_steps=WARM_UP, **fields)
     assert none == [] and len(found) == TOWERS[name].encoders
     for each in found:
         assert (each.warmup_microbatches, each.fallbacks) == (WARM_UP * MICROBATCHES, {})
         assert each.replays == (STEPS - WARM_UP) * MICROBATCHES
     assert eager[0] == pytest.approx(math.log(VOCABULARY), rel=0.05)
     assert graphs == pytest.approx(eager, rel=1e-4)  # Nemotron's are in bf16
+    for parameter, gradient in gradients.items():
+        scale = max(expected[parameter].norm().item(), 1e-6)
+        assert (gradient - expected[parameter]).norm().item() <= TOLERANCE * scale, parameter
 
 
 def sizes_of(name, sample):

@@ -136,7 +136,8 @@ def _grid_sample(
     """See `torch.nn.functional.grid_sample`."""
     from ...vision.kernels.bicubic import bicubic_samples, takes
 
-    if (mode, padding_mode, bool(align_corners)) == ("bicubic", "border", False) and takes(input, grid):
+    wanted = (mode, padding_mode, bool(align_corners)) == ("bicubic", "border", False)
+    if wanted and input.is_cuda and takes(input, grid):
         return bicubic_samples(input, grid)
     return original(input, grid, mode=mode, padding_mode=padding_mode, align_corners=align_corners)
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..attributes import overridden
 from ..seams.registry.engine import TE_ATTENTION_BACKENDS, TE_ATTENTION_UTILS
-from .attention_choice import fused_attention_refusal
 
 CUDNN_WITH_HOST_COPIES, KEYS = (9, 15, 0), 128
 # Transformer Engine's names of masks -> the one that hides padding as well.
@@ -42,7 +41,7 @@ def device_lengths() -> Iterator[None]:
 
 def _copies_lengths() -> bool:
     """Whether Transformer Engine's cuDNN, which need not be PyTorch's, copies lengths from the host."""
-    if not torch.cuda.is_available() or fused_attention_refusal() is not None:
+    if not torch.cuda.is_available():
         return False
     version: tuple[int, ...] = importlib.import_module(TE_ATTENTION_UTILS).get_cudnn_version()
     return version <= CUDNN_WITH_HOST_COPIES

@@ -1,8 +1,9 @@
 """Rows of a table sampled between its cells: PyTorch's bicubic `grid_sample` of one image at single points.
 
 PyTorch's kernels give a point's channels to one thread, one after the other, and add gradients by atomics. Here a
-program has one point and many channels, and a cell's gradient is a product of weights and gradients. The forward
-multiplies and adds in the order of PyTorch's compiled kernel, so its results are equal to the last bit.
+program has one point and many channels. The forward multiplies and adds in the order of PyTorch's compiled kernel, so
+its results are equal to the last bit. A cell's gradient is a product of weights and gradients; one that is not finite
+reaches all cells of its channel.
 
 Source of the formula: `cubic_interp1d` and `get_value_bounded` in PyTorch's `GridSampler.cuh`, with a = -0.75.
 """

@@ -8,10 +8,13 @@ _LAYERS = "self.decoder(x, attention_mask=attention_mask, packed_seq_params=pack
 
 def radio_seams(name: str, feature: str) -> Seams:
     """Return the seams of RADIO, for a model of this name."""
+    from ..registry.engine import attention_backward, cudnn_version
     from ..seam import Seam
     from ..tower_seams import FORWARD_OFF
 
     return (
+        cudnn_version(f"{name}_cudnn_version", feature),
+        attention_backward(f"{name}_attention_backward", feature),
         Seam(
             name=f"{name}_llava",
             module="megatron.core.models.multimodal.llava_model",
@@ -57,11 +60,9 @@ def radio_seams(name: str, feature: str) -> Seams:
 
 
 def _seams(feature: str) -> Seams:
-    from ..registry.engine import attention_backward
     from ..seam import Seam
 
     return (
-        attention_backward("nemotron_vl_attention_backward", feature),
         Seam(
             name="nemotron_vl_model",
             module=f"{_NEMOTRON_VL}.modeling_nemotron_vl",

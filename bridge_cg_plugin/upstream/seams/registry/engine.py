@@ -28,6 +28,19 @@ def _read_from_environment(name: str, variable: str) -> tuple[str, ...]:
     return tuple(f"{name} = int({read}('{variable}', '1'))" for read in ("os.environ.get", "os.getenv"))
 
 
+def cudnn_version(name: str, feature: str) -> Seam:
+    """Return the seam, of this name, by which a feature knows what `attention_backward` is for."""
+    return Seam(
+        name=name,
+        module=TE_ATTENTION_UTILS,
+        target="get_cudnn_version",
+        kind="function",
+        touch="read",
+        purpose="up to 9.15.0, a backward of attention copies lengths from the host",
+        features=(feature,),
+    )
+
+
 def attention_backward(name: str, feature: str) -> Seam:
     """Return the seam, of this name, of what a feature records unpacked attention's backward with."""
     return Seam(
@@ -348,15 +361,7 @@ SEAMS = (
         features=(Feature.VISION_QWEN3_VL,),
         attributes=("is_installed",),
     ),
-    Seam(
-        name="engine_cudnn_version",
-        module=TE_ATTENTION_UTILS,
-        target="get_cudnn_version",
-        kind="function",
-        touch="read",
-        purpose="up to 9.15.0, a backward of attention copies lengths from the host",
-        features=(Feature.FULL_ITERATION,),
-    ),
+    cudnn_version("engine_cudnn_version", Feature.FULL_ITERATION),
     attention_backward("attention_backward", Feature.FULL_ITERATION),
     Seam(
         name="attention_backend",
