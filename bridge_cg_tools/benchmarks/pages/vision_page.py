@@ -15,7 +15,7 @@ from bridge_cg_tools.benchmarks.pages.markdown import (
     table,
     with_origin,
 )
-from bridge_cg_tools.benchmarks.records.results import loss_distance, read_records
+from bridge_cg_tools.benchmarks.records.results import by_case_and_mode, loss_distance, read_records
 
 # What the time relative to eager's is meant to be at most.
 AIMS = {"1x448": 0.10, "1x768": 0.25, "4x448": 0.27, "8mix": 0.42, "video16": 0.38, "1x2048": 0.75}
@@ -181,32 +181,24 @@ def precision(records: Records) -> str:
 def encoders(records: Records) -> str:
     """Return the times of other encoders than Qwen3-VL's, a row for each case."""
     rows = []
-    for (case, _), modes in _encoder_cases(records).items():
+    for case, modes in by_case_and_mode(records).items():
         eager, exact, default = (modes.get(mode, {}) for mode in ("eager", "plugin", "plugin_fast"))
-        row = [case, next(iter(modes.values()))["tokens"], number(eager, "ms"), number(eager, "gpu_busy_ms")]
+        tokens = next(iter(modes.values()))["tokens"]
+        row = [_encoder(case)[0], tokens, number(eager, "ms"), number(eager, "gpu_busy_ms")]
         for found in (exact, default):
             row += [number(found, "ms"), f"**{found['ratio']:.2f}**" if found else ""]
         rows.append([*row, number(exact, "memory_gb")])
-    header = [
-        "case",
-        "tokens",
-        "eager ms",
-        "of it GPU busy",
-        "exact kernels ms",
-        "ratio",
-        "default ms",
-        "ratio",
-        "slot GiB",
-    ]
-    return table(header, rows) if rows else ""
+    header = ["case", "tokens", "eager ms", "of it GPU busy"]
+    measured = ["exact kernels ms", "ratio", "default ms", "ratio", "slot GiB"]
+    return table([*header, *measured], rows) if rows else ""
 
 
 def encoder_differences(records: Records) -> str:
     """Return how far other encoders' outputs and gradients are from eager's."""
     rows = [
-        [case, layers, "bit-equal" if r.get("bit_equal") else number(r, "forward_rel", ".0e")]
+        [*_encoder(case), "bit-equal" if r.get("bit_equal") else number(r, "forward_rel", ".0e")]
         + [number(r, "grad_rel", ".1e"), number(r, "grad_noise", ".1e")]
-        for (case, layers), modes in _encoder_cases(records).items()
+        for case, modes in by_case_and_mode(records).items()
         if (r := modes.get("plugin"))
     ]
     header = ["case", "layers", "outputs differ by", "gradients differ by", "two eager runs"]
@@ -229,14 +221,10 @@ def encoder_parity(records: Records) -> str:
     return table([*header, "gradients from fp32", "eager's from fp32"], rows) if rows else ""
 
 
-def _encoder_cases(records: Records) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
-    """Return what was measured by a case's name and number of layers, and by mode."""
-    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for record in records:
-        if "error" not in record:
-            name, _, layers = record["case"].rpartition("_")
-            found.setdefault((name, layers.removesuffix("layers")), {})[record["mode"]] = record
-    return found
+def _encoder(case: str) -> tuple[str, str]:
+    """Return a case's name and its number of layers."""
+    name, _, layers = case.rpartition("_")
+    return name, layers.removesuffix("layers")
 
 
 def vision_parts(folder: Path) -> dict[str, str]:

@@ -50,8 +50,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def measured_by_case(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Return a file's records that measured something, by case and mode."""
+    return by_case_and_mode(read_records(path))
+
+
+def by_case_and_mode(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return records that measured something, by case and mode."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for record in read_records(path):
+    for record in records:
         if "error" not in record:
             found.setdefault(record["case"], {})[record["mode"]] = record
     return found
