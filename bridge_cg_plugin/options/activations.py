@@ -88,7 +88,7 @@ def offload_host_option() -> Any:
 
 def moves_activations(options: ActivationOptions) -> bool:
     """Whether activations are offloaded or recomputed."""
-    return bool(options.offload or options.recompute) or options.offload_above_gb is not None
+    return offloads(options) or bool(options.recompute)
 
 
 def offloads(options: ActivationOptions) -> bool:

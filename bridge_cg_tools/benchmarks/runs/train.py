@@ -12,11 +12,11 @@ all of it resolves to. Exit status 2 means refused input; the reason is on stand
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bridge_cg_plugin.announce import rank
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
 from bridge_cg_plugin.upstream.hooks.configuration.bridge_checks import environment
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
     except OptionError as error:
         print(as_typed(error, given), file=sys.stderr)
         return 2
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+    if rank() == 0:
         print(f"{parsed.recipe}: {run.mode}() with {run.step}\n{run.summary}", flush=True)
     if not parsed.dry_run:
         train(run)
