@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..attributes import overridden
-from ..seams.registry.engine import TE_ATTENTION_BACKENDS, TE_ATTENTION_UTILS
+from ..seams.registry import seam
 
+BACKWARD, VERSION = seam("attention_backward"), seam("engine_cudnn_version")
 CUDNN_WITH_HOST_COPIES, KEYS = (9, 15, 0), 128
 # Transformer Engine's names of masks -> the one that hides padding as well.
 PADDED = {
@@ -25,7 +26,6 @@ PADDED = {
     "causal": "padding_causal",
     "causal_bottom_right": "padding_causal_bottom_right",
 }
-BACKWARD = "fused_attn_bwd"
 
 
 @contextmanager
@@ -34,8 +34,8 @@ def device_lengths() -> Iterator[None]:
     if not _copies_lengths():
         yield
         return
-    backends = importlib.import_module(TE_ATTENTION_BACKENDS)
-    with overridden(backends, BACKWARD, _with_lengths(getattr(backends, BACKWARD))):
+    backends = importlib.import_module(BACKWARD.module)
+    with overridden(backends, BACKWARD.target, _with_lengths(getattr(backends, BACKWARD.target))):
         yield
 
 
@@ -43,7 +43,7 @@ def _copies_lengths() -> bool:
     """Whether Transformer Engine's cuDNN, which need not be PyTorch's, copies lengths from the host."""
     if not torch.cuda.is_available():
         return False
-    version: tuple[int, ...] = importlib.import_module(TE_ATTENTION_UTILS).get_cudnn_version()
+    version: tuple[int, ...] = getattr(importlib.import_module(VERSION.module), VERSION.target)()
     return version <= CUDNN_WITH_HOST_COPIES
 
 
