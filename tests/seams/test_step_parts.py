@@ -35,7 +35,7 @@ class LanguageModel(nn.Module):
             **{"num_attention_heads": 2, "num_query_groups": None, "kv_channels": 4},
         )
 
-    def forward(self, decoder_input, deepstack, labels, packed_seq_params=None):
+    def forward(self, input_ids, decoder_input, deepstack, labels, packed_seq_params=None):
         return self.layer(decoder_input + deepstack).sum(-1)
 
 
@@ -47,7 +47,8 @@ class Model(nn.Module):
     def forward(self, pixels, ids, **more):
         features, (deep,) = self.vision_model(hidden_states=pixels, grid_thw=torch.tensor([GRID]))
         embeddings = self.language_model.embedding(ids) + features
-        return self.language_model(decoder_input=embeddings, deepstack=deep, labels=ids[None], **more)
+        given = {"input_ids": ids[None], "labels": ids[None], **more}
+        return self.language_model(decoder_input=embeddings, deepstack=deep, **given)
 
 
 @pytest.fixture
@@ -75,11 +76,10 @@ def marked(monkeypatch):
     return profiles
 
 
-def train(parts, model, monkeypatch, steps=STEPS + 2, microbatches=2, **more):
+def train(parts, model, monkeypatch, steps=STEPS + 2, microbatches=2, stages=1, **more):
     monkeypatch.setattr(step_parts, "find_encoder", lambda _: FoundEncoder(model.vision_model, model, None))
-    sizes = dict.fromkeys(("tensor", "pipeline"), 1)
-    sizes = {f"{name}_model_parallel_size": size for name, size in sizes.items()}
-    cfg = SimpleNamespace(model=SimpleNamespace(**sizes, context_parallel_size=1))
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": stages, "context_parallel_size": 1}
+    cfg = SimpleNamespace(model=SimpleNamespace(**sizes))
     optimizer = SimpleNamespace(step=lambda: (True, 1.0, None))
     context = SimpleNamespace(state=SimpleNamespace(cfg=cfg), model=[model], optimizer=optimizer)
     parts.on_train_start(context)
@@ -144,6 +144,14 @@ def test_arithmetic_is_of_the_steps_own_images_and_documents(marked, monkeypatch
     documents = [2, 3] if packed else [5]
     assert found["vision"] == pytest.approx(2 * step_flops([GRID]) / 1e12)
     assert found["language model"] == pytest.approx(2 * language_model_flops(documents, shape) / 1e12)
+
+
+def test_the_first_stage_has_the_whole_encoder_and_no_labels(marked, monkeypatch):
+    model = Model()
+    found = train(StepParts(STEPS), model, monkeypatch, stages=2, labels=None).record()["parts_tflop"]
+    shape = step_parts.language_model_shape_of(model.language_model)
+    assert found["vision"] == pytest.approx(2 * step_flops([GRID]) / 1e12)
+    assert found["language model"] == pytest.approx(language_model_flops([5], shape) / 1e12)
 
 
 def test_what_is_trained_decides_the_products_of_the_backward():

@@ -88,9 +88,16 @@ def test_graphs_are_recorded_beside_eager(runs, tmp_path, capsys):
     assert (plugin["memory_gb"], plugin["capture_s"], plugin["loss_rel"]) == (4.0, 6.5, 0.0)
     assert plugin["inside_spread"] is True and plugin["repeats"] == 2 and found["eager2"]["ratio"] == 1.005
     assert (plugin["idle_share"], plugin["parts_ms"]) == (0.75, {"vision": 20.0, "idle": 60.0})
+    assert found["eager1"]["parts_ms"]["idle"] == 180.0
     assert "memory_gb" not in found["eager1"] and "inside_spread" not in found["eager1"]
     said = capsys.readouterr().out
     assert "plugin: 80.0 ms a step; peak 30.0 GiB; ratio 0.400" in said and "GPU idle 75.0% (ms: vision 20" in said
+
+
+def test_a_step_idles_no_longer_than_the_profiled_one(runs, tmp_path):
+    runs(eager1=result(400.0), plugin=result(250.0))
+    plugin = measure(tmp_path / "r.jsonl", "--eager-runs", "1")[1]["plugin"]
+    assert (plugin["idle_share"], plugin["parts_ms"]["idle"]) == (0.9, 180.0)
 
 
 def test_losses_that_differ_are_outside_and_one_eager_run_has_no_spread(runs, tmp_path, capsys):
@@ -102,13 +109,14 @@ def test_losses_that_differ_are_outside_and_one_eager_run_has_no_spread(runs, tm
     assert "inside_spread" not in measure(tmp_path / "one.jsonl", "--eager-runs", "1")[1]["plugin"]
 
 
-def test_a_run_that_fails_is_recorded_and_stops_no_other(runs, tmp_path):
+def test_a_run_that_fails_is_recorded_and_stops_no_other(runs, tmp_path, capsys):
     runs(
         eager1=result(200.0),
-        plugin=TrainingFailed("ended", "torch.OutOfMemoryError: CUDA out of memory."),
+        plugin=TrainingFailed("ended", "its stack\ntorch.OutOfMemoryError: CUDA out of memory."),
         eager2=result(2.0),
     )
     status, found = measure(tmp_path / "r.jsonl")
+    assert "its stack" in capsys.readouterr().err
     assert status == 1 and found["plugin"]["error"].startswith("out of memory: ") and "ms" in found["eager2"]
 
 

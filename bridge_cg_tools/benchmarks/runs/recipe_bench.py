@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -164,7 +165,10 @@ class Bench:
             process.wait_until_ready()
             found = process.train(mode, words(self._args, self._rest, mode, self._checkpoint), self._left())
         except TrainingFailed as error:
-            return TIME_IS_UP if time.monotonic() >= self._end else error_in(str(error))
+            if time.monotonic() >= self._end:
+                return TIME_IS_UP
+            print(error, file=sys.stderr, flush=True)
+            return error_in(str(error))
         print(f"{mode}: {time.monotonic() - began:.0f} s", flush=True)
         return found
 
@@ -207,11 +211,16 @@ def records_of(case: str, runs: Mapping[str, dict[str, Any] | str], steps: int, 
 
 
 def _idle(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the idle time of the timed steps: the profiler slows the host, so that the profiled step idles longer."""
+    """Return the idle time of a step: the profiled one's, or what the median step has beside its busy time, if less.
+
+    The profiler slows the host, so that a step that waits for it idles longer in the profile than otherwise. One that
+    does not wait is shorter or longer than the median for other reasons.
+    """
     if "gpu_busy_ms" not in run:
         return {}
-    idle = max(run["ms"] - run["gpu_busy_ms"], 0.0)
-    return {"parts_ms": {**run["parts_ms"], "idle": idle}, "idle_share": idle / run["ms"]}
+    busy = run["gpu_busy_ms"]
+    idle = min(run["parts_ms"]["idle"], max(run["ms"] - busy, 0.0))
+    return {"parts_ms": {**run["parts_ms"], "idle": idle}, "idle_share": idle / (busy + idle)}
 
 
 def _graphs(run: Mapping[str, Any]) -> dict[str, float]:

@@ -126,10 +126,8 @@ class StepParts(Callback):
 
     def _keep_documents(self, module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
         if self._active:
-            params, labels = named.get("packed_seq_params"), named["labels"]
-            rows, length = labels.shape
-            whole = torch.arange(rows + 1) * length
-            self._documents.append(whole if params is None else params.cu_seqlens_q)
+            params = named.get("packed_seq_params")
+            self._documents.append(_rows(named["input_ids"]) if params is None else params.cu_seqlens_q)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Prepare the profiler, and start it before the next step."""
@@ -165,8 +163,7 @@ class StepParts(Callback):
     def _tflop(self, context: CallbackContext) -> dict[str, float]:
         """Return the arithmetic of each part's share on this GPU, in TFLOP."""
         model = context.state.cfg.model
-        sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size)
-        share = 1e12 * sizes[0] * sizes[1] * sizes[2]
+        share = 1e12 * model.tensor_model_parallel_size * model.context_parallel_size
         found = {}
         if self._vision is not None and self._grids:
             rows = [(int(t), int(h), int(w)) for grid in self._grids for t, h, w in grid.tolist()]
@@ -175,12 +172,19 @@ class StepParts(Callback):
             documents = [int(length) for offsets in self._documents for length in offsets.diff().tolist()]
             shape = language_model_shape_of(self._language_model)
             kind = trained(self._language_model, self._vision)
-            found[LANGUAGE_MODEL] = language_model_flops(documents, shape, kind) / share
+            stages = model.pipeline_model_parallel_size  # the first of which has the whole encoder
+            found[LANGUAGE_MODEL] = language_model_flops(documents, shape, kind) / share / stages
         return found
 
     def record(self) -> dict[str, Any]:
         """Return the fields of a benchmark record (docs/benchmarks/format.md); none before the step."""
         return self._found
+
+
+def _rows(tokens: Tensor) -> Tensor:
+    """Return where each row of `tokens`, [rows, length], begins, and where the last one ends."""
+    rows, length = tokens.shape
+    return torch.arange(rows + 1) * length
 
 
 def _recordings_s() -> float:
