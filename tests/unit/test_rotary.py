@@ -12,7 +12,8 @@ SCRIPT = """
 import sys, torch
 from types import SimpleNamespace
 from bridge_cg_plugin.upstream.kernels.rotary import _Rotation, fused_rotary
-from bridge_cg_plugin.vision.kernels.rotary import apply_rotary, cos_and_sin, rotate_qkv
+from bridge_cg_plugin.vision.kernels.rotary import apply_rotary, cos_and_sin, rotate_interleaved, rotate_qkv
+from bridge_cg_plugin.vision.kernels.segment_attention import lie_interleaved
 from tests.unit.towers import draw, new_tower
 
 cases = torch.load(sys.argv[1])
@@ -59,6 +60,23 @@ def projected(case, apart):
 for case in cases:
     if case["strided"]:
         case["projected"] = [projected(case, apart) for apart in (False, True)]
+
+def interleaved(case, joint, rounds):
+    # By part and not by head, as Hugging Face's projections lie; the three apart are strided.
+    sources = [part.detach() for part in case["source"].chunk(3, dim=-1)]
+    sources = [torch.stack(sources, dim=1)] if joint else sources
+    sources = [source.requires_grad_() for source in sources]
+    parts = rotate_interleaved(tuple(sources), *cos_and_sin(case["angles"]), rounds)
+    gradients = torch.autograd.grad(parts, sources, case["gradients"].clone().unbind(2))
+    lie = lie_interleaved(*parts), all(gradient.is_contiguous() for gradient in gradients)
+    gradients = gradients[0].unbind(1) if joint else gradients
+    return [part.detach().clone() for part in parts], [gradient.clone() for gradient in gradients], lie
+
+for case in cases:
+    if case["strided"]:
+        case["interleaved"] = {
+            f"{joint} {rounds}": interleaved(case, joint, rounds) for joint in (False, True) for rounds in (False, True)
+        }
 
 def train(model, kernels):
     model.zero_grad()
@@ -183,6 +201,30 @@ def test_packed_and_unpacked_rows_are_rounded_where_eager_computes_in_their_dtyp
 def test_the_kernel_is_used_where_it_fits_only(computed):
     assert computed["fused"]
     assert computed["originals"] == 5
+
+
+@pytest.mark.parametrize("joint", [False, True], ids=["three", "one"])
+@pytest.mark.parametrize("rounds", [False, True], ids=["fp32", "rounds"])
+@pytest.mark.parametrize("index", [i for i, case in enumerate(CASES) if case[1]], ids=lambda i: str(CASES[i]))
+def test_what_is_interleaved_equals_the_eager_formula_bit_for_bit(computed, index, rounds, joint):
+    case = computed["cases"][index]
+    values, gradients, lie = case["interleaved"][f"{joint} {rounds}"]
+    assert lie == (True, True)
+    angles, dtype = case["angles"][:, 0], case["source"].dtype
+    half = angles[..., : WIDTH // 2]
+    for found, given, sign in (
+        (values, case["source"].chunk(3, dim=-1), 1),
+        (gradients, case["gradients"].unbind(2), -1),
+    ):
+        for ours, each in zip(found[:2], given[:2], strict=True):
+            each, sines = each.float(), sign * torch.sin(half)
+            if rounds:
+                expected = turned(each, torch.cos(half), sines, dtype)
+            else:
+                whole = torch.cat((sines, sines), dim=-1)
+                expected = as_stored(each * torch.cos(angles) + rotate_half(each) * whole, dtype)
+            assert torch.equal(ours, expected)
+        assert torch.equal(found[2], given[2])
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["gradients-interleaved", "gradients-apart"])

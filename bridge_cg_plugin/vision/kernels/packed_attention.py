@@ -25,6 +25,15 @@ class PackedSegments:
     largest: int
 
 
+def taken_apart(projected: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return queries, keys and values `[tokens, heads, width]`.
+
+    Args:
+        projected: One tensor `[tokens, 3, heads, width]`, or these three.
+    """
+    return projected[0].unbind(1) if len(projected) == 1 else projected
+
+
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float) -> Tensor:
     """Attend inside every segment, and nowhere else.
 

@@ -15,11 +15,17 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .launch import launch
+from .packed_attention import taken_apart
 
 
 @triton.jit
-def _turned(first, second, cos, sin):
-    return first * cos - second * sin, second * cos + first * sin
+def _turned(first, second, cos, sin, ROUNDS: tl.constexpr, kind: tl.constexpr):
+    if ROUNDS:
+        turned = (first * cos).to(kind).to(tl.float32) - (second * sin).to(kind).to(tl.float32)
+        second = (second * cos).to(kind).to(tl.float32) + (first * sin).to(kind).to(tl.float32)
+        return turned, second
+    else:
+        return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit
@@ -48,12 +54,7 @@ def _rotate(
     sin = tl.load(sin_ptr + token * HALF + lanes, mask=lanes < HALF, other=0.0) * SIGN
     target = out_ptr + token * (HEADS * HALF * 2) + heads * (HALF * 2) + lanes
     kind = out_ptr.dtype.element_ty
-    if ROUNDS:
-        turned = (first * cos).to(kind).to(tl.float32) - (second * sin).to(kind).to(tl.float32)
-        second = (second * cos).to(kind).to(tl.float32) + (first * sin).to(kind).to(tl.float32)
-        first = turned
-    else:
-        first, second = _turned(first, second, cos, sin)
+    first, second = _turned(first, second, cos, sin, ROUNDS, kind)
     tl.store(target, first.to(kind), mask=inside)
     tl.store(target + HALF, second.to(kind), mask=inside)
 
@@ -127,11 +128,15 @@ def _rotate_qkv(
     k_head,
     v_token,
     v_head,
+    out_token,
+    out_head,
+    out_part,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     SIGN: tl.constexpr,
+    ROUNDS: tl.constexpr,
     COPY_V: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -146,22 +151,26 @@ def _rotate_qkv(
     q_second = tl.load(query + HALF, mask=inside, other=0.0).to(tl.float32)
     k_first = tl.load(key, mask=inside, other=0.0).to(tl.float32)
     k_second = tl.load(key + HALF, mask=inside, other=0.0).to(tl.float32)
-    target = out_ptr + token * (HEADS * HALF * 6) + heads * (HALF * 6) + lanes
+    target = out_ptr + token * out_token + heads * out_head + lanes
     kind = out_ptr.dtype.element_ty
-    q_first, q_second = _turned(q_first, q_second, cos, sin)
+    q_first, q_second = _turned(q_first, q_second, cos, sin, ROUNDS, kind)
     tl.store(target, q_first.to(kind), mask=inside)
     tl.store(target + HALF, q_second.to(kind), mask=inside)
-    k_first, k_second = _turned(k_first, k_second, cos, sin)
-    tl.store(target + 2 * HALF, k_first.to(kind), mask=inside)
-    tl.store(target + 3 * HALF, k_second.to(kind), mask=inside)
+    target += out_part
+    k_first, k_second = _turned(k_first, k_second, cos, sin, ROUNDS, kind)
+    tl.store(target, k_first.to(kind), mask=inside)
+    tl.store(target + HALF, k_second.to(kind), mask=inside)
     if COPY_V:
+        target += out_part
         value = v_ptr + token * v_token + heads * v_head + lanes
-        tl.store(target + 4 * HALF, tl.load(value, mask=inside, other=0.0), mask=inside)
-        tl.store(target + 5 * HALF, tl.load(value + HALF, mask=inside, other=0.0), mask=inside)
+        tl.store(target, tl.load(value, mask=inside, other=0.0), mask=inside)
+        tl.store(target + HALF, tl.load(value + HALF, mask=inside, other=0.0), mask=inside)
 
 
-def _launch_qkv(parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor, out: Tensor, sign: float) -> None:
-    """Rotate the first two parts and write all three, interleaved, to `out`, which may be where they lie already."""
+def _launch_qkv(
+    parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor, outs: tuple[Tensor, ...], sign: float, rounds: bool = False
+) -> None:
+    """Rotate the first two parts and write all three to `outs`, one tensor taken apart, where they may lie already."""
     tokens, heads, width = parts[0].shape
     launch(
         _rotate_qkv,
@@ -169,14 +178,16 @@ def _launch_qkv(parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor, out: Tensor
         *parts,
         cos,
         sin,
-        out,
-        *(stride for part in parts for stride in part.stride()[:2]),
+        outs[0],
+        *(stride for part in (*parts, outs[0]) for stride in part.stride()[:2]),
+        outs[1].storage_offset() - outs[0].storage_offset(),
         HEADS=heads,
         HALF=width // 2,
         HEADS_BLOCK=triton.next_power_of_2(heads),
         HALF_BLOCK=triton.next_power_of_2(width // 2),
         SIGN=sign,
-        COPY_V=not _lie_interleaved(parts, out),
+        ROUNDS=rounds,
+        COPY_V=not _lie_as(parts, outs),
         enable_fp_fusion=False,
     )
 
@@ -187,9 +198,13 @@ def _interleaved(mixed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return by_head[:, :, 0], by_head[:, :, 1], by_head[:, :, 2]
 
 
-def _lie_interleaved(parts: tuple[Tensor, ...], whole: Tensor) -> bool:
-    views = _interleaved(whole, parts[0].shape[1])
-    return all(p.data_ptr() == v.data_ptr() and p.stride() == v.stride() for p, v in zip(parts, views, strict=True))
+def _lie_as(parts: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+    return all(p.data_ptr() == o.data_ptr() and p.stride() == o.stride() for p, o in zip(parts, others, strict=True))
+
+
+def _by_lane(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the parts with the elements of a head one after the other, as kernels read them."""
+    return tuple(part if part.stride(2) == 1 else part.contiguous() for part in parts)
 
 
 class _RotaryQKV(Function):
@@ -198,7 +213,7 @@ class _RotaryQKV(Function):
         ctx.save_for_backward(cos, sin)
         # In place behind autograd's back: whoever made `mixed` keeps no output for its backward.
         parts = _interleaved(mixed.detach(), heads)
-        _launch_qkv(parts, cos, sin, mixed, 1.0)
+        _launch_qkv(parts, cos, sin, parts, 1.0)
         return parts
 
     @staticmethod
@@ -207,10 +222,10 @@ class _RotaryQKV(Function):
         cos, sin = ctx.saved_tensors
         out = _whole(gradients)
         if out is None:
-            gradients = tuple(g if g.stride(2) == 1 else g.contiguous() for g in gradients)
+            gradients = _by_lane(gradients)
             tokens, heads, width = gradients[0].shape
             out = gradients[0].new_empty((tokens, heads * 3 * width))
-        _launch_qkv(gradients, cos, sin, out, -1.0)
+        _launch_qkv(gradients, cos, sin, _interleaved(out, gradients[0].shape[1]), -1.0)
         return out, None, None, None
 
 
@@ -224,7 +239,7 @@ def _whole(parts: tuple[Tensor, ...]) -> Tensor | None:
     if not shared or room < 3 * first.numel():
         return None
     whole = first.as_strided((tokens, heads * 3 * width), (heads * 3 * width, 1))
-    return whole if _lie_interleaved(parts, whole) else None
+    return whole if _lie_as(parts, _interleaved(whole, heads)) else None
 
 
 def rotate_qkv(mixed: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,6 +256,47 @@ def rotate_qkv(mixed: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Ten
         they lie as their values do, the backward works in place, too.
     """
     parts: tuple[Tensor, Tensor, Tensor] = _RotaryQKV.apply(mixed, cos, sin, heads)
+    return parts
+
+
+class _Interleaved(Function):
+    @staticmethod
+    def forward(ctx: Any, cos: Tensor, sin: Tensor, rounds: bool, *sources: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.rounds, ctx.joint = rounds, len(sources) == 1
+        parts = _by_lane(taken_apart(sources))
+        tokens, heads, width = parts[0].shape
+        out = _interleaved(parts[0].new_empty((tokens, heads * 3 * width)), heads)
+        _launch_qkv(parts, cos, sin, out, 1.0, rounds)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        gradients = _by_lane(gradients)
+        tokens, heads, width = gradients[0].shape
+        whole = gradients[0].new_empty((tokens, 3, heads, width) if ctx.joint else (3, tokens, heads, width))
+        outs = whole.unbind(1 if ctx.joint else 0)
+        _launch_qkv(gradients, cos, sin, outs, -1.0, ctx.rounds)
+        return None, None, None, *((whole,) if ctx.joint else outs)
+
+
+def rotate_interleaved(
+    sources: tuple[Tensor, ...], cos: Tensor, sin: Tensor, rounds: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate queries and keys, and copy values beside them.
+
+    Args:
+        sources: See `taken_apart`; any floating dtype.
+        cos, sin: `[tokens, width / 2]` fp32, contiguous.
+        rounds: As of `apply_rotary`.
+
+    Returns:
+        Queries, keys and values `[tokens, heads, width]`: one tensor `[tokens, heads, 3, width]` taken apart. Gradients
+        of sources lie as these do.
+    """
+    parts: tuple[Tensor, Tensor, Tensor] = _Interleaved.apply(cos, sin, rounds, *sources)
     return parts
 
 
