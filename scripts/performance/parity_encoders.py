@@ -3,8 +3,8 @@
     python scripts/performance/parity_encoders.py
     python scripts/performance/parity_encoders.py --encoders nemotron_vl --layers 4
 
-Exact kernels. A mix passes where outputs and gradients differ from eager's by no more than their limit, or where both
-are as near to fp32 as eager's. Records go to docs/benchmarks/encoders_parity.jsonl.
+A mix passes where outputs and gradients differ from eager's by no more than their limit, or where both are as near to
+fp32 as eager's. Records go to docs/benchmarks/encoders_parity.jsonl.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
 from bridge_cg_tools.benchmarks.records.results import put_record
 from bridge_cg_tools.benchmarks.vision.encoder_arguments import encoder_parser, layers_of_encoders
 from bridge_cg_tools.benchmarks.vision.encoder_parity import MIXES, MOST_TOKENS, failures, measure, print_record
+from bridge_cg_tools.benchmarks.vision.encoders import MODES
 
 RECORDS = "encoders_parity.jsonl"
 
@@ -29,6 +30,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = encoder_parser(__doc__.splitlines()[0], RECORDS)
     parser.add_argument("--mixes", type=int, default=MIXES, help="of every encoder")
     parser.add_argument("--tokens", type=int, default=MOST_TOKENS, help="of the largest bucket")
+    parser.add_argument("--mode", default="plugin", choices=tuple(MODES), help="exact kernels if left out")
     return parser.parse_args(arguments)
 
 
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, layers in depths.items():
         records = []
         try:
-            for record in measure(name, ENCODERS[name], layers, args.mixes, args.tokens):
+            for record in measure(name, ENCODERS[name], layers, args.mixes, args.tokens, args.mode):
                 put_record(args.out, record)
                 print_record(record)
                 records.append(record)

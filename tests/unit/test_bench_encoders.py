@@ -7,6 +7,7 @@ import pytest
 from bridge_cg_tools.benchmarks.models import tower
 from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
 from bridge_cg_tools.benchmarks.records.results import check_record, read_records
+from bridge_cg_tools.benchmarks.vision import encoder_arguments
 from scripts.performance import bench_encoders
 
 TWO = [(1, 8, 12), (1, 4, 6)]
@@ -28,7 +29,7 @@ def process():
 @pytest.mark.parametrize("name", ENCODERS)
 def test_every_mode_is_measured_and_equals_eager(name, monkeypatch, tmp_path, capsys):
     tiny = replace(ENCODERS[name], sizes={"tiny": TINY[name]})
-    monkeypatch.setitem(bench_encoders.ENCODERS, name, tiny)
+    monkeypatch.setitem(encoder_arguments.ENCODERS, name, tiny)
     out = tmp_path / "records.jsonl"
     line = ["--encoders", name, "--layers", "2", "--repeats", "3", "--out", str(out)]
     assert bench_encoders.main(line) == 0
@@ -43,10 +44,27 @@ def test_every_mode_is_measured_and_equals_eager(name, monkeypatch, tmp_path, ca
     assert all(f"{name}_tiny_2layers" in printed and mode in printed for mode in records)
 
 
+def test_modes_and_cases_that_are_named_are_measured(monkeypatch, tmp_path):
+    both = {"tiny": TWO, "other": TWO}
+    monkeypatch.setitem(encoder_arguments.ENCODERS, "qwen3_omni", replace(ENCODERS["qwen3_omni"], sizes=both))
+    out = tmp_path / "records.jsonl"
+    line = ["--encoders", "qwen3_omni", "--layers", "2", "--repeats", "3", "--out", str(out)]
+    named = ["--cases", "tiny", "--modes", "plugin_fast,plugin_own_attention"]
+    assert bench_encoders.main([*line, *named]) == 0
+    found = {(r["case"], r["mode"]) for r in read_records(out)}
+    modes = ("eager", "plugin_fast", "plugin_own_attention")
+    assert found == {("qwen3_omni_tiny_2layers", mode) for mode in modes}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--encoders", "qwen2"], f"--encoders qwen2: it must be any of {', '.join(ENCODERS)}."),
+        (["--modes", "fast", "--out", "r.jsonl"], "--modes fast: it must be any of plugin, plugin_fast"),
+        (
+            ["--encoders", "siglip", "--cases", "1x8192", "--out", "r.jsonl"],
+            "--cases 1x8192: it must be any of 1_image, 2_images",
+        ),
         (["--layers", "1"], "--layers 1: it must be a whole number from 2 on"),
         ([], "--out"),
     ],

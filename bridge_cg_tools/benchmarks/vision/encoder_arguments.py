@@ -1,13 +1,17 @@
 """What the command lines of the encoders' benchmarks share: which encoders, how deep, and where records go."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+from bridge_cg_tools.benchmarks.models.encoder_case import Encoder
 from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
 from bridge_cg_tools.benchmarks.records.results import output_path
+from bridge_cg_tools.benchmarks.vision.encoders import MODES
 
+WAYS = ", ".join(MODES)
 NO_NUMBERS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -43,3 +47,38 @@ def layers_of_encoders(args: argparse.Namespace, records: str, least: Mapping[st
             raise ValueError(f"Cannot use --{flag} {value}: it must be a whole number from {smallest} on. Correct it.")
     args.out = output_path(args.out, records)
     return {name: args.layers or ENCODERS[name].layers for name in names}
+
+
+def modes_of(words: str) -> list[str]:
+    """Return the plugin's modes that a command line names.
+
+    Raises:
+        ValueError: There is no such mode.
+    """
+    modes = [mode.strip() for mode in words.split(",")]
+    for mode in modes:
+        if mode not in MODES:
+            raise ValueError(f"Cannot use --modes {mode}: it must be any of {WAYS}. Correct the name.")
+    return modes
+
+
+def with_cases(names: Iterable[str], words: str | None) -> dict[str, Encoder]:
+    """Return encoders by name with the cases that a command line names, None for all; not every encoder has each.
+
+    Raises:
+        ValueError: None of the encoders has a case.
+    """
+    encoders = {name: ENCODERS[name] for name in names}
+    if words is None:
+        return encoders
+    cases = [case.strip() for case in words.split(",")]
+    there = [case for encoder in encoders.values() for case in encoder.sizes]
+    for case in cases:
+        if case not in there:
+            raise ValueError(
+                f"Cannot use --cases {case}: it must be any of {', '.join(dict.fromkeys(there))}. Correct the name."
+            )
+    return {
+        name: replace(encoder, sizes={case: size for case, size in encoder.sizes.items() if case in cases})
+        for name, encoder in encoders.items()
+    }

@@ -11,7 +11,7 @@ from bridge_cg_tools.benchmarks.models import tower
 from bridge_cg_tools.benchmarks.models.encoder_case import Batch, Encoder
 from bridge_cg_tools.benchmarks.models.mixes import MOST_IMAGES
 from bridge_cg_tools.benchmarks.records.results import provenance
-from bridge_cg_tools.benchmarks.vision.encoders import capture, differences, run_step
+from bridge_cg_tools.benchmarks.vision.encoders import MODES, capture, differences, run_step
 
 MIXES, MOST_TOKENS = 20, 8192
 EXACT_SHARE = 32  # of 8192 tokens it is the default of `exact_below`
@@ -32,10 +32,11 @@ class Comparison:
         encoder: The encoder.
         layers: How many it has.
         most: Tokens of the largest bucket.
+        mode: Of `MODES`.
     """
 
-    def __init__(self, name: str, encoder: Encoder, layers: int, most: int) -> None:
-        self._name, self._encoder, self._layers, self._most = name, encoder, layers, most
+    def __init__(self, name: str, encoder: Encoder, layers: int, most: int, mode: str = "plugin") -> None:
+        self._name, self._encoder, self._layers, self._most, self._mode = name, encoder, layers, most, mode
         self._model: nn.Module = encoder.build(layers)
         self._reference = encoder.reference(encoder, self._model)
         self._grads = tower.MainGrads(self._model)
@@ -44,7 +45,7 @@ class Comparison:
             buckets=encoder.mixes.capacities(self._model, most),
             max_frames=MOST_IMAGES,
             exact_below=most // EXACT_SHARE,
-            kernels="exact",
+            **MODES[mode],
         )
         assert self._helper.graphs is not None
         self._graphs = self._helper.graphs
@@ -69,7 +70,7 @@ class Comparison:
         yield {**common, "mode": "eager", **_errors(first, exact)}
         yield {
             **common,
-            "mode": "plugin",
+            "mode": self._mode,
             "bucket": next((bucket for bucket in after[0] if after[0][bucket] != before[0].get(bucket, 0)), None),
             "fallback": next((reason for reason in after[1] if after[1][reason] != before[1].get(reason, 0)), None),
             "forward_rel": found[0],
@@ -97,9 +98,9 @@ class Comparison:
         return replays, {str(reason): count for reason, count in found.fallbacks.items()}
 
 
-def measure(name: str, encoder: Encoder, layers: int, mixes: int, most: int) -> Iterator[Record]:
-    """Yield the records of every mix of one encoder."""
-    comparison = Comparison(name, encoder, layers, most)
+def measure(name: str, encoder: Encoder, layers: int, mixes: int, most: int, mode: str = "plugin") -> Iterator[Record]:
+    """Yield the records of every mix of one encoder; arguments as of `Comparison`."""
+    comparison = Comparison(name, encoder, layers, most, mode)
     try:
         for number in range(mixes):
             yield from comparison.records(number)
@@ -124,7 +125,7 @@ def failures(records: Sequence[Record]) -> list[str]:
     """
     missed = []
     eager = {r["case"]: r for r in records if r["mode"] == "eager"}
-    replays = [r for r in records if r["mode"] == "plugin"]
+    replays = [r for r in records if r["mode"] != "eager"]
     noise = max((r["grad_noise"] for r in replays), default=0.0)
     for r in replays:
         beside, limit = eager[r["case"]], max(NOISE_FACTOR * noise, NOISE_FLOOR)
@@ -139,7 +140,7 @@ def failures(records: Sequence[Record]) -> list[str]:
 
 def print_record(r: Record) -> None:
     """Print one record as a line."""
-    line = f"{r['case']:32} {r['mode']:7} {r['tokens']:>5} tokens; from fp32: output {r['fp32_output']:.2e}, "
+    line = f"{r['case']:32} {r['mode']:20} {r['tokens']:>5} tokens; from fp32: output {r['fp32_output']:.2e}, "
     line += f"gradients {r['fp32_mean']:.2e}, worst {r['fp32_worst']:.2e}"
     if "forward_rel" in r:
         line += f"; from eager: {r['forward_rel']:.1e}, {r['grad_rel']:.1e} (two eager runs {r['grad_noise']:.1e}); "

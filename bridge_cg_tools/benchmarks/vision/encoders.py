@@ -1,6 +1,7 @@
 """Times and parity of the encoders beside Qwen3-VL's, eager and on graphs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,10 +14,30 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 SECONDS = 1.0  # no further repeat of a measurement begins after this long
+# Ways of the plugin -> options that are not the default.
+MODES: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {
+        "plugin": {"kernels": "exact"},
+        "plugin_fast": {"kernels": "fast"},
+        "plugin_own_attention": {"kernels": "fast", "attention": "transformer_engine"},
+        "plugin_cudnn": {"kernels": "exact", "attention": "cudnn"},
+        "plugin_flash": {"kernels": "fast", "attention": "flash"},
+    }
+)
 
 
-def measure(name: str, encoder: Encoder, layers: int, repeats: int) -> Iterator[dict[str, Any]]:
-    """Yield the records of every size of one encoder, eager and on graphs."""
+def measure(
+    name: str, encoder: Encoder, layers: int, repeats: int, modes: Sequence[str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of every size of one encoder, eager and on graphs.
+
+    Args:
+        name: In records.
+        encoder: The encoder.
+        layers: How many it has.
+        repeats: Timed runs of each measurement.
+        modes: Of `MODES`; None is the encoder's own.
+    """
     from bridge_cg_tools.benchmarks.models import tower
 
     model = encoder.build(layers)
@@ -28,8 +49,8 @@ def measure(name: str, encoder: Encoder, layers: int, repeats: int) -> Iterator[
         common = {"case": f"{name}_{case}_{layers}layers", "tokens": batch.tokens, "images": batch.images}
         eager_ms, fields = _times(encoder, model, batch, repeats)
         yield {**common, "mode": "eager", "ratio": 1.0, **fields}
-        for mode in encoder.modes:
-            helper = capture(model, buckets=(batch.tokens,), kernels="fast" if mode == "plugin_fast" else "exact")
+        for mode in encoder.modes if modes is None else modes:
+            helper = capture(model, buckets=(batch.tokens,), **MODES[mode])
             found = differences(run_step(encoder, model, grads, batch), eager)
             ms, fields = _times(encoder, model, batch, repeats)
             assert helper.graphs is not None
@@ -91,7 +112,7 @@ def _times(encoder: Encoder, model: Any, batch: Batch, repeats: int) -> tuple[fl
 
 def print_record(r: dict[str, Any]) -> None:
     """Print one record as a line."""
-    line = f"{r['case']:28} {r['mode']:11} {r['tokens']:>6} tokens {r['ms']:>8.1f} ms (ratio {r['ratio']:.2f}), "
+    line = f"{r['case']:28} {r['mode']:20} {r['tokens']:>6} tokens {r['ms']:>8.1f} ms (ratio {r['ratio']:.2f}), "
     line += f"busy {r['gpu_busy_ms']:.1f} ms, {r['kernels']} kernels"
     if "forward_rel" in r:
         line += f"; outputs {r['forward_rel']:.1e} (two eager runs {r['forward_noise']:.1e}), "
