@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge_cg_plugin.attention_bounds import frame_limits, scanned_limits
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders.radio import PACKED_RADIO, RADIO
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
@@ -234,3 +235,33 @@ def test_draws_of_tiles_are_new_in_every_microbatch():
         first, second = (model(draw_tiles(2)) for _ in range(2))
         assert graphs.statistics().replays == 2 or graphs.statistics().fallbacks
         assert not torch.equal(first, second)
+
+
+def test_images_of_any_size_attend_as_cudnn_is_called_directly():
+    """Interleaved, inside packed segments and without anything else."""
+    pytest.importorskip("triton")
+    from bridge_cg_plugin.vision.kernels.segment_attention import lie_interleaved
+
+    model, calls = new_radio(packed=True), []
+    for layer in model.decoder.layers:
+        attention = layer.self_attention.core_attention
+
+        def note(*args, original=attention.forward, **kwargs):
+            calls.append((args, kwargs))
+            return original(*args, **kwargs)
+
+        attention.forward = note
+    with graphs_on(model, **PACKED):
+        pass
+    assert calls
+    for (query, key, value, *others), kwargs in calls:
+        assert lie_interleaved(query, key, value) and not any(other is not None for other in others)
+        given = {name for name, value in kwargs.items() if value is not None}
+        assert given == {"packed_seq_params", "attn_mask_type"} and kwargs["attn_mask_type"].name == "no_mask"
+        assert kwargs["packed_seq_params"].cu_seqlens_q is kwargs["packed_seq_params"].cu_seqlens_kv
+
+
+def test_limits_of_images_of_any_size_follow_what_attention_scans():
+    adapter = PACKED_RADIO.adapt(new_radio(packed=True).decoder)
+    assert adapter.bounds(8192, 64, False) == frame_limits(8192, 64)
+    assert adapter.bounds(8192, 64, True) == scanned_limits(8192, 64) != frame_limits(8192, 64)

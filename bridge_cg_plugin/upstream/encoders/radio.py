@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits
+from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
 from ...graphs.fallback import Fallback
 from ...graphs.planning.buckets import GRANULARITY, Bucket, round_up
 from ...graphs.program import Buffers, RegionProgram, TensorSpec
@@ -22,7 +22,7 @@ from ...graphs.rows import write_rows
 from ...graphs.workload import Call
 from ...options import OptionError
 from ...upstream_types import UpstreamModule
-from ...vision.adapter import EncoderFamily, RecordingKernels, encoder_call
+from ...vision.adapter import EncoderFamily, OtherAttention, RecordingKernels, encoder_call
 from ...vision.batch import EmbeddedImages, check_device
 from ...vision.fit import refuse_images
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
@@ -34,6 +34,7 @@ from ..kernels.saved_tensors import known_activations
 from ..kernels.side_products import side_workspace
 from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection
 from ..random_states import usable_random_states
+from .direct_attention import direct_attention, direct_attention_refusal, flash_attention, flash_attention_refusal
 from .qwen3_vl import accumulating_products, pack_segments
 
 # Tokens of an image where all have one size, by layers: those do not know their tower, which does.
@@ -305,7 +306,7 @@ class PackedAdapter(_RadioAdapter):
 
     def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
         """See `EncoderAdapter`."""
-        return [*frame_limits(capacity, frames)]
+        return [*(scanned_limits if directly else frame_limits)(capacity, frames)]
 
     def program(self, exact_below: int, kernels: RecordingKernels) -> RegionProgram:
         """See `EncoderAdapter`."""
@@ -353,7 +354,7 @@ def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def _family(name: str, packed: bool, adapt: Callable[[UpstreamModule], Any]) -> EncoderFamily:
+def _family(name: str, packed: bool, adapt: Callable[[UpstreamModule], Any], **others: Any) -> EncoderFamily:
     return EncoderFamily(
         name=name,
         find=find_layers(packed),
@@ -364,8 +365,15 @@ def _family(name: str, packed: bool, adapt: Callable[[UpstreamModule], Any]) -> 
         fused_accumulation=accumulating_products,
         before_eager=accumulate_from_now_on,
         known_activations=known_activations,
+        **others,
     )
 
 
 RADIO = _family("RADIO", False, TileAdapter)
-PACKED_RADIO = _family("RADIO with images of any size", True, PackedAdapter)
+PACKED_RADIO = _family(
+    "RADIO with images of any size",
+    True,
+    PackedAdapter,
+    direct_attention=OtherAttention(direct_attention, direct_attention_refusal),
+    flash_attention=OtherAttention(flash_attention, flash_attention_refusal),
+)
