@@ -26,6 +26,8 @@ SMALL_CAPACITY = 1024
 # segments and many, of similar size, which scan this many rows a token, and a few of any size.
 FEW_SEGMENTS, MANY_SEGMENTS, ANY_SEGMENTS = 8, 32, 16
 SCANNED_ROWS = 4
+# Bounds of the largest segment, in tokens, from which cuDNN's kernels beat PyTorch's packed ones on an H200.
+CUDNN_FROM = 768
 # Rows that are scanned in the time that one token takes, forward and backward (27 layers, an H200).
 ROWS_A_TOKEN = 230
 # With deterministic algorithms, cuDNN's attention backward takes 128 bytes x heads x (tokens rounded up to a power of
@@ -88,6 +90,17 @@ def scanned_limits(tokens: int, max_frames: int) -> list[tuple[int, int]]:
         similar = {(n, min(round_up(-(-tokens * SCANNED_ROWS // n), GRANULARITY), tokens)) for n in (few, many)}
         bounds |= {*similar, (any_size, tokens)}
     return _cheapest_first(bounds, tokens, lambda segments, largest: segments * largest)
+
+
+def cudnn_pays(segments: int, largest: int, tokens: int) -> bool:
+    """Whether cuDNN attends inside segments in less time than PyTorch's packed kernels, which scan no rows.
+
+    Args:
+        segments: How many there are at most.
+        largest: Bound of a segment's length in tokens.
+        tokens: Rows of the packed tensors.
+    """
+    return largest >= CUDNN_FROM and segments * largest <= ANY_SEGMENTS * tokens
 
 
 def replay_cost(bucket: Bucket) -> float:

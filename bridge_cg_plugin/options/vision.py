@@ -152,7 +152,8 @@ class VisionGraphOptions:
         "kernels that may replace eager's: auto, exact or fast",
         "`exact` allows kernels that round as eager's do. `fast` also allows kernels that sum in another order "
         "(the backward of LayerNorm and RMSNorm, the patch embedding's weight gradient), so gradients differ by "
-        "rounding. Outputs are equal in all cases. `auto` is `exact` under deterministic algorithms "
+        "rounding. Outputs are equal in all cases, except for encoders that then "
+        "[attend by cuDNN](encoders.md#what-differs-by-encoder). `auto` is `exact` under deterministic algorithms "
         "(`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0` or PyTorch's), `fast` otherwise",
         feature="fast kernels",
         without=("exact",),
@@ -169,7 +170,8 @@ class VisionGraphOptions:
         "eager does not use cuDNN's kernels (`NVTE_FUSED_ATTN=0`, `attention_backend`, read at capture). `flash` is "
         "`auto`, with FlashAttention in buckets for frames of 640 tokens and more (package `flash-attn-4`, "
         "`requirements/flash.txt`; Hopper GPUs). It is faster and rounds differently: outputs are as close to fp32 as "
-        "eager's, but not bit-identical",
+        "eager's, but not bit-identical. Hugging Face's encoders "
+        "[use PyTorch's kernels](encoders.md#what-differs-by-encoder) in place of Transformer Engine's",
         tuning=True,
     )
     streams: Literal["auto", 1, 2] = option(

@@ -144,15 +144,19 @@ LayerParts = Callable[[nn.Module, str, int, RecordingKernels], Sequence[LayerPar
 
 @dataclass(frozen=True, slots=True)
 class OtherAttention:
-    """Attention in the place of Transformer Engine's.
+    """Attention in the place of that which an encoder's graphs have else.
 
     Attributes:
         kernels: Entered with the modules around recorded work; swaps it in.
         refusal: Why that cannot be done in this process, None where it can.
+        replaces: Whose attention it replaces.
+        rounds_as_eager: Whether outputs are those of the attention that it replaces.
     """
 
     kernels: RecordingKernels = nullcontext
-    refusal: Callable[[], str | None] = lambda: "this encoder's attention is not Transformer Engine's"
+    refusal: Callable[[], str | None] = lambda: "this encoder has no other attention"
+    replaces: str = "Transformer Engine's"
+    rounds_as_eager: bool = True
 
 
 NO_OTHER_ATTENTION = OtherAttention()

@@ -32,15 +32,22 @@ class RecordedKernels:
         self.attends_directly = self._attends_by_flash = False
         if wanted == "transformer_engine":
             return
-        direct = family.direct_attention.refusal()
+        other = family.direct_attention
+        direct = other.refusal()
         flash = family.flash_attention.refusal() if wanted == "flash" else None  # asking imports its compiler
-        self.attends_directly = direct is None
+        self.attends_directly = direct is None and (other.rounds_as_eager or self._fast or wanted == "cudnn")
         self._attends_by_flash = wanted == "flash" and flash is None
         refusal = {"cudnn": direct, "flash": flash}.get(wanted)
         if refusal is not None:
-            stays = "cuDNN's, called directly" if self.attends_directly else "Transformer Engine's"
-            stays = "as it is" if family.direct_attention is NO_OTHER_ATTENTION else stays
+            stays = "cuDNN's, called directly" if self.attends_directly else other.replaces
+            stays = "as it is" if other is NO_OTHER_ATTENTION else stays
             announce(f"vision_cuda_graph_tuning.attention={wanted}: {refusal}; attention stays {stays}")
+
+    @property
+    def _fast(self) -> bool:
+        """Whether kernels may round otherwise than eager's."""
+        kernels = self._options.kernels
+        return kernels == "fast" or (kernels == "auto" and not deterministic())
 
     @property
     def attention(self) -> str:
@@ -55,8 +62,7 @@ class RecordedKernels:
         family, options = self.family, self._options
         entered = [family.kernels]
         entered += [family.fused_accumulation] if options.gradient_accumulation_fusion else []
-        fast = options.kernels == "fast" or (options.kernels == "auto" and not deterministic())
-        entered += [family.reordering_kernels] if fast else []
+        entered += [family.reordering_kernels] if self._fast else []
         entered += [family.direct_attention.kernels] if self.attends_directly else []
         entered += [family.flash_attention.kernels] if self._attends_by_flash else []  # over cuDNN's, so last
         entered += [family.known_activations] if options.moves_activations else []

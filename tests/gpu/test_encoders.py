@@ -120,9 +120,21 @@ def test_replays_equal_eager_to_the_bit(encoder, streams):
 @pytest.mark.parametrize("kernels", ["exact", "fast"])
 def test_replays_are_as_near_to_fp32_as_eager(encoder, kernels):
     """Eager attends frame by frame, and flash attention splits small frames, but not where they are packed."""
+    check_nearness(encoder, kernels=kernels)
+
+
+@encoders(*PACKED, "ministral3", first=("qwen3_omni",))
+@pytest.mark.parametrize("attention", ["cudnn", "flash"])
+def test_replays_by_other_attention_are_as_near_to_fp32_as_eager(encoder, attention):
+    pytest.importorskip({"cudnn": "cudnn", "flash": "flash_attn.cute"}[attention], reason="needs its package")
+    check_nearness(encoder, attention=attention)
+
+
+def check_nearness(encoder, **options):
     reference = encoder.kind.reference(encoder.kind, encoder.model)
     said = encoder.kind.compared(encoder.model)
-    helper = encoder.on_graphs(kernels=kernels)
+    helper = encoder.on_graphs(**options)
+    assert helper.graphs.workload.attention == options.get("attention", helper.graphs.workload.attention)
     for name, size in encoder.sizes.items():
         batch = encoder.batch(size, seed=len(name))
         exact, exact_gradients = reference.step(batch)
@@ -144,6 +156,29 @@ def test_replays_are_as_near_to_fp32_as_eager(encoder, kernels):
         assert mean <= ALLOWANCE * eager_mean, name
     assert not helper.graphs.statistics().fallbacks
     helper.delete_cuda_graphs()
+
+
+@encoders(*PACKED, "ministral3")
+def test_kernels_by_which_long_segments_attend(encoder):
+    """Exact kernels are PyTorch's, fast ones cuDNN's, but for windows."""
+    from torch.profiler import ProfilerActivity, profile
+
+    pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
+    batch = encoder.batch([(1, 40, 40)])
+    for kernels in ("exact", "fast"):
+        helper = encoder.on_graphs(kernels=kernels, buckets=(1600,))
+        encoder.run(batch)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            encoder.run(batch)
+            torch.cuda.synchronize()
+        names = [event.name for event in profiler.events()]
+        found = {kind: sum(kind in name for name in names) for kind in ("pytorch_flash::flash_fwd", "sdpa")}
+        print(f"{kernels}: {found}")
+        layers = LAYERS - 2 if encoder.kind in (ENCODERS["qwen25_vl"], ENCODERS["qwen25_omni"]) else 0  # by windows
+        assert bool(found["sdpa"]) == (kernels == "fast")
+        assert found["pytorch_flash::flash_fwd"] == (LAYERS if kernels == "exact" else layers)
+        assert not helper.graphs.statistics().fallbacks
+        helper.delete_cuda_graphs()
 
 
 # Frames are large enough that flash attention does not split them, as it does with few blocks.

@@ -12,7 +12,7 @@ from ...attention_bounds import UNPACKED_FROM, deterministic
 from ...graphs.modules import every_module
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
-from ..kernels.attention_choice import fused_attention_refusal
+from ..kernels.attention_choice import HOPPER, fused_attention_refusal
 from ..kernels.layers import is_te_attention, kernels_available
 
 # Bounds of the largest segment, in tokens, from which FlashAttention was faster on an H200: docs/benchmarks/vision.md.
@@ -27,6 +27,21 @@ def direct_attention_refusal() -> str | None:
     refusal = _process_refusal() or fused_attention_refusal()
     if refusal is not None:
         return refusal
+    from ...vision.kernels.cudnn_graphs import unavailable
+
+    return unavailable()
+
+
+def segment_attention_refusal() -> str | None:
+    """Return why cuDNN does not attend in the place of PyTorch's packed kernels, or None where it does.
+
+    Its outputs differ from eager's, as those of packed kernels do, so the kernels by which eager attends do not matter.
+    """
+    refusal = _process_refusal()
+    if refusal is not None:
+        return refusal
+    if torch.cuda.get_device_capability() < HOPPER:
+        return f"{torch.cuda.get_device_name()} is older than Hopper GPUs, where cuDNN's kernels are faster"
     from ...vision.kernels.cudnn_graphs import unavailable
 
     return unavailable()
@@ -57,7 +72,7 @@ def direct_attention(modules: Sequence[nn.Module]) -> Iterator[None]:
 
     What a direct call does not do stays as it is: see `_attends_directly`.
     """
-    with _attending(modules, functools.partial(_attention_forward, _Located())):
+    with _attending(modules, functools.partial(_attention_forward, Located())):
         yield
 
 
@@ -81,13 +96,14 @@ def _attending(modules: Sequence[nn.Module], forward: Callable[..., Tensor]) -> 
         yield
 
 
-class _Located:
+class Located:
     """Where the segments of a microbatch lie, computed once for all layers."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, int, int], Any] = {}
 
     def __call__(self, offsets: Tensor, heads: int, width: int) -> Any:
+        """See `locate_segments`."""
         from ...vision.kernels.segment_attention import locate_segments
 
         key = (id(offsets), heads, width)
@@ -97,7 +113,7 @@ class _Located:
 
 
 def _attention_forward(
-    located: _Located,
+    located: Located,
     attention: UpstreamModule,
     original: Callable[..., Tensor],
     query: Tensor,

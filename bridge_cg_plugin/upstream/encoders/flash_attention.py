@@ -172,7 +172,7 @@ def agrees(width: int, dtype: torch.dtype, device: int) -> bool:
     except Exception as error:  # of a compiler: anything
         reason = named(error)
     if reason:
-        warn(f"{PACKAGE} {_version()} fails for heads of {width}, which stay with cuDNN's attention: {reason}")
+        warn(f"{PACKAGE} {_version()} fails for heads of {width}, which other kernels compute: {reason}")
     return not reason
 
 

@@ -24,12 +24,11 @@ from ..kernels.saved_tensors import known_activations
 from .hugging_face import held_as
 from .packed_towers import (
     PackedTowerAdapter,
-    attending,
     frame_segments,
-    joint_attention,
     reordering_kernels,
     rotation,
 )
+from .tower_attention import attending, attending_by_cudnn, attending_by_flash, joint_attention
 
 
 class Glm45VEncoder(GridProgram):
@@ -148,5 +147,7 @@ GLM45V = EncoderFamily(
     adapt=Glm45VAdapter,
     kernels=recording_kernels,
     reordering_kernels=reordering_kernels,
+    direct_attention=attending_by_cudnn("Glm4vVisionAttention", joint_attention),
+    flash_attention=attending_by_flash("Glm4vVisionAttention", joint_attention),
     known_activations=known_activations,
 )

@@ -1,8 +1,7 @@
-"""What Hugging Face's encoders of images of any size have in common: calls, attention in packed segments."""
+"""What Hugging Face's encoders of images of any size have in common: calls, segments, rotation, the backward."""
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from ...vision.batch import BatchError, VisionBatch, patch_shape, patches_misfit
 from ...vision.encoders.layout import segment_offsets
 from ...vision.host_grids import HostGrids, token_count
 from ...vision.kernels.aligned_linear import aligned_linear, is_misaligned
-from ...vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention
+from ...vision.kernels.packed_attention import DTYPES, PackedSegments
 from ..attributes import overridden
 from ..kernels.layers import kernels_available
 from .hugging_face import refuse_checkpointing, result, returns_an_object
@@ -173,49 +172,6 @@ def rotation(angles: Tensor) -> Rotation:
     """Return the rotation by angles `[tokens, width / 2]`."""
     angles = torch.cat((angles, angles), dim=-1)
     return Rotation.of(angles.cos(), angles.sin())
-
-
-# Called with the module, hidden states, segments, and the rotation as upstream's layers hand them on.
-AttentionForward = Callable[..., Any]
-
-
-def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
-    """Return kernels that let attention take `PackedSegments` while a region is recorded.
-
-    Hugging Face's own reads the offsets on the host and attends segment by segment, or hands the longest segment's
-    length over as a device tensor.
-
-    Args:
-        attention: Name of the class of attention.
-        forward: Called in its place, with the module first.
-    """
-
-    @contextmanager
-    def kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for module in every_module(modules):
-                if type(module).__name__ == attention:
-                    stack.enter_context(overridden(module, "forward", partial(forward, module)))
-            yield
-
-    return kernels
-
-
-def joint_attention(
-    attention: UpstreamModule,
-    hidden_states: Tensor,
-    cu_seqlens: PackedSegments,
-    position_embeddings: Rotation,
-) -> Tensor:
-    """Attend by queries, keys and values of one projection; see `AttentionForward`."""
-    tokens = hidden_states.shape[0]
-    mixed = attention.qkv(hidden_states).view(tokens, 3, attention.num_heads, -1)
-    query, key, value = mixed.unbind(1)
-    rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb_vision
-    query, key = position_embeddings.apply(rotate, query, key)
-    context = packed_attention(query, key, value, cu_seqlens, attention.scaling)
-    projected: Tensor = attention.proj(context.reshape(tokens, -1))
-    return projected
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from ...vision.encoders.grid_program import GridProgram
 from ...vision.encoders.layout import token_positions
 from ...vision.guard import images, poisoned, write_guarded
 from ...vision.host_grids import Grid, HostGrids
-from ...vision.kernels.packed_attention import PackedSegments, packed_attention
+from ...vision.kernels.packed_attention import PackedSegments
 from ..kernels.saved_tensors import known_activations
 from .hugging_face import held_as, refuse_checkpointing
-from .packed_towers import Rotation, attending, frame_segments, refuse_precision, reordering_kernels
+from .packed_towers import Rotation, frame_segments, refuse_precision, reordering_kernels
+from .tower_attention import Attend, attend, attending, attending_by_cudnn, attending_by_flash
 
 EMBEDDING = 4  # patches: Mistral 3's projector merges 2 x 2 of them
 
@@ -238,17 +240,18 @@ def _attention(
     hidden_states: Tensor,
     attention_mask: PackedSegments,
     position_embeddings: Rotation,
+    attend: Attend = attend,
     **others: Any,
 ) -> tuple[Tensor, None]:
     from transformers.models.pixtral.modeling_pixtral import apply_rotary_pos_emb
 
     tokens = hidden_states.shape[1]
-    query, key, value = (
+    parts = tuple(
         project(hidden_states).view(tokens, attention.num_heads, attention.head_dim)
         for project in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
-    query, key = position_embeddings.apply(apply_rotary_pos_emb, query, key, unsqueeze_dim=1)
-    context = packed_attention(query, key, value, attention_mask, attention.scaling)
+    rotate = partial(apply_rotary_pos_emb, unsqueeze_dim=1)
+    context = attend(parts, rotate, position_embeddings, attention_mask, attention.scaling)
     return attention.o_proj(context.reshape(1, tokens, -1)), None
 
 
@@ -257,6 +260,8 @@ PIXTRAL = EncoderFamily(
     find=held_as("vision_tower", "PixtralVisionModel"),
     adapt=PixtralAdapter,
     kernels=attending("PixtralAttention", _attention),
+    direct_attention=attending_by_cudnn("PixtralAttention", _attention),
+    flash_attention=attending_by_flash("PixtralAttention", _attention),
     reordering_kernels=reordering_kernels,
     known_activations=known_activations,
 )

@@ -4,11 +4,12 @@ from torch import Tensor
 
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import EncoderFamily
-from ...vision.kernels.packed_attention import PackedSegments, packed_attention
+from ...vision.kernels.packed_attention import PackedSegments
 from ..kernels.saved_tensors import known_activations
 from .hugging_face import held_as
-from .packed_towers import Rotation, attending, reordering_kernels
+from .packed_towers import Rotation, reordering_kernels
 from .qwen25_vl import Qwen25VLAdapter
+from .tower_attention import Attend, attend, attending, attending_by_cudnn, attending_by_flash
 
 
 class Qwen25OmniAdapter(Qwen25VLAdapter):
@@ -22,6 +23,7 @@ def separate_attention(
     hidden_states: Tensor,
     cu_seqlens: PackedSegments,
     position_embeddings: Rotation,
+    attend: Attend = attend,
 ) -> Tensor:
     """Attend by queries, keys and values of a projection each; see `AttentionForward`.
 
@@ -31,12 +33,11 @@ def separate_attention(
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
     tokens = hidden_states.shape[0]
-    query, key, value = (
+    parts = tuple(
         project(hidden_states).view(tokens, attention.num_heads, -1)
         for project in (attention.q, attention.k, attention.v)
     )
-    query, key = position_embeddings.apply(apply_rotary_pos_emb_vision, query, key)
-    context = packed_attention(query, key, value, cu_seqlens, attention.scaling)
+    context = attend(parts, apply_rotary_pos_emb_vision, position_embeddings, cu_seqlens, attention.scaling)
     projected: Tensor = attention.proj(context.reshape(tokens, -1))
     return projected
 
@@ -46,6 +47,8 @@ QWEN25_OMNI = EncoderFamily(
     find=held_as("visual", "Qwen2_5OmniVisionEncoder"),
     adapt=Qwen25OmniAdapter,
     kernels=attending("Qwen2_5OmniVisionAttention", separate_attention),
+    direct_attention=attending_by_cudnn("Qwen2_5OmniVisionAttention", separate_attention),
+    flash_attention=attending_by_flash("Qwen2_5OmniVisionAttention", separate_attention),
     reordering_kernels=reordering_kernels,
     known_activations=known_activations,
 )

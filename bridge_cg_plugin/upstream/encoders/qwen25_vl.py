@@ -17,13 +17,12 @@ from ..kernels.saved_tensors import known_activations
 from .hugging_face import held_as
 from .packed_towers import (
     PackedTowerAdapter,
-    attending,
     fewer_patches,
     frame_segments,
-    joint_attention,
     reordering_kernels,
     rotation,
 )
+from .tower_attention import attending, attending_by_cudnn, attending_by_flash, joint_attention
 
 
 class Qwen25VLEncoder(GridProgram):
@@ -83,6 +82,8 @@ QWEN25_VL = EncoderFamily(
     find=held_as("visual", "Qwen2_5_VisionTransformerPretrainedModel"),
     adapt=Qwen25VLAdapter,
     kernels=attending("Qwen2_5_VLVisionAttention", joint_attention),
+    direct_attention=attending_by_cudnn("Qwen2_5_VLVisionAttention", joint_attention),
+    flash_attention=attending_by_flash("Qwen2_5_VLVisionAttention", joint_attention),
     reordering_kernels=reordering_kernels,
     known_activations=known_activations,
 )

@@ -17,12 +17,11 @@ from ..kernels.saved_tensors import known_activations
 from .hugging_face import held_as
 from .packed_towers import (
     PackedTowerAdapter,
-    attending,
     frame_segments,
-    joint_attention,
     reordering_kernels,
     rotation,
 )
+from .tower_attention import attending, attending_by_cudnn, attending_by_flash, joint_attention
 
 
 class Qwen3OmniEncoder(GridProgram):
@@ -86,6 +85,8 @@ QWEN3_OMNI = EncoderFamily(
     find=held_as("visual", "Qwen3OmniMoeVisionEncoder"),
     adapt=Qwen3OmniAdapter,
     kernels=attending("Qwen3OmniMoeVisionAttention", joint_attention),
+    direct_attention=attending_by_cudnn("Qwen3OmniMoeVisionAttention", joint_attention),
+    flash_attention=attending_by_flash("Qwen3OmniMoeVisionAttention", joint_attention),
     reordering_kernels=reordering_kernels,
     known_activations=known_activations,
 )

@@ -24,7 +24,8 @@ from ...vision.host_grids import HostGrids
 from ...vision.kernels.packed_attention import PackedSegments, packed_attention
 from ..kernels.saved_tensors import known_activations
 from .hugging_face import held_as, refuse_checkpointing, result, returns_an_object
-from .packed_towers import attending, refuse_precision
+from .packed_towers import refuse_precision
+from .tower_attention import attending
 
 # Upstream counts tokens by chunks of so many frames, whatever the configuration.
 CHUNK_FRAMES = 100

@@ -242,7 +242,7 @@ def segment_plans(shape: SegmentShape, device: int) -> SegmentPlans | None:
 @cache
 def _say_refused(heads: int, width: int, dtype: torch.dtype, reason: str) -> None:
     what = f"attention of {heads} heads of {width} in {str(dtype).removeprefix('torch.')}"
-    warn(f"cuDNN cannot be called directly for {what}, which stays Transformer Engine's: {reason}")
+    warn(f"cuDNN cannot be called directly for {what}, which other kernels compute: {reason}")
 
 
 @cache

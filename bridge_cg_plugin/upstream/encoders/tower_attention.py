@@ -1,0 +1,149 @@
+"""By which kernels Hugging Face's encoders attend in packed segments: PyTorch's, cuDNN's or FlashAttention's."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...attention_bounds import cudnn_pays
+from ...graphs.modules import every_module
+from ...upstream_types import UpstreamModule
+from ...vision.adapter import OtherAttention, RecordingKernels
+from ...vision.kernels.packed_attention import PackedSegments, packed_attention, taken_apart
+from ..attributes import overridden
+from .direct_attention import FLASH_FROM, Located, flash_attention_refusal, segment_attention_refusal
+from .packed_towers import Rotation
+
+# Called with the module, hidden states, segments, and the rotation as upstream's layers hand them on. As `attend` it
+# takes what attends, an `Attend`.
+AttentionForward = Callable[..., Any]
+# Called with what projections made (see `taken_apart`), upstream's function that rotates queries and keys, the
+# rotation, the segments, and what products of queries and keys are multiplied by. Returns `[tokens, heads, width]`.
+Attend = Callable[[tuple[Tensor, ...], Callable[..., Any], Rotation, PackedSegments, float], Tensor]
+
+
+def attend(
+    projected: tuple[Tensor, ...],
+    rotate: Callable[..., Any],
+    rotation: Rotation,
+    segments: PackedSegments,
+    scale: float,
+) -> Tensor:
+    """Attend by PyTorch's kernels; see `Attend`."""
+    query, key, value = taken_apart(projected)
+    query, key = rotation.apply(rotate, query, key)
+    return packed_attention(query, key, value, segments, scale)
+
+
+class _AttendByCuDNN:
+    """Attends by cuDNN's kernels where they are the faster, and else by PyTorch's; see `Attend`."""
+
+    def __init__(self) -> None:
+        self._located = Located()
+
+    def __call__(
+        self,
+        projected: tuple[Tensor, ...],
+        rotate: Callable[..., Any],
+        rotation: Rotation,
+        segments: PackedSegments,
+        scale: float,
+    ) -> Tensor:
+        query, offsets = taken_apart(projected)[0], segments.offsets
+        (tokens, heads, width), most = query.shape, offsets.shape[0] - 1
+        plans = None
+        if rotation.halves is not None and cudnn_pays(most, segments.largest, tokens):
+            from ...vision.kernels.segment_attention import plans_for
+
+            plans = plans_for(query, most, segments.largest, scale)
+        if rotation.halves is None or plans is None:
+            return attend(projected, rotate, rotation, segments, scale)
+        from ...vision.kernels.rotary import rotate_interleaved
+        from ...vision.kernels.segment_attention import segment_attention
+
+        parts = rotate_interleaved(projected, *rotation.halves, rotation.rounds)
+        return segment_attention(*parts, self._located(offsets, heads, width), plans)
+
+
+def _attend_by_flash(
+    projected: tuple[Tensor, ...],
+    rotate: Callable[..., Any],
+    rotation: Rotation,
+    segments: PackedSegments,
+    scale: float,
+) -> Tensor:
+    """Attend by FlashAttention's kernels where segments may be long, and else by PyTorch's; see `Attend`."""
+    query = taken_apart(projected)[0]
+    if rotation.halves is None or segments.largest < FLASH_FROM:
+        return attend(projected, rotate, rotation, segments, scale)
+    from . import flash_attention as flash
+
+    width = query.shape[2]
+    if not flash.takes(width, query.dtype) or not flash.agrees(width, query.dtype, query.device.index):
+        return attend(projected, rotate, rotation, segments, scale)
+    from ...vision.kernels.rotary import rotate_interleaved
+
+    parts = rotate_interleaved(projected, *rotation.halves, rotation.rounds)
+    return flash.flash_attention(*parts, segments.offsets, segments.largest, scale)
+
+
+def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
+    """Return kernels that let attention take `PackedSegments` while a region is recorded.
+
+    Hugging Face's own reads the offsets on the host and attends segment by segment, or hands the longest segment's
+    length over as a device tensor.
+
+    Args:
+        attention: Name of the class of attention.
+        forward: Called in its place, with the module first.
+    """
+
+    @contextmanager
+    def kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in every_module(modules):
+                if type(module).__name__ == attention:
+                    stack.enter_context(overridden(module, "forward", partial(forward, module)))
+            yield
+
+    return kernels
+
+
+def attending_by_cudnn(attention: str, forward: AttentionForward) -> OtherAttention:
+    """Return cuDNN's attention in the place of PyTorch's; arguments as of `attending`, entered inside its kernels."""
+    return _other(attention, forward, _AttendByCuDNN, segment_attention_refusal)
+
+
+def attending_by_flash(attention: str, forward: AttentionForward) -> OtherAttention:
+    """Return FlashAttention in the place of either; arguments as of `attending`, entered inside its kernels."""
+    return _other(attention, forward, lambda: _attend_by_flash, flash_attention_refusal)
+
+
+def _other(
+    attention: str, forward: AttentionForward, make: Callable[[], Attend], refusal: Callable[[], str | None]
+) -> OtherAttention:
+    @contextmanager
+    def kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+        with attending(attention, partial(forward, attend=make()))(modules):
+            yield
+
+    return OtherAttention(kernels, refusal, replaces="PyTorch's", rounds_as_eager=False)
+
+
+def joint_attention(
+    attention: UpstreamModule,
+    hidden_states: Tensor,
+    cu_seqlens: PackedSegments,
+    position_embeddings: Rotation,
+    attend: Attend = attend,
+) -> Tensor:
+    """Attend by queries, keys and values of one projection; see `AttentionForward`."""
+    tokens = hidden_states.shape[0]
+    mixed = attention.qkv(hidden_states).view(tokens, 3, attention.num_heads, -1)
+    rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb_vision
+    context = attend((mixed,), rotate, position_embeddings, cu_seqlens, attention.scaling)
+    projected: Tensor = attention.proj(context.reshape(tokens, -1))
+    return projected
