@@ -11,6 +11,7 @@ from .values import is_unset, parse_flag, words
 # Newer and older releases' names.
 PACKING_FIELDS = ("enable_in_batch_packing", "pack_sequences_in_batch")
 OFFLINE_PACKING = "enable_offline_packing"
+FP8_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
 LEVELS = "hierarchical_context_parallel_sizes"
 # The release that waits for copies inside graphs brought this field.
 CAME_WITH_OFFLOAD_IN_GRAPHS = CORE_FIELDS["delay_until_cuda_graph"]
@@ -61,7 +62,12 @@ class Facts:
         key_heads: Heads of keys and values, of all tensor-parallel ranks together.
         in_batch_packing: The release's field that is set to pack a microbatch's sequences into one.
         multi_token_layers: Layers of multi-token prediction.
-        low_precision: The fp8 or fp4 recipe that layers compute in.
+        low_precision: The fp8 or fp4 format that layers compute in.
+        fp8: The fp8 format alone.
+        fp8_recipe: How scales are found.
+        fp8_weights: Whether parameters are kept in fp8.
+        fp8_attention: A field by which attention itself computes in fp8; empty where none is set.
+        own_precision: Whether single modules have a precision of their own.
         cpu_offloading: Whether megatron-core offloads whole layers.
         offload_in_graphs: Whether megatron-core can offload inside the graphs that it captures.
         sequence_parallel: Whether tensor-parallel ranks are set to divide sequences; with experts they do anyway.
@@ -100,6 +106,11 @@ class Facts:
     in_batch_packing: str | None = None
     multi_token_layers: int | None = None
     low_precision: str | None = None
+    fp8: str | None = None
+    fp8_recipe: str | None = None
+    fp8_weights: bool | None = None
+    fp8_attention: str = ""
+    own_precision: bool = False
     cpu_offloading: bool | None = None
     offload_in_graphs: bool | None = None
     sequence_parallel: bool | None = None
@@ -151,7 +162,12 @@ def facts_of(written: Written) -> Facts:
         key_heads=_count(settings, "num_query_groups") or _count(settings, "num_attention_heads"),
         in_batch_packing=next((name for name in PACKING_FIELDS if _flag(settings, name)), None),
         multi_token_layers=_count(settings, "mtp_num_layers"),
-        low_precision=_low_precision(settings),
+        low_precision=_word(settings, "fp8") or _word(settings, "fp4"),
+        fp8=_word(settings, "fp8"),
+        fp8_recipe=_word(settings, "fp8_recipe"),
+        fp8_weights=_flag(settings, "fp8_param"),
+        fp8_attention=next((name for name in FP8_ATTENTION if _flag(settings, name)), ""),
+        own_precision=not is_unset(settings.get("quant_recipe")),
         cpu_offloading=_flag(settings, "cpu_offloading"),
         offload_in_graphs=None if written.model is None else hasattr(written.model, CAME_WITH_OFFLOAD_IN_GRAPHS),
         sequence_parallel=_flag(settings, "sequence_parallel"),
@@ -196,8 +212,9 @@ def _counts(settings: dict[str, Any], name: str) -> tuple[int, ...]:
     return tuple(int(_number(name, item)) for item in items)
 
 
-def _low_precision(settings: dict[str, Any]) -> str | None:
-    return next((str(settings[name]) for name in ("fp8", "fp4") if not is_unset(settings.get(name))), None)
+def _word(settings: dict[str, Any], name: str) -> str | None:
+    value = settings.get(name)
+    return None if is_unset(value) else str(getattr(value, "value", value))
 
 
 def _above_zero(settings: dict[str, Any], name: str) -> bool | None:

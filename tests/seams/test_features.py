@@ -116,6 +116,11 @@ CONFIGURATIONS = {
         {**PACKED, "cuda_graph_modules": ["attn", "moe_router"], "num_moe_experts": 8},
         {*ANY_PACKED, F.PACKED_ATTENTION, F.PACKED_EXPERTS},
     ),
+    "packs in fp8": (
+        GPT,
+        {**PACKED, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
+        {*ANY_PACKED, F.PACKED_ATTENTION, F.PACKED_FP8},
+    ),
     "packs of Qwen3-VL": (QWEN3_VL, PACKED, {*ANY_PACKED, F.PACKED_QWEN3_VL}),
     "packs of a hybrid": (
         MAMBA,

@@ -77,7 +77,8 @@ def test_off_switches_everything_off_that_a_recipe_has_on():
         ({"num_moe_experts": 8}, "all layers as one region", ""),
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "eager", "recompute"),
         ({"multi_latent_attention": True}, "eager", "multi_latent_attention"),
-        ({"fp8": "hybrid"}, "eager", "fp8"),
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "all layers as one region", ""),
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "eager", "fp8_recipe"),
     ],
 )
 def test_what_a_combination_forbids_is_less_with_its_reason(settings, graphs, why):

@@ -19,6 +19,7 @@ from bridge_cg_plugin.options.combinations import COMBINATIONS
 TE, LOCAL, FULL = (f"cuda_graph_impl={impl}" for impl in ("transformer_engine", "local", "full_iteration"))
 VISION = "vision_cuda_graph_impl=transformer_engine"
 PACKED = "cuda_graph_max_packed_seqs=64"
+FP8 = "fp8=hybrid fp8_recipe=tensorwise"
 OFFLOAD = "fine_grained_activation_offloading=true offload_modules="
 
 
@@ -208,7 +209,43 @@ REFUSED = {
         f"{TE} {PACKED} multi_latent_attention=true",
         "model.multi_latent_attention",
     ),
-    "packed-sequence graphs with fp8 or fp4": (f"{TE} {PACKED} fp8=hybrid", "model.fp8"),
+    "packed-sequence graphs with fp4": (f"{TE} {PACKED} fp4=e2m1", "model.fp4"),
+    "packed-sequence graphs with a precision for each module": (
+        f"{TE} {PACKED} quant_recipe=recipe.yaml",
+        "model.quant_recipe",
+    ),
+    "packed-sequence graphs in fp8 with another recipe than tensorwise or delayed": (
+        f"{TE} {PACKED} fp8=hybrid fp8_recipe=mxfp8",
+        "model.fp8_recipe",
+    ),
+    "packed-sequence graphs in fp8 with parameters in fp8": (
+        f"{TE} {PACKED} {FP8} fp8_param=true",
+        "model.fp8_param",
+    ),
+    "packed-sequence graphs in fp8 with attention in fp8": (
+        f"{TE} {PACKED} {FP8} fp8_multi_head_attention=true",
+        "model.fp8_multi_head_attention",
+    ),
+    "packed-sequence graphs of parts of layers with delayed scaling": (
+        f"{TE} {PACKED} fp8=hybrid fp8_recipe=delayed cuda_graph_modules=attn",
+        "model.fp8_recipe",
+    ),
+    "packed-sequence graphs of whole layers in fp8 with experts": (
+        f"{TE} {PACKED} {FP8} num_moe_experts=8",
+        "model.fp8",
+    ),
+    "packed-sequence graphs in fp8 with Mamba layers": (
+        f"{TE} {PACKED} {FP8} hybrid_layer_pattern=M*",
+        "model.fp8",
+    ),
+    "packed-sequence graphs in fp8 with tensor parallelism": (
+        f"{TE} {PACKED} {FP8} tensor_model_parallel_size=2",
+        "model.tensor_model_parallel_size",
+    ),
+    "packed-sequence graphs in fp8 with offloading or recompute": (
+        f"{TE} {PACKED} {FP8} cuda_graph_packed_offload=all",
+        "cuda_graph_packed_offload",
+    ),
     "packed-sequence graphs with Megatron-FSDP": (
         f"{TE} {PACKED} ddp.use_megatron_fsdp=true",
         "ddp.use_megatron_fsdp",
@@ -426,6 +463,9 @@ ACCEPTED = [
     f"{TE} {PACKED} context_parallel_size=4 cp_comm_type=a2a+p2p num_query_groups=2"
     " hierarchical_context_parallel_sizes=2,2",
     f"{TE} {PACKED} variable_seq_lengths=true dataset.enable_in_batch_packing=true fp8=null",
+    f"{TE} {PACKED} {FP8} cuda_graph_modules=attn context_parallel_size=2",
+    f"{TE} {PACKED} {FP8} cuda_graph_modules=attn,moe_router num_moe_experts=8",
+    f"{TE} {PACKED} fp8=e4m3 fp8_recipe=delayed fp8_param=false",
     f"{TE} {PACKED} cuda_graph_modules=attn num_moe_experts=8 hidden_dropout=0 attention_dropout=0.0",
     "dataset.enable_offline_packing=true",
     f"{OFFLOAD}core_attn,attn_proj {TE} cuda_graph_modules=attn cuda_graph_warmup_steps=3",

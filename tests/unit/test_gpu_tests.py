@@ -141,6 +141,7 @@ FIRST = {
     F.COPIES: "test_batch_copies.py::test_batches_arrive_whole_while_the_gpu_computes[page-locked]",
     F.PACKED_HYBRIDS: "test_packed_mamba.py::test_thirty_packs_replayed_from_one_capture",
     F.PACKED_EXPERTS: "test_captured_experts.py::test_replays_repeat_to_the_bit",
+    F.PACKED_FP8: "test_packed_fp8.py::test_steps_equal_eager[tensorwise-hybrid]",
 }
 SEVERAL_GPUS = {F.DEEPSTACK_GRADIENTS, F.PIPELINES}
 # What a GPU adds nothing to.

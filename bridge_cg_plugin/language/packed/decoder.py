@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from ...graphs.fallback import Fallback
 from ...graphs.piece import CallSite
 from ...graphs.recordings.compiling import Compilation
+from ...graphs.replays.replay import BackwardObserver
 from ..experts.exchange import ExpertExchange
-from .program import Run
+from .program import Run, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class DecoderPart:
         site: Where the layer calls it; None where the decoder's forward is the call.
         outputs: How many tensors the piece gives.
         counted: Whether the piece must know how many tokens are no padding.
+        weights: Those that the piece quantizes; None where it quantizes none.
     """
 
     name: str
@@ -54,20 +56,39 @@ class DecoderPart:
     site: CallSite | None = None
     outputs: int = 1
     counted: bool = False
+    weights: Weights | None = None
 
     def roots(self) -> list[nn.Module]:
         """Return the modules whose parameters the piece uses now: a layer's submodules may be replaced."""
         return [self.owner.get_submodule(name) for name in self.uses or ("",)]
 
 
+class Scales(BackwardObserver, Protocol):
+    """Scales that follow what microbatches hold."""
+
+    def after_forward(self) -> None:
+        """Called after the forward of a microbatch was replayed."""
+
+
 class DecoderFamily(Protocol):
-    """What the plugin must know of a decoder's upstream code."""
+    """What the plugin must know of a decoder's upstream code.
+
+    Attributes:
+        per_position: Whether rotary angles come with a row per position.
+        absolute: Whether a table with a row per token is taken by the place in the pack.
+        shards: Tensor-parallel ranks that hold a part of the tokens each.
+        ranks: Context-parallel ranks that hold two chunks of every document each.
+        rank: Which of them this is.
+        rows: What a rank's tokens in a bucket are a multiple of.
+        exchange: Ranks of expert parallelism whose exchanges are in what is recorded; None without any.
+    """
 
     per_position: bool
     absolute: bool
     shards: int
     ranks: int
     rank: int
+    rows: int
     exchange: ExpertExchange | None
 
     def kernels(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
@@ -90,6 +111,9 @@ class DecoderFamily(Protocol):
 
     def weights_per_token(self) -> float:
         """Return how many weights of this rank a token is multiplied with; of experts, those that it is sent to."""
+
+    def scales(self) -> Scales | None:
+        """Return what is told of replays; None where no scales outlive a microbatch."""
 
     def statistics_kept(self) -> AbstractContextManager[None]:
         """Be around captures, whose passes leave no trace in what layers count and log."""

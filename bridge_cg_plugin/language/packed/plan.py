@@ -122,9 +122,9 @@ class PackPlan:
 
     @property
     def _unit(self) -> int:
-        """What a bucket's tokens are a multiple of, so that every rank has as many."""
-        shards, ranks = self._family.shards, self._family.ranks
-        return math.lcm(shards * ranks, 2 * ranks if ranks > 1 else 1)
+        """What a bucket's tokens are a multiple of, so that every rank has as many, and as its kernels take."""
+        shards, ranks, rows = self._family.shards, self._family.ranks, self._family.rows
+        return math.lcm(shards * ranks * rows, 2 * ranks if ranks > 1 else 1)
 
     def _check_buckets(self) -> None:
         for limits in self._options.bucket_limits or ():
@@ -134,5 +134,6 @@ class PackPlan:
         if self._options.buckets == "auto":
             return
         if wrong := [tokens for tokens in self._options.buckets if tokens % self._unit]:
-            allowed = f"a multiple of {self._unit}, which ranks share in equal parts"
+            why = "which ranks share in equal parts" if self._family.rows == 1 else "as fp8 needs on every rank"
+            allowed = f"a multiple of {self._unit}, {why}"
             raise OptionError(PACKED_FIELDS["buckets"], wrong[0], allowed, "Round the size up.")

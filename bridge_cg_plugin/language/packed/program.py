@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from .layout import token_angles
 
 # Inputs that say how a pack is made: the same for all parts of a decoder's layers.
 SHARED = ("angles", "by_place", "used", *OFFSETS, *PADDED_OFFSETS)
+UNCHANGED = "unchanged"
 # Called with a program's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
 
@@ -34,6 +35,7 @@ class RecordedPack:
         longest: Bound of a document's length in tokens.
         additions: `[tokens, 1, width]` each, added behind the first layers.
         used: `[1]` int32, how many of this rank's tokens are no padding; None where no layer asks.
+        unchanged: `[1]` float32, 1 where weights are as they were quantized last; None where none are quantized.
     """
 
     hidden: Tensor
@@ -42,6 +44,14 @@ class RecordedPack:
     longest: int
     additions: Sequence[Tensor] = ()
     used: Tensor | None = None
+    unchanged: Tensor | None = None
+
+
+class Weights(Protocol):
+    """Weights that are quantized where they changed."""
+
+    def changed(self) -> bool:
+        """Return whether a replay has to quantize the weights; it is taken to do so."""
 
 
 # Runs the recorded piece. Every output has as many rows as the hidden states.
@@ -91,6 +101,7 @@ class PackedProgram:
         outputs: How many tensors it gives.
         exact_below: Packs of up to this many tokens on a rank must fill a bucket exactly.
         kernels: Entered around recorded work.
+        weights: Those that the piece quantizes; None where it quantizes none.
     """
 
     def __init__(
@@ -104,11 +115,13 @@ class PackedProgram:
         outputs: int = 1,
         exact_below: int = 0,
         kernels: RecordingKernels = nullcontext,
+        weights: Weights | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
         self._roots, self._width, self._dtype = roots, width, dtype
         self._run, self._outputs, self._exact_below, self._kernels = run, outputs, exact_below, kernels
+        self._weights = weights
 
     def modules(self) -> Sequence[nn.Module]:
         """See `RegionProgram`."""
@@ -126,6 +139,7 @@ class PackedProgram:
             **self._angle_specs(bucket.tokens),
             **{name: TensorSpec((count,), torch.int32) for name in layout.offsets},
             **({"used": TensorSpec((1,), torch.int32)} if layout.counted else {}),
+            **({} if self._weights is None else {UNCHANGED: TensorSpec((1,), torch.float32)}),
         }
 
     def size(self, batch: PackedBatch) -> int:
@@ -149,6 +163,8 @@ class PackedProgram:
     def load(self, buffers: Buffers, batch: PackedBatch) -> None:
         """See `RegionProgram`. What parts of layers share is written with the first of them."""
         _load_rows(buffers["hidden"], batch.hidden.detach())
+        if self._weights is not None:
+            buffers[UNCHANGED].fill_(not self._weights.changed())
         if batch.loaded:
             return
         for name, rows in zip(self._additions, self._padded_additions(batch), strict=True):
@@ -177,6 +193,8 @@ class PackedProgram:
             buffers[name].zero_()
         if self.layout.counted:
             buffers["used"].fill_(buffers["hidden"].shape[0])
+        if self._weights is not None:
+            buffers[UNCHANGED].fill_(True)
         longest, chunks = min(bucket.tokens, bucket.limits[1]), 2 * self.layout.ranks
         for name in self.layout.offsets:
             if self.layout.ranks > 1:
@@ -192,8 +210,8 @@ class PackedProgram:
             physical = offsets[self._physical[0]]
             angles = token_angles(angles, buffers["by_place"], physical, self.layout.ranks, self.layout.rank)
         additions = [buffers[name] for name in self._additions]
-        used = buffers.get("used")
-        return self._run(RecordedPack(buffers["hidden"], angles, offsets, bucket.limits[1], additions, used))
+        used, unchanged = buffers.get("used"), buffers.get(UNCHANGED)
+        return self._run(RecordedPack(buffers["hidden"], angles, offsets, bucket.limits[1], additions, used, unchanged))
 
     def recording(self) -> AbstractContextManager[None]:
         """See `RegionProgram`."""

@@ -19,6 +19,7 @@ from ...graphs.planning.buckets import EXACT_BELOW, BucketPlan, next_run_options
 from ...graphs.planning.demand import BEGIN_WITH, WINDOW, Demand
 from ...graphs.rank_consensus import digest
 from ...graphs.recordings.compiling import KernelCompiler
+from ...graphs.region import Region
 from ...graphs.replays.inputs import want_gradients
 from ...graphs.replays.slot import SharedInputs
 from ...graphs.workload import Call, Manager, Workload
@@ -225,7 +226,16 @@ class PackedWorkload(Workload):
             part.counted,
         )
         return PackedProgram(
-            part.name, part.roots, width, dtype, layout, part.run, part.outputs, EXACT_BELOW, self._kernels
+            part.name,
+            part.roots,
+            width,
+            dtype,
+            layout,
+            part.run,
+            part.outputs,
+            EXACT_BELOW,
+            self._kernels,
+            part.weights,
         )
 
     @contextmanager
@@ -251,6 +261,14 @@ class PackedWorkload(Workload):
     def forget(self) -> None:
         """See `Workload`."""
         self._parts, self._demand = 0, None
+
+    def replay(self, region: Region, batch: PackedBatch) -> tuple[Tensor, ...] | None:
+        """See `Workload`."""
+        scales = self.family.scales()
+        outputs = region.run(batch, scales)
+        if scales is not None and outputs is not None:
+            scales.after_forward()
+        return outputs
 
     def returned(self, outputs: tuple[Tensor, ...]) -> Tensor:
         """See `Workload`: the hidden states."""

@@ -3,6 +3,7 @@
 from ..facts import Facts
 from ..graph_options import GraphOptions
 from ..vision import VisionGraphOptions
+from .fp8 import FP8
 from .images import IMAGES
 from .language_model import LANGUAGE_MODEL
 from .offload import OFFLOAD
@@ -12,7 +13,7 @@ from .vision import VISION
 
 __all__ = ["COMBINATIONS", "Combination", "check_combinations", "check_options"]
 
-COMBINATIONS = (*LANGUAGE_MODEL, *IMAGES, *VISION, *PACKED, *OFFLOAD)
+COMBINATIONS = (*LANGUAGE_MODEL, *IMAGES, *VISION, *PACKED, *FP8, *OFFLOAD)
 
 
 def check_options(options: GraphOptions, facts: Facts | None = None, *, harmless: bool = True) -> None:

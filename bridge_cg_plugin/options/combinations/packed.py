@@ -22,7 +22,8 @@ def _unsupported(options: GraphOptions) -> list[str]:
     return [m.name for m in options.language_model.modules if m not in SUPPORTED]
 
 
-def _packs(options: GraphOptions) -> bool:
+def packs(options: GraphOptions) -> bool:
+    """Whether graphs of packed sequences are asked for."""
     return options.packed.enabled and options.language_model.impl == "transformer_engine"
 
 
@@ -34,7 +35,7 @@ def _upstreams_sequences(options: GraphOptions, facts: Facts) -> bool:
 
 
 def _shares_documents(options: GraphOptions, facts: Facts) -> bool:
-    return _packs(options) and (facts.context_ranks or 1) > 1
+    return packs(options) and (facts.context_ranks or 1) > 1
 
 
 def _ranks_of_heads(facts: Facts) -> int:
@@ -89,13 +90,14 @@ def _next(tokens: int, unit: int) -> int:
     return -(-tokens // unit) * unit
 
 
-def _whole_layers(options: GraphOptions) -> bool:
+def whole_layers(options: GraphOptions) -> bool:
+    """Whether no part of layers is named."""
     return not options.language_model.modules
 
 
 def _routes(options: GraphOptions, facts: Facts) -> bool:
     """Whether routers are part of what is captured."""
-    return bool(facts.moe and _whole_layers(options)) or CudaGraphModule.moe_router in options.language_model.modules
+    return bool(facts.moe and whole_layers(options)) or CudaGraphModule.moe_router in options.language_model.modules
 
 
 def _expert_tensor_ranks(facts: Facts) -> int:
@@ -103,26 +105,28 @@ def _expert_tensor_ranks(facts: Facts) -> int:
     return facts.expert_tensor_ranks or facts.tensor_ranks or 1
 
 
-def _with_experts(facts: Facts) -> str:
+def with_experts(facts: Facts) -> str:
+    """Return the parts of layers beside which experts stay eager."""
     return "attn,moe_router,mamba" if facts.mamba else "attn,moe_router"
 
 
 def _all_parts(options: GraphOptions) -> bool:
     """Whether layers are captured as a whole, in either spelling."""
-    return _whole_layers(options) or {m.name for m in options.language_model.modules} == {"attn", "mlp"}
+    return whole_layers(options) or {m.name for m in options.language_model.modules} == {"attn", "mlp"}
 
 
-def _one_region(options: GraphOptions, facts: Facts) -> bool:
+def one_region(options: GraphOptions, facts: Facts) -> bool:
     """Whether all layers are one region; with experts they are only where no module is named."""
-    return _whole_layers(options) or (not facts.moe and _all_parts(options))
+    return whole_layers(options) or (not facts.moe and _all_parts(options))
 
 
-def _offloading(options: GraphOptions) -> str:
+def offloading(options: GraphOptions) -> str:
     """Return the first option that moves activations."""
     return next(PACKED_FIELDS[n] for n in ("offload", "recompute", "offload_above_gb") if getattr(options.packed, n))
 
 
-def _asked(options: GraphOptions) -> str:
+def asked(options: GraphOptions) -> str:
+    """Return the option that asks for graphs of packed sequences, with its value."""
     return f"{MAX_PACKED_SEQS}={options.packed.max_packed_seqs}"
 
 
@@ -134,7 +138,7 @@ PACKED = (
         lambda o, f: (
             IMPL,
             o.language_model.impl,
-            f"transformer_engine with {_asked(o)}",
+            f"transformer_engine with {asked(o)}",
             f"Set {IMPL}=transformer_engine, or remove {MAX_PACKED_SEQS}.",
         ),
     ),
@@ -152,55 +156,55 @@ PACKED = (
     Combination(
         "packed-sequence graphs of other modules than attn, mlp, moe_router and mamba",
         "When experts are captured alone, the host reads their token counts",
-        lambda o, f: _packs(o) and _unsupported(o),
+        lambda o, f: packs(o) and _unsupported(o),
         lambda o, f: (
             MODULES,
             _names(o),
-            f"attn, mlp, moe_router, mamba, or empty with {_asked(o)}",
+            f"attn, mlp, moe_router, mamba, or empty with {asked(o)}",
             f"Remove {_unsupported(o)[0]}, or leave {MODULES} empty: all layers as one region, experts included.",
         ),
     ),
     Combination(
         "packed-sequence graphs of whole layers with expert tensor parallelism",
         "Graphs do not support experts of which each rank holds a part",
-        lambda o, f: _packs(o) and f.moe and _whole_layers(o) and _expert_tensor_ranks(f) > 1,
+        lambda o, f: packs(o) and f.moe and whole_layers(o) and _expert_tensor_ranks(f) > 1,
         lambda o, f: (
             "model.expert_tensor_parallel_size",
             f.expert_tensor_ranks,
-            f"1 with {_asked(o)} and {MODULES} empty",
-            f"Set {MODULES}={_with_experts(f)}, where experts stay eager, or set it to 1.",
+            f"1 with {asked(o)} and {MODULES} empty",
+            f"Set {MODULES}={with_experts(f)}, where experts stay eager, or set it to 1.",
         ),
     ),
     Combination(
         "packed-sequence graphs of whole layers with adapters on experts",
         "Graphs compute experts' products without adapters",
-        lambda o, f: _packs(o) and f.moe and _whole_layers(o) and f.expert_adapters,
+        lambda o, f: packs(o) and f.moe and whole_layers(o) and f.expert_adapters,
         lambda o, f: (
             "peft.target_modules",
             ",".join(f.expert_adapters),
-            f"other layers than experts' with {_asked(o)} and {MODULES} empty",
-            f"Set {MODULES}={_with_experts(f)}, where experts stay eager.",
+            f"other layers than experts' with {asked(o)} and {MODULES} empty",
+            f"Set {MODULES}={with_experts(f)}, where experts stay eager.",
         ),
     ),
     Combination(
         "packed-sequence graphs of parts of layers with offloading or recompute",
         "A part of a layer is too short to overlap with a copy",
-        lambda o, f: _packs(o) and o.packed.moves_activations and not _one_region(o, f),
+        lambda o, f: packs(o) and o.packed.moves_activations and not one_region(o, f),
         lambda o, f: (
             MODULES,
             _names(o),
-            f"{'empty' if f.moe else 'empty or attn,mlp'} with {_offloading(o)}",
-            f"Capture all layers as one region, or remove {_offloading(o)}.",
+            f"{'empty' if f.moe else 'empty or attn,mlp'} with {offloading(o)}",
+            f"Capture all layers as one region, or remove {offloading(o)}.",
         ),
     ),
     Combination(
         "packed-sequence graphs of routers with jitter on their input",
         "Graphs do not support random jitter of the router's input",
-        lambda o, f: _packs(o) and f.router_jitter and _routes(o, f),
+        lambda o, f: packs(o) and f.router_jitter and _routes(o, f),
         lambda o, f: (
             "model.moe_input_jitter_eps",
             "above 0",
-            f"null with routers on graphs and {_asked(o)}",
+            f"null with routers on graphs and {asked(o)}",
             f"Set it to null, or {MODULES}=attn.",
         ),
     ),
@@ -211,7 +215,7 @@ PACKED = (
         lambda o, f: (
             "model.cp_comm_type",
             ",".join(f.context_exchange),
-            f"{', '.join(EXCHANGES)} with {_asked(o)} and context parallelism",
+            f"{', '.join(EXCHANGES)} with {asked(o)} and context parallelism",
             f"Set it to {RING}, or remove {MAX_PACKED_SEQS}.",
         ),
     ),
@@ -233,14 +237,14 @@ PACKED = (
         lambda o, f: (
             "model.context_parallel_size",
             f.context_ranks,
-            f"1 with {_asked(o)} on this model",
+            f"1 with {asked(o)} on this model",
             f"Use tensor parallelism, or remove {MAX_PACKED_SEQS}.",
         ),
     ),
     Combination(
         "packed-sequence graphs with a plan for another layout",
         "Documents, packs and buckets were padded for other ranks",
-        lambda o, f: _packs(o) and _other_layout(o, f),
+        lambda o, f: packs(o) and _other_layout(o, f),
         lambda o, f: (
             PACKED_FIELDS["planned_for"],
             o.packed.planned_for,
@@ -251,7 +255,7 @@ PACKED = (
     Combination(
         "packed-sequence graphs with a bucket that ranks cannot share in equal parts",
         "Every rank holds as many tokens, two chunks of each document with context parallelism",
-        lambda o, f: _packs(o) and _uneven_bucket(o, f),
+        lambda o, f: packs(o) and _uneven_bucket(o, f),
         lambda o, f: (
             PACKED_FIELDS["buckets"],
             _uneven_bucket(o, f),
@@ -262,7 +266,7 @@ PACKED = (
     Combination(
         "packed-sequence graphs with a longest document that ranks cannot share in equal parts",
         "Every rank holds two chunks of each document",
-        lambda o, f: _packs(o) and _uneven_document(o, f),
+        lambda o, f: packs(o) and _uneven_document(o, f),
         lambda o, f: (
             PACKED_FIELDS["max_seqlen"],
             o.packed.max_seqlen,
@@ -273,7 +277,7 @@ PACKED = (
     Combination(
         "packed-sequence graphs with documents longer than any bucket",
         "A document is inside one bucket",
-        lambda o, f: _packs(o) and _too_long(o),
+        lambda o, f: packs(o) and _too_long(o),
         lambda o, f: (
             PACKED_FIELDS["max_seqlen"],
             o.packed.max_seqlen,
@@ -284,62 +288,56 @@ PACKED = (
     Combination(
         "packed-sequence graphs with recompute",
         "Activations are in graph memory; recomputing them would need a second graph",
-        lambda o, f: _packs(o) and f.recompute_granularity is not None,
+        lambda o, f: packs(o) and f.recompute_granularity is not None,
         lambda o, f: (
             "model.recompute_granularity",
             f.recompute_granularity,
-            f"null with {_asked(o)}",
+            f"null with {asked(o)}",
             "Remove it; use smaller packs if memory is short.",
         ),
     ),
     Combination(
         "packed-sequence graphs with dropout",
         "A graph does not advance Megatron's random states for dropout",
-        lambda o, f: _packs(o) and (f.attention_dropout or f.hidden_dropout),
+        lambda o, f: packs(o) and (f.attention_dropout or f.hidden_dropout),
         lambda o, f: (
             "model.attention_dropout" if f.attention_dropout else "model.hidden_dropout",
             "above 0",
-            f"0 with {_asked(o)}",
+            f"0 with {asked(o)}",
             "Set it to 0.",
         ),
     ),
     Combination(
         "packed-sequence graphs with multi-latent attention",
         "Graphs do not support its rotary embedding",
-        lambda o, f: _packs(o) and f.mla,
-        lambda o, f: ("model.multi_latent_attention", True, f"false with {_asked(o)}", f"Remove {MAX_PACKED_SEQS}."),
-    ),
-    Combination(
-        "packed-sequence graphs with fp8 or fp4",
-        "Scales are updated between steps, outside the graph",
-        lambda o, f: _packs(o) and f.low_precision,
-        lambda o, f: ("model.fp8", f.low_precision, f"null with {_asked(o)}", "Train in bf16."),
+        lambda o, f: packs(o) and f.mla,
+        lambda o, f: ("model.multi_latent_attention", True, f"false with {asked(o)}", f"Remove {MAX_PACKED_SEQS}."),
     ),
     Combination(
         "packed-sequence graphs with Megatron-FSDP",
         "Megatron-FSDP moves parameters between steps, but a graph reads fixed addresses",
-        lambda o, f: _packs(o) and f.megatron_fsdp,
+        lambda o, f: packs(o) and f.megatron_fsdp,
         lambda o, f: (
             "ddp.use_megatron_fsdp",
             True,
-            f"false with {_asked(o)}",
+            f"false with {asked(o)}",
             "Use DDP with the distributed optimizer.",
         ),
     ),
     Combination(
         "packed-sequence graphs without warm-up steps",
         "Buckets are planned from the packs of warm-up steps",
-        lambda o, f: _packs(o) and f.warmup_steps == 0,
-        lambda o, f: ("model.cuda_graph_warmup_steps", 0, f"at least 1 with {_asked(o)}", "Set it to 3."),
+        lambda o, f: packs(o) and f.warmup_steps == 0,
+        lambda o, f: ("model.cuda_graph_warmup_steps", 0, f"at least 1 with {asked(o)}", "Set it to 3."),
     ),
     Combination(
         "packed-sequence graphs with megatron-core's activation offloading",
         "The activations to offload are in graph memory",
-        lambda o, f: _packs(o) and o.offload.enabled,
+        lambda o, f: packs(o) and o.offload.enabled,
         lambda o, f: (
             "fine_grained_activation_offloading",
             True,
-            f"false with {_asked(o)}",
+            f"false with {asked(o)}",
             "Switch one of both off.",
         ),
     ),

@@ -5,6 +5,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,19 @@ from ..seams.registry.models import ATTENTION as QWEN_ATTENTION
 from .attention_statistics import refuse_statistics
 from .context_exchange import check_exchange
 from .experts import CapturedExperts
+from .fp8 import (
+    ROWS,
+    DelayedScales,
+    QuantizedWeights,
+    check_padding,
+    complete_copies,
+    computes_in_fp8,
+    delayed_state,
+    fp8_recorded,
+    in_fp8,
+    is_delayed,
+    is_on_around,
+)
 from .layers import MAX_SEQLENS, attention_and_router_part, attention_part, mlp_part, packed_params, router_part
 from .mamba import check_mamba_layer, current_parameters, is_mamba, mamba_part
 from .routers import statistics_kept
@@ -63,6 +77,7 @@ class TransformerBlockFamily:
         shards: Tensor-parallel ranks that hold a part of the tokens each, 1 without sequence parallelism.
         ranks: Context-parallel ranks that hold two chunks of every document each.
         rank: Which of them this is.
+        rows: What a rank's tokens in a bucket are a multiple of, 1 without fp8.
         exchange: Ranks of expert parallelism whose exchanges are in what is recorded; None without any.
 
     Raises:
@@ -78,6 +93,8 @@ class TransformerBlockFamily:
         self.shards: int = config.tensor_model_parallel_size if config.sequence_parallel else 1
         context = decoder.pg_collection.cp
         self.ranks, self.rank = context.size(), context.rank()
+        self.rows = ROWS if computes_in_fp8(config) else 1
+        self._quantized: list[QuantizedWeights] = []
         self._inside: list[nn.Module] = []  # layers with experts inside the graph
         self._tables = Tables()
         self.exchange: ExpertExchange | None = None
@@ -92,6 +109,10 @@ class TransformerBlockFamily:
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | Fallback:
         """See `DecoderFamily`."""
+        if is_on_around():
+            return Fallback.AUTOCAST_CHANGED
+        if any(weights.replaced for weights in self._quantized):
+            return Fallback.MODEL_CHANGED
         params = kwargs.get("packed_seq_params")
         if params is None or params.qkv_format != "thd":
             return Fallback.UNPACKED_BATCH
@@ -130,8 +151,11 @@ class TransformerBlockFamily:
         """See `DecoderFamily`.
 
         Raises:
-            OptionError: All layers were asked for and one of them has experts of a kind that cannot be recorded.
+            OptionError: All layers were asked for and one of them has experts of a kind that cannot be recorded, or
+                layers in fp8 make something of padding.
         """
+        check_padding(self._decoder.config, self.ranks)
+        self._quantized = []
         experts = [layer for layer in self._transformer if layer.is_moe_layer]
         every = {*LAYER_PARTS, "mamba"} if self._mamba else {*LAYER_PARTS}
         if not modules or (set(modules) == every and not experts):
@@ -140,7 +164,8 @@ class TransformerBlockFamily:
             for layer in experts:
                 CapturedExperts(layer, self._tables, self.exchange)  # refuses what cannot be recorded
             self._inside = experts
-            return [DecoderPart("packed_decoder", self._decoder, (), self._run_block, counted=bool(experts))]
+            part = DecoderPart("packed_decoder", self._decoder, (), self._run_block, counted=bool(experts))
+            return [self._quantizing(part)]
         return self.layer_parts(modules)
 
     def weights_per_token(self) -> float:
@@ -151,7 +176,13 @@ class TransformerBlockFamily:
 
     def statistics_kept(self) -> AbstractContextManager[None]:
         """See `DecoderFamily`."""
-        return statistics_kept([layer.mlp.router for layer in self._transformer if layer.is_moe_layer])
+        complete_copies((self._decoder,))
+        routers = [layer.mlp.router for layer in self._transformer if layer.is_moe_layer]
+        return statistics_kept(routers, delayed_state((self._decoder,)))
+
+    def scales(self) -> DelayedScales | None:
+        """See `DecoderFamily`."""
+        return DelayedScales() if is_delayed(self._decoder.config) else None
 
     def layer_parts(self, modules: Sequence[str]) -> list[DecoderPart]:
         """Return these parts of every layer, each a piece of its own; attention and the router behind it are one.
@@ -159,7 +190,8 @@ class TransformerBlockFamily:
         Raises:
             OptionError: No layer has such a part, or a router is of a kind that was not looked at.
         """
-        parts = [part for layer in self._decoder.layers for part in self._parts_of(layer, modules)]
+        each = [(layer, part) for layer in self._decoder.layers for part in self._parts_of(layer, modules)]
+        parts = [self._quantizing(replace(part, run=in_fp8(part, layer))) for layer, part in each]
         if not parts:
             raise OptionError(
                 MODULES,
@@ -168,6 +200,21 @@ class TransformerBlockFamily:
                 "Name attn, mlp on a dense model, or mamba on one with Mamba layers.",
             )
         return parts
+
+    def _quantizing(self, part: DecoderPart) -> DecoderPart:
+        """Return a part that quantizes its weights as eager does, where layers compute in fp8."""
+        if not computes_in_fp8(self._decoder.config):
+            return part
+        weights = QuantizedWeights(part.roots, self._decoder.config)
+        self._quantized.append(weights)
+
+        def run(pack: RecordedPack) -> tuple[Tensor, ...]:
+            if pack.unchanged is None:
+                raise CaptureError("weights that are quantized need the flag that says whether they changed")
+            with weights.recorded(pack.unchanged):
+                return part.run(pack)
+
+        return replace(part, run=run, weights=weights)
 
     def _parts_of(self, layer: UpstreamModule, modules: Sequence[str]) -> Iterator[DecoderPart]:
         if is_mamba(layer):
@@ -214,14 +261,17 @@ class TransformerBlockFamily:
         """See `DecoderFamily`: recorded work rotates by angles per token and accumulates as a later microbatch does.
 
         Raises:
-            CaptureError: Somebody reads statistics that a replay does not leave, or dropout draws from random states
-                that a graph cannot use.
+            CaptureError: Somebody reads statistics that a replay does not leave, dropout draws from random states that
+                a graph cannot use, or fp8 was switched on after capture.
         """
+        if computes_in_fp8(self._decoder.config) and not self._quantized:
+            raise CaptureError("fp8 was switched on after capture")
         refuse_statistics(modules)
         forget_attention_selection()
         with ExitStack() as stack:
             stack.enter_context(usable_random_states(modules))
             stack.enter_context(accumulating(modules))
+            stack.enter_context(fp8_recorded(modules, self._decoder.config))
             stack.enter_context(current_parameters(modules))
             core = importlib.import_module(ROTARY.module)
             stack.enter_context(overridden(core, ROTARY.target, _per_token(getattr(core, ROTARY.target))))

@@ -97,15 +97,20 @@ def check_fields(config: Any, needed: dict[str, Any]) -> None:
 
 
 @contextmanager
-def statistics_kept(routers: Sequence[nn.Module]) -> Iterator[None]:
-    """Give routers' statistics and logged losses back what they were: passes before a capture count nothing."""
-    before = {tensor: tensor.clone() for tensor in statistics_of(routers)}
+def statistics_kept(routers: Sequence[nn.Module], others: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Give routers' statistics and logged losses back what they were: passes before a capture count nothing.
+
+    Args:
+        routers: The routers.
+        others: Other tensors that passes change.
+    """
+    before = {tensor: tensor.clone() for tensor in (*statistics_of(routers), *others)}
     try:
         yield
     finally:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        for tensor in statistics_of(routers):
+        for tensor in (*statistics_of(routers), *others):
             if tensor in before:
                 tensor.copy_(before[tensor])
             else:

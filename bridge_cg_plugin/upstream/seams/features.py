@@ -177,6 +177,7 @@ _ASKS: dict[str, _Ask] = {
     Feature.PACKED_QWEN3_VL: _packed(lambda wish: wish.provider in QWEN3_VL),
     Feature.PACKED_HYBRIDS: _packed(lambda wish: wish.hybrid),
     Feature.PACKED_EXPERTS: _packed(lambda wish: wish.facts.moe),
+    Feature.PACKED_FP8: _packed(lambda wish: wish.facts.low_precision),
     Feature.PIPELINES: _Ask(
         _interleaved,
         lambda wish: f"virtual_pipeline_model_parallel_size={wish.model.virtual_pipeline_model_parallel_size}",

@@ -33,6 +33,7 @@ class Feature(StrEnum):
     PACKED_QWEN3_VL = "packed sequences of Qwen3-VL"
     PACKED_HYBRIDS = "packed sequences of hybrids"
     PACKED_EXPERTS = "packed sequences with experts"
+    PACKED_FP8 = "packed sequences in fp8"
     PIPELINES = "interleaved pipelines of Qwen3-VL"
     BETWEEN = "no host waits between encoder and language model"
     CHECKS = "checks of losses and gradients read once for a step"

@@ -2,7 +2,7 @@
 
 from ..releases import RELEASES
 from ..seam import Feature, Kind, Seam
-from .engine import CORE, DETACHED, RECORDED
+from .engine import CORE, DETACHED, RECORDED, TE_LAYERNORM_LINEAR, TE_LINEAR
 from .models import BLOCK as QWEN_BLOCK
 from .models import MODEL as QWEN_MODEL
 from .training import RESTORED, TRAIN
@@ -293,6 +293,79 @@ SEAMS = (
         purpose="the same, gated by quick GELU",
         features=(Feature.PACKED_EXPERTS,),
         parameters=("input", "bias", "weights", "fp8_input_store", "linear_offset", "clamp_value"),
+    ),
+    Seam(
+        name="packed_fp8_context",
+        module=f"{CORE}.fp8_utils",
+        target="get_fp8_context",
+        kind="function",
+        touch="called",
+        purpose="a part of a layer is recorded in the layer's precision",
+        features=(Feature.PACKED_FP8,),
+        parameters=("config", "layer_no"),
+    ),
+    Seam(
+        name="packed_fp8_block",
+        module=BLOCK,
+        target="TransformerBlock.forward",
+        kind="function",
+        touch="read",
+        purpose="delayed scaling surrounds all layers, other recipes each layer",
+        features=(Feature.PACKED_FP8,),
+        uses=("self.config.fp8_recipe == Fp8Recipe.delayed", "get_fp8_context(self.config, layer.layer_number - 1)"),
+    ),
+    Seam(
+        name="packed_fp8_state",
+        module="transformer_engine.pytorch.quantization",
+        target="FP8GlobalStateManager",
+        kind="class",
+        touch="replaced",
+        purpose="a flag on the device says whether weights changed, and delayed scales are updated after replays",
+        features=(Feature.PACKED_FP8,),
+        undo=RECORDED,
+        attributes=("is_fp8_enabled", "reduce_and_update_fp8_tensors"),
+    ),
+    *(
+        Seam(
+            name=f"packed_fp8_{name}",
+            module=module,
+            target=f"{target}.forward",
+            kind="function",
+            touch="read",
+            purpose="a captured product reads the flag, and writes the quantized weight that eager keeps",
+            features=(Feature.PACKED_FP8,),
+            parameters=("is_first_microbatch",),
+            uses=(
+                (
+                    "FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor",
+                    "FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()",
+                ),
+            ),
+        )
+        for name, module, target in (
+            ("linear", TE_LINEAR, "Linear"),
+            ("layernorm_linear", TE_LAYERNORM_LINEAR, "LayerNormLinear"),
+        )
+    ),
+    Seam(
+        name="packed_fp8_copies",
+        module="transformer_engine.pytorch.module.base",
+        target="TransformerEngineBaseModule",
+        kind="class",
+        touch="read",
+        purpose="where a module keeps its quantized weights and its scales",
+        features=(Feature.PACKED_FP8,),
+        attributes=("_fp8_workspaces", "fp8_meta"),
+    ),
+    Seam(
+        name="packed_fp8_microbatches",
+        module=f"{CORE}.transformer.module",
+        target="MegatronModule.set_is_first_microbatch",
+        kind="function",
+        touch="read",
+        purpose="the first microbatch of a step quantizes weights",
+        features=(Feature.PACKED_FP8,),
+        uses=("m.is_first_microbatch = True",),
     ),
     Seam(
         name="packed_rotary",

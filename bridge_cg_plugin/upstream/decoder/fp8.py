@@ -1,0 +1,233 @@
+"""Layers that compute in fp8 while they are recorded: weights quantized once a step, scales that follow microbatches.
+
+Eager quantizes a weight in a step's first microbatch and keeps the result in its module. Recordings read and write the
+same copies, and whether they write is an input of the graph: eager and replayed microbatches of a step can alternate.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...graphs.errors import CaptureError
+from ...graphs.modules import every_module
+from ...graphs.recordings.recording import Gradients
+from ...language.packed.decoder import DecoderPart
+from ...language.packed.program import RecordedPack
+from ...options import OptionError
+from ...upstream_types import UpstreamModule
+from ..attributes import overridden
+from ..seams.registry import seam
+
+CONTEXT, STATE = seam("packed_fp8_context"), seam("packed_fp8_state")
+REDUCE = "reduce_and_update_fp8_tensors"
+FIRST, COPIES = "is_first_microbatch", "_fp8_workspaces"
+DELAYED = "delayed"
+# A product's rows must be a multiple of it: weight gradients sum over them.
+ROWS = 16
+# Of a module's state: what delayed scaling keeps for its forward and its backward.
+STATES, KEPT = ("scaling_fwd", "scaling_bwd"), ("scale", "amax_history")
+
+
+def computes_in_fp8(config: Any) -> bool:
+    """Whether layers compute in fp8, as their config is now."""
+    return bool(getattr(config, "fp8", None))
+
+
+def is_delayed(config: Any) -> bool:
+    """Whether scales come from earlier microbatches."""
+    return computes_in_fp8(config) and bool(config.fp8_recipe == DELAYED)
+
+
+def is_on_around() -> bool:
+    """Whether the caller of the layers has switched fp8 on, besides what their config says."""
+    module = sys.modules.get(STATE.module)
+    return module is not None and bool(getattr(module, STATE.target).is_fp8_enabled())
+
+
+def check_padding(config: Any, ranks: int) -> None:
+    """Refuse layers that make something else than zeros of padding: scales come from the largest value of all tokens.
+
+    Args:
+        config: The model's.
+        ranks: Context-parallel ranks, where attention sees padding as a document.
+
+    Raises:
+        OptionError: Names the field.
+    """
+    if not computes_in_fp8(config):
+        return
+    needed = {"add_bias_linear": False, "normalization": "RMSNorm", **({"add_qkv_bias": False} if ranks > 1 else {})}
+    for field, value in needed.items():
+        if (found := getattr(config, field, value)) != value:
+            remedy = "Train in bf16: padding would change the scales that real tokens are quantized with."
+            raise OptionError(f"model.{field}", found, f"{value} with packed-sequence graphs in fp8", remedy)
+
+
+def in_fp8(part: DecoderPart, layer: UpstreamModule) -> Callable[[RecordedPack], tuple[Tensor, ...]]:
+    """Return what runs a layer's part as the layer's block would: in fp8, where the config has it."""
+
+    def run(pack: RecordedPack) -> tuple[Tensor, ...]:
+        with _context(layer):
+            return part.run(pack)
+
+    return run
+
+
+def _context(layer: UpstreamModule) -> AbstractContextManager[Any]:
+    if not computes_in_fp8(layer.config):
+        return nullcontext()
+    context = getattr(importlib.import_module(CONTEXT.module), CONTEXT.target)
+    made: AbstractContextManager[Any] = context(layer.config, layer.layer_number - 1)
+    return made
+
+
+class _Copy(NamedTuple):
+    """A weight's quantized copy, and where its module keeps it."""
+
+    kept: dict[str, Any]
+    name: str
+    copy: Any
+
+    def is_there(self) -> bool:
+        """Whether the module still has this copy."""
+        return self.kept.get(self.name) is self.copy
+
+
+class QuantizedWeights:
+    """The quantized copies of a piece's weights.
+
+    Args:
+        roots: Returns the piece's modules.
+        config: The model's.
+    """
+
+    def __init__(self, roots: Callable[[], Sequence[nn.Module]], config: Any) -> None:
+        self._roots, self._config = roots, config
+        self._linear: list[UpstreamModule] = []
+        self._copies: dict[tuple[int, str], _Copy] = {}
+
+    def changed(self) -> bool:
+        """Return whether eager would quantize now, and note in the modules that a replay does."""
+        first = [module for module in self._linear if module.is_first_microbatch]
+        for module in first:
+            module.is_first_microbatch = False
+        return bool(first)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether modules have other copies than recordings read and write."""
+        return not all(map(_Copy.is_there, self._copies.values()))
+
+    @contextmanager
+    def recorded(self, unchanged: Tensor) -> Iterator[None]:
+        """Run a recorded forward inside, which writes the copies unless a flag on the device says that they hold.
+
+        Args:
+            unchanged: `[1]` float32, 1 where weights are as they were quantized last.
+
+        Raises:
+            CaptureError: Copies came while work was captured, in memory of the graph, or are others than those that
+                earlier recordings write.
+        """
+        if not computes_in_fp8(self._config):
+            yield
+            return
+        self._linear = linear_modules(self._roots())
+        with ExitStack() as stack:
+            if not getattr(self._config, "disable_parameter_transpose_cache", False):
+                stack.enter_context(_skipping(unchanged))
+            before = self._found()
+            yield
+        self._keep(before)
+
+    def _found(self) -> dict[tuple[int, str], _Copy]:
+        tables = [(module, getattr(module, COPIES)) for module in self._linear]
+        return {(id(module), name): _Copy(kept, name, copy) for module, kept in tables for name, copy in kept.items()}
+
+    def _keep(self, before: dict[tuple[int, str], _Copy]) -> None:
+        found = self._found()
+        new = [place for place, copy in found.items() if place not in before or before[place].copy is not copy.copy]
+        if new and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise CaptureError("weights were not quantized for this mode before")
+        if any(place in self._copies and self._copies[place].copy is not copy.copy for place, copy in found.items()):
+            raise CaptureError("weights have other quantized copies than earlier recordings write")
+        self._copies.update(found)
+
+
+def linear_modules(roots: Sequence[nn.Module]) -> list[UpstreamModule]:
+    """Return the modules that quantize their weights and ask whether a microbatch is a step's first."""
+    return [module for module in every_module(roots) if {FIRST, COPIES} <= vars(module).keys()]
+
+
+@contextmanager
+def _skipping(unchanged: Tensor) -> Iterator[None]:
+    """Let captured products read this flag, where Transformer Engine's own graphs have one for the process."""
+    state = getattr(_manager(), "quantization_state", _manager())  # an object with slots, before 2.15 the class
+    before = state.skip_fp8_weight_update_tensor
+    state.skip_fp8_weight_update_tensor = unchanged
+    try:
+        yield
+    finally:
+        state.skip_fp8_weight_update_tensor = before
+
+
+def _manager() -> Any:
+    return getattr(importlib.import_module(STATE.module), STATE.target)
+
+
+@contextmanager
+def fp8_recorded(modules: Sequence[nn.Module], config: Any) -> Iterator[None]:
+    """Be around recorded work, and passes before it: no microbatch is a first one, and scales stay as they are.
+
+    Eager updates delayed scales when a pass ends, with other ranks; after a replay, `DelayedScales` does.
+    """
+    if not computes_in_fp8(config):
+        yield
+        return
+    with ExitStack() as stack:
+        for module in linear_modules(modules):
+            stack.enter_context(overridden(module, FIRST, False))
+        stack.enter_context(overridden(_manager(), REDUCE, staticmethod(_reduce_nothing)))
+        yield
+
+
+def _reduce_nothing(forward: bool = True) -> None:
+    """Stand in for the update of delayed scales."""
+
+
+class DelayedScales:
+    """Updates delayed scales after a replay, where eager does: the graph has written what they come from."""
+
+    def after_forward(self) -> None:
+        """Update what the forward quantizes with, as a pass in which gradients are enabled does."""
+        if torch.is_grad_enabled():
+            _manager().reduce_and_update_fp8_tensors(forward=True)
+
+    def before_backward(self, output_gradients: Sequence[Tensor | None]) -> None:
+        """See `BackwardObserver`."""
+
+    def after_backward(self, gradients: Gradients) -> None:
+        """See `BackwardObserver`: update what the backward quantizes with."""
+        _manager().reduce_and_update_fp8_tensors(forward=False)
+
+
+def delayed_state(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the tensors that delayed scaling keeps, which passes before a capture must leave as they are."""
+    metas = [vars(module).get("fp8_meta") or {} for module in every_module(modules)]
+    held = (getattr(meta.get(state), name, None) for meta in metas for state in STATES for name in KEPT)
+    return [tensor for tensor in held if isinstance(tensor, Tensor)]
+
+
+@torch.no_grad()
+def complete_copies(modules: Sequence[nn.Module]) -> None:
+    """Let quantized copies be fit for a backward, too: eager replaces those that evaluation made."""
+    for module in linear_modules(modules):
+        for copy in getattr(module, COPIES).values():
+            if hasattr(copy, "update_usage") and getattr(copy, "_quantizer", None) is not None:
+                copy._quantizer.set_usage(rowwise=True, columnwise=True)
+                copy.update_usage(rowwise_usage=True, columnwise_usage=True)

@@ -1,0 +1,262 @@
+"""Packed documents in fp8 on real graphs: steps of several microbatches against eager, to the bit.
+
+Weights are quantized once a step, and delayed scales follow every microbatch: what a microbatch gives depends on those
+before it. So two models with equal weights train side by side, one eager on the buckets' rows, one on graphs.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_tools.benchmarks.models import language_model as lm
+from bridge_cg_tools.benchmarks.models.tower import MainGrads
+from bridge_cg_tools.benchmarks.packed import parity
+
+from .packs import MAX_SEQS, assert_same, graphs_on, rows_of
+
+SIZES = lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072)
+STEPS, MICROBATCHES = 4, 3
+LENGTHS = ((500, 300, 208), (1024,), (20, 900, 400, 120), (64, 64, 128, 700), (1500, 548))
+RATE = 1e-2
+RECIPES = [
+    pytest.param({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, id="tensorwise-hybrid", marks=pytest.mark.first),
+    pytest.param({"fp8": "e4m3", "fp8_recipe": "tensorwise"}, id="tensorwise-e4m3"),
+    pytest.param(
+        {"fp8": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True}, id="tensorwise-first-last-bf16"
+    ),
+    pytest.param({"fp8": "hybrid", "fp8_recipe": "delayed"}, id="delayed"),
+    pytest.param(
+        {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"},
+        id="delayed-history",
+    ),
+]
+TENSORWISE = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+
+
+@pytest.fixture(autouse=True)
+def deterministic_algorithms(tower_module):
+    with parity.deterministic():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def scales_of_one_test():
+    """Transformer Engine keeps the scales of all models of a process in one list, and updates them together."""
+    reset()
+    yield
+    reset()
+
+
+class Training:
+    """A model that trains by plain gradient descent, microbatches marked as Bridge's schedule does."""
+
+    def __init__(self, **config):
+        self.model = lm.build_model(SIZES, **config)
+        self.grads = MainGrads(self.model)
+        self.names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        self._packs = [lm.make_pack(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+        self._next = 0
+
+    def step(self, around=lambda number, pack: nullcontext()):
+        """Train a step; returns losses of its microbatches and its gradients.
+
+        Args:
+            around: Returns what a microbatch runs in, by its number in the step and its pack.
+        """
+        self.grads.zero()
+        self.model.set_is_first_microbatch()
+        losses = []
+        for number in range(MICROBATCHES):
+            pack = self._packs[self._next % len(self._packs)]
+            self._next += 1
+            with around(number, pack):
+                losses.append(lm.step(self.model, pack))
+        gradients = self.grads.copy()
+        with torch.no_grad():
+            for parameter, gradient in zip(self._trained(), gradients, strict=True):
+                parameter -= RATE * gradient.to(parameter.dtype)
+        return torch.cat(losses, 1), gradients
+
+    def _trained(self):
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def scales(self):
+        """Return the scales and histories that delayed scaling keeps."""
+        states = [
+            meta[key]
+            for module in self.model.modules()
+            if (meta := vars(module).get("fp8_meta"))
+            for key in ("scaling_fwd", "scaling_bwd")
+            if key in meta
+        ]
+        held = (getattr(state, name, None) for state in states for name in ("scale", "amax_history"))
+        return [tensor.clone() for tensor in held if isinstance(tensor, torch.Tensor)]
+
+
+def at_rows(graphs):
+    """Return what lets a microbatch run eager on its bucket's rows."""
+    return lambda number, pack: parity.eager_at(graphs, rows_of(pack))
+
+
+def side_by_side(config, around_replays, modules=(), **options):
+    """Train eager, and from equal weights on graphs; returns steps of both, names of parameters, and what was replayed.
+
+    Args:
+        config: Fields of the model's configuration.
+        around_replays: Returns for the captured graphs what a microbatch runs in.
+        modules: Parts of layers to capture.
+        options: Graph options.
+    """
+    expected = eager_steps(config)
+    training = Training(**config)
+    with graphs_on(training.model, lm.make_pack((500, 300, 224)), modules=modules, **options) as graphs:
+        around = around_replays(graphs)
+        steps = [(training.step(around), training.scales()) for _ in range(STEPS)]
+        statistics = graphs.statistics()
+    return expected, steps, training.names, statistics
+
+
+def eager_steps(config):
+    """Train without graphs, on the rows of buckets."""
+    training = Training(**config)
+    options = {"cuda_graph_max_packed_seqs": MAX_SEQS}
+    helper = lm.new_helper(training.model, lm.make_pack((500, 300, 224)), capture=False, **options)
+    try:
+        around = at_rows(helper.graphs)
+        return [(training.step(around), training.scales()) for _ in range(STEPS)]
+    finally:
+        helper.delete_cuda_graphs()
+        reset()
+
+
+def reset():
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+    torch.cuda.empty_cache()
+
+
+def assert_steps_same(expected, found, names):
+    for number, ((eager, scales), (replayed, others)) in enumerate(zip(expected, found, strict=True)):
+        assert_same(replayed, [eager], names, f"step {number}")
+        assert len(scales) == len(others)
+        assert all(map(torch.equal, scales, others)), f"step {number}: scales differ"
+
+
+def replayed(graphs):
+    return lambda number, pack: nullcontext()
+
+
+@pytest.mark.parametrize("config", RECIPES)
+def test_steps_equal_eager(config):
+    eager, graphs, names, statistics = side_by_side(config, replayed)
+    assert statistics.replays == STEPS * MICROBATCHES and not statistics.fallbacks, statistics
+    assert_steps_same(eager, graphs, names)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("first_is_eager", [True, False], ids=["eager-first", "replay-first"])
+def test_eager_and_replays_alternate_in_a_step(recipe, first_is_eager):
+    """Both read the copies of weights that a step's first microbatch quantized, whichever that was."""
+
+    def mixed(graphs):
+        return lambda number, pack: (
+            parity.eager_at(graphs, rows_of(pack)) if (number % 2 == 0) == first_is_eager else nullcontext()
+        )
+
+    eager, found, names, statistics = side_by_side({"fp8": "hybrid", "fp8_recipe": recipe}, mixed)
+    assert 0 < statistics.replays < STEPS * MICROBATCHES, statistics
+    assert_steps_same(eager, found, names)
+
+
+@pytest.mark.parametrize("modules", [("attn",), ("mlp",)], ids=",".join)
+def test_parts_of_layers(modules):
+    eager, graphs, names, statistics = side_by_side(TENSORWISE, replayed, modules)
+    assert statistics.replays == STEPS * MICROBATCHES * SIZES.layers, statistics
+    assert_steps_same(eager, graphs, names)
+
+
+def test_only_a_first_microbatch_quantizes_weights():
+    """A later one reads what is there, even where weights have changed since."""
+    training = Training(**TENSORWISE)
+    pack = lm.make_pack((500, 300, 224))
+    with graphs_on(training.model, pack) as graphs, torch.no_grad():
+        training.model.eval()
+        training.model.set_is_first_microbatch()
+        first = training.model(**pack.arguments).clone()
+        layer = training.model.get_submodule("decoder.layers.0.mlp.linear_fc1")
+        layer.weight.data.mul_(1.5)
+        again = training.model(**pack.arguments).clone()
+        training.model.set_is_first_microbatch()
+        quantized = training.model(**pack.arguments).clone()
+        assert graphs.statistics().replays == 3, graphs.statistics().fallbacks
+    assert torch.equal(first, again) and not torch.equal(first, quantized)
+
+
+def test_evaluation_between_steps_leaves_copies_where_they_are():
+    training = Training(**TENSORWISE)
+    pack = lm.make_pack((500, 300, 224))
+    with graphs_on(training.model, pack) as graphs:
+        for _ in range(2):
+            training.step()
+            training.model.eval()
+            training.model.set_is_first_microbatch()
+            with torch.no_grad():
+                found = training.model(**pack.arguments).clone()
+                training.model.set_is_first_microbatch()
+                with parity.eager_at(graphs, rows_of(pack)):
+                    expected = training.model(**pack.arguments)
+            training.model.train()
+            assert torch.equal(found, expected)
+        assert not graphs.statistics().fallbacks, graphs.statistics()
+
+
+def test_fp8_that_is_switched_off_runs_eager_at_first():
+    training = Training(**TENSORWISE)
+    pack = lm.make_pack((500, 300, 224))
+    with graphs_on(training.model, pack) as graphs:
+        lm.step(training.model, pack)
+        training.model.config.fp8 = None
+        found = lm.step(training.model, pack)
+        with parity.eager_at(graphs, rows_of(pack)):
+            expected = lm.step(training.model, pack)
+        training.model.config.fp8 = "hybrid"
+        lm.step(training.model, pack)
+        statistics = graphs.statistics()
+    assert torch.equal(found, expected)
+    assert statistics.replays == 2 and statistics.fallbacks == {"model_changed": 1}, statistics
+
+
+def test_fp8_around_the_model_runs_eager():
+    from transformer_engine.pytorch import fp8_autocast
+
+    training = Training()
+    pack = lm.make_pack((500, 300, 224))
+    with graphs_on(training.model, pack) as graphs:
+        with fp8_autocast(enabled=True):
+            lm.step(training.model, pack)
+        assert graphs.statistics().fallbacks == {"autocast_changed": 1}, graphs.statistics()
+
+
+def test_fp8_that_is_switched_on_after_capture_is_refused():
+    training = Training()
+    pack = lm.make_pack((500, 300, 224))
+    with graphs_on(training.model, pack):
+        training.model.config.fp8, training.model.config.fp8_recipe = "hybrid", "tensorwise"
+        lm.step(training.model, pack)
+        with pytest.raises(CaptureError, match="fp8 was switched on after capture"):
+            lm.step(training.model, pack)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_accumulation_inside_products_is_as_near(recipe):
+    """Sums keep what a product gives in fp32, where eager rounds it to bf16 first."""
+    tuning = {"cuda_graph_packed_tuning": {"gradient_accumulation_fusion": True}}
+    eager, graphs, _, statistics = side_by_side({"fp8": "hybrid", "fp8_recipe": recipe}, replayed, **tuning)
+    assert statistics.replays == STEPS * MICROBATCHES, statistics
+    (losses, gradients), (other_losses, others) = eager[0][0], graphs[0][0]
+    assert torch.equal(losses, other_losses)
+    far = [((a - b).norm() / b.norm().clamp(min=1e-12)).item() for a, b in zip(others, gradients, strict=True)]
+    assert max(far) < torch.finfo(torch.bfloat16).eps, max(far)

@@ -1,0 +1,348 @@
+"""Packed-sequence graphs in fp8, where Transformer Engine's products are stood in for: they need a GPU."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core import fp8_utils
+from megatron.core.transformer import transformer_block
+from torch import nn
+from torch.nn import functional
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.decoder import fp8
+
+from .packs import eager, graphs_on, losses_and_gradients, new_model, pack, replayed
+
+FULL, OTHER = pack((200, 120)), pack((150, 170), seed=1)
+
+
+class Contexts:
+    """Stands in for megatron-core's fp8 contexts.
+
+    Attributes:
+        layers: Of the contexts that were entered, -1 for one around all.
+        depth: How many contexts are entered now.
+    """
+
+    def __init__(self):
+        self.layers, self.depth = [], 0
+
+    @contextmanager
+    def __call__(self, config, layer_no=-1, is_init=False):
+        self.layers.append(layer_no)
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+            if not self.depth and torch.is_grad_enabled():
+                FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
+
+
+class Copy:
+    """A quantized weight."""
+
+    def __init__(self, weight):
+        self.values, self._quantizer = torch.empty_like(weight), SimpleNamespace(set_usage=self._use)
+        self.usages = []
+
+    def _use(self, **usage):
+        self.usages.append(usage)
+
+    def update_usage(self, **usage):
+        self.usages.append(usage)
+
+    def quantize(self, weight, unchanged):
+        rounded = (weight.detach() * 32).round() / 32
+        self.values.copy_(rounded if unchanged is None else torch.where(unchanged == 1, self.values, rounded))
+
+
+class QuantizingLinear(nn.Module):
+    """A linear layer that keeps a quantized copy of its weight as Transformer Engine's do."""
+
+    def __init__(self, weight, contexts):
+        super().__init__()
+        self.weight, self._contexts = weight, contexts
+        self.is_first_microbatch = True
+        self._fp8_workspaces = {}
+        self.fp8_meta = {"scaling_fwd": SimpleNamespace(scale=torch.ones(3), amax_history=torch.zeros(1, 3))}
+
+    def forward(self, hidden):
+        weight = self.weight
+        if self._contexts.depth:
+            self.fp8_meta["scaling_fwd"].amax_history[0] += 1
+            weight = weight + (self._copy().values - weight).detach()
+        self.is_first_microbatch = False
+        return functional.linear(hidden, weight), None
+
+    def _copy(self):
+        unchanged = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
+        copy = self._fp8_workspaces.get("weight")
+        if copy is None:
+            copy = self._fp8_workspaces["weight"] = Copy(self.weight)
+            copy.quantize(self.weight, None)
+        elif unchanged is not None or self.is_first_microbatch:
+            copy.quantize(self.weight, unchanged)
+        return copy
+
+
+@pytest.fixture
+def contexts(monkeypatch):
+    made = Contexts()
+    monkeypatch.setattr(fp8_utils, "get_fp8_context", made)
+    monkeypatch.setattr(transformer_block, "get_fp8_context", made)
+    return made
+
+
+@pytest.fixture
+def updates(monkeypatch):
+    """The updates of delayed scales, in their order."""
+    made = []
+    monkeypatch.setattr(
+        FP8GlobalStateManager,
+        "reduce_and_update_fp8_tensors",
+        lambda forward=True: made.append("forward" if forward else "backward"),
+    )
+    return made
+
+
+def quantizing_model(contexts, recipe="tensorwise", **config):
+    model = new_model(**config)
+    model.config.fp8, model.config.fp8_recipe = "hybrid", recipe
+    for layer in model.decoder.layers:
+        for name in ("linear_fc1", "linear_fc2"):
+            setattr(layer.mlp, name, QuantizingLinear(getattr(layer.mlp, name).weight, contexts))
+    return model
+
+
+def products(model):
+    return [module for module in model.modules() if isinstance(module, QuantizingLinear)]
+
+
+def trained(model, number, run):
+    """Train steps of two microbatches; returns losses and gradients of each, and the quantized copies at last."""
+    found = []
+    for _ in range(number):
+        model.set_is_first_microbatch()
+        for microbatch in (FULL, OTHER):
+            found.append(run(microbatch))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), found[-1][1], strict=True):
+                parameter -= 0.01 * gradient
+    return found, [module._fp8_workspaces["weight"].values.clone() for module in products(model)]
+
+
+def assert_same(found, expected):
+    for (losses, gradients), (other_losses, others) in zip(found[0], expected[0], strict=True):
+        torch.testing.assert_close(losses, other_losses)
+        torch.testing.assert_close(gradients, others)
+    torch.testing.assert_close(found[1], expected[1])
+
+
+@pytest.mark.parametrize("modules", [[], ["mlp"], ["attn", "mlp"]], ids=lambda m: ",".join(m) or "all")
+@pytest.mark.parametrize("turn", ["replays", "eager-first", "replay-first"])
+def test_steps_equal_eager(contexts, modules, turn):
+    """Weights change between steps; within one, eager and replays read what the first microbatch quantized."""
+    model = quantizing_model(contexts)
+    expected = trained(model, 3, lambda microbatch: losses_and_gradients(model, microbatch))
+    model = quantizing_model(contexts)
+    with graphs_on(model, FULL, cuda_graph_modules=modules) as graphs:
+        numbers = iter(range(6))
+
+        def run(microbatch):
+            number = next(numbers)
+            if turn != "replays" and (number % 2 == 0) == (turn == "eager-first"):
+                return eager(model, graphs, microbatch)
+            return losses_and_gradients(model, microbatch)
+
+        found = trained(model, 3, run)
+        regions = 1 if modules != ["mlp"] else 2
+        assert replayed(graphs) == regions * (6 if turn == "replays" else 3), graphs.statistics().fallbacks
+    assert_same(found, expected)
+
+
+def test_only_a_first_microbatch_quantizes(contexts):
+    model = quantizing_model(contexts)
+    with graphs_on(model, FULL):
+        losses_and_gradients(model, FULL)
+        before = products(model)[0]._fp8_workspaces["weight"].values.clone()
+        with torch.no_grad():
+            products(model)[0].weight.mul_(2)
+        losses_and_gradients(model, FULL)
+        assert torch.equal(products(model)[0]._fp8_workspaces["weight"].values, before)
+        model.set_is_first_microbatch()
+        losses_and_gradients(model, FULL)
+        assert not any(module.is_first_microbatch for module in products(model))
+        assert not torch.equal(products(model)[0]._fp8_workspaces["weight"].values, before)
+
+
+def test_a_capture_quantizes_nothing(contexts):
+    model = quantizing_model(contexts)
+    with graphs_on(model, FULL, capture=False) as graphs:
+        model(**FULL)
+        model.set_is_first_microbatch()
+        before = [module._fp8_workspaces["weight"].values.clone() for module in products(model)]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        assert graphs.capture()
+        assert all(module.is_first_microbatch for module in products(model))
+        for module, values in zip(products(model), before, strict=True):
+            assert torch.equal(module._fp8_workspaces["weight"].values, values)
+
+
+def test_without_transposes_that_are_kept_every_microbatch_quantizes(contexts):
+    """Where upstream passes no word of the microbatch, no flag is read."""
+    model = quantizing_model(contexts)
+    model.config.disable_parameter_transpose_cache = True
+    seen = []
+    for module in products(model):
+        module.register_forward_hook(
+            lambda *unused: seen.append(FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor)
+        )
+    weights = fp8.QuantizedWeights(lambda: [model.decoder], model.config)
+    with weights.recorded(torch.ones(1)):
+        model(**FULL)
+    assert seen and set(map(type, seen)) == {type(None)}
+
+
+@pytest.mark.parametrize(
+    "modules, layers", [([], {0, 1}), (["attn"], {0, 1}), (["mlp"], {0, 1})], ids=lambda v: ",".join(map(str, v))
+)
+def test_layers_are_recorded_in_their_precision(contexts, modules, layers):
+    model = quantizing_model(contexts)
+    with graphs_on(model, FULL, cuda_graph_modules=modules, capture=False) as graphs:
+        model(**FULL)
+        contexts.layers.clear()
+        assert graphs.capture()
+        assert set(contexts.layers) == layers
+
+
+def test_copies_that_modules_replaced_run_eager(contexts):
+    model = quantizing_model(contexts)
+    with graphs_on(model, FULL) as graphs:
+        losses_and_gradients(model, FULL)
+        kept = products(model)[1]._fp8_workspaces["weight"]
+        products(model)[1]._fp8_workspaces.clear()
+        losses_and_gradients(model, FULL)
+        assert graphs.statistics().fallbacks == {"model_changed": 1}
+        products(model)[1]._fp8_workspaces["weight"] = kept
+        losses_and_gradients(model, FULL)
+        assert replayed(graphs) == 2
+
+
+def test_copies_that_come_during_a_capture_are_refused(contexts, monkeypatch):
+    model = quantizing_model(contexts)
+    weights = fp8.QuantizedWeights(lambda: [model.decoder], model.config)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(CaptureError, match="not quantized for this mode"), weights.recorded(torch.zeros(1)):
+        model(**FULL)
+    with weights.recorded(torch.zeros(1)):
+        model(**FULL)
+    assert not weights.replaced
+
+
+def test_copies_of_earlier_recordings_must_be_there(contexts):
+    model = quantizing_model(contexts)
+    weights = fp8.QuantizedWeights(lambda: [model.decoder], model.config)
+    with weights.recorded(torch.zeros(1)):
+        model(**FULL)
+    products(model)[0]._fp8_workspaces.clear()
+    assert weights.replaced
+    with pytest.raises(CaptureError, match="other quantized copies"), weights.recorded(torch.zeros(1)):
+        model(**FULL)
+
+
+def test_copies_are_made_fit_for_a_backward(contexts):
+    model = quantizing_model(contexts)
+    model(**FULL)
+    fp8.complete_copies([model])
+    both = [{"rowwise": True, "columnwise": True}, {"rowwise_usage": True, "columnwise_usage": True}]
+    assert [module._fp8_workspaces["weight"].usages for module in products(model)] == [both] * 4
+
+
+def test_delayed_scales_are_updated_after_replays_alone(contexts, updates):
+    model = quantizing_model(contexts, "delayed")
+    with graphs_on(model, FULL, capture=False) as graphs:
+        model(**FULL)
+        updates.clear()
+        histories = [module.fp8_meta["scaling_fwd"].amax_history.clone() for module in products(model)]
+        assert graphs.capture() and not updates
+        for module, history in zip(products(model), histories, strict=True):
+            assert torch.equal(module.fp8_meta["scaling_fwd"].amax_history, history)
+        losses_and_gradients(model, FULL)
+        assert updates == ["forward", "backward"]
+        updates.clear()
+        with torch.no_grad():
+            model(**FULL)
+        assert not updates and replayed(graphs) == 1, graphs.statistics()
+
+
+def test_current_scales_are_left_alone(contexts, updates):
+    model = quantizing_model(contexts)
+    with graphs_on(model, FULL):
+        updates.clear()
+        losses_and_gradients(model, FULL)
+        assert not updates
+
+
+def test_fp8_around_the_layers_runs_eager(contexts, monkeypatch):
+    model = new_model()
+    with graphs_on(model, FULL) as graphs:
+        monkeypatch.setattr(FP8GlobalStateManager.quantization_state, "fp8_enabled", True)
+        losses_and_gradients(model, FULL)
+        assert graphs.statistics().fallbacks == {"autocast_changed": 1}
+
+
+def test_fp8_that_is_switched_off_runs_eager_at_first(contexts):
+    model = quantizing_model(contexts)
+    with graphs_on(model, FULL) as graphs:
+        model.config.fp8 = None
+        found = [losses_and_gradients(model, FULL) for _ in range(2)]
+        assert replayed(graphs) == 1 and graphs.statistics().fallbacks == {"model_changed": 1}
+        torch.testing.assert_close(found[0], found[1])
+        model.config.fp8 = "hybrid"
+        losses_and_gradients(model, FULL)
+        assert replayed(graphs) == 2
+
+
+def test_fp8_that_is_switched_on_after_capture_is_refused(contexts):
+    model = quantizing_model(contexts)
+    model.config.fp8 = None
+    with graphs_on(model, FULL):
+        model.config.fp8 = "hybrid"
+        losses_and_gradients(model, FULL)
+        with pytest.raises(CaptureError, match="fp8 was switched on after capture"):
+            losses_and_gradients(model, FULL)
+
+
+@pytest.mark.parametrize(
+    "field, value, ranks",
+    [("add_bias_linear", True, 1), ("normalization", "LayerNorm", 1), ("add_qkv_bias", True, 2)],
+)
+def test_layers_that_make_something_of_padding_are_refused(field, value, ranks):
+    config = SimpleNamespace(fp8="hybrid", add_bias_linear=False, normalization="RMSNorm", add_qkv_bias=False)
+    fp8.check_padding(config, ranks)
+    setattr(config, field, value)
+    with pytest.raises(OptionError, match=f"model.{field}={value!r}"):
+        fp8.check_padding(config, ranks)
+    config.fp8 = None
+    fp8.check_padding(config, ranks)
+
+
+def test_a_bias_of_attention_alone_is_fine():
+    fp8.check_padding(SimpleNamespace(fp8="hybrid", add_qkv_bias=True, normalization="RMSNorm"), 1)
+
+
+def test_buckets_have_rows_that_products_take(contexts):
+    model = quantizing_model(contexts)
+    with (
+        pytest.raises(OptionError, match="a multiple of 16, as fp8 needs on every rank"),
+        graphs_on(model, cuda_graph_packed_buckets=[328]),
+    ):
+        pass
