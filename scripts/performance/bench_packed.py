@@ -3,6 +3,7 @@
 python scripts/performance/bench_packed.py --out docs/benchmarks/packed.jsonl
 python scripts/performance/bench_packed.py --models "" --plans --planned dense,moe,mamba --distributions known
 python scripts/performance/bench_packed.py --models "" --planned moe --cost-model costs.json
+python scripts/performance/bench_packed.py --models fp8
 
 Measures every model at every pack, graphs of every layer's parts, of all layers with their experts, and graphs that
 allow four times the documents there are, each model in a process of its own; they import side by side and have the GPU

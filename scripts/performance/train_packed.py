@@ -3,6 +3,7 @@
 python scripts/performance/train_packed.py --steps 50 --out docs/benchmarks/packed_training.jsonl
 python scripts/performance/train_packed.py --steps 50 --model qwen3_vl
 python scripts/performance/train_packed.py --steps 50 --model mamba --side-by-side
+python scripts/performance/train_packed.py --steps 50 --model fp8
 
 Eager does not agree with itself on other numbers of rows, where matrix libraries choose other kernels. So the spread is
 that of eager runs whose packs are as they are, twice, and padded to a multiple of 64 and of 256 tokens. Processes

@@ -38,9 +38,10 @@ def test_padding_is_a_document_that_no_loss_counts():
         (packed_training.training_config, 8),
         (partial(packed_training.training_config, model="mamba"), 8),
         (partial(packed_training.training_config, model="experts"), 8),
+        (partial(packed_training.training_config, model="fp8"), 8),
         (packed_training.photograph_config, 4),
     ],
-    ids=["dense", "mamba", "experts", "vl"],
+    ids=["dense", "mamba", "experts", "fp8", "vl"],
 )
 def test_bridge_takes_the_configuration(mode, make, documents, modules):
     from megatron.bridge.training.config import runtime_config_update
@@ -51,6 +52,16 @@ def test_bridge_takes_the_configuration(mode, make, documents, modules):
     graphs = (config.model.cuda_graph_impl, config.model.cuda_graph_max_packed_seqs)
     assert graphs == (("transformer_engine", documents) if mode == "graphs" else ("none", None))
     assert config.dataset.enable_in_batch_packing and config.train.micro_batch_size > 1
+
+
+@pytest.mark.parametrize("model, recipe", [("fp8", "tensorwise"), ("fp8_delayed", "delayed")])
+def test_packs_in_fp8_have_rows_that_products_take(model, recipe):
+    from megatron.bridge.training.config import runtime_config_update
+
+    config = packed_training.training_config("graphs", 50, model=model)
+    runtime_config_update(config)
+    assert (config.model.fp8, config.model.fp8_recipe, config.model.fp8_param) == ("hybrid", recipe, False)
+    assert [packed_training.training_config("eager", 50, rows=n, model=model).dataset.rows for n in (1, 64)] == [16, 64]
 
 
 @pytest.mark.parametrize("rows", [1, 64])

@@ -61,7 +61,7 @@ FP8 = (
     ),
     Combination(
         "packed-sequence graphs of parts of layers with delayed scaling",
-        "Its scales are updated behind all layers, in the order in which these ran eager",
+        "Eager updates its scales in the backward of the first layer, which a replayed part leaves out",
         lambda o, f: _in_fp8(o, f) and f.fp8_recipe == DELAYED and not one_region(o, f),
         lambda o, f: (
             "model.fp8_recipe",

@@ -29,6 +29,7 @@ class Shape:
         pattern: A letter per layer of a hybrid, M Mamba, * attention, - MLP, in place of `layers`; none is a GPT model.
         fused_rope: Whether eager's rotary embedding is Transformer Engine's kernel.
         images: Whether it is Qwen3-VL's language model, which takes features of images behind its first layers.
+        fp8: How products in fp8 are scaled, as megatron-core's `fp8_recipe`; empty is bf16.
     """
 
     layers: int = 16
@@ -39,10 +40,12 @@ class Shape:
     pattern: str = ""
     fused_rope: bool = False
     images: bool = False
+    fp8: str = ""
 
 
 SHAPES = {
     "dense": Shape(),
+    "fp8": Shape(fp8="tensorwise"),
     "moe": Shape(ffn=768, experts=32),
     "large": Shape(layers=8, hidden=5120, heads=40, ffn=17408),
     "planned": Shape(layers=8),
@@ -113,6 +116,7 @@ def settings_of(shape: Shape) -> dict[str, Any]:
         "cuda_graph_warmup_steps": 3,
         **(experts if shape.experts else {}),
         **(hybrid if shape.pattern else {}),
+        **({"fp8": "hybrid", "fp8_recipe": shape.fp8} if shape.fp8 else {}),
     }
 
 

@@ -14,7 +14,10 @@ from bridge_cg_tools.report.spread import compare_to_spread
 
 MODULE = "bridge_cg_tools.benchmarks.packed.training"
 # Case of the records by model.
-CASES = {"dense": "in_batch", "experts": "experts_in_batch", "mamba": "mamba_in_batch", "qwen3_vl": "qwen3_vl_in_batch"}
+CASES = {
+    "dense": "in_batch",
+    **{model: f"{model}_in_batch" for model in ("experts", "fp8", "fp8_delayed", "mamba", "qwen3_vl")},
+}
 # Runs by name, with the multiple of tokens that packs are padded to.
 EAGER_RUNS = {"eager": 1, "eager_again": 1, "eager_64": 64, "eager_256": 256}
 # Seconds that a run has.

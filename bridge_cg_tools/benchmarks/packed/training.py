@@ -2,6 +2,7 @@
 
 `dense` is a model of 8 layers of 2048; a microbatch is 4 documents of random length, joined by Bridge's in-batch
 packing. `experts` has 16 experts of 768 in every layer, 4 of them for a token, and a loss that balances them.
+`fp8` and `fp8_delayed` are the dense model with Bridge's settings of current and delayed scaling, and bf16 parameters.
 `qwen3_vl` is Qwen3-VL in small, on photographs with captions; a microbatch is 2 samples, which Bridge's step for that
 model pads to one length and joins.
 """
@@ -33,6 +34,7 @@ from megatron.bridge.training.config import (
     ValidationConfig,
 )
 from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.mixed_precision import MixedPrecisionConfig, get_mixed_precision_config
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.enums import AttnBackend
@@ -77,6 +79,8 @@ LANGUAGE_MODELS: dict[str, tuple[type, dict[str, Any]]] = {
             "moe_aux_loss_coeff": 1e-3,
         },
     ),
+    "fp8": (GPTModelProvider, DENSE),
+    "fp8_delayed": (GPTModelProvider, DENSE),
     "mamba": (
         HybridModelProvider,
         {
@@ -89,6 +93,9 @@ LANGUAGE_MODELS: dict[str, tuple[type, dict[str, Any]]] = {
         },
     ),
 }
+# Bridge's names of settings in fp8, by model; eager's products take packs of a multiple of so many tokens.
+FP8 = {"fp8": "bf16_with_fp8_current_scaling_mixed", "fp8_delayed": "bf16_with_fp8_delayed_scaling_mixed"}
+FP8_ROWS = 16
 MODELS = (*LANGUAGE_MODELS, "qwen3_vl")
 
 
@@ -162,14 +169,21 @@ def training_config(mode: str, steps: int, modules: str = "", rows: int = 1, mod
             average_in_collective=True,
             use_distributed_optimizer=True,
         ),
-        dataset=DocumentProvider(rows=rows),
+        dataset=DocumentProvider(rows=max(rows, FP8_ROWS) if model in FP8 else rows),
         logger=LoggerConfig(log_interval=10),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
         checkpoint=CheckpointConfig(save=None, load=None, save_interval=None, ckpt_format="torch_dist"),
         rng=RNGConfig(seed=SEED, te_rng_tracker=True),
         dist=DistributedInitConfig(),
-        mixed_precision="bf16_mixed",
+        mixed_precision=precision_of(model),
     )
+
+
+def precision_of(model: str) -> MixedPrecisionConfig:
+    """Return the precision that a model trains in; parameters are bf16."""
+    precision = get_mixed_precision_config(FP8.get(model, "bf16_mixed"))
+    precision.fp8_param_gather = False
+    return precision
 
 
 def model_provider(mode: str, modules: str, model: str = "dense") -> Any:
