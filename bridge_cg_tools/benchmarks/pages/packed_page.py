@@ -8,7 +8,7 @@ from bridge_cg_tools.benchmarks.packed.plans import PLAN
 from bridge_cg_tools.benchmarks.pages.markdown import Records, by_case, number, origin, table
 from bridge_cg_tools.benchmarks.records.results import read_records
 
-MODELS = ("dense", "moe", "large", "mamba")
+MODELS = ("dense", "fp8", "moe", "large", "mamba")
 # All layers as one region, experts included.
 WHOLE = "plugin_whole"
 # What `bench_experts.py` times, as its cases are named.
