@@ -3,17 +3,16 @@
     python scripts/performance/bench_recipe.py --case 8b_sft_tp2 --eager-runs 5 --modes plugin_vision,plugin
     python scripts/performance/bench_recipe.py --recipe qwen3_vl_8b_vision_graphs_h200_peft_config --image 512x512
 
-Weights are random and images are Bridge's mock ones, of one size. The model's configuration and a processor like its
-own are written to a temporary folder: nothing is read from a network or a checkpoint. Each run is a process on every
-GPU; all import at once and train one after the other. One of the last steps is profiled, none timed. Other flags and
-overrides are those of `bridge-cg train`.
+Weights are random and images are Bridge's mock ones, of one size or, with `--image coco`, of COCO's sizes. The model's
+configuration and a processor like its own are written to a temporary folder: nothing is read from a network or a
+checkpoint. Each run is a process on every GPU; all import at once and train one after the other. One of the last steps
+is profiled, none timed. Other flags and overrides are those of `bridge-cg train`.
 
 Records go to docs/benchmarks/whole_step.jsonl. Exit status: 1 where a run failed or did not begin in time; 2 for
 refused input.
 """
 
 import argparse
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from bridge_cg_plugin.options.flags import as_typed
 from bridge_cg_tools.benchmarks.measuring.machine import gpus_here
 from bridge_cg_tools.benchmarks.records.results import output_path, put_cases
 from bridge_cg_tools.benchmarks.runs import recipe_bench
+from bridge_cg_tools.benchmarks.runs.mock_images import COCO, MockImages, read_images
 from bridge_cg_tools.benchmarks.runs.recipe_bench import GRAPHS, PLUGIN, Bench
 from bridge_cg_tools.benchmarks.runs.recipe_cases import CASES, LORA, RecipeCase
 
@@ -46,9 +46,13 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     what.add_argument("--case", choices=CASES, help=f"a recipe with its GPUs and overrides; {LORA} if left out")
     what.add_argument("--recipe", metavar="NAME", help="a recipe or preset, instead of a case")
     parser.add_argument("--gpus", type=int, metavar="N", help="ranks, with a GPU each; the case's, or 1")
-    parser.add_argument("--image", type=_size, default=(1024, 768), metavar="WxH", help="pixels of every image")
+    parser.add_argument(
+        "--image", type=read_images, default=MockImages(), metavar="WxH", help=f"pixels of every image, or {COCO}"
+    )
     parser.add_argument("--steps", type=int, default=16, help="optimizer steps of each run; the first 6 do not count")
-    parser.add_argument("--global-batch", type=int, default=8, metavar="N", help="images, one a sample, of a step")
+    parser.add_argument(
+        "--global-batch", type=int, metavar="N", help="images, one a sample, of a step; the case's, or 8"
+    )
     parser.add_argument("--eager-runs", type=int, default=2, metavar="N", help="eager runs; 2 or more have a spread")
     parser.add_argument("--modes", default=PLUGIN, metavar="LIST", help=f"comma-separated; all: {', '.join(GRAPHS)}")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="runs that have not ended then are ended")
@@ -69,14 +73,8 @@ def _chosen(args: argparse.Namespace) -> RecipeCase:
     case = RecipeCase(args.recipe) if args.case is None else CASES[args.case]
     args.recipe = case.recipe
     args.gpus = case.gpus if args.gpus is None else args.gpus
+    args.global_batch = case.batch if args.global_batch is None else args.global_batch
     return case
-
-
-def _size(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"must be WIDTHxHEIGHT in pixels, as 1024x768, not {text!r}")
-    return int(found[1]), int(found[2])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

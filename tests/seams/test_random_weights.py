@@ -10,7 +10,7 @@ from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_tools.benchmarks.models.local_hub import write_checkpoint
-from bridge_cg_tools.benchmarks.runs import random_weights, recipe_bench, recipe_cases
+from bridge_cg_tools.benchmarks.runs import mock_images, random_weights, recipe_bench, recipe_cases
 from bridge_cg_tools.benchmarks.runs.recipe import prepare
 from bridge_cg_tools.benchmarks.runs.recipe_arguments import read
 from scripts.performance import bench_recipe
@@ -59,7 +59,8 @@ def test_every_case_resolves_in_every_mode(offline, tmp_path, name, mode):  # no
         mode not in ("eager1", "plugin_vision")
     )
     if name.startswith("30b"):
-        assert config.model.num_layers == 8 and config.model.expert_model_parallel_size == 2
+        layers = {2: 8, 4: 24, 8: 48}[args.gpus]
+        assert (config.model.num_layers, config.model.expert_model_parallel_size) == (layers, args.gpus)
 
 
 def test_a_microbatch_has_two_images_of_the_size_and_fits_the_graphs(prepared):
@@ -71,6 +72,21 @@ def test_a_microbatch_has_two_images_of_the_size_and_fits_the_graphs(prepared):
     visual = data.collate_fn([data[i] for i in range(config.train.micro_batch_size)])["visual_inputs"]
     assert visual.image_grid_thw.tolist() == [[1, HEIGHT // 16, WIDTH // 16]] * 2
     assert len(visual.pixel_values) <= read_options(config).vision.max_seq_length
+
+
+def test_photographs_have_sizes_of_their_own_that_fit_the_sequence(prepared, monkeypatch):
+    from megatron.bridge.data.builders import mock_vlm_sft
+
+    config = prepared("plugin").config
+    monkeypatch.setattr(mock_vlm_sft, mock_images.MAKE, getattr(mock_vlm_sft, mock_images.MAKE))
+    drawn = []
+    for _ in range(2):
+        mock_images.draw_photographs(seed=3)
+        examples = mock_vlm_sft.make_mock_vlm_examples(config.dataset)
+        drawn.append([example["conversation"][0]["content"][0]["image"].size for example in examples])
+        monkeypatch.undo()
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) > 8
+    assert all(side % 32 == 0 and side <= 640 for size in drawn[0] for side in size)
 
 
 def test_adapters_get_the_initial_weights_and_nothing_is_loaded(prepared, active, monkeypatch):

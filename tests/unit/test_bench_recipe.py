@@ -166,7 +166,8 @@ def test_a_case_has_its_recipe_gpus_and_overrides_in_every_run(runs, tmp_path, n
     case = CASES[name]
     assert status == 0 and runs.ranks == [case.gpus] * 2
     for words in started.values():
-        assert words[words.index("--recipe") + 1] == case.recipe and {*case.words, "model.seq_length=2048"} <= {*words}
+        wanted = {*case.words, "model.seq_length=2048", f"train.global_batch_size={case.batch}"}
+        assert words[words.index("--recipe") + 1] == case.recipe and wanted <= {*words}
     assert all((record["case"], record["gpus"]) == (name, case.gpus) for record in found.values())
 
 
@@ -218,4 +219,16 @@ def test_bad_input_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys
 def test_a_size_is_width_and_height(capsys):
     with pytest.raises(SystemExit):
         bench_recipe.main(["--image", "1024"])
-    assert "argument --image: must be WIDTHxHEIGHT in pixels, as 1024x768, not '1024'" in capsys.readouterr().err
+    assert (
+        "argument --image: must be WIDTHxHEIGHT in pixels, as 1024x768, or coco, not '1024'" in capsys.readouterr().err
+    )
+
+
+def test_photographs_and_other_sizes_are_cases_of_their_own(runs, tmp_path):
+    started = runs(eager1=result(200.0), plugin=result(80.0))
+    for image, drawn in (("coco", True), ("640x480", False)):
+        found = measure(tmp_path / "r.jsonl", "--eager-runs", "1", "--image", image)[1]
+        assert found["plugin"]["case"] == f"8b_lora_{image}"
+        for words in started.values():
+            assert ("--photographs" in words) == drawn
+            assert any(word.startswith("dataset.image_size=") for word in words) != drawn

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bridge_cg_tools.benchmarks.runs.mock_images import draw_photographs
 from bridge_cg_tools.benchmarks.runs.recipe import prepare, train
 from bridge_cg_tools.benchmarks.runs.recipe_arguments import read
 from bridge_cg_tools.benchmarks.runs.recipe_cases import PROFILED
@@ -25,16 +26,20 @@ def train_words(words: Sequence[str]) -> None:
     """Train once; rank 0 writes the record.
 
     Args:
-        words: `--train MODE --out FILE` and the command line of `bridge-cg train`.
+        words: `--train MODE --out FILE`, `--photographs` for images of COCO's sizes, and the command line of
+            `bridge-cg train`.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--train", required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--photographs", action="store_true")
     args, rest = parser.parse_known_args(words)
     run = prepare(*read(rest))
     leave_nothing(run.config)
     print(f"{args.train}: {run.mode}() with {run.step}\n{run.summary}", flush=True)
     keep_initial_weights()
+    if args.photographs:
+        draw_photographs(run.config.rng.seed)
     steps = run.config.train.train_iters - PROFILED
     recorder, parts = Recorder(steps), StepParts(steps)
     train(run, [recorder, parts])

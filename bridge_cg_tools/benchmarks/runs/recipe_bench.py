@@ -14,6 +14,7 @@ from bridge_cg_tools.benchmarks.models.hub_folders import MODELS, variables_of
 from bridge_cg_tools.benchmarks.records.results import loss_distance, provenance
 from bridge_cg_tools.benchmarks.runs import first_look, recipe_arguments
 from bridge_cg_tools.benchmarks.runs.comparison import words_of
+from bridge_cg_tools.benchmarks.runs.mock_images import MockImages
 from bridge_cg_tools.benchmarks.runs.outputs import error_in
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
 from bridge_cg_tools.benchmarks.runs.recipe_cases import PROFILED
@@ -30,12 +31,10 @@ GRAPHS = {
     "plugin_fastest": ("--cuda_graphs=fastest",),
 }
 SEED = 1234
-# Nothing is evaluated; few mock images are drawn; all runs draw the same weights. Fused accumulation is Apex's, which
-# the registry has not.
+# Nothing is evaluated; all runs draw the same weights. Fused accumulation is Apex's, which the registry has not.
 WORDS = (
     "train.eval_iters=0",
     "validation.eval_iters=0",
-    "dataset.num_base_examples=16",
     "model.gradient_accumulation_fusion=false",
     f"rng.seed={SEED}",
     "rng.te_rng_tracker=true",
@@ -73,13 +72,12 @@ def words(args: argparse.Namespace, rest: Sequence[str], mode: str, checkpoint: 
         mode: Of `modes_of`.
         checkpoint: What stands for a checkpoint, where there are adapters.
     """
-    width, height = args.image
     adapters = [f"checkpoint.pretrained_checkpoint={checkpoint}"] if "_peft_" in args.recipe else []
     graphs = GRAPHS.get(mode)
     given = [*graphs, *rest] if graphs else words_of("eager", rest, images=True)
     return [
         *("--recipe", args.recipe, "--mode", "pretrain", "--mock_data", *given),
-        *(*adapters, *WORDS, f"dataset.image_size=[{width},{height}]"),
+        *(*adapters, *WORDS, *args.image.words()),
         *(f"train.train_iters={args.steps + PROFILED}", f"train.global_batch_size={args.global_batch}"),
     ]
 
@@ -125,10 +123,9 @@ def refusal(args: argparse.Namespace, rest: Sequence[str], folder: Path) -> str:
 
 def case_of(args: argparse.Namespace) -> str:
     """Return the name of the case in records."""
-    if args.case is not None:
+    if args.case is not None and args.image == MockImages():
         return str(args.case)
-    width, height = args.image
-    return f"{args.recipe.removesuffix('_config')}_{width}x{height}"
+    return f"{args.case or args.recipe.removesuffix('_config')}_{args.image}"
 
 
 class Bench:
@@ -163,7 +160,8 @@ class Bench:
         process = self._processes[mode]
         try:
             process.wait_until_ready()
-            found = process.train(mode, words(self._args, self._rest, mode, self._checkpoint), self._left())
+            line = words(self._args, self._rest, mode, self._checkpoint)
+            found = process.train(mode, [*line, *(["--photographs"] * (self._args.image.size is None))], self._left())
         except TrainingFailed as error:
             if time.monotonic() >= self._end:
                 return TIME_IS_UP
