@@ -219,7 +219,7 @@ class GradientSinks:
     def prepare(self) -> None:
         """Take the memory of gradients that recordings return to autograd."""
         if not self._static:
-            self._static = {p: torch.empty_like(p, requires_grad=False) for p in self._returned}
+            self._static = {p: _empty(p) for p in self._returned}
 
     @property
     def static_bytes(self) -> int:
@@ -306,6 +306,11 @@ class GradientSinks:
     def clear(self) -> None:
         """Take the flags back that replays set, also those that a failed backward left behind."""
         self._hooks.clear()
+
+
+def _empty(parameter: nn.Parameter) -> Tensor:
+    """Return a plain tensor for a gradient: one like a parameter of another class would be of that class."""
+    return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
 
 
 def _keeper(static: Tensor, small: "SmallGradients") -> Callable[[Tensor | None], Tensor | None]:

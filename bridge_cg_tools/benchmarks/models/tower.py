@@ -115,15 +115,15 @@ class MainGrads:
         self.parameters = cast("list[MegatronParameter]", [p for p in model.parameters() if p.requires_grad])
         self._accumulators: list[Any] = []
         for parameter in self.parameters:
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
             parameter.grad_added_to_main_grad = False
         self.attach()
 
     def attach(self) -> None:
         """Put the hooks on the parameters."""
         for parameter in self.parameters:
-            expanded: Any = parameter.expand_as(parameter).grad_fn
-            node = expanded.next_functions[0][0]
+            expanded: Any = parameter.expand_as(parameter)  # lives as long as its node is looked at
+            node = expanded.grad_fn.next_functions[0][0]
             node.register_hook(self._hook(parameter))
             self._accumulators.append(node)
 
