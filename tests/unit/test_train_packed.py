@@ -54,13 +54,22 @@ def test_bridge_takes_the_configuration(mode, make, documents, modules):
     assert config.dataset.enable_in_batch_packing and config.train.micro_batch_size > 1
 
 
-@pytest.mark.parametrize("model, recipe", [("fp8", "tensorwise"), ("fp8_delayed", "delayed")])
-def test_packs_in_fp8_have_rows_that_products_take(model, recipe):
+@pytest.mark.parametrize(
+    "model, recipe, in_fp8",
+    [
+        ("fp8", "tensorwise", False),
+        ("fp8_delayed", "delayed", False),
+        ("fp8_parameters", "tensorwise", True),
+        ("fp8_blockwise", "blockwise", False),
+    ],
+)
+def test_packs_in_fp8_have_rows_that_products_take(model, recipe, in_fp8):
     from megatron.bridge.training.config import runtime_config_update
 
     config = packed_training.training_config("graphs", 50, model=model)
     runtime_config_update(config)
-    assert (config.model.fp8, config.model.fp8_recipe, config.model.fp8_param) == ("hybrid", recipe, False)
+    assert (config.model.fp8, config.model.fp8_recipe, config.model.fp8_param) == ("hybrid", recipe, in_fp8)
+    assert config.ddp.fp8_param_gather is in_fp8
     assert [packed_training.training_config("eager", 50, rows=n, model=model).dataset.rows for n in (1, 64)] == [16, 64]
 
 

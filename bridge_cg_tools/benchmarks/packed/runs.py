@@ -16,7 +16,10 @@ MODULE = "bridge_cg_tools.benchmarks.packed.training"
 # Case of the records by model.
 CASES = {
     "dense": "in_batch",
-    **{model: f"{model}_in_batch" for model in ("experts", "fp8", "fp8_delayed", "mamba", "qwen3_vl")},
+    **{
+        model: f"{model}_in_batch"
+        for model in ("experts", "fp8", "fp8_blockwise", "fp8_delayed", "fp8_parameters", "mamba", "qwen3_vl")
+    },
 }
 # Runs by name, with the multiple of tokens that packs are padded to.
 EAGER_RUNS = {"eager": 1, "eager_again": 1, "eager_64": 64, "eager_256": 256}

@@ -2,7 +2,8 @@
 
 `dense` is a model of 8 layers of 2048; a microbatch is 4 documents of random length, joined by Bridge's in-batch
 packing. `experts` has 16 experts of 768 in every layer, 4 of them for a token, and a loss that balances them.
-`fp8` and `fp8_delayed` are the dense model with Bridge's settings of current and delayed scaling, and bf16 parameters.
+`fp8`, `fp8_delayed` and `fp8_blockwise` are the dense model with Bridge's settings of current, delayed and block
+scaling, and bf16 parameters; `fp8_parameters` has current scaling and parameters in fp8.
 `qwen3_vl` is Qwen3-VL in small, on photographs with captions; a microbatch is 2 samples, which Bridge's step for that
 model pads to one length and joins.
 """
@@ -81,6 +82,8 @@ LANGUAGE_MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "fp8": (GPTModelProvider, DENSE),
     "fp8_delayed": (GPTModelProvider, DENSE),
+    "fp8_parameters": (GPTModelProvider, DENSE),
+    "fp8_blockwise": (GPTModelProvider, DENSE),
     "mamba": (
         HybridModelProvider,
         {
@@ -94,7 +97,13 @@ LANGUAGE_MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
 }
 # Bridge's names of settings in fp8, by model; eager's products take packs of a multiple of so many tokens.
-FP8 = {"fp8": "bf16_with_fp8_current_scaling_mixed", "fp8_delayed": "bf16_with_fp8_delayed_scaling_mixed"}
+FP8 = {
+    "fp8": "bf16_with_fp8_current_scaling_mixed",
+    "fp8_delayed": "bf16_with_fp8_delayed_scaling_mixed",
+    "fp8_parameters": "bf16_with_fp8_current_scaling_mixed",
+    "fp8_blockwise": "bf16_with_fp8_subchannel_scaling_mixed",
+}
+PARAMETERS_IN_FP8 = "fp8_parameters"
 FP8_ROWS = 16
 MODELS = (*LANGUAGE_MODELS, "qwen3_vl")
 
@@ -180,9 +189,9 @@ def training_config(mode: str, steps: int, modules: str = "", rows: int = 1, mod
 
 
 def precision_of(model: str) -> MixedPrecisionConfig:
-    """Return the precision that a model trains in; parameters are bf16."""
+    """Return the precision that a model trains in."""
     precision = get_mixed_precision_config(FP8.get(model, "bf16_mixed"))
-    precision.fp8_param_gather = False
+    precision.fp8_param_gather = model == PARAMETERS_IN_FP8
     return precision
 
 
