@@ -65,7 +65,6 @@ class Facts:
         low_precision: The fp8 or fp4 format that layers compute in.
         fp8: The fp8 format alone.
         fp8_recipe: How scales are found.
-        fp8_weights: Whether parameters are kept in fp8.
         fp8_attention: A field by which attention itself computes in fp8; empty where none is set.
         own_precision: Whether single modules have a precision of their own.
         cpu_offloading: Whether megatron-core offloads whole layers.
@@ -108,7 +107,6 @@ class Facts:
     low_precision: str | None = None
     fp8: str | None = None
     fp8_recipe: str | None = None
-    fp8_weights: bool | None = None
     fp8_attention: str = ""
     own_precision: bool = False
     cpu_offloading: bool | None = None
@@ -165,7 +163,6 @@ def facts_of(written: Written) -> Facts:
         low_precision=_word(settings, "fp8") or _word(settings, "fp4"),
         fp8=_word(settings, "fp8"),
         fp8_recipe=_word(settings, "fp8_recipe"),
-        fp8_weights=_flag(settings, "fp8_param"),
         fp8_attention=next((name for name in FP8_ATTENTION if _flag(settings, name)), ""),
         own_precision=not is_unset(settings.get("quant_recipe")),
         cpu_offloading=_flag(settings, "cpu_offloading"),

@@ -52,7 +52,6 @@ SETTINGS = (
     "mtp_num_layers",
     "fp8",
     "fp8_recipe",
-    "fp8_param",
     "fp8_dot_product_attention",
     "fp8_multi_head_attention",
     "fp4",

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from megatron.core import fp8_utils
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_tools.benchmarks.models import language_model as lm
@@ -31,8 +32,16 @@ RECIPES = [
         {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"},
         id="delayed-history",
     ),
+    pytest.param({"fp8": "e4m3", "fp8_recipe": "blockwise"}, id="blockwise"),
+    pytest.param({"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True}, id="tensorwise-parameters"),
+    pytest.param({"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param": True}, id="delayed-parameters"),
+    pytest.param({"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": True}, id="blockwise-parameters"),
 ]
 TENSORWISE = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+DELAYED = {"fp8": "hybrid", "fp8_recipe": "delayed"}
+BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+IN_FP8 = {**TENSORWISE, "fp8_param": True}
+OFFLOADING = {"cuda_graph_packed_offload": "all", "cuda_graph_packed_tuning": {"offload_min_bytes": 65536}}
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +59,21 @@ def scales_of_one_test():
 
 
 class Training:
-    """A model that trains by plain gradient descent, microbatches marked as Bridge's schedule does."""
+    """A model that trains by plain gradient descent, microbatches marked as Bridge's schedule does.
 
-    def __init__(self, **config):
+    Parameters in fp8 get values of fp32 ones by megatron-core's functions for its optimizer and its data parallelism.
+
+    Args:
+        transposed: Whether data parallelism transposes parameters in fp8, or leaves it to the next forward.
+        config: Fields of the model's configuration.
+    """
+
+    def __init__(self, transposed=True, **config):
         self.model = lm.build_model(SIZES, **config)
+        self._transposed = transposed
+        with torch.no_grad():
+            in_fp8 = filter(fp8_utils.is_float8tensor, self.model.parameters())
+            self._masters = {weight: weight.dequantize().float().flatten() for weight in in_fp8}
         self.grads = MainGrads(self.model)
         self.names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self._packs = [lm.make_pack(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
@@ -74,10 +94,23 @@ class Training:
             with around(number, pack):
                 losses.append(lm.step(self.model, pack))
         gradients = self.grads.copy()
-        with torch.no_grad():
-            for parameter, gradient in zip(self._trained(), gradients, strict=True):
-                parameter -= RATE * gradient.to(parameter.dtype)
+        self._descend(gradients)
         return torch.cat(losses, 1), gradients
+
+    @torch.no_grad()
+    def _descend(self, gradients):
+        for parameter, gradient in zip(self._trained(), gradients, strict=True):
+            if parameter in self._masters:
+                self._masters[parameter] -= RATE * gradient.flatten()
+            else:
+                parameter -= RATE * gradient.to(parameter.dtype)
+        weights, masters = list(self._masters), list(self._masters.values())
+        fp8_utils.quantize_param_shard(weights, masters, [0] * len(weights), torch.distributed.group.WORLD)
+        if self._transposed:
+            fp8_utils.post_all_gather_processing(weights)
+        else:
+            for weight in weights:
+                weight._reset_caches()
 
     def _trained(self):
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -95,22 +128,24 @@ class Training:
         return [tensor.clone() for tensor in held if isinstance(tensor, torch.Tensor)]
 
 
-def at_rows(graphs):
+def at_rows(graphs, buckets=BUCKETS):
     """Return what lets a microbatch run eager on its bucket's rows."""
-    return lambda number, pack: parity.eager_at(graphs, rows_of(pack))
+    return lambda number, pack: parity.eager_at(graphs, rows_of(pack, buckets))
 
 
-def side_by_side(config, around_replays, modules=(), **options):
+def side_by_side(config, around_replays, modules=(), buckets=BUCKETS, **options):
     """Train eager, and from equal weights on graphs; returns steps of both, names of parameters, and what was replayed.
 
     Args:
         config: Fields of the model's configuration.
         around_replays: Returns for the captured graphs what a microbatch runs in.
         modules: Parts of layers to capture.
+        buckets: Their tokens.
         options: Graph options.
     """
-    expected = eager_steps(config, modules)
+    expected = eager_steps(config, modules, buckets)
     training = Training(**config)
+    options["cuda_graph_packed_buckets"] = buckets
     with graphs_on(training.model, lm.make_pack((500, 300, 224)), modules=modules, **options) as graphs:
         around = around_replays(graphs)
         steps = [(training.step(around), training.scales()) for _ in range(STEPS)]
@@ -118,13 +153,13 @@ def side_by_side(config, around_replays, modules=(), **options):
     return expected, steps, training.names, statistics
 
 
-def eager_steps(config, modules):
+def eager_steps(config, modules, buckets):
     """Train eager on the rows of buckets; only where parts of layers have these are there graphs, which say so."""
     training = Training(**config)
-    options = {"cuda_graph_max_packed_seqs": MAX_SEQS, "cuda_graph_packed_buckets": BUCKETS, "modules": modules}
+    options = {"cuda_graph_max_packed_seqs": MAX_SEQS, "cuda_graph_packed_buckets": buckets, "modules": modules}
     helper = lm.new_helper(training.model, lm.make_pack((500, 300, 224)), capture=bool(modules), **options)
     try:
-        around = at_rows(helper.graphs)
+        around = at_rows(helper.graphs, buckets)
         return [(training.step(around), training.scales()) for _ in range(STEPS)]
     finally:
         helper.delete_cuda_graphs()
@@ -156,9 +191,49 @@ def test_steps_equal_eager(config):
     assert_steps_same(eager, graphs, names)
 
 
+def test_rows_that_end_inside_a_block():
+    """Blocks have 128 tokens, products take a multiple of 16."""
+    eager, graphs, names, statistics = side_by_side(BLOCKWISE, replayed, buckets=[1040, 2064])
+    assert statistics.replays == STEPS * MICROBATCHES and not statistics.fallbacks, statistics
+    assert_steps_same(eager, graphs, names)
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_parameters_that_the_next_forward_transposes(recipe):
+    config = {**IN_FP8, "fp8_recipe": recipe, "transposed": False}
+    eager, graphs, names, statistics = side_by_side(config, replayed)
+    assert statistics.replays == STEPS * MICROBATCHES and not statistics.fallbacks, statistics
+    assert_steps_same(eager, graphs, names)
+
+
+@pytest.mark.parametrize("modules", [("attn",), ("mlp",)], ids=",".join)
+def test_parts_of_layers_with_parameters_in_fp8(modules):
+    eager, graphs, names, statistics = side_by_side(IN_FP8, replayed, modules)
+    assert statistics.replays == STEPS * MICROBATCHES * SIZES.layers, statistics
+    assert_steps_same(eager, graphs, names)
+
+
+@pytest.mark.parametrize(
+    "config", [TENSORWISE, DELAYED, BLOCKWISE, IN_FP8], ids=["tensorwise", "delayed", "blockwise", "parameters"]
+)
+def test_quantized_activations_leave_the_device(config):
+    eager, graphs, names, statistics = side_by_side(config, replayed, **OFFLOADING)
+    assert statistics.replays == STEPS * MICROBATCHES and not statistics.fallbacks, statistics
+    assert statistics.pinned_bytes > 0
+    assert_steps_same(eager, graphs, names)
+
+
+def test_what_can_be_recomputed_is():
+    eager, graphs, names, statistics = side_by_side(TENSORWISE, replayed, cuda_graph_packed_recompute="all")
+    assert statistics.replays == STEPS * MICROBATCHES and not statistics.fallbacks, statistics
+    assert_steps_same(eager, graphs, names)
+
+
+@pytest.mark.parametrize(
+    "config", [TENSORWISE, DELAYED, BLOCKWISE, IN_FP8], ids=["tensorwise", "delayed", "blockwise", "parameters"]
+)
 @pytest.mark.parametrize("first_is_eager", [True, False], ids=["eager-first", "replay-first"])
-def test_eager_and_replays_alternate_in_a_step(recipe, first_is_eager):
+def test_eager_and_replays_alternate_in_a_step(config, first_is_eager):
     """Both read the copies of weights that a step's first microbatch quantized, whichever that was."""
 
     def mixed(graphs):
@@ -166,7 +241,7 @@ def test_eager_and_replays_alternate_in_a_step(recipe, first_is_eager):
             parity.eager_at(graphs, rows_of(pack)) if (number % 2 == 0) == first_is_eager else nullcontext()
         )
 
-    eager, found, names, statistics = side_by_side({"fp8": "hybrid", "fp8_recipe": recipe}, mixed)
+    eager, found, names, statistics = side_by_side(config, mixed)
     assert 0 < statistics.replays < STEPS * MICROBATCHES, statistics
     assert_steps_same(eager, found, names)
 

@@ -13,6 +13,8 @@ ON_TAPE = (
     "test_offload_store",
     "test_packed",
     "test_packed_experts",
+    "test_packed_fp8",
+    "test_packed_fp8_parameters",
     "test_packed_hybrid",
     "test_packed_offload",
     "test_packed_parts",

@@ -214,13 +214,9 @@ REFUSED = {
         f"{TE} {PACKED} quant_recipe=recipe.yaml",
         "model.quant_recipe",
     ),
-    "packed-sequence graphs in fp8 with another recipe than tensorwise or delayed": (
+    "packed-sequence graphs in fp8 with another recipe than tensorwise, delayed or blockwise": (
         f"{TE} {PACKED} fp8=hybrid fp8_recipe=mxfp8",
         "model.fp8_recipe",
-    ),
-    "packed-sequence graphs in fp8 with parameters in fp8": (
-        f"{TE} {PACKED} {FP8} fp8_param=true",
-        "model.fp8_param",
     ),
     "packed-sequence graphs in fp8 with attention in fp8": (
         f"{TE} {PACKED} {FP8} fp8_multi_head_attention=true",
@@ -241,10 +237,6 @@ REFUSED = {
     "packed-sequence graphs in fp8 with tensor parallelism": (
         f"{TE} {PACKED} {FP8} tensor_model_parallel_size=2",
         "model.tensor_model_parallel_size",
-    ),
-    "packed-sequence graphs in fp8 with offloading or recompute": (
-        f"{TE} {PACKED} {FP8} cuda_graph_packed_offload=all",
-        "cuda_graph_packed_offload",
     ),
     "packed-sequence graphs with Megatron-FSDP": (
         f"{TE} {PACKED} ddp.use_megatron_fsdp=true",
@@ -465,7 +457,8 @@ ACCEPTED = [
     f"{TE} {PACKED} variable_seq_lengths=true dataset.enable_in_batch_packing=true fp8=null",
     f"{TE} {PACKED} {FP8} cuda_graph_modules=attn context_parallel_size=2",
     f"{TE} {PACKED} {FP8} cuda_graph_modules=attn,moe_router num_moe_experts=8",
-    f"{TE} {PACKED} fp8=e4m3 fp8_recipe=delayed fp8_param=false",
+    f"{TE} {PACKED} fp8=e4m3 fp8_recipe=delayed fp8_param=true",
+    f"{TE} {PACKED} fp8=e4m3 fp8_recipe=blockwise cuda_graph_packed_offload=all",
     f"{TE} {PACKED} cuda_graph_modules=attn num_moe_experts=8 hidden_dropout=0 attention_dropout=0.0",
     "dataset.enable_offline_packing=true",
     f"{OFFLOAD}core_attn,attn_proj {TE} cuda_graph_modules=attn cuda_graph_warmup_steps=3",

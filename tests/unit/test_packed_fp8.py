@@ -1,6 +1,6 @@
 """Packed-sequence graphs in fp8, where Transformer Engine's products are stood in for: they need a GPU."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -62,7 +62,13 @@ class Copy:
 
 
 class QuantizingLinear(nn.Module):
-    """A linear layer that keeps a quantized copy of its weight as Transformer Engine's do."""
+    """A linear layer that keeps a quantized copy of its weight as Transformer Engine's do.
+
+    Attributes:
+        ends_backward: Whether its backward updates delayed scales, as that of the first such module does.
+    """
+
+    ends_backward = False
 
     def __init__(self, weight, contexts):
         super().__init__()
@@ -77,7 +83,10 @@ class QuantizingLinear(nn.Module):
             self.fp8_meta["scaling_fwd"].amax_history[0] += 1
             weight = weight + (self._copy().values - weight).detach()
         self.is_first_microbatch = False
-        return functional.linear(hidden, weight), None
+        product = functional.linear(hidden, weight)
+        if self.ends_backward and product.requires_grad:
+            product.register_hook(lambda unused: FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False))
+        return product, None
 
     def _copy(self):
         unchanged = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
@@ -261,7 +270,7 @@ def test_copies_of_earlier_recordings_must_be_there(contexts):
 def test_copies_are_made_fit_for_a_backward(contexts):
     model = quantizing_model(contexts)
     model(**FULL)
-    fp8.complete_copies([model])
+    fp8.complete_weights([model])
     both = [{"rowwise": True, "columnwise": True}, {"rowwise_usage": True, "columnwise_usage": True}]
     assert [module._fp8_workspaces["weight"].usages for module in products(model)] == [both] * 4
 
@@ -281,6 +290,33 @@ def test_delayed_scales_are_updated_after_replays_alone(contexts, updates):
         with torch.no_grad():
             model(**FULL)
         assert not updates and replayed(graphs) == 1, graphs.statistics()
+
+
+def test_scales_are_reduced_in_one_order_whoever_replays(contexts, updates):
+    """Ranks reduce together what scales come from, each of them eager or on graphs: microbatches are in flight."""
+    model = quantizing_model(contexts, "delayed")
+    products(model)[0].ends_backward = True
+
+    def in_flight(microbatches, around):
+        updates.clear()
+        losses = []
+        for number, microbatch in enumerate(microbatches):
+            with around(number):
+                losses.append(model(**microbatch).sum())
+        for loss in losses:
+            loss.backward()
+        return list(updates)
+
+    eager_order = in_flight((FULL, OTHER, FULL), lambda number: nullcontext())
+    assert eager_order == ["forward"] * 3 + ["backward"] * 3
+    with graphs_on(model, FULL, num_microbatches=3, cuda_graph_packed_tuning={"slots": 3}) as graphs:
+        for replayed_ones in ((0, 1, 2), (0, 2), (1,)):
+            before = replayed(graphs)
+            assert eager_order == in_flight(
+                (FULL, OTHER, FULL),
+                lambda number, ones=replayed_ones: nullcontext() if number in ones else graphs.paused(),
+            )
+            assert replayed(graphs) - before == len(replayed_ones), graphs.statistics()
 
 
 def test_current_scales_are_left_alone(contexts, updates):

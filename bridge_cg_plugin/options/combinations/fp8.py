@@ -3,10 +3,10 @@
 from ..facts import Facts
 from ..graph_options import GraphOptions
 from ..language_model import MODULES
-from .packed import asked, offloading, one_region, packs, whole_layers, with_experts
+from .packed import asked, one_region, packs, whole_layers, with_experts
 from .rule import Combination
 
-TENSORWISE, DELAYED = RECIPES = ("tensorwise", "delayed")
+TENSORWISE, DELAYED, BLOCKWISE = RECIPES = ("tensorwise", "delayed", "blockwise")
 BF16 = "Train in bf16."
 
 
@@ -32,25 +32,14 @@ FP8 = (
         lambda o, f: ("model.quant_recipe", "set", f"null with {asked(o)}", "Remove it."),
     ),
     Combination(
-        "packed-sequence graphs in fp8 with another recipe than tensorwise or delayed",
+        "packed-sequence graphs in fp8 with another recipe than tensorwise, delayed or blockwise",
         "Other recipes were not compared with eager",
         lambda o, f: _in_fp8(o, f) and f.fp8_recipe not in (None, *RECIPES),
         lambda o, f: (
             "model.fp8_recipe",
             f.fp8_recipe,
-            f"{TENSORWISE} or {DELAYED} {_with_fp8(o, f)}",
+            f"{TENSORWISE}, {DELAYED} or {BLOCKWISE} {_with_fp8(o, f)}",
             f"Set it to {TENSORWISE}.",
-        ),
-    ),
-    Combination(
-        "packed-sequence graphs in fp8 with parameters in fp8",
-        "Their transposes and scales are made between steps in memory that a graph does not follow",
-        lambda o, f: _in_fp8(o, f) and f.fp8_weights,
-        lambda o, f: (
-            "model.fp8_param",
-            True,
-            f"false {_with_fp8(o, f)}",
-            "Set mixed_precision.fp8_param_gather=false.",
         ),
     ),
     Combination(
@@ -97,11 +86,5 @@ FP8 = (
             f"1 {_with_fp8(o, f)}",
             "Set it to 1, or train in bf16.",
         ),
-    ),
-    Combination(
-        "packed-sequence graphs in fp8 with offloading or recompute",
-        "A quantized activation is several tensors, which the schedule of copies does not know as one",
-        lambda o, f: _in_fp8(o, f) and o.packed.moves_activations,
-        lambda o, f: (offloading(o), "set", f"unset {_with_fp8(o, f)}", "Remove it, or train in bf16."),
     ),
 )

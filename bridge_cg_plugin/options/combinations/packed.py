@@ -120,7 +120,7 @@ def one_region(options: GraphOptions, facts: Facts) -> bool:
     return whole_layers(options) or (not facts.moe and _all_parts(options))
 
 
-def offloading(options: GraphOptions) -> str:
+def _offloading(options: GraphOptions) -> str:
     """Return the first option that moves activations."""
     return next(PACKED_FIELDS[n] for n in ("offload", "recompute", "offload_above_gb") if getattr(options.packed, n))
 
@@ -193,8 +193,8 @@ PACKED = (
         lambda o, f: (
             MODULES,
             _names(o),
-            f"{'empty' if f.moe else 'empty or attn,mlp'} with {offloading(o)}",
-            f"Capture all layers as one region, or remove {offloading(o)}.",
+            f"{'empty' if f.moe else 'empty or attn,mlp'} with {_offloading(o)}",
+            f"Capture all layers as one region, or remove {_offloading(o)}.",
         ),
     ),
     Combination(

@@ -43,7 +43,7 @@ from .fp8 import (
     DelayedScales,
     QuantizedWeights,
     check_padding,
-    complete_copies,
+    complete_weights,
     computes_in_fp8,
     delayed_state,
     fp8_recorded,
@@ -176,7 +176,7 @@ class TransformerBlockFamily:
 
     def statistics_kept(self) -> AbstractContextManager[None]:
         """See `DecoderFamily`."""
-        complete_copies((self._decoder,))
+        complete_weights((self._decoder,))
         routers = [layer.mlp.router for layer in self._transformer if layer.is_moe_layer]
         return statistics_kept(routers, delayed_state((self._decoder,)))
 

@@ -2,6 +2,7 @@
 
 Eager quantizes a weight in a step's first microbatch and keeps the result in its module. Recordings read and write the
 same copies, and whether they write is an input of the graph: eager and replayed microbatches of a step can alternate.
+Parameters that are in fp8 themselves are read where they are.
 """
 
 import importlib
@@ -22,6 +23,7 @@ from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
 from ..seams.registry import seam
+from .fp8_parameters import QuantizedParameter, complete, complete_parameters, quantized_parameters
 
 CONTEXT, STATE = seam("packed_fp8_context"), seam("packed_fp8_state")
 REDUCE = "reduce_and_update_fp8_tensors"
@@ -99,7 +101,7 @@ class _Copy(NamedTuple):
 
 
 class QuantizedWeights:
-    """The quantized copies of a piece's weights.
+    """The quantized copies of a piece's weights, and its parameters that are quantized themselves.
 
     Args:
         roots: Returns the piece's modules.
@@ -110,9 +112,12 @@ class QuantizedWeights:
         self._roots, self._config = roots, config
         self._linear: list[UpstreamModule] = []
         self._copies: dict[tuple[int, str], _Copy] = {}
+        self._parameters: dict[tuple[int, str], QuantizedParameter] = {}
 
     def changed(self) -> bool:
         """Return whether eager would quantize now, and note in the modules that a replay does."""
+        for parameter in self._parameters.values():
+            parameter.refresh()
         first = [module for module in self._linear if module.is_first_microbatch]
         for module in first:
             module.is_first_microbatch = False
@@ -120,8 +125,9 @@ class QuantizedWeights:
 
     @property
     def replaced(self) -> bool:
-        """Whether modules have other copies than recordings read and write."""
-        return not all(map(_Copy.is_there, self._copies.values()))
+        """Whether modules have other copies or parameters than recordings read and write."""
+        there = all(map(_Copy.is_there, self._copies.values()))
+        return not (there and all(parameter.is_there for parameter in self._parameters.values()))
 
     @contextmanager
     def recorded(self, unchanged: Tensor) -> Iterator[None]:
@@ -132,7 +138,7 @@ class QuantizedWeights:
 
         Raises:
             CaptureError: Copies came while work was captured, in memory of the graph, or are others than those that
-                earlier recordings write.
+                earlier recordings write; or parameters lie elsewhere.
         """
         if not computes_in_fp8(self._config):
             yield
@@ -157,6 +163,13 @@ class QuantizedWeights:
         if any(place in self._copies and self._copies[place].copy is not copy.copy for place, copy in found.items()):
             raise CaptureError("weights have other quantized copies than earlier recordings write")
         self._copies.update(found)
+        self._keep_parameters(dict(quantized_parameters(self._roots())))
+
+    def _keep_parameters(self, found: dict[tuple[int, str], QuantizedParameter]) -> None:
+        before = self._parameters
+        if any(before[place].addresses != found[place].addresses for place in before.keys() & found.keys()):
+            raise CaptureError("parameters in fp8 lie elsewhere than earlier recordings read")
+        before.update(found)
 
 
 def linear_modules(roots: Sequence[nn.Module]) -> list[UpstreamModule]:
@@ -223,11 +236,11 @@ def delayed_state(modules: Sequence[nn.Module]) -> list[Tensor]:
     return [tensor for tensor in held if isinstance(tensor, Tensor)]
 
 
-@torch.no_grad()
-def complete_copies(modules: Sequence[nn.Module]) -> None:
-    """Let quantized copies be fit for a backward, too: eager replaces those that evaluation made."""
+def complete_weights(modules: Sequence[nn.Module]) -> None:
+    """Let quantized weights be fit for a backward, too: eager replaces copies that evaluation made."""
     for module in linear_modules(modules):
         for copy in getattr(module, COPIES).values():
             if hasattr(copy, "update_usage") and getattr(copy, "_quantizer", None) is not None:
                 copy._quantizer.set_usage(rowwise=True, columnwise=True)
-                copy.update_usage(rowwise_usage=True, columnwise_usage=True)
+                complete(copy)
+    complete_parameters(modules)

@@ -358,6 +358,37 @@ SEAMS = (
         attributes=("_fp8_workspaces", "fp8_meta"),
     ),
     Seam(
+        name="packed_fp8_gathered",
+        module=f"{CORE}.fp8_utils",
+        target="post_all_gather_processing",
+        kind="function",
+        touch="read",
+        purpose="after an optimizer's step data parallelism makes what a backward reads of parameters in fp8",
+        features=(Feature.PACKED_FP8,),
+        uses=("te_post_all_gather_processing(",),
+    ),
+    *(
+        Seam(
+            name=f"packed_fp8_{name}",
+            module=f"transformer_engine.pytorch.tensor.storage.{module}",
+            target=target,
+            kind="function",
+            touch="read",
+            purpose="what a backward reads of a parameter in fp8 is made where it was before",
+            features=(Feature.PACKED_FP8,),
+            uses=(uses,),
+        )
+        for name, module, target, uses in (
+            ("transpose", "float8_tensor_storage", "Float8TensorStorage._create_transpose", "out=self._transpose"),
+            (
+                "columns",
+                "float8_blockwise_tensor_storage",
+                "Float8BlockwiseQTensorStorage._create_columnwise",
+                "out=self._columnwise_data",
+            ),
+        )
+    ),
+    Seam(
         name="packed_fp8_microbatches",
         module=f"{CORE}.transformer.module",
         target="MegatronModule.set_is_first_microbatch",

@@ -1,0 +1,240 @@
+"""Packed-sequence graphs of parameters in fp8: Transformer Engine's tensors on a CPU, its products stood in for."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+from transformer_engine.pytorch.tensor.storage import float8_tensor_storage as storage
+
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.upstream.decoder import fp8, fp8_parameters
+from bridge_cg_tools.benchmarks.models.tower import MainGrads
+
+from .packs import eager, graphs_on, losses_and_gradients, new_model, pack, replayed
+
+FULL, OTHER = pack((200, 120)), pack((150, 170), seed=1)
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """A GPU whose products read a transpose, made without it."""
+
+    def create_transpose(tensor):
+        made = tensor._data.t().contiguous()
+        tensor._transpose = made if tensor._transpose is None else tensor._transpose.copy_(made)
+        tensor._transpose_invalid = False
+
+    monkeypatch.setattr(storage, "is_non_tn_fp8_gemm_supported", lambda: False)
+    monkeypatch.setattr(storage.Float8TensorStorage, "_create_transpose", create_transpose)
+
+
+def quantized(values):
+    """Return the bytes and the scale of a tensor in fp8."""
+    scale = values.abs().max() / LARGEST
+    return (values / scale).to(torch.float8_e4m3fn).view(torch.uint8), scale.reshape(1)
+
+
+def parameter_in_fp8(values):
+    data, scale = quantized(values.detach())
+    held = {"data": data, "fp8_scale_inv": scale, "fp8_dtype": DType.kFloat8E4M3}
+    return nn.Parameter(Float8Tensor(shape=values.shape, dtype=values.dtype, device="cpu", **held))
+
+
+def write(weight, values, stale):
+    """Write other values as optimizers do; data parallelism makes the transpose, or it is left to the next forward."""
+    for kept, made in zip((weight._data, weight._scale_inv), quantized(values), strict=True):
+        kept.copy_(made)
+    weight._reset_caches() if stale else weight._create_transpose()
+
+
+class Product(torch.autograd.Function):
+    """A product that reads a weight by row in its forward and by column in its backward."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        weight.update_usage(rowwise_usage=True, columnwise_usage=True)
+        ctx.weight = weight
+        ctx.save_for_backward(hidden)
+        return hidden @ (weight._data.view(torch.float8_e4m3fn).float() * weight._scale_inv).t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (hidden,), weight = ctx.saved_tensors, ctx.weight
+        weight.update_usage(columnwise_usage=True)
+        by_column = weight._transpose.view(torch.float8_e4m3fn).float() * weight._scale_inv
+        return gradient @ by_column.t(), gradient.flatten(0, -2).t() @ hidden.flatten(0, -2)
+
+
+class LinearInFp8(nn.Module):
+    """A linear layer whose parameter is in fp8."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = parameter_in_fp8(weight)
+        self.is_first_microbatch, self._fp8_workspaces = True, {}
+
+    def forward(self, hidden):
+        self.is_first_microbatch = False
+        return Product.apply(hidden, self.weight), None
+
+
+def model_in_fp8(**config):
+    model = new_model(**config)
+    model.config.fp8, model.config.fp8_recipe = "hybrid", "tensorwise"
+    for layer in model.decoder.layers:
+        for name in ("linear_fc1", "linear_fc2"):
+            setattr(layer.mlp, name, LinearInFp8(getattr(layer.mlp, name).weight))
+    return model
+
+
+@pytest.fixture(autouse=True)
+def contexts(monkeypatch):
+    """Modules here are in fp8 wherever they are called."""
+    from contextlib import nullcontext
+
+    from megatron.core import fp8_utils
+    from megatron.core.transformer import transformer_block
+
+    for module in (fp8_utils, transformer_block):
+        monkeypatch.setattr(module, "get_fp8_context", lambda *args, **kwargs: nullcontext())
+
+
+def weights(model):
+    return [p for p in model.parameters() if fp8_parameters.is_quantized(p)]
+
+
+def trained(model, number, run, stale=False):
+    """Train steps of two microbatches; returns losses and gradients of each, and the parameters at last."""
+    found = []
+    for _ in range(number):
+        model.set_is_first_microbatch()
+        for microbatch in (FULL, OTHER):
+            found.append(run(microbatch))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), found[-1][1], strict=True):
+                if fp8_parameters.is_quantized(parameter):
+                    write(parameter, parameter.dequantize() - 0.1 * gradient, stale)
+                else:
+                    parameter -= 0.01 * gradient
+    return found, [weight._data.clone() for weight in weights(model)]
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["transposed-by-data-parallelism", "transposed-by-the-forward"])
+@pytest.mark.parametrize("modules", [[], ["mlp"]], ids=lambda m: ",".join(m) or "all")
+@pytest.mark.parametrize("turn", ["replays", "eager-first", "replay-first"])
+def test_steps_equal_eager(modules, turn, stale):
+    model = model_in_fp8()
+    expected = trained(model, 3, lambda microbatch: losses_and_gradients(model, microbatch), stale)
+    model = model_in_fp8()
+    with graphs_on(model, FULL, cuda_graph_modules=modules) as graphs:
+        numbers = iter(range(6))
+
+        def run(microbatch):
+            number = next(numbers)
+            if turn != "replays" and (number % 2 == 0) == (turn == "eager-first"):
+                return eager(model, graphs, microbatch)
+            return losses_and_gradients(model, microbatch)
+
+        found = trained(model, 3, run, stale)
+        regions = 2 if modules else 1
+        assert replayed(graphs) == regions * (6 if turn == "replays" else 3), graphs.statistics().fallbacks
+    for (losses, gradients), (other_losses, others) in zip(found[0], expected[0], strict=True):
+        torch.testing.assert_close(losses, other_losses)
+        assert {type(gradient) for gradient in gradients} == {torch.Tensor}
+        torch.testing.assert_close(gradients, others)
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
+
+
+def test_gradients_are_added_to_main_grad():
+    model = model_in_fp8()
+    grads = MainGrads(model)
+    losses_and_gradients_in(model, FULL)
+    expected = grads.copy()
+    with graphs_on(model, FULL) as graphs:
+        grads.zero()
+        losses_and_gradients_in(model, FULL)
+        assert replayed(graphs) == 1
+    torch.testing.assert_close(grads.copy(), expected)
+
+
+def losses_and_gradients_in(model, arguments):
+    losses = model(**arguments)
+    (losses * torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)).sum().backward()
+
+
+@pytest.mark.parametrize("names", [("_data",), ("_transpose",), ("_scale_inv",), ("_data", "_transpose")])
+def test_values_that_moved_run_eager(names):
+    model = model_in_fp8()
+    with graphs_on(model, FULL) as graphs:
+        expected = losses_and_gradients(model, FULL)
+        weight = weights(model)[1]
+        before = {name: getattr(weight, name) for name in names}
+        for name, value in before.items():
+            setattr(weight, name, value.clone())
+        found = losses_and_gradients(model, FULL)
+        assert graphs.statistics().fallbacks == {"model_changed": 1}
+        torch.testing.assert_close(found, expected)
+        for name, value in before.items():
+            setattr(weight, name, value)
+        losses_and_gradients(model, FULL)
+        assert replayed(graphs) == 2
+
+
+def test_a_transpose_that_is_gone_runs_eager():
+    model = model_in_fp8()
+    with graphs_on(model, FULL) as graphs:
+        losses_and_gradients(model, FULL)
+        weights(model)[0].remove_caches()
+        losses_and_gradients(model, FULL)
+        assert replayed(graphs) == 1 and graphs.statistics().fallbacks == {"model_changed": 1}
+
+
+def test_transposes_are_made_before_a_capture():
+    """A graph would have one of its own, which it makes in every replay."""
+    model = model_in_fp8()
+    with graphs_on(model, FULL, capture=False) as graphs:
+        with torch.no_grad():
+            model(**FULL)
+        for weight in weights(model):
+            weight.remove_caches()
+        assert graphs.capture()
+        made = [weight._transpose for weight in weights(model)]
+        assert None not in made and not any(weight._transpose_invalid for weight in weights(model))
+        losses_and_gradients(model, FULL)
+        assert replayed(graphs) == 1 and all(w._transpose is t for w, t in zip(weights(model), made, strict=True))
+
+
+def test_parameters_of_earlier_recordings_must_be_there():
+    model = model_in_fp8()
+    recorded = fp8.QuantizedWeights(lambda: [model.decoder], model.config)
+    with recorded.recorded(torch.zeros(1)):
+        model(**FULL)
+    assert not recorded.replaced
+    weights(model)[0]._data = weights(model)[0]._data.clone()
+    assert recorded.replaced
+    with pytest.raises(CaptureError, match="parameters in fp8 lie elsewhere"), recorded.recorded(torch.zeros(1)):
+        model(**FULL)
+
+
+def test_a_parameter_that_is_not_in_fp8_any_more_was_replaced():
+    module = LinearInFp8(torch.randn(16, 32))
+    ((_, found),) = fp8_parameters.quantized_parameters([module])
+    assert found.is_there
+    module.weight = nn.Parameter(torch.randn(16, 32))
+    assert not found.is_there
+    module.weight = None
+    assert not found.is_there
+
+
+def test_scales_of_blocks_are_followed():
+    held = SimpleNamespace(_rowwise_data=torch.zeros(2), _rowwise_scale_inv=torch.zeros(2), update_usage=None)
+    held._columnwise_data, held._columnwise_scale_inv = torch.zeros(2), torch.zeros(2)
+    found = fp8_parameters.QuantizedParameter({"weight": held}, "weight")
+    found.refresh()
+    assert found.is_there
+    held._columnwise_scale_inv = None
+    assert not found.is_there
