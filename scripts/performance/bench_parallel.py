@@ -19,6 +19,9 @@ its eager ones have ended. With --ranks-per-gpu 2 layouts of more ranks than the
 ranks on each GPU and with a narrower language model. Losses, memory and slots are what they are with a GPU for each
 rank; times are not taken.
 
+With --balance, replicas of the model are trained once more with graphs, and encode images of other ranks where these
+have more. Records say how far the ranks' tokens of a step are apart (`token_imbalance`).
+
 --slots trains layouts with graphs for a few steps of 8 and of 32 microbatches: graphs must take as much memory with
 these as with those.
 """
@@ -49,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
     gpus = gpus_here() if args.gpus is None else args.gpus
     layouts, slots = ([LAYOUTS[name] for name in names] for names in (args.layouts, args.slots))
     check(layouts, slots, gpus, args.ranks_per_gpu)
-    runs = waves(layouts, slots, args.microbatches, args.steps, args.eager_runs, gpus)
+    runs = waves(layouts, slots, args.microbatches, args.steps, args.eager_runs, gpus, args.balance)
     print("\n".join(plan(runs, args.seconds)), flush=True)
     if args.dry_run:
         return 0
@@ -71,6 +74,9 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
         "--microbatches", type=int, default=8, help="microbatches of a step, one sample each, for each model replica"
     )
     parser.add_argument("--eager-runs", type=int, default=3, metavar="N", help="eager runs of each layout, at least 2")
+    parser.add_argument(
+        "--balance", action="store_true", help="train replicas of the model with images of other ranks, too"
+    )
     parser.add_argument("--small", action="store_true", help="a tower of 6 layers and few image sizes")
     parser.add_argument(
         "--timed-steps", type=int, default=10, metavar="N", help="last steps of a run that are timed; 0: none"

@@ -40,6 +40,9 @@ def idle_trainings(monkeypatch):
             graphs = {"replays": samples, "fallbacks": {}, "memory_bytes": 2**30 + grown * 2**22}
             graphs = graphs if mode == "graphs" else None
             ranks = [{"rank": i, "peak_gb": 1.0 + i, "step_ms": [], "graphs": graphs} for i in self._ranks]
+            for rank in ranks if mode == "graphs" else ():
+                moved = any(word.startswith("vision_cuda_graph_balance") for word in words)
+                rank["step_tokens"] = [0, *[10 if moved else 10 * (rank["rank"] + 1)] * (steps - 1)]
             ms = 5.0 if len(self._devices) == 1 else 8.0 if mode == "eager" else 6.25
             step_ms = [99.0] * (steps - 2) + [ms - 0.5, ms + 0.5]
             run = {"losses": [2.0] * steps, "grad_norms": [1.0] * steps, "step_ms": step_ms}

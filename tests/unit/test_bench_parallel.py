@@ -124,6 +124,22 @@ def test_every_layout_gives_a_record_of_each_run(started, tmp_path):
     assert all("--loader-workers" in w for _, w, *_ in started[1:])
 
 
+def test_replicas_encode_images_of_other_ranks_if_asked(started, tmp_path):
+    out = tmp_path / "parallel.jsonl"
+    words = ["--gpus", "2", "--steps", "8", "--out", str(out), "--balance", "--layouts", "one GPU", "TP2", "DP2"]
+    assert bench_parallel.main(words) == 0
+    found = {(r["case"], r["mode"]): r for r in read_records(out)}
+    for record in found.values():
+        check_record(record)
+    moved = {case for case, mode in found if mode == "plugin_balanced"}
+    assert moved == {"DP2"} and sum("vision_cuda_graph_balance=0.1" in w for _, w, *_ in started[1:]) == 1
+    imbalance = [found["DP2", mode]["token_imbalance"] for mode in ("plugin", "plugin_balanced")]
+    assert imbalance == [pytest.approx(4 / 3), 1.0] and found["DP2", "plugin_balanced"]["inside_spread"]
+    assert found["DP2", "plugin_balanced"]["ms"] == 6.25 and "token_imbalance" not in found["one_GPU", "plugin"]
+    line = next(line for line in layout_parts(tmp_path)["balanced"].splitlines() if line.startswith("| DP2 "))
+    assert line == "| DP2 | 6 | 6 | **1.00** | 1.33 | 1.00 |"
+
+
 def test_weak_scaling_has_as_many_microbatches_on_each_gpu(started, tmp_path):
     out = tmp_path / "r.jsonl"
     words = ["--gpus", "2", "--steps", "8", "--out", str(out), "--microbatches", "3", "--layouts", "DP2", "one GPU"]

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bridge_cg_tools.benchmarks.layouts.jobs import GRAPHS, TIMED, Job
+from bridge_cg_tools.benchmarks.layouts.jobs import BALANCED, TIMED, Job
 from bridge_cg_tools.benchmarks.layouts.records import SEED, Writer
 from bridge_cg_tools.benchmarks.layouts.times import AHEAD
 from bridge_cg_tools.benchmarks.measuring.machine import divide, keep_to
@@ -48,7 +48,7 @@ def check(layouts: Sequence[Layout], slots: Sequence[Layout], gpus: int, most_sh
 def comparable(runs: Iterable[Job]) -> bool:
     """Return whether runs of a layout are enough to say how graphs train: eager's timed one, others, and graphs."""
     modes = {job.mode for job in runs}
-    return modes.issuperset(TIMED) and len(modes - {GRAPHS}) >= FEWEST_EAGER_RUNS
+    return modes.issuperset(TIMED) and sum(mode.startswith("eager") for mode in modes) >= FEWEST_EAGER_RUNS
 
 
 class TimeIsUp(Exception):
@@ -186,7 +186,7 @@ class Bench:
 
     def _timed(self, job: Job) -> int:
         """Return how many of a run's steps are timed."""
-        wanted = job.mode in TIMED and not job.shared
+        wanted = job.mode in (*TIMED, BALANCED) and not job.shared
         return min(self._args.timed_steps, max(job.steps - SKIPPED, 0)) if wanted else 0
 
     def _log(self, job: Job) -> Path | None:

@@ -27,13 +27,17 @@ LAYOUTS = {
 }
 MUST = (str(Layout()), "DP2", "TP2", "PP2", "CP2", "TP2xPP2", "DP2xPP2", "DP4")
 GRAPHS = "plugin"
+# Graphs, with images that data-parallel ranks encode for each other.
+BALANCED = "plugin_balanced"
 # Of the eager runs the first one's times are enough.
 TIMED = ("eager1", GRAPHS)
 # Runs that show what graphs take: their microbatches, steps, and options by which they capture the same.
 SLOTS, SLOTS_MICROBATCHES, SLOTS_STEPS = "plugin_slots", (8, 32), 5
 # Every microbatch that fits a bucket is replayed: what a disturbed host makes of measured times decides nothing.
 GRAPHS_WORDS = ("vision_cuda_graph_tuning.cost_fallback=false",)
+BALANCED_WORDS = ("vision_cuda_graph_balance=0.1", *GRAPHS_WORDS)
 SLOTS_WORDS = ("vision_cuda_graph_buckets=[2304,4608]", *GRAPHS_WORDS)
+MODE_WORDS = {GRAPHS: GRAPHS_WORDS, BALANCED: BALANCED_WORDS, SLOTS: SLOTS_WORDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class Job:
 
     Attributes:
         layout: Its layout over GPUs.
-        mode: "eager1", "eager2" and so on, `GRAPHS` or `SLOTS`.
+        mode: "eager1", "eager2" and so on, `GRAPHS`, `BALANCED` or `SLOTS`.
         microbatches: Of a step, for each replica of the model.
         steps: Optimizer steps.
         devices: The GPUs that it takes.
@@ -62,7 +66,7 @@ class Job:
     @property
     def told(self) -> str:
         """What the training processes are told to train."""
-        return "graphs" if self.mode in (GRAPHS, SLOTS) else "eager"
+        return "graphs" if self.mode in MODE_WORDS else "eager"
 
     @property
     def sharing(self) -> int:
@@ -84,7 +88,7 @@ class Job:
         words += self.layout.words()
         layers, width = self.layout.fitting_layers(LAYERS), SHARED_WIDTH if self.shared else WIDTH
         words += ["--language-model", f"{layers}x{width}"] if (layers, width) != (LAYERS, WIDTH) else []
-        words += SLOTS_WORDS if self.mode == SLOTS else GRAPHS_WORDS if self.mode == GRAPHS else ()
+        words += MODE_WORDS.get(self.mode, ())
         return [*words, "--small", "--loader-workers", "0"] if small else words
 
     def __str__(self) -> str:
@@ -92,21 +96,34 @@ class Job:
         return f"{self.layout} {self.mode}{many}"
 
 
-def modes(eager_runs: int) -> list[str]:
-    """Return the modes of a layout's runs; the two that are timed come first, beside each other if they fit."""
+def modes(layout: Layout, eager_runs: int, balance: bool = False) -> list[str]:
+    """Return the modes of a layout's runs; those that are timed come first, beside each other if they fit.
+
+    Args:
+        layout: The layout.
+        eager_runs: How many of them are eager.
+        balance: Whether to train with images of other ranks, too, where ranks can take them.
+    """
     first, *others = (f"eager{number + 1}" for number in range(eager_runs))
-    return [first, GRAPHS, *others]
+    balanced = [BALANCED] if balance and layout.data > 1 and layout.context == 1 else []
+    return [first, GRAPHS, *balanced, *others]
 
 
 def waves(
-    layouts: Sequence[Layout], slots: Sequence[Layout], microbatches: int, steps: int, eager_runs: int, gpus: int
+    layouts: Sequence[Layout],
+    slots: Sequence[Layout],
+    microbatches: int,
+    steps: int,
+    eager_runs: int,
+    gpus: int,
+    balance: bool = False,
 ) -> list[list[Job]]:
     """Return the runs of `layouts` and those of `slots`, in turn, as waves: runs on GPUs of their own that go together.
 
     One GPU comes first, as scaling is told by it. Layouts of more ranks than there are GPUs come last and take all.
     """
     ordered = sorted(dict.fromkeys(layouts), key=lambda layout: (layout.ranks > gpus, layout.ranks > 1))
-    runs = [(layout, mode, microbatches, steps) for layout in ordered for mode in modes(eager_runs)]
+    runs = [(layout, mode, microbatches, steps) for layout in ordered for mode in modes(layout, eager_runs, balance)]
     runs += [(each, SLOTS, count, SLOTS_STEPS) for each in dict.fromkeys(slots) for count in SLOTS_MICROBATCHES]
     found: list[list[Job]] = []
     free = 0

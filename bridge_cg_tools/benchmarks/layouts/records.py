@@ -1,9 +1,10 @@
 """The records of bench_parallel.py: what the runs of a layout found, beside each other."""
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
-from bridge_cg_tools.benchmarks.layouts.jobs import GRAPHS, SLOTS, Job
+from bridge_cg_tools.benchmarks.layouts.jobs import SLOTS, Job
 from bridge_cg_tools.benchmarks.photographs.comparison import SKIPPED, compare, median_ms
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
 
@@ -26,9 +27,12 @@ class Writer:
 
     def trained(self, runs: dict[Job, Run]) -> tuple[list[dict[str, Any]], bool]:
         """Return the records of a layout's eager and graphed runs, and whether graphs trained the same."""
-        eager = [run for job, run in runs.items() if job.mode != GRAPHS]
-        graphed, graphs = next((job, run) for job, run in runs.items() if job.mode == GRAPHS)
-        same = compare(eager, graphs, graphed.words(self._small), graphed.steps, None)
+        eager = [run for job, run in runs.items() if job.told == "eager"]
+        same = {
+            job: compare(eager, run, job.words(self._small), job.steps, None)
+            for job, run in runs.items()
+            if job.told != "eager"
+        }
         eager_ms = median_ms(eager[0])
         records = []
         for job, run in sorted(runs.items(), key=lambda pair: pair[0].mode):
@@ -36,9 +40,9 @@ class Writer:
             repeats = max(len(run["step_ms"] or ()) - SKIPPED, int(job.shared))
             record = {**self._origin(job, repeats), "ms": ms, "losses": run["losses"]}
             record |= {"grad_norms": run["grad_norms"], "peak_gb": run["peak_gb"], "graphs": run["graphs"]}
-            record |= {**of_ranks(run.get("ranks", [run])), "inside_spread": same if job is graphed else None}
+            record |= {**of_ranks(run.get("ranks", [run])), "inside_spread": same.get(job)}
             records.append(record | ({"ratio": ms / eager_ms} if ms is not None and eager_ms else {}))
-        return records, same
+        return records, all(same.values())
 
     def slots(self, runs: dict[Job, Run]) -> tuple[list[dict[str, Any]], bool]:
         """Return the records of what graphs take, and whether they take as much with more microbatches."""
@@ -65,10 +69,16 @@ class Writer:
         return {**fields, **self._common, "repeats": repeats}
 
 
-def of_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Return a record's fields of each rank: peak memory in GiB; of those that have graphs replays and fallbacks."""
+def of_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a record's fields of each rank: peak memory in GiB; of those that have graphs replays and fallbacks.
+
+    Of replicas it has the most tokens of one over their mean as well, in the last steps.
+    """
     graphs = [rank["graphs"] for rank in ranks if rank["graphs"] is not None]
+    tokens = [rank["step_tokens"] for rank in ranks if rank.get("step_tokens")]
+    imbalance = [max(step) * len(step) / sum(step) for step in zip(*tokens, strict=True) if any(step)]
     return {
+        **({"token_imbalance": fmean(imbalance)} if len(tokens) > 1 and imbalance else {}),
         "rank_peak_gb": [rank["peak_gb"] for rank in ranks],
         "rank_replays": [each["replays"] for each in graphs],
         "rank_fallbacks": [sum(each["fallbacks"].values()) for each in graphs],

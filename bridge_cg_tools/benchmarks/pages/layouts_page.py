@@ -109,6 +109,18 @@ def scaling(run: dict[str, Any] | None, runs: dict[str, dict[str, Any]]) -> str:
     return f"{alone['ms'] / run['ms']:.2f}" if like[0] == like[1] else ""
 
 
+def balanced(records: Records) -> str:
+    """Return a line for each layout whose ranks encoded images of others: graphs with and without that."""
+    graphs, moved = (by_case(records, mode) for mode in ("plugin", "plugin_balanced"))
+    rows = []
+    for case, r in moved.items():
+        own = graphs[case]
+        apart = [number(each, "token_imbalance", ".2f") for each in (own, r)]
+        rows.append([case, number(own, "ms", ".0f"), number(r, "ms", ".0f"), f"**{r['ms'] / own['ms']:.2f}**", *apart])
+    header = ["layout", "graphs ms", "images moved, ms", "ratio", "token imbalance", "images moved"]
+    return f"{table(header, rows)}\n\n{origin([*moved.values()])}" if rows else ""
+
+
 def slots(records: Records) -> str:
     """Return what graphs take with few and with many microbatches; nothing where it was not measured."""
     found = [r for r in records if r["mode"] == "plugin_slots" and "error" not in r]
@@ -123,4 +135,9 @@ def layout_parts(folder: Path) -> dict[str, str]:
         folder: With the records.
     """
     records = read_records(folder / "parallel.jsonl")
-    return {"layouts": layouts(records), "shared": shared(records), "slots": slots(records)}
+    return {
+        "layouts": layouts(records),
+        "balanced": balanced(records),
+        "shared": shared(records),
+        "slots": slots(records),
+    }

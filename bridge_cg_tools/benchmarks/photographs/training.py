@@ -304,7 +304,7 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     merged = {**ranks[0], "losses": ranks[-1]["losses"], "evaluations": ranks[-1]["evaluations"]}
     merged["peak_gb"] = max(rank["peak_gb"] for rank in ranks)
     if len(ranks) > 1:
-        own = ("rank", "peak_gb", "step_ms", "graphs", "language_model_layers")
+        own = ("rank", "peak_gb", "step_ms", "graphs", "step_tokens", "language_model_layers")
         merged["ranks"] = [{name: rank[name] for name in own} for rank in ranks]
     return merged
 
@@ -314,6 +314,7 @@ class StatisticsKeeper(Callback):
 
     Attributes:
         steps: Replays, eager microbatches and seconds of capture until the end of each step, those before it apart.
+        step_tokens: Tokens that encoders with graphs computed in each of the last steps.
     """
 
     def __init__(self) -> None:
@@ -322,6 +323,7 @@ class StatisticsKeeper(Callback):
         self.language_model_layers = 0
         self.language_model: dict[str, Any] | None = None
         self.steps: list[dict[str, Any]] = []
+        self.step_tokens: list[int] = []
         self._capture_s = 0.0
 
     def on_train_step_start(self, context: CallbackContext) -> None:
@@ -344,6 +346,7 @@ class StatisticsKeeper(Callback):
             self.value = graphs.statistics().as_dict()
             self.checks = [(c.forward, c.gradient) for c in graphs.workload.checks]
         found = all_encoders()
+        self.step_tokens = found.step_tokens
         seconds = {"capture_s_before": self._capture_s, "capture_s": found.capture_seconds}
         self.steps.append({"replays": found.replays, "eager": found.fallbacks.total(), **seconds})
 
@@ -379,6 +382,7 @@ class RankResults(Callback):
             "evaluations": recorder.evaluations,
             "peak_gb": recorder.peak_gb,
             "graphs": statistics.value,
+            "step_tokens": statistics.step_tokens,
             "checks": statistics.checks,
             "language_model_layers": statistics.language_model_layers,
             "language_model_graphs": statistics.language_model,

@@ -92,6 +92,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "step_ms": list,
     **dict.fromkeys(("rank_peak_gb", "rank_replays", "rank_fallbacks"), list),
     "ranks_per_gpu": int,
+    "token_imbalance": NUMBER,
     "graphs": (dict, type(None)),
     **dict.fromkeys(("audio_graphs", "language_model_graphs", "packed_graphs"), (dict, type(None))),
     **dict.fromkeys(("samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu"), (*NUMBER, type(None))),
