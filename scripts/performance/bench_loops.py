@@ -1,4 +1,4 @@
-"""Rounds of reinforcement learning on one GPU by loops other than Bridge's own, eager and on graphs.
+"""Rounds of reinforcement learning, each run on one GPU, by loops other than Bridge's own, eager and on graphs.
 
     PYTHONPATH=FOLDER_OF_VERL python scripts/performance/bench_loops.py
     python scripts/performance/bench_loops.py --cases plain --rounds 8
@@ -10,7 +10,8 @@ verl_lora: the same with adapters; the reference is the policy without them.
 plain: a loop over megatron-core's schedule, three passes over the images of a frozen vision tower.
 
 Models are Qwen3-VL's full vision tower with a language model of 4 layers of 2048, with random weights; nothing is read
-from a network. Each run is a process of its own, which has the GPU for itself. Each round computes log-probabilities
+from a network. Each run is a process of its own, which has a GPU for itself; with several GPUs runs go side by side.
+Each round computes log-probabilities
 again without graphs and compares them to the bit. A run that is late makes fewer rounds. Records go to
 docs/benchmarks/loops.jsonl as soon as a run has ended.
 
@@ -34,6 +35,7 @@ from bridge_cg_plugin.options.flags import as_typed
 from bridge_cg_tools.benchmarks.loops.bench import CASES, SEED, Bench, Case
 from bridge_cg_tools.benchmarks.loops.records import in_words
 from bridge_cg_tools.benchmarks.loops.rounds import FIRST
+from bridge_cg_tools.benchmarks.measuring.machine import gpus_here
 from bridge_cg_tools.benchmarks.records.results import output_path, put_record
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -88,7 +90,7 @@ def measure(case: Case, args: argparse.Namespace, out: Path) -> list[dict[str, A
         print(in_words(records[-1]), flush=True)
 
     with tempfile.TemporaryDirectory(dir=_fast_folder()) as name:
-        bench = Bench(case, Path(name), args.rounds, args.seconds)
+        bench = Bench(case, Path(name), args.rounds, args.seconds, max(gpus_here(), 1))
         with bench.started():
             return bench.run(_files(Path(name)) if case.needs_files else None, keep)
 

@@ -165,8 +165,9 @@ def runs(monkeypatch):
 
     def give(**by_mode):
         class Process:
-            def __init__(self, log, module, environment):
-                environments[log.stem.partition("_")[2]] = environment
+            def __init__(self, log, devices, module, environment):
+                mode = log.stem.partition("_")[2]
+                environments[mode], give.devices[mode] = environment, devices
 
             def wait_until_ready(self):
                 pass
@@ -185,6 +186,7 @@ def runs(monkeypatch):
         return begun
 
     environments = give.environments = {}
+    give.devices = {}
     return give
 
 
@@ -231,8 +233,19 @@ class TestBench:
         measured = bench.Bench(case, tmp_path, 20, 30.0)
         with measured.started():
             measured.run(None, lambda found: None)
+        assert set(runs.devices.values()) == {None}
         assert begun == ["eager1", "plugin_packed", "plugin", "eager2", "eager_padded", "eager3"]
         assert [mode for mode in begun if runs.environments[mode].get(RELEASE_MEMORY) == "1"] == begun[1:3]
+
+    def test_runs_on_several_gpus_go_side_by_side(self, runs, tmp_path):
+        case, kept = dataclasses.replace(bench.CASES["verl"], needs_files=False), []
+        begun = runs(**dict.fromkeys(case.modes, a_run([a_round()] * 4)))
+        measured = bench.Bench(case, tmp_path, 20, 30.0, gpus=4)
+        with measured.started():
+            found = measured.run(None, kept.append)
+        assert [runs.devices[mode] for mode in case.modes] == [[0], [1], [2], [3], [0], [1]]
+        assert set(begun[:4]) == set(case.modes[:4]) and set(begun[4:]) == set(case.modes[4:])
+        assert [record["mode"] for record in found] == [*case.modes] and found == kept[-1]
 
     @pytest.mark.parametrize("words", [["--cases", "ver"], ["--cases", "plain", "--rounds", "3"]])
     def test_what_cannot_work_is_refused(self, words, capsys):

@@ -1,11 +1,13 @@
-"""Runs of loops on one GPU: processes that import side by side, and have the GPU one after the other."""
+"""Runs of loops: processes that import side by side and have a GPU each, one after the other where there is one."""
 
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +62,11 @@ class Bench:
         folder: For logs and turns.
         rounds: Of each run, at most.
         seconds: For all runs, from now on. A run that is late makes fewer rounds.
+        gpus: So many runs go side by side, with a GPU each.
     """
 
-    def __init__(self, case: Case, folder: Path, rounds: int, seconds: float) -> None:
-        self._case, self._folder, self._rounds = case, folder, rounds
+    def __init__(self, case: Case, folder: Path, rounds: int, seconds: float, gpus: int = 1) -> None:
+        self._case, self._folder, self._rounds, self._gpus = case, folder, rounds, gpus
         self._end = time.time() + seconds
         self._processes: dict[str, TrainingProcess] = {}
         self._found: dict[str, dict[str, Any] | str] = {}
@@ -73,10 +76,15 @@ class Bench:
         """Let all processes import; they are closed at the end."""
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         with ExitStack() as stack:
-            for mode in self._case.modes:
+            for number, mode in enumerate(self._case.modes):
                 log = self._folder / f"{self._case.name}_{mode}.log"
                 own = {} if mode.startswith(EAGER) else self._case.graphs_environment
-                process = TrainingProcess(log, module=self._case.module, environment={**environment, **own})
+                process = TrainingProcess(
+                    log,
+                    devices=[number % self._gpus] if self._gpus > 1 else None,
+                    module=self._case.module,
+                    environment={**environment, **own},
+                )
                 stack.callback(process.close)
                 self._processes[mode] = process
             yield
@@ -91,9 +99,14 @@ class Bench:
         Returns:
             The records.
         """
-        for number, mode in enumerate(self._case.modes):
-            self._found[mode] = self._run(mode, model, turns_left=len(self._case.modes) - number)
-            keep(self.records())
+        modes, gpus = self._case.modes, self._gpus
+        waves = [modes[first : first + gpus] for first in range(0, len(modes), gpus)]
+        with ThreadPoolExecutor(gpus) as pool:
+            for number, wave in enumerate(waves):
+                train = partial(self._run, model=model, turns_left=len(waves) - number)
+                for mode, found in zip(wave, pool.map(train, wave), strict=True):
+                    self._found[mode] = found
+                    keep(self.records())
         return self.records()
 
     def _run(self, mode: str, model: Path | None, turns_left: int) -> dict[str, Any] | str:
