@@ -78,6 +78,7 @@ class EncoderCapture:
         Raises:
             CaptureError: The graphs do not fit, or ranks that share layers planned different buckets.
         """
+        self._choose_attention(manager)
         limit = manager.consensus.agree(partial(self._prepare, manager)).smallest
         manager.bucket_consensus.agree(float)  # a communicator that was never used cannot be captured
         if self.plan.may_reach_further() and self._record_with_headroom(manager, limit):
@@ -92,10 +93,19 @@ class EncoderCapture:
             f"graphs do not fit vision_cuda_graph_buckets_max_gb={self._options.buckets_max_gb:g} GiB a slot"
         )
 
-    def _prepare(self, manager: Manager) -> float:
-        """Choose attention; returns the most tokens that a bucket may have on this rank."""
-        self._warmup_peak = self._peak_bytes(manager)  # before memory is measured, which forgets it
+    def _choose_attention(self, manager: Manager) -> None:
+        """Choose attention: that which all ranks that share layers can call, or the encoder's own."""
+        if not manager.consensus.agree(self._attention_of_rank).same:
+            self.kernels.keep_attention("ranks that share layers would attend by different kernels")
+
+    def _attention_of_rank(self) -> float:
+        """Choose attention for this rank alone; returns a number that stands for it."""
         self.kernels.choose_attention()
+        return digest(self.kernels.attention, self.kernels.attends_directly)
+
+    def _prepare(self, manager: Manager) -> float:
+        """Return the most tokens that a bucket may have on this rank."""
+        self._warmup_peak = self._peak_bytes(manager)  # before memory is measured, which forgets it
         return self.plan.capacity_limit(manager.executor, self.encoder_program, self.kernels.attends_directly)
 
     def _record(self, manager: Manager, limit: float, headroom: float = 1.0) -> float:

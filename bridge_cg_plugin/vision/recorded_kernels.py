@@ -39,9 +39,18 @@ class RecordedKernels:
         self._attends_by_flash = wanted == "flash" and flash is None
         refusal = {"cudnn": direct, "flash": flash}.get(wanted)
         if refusal is not None:
-            stays = "cuDNN's, called directly" if self.attends_directly else other.replaces
-            stays = "as it is" if other is NO_OTHER_ATTENTION else stays
-            announce(f"vision_cuda_graph_tuning.attention={wanted}: {refusal}; attention stays {stays}")
+            self._say_stays(refusal)
+
+    def keep_attention(self, reason: str) -> None:
+        """Let recordings call no other attention than the encoder's own; logs why."""
+        self.attends_directly = self._attends_by_flash = False
+        self._say_stays(reason)
+
+    def _say_stays(self, reason: str) -> None:
+        other = self.family.direct_attention
+        stays = "cuDNN's, called directly" if self.attends_directly else other.replaces
+        stays = "as it is" if other is NO_OTHER_ATTENTION else stays
+        announce(f"vision_cuda_graph_tuning.attention={self._options.attention}: {reason}; attention stays {stays}")
 
     @property
     def _fast(self) -> bool:

@@ -1,9 +1,11 @@
 """Ranks that share an encoder's layers: equal to one rank, and on graphs together or not at all."""
 
+import io
 import logging
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import distributed
 
 from bridge_cg_plugin.graphs.errors import CaptureError, OtherRankFailed
+from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.parallel.process_groups import (
     consensus_of,
@@ -18,6 +21,7 @@ from bridge_cg_plugin.upstream.parallel.process_groups import (
     tensor_group,
     without_collectives,
 )
+from bridge_cg_plugin.vision.adapter import OtherAttention
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, MIXED, VIDEO
@@ -163,6 +167,29 @@ def test_one_rank_that_cannot_capture_makes_both_eager_with_one_message(tmp_path
     for rank in ranks:
         assert_close(rank["outputs"], outputs, 1e-4)
         assert rank["fallbacks"] == {"capture_failed": 1}
+
+
+def capture_with_cudnn_on(ranks):
+    """Let some ranks alone be able to call cuDNN's attention directly."""
+    model = new_tower()
+    helper = helper_on(model)
+    refusal = None if distributed.get_rank() in ranks else "made to be missing"
+    kernels = helper.graphs.workload.planned.kernels
+    kernels.family = replace(QWEN3_VL, direct_attention=OtherAttention(refusal=lambda: refusal))
+    said = io.StringIO()
+    with redirect_stdout(said):
+        helper.create_cudagraphs()
+    buckets = [str(bucket) for bucket in helper.graphs.statistics().buckets]
+    return helper.graphs.failure, kernels.attention, buckets, said.getvalue()
+
+
+@pytest.mark.parametrize("ranks", [(), (0,), (1,), (0, 1)], ids=str)
+def test_ranks_that_share_layers_attend_by_the_same_kernels(tmp_path, ranks):
+    first, second = run_ranks(2, capture_with_cudnn_on, tmp_path, ranks, **TP2)
+    assert first[:3] == second[:3]
+    assert first[:2] == (None, "cudnn" if ranks == (0, 1) else "transformer_engine")
+    said = "ranks that share layers would attend by different kernels; attention stays Transformer Engine's"
+    assert (said in first[3]) == (len(ranks) == 1)
 
 
 # Where something fails -> whose method it is, and the options that call it.
