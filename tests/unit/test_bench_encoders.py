@@ -56,6 +56,17 @@ def test_modes_and_cases_that_are_named_are_measured(monkeypatch, tmp_path):
     assert found == {("qwen3_omni_tiny_2layers", mode) for mode in modes}
 
 
+@pytest.mark.parametrize("mode", ["plugin_cudnn", "plugin_flash"])
+def test_attention_that_cannot_be_had_gives_no_record(monkeypatch, tmp_path, mode):
+    tiny = replace(ENCODERS["siglip"], sizes={"tiny": TINY["siglip"]})
+    monkeypatch.setitem(encoder_arguments.ENCODERS, "siglip", tiny)
+    out = tmp_path / "records.jsonl"
+    line = ["--encoders", "siglip", "--layers", "2", "--repeats", "3", "--out", str(out), "--modes", mode]
+    with pytest.raises(RuntimeError, match=f"attention={mode.removeprefix('plugin_')} cannot be had"):
+        bench_encoders.main(line)
+    assert {r["mode"] for r in read_records(out)} == {"eager"}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -23,6 +23,20 @@ UPSTREAM_LONGEST = 8192
 HALF_AS_WELL = (2304, 6720, 16384)
 
 
+def check_attention(wanted: str, called: str) -> None:
+    """Refuse to measure graphs whose attention is not the one asked for.
+
+    Args:
+        wanted: `vision_cuda_graph_tuning.attention`.
+        called: What recordings call, by the same names.
+
+    Raises:
+        RuntimeError: It is not.
+    """
+    if wanted not in ("auto", called):
+        raise RuntimeError(f"attention={wanted} cannot be had: {called} is called")
+
+
 class Mode(Protocol):
     """One way of running the tower."""
 
@@ -71,10 +85,7 @@ class Plugin:
         for region in helper.graphs._regions:
             region.sources.current.sinks._reduction = grads
         try:
-            if options.attention not in ("auto", helper.graphs.workload.attention):
-                raise RuntimeError(
-                    f"attention={options.attention} cannot be had: {helper.graphs.workload.attention} is called"
-                )
+            check_attention(options.attention, helper.graphs.workload.attention)
             statistics = helper.graphs.statistics()
             large = memory_at(statistics, batch.tokens)
             fields = {

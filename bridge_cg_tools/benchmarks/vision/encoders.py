@@ -73,15 +73,23 @@ def measure(
 
 
 def capture(model: nn.Module, **settings: Any) -> "VisionTECudaGraphHelper":
-    """Capture at once and strictly, with the given graph options; returns the helper."""
+    """Capture at once and strictly, with the given graph options; returns the helper.
+
+    Raises:
+        RuntimeError: The attention asked for cannot be had.
+    """
     from bridge_cg_plugin.options import VisionGraphOptions
     from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.vision.workload import VisionWorkload
+    from bridge_cg_tools.benchmarks.models.modes import check_attention
 
     options = VisionGraphOptions(
         impl="transformer_engine", evaluation=False, strict=True, cost_fallback=False, **settings
     )
     helper = VisionTECudaGraphHelper(model, model.config, options=options)
     helper.create_cudagraphs()
+    assert helper.graphs is not None and isinstance(helper.graphs.workload, VisionWorkload)
+    check_attention(options.attention, helper.graphs.workload.attention)
     return helper
 
 
