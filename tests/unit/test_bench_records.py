@@ -256,10 +256,11 @@ def test_tables_of_other_encoders(folder):
     assert lines(parts["encoders"], "| qwen25_vl_8mix |") == [
         "| qwen25_vl_8mix | 6720 | 600.0 |  | 180.0 | **0.30** | 120.0 | **0.20** | 14.1 |"
     ]
-    assert "| siglip_2_images | 27 | 0e+00 | 2.0e-02 | 3.0e-02 |" in parts["encoder-differences"]
+    assert "| siglip_2_images | 27 | exact | 0e+00 | 2.0e-02 | 3.0e-02 |" in parts["encoder-differences"]
 
 
-def test_the_table_of_encoders_mixes(tmp_path):
+@pytest.mark.parametrize(("mode", "kernels"), [("plugin", "exact"), ("plugin_fast", "default")])
+def test_the_table_of_encoders_mixes(tmp_path, mode, kernels):
     far = {"fp32_output": 1e-2, "fp32_worst": 5e-2}
     mixes = []
     for number, (output, gradient) in enumerate(((0.0, 1e-2), (1e-3, 3e-2))):
@@ -268,12 +269,13 @@ def test_the_table_of_encoders_mixes(tmp_path):
         mixes.append({**eager, "case": case, "mode": "eager", "fp32_mean": 2e-2, **far})
         found = {"forward_rel": output, "forward_noise": 0.0, "bit_equal": output == 0.0, "grad_rel": gradient}
         found |= {"grad_noise": 1e-2, "bucket": "1088", "fallback": None, "fp32_mean": 4e-2}
-        mixes.append({**eager, "case": case, "mode": "plugin", **found, **far})
+        mixes.append({**eager, "case": case, "mode": mode, **found, **far})
     for one in mixes:
         results.check_record(one)
     results.write_records(tmp_path / "encoders_parity.jsonl", mixes)
     found = encoder_parts(tmp_path)["encoder-parity"]
-    assert lines(found, "| nemotron_vl |") == ["| nemotron_vl | 2 | 1 | 1e-03 | 3e-02 | 1e-02 | 4e-02 | 2e-02 |"]
+    row = f"| nemotron_vl | {kernels} | 2 | 1 | 1e-03 | 3e-02 | 1e-02 | 4e-02 | 2e-02 |"
+    assert lines(found, "| nemotron_vl |") == [row]
 
 
 def test_tables_of_memory(folder):
