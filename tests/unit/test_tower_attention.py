@@ -152,6 +152,7 @@ tower.start_process()
 found = {}
 MODES = dict(benchmark.MODES)
 MODES["plugin_flash"] = {"kernels": "exact", "attention": "flash"}
+MODES["plugin_fast_flash"] = {"kernels": "fast", "attention": "flash"}
 from bridge_cg_tools.benchmarks.vision import encoder_parity
 encoder_parity.MODES = MODES
 for name in NAMES:
@@ -212,10 +213,10 @@ def test_exact_kernels_keep_pytorchs(found, name):
     assert one["called"] == [0, 0] and not one["rounded"]
 
 
-def test_flash_attention_that_computes_something_else_is_not_called():
-    for one in run_script(("plugin_flash",), agrees=False).values():
+def test_without_flash_attention_that_computes_the_same_attention_is_as_by_default():
+    for name, one in run_script(("plugin_flash", "plugin_fast_flash"), agrees=False).items():
         assert_equals_eager(one)
-        assert one["called"] == [0, 0]
+        assert bool(one["called"][0]) == name.endswith("fast_flash") and not one["called"][1]
 
 
 def test_a_shape_that_cudnn_has_no_kernel_for_attends_by_pytorchs(monkeypatch):

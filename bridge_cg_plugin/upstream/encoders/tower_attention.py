@@ -69,21 +69,22 @@ class _AttendByCuDNN:
 
 
 def _attend_by_flash(
+    otherwise: Attend,
     projected: tuple[Tensor, ...],
     rotate: Callable[..., Any],
     rotation: Rotation,
     segments: PackedSegments,
     scale: float,
 ) -> Tensor:
-    """Attend by FlashAttention's kernels where segments may be long, and else by PyTorch's; see `Attend`."""
+    """Attend by FlashAttention's kernels where segments may be long, and else as `otherwise` does; see `Attend`."""
     query = taken_apart(projected)[0]
     if rotation.halves is None or segments.largest < FLASH_FROM:
-        return attend(projected, rotate, rotation, segments, scale)
+        return otherwise(projected, rotate, rotation, segments, scale)
     from . import flash_attention as flash
 
     width = query.shape[2]
     if not flash.takes(width, query.dtype) or not flash.agrees(width, query.dtype, query.device.index):
-        return attend(projected, rotate, rotation, segments, scale)
+        return otherwise(projected, rotate, rotation, segments, scale)
     from ...vision.kernels.rotary import rotate_interleaved
 
     parts = rotate_interleaved(projected, *rotation.halves, rotation.rounds)
@@ -114,23 +115,32 @@ def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
 
 def attending_by_cudnn(attention: str, forward: AttentionForward) -> OtherAttention:
     """Return cuDNN's attention in the place of PyTorch's; arguments as of `attending`, entered inside its kernels."""
-    return _other(attention, forward, _AttendByCuDNN, segment_attention_refusal)
+    return _other(attention, forward, lambda otherwise: _AttendByCuDNN(), segment_attention_refusal)
 
 
 def attending_by_flash(attention: str, forward: AttentionForward) -> OtherAttention:
-    """Return FlashAttention in the place of either; arguments as of `attending`, entered inside its kernels."""
-    return _other(attention, forward, lambda: _attend_by_flash, flash_attention_refusal)
+    """Return FlashAttention in the place of either; arguments as of `attending`, entered inside their kernels."""
+    return _other(attention, forward, lambda otherwise: partial(_attend_by_flash, otherwise), flash_attention_refusal)
 
 
 def _other(
-    attention: str, forward: AttentionForward, make: Callable[[], Attend], refusal: Callable[[], str | None]
+    attention: str, forward: AttentionForward, make: Callable[[Attend], Attend], refusal: Callable[[], str | None]
 ) -> OtherAttention:
+    """Return attention in the place of that which modules have; `make` is called with that for every recording."""
+
     @contextmanager
     def kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
-        with attending(attention, partial(forward, attend=make()))(modules):
+        found = (_attends(module) for module in every_module(modules) if type(module).__name__ == attention)
+        with attending(attention, partial(forward, attend=make(next(found, attend))))(modules):
             yield
 
     return OtherAttention(kernels, refusal, replaces="PyTorch's", rounds_as_eager=False)
+
+
+def _attends(module: UpstreamModule) -> Attend:
+    """Return what attends in a module inside kernels of `attending`."""
+    found: Attend = module.forward.keywords.get("attend", attend)
+    return found
 
 
 def joint_attention(
