@@ -26,11 +26,12 @@ _OPTIONS = {
     "offload": (None, ()),
     "recompute": (None, ()),
     "offload_above_gb": (None,),
-    "attention": ("auto", "cudnn"),
     "streams": ("auto",),
     "gradient_accumulation_fusion": (True,),
     "gradient_hooks": ("awaited",),
 }
+# Values of `vision_cuda_graph_tuning.attention` by which encoders of Transformer Engine attend as they do by default.
+BY_CUDNN = ("auto", "cudnn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def forecast(config: Any, options: VisionGraphOptions, gpu: str | None) -> Forec
     measured = None if encoder is None else measured_of(encoder, options.kernels)
     if encoder is None or measured is None:
         return None if encoder is None else Forecast(encoder, None)
-    differs = (*other_gpu(measured.gpu, gpu), *differences(config, options, measured.kernels))
+    differs = (*other_gpu(measured.gpu, gpu), *differences(config, options, measured.kernels, measured.attention))
     if measured.cost is None:
         largest = largest_bucket(options, None)
         found = {row.tokens: row.memory_gb for row in measured.rows}
@@ -156,16 +157,22 @@ def other_training(config: Any) -> list[str]:
     return [*unlike(config, _LANGUAGE_MODEL), *_other_adapter(config), *other_precision(config)]
 
 
-def differences(config: Any, options: VisionGraphOptions, kernels: tuple[str, ...]) -> list[str]:
+def differences(
+    config: Any,
+    options: VisionGraphOptions,
+    kernels: tuple[str, ...],
+    attention: tuple[str, ...] = BY_CUDNN,
+) -> list[str]:
     """Return what of an encoder's training was not measured, each as it is written.
 
     Args:
         config: A Bridge `ConfigContainer`.
         options: Of vision graphs.
         kernels: The measured values of `vision_cuda_graph_tuning.kernels`.
+        attention: Those of `vision_cuda_graph_tuning.attention`.
     """
     found = [*unlike(config, _MODEL), *_other_adapter(config), *other_precision(config)]
-    return [*found, *other_vision_options(options, kernels)]
+    return [*found, *other_vision_options(options, kernels, attention)]
 
 
 def unlike(config: Any, measured: Mapping[str, Any]) -> list[str]:
@@ -194,14 +201,11 @@ def other_precision(config: Any) -> list[str]:
     return [f"mixed_precision.{name}={value}" for name, value in held.items() if value]
 
 
-def other_vision_options(options: VisionGraphOptions, kernels: tuple[str, ...]) -> list[str]:
-    """Return the options that were not measured, each as it is written.
-
-    Args:
-        options: Of vision graphs.
-        kernels: The measured values of `vision_cuda_graph_tuning.kernels`.
-    """
-    wanted = {**_OPTIONS, "kernels": kernels}
+def other_vision_options(
+    options: VisionGraphOptions, kernels: tuple[str, ...], attention: tuple[str, ...] = BY_CUDNN
+) -> list[str]:
+    """Return the options that were not measured, each as it is written; arguments as of `differences`."""
+    wanted = {**_OPTIONS, "kernels": kernels, "attention": attention}
     held = {name: getattr(options, name) for name in wanted}
     found = [f"{PROVIDER_FIELDS[name]}={value}" for name, value in held.items() if value not in wanted[name]]
     parts = [] if options.whole_encoder else [f"{PROVIDER_FIELDS['modules']}={list(options.modules)}"]

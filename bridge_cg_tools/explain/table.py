@@ -13,7 +13,7 @@ from .forecast import Forecast
 from .language import LanguageForecast, PackRow, said
 from .steps import said as said_of_step
 
-KERNELS = PROVIDER_FIELDS["kernels"]
+KERNELS, ATTENTION = PROVIDER_FIELDS["kernels"], PROVIDER_FIELDS["attention"]
 _HEAD, _COLUMNS = (*HEAD, "time/eager", "why"), (*WIDTHS, 10, 34)
 _FIGURES = (8, 8, 11, 11, 7, 12)
 _PACK_FIGURES = (8, 11, 11, 11, 7, 12)
@@ -89,6 +89,8 @@ def _source(measured: Measured) -> str:
 def _differs(found: Forecast) -> list[str]:
     if not found.differs or found.measured is None:
         return []
-    options = "default options" if found.measured.fit else f"{KERNELS}={found.measured.kernels[0]}"
-    figures = f"The figures are of one {found.measured.gpu}, an encoder trained whole, and {options}."
+    measured = found.measured
+    options = "default options" if measured.fit else f"{KERNELS}={measured.kernels[0]}"
+    options += "" if "auto" in measured.attention else f", {ATTENTION}={measured.attention[0]}"
+    figures = f"The figures are of one {measured.gpu}, an encoder trained whole, and {options}."
     return [f"Not measured here: {', '.join(found.differs)}. {figures}"]

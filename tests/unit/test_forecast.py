@@ -68,6 +68,28 @@ def test_figures_without_a_cost_model_are_the_records(found):
     assert [(r.tokens, r.images, r.eager_ms, r.graphs_ms, r.memory_gb) for r in found.rows] == measured
 
 
+@pytest.mark.parametrize("found", [m for m in MEASURED if m.encoder.family == QWEN25_VL], ids=lambda m: m.kernels[-1])
+def test_figures_hold_for_the_attention_that_records_are_of(found):
+    """PyTorch's kernels or, in long frames, cuDNN's: by default these, with exact kernels those."""
+    exact = "exact" in found.kernels
+    records = [r for r in read_records(ROOT / found.file) if r["case"].startswith("qwen25_vl_")]
+    graphs = [r for r in records if r["mode"] == ("plugin" if exact else "plugin_fast")]
+    by_cudnn = any("sdpa" in name for r in graphs for name, *_ in r["top"])
+    called = {"cudnn" if by_cudnn else "transformer_engine"}
+    assert set(found.attention) == (called | {"auto"} if exact != by_cudnn else called)
+
+
+def test_figures_of_other_attention_are_not_measured():
+    def differs(**options):
+        return forecast(config(model(Qwen25VLModelProvider, 32, 1280)), on(**options), None).differs
+
+    said = "vision_cuda_graph_tuning.attention="
+    assert differs(kernels="exact") == () and differs(kernels="exact", attention="transformer_engine") == ()
+    for attention in ("cudnn", "flash"):
+        assert differs(kernels="exact", attention=attention) == (f"{said}{attention}",)
+    assert len({differs(attention=name) == () for name in ("transformer_engine", "cudnn")}) == 2
+
+
 def test_figures_come_from_the_cost_model():
     found = forecast(config(), on(max_seq_length=16384), None)
     assert [row.tokens for row in found.rows] == [784, 2304, 8192, 16384]
