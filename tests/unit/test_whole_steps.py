@@ -73,12 +73,21 @@ def test_a_measured_step_is_the_records(case):
     assert text.endswith(f"docs/benchmarks/whole_step.jsonl, {graphs['date']}.")
 
 
+def measured_sft():
+    """Return the records of Qwen3-VL's training on two GPUs: eager's, and the one of exact graphs."""
+    eager, (graphs,) = records("8b_sft_tp2", "eager"), [r for r in records("8b_sft_tp2") if r["mode"] == "plugin"]
+    return eager, graphs
+
+
 def test_eagers_runs_are_a_range():
     step = whole_step(sft(), options(), None, None)
-    times = [r["ms"] for r in records("8b_sft_tp2", "eager")]
-    least, most = f"{min(times):.0f}", f"{max(times):.0f}"
-    assert f"depends on the host: its {len(times)} runs took {least} to {most} ms (0.29 to 0.39)" in said(step)
-    assert "waits for other ranks included: vision encoder 377 to 808 ms eager and 208 ms on graphs" in said(step)
+    eager, graphs = measured_sft()
+    times, vision = [r["ms"] for r in eager], [r["parts_ms"]["vision"] for r in eager]
+    range_ms = f"{min(times):.0f} to {max(times):.0f} ms"
+    ratios = f"{graphs['ms'] / max(times):.2f} to {graphs['ms'] / min(times):.2f}"
+    assert f"depends on the host: its {len(times)} runs took {range_ms} ({ratios})" in said(step)
+    of_vision = f"{min(vision):.0f} to {max(vision):.0f} ms eager and {graphs['parts_ms']['vision']:.0f} ms on graphs"
+    assert f"waits for other ranks included: vision encoder {of_vision}" in said(step)
     alone = said(whole_step(config(peft=LoRA()), options(), None, None))
     assert "depends on the host, and it was timed once" in alone and "GPU time" not in alone
 
@@ -86,8 +95,10 @@ def test_eagers_runs_are_a_range():
 def test_the_table_has_a_row_of_the_step():
     step = whole_step(sft(), options(), None, None)
     answer = Answer(options=options(), step=step, has_model=True)
-    row = answer.lines[-1]
-    assert (row.part, row.memory, row.ratio, row.why) == ("whole step", "12.7 GiB", "0.29-0.39", "measured: 8b_sft_tp2")
+    row, (eager, graphs) = answer.lines[-1], measured_sft()
+    times, memory = [r["ms"] for r in eager], f"{graphs['memory_gb']:.1f} GiB"
+    ratios = f"{graphs['ms'] / max(times):.2f}-{graphs['ms'] / min(times):.2f}"
+    assert (row.part, row.memory, row.ratio, row.why) == ("whole step", memory, ratios, "measured: 8b_sft_tp2")
     assert as_json(answer)["whole_step"]["ratio"] == step.ratio
     assert said(step) in " ".join(render(answer).split())
 
