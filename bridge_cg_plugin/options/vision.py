@@ -170,8 +170,10 @@ class VisionGraphOptions:
         "eager does not use cuDNN's kernels (`NVTE_FUSED_ATTN=0`, `attention_backend`, read at capture). `flash` is "
         "`auto`, with FlashAttention in buckets for frames of 640 tokens and more (package `flash-attn-4`, "
         "`requirements/flash.txt`; Hopper GPUs). It is faster and rounds differently: outputs are as close to fp32 as "
-        "eager's, but not bit-identical. Hugging Face's encoders "
-        "[use PyTorch's kernels](encoders.md#what-differs-by-encoder) in place of Transformer Engine's",
+        "eager's, but not bit-identical. For Hugging Face's "
+        "[encoders](encoders.md#what-differs-by-encoder), read PyTorch for Transformer Engine. There `cudnn` rounds "
+        "differently, needs a Hopper GPU or newer, and does not depend on eager's kernels; `auto` is PyTorch's with "
+        "`kernels=exact`",
         tuning=True,
     )
     streams: Literal["auto", 1, 2] = option(
@@ -268,7 +270,8 @@ class VisionGraphOptions:
         positive_number,
         "X",
         "largest relative difference that the check accepts",
-        "In the L2 norm, for outputs and for the gradient of each parameter",
+        "In the L2 norm, for outputs and for the gradient of each parameter. Encoders that are [as near to "
+        "fp32](encoders.md) as eager but not bit-equal need 0.15: their gradients differ by up to 0.1",
         tuning=True,
     )
     check_action: Literal["warn", "stop"] = option(

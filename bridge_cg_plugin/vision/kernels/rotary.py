@@ -294,7 +294,7 @@ def rotate_interleaved(
 
     Returns:
         Queries, keys and values `[tokens, heads, width]`: one tensor `[tokens, heads, 3, width]` taken apart. Gradients
-        of sources lie as these do.
+        of sources are contiguous.
     """
     parts: tuple[Tensor, Tensor, Tensor] = _Interleaved.apply(cos, sin, rounds, *sources)
     return parts
