@@ -45,10 +45,10 @@ class Glm45VEncoder(GridProgram):
         model, grid = self.model, images(buffers["grid"])
         segments = frame_segments(grid, bucket)
         positions = token_positions(grid, bucket.tokens, self.merge)
-        hidden = model.post_conv_layernorm(model.patch_embed(buffers["pixels"]))
+        hidden = model.post_conv_layernorm(poisoned(model.patch_embed(buffers["pixels"]), buffers["grid"]))
         hidden = self._located(hidden, grid, segments, positions)
         angles = model.rotary_pos_emb(torch.stack((positions.row, positions.column), dim=-1))
-        rotated = rotation(poisoned(angles, buffers["grid"]))
+        rotated = rotation(angles)
         for block in model.blocks:
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotated)
         return (model.merger(self._merged(model.post_layernorm(hidden))),)

@@ -64,7 +64,8 @@ class PixtralEncoder(GridProgram):
         side = config.patch_size
         positions = token_positions(grid, bucket.tokens, self.merge)
         patches = buffers["pixels"].view(bucket.tokens, config.num_channels, side, side)
-        hidden = model.ln_pre(model.patch_conv(patches).view(1, bucket.tokens, -1))
+        hidden = poisoned(model.patch_conv(patches).view(1, bucket.tokens, -1), buffers["grid"])
+        hidden = model.ln_pre(hidden)
         most = config.image_size // side
         # A grid that is not the host's may lie outside the table; the guard turns what comes of it into NaN.
         place = (positions.row * most + positions.column).clamp(max=most**2 - 1)
@@ -72,7 +73,7 @@ class PixtralEncoder(GridProgram):
         returned = model.transformer(
             hidden,
             attention_mask=frame_segments(grid, bucket),
-            position_embeddings=Rotation.of(poisoned(cosines, buffers["grid"]), sines, rounds=True),
+            position_embeddings=Rotation.of(cosines, sines, rounds=True),
         )
         return (returned.last_hidden_state[0],)
 

@@ -46,9 +46,9 @@ class Qwen25VLEncoder(GridProgram):
         frames, windows = frame_segments(grid, bucket), self._windows(grid, bucket)
         cells = bucket.tokens // self.merge**2
         order = window_order(grid, cells, self.merge, self._side)
-        hidden = model.patch_embed(buffers["pixels"])
+        hidden = poisoned(model.patch_embed(buffers["pixels"]), buffers["grid"])
         hidden = permuted(hidden.view(cells, -1), order.order, order.place).view(bucket.tokens, -1)
-        rotated = rotation(poisoned(model.rotary_pos_emb(order.positions), buffers["grid"]))
+        rotated = rotation(model.rotary_pos_emb(order.positions))
         for index, block in enumerate(model.blocks):
             segments = frames if index in model.fullatt_block_indexes else windows
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotated)

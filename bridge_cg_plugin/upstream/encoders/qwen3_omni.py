@@ -39,9 +39,9 @@ class Qwen3OmniEncoder(GridProgram):
         segments = frame_segments(grid, bucket)
         positions = token_positions(grid, bucket.tokens, self.merge)
         hidden = model.patch_embed(buffers["pixels"])
-        hidden = hidden + self._embeddings(positions).to(hidden.dtype)
+        hidden = hidden + self._embeddings(positions, buffers["grid"]).to(hidden.dtype)
         angles = model.rotary_pos_emb(torch.stack((positions.row, positions.column), dim=-1))
-        rotated = rotation(poisoned(angles, buffers["grid"]))
+        rotated = rotation(angles)
         deepstack, places = [], list(model.deepstack_visual_indexes)
         for index, block in enumerate(model.blocks):
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotated)
@@ -49,11 +49,11 @@ class Qwen3OmniEncoder(GridProgram):
                 deepstack.append(model.deepstack_merger_list[places.index(index)](hidden))
         return model.merger(hidden), *deepstack
 
-    def _embeddings(self, positions: TokenPositions) -> Tensor:
+    def _embeddings(self, positions: TokenPositions, guarded: Tensor) -> Tensor:
         """Return every token's position embedding, `[capacity, width]` fp32; zero for padding."""
         model = self.model
         indices, weights = position_interpolation(positions, model.num_grid_per_side, torch.float32)
-        embeddings: Tensor = (model.pos_embed(indices) * weights[:, :, None]).sum(0)
+        embeddings: Tensor = (model.pos_embed(indices) * poisoned(weights, guarded)[:, :, None]).sum(0)
         return embeddings
 
     def output_rows(self, batch: VisionBatch) -> tuple[int, ...]:

@@ -87,8 +87,8 @@ class Qwen3VLEncoder(GridProgram):
         return _Located(
             positions,
             segment_offsets(grid, bucket.limits[0]),
-            rotary_angles(positions, poisoned(self._inverse_frequencies(), guarded)),
-            embeddings(self.model.pos_embed.weight, positions),
+            rotary_angles(positions, self._inverse_frequencies()),
+            poisoned(embeddings(self.model.pos_embed.weight, positions), guarded),
         )
 
     def _inverse_frequencies(self) -> Tensor:
