@@ -133,17 +133,25 @@ def test_the_main_job_refuses_fewer_gpus_than_ranks():
 
 def rank_result(rank, **changes):
     kept = {"rank": rank, "losses": [], "grad_norms": [1.0], "step_ms": [5.0], "evaluations": [], "peak_gb": 1.0}
-    return {**kept, "graphs": None, "checks": [], "language_model_layers": 0, "language_model_graphs": None, **changes}
+    graphs = {
+        "graphs": None,
+        "checks": [],
+        "step_tokens": [],
+        "language_model_layers": 0,
+        "language_model_graphs": None,
+    }
+    return {**kept, **graphs, **changes}
 
 
 def test_results_come_from_the_ranks_that_know_them():
     from bridge_cg_tools.benchmarks.photographs.training import merge_ranks
 
-    first = rank_result(0, losses=[float("nan")], graphs={"replays": 3}, peak_gb=2.0)
+    first = rank_result(0, losses=[float("nan")], graphs={"replays": 3}, step_tokens=[784], peak_gb=2.0)
     last = rank_result(1, losses=[2.5], peak_gb=3.0)
     merged = merge_ranks([first, last])
     assert merged["losses"] == [2.5] and merged["graphs"] == {"replays": 3} and merged["peak_gb"] == 3.0
     assert [rank["peak_gb"] for rank in merged["ranks"]] == [2.0, 3.0]
+    assert [rank["step_tokens"] for rank in merged["ranks"]] == [[784], []]
     assert comparison.peaks(merged) == "2.0/3.0 GiB" and comparison.peaks(merge_ranks([first])) == "2.0 GiB"
     assert "ranks" not in merge_ranks([first])
 
