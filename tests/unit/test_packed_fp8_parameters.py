@@ -1,5 +1,6 @@
 """Packed-sequence graphs of parameters in fp8: Transformer Engine's tensors on a CPU, its products stood in for."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -220,21 +221,58 @@ def test_parameters_of_earlier_recordings_must_be_there():
         model(**FULL)
 
 
+def known(*modules):
+    made = fp8_parameters.QuantizedParameters()
+    made.keep(modules)
+    return made
+
+
 def test_a_parameter_that_is_not_in_fp8_any_more_was_replaced():
     module = LinearInFp8(torch.randn(16, 32))
-    ((_, found),) = fp8_parameters.quantized_parameters([module])
-    assert found.is_there
+    found = known(module)
+    assert found.are_there()
     module.weight = nn.Parameter(torch.randn(16, 32))
-    assert not found.is_there
+    assert not found.are_there()
     module.weight = None
-    assert not found.is_there
+    assert not found.are_there()
 
 
 def test_scales_of_blocks_are_followed():
     held = SimpleNamespace(_rowwise_data=torch.zeros(2), _rowwise_scale_inv=torch.zeros(2), update_usage=None)
     held._columnwise_data, held._columnwise_scale_inv = torch.zeros(2), torch.zeros(2)
-    found = fp8_parameters.QuantizedParameter({"weight": held}, "weight")
+    module = nn.Module()
+    module._parameters["weight"] = held
+    found = known(module)
     found.refresh()
-    assert found.is_there
+    assert found.are_there()
     held._columnwise_scale_inv = None
-    assert not found.is_there
+    assert not found.are_there()
+
+
+def test_parameters_of_several_classes_are_followed_together():
+    """Of blocks some have their columns, others none; with one scale, each may be transposed or not."""
+    blocks, transposed, alone = nn.Module(), LinearInFp8(torch.randn(16, 32)), LinearInFp8(torch.randn(16, 32))
+    held = SimpleNamespace(_rowwise_data=torch.zeros(2), _rowwise_scale_inv=torch.zeros(2), update_usage=None)
+    blocks._parameters["weight"] = held
+    transposed.weight._create_transpose()
+    found = known(blocks, alone, transposed)
+    assert found.are_there()
+    transposed.weight._reset_caches()
+    alone.weight._reset_caches()
+    found.refresh()
+    assert found.are_there() and not transposed.weight._transpose_invalid and alone.weight._transpose is None
+    alone.weight._data = alone.weight._data.clone()
+    assert not found.are_there()
+
+
+def test_a_look_calls_nothing_for_each_parameter():
+    """A model may have hundreds, and every microbatch looks."""
+    found = known(*(LinearInFp8(torch.randn(16, 32)) for _ in range(64)))
+    calls = []
+    sys.setprofile(lambda frame, event, arg: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        assert found.are_there()
+        found.refresh()
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 16, calls

@@ -23,7 +23,7 @@ from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
 from ..seams.registry import seam
-from .fp8_parameters import QuantizedParameter, complete, complete_parameters, quantized_parameters
+from .fp8_parameters import QuantizedParameters, complete, complete_parameters
 
 CONTEXT, STATE = seam("packed_fp8_context"), seam("packed_fp8_state")
 REDUCE = "reduce_and_update_fp8_tensors"
@@ -112,12 +112,11 @@ class QuantizedWeights:
         self._roots, self._config = roots, config
         self._linear: list[UpstreamModule] = []
         self._copies: dict[tuple[int, str], _Copy] = {}
-        self._parameters: dict[tuple[int, str], QuantizedParameter] = {}
+        self._parameters = QuantizedParameters()
 
     def changed(self) -> bool:
         """Return whether eager would quantize now, and note in the modules that a replay does."""
-        for parameter in self._parameters.values():
-            parameter.refresh()
+        self._parameters.refresh()
         first = [module for module in self._linear if module.is_first_microbatch]
         for module in first:
             module.is_first_microbatch = False
@@ -126,8 +125,7 @@ class QuantizedWeights:
     @property
     def replaced(self) -> bool:
         """Whether modules have other copies or parameters than recordings read and write."""
-        there = all(map(_Copy.is_there, self._copies.values()))
-        return not (there and all(parameter.is_there for parameter in self._parameters.values()))
+        return not (all(map(_Copy.is_there, self._copies.values())) and self._parameters.are_there())
 
     @contextmanager
     def recorded(self, unchanged: Tensor) -> Iterator[None]:
@@ -163,13 +161,7 @@ class QuantizedWeights:
         if any(place in self._copies and self._copies[place].copy is not copy.copy for place, copy in found.items()):
             raise CaptureError("weights have other quantized copies than earlier recordings write")
         self._copies.update(found)
-        self._keep_parameters(dict(quantized_parameters(self._roots())))
-
-    def _keep_parameters(self, found: dict[tuple[int, str], QuantizedParameter]) -> None:
-        before = self._parameters
-        if any(before[place].addresses != found[place].addresses for place in before.keys() & found.keys()):
-            raise CaptureError("parameters in fp8 lie elsewhere than earlier recordings read")
-        before.update(found)
+        self._parameters.keep(self._roots())
 
 
 def linear_modules(roots: Sequence[nn.Module]) -> list[UpstreamModule]:
