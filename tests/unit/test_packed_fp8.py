@@ -9,6 +9,7 @@ from megatron.core import fp8_utils
 from megatron.core.transformer import transformer_block
 from torch import nn
 from torch.nn import functional
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from bridge_cg_plugin.graphs.errors import CaptureError
@@ -75,7 +76,8 @@ class QuantizingLinear(nn.Module):
         self.weight, self._contexts = weight, contexts
         self.is_first_microbatch = True
         self._fp8_workspaces = {}
-        self.fp8_meta = {"scaling_fwd": SimpleNamespace(scale=torch.ones(3), amax_history=torch.zeros(1, 3))}
+        state = SimpleNamespace(scale=torch.ones(3), amax_history=torch.zeros(1, 3), make_quantizers=lambda: [object()])
+        self.fp8_meta, self.quantizers = {"scaling_fwd": state}, {"scaling_fwd": state.make_quantizers()}
 
     def forward(self, hidden):
         weight = self.weight
@@ -87,6 +89,9 @@ class QuantizingLinear(nn.Module):
         if self.ends_backward and product.requires_grad:
             product.register_hook(lambda unused: FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False))
         return product, None
+
+    def _update_weight_quantizers(self):
+        """See `TransformerEngineBaseModule`: only parameters in fp8 have any."""
 
     def _copy(self):
         unchanged = FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor
@@ -242,6 +247,48 @@ def test_copies_that_modules_replaced_run_eager(contexts):
         products(model)[1]._fp8_workspaces["weight"] = kept
         losses_and_gradients(model, FULL)
         assert replayed(graphs) == 2
+
+
+def test_scales_that_lie_elsewhere_run_eager(contexts, updates, caplog):
+    """A checkpoint with another length of histories gives modules others, which eager and the updates use from then."""
+    model = quantizing_model(contexts, "delayed")
+    with graphs_on(model, FULL) as graphs:
+        losses_and_gradients(model, FULL)
+        kept = products(model)[1].quantizers["scaling_fwd"]
+        TransformerEngineBaseModule.adjust_amax_history_length(products(model)[1], 4, fwd=True)
+        for _ in range(2):
+            losses_and_gradients(model, FULL)
+        assert replayed(graphs) == 1 and graphs.statistics().fallbacks == {"model_changed": 2}
+        assert caplog.text.count("microbatches run eager until they are back") == 1
+        products(model)[1].quantizers["scaling_fwd"] = kept
+        losses_and_gradients(model, FULL)
+        assert replayed(graphs) == 2
+
+
+def test_scales_of_earlier_recordings_must_be_there(contexts):
+    model = quantizing_model(contexts, "delayed")
+    weights = fp8.QuantizedWeights(lambda: [model.decoder], model.config)
+    with weights.recorded(torch.zeros(1)):
+        model(**FULL)
+    assert not weights.replaced
+    TransformerEngineBaseModule.adjust_amax_history_length(products(model)[0], 4, fwd=True)
+    assert weights.replaced
+    with pytest.raises(CaptureError, match="scales lie elsewhere"), weights.recorded(torch.zeros(1)):
+        model(**FULL)
+
+
+def test_first_microbatches_of_all_recorded_states_count(contexts):
+    """A module may give way to another and come back."""
+    model = quantizing_model(contexts)
+    weights, layer = fp8.QuantizedWeights(lambda: [model.decoder], model.config), model.decoder.layers[0].mlp
+    first = layer.linear_fc1
+    for module in (first, QuantizingLinear(first.weight, contexts)):
+        layer.linear_fc1 = module
+        with weights.recorded(torch.zeros(1)):
+            model(**FULL)
+    assert not weights.changed()
+    layer.linear_fc1, first.is_first_microbatch = first, True
+    assert weights.changed() and not first.is_first_microbatch
 
 
 def test_copies_that_come_during_a_capture_are_refused(contexts, monkeypatch):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...announce import warn
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
 from ...graphs.recordings.compiling import Compilation
@@ -95,6 +96,7 @@ class TransformerBlockFamily:
         self.ranks, self.rank = context.size(), context.rank()
         self.rows = ROWS if computes_in_fp8(config) else 1
         self._quantized: list[QuantizedWeights] = []
+        self._told = False
         self._inside: list[nn.Module] = []  # layers with experts inside the graph
         self._tables = Tables()
         self.exchange: ExpertExchange | None = None
@@ -112,6 +114,7 @@ class TransformerBlockFamily:
         if is_on_around():
             return Fallback.AUTOCAST_CHANGED
         if any(weights.replaced for weights in self._quantized):
+            self._say_replaced()
             return Fallback.MODEL_CHANGED
         params = kwargs.get("packed_seq_params")
         if params is None or params.qkv_format != "thd":
@@ -134,6 +137,15 @@ class TransformerBlockFamily:
         max_seqlens = {n: getattr(params, n) for n in MAX_SEQLENS if getattr(params, n) is not None}
         return DecoderCall(hidden, angles, _offsets(params), max_seqlens, visual)
 
+    def _say_replaced(self) -> None:
+        """Say once for a capture why microbatches run eager."""
+        if not self._told:
+            self._told = True
+            warn(
+                "packed_decoder: quantized weights, parameters in fp8 or their scales were replaced or moved since "
+                "capture; microbatches run eager until they are back or graphs are captured again"
+            )
+
     def _rotates(self, angles: Any, tokens: int) -> bool:
         """Whether angles are of the kind that recordings have buffers for; a hybrid may have none."""
         if not isinstance(angles, Tensor):
@@ -155,7 +167,7 @@ class TransformerBlockFamily:
                 layers in fp8 make something of padding.
         """
         check_padding(self._decoder.config, self.ranks)
-        self._quantized = []
+        self._quantized, self._told = [], False
         experts = [layer for layer in self._transformer if layer.is_moe_layer]
         every = {*LAYER_PARTS, "mamba"} if self._mamba else {*LAYER_PARTS}
         if not modules or (set(modules) == every and not experts):

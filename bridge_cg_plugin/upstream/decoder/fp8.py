@@ -6,10 +6,11 @@ Parameters that are in fp8 themselves are read where they are.
 """
 
 import importlib
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ from .fp8_parameters import QuantizedParameters, complete, complete_parameters
 
 CONTEXT, STATE = seam("packed_fp8_context"), seam("packed_fp8_state")
 REDUCE = "reduce_and_update_fp8_tensors"
-FIRST, COPIES = "is_first_microbatch", "_fp8_workspaces"
+# Of a module: whether a microbatch is a step's first, quantized weights, what quantizes by its scales.
+FIRST, COPIES, QUANTIZERS = "is_first_microbatch", "_fp8_workspaces", "quantizers"
 DELAYED = "delayed"
 # A product's rows must be a multiple of it: weight gradients sum over them.
 ROWS = 16
@@ -88,16 +90,38 @@ def _context(layer: UpstreamModule) -> AbstractContextManager[Any]:
     return made
 
 
-class _Copy(NamedTuple):
-    """A weight's quantized copy, and where its module keeps it."""
+_key = operator.itemgetter(1)
 
-    kept: dict[str, Any]
-    name: str
-    copy: Any
 
-    def is_there(self) -> bool:
-        """Whether the module still has this copy."""
-        return self.kept.get(self.name) is self.copy
+class _Entries:
+    """What entries of dicts held when they were noted, by the dict's id and the key.
+
+    Args:
+        what: Is said of those that hold something else.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._noted: dict[tuple[int, str], Any] = {}
+        self._tables: list[dict[str, Any]] = []
+
+    def check(self, tables: Sequence[dict[str, Any]]) -> None:
+        """Raise `CaptureError` where dicts hold something else than was noted."""
+        for table in tables:
+            if any(self._noted.get((id(table), key), value) is not value for key, value in table.items()):
+                raise CaptureError(self._what)
+
+    def note(self, tables: Sequence[dict[str, Any]]) -> None:
+        """Note what dicts hold."""
+        for table in tables:
+            new = [key for key in table if (id(table), key) not in self._noted]
+            self._noted.update({(id(table), key): table[key] for key in new})
+            self._tables += [table] * len(new)
+
+    def are_there(self) -> bool:
+        """Whether all entries hold what they did: no line of Python for each."""
+        found = map(dict.get, self._tables, map(_key, self._noted))
+        return all(map(operator.is_, found, self._noted.values()))
 
 
 class QuantizedWeights:
@@ -110,8 +134,10 @@ class QuantizedWeights:
 
     def __init__(self, roots: Callable[[], Sequence[nn.Module]], config: Any) -> None:
         self._roots, self._config = roots, config
-        self._linear: list[UpstreamModule] = []
-        self._copies: dict[tuple[int, str], _Copy] = {}
+        # Of all states of the model that were recorded.
+        self._linear: dict[UpstreamModule, None] = {}
+        self._copies = _Entries("weights have other quantized copies than earlier recordings write")
+        self._scales = _Entries("scales lie elsewhere than earlier recordings read")
         self._parameters = QuantizedParameters()
 
     def changed(self) -> bool:
@@ -119,13 +145,13 @@ class QuantizedWeights:
         self._parameters.refresh()
         first = [module for module in self._linear if module.is_first_microbatch]
         for module in first:
-            module.is_first_microbatch = False
+            vars(module)[FIRST] = False  # PyTorch's own way of setting an attribute takes ten times as long
         return bool(first)
 
     @property
     def replaced(self) -> bool:
-        """Whether modules have other copies or parameters than recordings read and write."""
-        return not (all(map(_Copy.is_there, self._copies.values())) and self._parameters.are_there())
+        """Whether modules have other copies, scales or parameters than recordings read and write."""
+        return not (self._copies.are_there() and self._scales.are_there() and self._parameters.are_there())
 
     @contextmanager
     def recorded(self, unchanged: Tensor) -> Iterator[None]:
@@ -136,31 +162,32 @@ class QuantizedWeights:
 
         Raises:
             CaptureError: Copies came while work was captured, in memory of the graph, or are others than those that
-                earlier recordings write; or parameters lie elsewhere.
+                earlier recordings write; or scales or parameters lie elsewhere.
         """
         if not computes_in_fp8(self._config):
             yield
             return
-        self._linear = linear_modules(self._roots())
+        linear = linear_modules(self._roots())
+        self._linear.update(dict.fromkeys(linear))
         with ExitStack() as stack:
             if not getattr(self._config, "disable_parameter_transpose_cache", False):
                 stack.enter_context(_skipping(unchanged))
-            before = self._found()
+            before = [dict(getattr(module, COPIES)) for module in linear]
             yield
-        self._keep(before)
+        self._keep(linear, before)
 
-    def _found(self) -> dict[tuple[int, str], _Copy]:
-        tables = [(module, getattr(module, COPIES)) for module in self._linear]
-        return {(id(module), name): _Copy(kept, name, copy) for module, kept in tables for name, copy in kept.items()}
-
-    def _keep(self, before: dict[tuple[int, str], _Copy]) -> None:
-        found = self._found()
-        new = [place for place, copy in found.items() if place not in before or before[place].copy is not copy.copy]
+    def _keep(self, linear: Sequence[UpstreamModule], before: Sequence[dict[str, Any]]) -> None:
+        copies = [getattr(module, COPIES) for module in linear]
+        new = any(
+            old.get(key) is not copy for old, now in zip(before, copies, strict=True) for key, copy in now.items()
+        )
         if new and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise CaptureError("weights were not quantized for this mode before")
-        if any(place in self._copies and self._copies[place].copy is not copy.copy for place, copy in found.items()):
-            raise CaptureError("weights have other quantized copies than earlier recordings write")
-        self._copies.update(found)
+        quantizers = [vars(module).get(QUANTIZERS, {}) for module in linear]
+        scales = [table for table in quantizers if any(map(len, table.values()))]  # a layer in bf16 has none yet
+        for entries, tables in ((self._copies, copies), (self._scales, scales)):
+            entries.check(tables)
+            entries.note(tables)
         self._parameters.keep(self._roots())
 
 
