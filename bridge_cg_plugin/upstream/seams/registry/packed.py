@@ -355,7 +355,7 @@ SEAMS = (
         touch="read",
         purpose="where a module keeps its quantized weights and its scales",
         features=(Feature.PACKED_FP8,),
-        attributes=("_fp8_workspaces", "fp8_meta"),
+        attributes=("_fp8_workspaces", "fp8_meta", "quantizers"),
     ),
     Seam(
         name="packed_fp8_gathered",
