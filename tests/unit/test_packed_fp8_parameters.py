@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from transformer_engine.pytorch.constants import DType
-from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Tensor
 from transformer_engine.pytorch.tensor.storage import float8_tensor_storage as storage
 
 from bridge_cg_plugin.graphs.errors import CaptureError
@@ -207,6 +207,15 @@ def test_transposes_are_made_before_a_capture():
         assert None not in made and not any(weight._transpose_invalid for weight in weights(model))
         losses_and_gradients(model, FULL)
         assert replayed(graphs) == 1 and all(w._transpose is t for w, t in zip(weights(model), made, strict=True))
+
+
+def test_transposes_stay_where_an_optimizer_quantizes():
+    """A parameter that was made without gradients would drop its transpose whenever values are written."""
+    model = model_in_fp8()
+    for weight in weights(model):
+        weight._quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, torch.device("cpu"), columnwise=False)
+    with graphs_on(model, FULL):
+        assert all(weight._quantizer.columnwise_usage for weight in weights(model))
 
 
 def test_parameters_of_earlier_recordings_must_be_there():

@@ -24,7 +24,7 @@ from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
 from ..seams.registry import seam
-from .fp8_parameters import QuantizedParameters, complete, complete_parameters
+from .fp8_parameters import QuantizedParameters, complete, complete_parameters, is_quantized
 
 CONTEXT, STATE = seam("packed_fp8_context"), seam("packed_fp8_state")
 REDUCE = "reduce_and_update_fp8_tensors"
@@ -258,8 +258,6 @@ def delayed_state(modules: Sequence[nn.Module]) -> list[Tensor]:
 def complete_weights(modules: Sequence[nn.Module]) -> None:
     """Let quantized weights be fit for a backward, too: eager replaces copies that evaluation made."""
     for module in linear_modules(modules):
-        for copy in getattr(module, COPIES).values():
-            if hasattr(copy, "update_usage") and getattr(copy, "_quantizer", None) is not None:
-                copy._quantizer.set_usage(rowwise=True, columnwise=True)
-                complete(copy)
+        for copy in filter(is_quantized, getattr(module, COPIES).values()):
+            complete(copy)
     complete_parameters(modules)

@@ -106,9 +106,11 @@ def is_quantized(parameter: object) -> bool:
 
 
 @torch.no_grad()
-def complete(parameter: Any) -> None:
-    """Let a quantized tensor have what both a forward and a backward read."""
-    parameter.update_usage(rowwise_usage=True, columnwise_usage=True)
+def complete(tensor: Any) -> None:
+    """Let a quantized tensor have what both a forward and a backward read, and keep it where values are written."""
+    if tensor._quantizer is not None:
+        tensor._quantizer.set_usage(rowwise=True, columnwise=True)
+    tensor.update_usage(rowwise_usage=True, columnwise_usage=True)
 
 
 def complete_parameters(modules: Sequence[nn.Module]) -> None:
