@@ -98,6 +98,15 @@ class Training:
         return torch.cat(losses, 1), gradients
 
     @torch.no_grad()
+    def evaluate(self, around):
+        """Evaluate a pack as a validation step does, in what a microbatch runs in."""
+        self.model.eval()
+        self.model.set_is_first_microbatch()
+        with around(0, self._packs[0]):
+            self.model(**self._packs[0].arguments)
+        self.model.train()
+
+    @torch.no_grad()
     def _descend(self, gradients):
         for parameter, gradient in zip(self._trained(), gradients, strict=True):
             if parameter in self._masters:
@@ -286,6 +295,33 @@ def test_evaluation_between_steps_leaves_copies_where_they_are():
             training.model.train()
             assert torch.equal(found, expected)
         assert not graphs.statistics().fallbacks, graphs.statistics()
+
+
+def with_evaluation(config, on_graphs, evaluates_eager):
+    """Train with a validation step before each step; returns steps, names of parameters, and what was replayed."""
+    training = Training(**config)
+    options = {"cuda_graph_max_packed_seqs": MAX_SEQS, "cuda_graph_packed_buckets": BUCKETS}
+    helper = lm.new_helper(training.model, lm.make_pack((500, 300, 224)), capture=on_graphs, **options)
+    around = replayed(helper.graphs) if on_graphs else at_rows(helper.graphs)
+    steps = []
+    try:
+        for _ in range(STEPS):
+            training.evaluate(at_rows(helper.graphs) if evaluates_eager else around)
+            steps.append((training.step(around), training.scales()))
+        return steps, training.names, helper.graphs.statistics()
+    finally:
+        helper.delete_cuda_graphs()
+        reset()
+
+
+@pytest.mark.parametrize("config", [TENSORWISE, DELAYED, BLOCKWISE], ids=["tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize("evaluates_eager", [False, True], ids=["replayed", "eager"])
+def test_steps_after_evaluation_equal_eager(config, evaluates_eager):
+    """A pass without gradients writes the copies that a step's backward reads, which must stay where they are."""
+    expected, _, _ = with_evaluation(config, False, True)
+    found, names, statistics = with_evaluation(config, True, evaluates_eager)
+    assert statistics.replays == STEPS * (MICROBATCHES + (not evaluates_eager)), statistics
+    assert_steps_same(expected, found, names)
 
 
 def test_fp8_that_is_switched_off_runs_eager_at_first():

@@ -324,6 +324,7 @@ def test_copies_are_made_fit_for_a_backward(contexts):
 
 def test_delayed_scales_are_updated_after_replays_alone(contexts, updates):
     model = quantizing_model(contexts, "delayed")
+    products(model)[0].ends_backward = True
     with graphs_on(model, FULL, capture=False) as graphs:
         model(**FULL)
         updates.clear()
