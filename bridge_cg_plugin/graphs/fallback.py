@@ -119,8 +119,9 @@ class Fallback(StrEnum):
     # A model that is not what was recorded
     MODEL_CHANGED = (
         "model_changed",
-        "the model differs from the captured one: adapters, a submodule or an attribute changed; the warning names it",
-        "none needed: the second microbatch in this state gets graphs",
+        "the model differs from the captured one: adapters, a submodule or an attribute changed, or quantized weights "
+        "or scales of fp8 were replaced or moved; the warning names it",
+        "none needed: the second microbatch in this state gets graphs; in fp8 put them back, or capture again",
     )
     FORWARD_HOOKS = (
         "forward_hooks",
