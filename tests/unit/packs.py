@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from unittest import mock
 
 import torch
@@ -344,3 +345,21 @@ def eager(model, graphs, arguments):
 
 def replayed(graphs):
     return graphs.statistics().replays
+
+
+def in_turn(model, graphs, turn):
+    """Return what runs one microbatch after the other: all on graphs ("replays"), or every other one eager.
+
+    Args:
+        model: On graphs.
+        graphs: Its graphs.
+        turn: "replays", or which comes first: "eager-first" or "replay-first".
+    """
+    numbers = count()
+
+    def run(microbatch):
+        if turn != "replays" and (next(numbers) % 2 == 0) == (turn == "eager-first"):
+            return eager(model, graphs, microbatch)
+        return losses_and_gradients(model, microbatch)
+
+    return run

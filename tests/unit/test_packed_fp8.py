@@ -16,7 +16,7 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder import fp8
 
-from .packs import eager, graphs_on, losses_and_gradients, new_model, pack, replayed
+from .packs import graphs_on, in_turn, losses_and_gradients, new_model, pack, replayed
 
 FULL, OTHER = pack((200, 120)), pack((150, 170), seed=1)
 
@@ -165,15 +165,7 @@ def test_steps_equal_eager(contexts, modules, turn):
     expected = trained(model, 3, lambda microbatch: losses_and_gradients(model, microbatch))
     model = quantizing_model(contexts)
     with graphs_on(model, FULL, cuda_graph_modules=modules) as graphs:
-        numbers = iter(range(6))
-
-        def run(microbatch):
-            number = next(numbers)
-            if turn != "replays" and (number % 2 == 0) == (turn == "eager-first"):
-                return eager(model, graphs, microbatch)
-            return losses_and_gradients(model, microbatch)
-
-        found = trained(model, 3, run)
+        found = trained(model, 3, in_turn(model, graphs, turn))
         regions = 1 if modules != ["mlp"] else 2
         assert replayed(graphs) == regions * (6 if turn == "replays" else 3), graphs.statistics().fallbacks
     assert_same(found, expected)

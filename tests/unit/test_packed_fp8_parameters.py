@@ -14,7 +14,7 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.upstream.decoder import fp8, fp8_parameters
 from bridge_cg_tools.benchmarks.models.tower import MainGrads
 
-from .packs import eager, graphs_on, losses_and_gradients, new_model, pack, replayed
+from .packs import graphs_on, in_turn, losses_and_gradients, new_model, pack, replayed
 
 FULL, OTHER = pack((200, 120)), pack((150, 170), seed=1)
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -132,15 +132,7 @@ def test_steps_equal_eager(modules, turn, stale):
     expected = trained(model, 3, lambda microbatch: losses_and_gradients(model, microbatch), stale)
     model = model_in_fp8()
     with graphs_on(model, FULL, cuda_graph_modules=modules) as graphs:
-        numbers = iter(range(6))
-
-        def run(microbatch):
-            number = next(numbers)
-            if turn != "replays" and (number % 2 == 0) == (turn == "eager-first"):
-                return eager(model, graphs, microbatch)
-            return losses_and_gradients(model, microbatch)
-
-        found = trained(model, 3, run, stale)
+        found = trained(model, 3, in_turn(model, graphs, turn), stale)
         regions = 2 if modules else 1
         assert replayed(graphs) == regions * (6 if turn == "replays" else 3), graphs.statistics().fallbacks
     for (losses, gradients), (other_losses, others) in zip(found[0], expected[0], strict=True):

@@ -54,16 +54,14 @@ class _AttendByCuDNN:
     ) -> Tensor:
         query, offsets = taken_apart(projected)[0], segments.offsets
         (tokens, heads, width), most = query.shape, offsets.shape[0] - 1
-        plans = None
-        if rotation.halves is not None and cudnn_pays(most, segments.largest, tokens):
-            from ...vision.kernels.segment_attention import plans_for
-
-            plans = plans_for(query, most, segments.largest, scale)
-        if rotation.halves is None or plans is None:
+        if rotation.halves is None or not cudnn_pays(most, segments.largest, tokens):
             return attend(projected, rotate, rotation, segments, scale)
         from ...vision.kernels.rotary import rotate_interleaved
-        from ...vision.kernels.segment_attention import segment_attention
+        from ...vision.kernels.segment_attention import plans_for, segment_attention
 
+        plans = plans_for(query, most, segments.largest, scale)
+        if plans is None:
+            return attend(projected, rotate, rotation, segments, scale)
         parts = rotate_interleaved(projected, *rotation.halves, rotation.rounds)
         return segment_attention(*parts, self._located(offsets, heads, width), plans)
 
