@@ -86,8 +86,16 @@ def token_imbalance(ranks: Sequence[RegionStatistics]) -> float:
     Returns:
         1 where all have as many; 0 where there are none. Where steps are not counted, all replays are one step.
     """
-    each = _tokens_of_steps(ranks)
-    factors = [max(step) * len(step) / sum(step) for step in zip(*each, strict=True) if any(step)]
+    return imbalance_of_steps(_tokens_of_steps(ranks))
+
+
+def imbalance_of_steps(tokens: Sequence[Sequence[int]]) -> float:
+    """Return the mean over steps of the most tokens of a rank over the ranks' mean; 0 where there are none.
+
+    Args:
+        tokens: Of each rank, those of as many steps.
+    """
+    factors = [max(step) * len(step) / sum(step) for step in zip(*tokens, strict=True) if any(step)]
     return fmean(factors) if factors else 0.0
 
 

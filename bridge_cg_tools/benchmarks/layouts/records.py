@@ -1,9 +1,9 @@
 """The records of bench_parallel.py: what the runs of a layout found, beside each other."""
 
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Any
 
+from bridge_cg_plugin.graphs.reports.report import imbalance_of_steps
 from bridge_cg_tools.benchmarks.layouts.jobs import SLOTS, Job
 from bridge_cg_tools.benchmarks.photographs.comparison import SKIPPED, compare, median_ms
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
@@ -76,9 +76,9 @@ def of_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     graphs = [rank["graphs"] for rank in ranks if rank["graphs"] is not None]
     tokens = [rank["step_tokens"] for rank in ranks if rank.get("step_tokens")]
-    imbalance = [max(step) * len(step) / sum(step) for step in zip(*tokens, strict=True) if any(step)]
+    imbalance = imbalance_of_steps(tokens)
     return {
-        **({"token_imbalance": fmean(imbalance)} if len(tokens) > 1 and imbalance else {}),
+        **({"token_imbalance": imbalance} if len(tokens) > 1 and imbalance else {}),
         "rank_peak_gb": [rank["peak_gb"] for rank in ranks],
         "rank_replays": [each["replays"] for each in graphs],
         "rank_fallbacks": [sum(each["fallbacks"].values()) for each in graphs],
