@@ -81,10 +81,12 @@ class TapeRecording:
         with self._forward:
             self.outputs = body.forward()
             body.join()
-        if body.has_backward:
+
+    def record_backward(self) -> None:
+        if self._body.has_backward:
             with self._backward:
-                self._gradients = body.backward()
-        body.forget()
+                self._gradients = self._body.backward()
+        self._body.forget()
 
     def forward(self) -> None:
         self._forward.replay()
@@ -103,6 +105,12 @@ class TapeExecutor(ReferenceExecutor):
 
     name = "tape"
 
-    def record(self, body, pool):
+    def record_forward(self, body, pool):
         with self.isolated():
             return TapeRecording(body)
+
+    def record(self, body, pool):
+        made = self.record_forward(body, pool)
+        with self.isolated():
+            made.record_backward()
+        return made

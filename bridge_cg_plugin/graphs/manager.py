@@ -142,6 +142,8 @@ class GraphManager:
             if not isinstance(slot, Fallback):
                 return parts.run(call.batch, slot, eager)
             self._refuse(call, slot)
+        elif parts.chained:
+            return parts.run_in_a_free_slot(partial(self.workload.run_eager, call, eager))
         return self.workload.run_eager(call, eager)
 
     def _run_eager(self, call: Call, eager: Eager) -> Any:
@@ -266,7 +268,7 @@ class GraphManager:
         """Capture pieces of the module between two steps, and let their call sites replay them.
 
         Args:
-            pieces: One whose call is the module's forward, or parts of it with call sites.
+            pieces: One whose call is the module's forward, or parts of it with call sites, all in one chain or none.
             demand: What microbatches ask for, of pieces that grow.
             limit: What recordings of these may take.
 
@@ -282,9 +284,12 @@ class GraphManager:
         for region in regions:
             region.statistics.known, region.statistics.step = self._own.known, self.step_number
             region.capture(progress)
+        chain = pieces[0].chain
+        if chain is not None:
+            chain.capture(progress.recorded)
         for region, piece in zip(regions, pieces, strict=True):
             if piece.site is not None:
-                self._parts = self._parts or Parts(self.slots, lambda: self._paused > 0)
+                self._parts = self._parts or Parts(self.slots, lambda: self._paused > 0, chain is not None)
                 self._parts.install(region, piece.site)
         if demand is not None:
             grow = [(region, piece.growth) for region, piece in zip(regions, pieces, strict=True) if piece.growth]

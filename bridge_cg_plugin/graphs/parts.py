@@ -24,10 +24,13 @@ class Parts:
     Args:
         slots: Slots of every region.
         is_paused: Whether all is to run eager.
+        chained: Whether the parts share a slot's memory, so that each microbatch has one slot for all of them.
     """
 
-    def __init__(self, slots: int, is_paused: Callable[[], bool]) -> None:
+    def __init__(self, slots: int, is_paused: Callable[[], bool], chained: bool = False) -> None:
         self.followers: list[FollowerCall] = []
+        self.chained = chained
+        self._in_chain: int | Fallback | None = None
         self._slots, self._is_paused = slots, is_paused
         self._regions: list[Region] = []
         self._methods: list[InstanceMethod] = []
@@ -59,10 +62,31 @@ class Parts:
 
     def common_slot(self, batch: Any) -> int | Fallback:
         """Return a slot in which every part can replay the batch; without one, the first part's reason."""
-        free = (index for index in range(self._slots) if all(region.is_free(index) for region in self._regions))
-        slot = next(free, 0)
+        free = self._free_slot()
+        if free is None and self.chained:
+            return Fallback.NO_FREE_SLOT
+        slot = free or 0
         reasons = [region.why_not(batch, slot) for region in self._regions]  # each records what it was asked for
         return next((reason for reason in reasons if reason is not None), slot)
+
+    def _free_slot(self) -> int | None:
+        """Return the first slot that is free in every part, None without one."""
+        free = (index for index in range(self._slots) if all(region.is_free(index) for region in self._regions))
+        return next(free, None)
+
+    def run_in_a_free_slot(self, eager: Callable[[], Any]) -> Any:
+        """Run the module's forward, whose parts replay each as it can, in a slot that is free in all of them.
+
+        What the last microbatches missed there is recorded before: a recording of one part is one of all.
+        """
+        slot = self._free_slot()
+        for region in self._regions if slot is not None and not self._is_paused() else []:
+            region.catch_up(slot or 0)
+        before, self._in_chain = self._in_chain, Fallback.NO_FREE_SLOT if slot is None else slot
+        try:
+            return eager()
+        finally:
+            self._in_chain = before
 
     def run(self, batch: Any, slot: int, eager: Callable[[], Any]) -> Any:
         """Run the module's forward, whose parts replay the batch in a slot."""
@@ -81,7 +105,16 @@ class Parts:
         if read is None:
             return self._replay_together(region, hidden)
         batch = None if self._is_paused() else read(hidden, args, kwargs)
-        return None if batch is None else region.run(batch)
+        if batch is None:
+            return None
+        return self._replay_in_chain(region, batch) if self.chained else region.run(batch)
+
+    def _replay_in_chain(self, region: Region, batch: Any) -> tuple[Tensor, ...] | None:
+        """Replay in the slot of the microbatch; outside of one, as in a recompute of the forward, run eager."""
+        if isinstance(self._in_chain, Fallback):
+            region.refuse(batch, self._in_chain)
+            return None
+        return None if self._in_chain is None else region.run(batch, index=self._in_chain)
 
     def _replay_together(self, region: Region, hidden: Tensor) -> tuple[Tensor, ...] | None:
         """Replay with what the module was called with; the first part writes it for all."""

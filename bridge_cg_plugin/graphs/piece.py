@@ -11,6 +11,7 @@ from .changes.model_watch import NOTHING_EXEMPT, Exempt
 from .planning.buckets import Bucket
 from .program import RegionProgram
 from .rank_consensus import RankConsensus, SingleRank
+from .recordings.chain import Chain
 from .recordings.offloading import Offloading
 from .replays.gradients import Reduction
 from .replays.slot import SharedInputs
@@ -119,6 +120,7 @@ class Piece:
         compile: Called with a bucket's tokens before it is recorded: compiles the kernels that are still missing.
         around: Entered around everything that is recorded.
         growth: How further buckets come; None where `buckets` are all, recorded in every slot and mode.
+        chain: Parts that this one shares memory with; it decides where activations are. None has memory apart.
     """
 
     program: RegionProgram
@@ -131,3 +133,4 @@ class Piece:
     compile: Callable[[int], None] = lambda tokens: None
     around: Around = nullcontext
     growth: Growth | None = None
+    chain: Chain | None = None

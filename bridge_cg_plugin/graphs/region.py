@@ -20,6 +20,7 @@ from .planning.buckets import Bucket, choose
 from .rank_consensus import SingleRank
 from .recordings.executor import Executor
 from .recordings.late_recordings import LateRecordings, Wish
+from .recordings.link import Link
 from .recordings.recorder import Place as Recordable
 from .recordings.recorder import Recorder
 from .recordings.recording import TRAINING, Mode
@@ -114,6 +115,8 @@ class Region:
     def capture(self, progress: Progress | None = None) -> None:
         """Record every bucket in every slot, largest first; of a piece that grows in the first, as training asks for.
 
+        What a part of a chain records with a backward, its chain records behind the last part's capture.
+
         Args:
             progress: Counts the recordings, of other regions too; None counts this region's.
 
@@ -137,10 +140,11 @@ class Region:
             )
             self._made = _Made(sources, late)
             planned = [self._planned(index) for index in range(self.slot_count)]
+            self._join_chain(recorder, sources, late, planned)
             progress.starts(sum(map(len, planned)), self.buckets, self.slot_count)
             for index, places in enumerate(planned):
                 slots.append(recorder.slot(index, self.buckets))
-                recorder.fill(sources.current, slots[-1], places, progress.recorded)
+                late.fill(sources.current, slots[-1], places, progress.recorded)
         except BaseException:
             slots.clear()
             self.reset()
@@ -148,6 +152,16 @@ class Region:
         self._slots = slots
         self._made.late.count_memory()
         self.statistics.capture_seconds += time.perf_counter() - started
+
+    def _join_chain(
+        self, recorder: Recorder, sources: Sources, late: LateRecordings, planned: Sequence[Sequence[Recordable]]
+    ) -> None:
+        """Make the region the last part of its chain, which records what has a backward."""
+        if self._piece.chain is None:
+            return
+        with_backward = [[place for place in places if place[1].gradients] for places in planned]
+        late.link = Link(recorder, sources, late, partial(self._source, sources, gradients=True), with_backward)
+        self._piece.chain.join(late.link)
 
     def _planned(self, index: int) -> list[Recordable]:
         """Return what a capture records in a slot, largest first."""
@@ -264,6 +278,9 @@ class Region:
         """Drop all recordings and their memory."""
         if self._made is not None:
             self._made.sources.release()
+            if self._piece.chain is not None and self._made.late.link is not None:
+                self._piece.chain.leave(self._made.late.link)
+                self._made.late.link = None  # both would hold each other's memory until a collection
         if self._watch is not None and self._given_watch is None:
             self._watch.close()
             self._watch = None
@@ -320,6 +337,21 @@ class Region:
         """
         place = self._place(batch, self.program.size(batch), index, records=True)
         return None if isinstance(place, tuple) else place
+
+    def catch_up(self, index: int) -> None:
+        """Record what the last microbatches asked for in a slot, of a part of a chain; see `LateRecordings`.
+
+        Raises:
+            CaptureError: A recording failed, and the region is strict.
+        """
+        made = self._captured()
+        source = self._source(made.sources, torch.is_grad_enabled())
+        if isinstance(source, Source):
+            made.late.catch_up(source, index)
+
+    def refuse(self, batch: Any, reason: Fallback) -> None:
+        """Count a batch that runs eager."""
+        self.statistics.fell_back(self.program.name, reason, self.program.size(batch))
 
     def is_free(self, index: int) -> bool:
         """Whether no microbatch holds the slot with this number."""

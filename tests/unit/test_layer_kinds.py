@@ -373,7 +373,9 @@ class NothingComputed(TapeExecutor):
         self.recording, computed = True, Tape()
         try:
             with computed:
-                return TapeRecording(body)
+                made = TapeRecording(body)
+                made.record_backward()
+                return made
         finally:
             self.recording = False
             for tensor in (tensor for *_, made, _ in computed._calls for tensor in made):

@@ -15,7 +15,14 @@ from ..replays.slot import Making
 from ..replays.streams import ReplayStream
 from .activations import Activations
 from .generators import default_generator
-from .recording import CudaGraphRecording, NotifyingRecording, Recording, ReferenceRecording, RegionBody
+from .recording import (
+    BegunRecording,
+    CudaGraphRecording,
+    NotifyingRecording,
+    Recording,
+    ReferenceRecording,
+    RegionBody,
+)
 from .side_stream import SideStream
 
 # The first pass of a process compiles kernels, loads libraries and takes workspaces; cuDNN may build another plan once
@@ -77,8 +84,11 @@ class Executor(Protocol):
     def side_stream(self) -> SideStream:
         """Return what takes a recording's work off the main stream."""
 
+    def record_forward(self, body: RegionBody, pool: Pool) -> BegunRecording:
+        """Record the body's forward; what it saves stays until `record_backward`."""
+
     def record(self, body: RegionBody, pool: Pool) -> Recording:
-        """Record the body."""
+        """Record the body, forward and backward."""
 
     def pool_bytes(self, pool: Pool) -> int:
         """Return the device memory that the pool holds, in bytes."""
@@ -246,11 +256,17 @@ class CudaGraphExecutor:
         """See `Executor`. All recordings share one side stream: their memory may overlap, as on the main stream."""
         return SideStream(self._side_stream)
 
+    def record_forward(self, body: RegionBody, pool: tuple[int, int]) -> BegunRecording:
+        """See `Executor`."""
+        around = nullcontext if self._releasable is None else allocating
+        made = CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream, around)
+        return made if self._launched is None else NotifyingRecording(made, self._launched, body.name)
+
     def record(self, body: RegionBody, pool: tuple[int, int]) -> Recording:
         """See `Executor`."""
-        with nullcontext() if self._releasable is None else allocating():
-            made = CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream)
-        return made if self._launched is None else NotifyingRecording(made, self._launched, body.name)
+        made = self.record_forward(body, pool)
+        made.record_backward()
+        return made
 
     def pool_bytes(self, pool: tuple[int, int]) -> int:
         """See `Executor`."""
@@ -339,7 +355,11 @@ class ReferenceExecutor(StayingMemory):
         """See `Executor`."""
         return SideStream(None)
 
-    def record(self, body: RegionBody, pool: None) -> Recording:
+    def record_forward(self, body: RegionBody, pool: None) -> BegunRecording:
+        """See `Executor`: a replay runs both."""
+        return self.record(body, pool)
+
+    def record(self, body: RegionBody, pool: None) -> BegunRecording:
         """See `Executor`."""
         with self.isolated():
             outputs: tuple[Tensor, ...] = tuple(torch.full_like(o, torch.nan) for o in body.forward())

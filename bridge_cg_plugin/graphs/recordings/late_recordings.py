@@ -1,6 +1,6 @@
 """Recordings that microbatches ask for once graphs exist: of a bucket, a mode or a state of the model that has none."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 
@@ -17,7 +17,8 @@ from ..planning.buckets import Bucket
 from ..rank_consensus import RankConsensus, SingleRank
 from ..replays.gradients import NO_BACKWARD
 from ..replays.slot import Slot
-from ..reports.statistics import RegionStatistics
+from ..reports.statistics import BucketStatistics, RegionStatistics
+from .chain import Chain, Part
 from .executor import give_back_after
 from .recorder import Recorder
 from .recording import EVALUATION, Mode
@@ -46,7 +47,10 @@ class LateRecordings:
     Attributes:
         forward_slot: For passes without a backward while another microbatch holds the first slot; None without one.
         wishes: What training steps missed, oldest first, with the source that it is to be recorded from.
+        link: The region as a part of a chain; None where it is in none.
     """
+
+    link: Part | None = None
 
     def __init__(
         self,
@@ -66,18 +70,26 @@ class LateRecordings:
         self.forward_slot: Slot | None = None
         self._no_forward_slot = False
         self._asked: Counter[Hashable] = Counter()
+        # What microbatches asked for last in each slot, of a part of a chain.
+        self._wanted: dict[int, set[tuple[Bucket, Mode]]] = defaultdict(set)
 
     def count_memory(self) -> None:
         """Note what slots, gradients and offloaded activations take now in the region's statistics."""
         statistics, offloading = self._statistics, self._recorder.offloading
-        statistics.static_bytes = sum(slot.arena.nbytes for slot in self._every_slot())
+        shared, pinned = self._shared_bytes()
+        statistics.static_bytes = shared + sum(slot.arena.nbytes for slot in self._every_slot())
         statistics.gradient_bytes = sum(source.sinks.static_bytes for source in self._sources)
-        statistics.pinned_bytes = 0 if offloading is None else offloading.pinned_bytes
+        statistics.pinned_bytes = pinned if offloading is None else offloading.pinned_bytes
         for counts in statistics.buckets.values():
             counts.memory = 0
         for source in self._sources:
             for (_, bucket, _), recorded in source.recordings.items():
                 statistics.buckets[bucket].memory += recorded.nbytes
+
+    def _shared_bytes(self) -> tuple[int, int]:
+        """Return what the region counts of memory that its chain shares, on the device and page-locked."""
+        chain, link = self._recorder.chain, self.link
+        return (0, 0) if chain is None or link is None else chain.shared_bytes(link)
 
     def slot_bytes(self, settled: bool) -> int:
         """Return the device memory of the slot that takes most, in bytes.
@@ -85,11 +97,12 @@ class LateRecordings:
         Args:
             settled: Whether to leave out recordings in memory that larger ones do not share.
         """
-        taken = {slot.index: slot.arena.nbytes for slot in self._every_slot()}
+        shared = self._shared_bytes()[0] // max(len(self._slots), 1)
+        taken = {slot.index: slot.arena.nbytes + shared for slot in self._every_slot()}
         for slot in self._every_slot():
             for source in self._sources:
-                held = (source.recordings[place] for place in source.in_slot(slot))
-                taken[slot.index] += sum(each.nbytes for each in held if not settled or each.pool == slot.pool)
+                held = (place for place in source.in_slot(slot) if not settled or _is_settled(source, slot, place))
+                taken[slot.index] += sum(source.recordings[place].nbytes for place in held)
         return max(taken.values(), default=0)
 
     def drop_outdated(self) -> None:
@@ -123,16 +136,42 @@ class LateRecordings:
             return self._failed(source, bucket, mode, error)
         if slot is None:
             return Fallback.NO_FREE_SLOT
+        if self.link is not None:
+            self._wanted[slot.index].add((bucket, mode))
         recorded = source.recordings.get((slot.index, bucket, mode))
         if recorded is None and (bucket, mode) not in source.failed and self._awaits_a_step(source, mode):
             self.wishes[slot.index, bucket, mode] = source
             return Fallback.NOT_CAPTURED_YET
         if recorded is None:
-            refusal = self._record_now(source, slot, bucket, mode) if records else Fallback.NOT_CAPTURED_YET
+            # Of a chain, what has no backward is in memory of its own.
+            may = records or (self.link is not None and not mode.gradients)
+            refusal = self._record_now(source, slot, bucket, mode) if may else Fallback.NOT_CAPTURED_YET
             if refusal is not None:
                 return refusal
             recorded = source.recordings[slot.index, bucket, mode]
         return slot, recorded
+
+    def fill(
+        self, source: Source, slot: Slot, places: Sequence[tuple[Bucket, Mode]], recorded: Callable[[], None]
+    ) -> None:
+        """Record in a new slot what no chain records; see `Recorder.fill`."""
+        chain = self._recorder.chain
+        alone = [place for place in places if chain is None or not place[1].gradients]
+        if chain is not None and alone:
+            slot.forward_pool = chain.forward_pool(slot.index)
+        self._recorder.fill(source, slot, alone, recorded)
+
+    def catch_up(self, source: Source, index: int) -> None:
+        """Record what the last microbatches asked for in a slot that is free in all parts of the chain.
+
+        Raises:
+            CaptureError: A recording failed, and the region is strict.
+        """
+        wanted = self._wanted.pop(index, set())
+        for bucket, mode in wanted:
+            there = (index, bucket, mode) in source.recordings or bucket not in self._slots[index].buffers
+            if not there and not self._awaits_a_step(source, mode):
+                self._record_now(source, self._slots[index], bucket, mode)
 
     def _awaits_a_step(self, source: Source, mode: Mode) -> bool:
         """Whether what is missing is recorded between two steps, so that other ranks wait for one recording a step."""
@@ -169,6 +208,19 @@ class LateRecordings:
         for slot in self._every_slot():
             self._recorder.add_inputs(slot, bucket)
 
+    def expect(self, bucket: Bucket) -> None:
+        """Make a bucket's static inputs where they are missing: the chain is about to record it.
+
+        Raises:
+            CaptureError: There is no memory for them.
+        """
+        self._statistics.buckets.setdefault(bucket, BucketStatistics())
+        self.add_inputs(bucket)
+
+    def slot(self, index: int) -> Slot:
+        """Return the slot with a number."""
+        return self._every_slot()[index]
+
     def _every_slot(self) -> list[Slot]:
         return [*self._slots, *([] if self.forward_slot is None else [self.forward_slot])]
 
@@ -187,7 +239,7 @@ class LateRecordings:
         for source in self._sources:
             source.recordings = {place: made for place, made in source.recordings.items() if not which(place)}
             source.recorded_by_other_ranks = frozenset(p for p in source.recorded_by_other_ranks if not which(p))
-        for slot in self._every_slot():
+        for slot in [] if self.link is not None else self._every_slot():  # a chain finds its memory itself
             held = [(place, source.recordings[place]) for source in self._sources for place in source.in_slot(slot)]
             if held and not any(made.pool == slot.pool for _, made in held):  # PyTorch takes no handle without graphs
                 slot.pool = max(held, key=lambda each: _tokens(each[0]))[1].pool
@@ -213,7 +265,7 @@ class LateRecordings:
         """
         for slot in self._slots:
             held = source.in_slot(slot)
-            old = [wish for wish in held if source.recordings[wish].pool != slot.pool]
+            old = [wish for wish in held if not _is_settled(source, slot, wish)]
             largest = max(old, key=_tokens, default=None)
             if largest is not None and _tokens(largest) > APART * max(map(_tokens, held)):
                 return largest
@@ -273,6 +325,8 @@ class LateRecordings:
             return Fallback.MODE_NOT_CAPTURED
         if torch._C._current_graph_task_id() != NO_BACKWARD or _is_capturing():
             return Fallback.NOT_CAPTURED_YET
+        if mode.gradients and self._recorder.chain is not None and not self._recorder.chain.is_free(slot.index):
+            return Fallback.NO_FREE_SLOT
         if self._before_replay is not None:
             self._before_replay()
         others_have_it = (slot.index, bucket, mode) in source.recorded_by_other_ranks
@@ -301,6 +355,8 @@ class LateRecordings:
         return Fallback.CAPTURE_FAILED
 
     def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:
+        if self._recorder.chain is not None:
+            return self._add_to_chain(self._recorder.chain, source, slot, bucket, mode)
         largest = max((_tokens(place) for each in self._sources for place in each.in_slot(slot)), default=0)
         before = slot.pool if largest else None  # without a recording, its memory goes back first
         try:
@@ -317,9 +373,29 @@ class LateRecordings:
             self._tidy()
         return 0.0
 
+    def _add_to_chain(self, chain: Chain, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:
+        place = slot.index, bucket, mode
+        try:
+            with self._statistics.recording():
+                if not mode.gradients:
+                    slot.forward_pool = chain.forward_pool(slot.index)
+                    self._recorder.fill(source, slot, [(bucket, mode)])
+                elif place not in source.recordings or not _is_settled(source, slot, place):
+                    chain.record(slot.index, [(bucket, mode)])
+        finally:
+            self._tidy()
+        if place not in source.recordings:
+            raise CaptureError(f"{self._recorder.name}: the model has changed again since a microbatch asked for it")
+        return 0.0
+
 
 def _tokens(place: Wish) -> int:
     return place[1].tokens
+
+
+def _is_settled(source: Source, slot: Slot, place: Wish) -> bool:
+    """Whether a recording is in the memory that its slot has now."""
+    return source.recordings[place].pool == slot.pool_of(place[2].gradients)
 
 
 def _is_capturing() -> bool:

@@ -19,7 +19,7 @@ from ..reports.ranges import named_range
 from .compiling import TURNS
 from .executor import Executor
 from .generators import put_back
-from .recording import Mode, RegionBody
+from .recording import Mode, Recording, RegionBody
 
 # What is recorded in a slot.
 Place = tuple[Bucket, Mode]
@@ -35,7 +35,8 @@ class Recorder:
 
     Attributes:
         executor: Makes the recordings.
-        offloading: Decides where activations are between forward and backward.
+        offloading: Decides where activations are between forward and backward; None for a part of a chain.
+        chain: Parts that this one shares memory with, and that its recordings with a backward are made with.
         name: Of the program.
         evaluation: Whether forward-only graphs of evaluation are recorded.
     """
@@ -43,23 +44,28 @@ class Recorder:
     def __init__(self, piece: Piece, executor: Executor, watch: ModelWatch) -> None:
         self.executor, self.name, self.evaluation = executor, piece.program.name, piece.evaluation
         self._program, self._piece, self._watch = piece.program, piece, watch
-        self.offloading = piece.offloading
+        self.offloading, self.chain = piece.offloading, piece.chain
         self._always_changed: set[Entry] = set()
 
     def slot(self, index: int, buckets: Sequence[Bucket]) -> Slot:
         """Return a slot with static inputs for some buckets and no recordings."""
         executor = self.executor
-        slot = Slot(index, executor.device, executor.new_pool(), self._piece.shared, executor.static_memory())
+        pool = executor.new_pool() if self.chain is None else None
+        slot = Slot(index, executor.device, pool, self._piece.shared, executor.static_memory())
+        if self.chain is not None:
+            slot.border = self.chain.border(index)
         for bucket in sorted(set(buckets), reverse=True):
             self.add_inputs(slot, bucket)
         return slot
 
     def add_inputs(self, slot: Slot, bucket: Bucket) -> None:
-        """Make a bucket's static inputs in a slot.
+        """Make a bucket's static inputs in a slot, if they are missing.
 
         Raises:
             CaptureError: There is no memory for them.
         """
+        if bucket in slot.buffers:
+            return
         with as_capture_error("static inputs"):
             slot.buffers[bucket] = slot.input_buffers(self._program.input_specs(bucket))
 
@@ -85,8 +91,10 @@ class Recorder:
                     with named_range(f"capture {self.name}, bucket {bucket}"):
                         self._record(source, slot, bucket, mode)
                     recorded()
+            if self.offloading is None:
+                return
             total = self.executor.pool_bytes(slot.pool) + slot.arena.nbytes + source.sinks.static_bytes
-            if self.offloading is None or self.offloading.accepts(total):
+            if self.offloading.accepts(total):
                 return
             held = [(bucket, mode) for _, bucket, mode in source.in_slot(slot)]
             places = sorted(held, key=lambda place: (place[0], place[1].gradients), reverse=True)
@@ -108,39 +116,74 @@ class Recorder:
         return self._record_warmed_up(source, slot, bucket, mode, briefly=False)
 
     def _record_warmed_up(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, briefly: bool) -> None:
-        body = self._body(source, slot, bucket, mode)
-        made: tuple[Tensor, ...] = ()
+        pool = slot.pool_of(mode.gradients)
+        before = self.executor.pool_bytes(pool)
+        with self.recording(bucket):
+            body = self.warmed_up(source, slot, bucket, mode, briefly)
+            if self.offloading is not None and mode.gradients:
+                body.activations = self.offloading.prepare(self.executor, body, slot.index)
+            with self.checked(briefly):
+                recording = self.executor.record(body, pool)
+        self.keep(source, slot, mode, body, recording, self.executor.pool_bytes(pool) - before)
 
-        def output_gradients(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            nonlocal made
-            made = tuple(
-                slot.arena.view(f"output_gradient:{i}", tuple(o.shape), o.dtype).zero_() for i, o in enumerate(outputs)
-            )
-            return made
+    @contextmanager
+    def recording(self, bucket: Bucket) -> Iterator[None]:
+        """Be around all that is done for recordings of a bucket.
 
-        before = self.executor.pool_bytes(slot.pool)
+        Raises:
+            CaptureError: Anything inside went wrong.
+        """
         with (
             TURNS.recording(),
             self._piece.around(),
             as_capture_error(f"bucket {bucket}"),
             put_back(self.executor.generators()),  # ranks draw alike, and one of them may record alone
         ):
-            self._piece.compile(bucket.tokens)
-            self._program.load_example(slot.buffers[bucket], bucket)
-            self.executor.warm_up(body, output_gradients, briefly)
-            if self.offloading is not None and mode.gradients:
-                body.activations = self.offloading.prepare(self.executor, body, slot.index)
-            with self._watch.undone_by_errors() as held:
-                with self._watch.passing() as changed:
-                    recording = self.executor.record(body, slot.pool)
-                changed += held.changed()
-                if briefly and (first := [entry for entry in changed if entry not in self._always_changed]):
-                    raise CaptureError(f"layers' first passes change attributes: {self._watch.described(first)}")
-            self._always_changed.update(changed)
-            self._check_changed(changed)
-        nbytes = self.executor.pool_bytes(slot.pool) - before
-        in_place = not source.moved(mode.gradients)
-        source.recordings[slot.index, bucket, mode] = Recorded(recording, made, slot.pool, nbytes, in_place)
+            yield
+
+    def warmed_up(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, briefly: bool) -> RegionBody:
+        """Return work that ran outside a capture and can be recorded."""
+        body = self._body(source, slot, bucket, mode)
+
+        def output_gradients(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            shapes = ((f"output_gradient:{i}", tuple(o.shape), o.dtype) for i, o in enumerate(outputs))
+            return tuple(slot.for_gradients.view(*shape).zero_() for shape in shapes)
+
+        self._piece.compile(bucket.tokens)
+        self._program.load_example(slot.buffers[bucket], bucket)
+        self.executor.warm_up(body, output_gradients, briefly)
+        return body
+
+    @contextmanager
+    def checked(self, briefly: bool) -> Iterator[None]:
+        """Record inside; what modules hold is put back where that fails.
+
+        Raises:
+            CaptureError: Passes change what a replay would not.
+        """
+        with self._watch.undone_by_errors() as held:
+            with self._watch.passing() as changed:
+                yield
+            changed += held.changed()
+            if briefly and (first := [entry for entry in changed if entry not in self._always_changed]):
+                raise CaptureError(f"layers' first passes change attributes: {self._watch.described(first)}")
+        self._always_changed.update(changed)
+        self._check_changed(changed)
+
+    def keep(self, source: Source, slot: Slot, mode: Mode, body: RegionBody, recording: Recording, nbytes: int) -> None:
+        """Note a recording in its source.
+
+        Args:
+            source: What the model is.
+            slot: Where it was recorded.
+            mode: What it was recorded as.
+            body: What was recorded.
+            recording: The recording.
+            nbytes: What the pool grew by, in bytes.
+        """
+        in_place, pool = not source.moved(mode.gradients), slot.pool_of(mode.gradients)
+        recorded = Recorded(recording, body.output_gradients, pool, nbytes, in_place)
+        source.recordings[slot.index, body.bucket, mode] = recorded
         source.warm.add(mode)
 
     def _check_changed(self, changed: Sequence[Entry]) -> None:
@@ -166,7 +209,9 @@ class Recorder:
         side = self.executor.side_stream() if self._piece.has_side_stream(bucket) else None
         buffers = slot.buffers[bucket]
         passing = partial(self._watch.passing, switched)
-        return RegionBody(self._program, buffers, bucket, source.aliases, sinks, side, passing)
+        body = RegionBody(self._program, buffers, bucket, source.aliases, sinks, side, passing, slot.border)
+        body.state = source.number
+        return body
 
 
 @contextmanager

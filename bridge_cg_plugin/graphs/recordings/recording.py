@@ -5,22 +5,23 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ..modules import every_module, walked_once
 from ..planning.buckets import Bucket
 from ..program import Buffers, RegionProgram
 from ..replays.gradients import GradientSinks
+from ..replays.slot import Arena
 from ..replays.streams import ReplayStream
 from .activations import Activations
 from .capture import capture_graph
 from .layer_kinds import one_layer_of_each_kind
 from .parameters import ParameterAliases
-from .side_stream import SideStream
+from .side_stream import Root, SideStream
 
 MAIN_STREAM = ReplayStream()
 
@@ -61,6 +62,13 @@ class Recording(Protocol):
         """Turn the output-gradient buffers into gradients, after `forward` of the same slot."""
 
 
+class BegunRecording(Recording, Protocol):
+    """A recording whose backward may be recorded later, behind what other recordings in the same memory record."""
+
+    def record_backward(self) -> None:
+        """Record the backward, once; what the forward left for it is gone then."""
+
+
 class RegionBody:
     """The recorded work: forward over the input buffers, backward from the output-gradient buffers.
 
@@ -72,9 +80,12 @@ class RegionBody:
         sinks: Where parameter gradients go; None records a forward only, without autograd.
         side: Takes work that the main stream need not wait for; None leaves all of it on one stream.
         passing: Entered around every pass: sets modes, and what modules note in attributes then is their own doing.
+        border: Where outputs and gradients of inputs are copied to, so that their own memory is free at once; None
+            leaves them in the recording's memory.
 
     Attributes:
         bucket: What is recorded for.
+        state: Number of what the model is; see `Source`.
         output_gradients: Buffers that the backward reads.
         activations: What keeps the tensors that autograd saves; None leaves them where they are.
     """
@@ -88,17 +99,18 @@ class RegionBody:
         sinks: GradientSinks | None,
         side: SideStream | None = None,
         passing: Callable[[], AbstractContextManager[object]] = nullcontext,
+        border: Arena | None = None,
     ) -> None:
-        self._side, self._passing = side, passing
+        self._side, self._passing, self._border = side, passing, border
         self._program, self._buffers, self._bucket = program, buffers, bucket
         self._aliases, self._sinks = aliases, sinks
         specs = program.input_specs(bucket)
         self._differentiable = tuple(name for name, spec in specs.items() if spec.differentiable)
         self.output_gradients: tuple[Tensor, ...] = ()
-        self.bucket = bucket
+        self.bucket, self.state = bucket, 0
         self.activations: Activations | None = None
         self._device_type = next(iter(buffers.values())).device.type
-        self._live: tuple[tuple[Tensor, ...], list[Tensor], dict[nn.Parameter, nn.Parameter]] | None = None
+        self._live: tuple[list[Root | None], list[Tensor], dict[nn.Parameter, nn.Parameter]] | None = None
 
     def forward(self) -> tuple[Tensor, ...]:
         """Run forward, keeping its autograd graph for `backward` when gradients are wanted."""
@@ -123,16 +135,28 @@ class RegionBody:
                     # No leaf, as what an earlier module returns: autocast keeps the casts of leaves.
                     buffers[name] = leaves[-1].view_as(leaves[-1])
             outputs = self._program.forward(buffers, self._bucket)
-        self._live = (outputs, leaves, aliases)
-        return tuple(output.detach() for output in outputs)
+        self._live = (list(map(self._root, outputs)), leaves, aliases)
+        return tuple(self._at_border(f"output:{i}", output.detach()) for i, output in enumerate(outputs))
+
+    def _root(self, output: Tensor) -> Root | None:
+        """Return where the backward through an output begins, None where there is none."""
+        if not output.requires_grad:
+            return None
+        return output if self._border is None or self._side is not None else get_gradient_edge(output)
+
+    def _at_border(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor of this pass where it may stay."""
+        if self._border is None:
+            return tensor
+        return self._border.view(name, tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
     def backward(self) -> Gradients:
         """Run backward over the last forward's autograd graph."""
         if self._live is None or self._sinks is None:
             raise RuntimeError(f"{self.name}: a backward follows a forward with gradients")
-        outputs, leaves, aliases = self._live
+        roots, leaves, aliases = self._live
         targets = [*leaves, *(aliases[p] for p in self._sinks.parameters)]
-        pairs = [(o, g) for o, g in zip(outputs, self.output_gradients, strict=True) if o.requires_grad]
+        pairs = [(r, g) for r, g in zip(roots, self.output_gradients, strict=True) if r is not None]
         restoring = nullcontext() if self.activations is None else self.activations.restoring()
         with (
             torch.autocast(self._device_type, enabled=False),  # as users call backward: behind the forward's autocast
@@ -145,10 +169,12 @@ class RegionBody:
         ):
             found = self._differentiated(pairs, targets)
         gradients, split = tuple(map(_sum, zip(*found, strict=True))), len(leaves)
-        return Gradients(gradients[:split], self._sinks.returned(gradients[split:]))
+        inputs = enumerate(gradients[:split])
+        at_border = tuple(None if g is None else self._at_border(f"input_gradient:{i}", g) for i, g in inputs)
+        return Gradients(at_border, self._sinks.returned(gradients[split:]))
 
     def _differentiated(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], targets: Sequence[Tensor]
+        self, pairs: Sequence[tuple[Root, Tensor]], targets: Sequence[Tensor]
     ) -> list[tuple[Tensor | None, ...]]:
         """Return the targets' gradients through each side output, and through all other outputs."""
         found: list[tuple[Tensor | None, ...]] = []
@@ -166,8 +192,17 @@ class RegionBody:
     @property
     def static_bytes(self) -> int:
         """Device memory of the buffers that the work reads, and of gradients that it returns."""
-        returned = 0 if self._sinks is None else self._sinks.static_bytes
-        return returned + sum(tensor.nbytes for tensor in (*self._buffers.values(), *self.output_gradients))
+        return self.returned_bytes + sum(tensor.nbytes for tensor in self.static_tensors)
+
+    @property
+    def returned_bytes(self) -> int:
+        """Device memory of gradients that the work returns."""
+        return 0 if self._sinks is None else self._sinks.static_bytes
+
+    @property
+    def static_tensors(self) -> tuple[Tensor, ...]:
+        """The buffers that the work reads, some of which other regions may have as well."""
+        return (*self._buffers.values(), *self.output_gradients)
 
     def join(self) -> None:
         """Let the current stream wait for copies of activations that the last forward or backward began."""
@@ -245,9 +280,15 @@ class ReferenceRecording:
         self._body.forget()
         return gradients
 
+    def record_backward(self) -> None:
+        """See `BegunRecording`: every replay runs it."""
+
 
 class CudaGraphRecording:
-    """Two CUDA graphs, forward and backward, in one memory pool; both may draw from `generators`."""
+    """Two CUDA graphs, forward and backward, in one memory pool; both may draw from `generators`.
+
+    The forward is captured at once. `allocating` is entered around each capture.
+    """
 
     def __init__(
         self,
@@ -256,19 +297,32 @@ class CudaGraphRecording:
         stream: torch.cuda.Stream,
         generators: Sequence[torch.Generator] = (),
         replay_stream: ReplayStream = MAIN_STREAM,
+        allocating: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._replay_stream = replay_stream
+        self._replay_stream, self._allocating = replay_stream, allocating
+        self._capturing: tuple[RegionBody, Any, torch.cuda.Stream, Sequence[torch.Generator]] | None = None
         self._forward = torch.cuda.CUDAGraph()
         self._backward = torch.cuda.CUDAGraph()
         try:
-            with capture_graph(self._forward, pool, stream, generators):
+            with allocating(), capture_graph(self._forward, pool, stream, generators):
                 self.outputs = body.forward()
                 replay_stream.record_event(stream)
                 body.join()
+        except BaseException:
+            body.forget()
+            raise
+        self._capturing = body, pool, stream, generators
+
+    def record_backward(self) -> None:
+        """See `BegunRecording`."""
+        if self._capturing is None:
+            raise RuntimeError("a backward is captured once, after its forward")
+        (body, pool, stream, generators), self._capturing = self._capturing, None
+        try:
             if body.has_backward:
-                with capture_graph(self._backward, pool, stream, generators):
+                with self._allocating(), capture_graph(self._backward, pool, stream, generators):
                     self._gradients = body.backward()
-                    replay_stream.record_event(stream)
+                    self._replay_stream.record_event(stream)
         finally:
             body.forget()
 
@@ -293,7 +347,7 @@ class NotifyingRecording:
         name: Of the recorded program.
     """
 
-    def __init__(self, recording: Recording, launched: Callable[[str], None], name: str) -> None:
+    def __init__(self, recording: BegunRecording, launched: Callable[[str], None], name: str) -> None:
         self._recording, self._launched, self._name = recording, launched, name
         self.outputs = recording.outputs
 
@@ -307,3 +361,7 @@ class NotifyingRecording:
         gradients = self._recording.backward()
         self._launched(f"replay of the backward of {self._name}")
         return gradients
+
+    def record_backward(self) -> None:
+        """See `BegunRecording`."""
+        self._recording.record_backward()

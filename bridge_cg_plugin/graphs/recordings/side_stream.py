@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
+# Where a backward begins: an output, or its place in the autograd graph where the output's memory is not kept.
+Root = Tensor | GradientEdge
 # The main stream waits for side work in groups of this size: about as many as two layers of an encoder submit.
 GROUP_SIZE = 8
 
@@ -166,12 +169,12 @@ class SideStream:
         return output.end
 
     def differentiate(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], targets: Sequence[Tensor]
-    ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor | None, ...]]]:
+        self, pairs: Sequence[tuple[Root, Tensor]], targets: Sequence[Tensor]
+    ) -> tuple[list[tuple[Root, Tensor]], list[tuple[Tensor | None, ...]]]:
         """Submit the backward of side outputs before that of all others.
 
         Args:
-            pairs: Outputs with their gradients.
+            pairs: Outputs themselves, with their gradients.
             targets: Tensors whose gradients are computed.
 
         Returns:

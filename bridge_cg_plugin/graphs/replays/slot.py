@@ -101,6 +101,8 @@ class Slot:
     Attributes:
         buffers: Static inputs of each bucket.
         lease: Number of the lease that holds it; None while it is free.
+        border: Where parts of a chain have outputs and gradients, one at a time; None has them apart.
+        forward_pool: Memory of recordings without a backward, where a chain has the other's; None is the same memory.
     """
 
     def __init__(
@@ -117,6 +119,8 @@ class Slot:
         self.pool = pool
         self.buffers: dict[Bucket, Buffers] = {}
         self.lease: int | None = None
+        self.border: Arena | None = None
+        self.forward_pool: object | None = None
         self._leases = 0
         self._device = device
         self._last_stream: torch.cuda.Stream | None = None
@@ -128,6 +132,15 @@ class Slot:
         own = {name: spec for name, spec in specs.items() if name not in self.shared.names}
         others = {name: spec for name, spec in specs.items() if name in self.shared.names}
         return {**self.arena.buffers(own), **self.shared.arena(self.index).buffers(others)}
+
+    @property
+    def for_gradients(self) -> Arena:
+        """Where gradients of outputs are."""
+        return self.arena if self.border is None else self.border
+
+    def pool_of(self, gradients: bool) -> object:
+        """Return the memory of recordings with or without a backward."""
+        return self.pool if gradients or self.forward_pool is None else self.forward_pool
 
     @property
     def free(self) -> bool:

@@ -1,0 +1,250 @@
+"""Parts of a module whose graphs share memory: all forwards are recorded in their order, then all backwards behind."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from ...announce import LOGGER
+from ..changes.source import Recorded, Source
+from ..errors import CaptureError, OutOfMemoryInCapture, named, release_frames
+from ..fallback import Fallback
+from ..planning.buckets import Bucket
+from ..replays.slot import Arena, SharedInputs, Slot
+from ..reports.ranges import named_range
+from .executor import Executor
+from .offloading import ChainOffloading
+from .recording import BegunRecording, Mode, Recording, RegionBody
+
+# What is recorded in a slot.
+Place = tuple[Bucket, Mode]
+
+
+class Part(Protocol):
+    """A part as its chain sees it."""
+
+    name: str
+    planned: Sequence[Sequence[Place]]
+
+    def slot(self, index: int) -> Slot:
+        """Return the part's slot with a number."""
+
+    def every_source(self) -> Iterable[Source]:
+        """Return all that recordings were made from."""
+
+    def source(self) -> Source | Fallback:
+        """Return what the model is now, or why it cannot be recorded."""
+
+    def expect(self, bucket: Bucket) -> None:
+        """Have a bucket's static inputs in every slot."""
+
+    def recording(self, bucket: Bucket) -> AbstractContextManager[None]:
+        """See `Recorder`."""
+
+    def warmed_up(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, briefly: bool) -> RegionBody:
+        """See `Recorder`."""
+
+    def checked(self, briefly: bool) -> AbstractContextManager[None]:
+        """See `Recorder`."""
+
+    def keep(self, source: Source, slot: Slot, mode: Mode, body: RegionBody, recording: Recording, nbytes: int) -> None:
+        """See `Recorder`."""
+
+    def count_memory(self) -> None:
+        """Note in the part's statistics what it takes."""
+
+
+class Chain:
+    """Parts that replay every microbatch in one slot, in their order, and share that slot's memory.
+
+    What a part's forward no longer needs when it ends, such as activations that were copied to the host, is memory of
+    the next part. So recordings with a backward hold only with those of the same capture: one that is missing has all
+    of them recorded again. Recordings without a backward leave nothing behind; they are in memory of their own.
+
+    Args:
+        executor: Makes recordings.
+        offloading: Decides where the activations of all parts are.
+
+    Attributes:
+        offloading: See above.
+    """
+
+    def __init__(self, executor: Executor, offloading: ChainOffloading) -> None:
+        self._executor, self.offloading = executor, offloading
+        self._borders = SharedInputs((), executor.device)
+        self._parts: list[Part] = []
+
+    def join(self, part: Part) -> None:
+        """Add the part that runs after those that are there."""
+        self._parts.append(part)
+
+    def leave(self, part: Part) -> None:
+        """Remove a part; behind the last one, host memory is given back."""
+        self._parts = [each for each in self._parts if each is not part]
+        if not self._parts:
+            self.offloading.release()
+            self._borders = SharedInputs((), self._executor.device)
+
+    def border(self, index: int) -> Arena:
+        """Return where all parts have outputs and gradients in a slot, one part at a time."""
+        return self._borders.arena(index)
+
+    def is_free(self, index: int) -> bool:
+        """Whether no microbatch holds the slot in any part."""
+        return all(part.slot(index).free for part in self._parts)
+
+    def shared_bytes(self, part: Part) -> tuple[int, int]:
+        """Return the memory that no part has alone, on the device and page-locked; the first part counts it."""
+        return (self._borders.nbytes, self.offloading.pinned_bytes) if part in self._parts[:1] else (0, 0)
+
+    def capture(self, recorded: Callable[[], None]) -> None:
+        """Record what the parts planned, in every slot.
+
+        Args:
+            recorded: Called after each recording.
+
+        Raises:
+            CaptureError: It failed.
+        """
+        for index in range(max(len(part.planned) for part in self._parts)):
+            places = list(dict.fromkeys(place for part in self._parts for place in part.planned[index]))
+            if places:
+                self.record(index, places, recorded)
+
+    def record(self, index: int, places: Sequence[Place], recorded: Callable[[], None] = lambda: None) -> None:
+        """Record all parts that can be, in a slot that is free in all; what they had for the same places is dropped.
+
+        Args:
+            index: Number of the slot.
+            places: What to record, with a backward each, largest first.
+            recorded: Called after each recording.
+
+        Raises:
+            CaptureError: It failed, and is not to be tried again.
+        """
+        now = [(part, part.source()) for part in self._parts]
+        parts = [(part, source) for part, source in now if isinstance(source, Source)]
+        try:
+            if parts:
+                with torch.inference_mode(False):
+                    self._record(index, parts, places, recorded)
+        except BaseException as error:
+            self._drop(index, places)
+            for _, source in parts:
+                source.failed.update(dict.fromkeys(places, named(error)))
+            raise
+        finally:
+            for part in self._parts:
+                part.count_memory()
+
+    def _record(
+        self, index: int, parts: Sequence[tuple[Part, Source]], places: Sequence[Place], recorded: Callable[[], None]
+    ) -> None:
+        while True:
+            self._drop(index, places)
+            for bucket, mode in places:
+                with named_range(f"capture {len(parts)} parts, bucket {bucket}"):
+                    self._record_place(index, parts, bucket, mode)
+                for _ in parts:
+                    recorded()
+            if self.offloading.accepts(self.slot_bytes(index)):
+                return
+            held = dict.fromkeys((bucket, mode) for (_, bucket, mode), _ in self._held(index, True))
+            places = sorted(held, key=lambda place: place[0], reverse=True)
+
+    def _record_place(self, index: int, parts: Sequence[tuple[Part, Source]], bucket: Bucket, mode: Mode) -> None:
+        """Record, warmed up briefly where only shapes should be new, and fully where that proves wrong."""
+        for part, _ in parts:
+            part.expect(bucket)
+        if all(mode in source.warm for _, source in parts):
+            try:
+                return self._record_warmed_up(index, parts, bucket, mode, briefly=True)
+            except OutOfMemoryInCapture:
+                raise
+            except CaptureError as error:
+                LOGGER.info("%s: bucket %s needs whole warm-up passes: %s", parts[0][0].name, bucket, error)
+                release_frames(error)
+        return self._record_warmed_up(index, parts, bucket, mode, briefly=False)
+
+    def _record_warmed_up(
+        self, index: int, parts: Sequence[tuple[Part, Source]], bucket: Bucket, mode: Mode, briefly: bool
+    ) -> None:
+        first = parts[0][0]
+        with first.recording(bucket):
+            pool = self._new_or_held_pool(index, bucket)
+            bodies = [part.warmed_up(source, part.slot(index), bucket, mode, briefly=briefly) for part, source in parts]
+            kept = self.offloading.prepare_chain(self._executor, bodies, index)
+            for body, activations in zip(bodies, kept, strict=True):
+                body.activations = activations
+            with first.checked(briefly):
+                made = self._recorded(bodies, pool)
+        for (part, source), body, (recording, nbytes) in zip(parts, bodies, made, strict=True):
+            part.keep(source, part.slot(index), mode, body, recording, nbytes)
+
+    def _recorded(self, bodies: Sequence[RegionBody], pool: object) -> list[tuple[Recording, int]]:
+        """Return every part's recording with what the pool grew by for it."""
+        sizes, made = [self._executor.pool_bytes(pool)], list[BegunRecording]()
+        try:
+            for body in bodies:
+                made.append(self._executor.record_forward(body, pool))
+                sizes.append(self._executor.pool_bytes(pool))
+            for recording in reversed(made):
+                recording.record_backward()
+                sizes.append(self._executor.pool_bytes(pool))
+        finally:
+            for body in bodies:
+                body.forget()
+        grown = [after - before for before, after in zip(sizes, sizes[1:], strict=False)]
+        forward, backward = grown[: len(made)], grown[len(made) :]
+        return list(zip(made, map(sum, zip(forward, reversed(backward), strict=True)), strict=True))
+
+    def _new_or_held_pool(self, index: int, bucket: Bucket) -> object:
+        """Return the memory for a bucket: that of the largest, or a new one where this is larger than all."""
+        held = self._held(index, True)
+        largest = max(held, key=lambda each: each[0][1].tokens, default=None)
+        fits = largest is not None and bucket.tokens <= largest[0][1].tokens
+        self._set_pool(index, largest[1].pool if largest is not None and fits else None)
+        if not fits:
+            self._set_pool(index, self._executor.new_pool())
+        return self._parts[0].slot(index).pool
+
+    def _set_pool(self, index: int, pool: object) -> None:
+        for part in self._parts:
+            part.slot(index).pool = pool
+
+    def forward_pool(self, index: int) -> object:
+        """Return the memory of recordings without a backward in a slot."""
+        held = self._held(index, False)
+        return held[0][1].pool if held else self._executor.new_pool()
+
+    def _held(self, index: int, gradients: bool) -> list[tuple[tuple[int, Bucket, Mode], Recorded]]:
+        """Return the recordings in a slot that have a backward, or those that have none."""
+        return [
+            (place, source.recordings[place])
+            for part, source in self._every_source()
+            for place in source.in_slot(part.slot(index))
+            if place[2].gradients == gradients
+        ]
+
+    def _every_source(self) -> Iterator[tuple[Part, Source]]:
+        for part in self._parts:
+            for source in part.every_source():
+                yield part, source
+
+    def _drop(self, index: int, places: Sequence[Place]) -> None:
+        """Drop recordings of all parts, whose last replays have ended by then: their memory is to be used again."""
+        gone = {(index, *place) for place in places}
+        if any(not gone.isdisjoint(source.recordings) for _, source in self._every_source()):
+            self._executor.tidy()
+        for _, source in self._every_source():
+            source.recordings = {place: made for place, made in source.recordings.items() if place not in gone}
+
+    def slot_bytes(self, index: int) -> int:
+        """Return all device memory of a slot, with the gradients that parts return, in bytes."""
+        slots = [part.slot(index) for part in self._parts]
+        pools = dict.fromkeys(made.pool for gradients in (True, False) for _, made in self._held(index, gradients))
+        shared = {id(slot.shared): slot.shared.arena(index) for slot in slots if slot.shared is not None}
+        arenas = [self.border(index), *shared.values(), *(slot.arena for slot in slots)]
+        returned = sum(source.sinks.static_bytes for _, source in self._every_source())
+        return sum(map(self._executor.pool_bytes, pools)) + sum(a.nbytes for a in arenas) + returned
