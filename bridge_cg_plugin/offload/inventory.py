@@ -1,6 +1,8 @@
 """What one forward and backward of a region save and use, as observed before it is recorded."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 Group = tuple[str, str]
@@ -48,15 +50,22 @@ class Inventory:
     Attributes:
         seen: Storages.
         backward: Moments of the backward in their order.
+        parts: Of a chain, each part's inventory in the order of their forwards, with places of its own.
     """
 
     seen: tuple[Seen, ...]
     backward: tuple[Event, ...]
+    parts: "tuple[Inventory, ...]" = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes saved."""
         return sum(one.nbytes for one in self.seen)
+
+    @property
+    def each(self) -> "tuple[Inventory, ...]":
+        """The inventories of what is recorded together: of all parts, or this one."""
+        return self.parts or (self,)
 
     def check(self, place: int, nbytes: int) -> None:
         """Make sure that a recording saves what was observed.
@@ -70,3 +79,24 @@ class Inventory:
                 f"the recorded forward saved other tensors than the pass before it: {nbytes} bytes in place {place}, "
                 f"{there} before; keep activations on the device: set the options of offloading and recompute to None"
             )
+
+
+def joined(parts: Sequence[Inventory]) -> Inventory:
+    """Return the inventory of parts that run one after the other, their backwards from the last on."""
+    starts = starts_of(parts)
+    seen = [
+        replace(one, sources=tuple(start + source for source in one.sources))
+        for start, part in zip(starts, parts, strict=True)
+        for one in part.seen
+    ]
+    backward = [
+        Event(event.what, start + event.place)
+        for start, part in reversed(list(zip(starts, parts, strict=True)))
+        for event in part.backward
+    ]
+    return Inventory(tuple(seen), tuple(backward), tuple(parts))
+
+
+def starts_of(parts: Sequence[Inventory]) -> list[int]:
+    """Return the place of each part's first storage among those of all."""
+    return [0, *accumulate(len(part.seen) for part in parts)][: len(parts)]

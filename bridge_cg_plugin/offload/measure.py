@@ -1,7 +1,7 @@
 """Measured costs of a region: its own time, and that of copies between device and host."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,24 +20,33 @@ REPEATS = 3
 _rates: dict[torch.device, tuple[float, float]] = {}
 
 
-def measured_costs(executor: Executor, body: RegionBody, observed: Observed) -> Costs:
-    """Time a region with all activations kept, as a recording that is dropped again.
+def measured_costs(executor: Executor, bodies: Sequence[RegionBody], observed: Observed) -> Costs:
+    """Time a region, or the parts of a chain, with all activations kept, as recordings that are dropped again.
 
-    Where the device has too little memory for that recording, passes outside a graph are timed. They take longer where
-    launches count, so that a plan may offload more than is best. Nothing waits for other ranks: each decides by itself.
+    Parts that save the same are timed once. Where the device has too little memory for a recording, passes outside a
+    graph are timed. They take longer where launches count, so that a plan may offload more than is best. Nothing waits
+    for other ranks: each decides by itself.
     """
     offload_gbps, load_gbps = copy_rates(executor.device)
+    kinds = [part.seen for part in observed.inventory.each]
+    times = {kind: _times_of(executor, body) for kind, body in dict(zip(kinds, bodies, strict=True)).items()}
+    forward_ms, backward_ms = map(sum, zip(*map(times.__getitem__, kinds), strict=True))
+    return Costs(forward_ms, backward_ms, offload_gbps, load_gbps, observed.rebuild_ms)
+
+
+def _times_of(executor: Executor, body: RegionBody) -> tuple[float, float]:
+    """Return the times of one body's forward and backward, in ms."""
     with executor.isolated():
         try:
             recording = executor.record(body, executor.new_pool())
-            forward_ms, backward_ms = _times(executor.device, recording.forward, recording.backward)
+            times = _times(executor.device, recording.forward, recording.backward)
             del recording
         except OutOfMemoryInCapture:
-            forward_ms, backward_ms = _times(executor.device, body.forward, body.backward)
+            times = _times(executor.device, body.forward, body.backward)
     body.forget()
     if executor.device.type == "cuda":
         torch.cuda.empty_cache()
-    return Costs(forward_ms, backward_ms, offload_gbps, load_gbps, observed.rebuild_ms)
+    return times
 
 
 def _times(device: torch.device, forward: Callable[[], object], backward: Callable[[], object]) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """Looks at one forward and backward of a region: what they save, use, and how that can be recomputed."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .inventory import Event, Inventory, Seen
+from .inventory import Event, Inventory, Seen, joined
 from .registry import Recipe, Record
 from .storage_views import raw_bytes
 from .store import Packing, SavedStorage, rebuilt, usable_recipe
@@ -28,12 +29,28 @@ class Observed:
         rebuild_ms: Time to make a storage of each group again, over its bytes, in ms.
         refused: Kinds that were not recomputed to the bit, with how many storages.
         others: Most bytes on the device in the backward that are no saved storages: gradients, workspaces.
+        stays: Of them, bytes that a forward leaves for its backward: small tensors, and marked ones.
     """
 
     inventory: Inventory
     rebuild_ms: dict[tuple[str, str], float] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)
     others: int = 0
+    stays: int = 0
+
+
+def observed_together(parts: Sequence[Observed]) -> Observed:
+    """Return what was seen of parts that run one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    refused = Counter[str]()
+    rebuild_ms: dict[tuple[str, str], float] = {}
+    others = stays = 0
+    for part in parts:
+        refused.update(part.refused)
+        rebuild_ms = part.rebuild_ms | rebuild_ms
+        others, stays = max(others, stays + part.others), stays + part.stays
+    return Observed(joined([part.inventory for part in parts]), rebuild_ms, dict(refused), others, stays)
 
 
 class Observer(Packing):
@@ -52,6 +69,7 @@ class Observer(Packing):
         self._events: list[Event] = []
         self._rebuild_ms: dict[tuple[str, str], float] = {}
         self._refused: dict[str, int] = {}
+        self._staying: dict[int, int] = {}
         self._others = _OtherMemory(device)
 
     @contextmanager
@@ -78,7 +96,12 @@ class Observer(Packing):
     def observed(self) -> Observed:
         """Return what was seen, after a forward and its backward."""
         inventory = Inventory(tuple(self._seen), tuple(self._events))
-        return Observed(inventory, self._rebuild_ms, self._refused, self._others.most)
+        return Observed(inventory, self._rebuild_ms, self._refused, self._others.most, sum(self._staying.values()))
+
+    def _stays(self, tensor: Tensor) -> None:
+        if tensor.device.type == self._device.type and not self._registry.is_fixed(tensor):
+            storage = tensor.untyped_storage()
+            self._staying[storage.data_ptr()] = storage.nbytes()
 
     def _first_saved(self, saved: SavedStorage, record: Record, tensor: Tensor) -> None:
         self._alive[saved.place] = saved

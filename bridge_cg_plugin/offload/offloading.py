@@ -1,10 +1,11 @@
 """Offloading and recompute of a region's activations as a user's options say it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
 import torch
+from torch import Tensor
 
 from ..announce import announce
 from ..graphs.errors import CaptureError
@@ -16,10 +17,10 @@ from ..graphs.workload import Manager
 from ..options import OFFLOAD_MODULES, RECOMPUTE, ActivationOptions
 from ..options.activations import moves_activations
 from .host_memory import GIB, PinnedMemory, Plain
-from .inventory import Group, Inventory
+from .inventory import Group, Inventory, starts_of
 from .measure import measured_costs
-from .observe import Observed, Observer
-from .planner import Allowed, Costs, fixed_plan, forecast, plan_within, smallest_peak
+from .observe import Observed, Observer, observed_together
+from .planner import Allowed, Costs, fixed_plan, forecast, part_plans, plan_within, smallest_peak
 from .schedule import Fate, Plan
 from .store import ActivationStore
 from .transfers import CudaTransfers, HostTransfers, Transfers
@@ -71,8 +72,16 @@ class _Planned:
     plan: Plan
 
 
+# What a plan is for: the bucket, and each part with what the model is: a frozen layer saves less.
+type _Key = tuple[Bucket, tuple[tuple[str, int], ...]]
+
+
+def _key(bodies: Sequence[RegionBody]) -> _Key:
+    return bodies[0].bucket, tuple((body.name, body.state) for body in bodies)
+
+
 class RegionOffloading:
-    """See `graphs.recordings.offloading.Offloading`.
+    """See `graphs.recordings.offloading`: keeps the activations of a region, or of all parts of a chain.
 
     Args:
         policy: What is asked for.
@@ -84,8 +93,8 @@ class RegionOffloading:
         self._policy, self._slots = policy, slots
         self._pinned = PinnedMemory(policy.host_gb, device.type == "cuda", policy.fields)
         self._transfers: Transfers = CudaTransfers(device) if device.type == "cuda" else HostTransfers()
-        self._plans: dict[Bucket, _Planned | None] = {}
-        self._looked: dict[Bucket, tuple[Observed, Costs | None]] = {}
+        self._plans: dict[_Key, _Planned | None] = {}
+        self._looked: dict[_Key, tuple[Observed, Costs | None]] = {}
         # Bytes that pools were seen to take beyond what was planned, and how often that was.
         self._beyond = self._excesses = 0
 
@@ -101,14 +110,29 @@ class RegionOffloading:
 
     def prepare(self, executor: Executor, body: RegionBody, slot: int) -> Activations | None:
         """See `Offloading`. A bucket's first slot decides for all."""
-        if body.bucket not in self._plans:
-            self._plans[body.bucket] = self._decide(executor, body)
-        planned = self._plans[body.bucket]
+        (kept,) = self.prepare_chain(executor, [body], slot)
+        return kept
+
+    def prepare_chain(
+        self, executor: Executor, bodies: Sequence[RegionBody], slot: int
+    ) -> Sequence[Activations | None]:
+        """See `ChainOffloading`. A bucket's first slot decides for all."""
+        key = _key(bodies)
+        if key not in self._plans:
+            self._plans[key] = self._decide(executor, bodies)
+        planned = self._plans[key]
         if planned is None:
-            return None
-        sizes = {place: planned.inventory.seen[place].nbytes for place in planned.plan.places(Fate.OFFLOAD)}
+            return [None] * len(bodies)
+        inventory, parts = planned.inventory, planned.inventory.each
+        sizes = {place: inventory.seen[place].nbytes for place in planned.plan.places(Fate.OFFLOAD)}
         hosts = self._pinned.reserve(slot, sizes)
-        return ActivationStore(planned.inventory, planned.plan, hosts, self._transfers, self._policy.least_bytes)
+        plans = zip(starts_of(parts), parts, part_plans(inventory, planned.plan), strict=True)
+        return [self._store(part, plan, hosts, start) for start, part, plan in plans]
+
+    def _store(self, part: Inventory, plan: Plan, hosts: Mapping[int, Tensor], start: int) -> ActivationStore:
+        """Return what keeps the activations of a part whose first storage has a place among those of all."""
+        own = {place: hosts[start + place] for place in plan.places(Fate.OFFLOAD)}
+        return ActivationStore(part, plan, own, self._transfers, self._policy.least_bytes)
 
     def accepts(self, nbytes: int) -> bool:
         """See `Offloading`. What a pool takes beyond its blocks is known only once it is filled."""
@@ -119,7 +143,7 @@ class RegionOffloading:
             return True
         self._excesses += 1
         if self._excesses > ATTEMPTS:
-            raise CaptureError(self._refusal(max(self._plans), nbytes))
+            raise CaptureError(self._refusal(max(bucket for bucket, _ in self._plans), nbytes))
         self._beyond += int(nbytes - target)
         self._plans.clear()
         return False
@@ -131,53 +155,58 @@ class RegionOffloading:
         if self._pinned.nbytes:
             self._pinned.release()
 
-    def _decide(self, executor: Executor, body: RegionBody) -> _Planned | None:
-        observed = self._look(executor, body)
+    def _decide(self, executor: Executor, bodies: Sequence[RegionBody]) -> _Planned | None:
+        observed = self._look(executor, bodies)
         target_gb = self._policy.offload_above_gb
         if target_gb is None:
             plan: Plan | None = fixed_plan(observed.inventory, self._policy.allowed)
         else:
-            plan = self._within_target(executor, body, target_gb)
+            plan = self._within_target(executor, bodies, target_gb)
         if plan is None:
             return None
         if all(fate is Fate.KEEP for fate in plan.fates):
-            self._say_nothing_leaves(body.bucket, observed.inventory)
+            self._say_nothing_leaves(bodies[0].bucket, observed.inventory)
             return None
         self._check_host(observed.inventory, plan)
         return _Planned(observed.inventory, plan)
 
-    def _look(self, executor: Executor, body: RegionBody) -> Observed:
-        """Return what a body saves and uses, from one look at it."""
-        if body.bucket not in self._looked:
-            observer = Observer(executor.device, self._policy.least_bytes)
-            executor.observe(body, observer)
-            observed = observer.observed()
+    def _look(self, executor: Executor, bodies: Sequence[RegionBody]) -> Observed:
+        """Return what bodies save and use, from one look at each."""
+        key = _key(bodies)
+        if key not in self._looked:
+            observed = observed_together([self._seen(executor, body) for body in bodies])
             for kind, count in observed.refused.items():
                 announce(f"{count} tensors of kind {kind} are not recomputed: that does not give them back to the bit")
-            self._looked[body.bucket] = observed, None
-        return self._looked[body.bucket][0]
+            self._looked[key] = observed, None
+        return self._looked[key][0]
 
-    def _costs(self, executor: Executor, body: RegionBody) -> Costs:
-        observed, costs = self._looked[body.bucket]
+    def _seen(self, executor: Executor, body: RegionBody) -> Observed:
+        observer = Observer(executor.device, self._policy.least_bytes)
+        executor.observe(body, observer)
+        return observer.observed()
+
+    def _costs(self, executor: Executor, bodies: Sequence[RegionBody]) -> Costs:
+        observed, costs = self._looked[_key(bodies)]
         if costs is None:
-            costs = measured_costs(executor, body, observed)
-            self._looked[body.bucket] = observed, costs
+            costs = measured_costs(executor, bodies, observed)
+            self._looked[_key(bodies)] = observed, costs
         return costs
 
-    def _within_target(self, executor: Executor, body: RegionBody, target_gb: float) -> Plan | None:
+    def _within_target(self, executor: Executor, bodies: Sequence[RegionBody], target_gb: float) -> Plan | None:
         """Return the fastest plan that keeps to the target, None where nothing need be done."""
-        observed, allowed = self._looked[body.bucket][0], self._policy.allowed
-        inventory, others = observed.inventory, observed.others + body.static_bytes + self._beyond
+        bucket, allowed = bodies[0].bucket, self._policy.allowed
+        observed = self._look(executor, bodies)
+        inventory, others = observed.inventory, observed.others + static_bytes_of(bodies) + self._beyond
         window = int(target_gb * GIB) - others
         if inventory.nbytes <= window:
             return None
-        costs = self._costs(executor, body)
+        costs = self._costs(executor, bodies)
         plan = plan_within(inventory, costs, allowed, window)
         if plan is None:
-            raise CaptureError(self._refusal(body.bucket, smallest_peak(inventory, costs, allowed) + others))
+            raise CaptureError(self._refusal(bucket, smallest_peak(inventory, costs, allowed) + others))
         expected = forecast(inventory, plan, costs)
         announce(
-            f"bucket {body.bucket}: {describe(inventory, plan)}; {expected.ms:.1f} ms expected beside "
+            f"bucket {bucket}: {describe(inventory, plan)}; {expected.ms:.1f} ms expected beside "
             f"{costs.forward_ms + costs.backward_ms:.1f} ms with all activations kept, copies at "
             f"{costs.offload_gbps:.0f} and {costs.load_gbps:.0f} GB/s"
         )
@@ -219,6 +248,12 @@ def offloading_of(options: ActivationOptions, fields: Mapping[str, str], manager
     if not moves_activations(options):
         return None
     return RegionOffloading(policy_of(options, fields), manager.slots, manager.executor.device)
+
+
+def static_bytes_of(bodies: Sequence[RegionBody]) -> int:
+    """Return the device memory of the buffers that bodies read, shared ones once, and of gradients that they return."""
+    buffers = {tensor.data_ptr(): tensor.nbytes for body in bodies for tensor in body.static_tensors}
+    return sum(buffers.values()) + sum(body.returned_bytes for body in bodies)
 
 
 def describe(inventory: Inventory, plan: Plan) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from .inventory import Event, Group, Inventory
+from .inventory import Event, Group, Inventory, starts_of
 from .schedule import Fate, Plan, Schedule
 
 # Steps in which the parts of a region that are offloaded and recomputed are varied.
@@ -48,7 +48,35 @@ class Forecast:
 
 
 def forecast(inventory: Inventory, plan: Plan, costs: Costs) -> Forecast:
-    """Run a plan's schedule against measured costs instead of a device."""
+    """Run a plan's schedule against measured costs instead of a device, part by part: copies end with their part."""
+    total = max(inventory.nbytes, 1)
+    ms, peak, kept = 0.0, 0, 0
+    for part, of_part in zip(inventory.each, part_plans(inventory, plan), strict=True):
+        found = _forecast(part, of_part, costs, part.nbytes / total)
+        ms, peak = ms + found.ms, max(peak, kept + found.peak)
+        kept += kept_bytes(part, of_part.fates)
+    host = sum(inventory.seen[place].nbytes for place in plan.places(Fate.OFFLOAD))
+    return Forecast(ms, peak, host)
+
+
+def part_plans(inventory: Inventory, plan: Plan) -> list[Plan]:
+    """Return the plan of each part: its window is what is left by activations that parts before it keep."""
+    found, kept = [], 0
+    for start, part in zip(starts_of(inventory.each), inventory.each, strict=True):
+        fates = plan.fates[start : start + len(part.seen)]
+        found.append(Plan(fates, plan.window - kept, plan.reserve))
+        kept += kept_bytes(part, fates)
+    return found
+
+
+def kept_bytes(inventory: Inventory, fates: Sequence[Fate]) -> int:
+    """Return the bytes that stay on the device between forward and backward."""
+    return sum(seen.nbytes for seen, fate in zip(inventory.seen, fates, strict=True) if fate is Fate.KEEP)
+
+
+def _forecast(inventory: Inventory, plan: Plan, costs: Costs, share: float) -> Forecast:
+    """Return the forecast of one part, which takes a share of the time."""
+    costs = replace(costs, forward_ms=costs.forward_ms * share, backward_ms=costs.backward_ms * share)
     clock = _Clock(inventory, costs)
     schedule = Schedule(inventory, plan, clock)
     total = max(inventory.nbytes, 1)
@@ -131,12 +159,17 @@ def fixed_plan(inventory: Inventory, allowed: Allowed) -> Plan:
         for s in inventory.seen
     )
     needed = needed_at_once(inventory, fates)
-    kept = sum(s.nbytes for s, fate in zip(inventory.seen, fates, strict=True) if fate is Fate.KEEP)
+    kept = kept_bytes(inventory, fates)
     return Plan(fates, kept + max(2 * needed, inventory.nbytes // 4), needed)
 
 
 def needed_at_once(inventory: Inventory, fates: tuple[Fate, ...]) -> int:
     """Return the most bytes that come to the device at one moment, each fetched only when it is asked for."""
+    plans = part_plans(inventory, Plan(fates, 0))
+    return max(_needed_at_once(part, plan.fates) for part, plan in zip(inventory.each, plans, strict=True))
+
+
+def _needed_at_once(inventory: Inventory, fates: tuple[Fate, ...]) -> int:
     without_kept = Inventory(
         tuple(replace(s, nbytes=0) if f is Fate.KEEP else s for s, f in zip(inventory.seen, fates, strict=True)),
         inventory.backward,
@@ -198,8 +231,8 @@ class _Nothing:
 def plan_within(inventory: Inventory, costs: Costs, allowed: Allowed, window: int) -> Plan | None:
     """Return the fastest plan whose activations fit a window, None where none does.
 
-    Storages leave from the first on, as they are needed last. What is rebuilt is added in the order of what a byte
-    costs.
+    Storages leave from the first on, as they are needed last; of a chain, the first of every part, then the second, as
+    every part hides a little. What is rebuilt is added in the order of what a byte costs.
 
     Args:
         inventory: What is saved and used.
@@ -273,6 +306,7 @@ def _choices(inventory: Inventory, costs: Costs, allowed: Allowed) -> Iterator[_
     What is left can be offloaded where its scope is allowed.
     """
     known: set[frozenset[int]] = set()
+    order = _order_of_leaving(inventory)
     for groups, last in _cheapest_first(inventory, costs, allowed.kinds):
         whole = {place for place, s in enumerate(inventory.seen) if s.group in groups}
         partly = [place for place, s in enumerate(inventory.seen) if last is not None and s.group == last]
@@ -281,9 +315,16 @@ def _choices(inventory: Inventory, costs: Costs, allowed: Allowed) -> Iterator[_
             if rebuilt in known:
                 continue
             known.add(rebuilt)
-            seen = enumerate(inventory.seen)
+            seen = ((place, inventory.seen[place]) for place in order)
             left = tuple(p for p, s in seen if p not in rebuilt and s.scope in allowed.scopes)
             yield _Choice(inventory, rebuilt, left)
+
+
+def _order_of_leaving(inventory: Inventory) -> list[int]:
+    """Return all places, those that are saved earliest in their part first."""
+    parts = zip(starts_of(inventory.each), inventory.each, strict=True)
+    among = [(place, start) for start, part in parts for place in range(len(part.seen))]
+    return [start + place for place, start in sorted(among)]
 
 
 def _cheapest_first(

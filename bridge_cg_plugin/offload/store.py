@@ -96,6 +96,7 @@ class Packing:
 
     def _pack(self, tensor: Tensor) -> _Stays | _Packed:
         if not is_candidate(tensor, self._registry, self._least):
+            self._stays(tensor)
             return _Stays(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
         record = self._registry.record(tensor)
         saved = record.saved() if record.saved is not None else None
@@ -120,6 +121,9 @@ class Packing:
         # What is left of an earlier forward, whose backward never came, is dropped as late as in the next one.
         if forward == self._forwards:
             self._ended(place)
+
+    def _stays(self, tensor: Tensor) -> None:
+        """Note a saved tensor that stays on the device."""
 
     def _first_saved(self, saved: SavedStorage, record: Record, tensor: Tensor) -> None:
         raise NotImplementedError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.offload.inventory import Event, Inventory, Seen
+from bridge_cg_plugin.offload.inventory import Event, Inventory, Seen, joined, starts_of
 from bridge_cg_plugin.offload.planner import (
     Allowed,
     Costs,
@@ -14,6 +14,7 @@ from bridge_cg_plugin.offload.planner import (
     forecast,
     moments,
     needed_at_once,
+    part_plans,
     plan_within,
     smallest_peak,
 )
@@ -168,6 +169,61 @@ def test_nothing_is_done_that_is_not_allowed(inventory, scopes, kinds, window):
             assert inventory.seen[place].scope in scopes
         for place in plan.places(Fate.REBUILD) if plan else []:
             assert inventory.seen[place].kind in kinds
+
+
+# Parts that run one after the other and share memory.
+
+
+@given(st.lists(inventories(), min_size=1, max_size=4), st.data())
+def test_parts_keep_to_one_window_with_what_the_parts_before_them_keep(parts, data):
+    inventory = joined(parts)
+    assert inventory.nbytes == sum(part.nbytes for part in parts)
+    plan = plan_within(inventory, COSTS, ALL, data.draw(st.integers(0, 1500)))
+    if plan is None:
+        return
+    kept = 0
+    for part, own in zip(inventory.each, part_plans(inventory, plan), strict=True):
+        assert own.window == plan.window - kept
+        schedule = Schedule(part, own, Memory(part, own))
+        memory = schedule._mover
+        for place in range(len(part.seen)):
+            memory.there |= set() if own.fates[place] is Fate.REBUILD else {place}
+            schedule.saved(place)
+            assert kept + memory.nbytes <= plan.window
+        schedule.join()
+        schedule.begin_backward()
+        for event in moments(part, own.fates):
+            if event.what == "use":
+                schedule.used(event.place)
+            else:
+                memory.there.discard(event.place)
+                memory.coming.discard(event.place)
+                schedule.ended(event.place)
+            assert kept + memory.nbytes <= plan.window
+        kept += sum(seen.nbytes for seen, fate in zip(part.seen, own.fates, strict=True) if fate is Fate.KEEP)
+    host = sum(seen.nbytes for seen, fate in zip(inventory.seen, plan.fates, strict=True) if fate is Fate.OFFLOAD)
+    assert forecast(inventory, plan, COSTS).host_bytes == host
+
+
+@given(st.lists(inventories(), min_size=2, max_size=4))
+def test_joined_parts_are_one_inventory_used_from_the_last_part_on(parts):
+    whole, starts = joined(parts), starts_of(parts)
+    for start, part in zip(starts, parts, strict=True):
+        own = whole.seen[start : start + len(part.seen)]
+        assert [seen.nbytes for seen in own] == [seen.nbytes for seen in part.seen]
+        assert all(start <= source < start + len(part.seen) for seen in own for source in seen.sources)
+    assert whole.backward[0].place >= starts[-1] and whole.backward[-1].place < starts[1]
+
+
+def test_parts_of_a_tower_leave_evenly():
+    """A part hides copies behind its own work only, so that each part copies a little."""
+    layers = 27
+    inventory = joined([tower(tokens=8192, layers=1)] * layers)
+    alone = Allowed(frozenset({"attention"}), frozenset())
+    plan = plan_within(inventory, Costs(30.0, 65.0, 50.0, 50.0), alone, int(0.9 * inventory.nbytes))
+    offloaded = plan.places(Fate.OFFLOAD)
+    counts = [sum(place // 8 == part for place in offloaded) for part in range(layers)]
+    assert max(counts) - min(counts) <= 1
 
 
 # The tower at 16384 tokens, as docs/benchmarks/memory.md counts it.
