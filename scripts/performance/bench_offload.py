@@ -3,6 +3,7 @@
     python scripts/performance/bench_offload.py
     python scripts/performance/bench_offload.py --cases 1x2048 --targets 0.5,0.4,0.3
     python scripts/performance/bench_offload.py --slots 1
+    python scripts/performance/bench_offload.py --cases tokens_8192 --modules attn --targets 0.6
 
 Every mode replays the same batches on the same weights as `none`, the graph that keeps all activations. A case with
 several slots runs as many forwards and then their backwards, as a pipeline's first stage does. `experts_8192` is a pack
@@ -37,6 +38,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", default=",".join(FIXED), help=f"beside targets; all: {', '.join(FIXED)}")
     parser.add_argument("--targets", default=TARGETS, help="memory targets of modes mixed_N, parts of none's memory")
     parser.add_argument("--slots", type=int, help="microbatches in flight; the case's own by default")
+    parser.add_argument("--modules", default="", help="parts of layers on graphs; the whole model without")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each mode, at least 3")
     parser.add_argument("--seconds", type=float, default=300.0, help="no further mode begins after this long")
     return parser.parse_args(arguments)
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bench_offload.py: {error}", file=sys.stderr)
         return 2
     deadline = time.monotonic() + args.seconds
-    bench = Bench(args.repeats)
+    bench = Bench(args.repeats, [module for module in args.modules.split(",") if module])
     for name, grid in cases.items():
         case = bench.case(name, grid, args.slots or SLOTS.get(name, 1))
         for record in case.records(modes, targets, deadline):

@@ -26,6 +26,26 @@ def test_every_mode_of_a_case_has_a_record(tmp_path, capsys):
     assert "outputs equal" in capsys.readouterr().out
 
 
+def test_parts_of_layers_are_cases_of_their_own(tmp_path, monkeypatch):
+    from bridge_cg_plugin.options import VisionGraphOptions
+
+    out = tmp_path / "offload.jsonl"
+    monkeypatch.setattr(VisionGraphOptions, "__init__", small_activations_leave(VisionGraphOptions.__init__))
+    words = ["--cases", "tokens_64", "--modules", "attn", "--targets", "", "--repeats", "3", "--out", str(out)]
+    assert bench_offload.main(words) == 0
+    found = {r["mode"]: r for r in read_records(out)}
+    assert list(found) == ["none", "offload", "recompute"]
+    for one in found.values():
+        check_record(one)
+        assert one["case"] == "tokens_64_attn" and one["bit_equal"] and one["grad_rel"] == 0 and not one["fallbacks"]
+    assert found["offload"]["pinned_gb"] > 0
+
+
+def small_activations_leave(init):
+    """Return a constructor of options with which activations of a small tower leave, too."""
+    return lambda self, **options: init(self, **{"offload_min_bytes": 1024, **options})
+
+
 def test_packs_with_experts_are_a_case(tmp_path, monkeypatch):
     monkeypatch.setattr(packs, "TOKENS", 320)
     monkeypatch.setattr(language_model, "build_model", lambda shape: new_model(**EXPERTS, cuda_graph_modules=[]))

@@ -1,5 +1,6 @@
 """The cases of bench_offload.py."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from bridge_cg_tools.benchmarks.models.workloads import Grid
@@ -16,13 +17,14 @@ class Bench:
 
     Args:
         repeats: Timed runs of each mode.
+        modules: Parts of layers on graphs; none are the whole tower, or all layers.
     """
 
-    def __init__(self, repeats: int) -> None:
+    def __init__(self, repeats: int, modules: Sequence[str] = ()) -> None:
         from bridge_cg_tools.benchmarks.models import tower
 
         tower.start_process()
-        self._repeats = repeats
+        self._repeats, self._modules = repeats, modules
         self._tower: tuple[Any, Any] | None = None
 
     def case(self, name: str, grid: Grid | None, slots: int) -> Replays:
@@ -39,9 +41,9 @@ class Bench:
             from bridge_cg_tools.benchmarks.offload.packs import PackReplays
 
             self._tower = None
-            return PackReplays(name, slots, self._repeats)
+            return PackReplays(name, slots, self._repeats, self._modules)
         if self._tower is None:
             model = tower.build_tower()
             self._tower = model, tower.MainGrads(model)
         model, grads = self._tower
-        return TowerReplays(name, grid, slots, model, grads, self._repeats)
+        return TowerReplays(name, grid, slots, model, grads, self._repeats, self._modules)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bridge_cg_tools.benchmarks.models import language_model as lm
 from bridge_cg_tools.benchmarks.models import tower
-from bridge_cg_tools.benchmarks.offload.replays import Replays
+from bridge_cg_tools.benchmarks.offload.replays import Replays, case_of
 
 DOCUMENTS = 5
 TOKENS = 8192
@@ -26,12 +26,20 @@ class PackReplays(Replays):
         name: Of the case.
         slots: Packs in flight.
         repeats: Timed runs of each mode.
+        modules: Parts of layers on graphs; none are all layers.
     """
 
-    def __init__(self, name: str, slots: int, repeats: int) -> None:
+    def __init__(self, name: str, slots: int, repeats: int, modules: Sequence[str] = ()) -> None:
         self.model: nn.Module = lm.build_model(SHAPES[name])
+        self._modules = tuple(modules)
         self.batches = [lm.make_pack(lm.draw(TOKENS, DOCUMENTS, seed), seed) for seed in range(slots)]
-        head = {"case": name, "tokens": TOKENS, "documents": DOCUMENTS, "slots": slots, "bucket": TOKENS}
+        head = {
+            "case": case_of(name, modules),
+            "tokens": TOKENS,
+            "documents": DOCUMENTS,
+            "slots": slots,
+            "bucket": TOKENS,
+        }
         super().__init__(head, tower.MainGrads(self.model), repeats)
 
     @contextmanager
@@ -44,6 +52,7 @@ class PackReplays(Replays):
             self.model,
             self.batches[0],
             exact=False,
+            modules=self._modules,
             cuda_graph_max_packed_seqs=2 * DOCUMENTS,
             cuda_graph_packed_buckets=[tokens],
             cuda_graph_packed_tuning={"slots": len(self.batches), "evaluation": False, **TUNING},

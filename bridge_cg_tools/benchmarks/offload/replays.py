@@ -146,14 +146,17 @@ class TowerReplays(Replays):
         model: The tower.
         grads: Where its gradients are summed.
         repeats: Timed runs of each mode.
+        modules: Parts of layers on graphs; none are the whole tower.
     """
 
-    def __init__(self, name: str, grid: Grid, slots: int, model: Any, grads: Any, repeats: int) -> None:
+    def __init__(
+        self, name: str, grid: Grid, slots: int, model: Any, grads: Any, repeats: int, modules: Sequence[str] = ()
+    ) -> None:
         from bridge_cg_tools.benchmarks.models import tower
 
-        self.model = model
+        self.model, self._modules = model, tuple(modules)
         self.batches = [tower.make_batch(grid, model, seed=seed) for seed in range(slots)]
-        head = {**description(name, "", grid), "slots": slots, "bucket": tokens_of(grid)}
+        head = {**description(case_of(name, modules), "", grid), "slots": slots, "bucket": tokens_of(grid)}
         super().__init__(head, grads, repeats)
 
     @contextmanager
@@ -173,6 +176,7 @@ class TowerReplays(Replays):
                 cost_fallback=False,
                 strict=True,
                 exact_below=0,
+                modules=self._modules,
                 **settings,
                 **options,
             ),
@@ -194,6 +198,11 @@ class TowerReplays(Replays):
         """See `Replays`."""
         gradients: Sequence[Any] = batch.gradients
         return gradients
+
+
+def case_of(name: str, modules: Sequence[str]) -> str:
+    """Return the case of a record, with the parts of layers that are on graphs."""
+    return f"{name}_{'_'.join(modules)}" if modules else name
 
 
 def relative(actual: Sequence[Any], expected: Sequence[Any]) -> float:
@@ -221,8 +230,9 @@ def compared(
 
 def rebuilding(helper: Any) -> dict[str, Any]:
     """Return the ms that a GiB of each kind takes to be recomputed, where a memory target had it measured."""
-    (region,) = helper.graphs._regions
-    costs = {} if region._offloading is None else region._offloading.rebuild_ms
+    piece = helper.graphs._regions[0]._piece
+    offloading = piece.offloading if piece.chain is None else piece.chain.offloading
+    costs = {} if offloading is None else offloading.rebuild_ms
     return {"rebuild_ms_per_gb": {"/".join(group): ms * GIB for group, ms in costs.items()}} if costs else {}
 
 
