@@ -1,10 +1,8 @@
 """Options of regions whose activations leave the device, which vision and packed-sequence graphs share."""
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from .declaration import option
-from .errors import OptionError
 from .values import positive_number, some_of, whole_number
 
 # Parts of a model whose saved tensors can be offloaded, and what can be recomputed in the backward.
@@ -94,26 +92,3 @@ def moves_activations(options: ActivationOptions) -> bool:
 def offloads(options: ActivationOptions) -> bool:
     """Whether activations may be copied to the host."""
     return bool(options.offload) or options.offload_above_gb is not None
-
-
-def check_region(options: ActivationOptions, whole: bool, fields: dict[str, str], modules: Sequence[str]) -> None:
-    """Refuse to move activations of regions that are as small as a part of a layer.
-
-    Args:
-        options: What was asked for.
-        whole: Whether all layers are one region.
-        fields: Option -> field.
-        modules: The parsed field of modules.
-
-    Raises:
-        OptionError: Activations shall move, and regions are parts of layers.
-    """
-    for name in ("offload", "recompute", "offload_above_gb"):
-        given = getattr(options, name)
-        if given and not whole:
-            raise OptionError(
-                fields[name],
-                list(given) if isinstance(given, tuple) else given,
-                f"None with {fields['modules']}={list(modules)}",
-                "Capture all layers as one region: in a part of a layer a copy has nothing to run beside.",
-            )

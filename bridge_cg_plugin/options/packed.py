@@ -65,7 +65,7 @@ class PackedOptions:
         "As for vision graphs",
         tuning=True,
     )
-    offload: tuple[str, ...] | None = offload_option("As for vision graphs, if all layers are one region")
+    offload: tuple[str, ...] | None = offload_option("As for vision graphs")
     recompute: tuple[str, ...] | None = recompute_option("As for vision graphs")
     offload_above_gb: float | None = offload_above_option("As for vision graphs")
     offload_min_bytes: int = offload_min_bytes_option()

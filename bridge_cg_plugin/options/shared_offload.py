@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from .activations import OFFLOAD_MODULES, check_region
+from .activations import OFFLOAD_MODULES
 from .errors import OptionError
 from .facts import Facts
 from .graph_options import GraphOptions
@@ -38,7 +38,6 @@ def share_offload(options: GraphOptions, facts: Facts) -> GraphOptions:
     vision, packed = options.vision, options.packed
     if vision.enabled:
         vision = _region(vision, offload, PROVIDER_FIELDS)
-        check_region(vision, vision.whole_encoder, PROVIDER_FIELDS, vision.modules)
     if packed.enabled:
         packed = _region(packed, offload, PACKED_FIELDS)
         return replace(options, vision=vision, packed=packed)

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .activations import (
-    check_region,
     moves_activations,
     offload_above_option,
     offload_host_option,
@@ -344,7 +343,6 @@ def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding"
         check_limits(
             options.bucket_limits, options.buckets, PROVIDER_FIELDS["bucket_limits"], PROVIDER_FIELDS["buckets"]
         )
-        check_region(options, options.whole_encoder, PROVIDER_FIELDS, options.modules)
     return options
 
 

@@ -16,6 +16,7 @@ from ..graphs.planning.demand import BEGIN_WITH, Demand
 from ..graphs.planning.room import MemoryLimit
 from ..graphs.program import RegionProgram
 from ..graphs.rank_consensus import digest
+from ..graphs.recordings.chain import Chain
 from ..graphs.recordings.compiling import KernelCompiler
 from ..graphs.region import Region
 from ..graphs.reports.report import GIB
@@ -141,11 +142,11 @@ class EncoderCapture:
         """Return the whole encoder, or a part of every layer, with the buckets to begin with."""
         if self._options.whole_encoder:
             return [self._piece(manager, program, demand.buckets, growth=growth_of(demand))]
-        frames, pieces = self.plan.max_frames(), []
+        frames, pieces, chain = self.plan.max_frames(), [], self._chain(manager)
         for part in self._parts():
             growth = growth_of_part(demand, part, frames)
             buckets = [growth.bucket_of(bucket) for bucket in demand.buckets]
-            pieces.append(self._piece(manager, part.program, buckets, part.site, growth))
+            pieces.append(self._piece(manager, part.program, buckets, part.site, growth, chain))
         return pieces
 
     def _largest(self) -> int:
@@ -220,10 +221,16 @@ class EncoderCapture:
         if options.whole_encoder:
             buckets = [bucket for capacity in capacities for bucket in self._buckets_of(capacity)]
             return [self._piece(manager, self.encoder_program(), buckets)]
-        return [
-            self._piece(manager, part.program, [Bucket(c, part.limits(frames)) for c in capacities], part.site)
-            for part in self._parts()
-        ]
+        chain, pieces = self._chain(manager), []
+        for part in self._parts():
+            part_buckets = [Bucket(capacity, part.limits(frames)) for capacity in capacities]
+            pieces.append(self._piece(manager, part.program, part_buckets, part.site, chain=chain))
+        return pieces
+
+    def _chain(self, manager: Manager) -> Chain | None:
+        """Return what lets activations of parts of layers leave the device; None where they stay."""
+        offloading = offloading_of(self._options, PROVIDER_FIELDS, manager)
+        return None if offloading is None else Chain(manager.executor, offloading)
 
     def _buckets_of(self, capacity: int) -> list[Bucket]:
         return self.plan.buckets_of(capacity, self.kernels.attends_directly)
@@ -246,13 +253,15 @@ class EncoderCapture:
         buckets: Sequence[Bucket],
         site: CallSite | None = None,
         growth: Growth | None = None,
+        chain: Chain | None = None,
     ) -> Piece:
         return Piece(
             program=program,
             buckets=buckets,
             site=site,
             evaluation=self._options.evaluation,
-            offloading=offloading_of(self._options, PROVIDER_FIELDS, manager),
+            offloading=None if site is not None else offloading_of(self._options, PROVIDER_FIELDS, manager),
+            chain=chain,
             has_side_stream=self.has_side_stream,
             compile=self._compiler.finish,
             growth=growth,

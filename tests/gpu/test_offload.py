@@ -317,3 +317,92 @@ def test_too_little_host_memory_is_an_error_before_any_capture(tower_module, mod
     with pytest.raises(CaptureError, match="vision_cuda_graph_tuning.offload_host_max_gb"):
         graphs_of(buckets=(1856,), max_frames=2, **EVERYTHING, offload_host_max_gb=0.01)
     assert not captures and time.perf_counter() - started < 60
+
+
+# Parts of layers, which share a slot's memory.
+
+PARTS = pytest.mark.parametrize("modules", [pytest.param(("attn",), marks=pytest.mark.first), ("mlp",)], ids=",".join)
+OF_PARTS = {"offload": EVERYTHING, "recompute": REBUILD, "both": {**EVERYTHING, **REBUILD}}
+
+
+@PARTS
+@pytest.mark.parametrize("name", OF_PARTS)
+def test_parts_of_layers_give_what_parts_that_keep_all_give(
+    deterministic, tower_module, graphs_of, model, grads, modules, name
+):
+    """Two microbatches in flight, in two buckets of both slots, over memory that other captures wrote."""
+    grids = [GRID, [(1, 36, 36)]]
+    batches = [tower_module.make_batch(grid, model, seed=seed) for seed, grid in enumerate(grids)]
+    found = []
+    for options in ({}, OF_PARTS[name]):
+        helper = graphs_of(
+            buckets=(1344, 1856), slots=2, max_frames=2, modules=modules, kernels="fast", evaluation=False, **options
+        )
+        found += [steps(tower_module, model, grads, order) for order in (batches, batches[::-1], batches)]
+        statistics = helper.graphs.statistics()
+        assert not statistics.fallbacks and statistics.replays == 6 * len(helper.graphs._regions)
+        assert (statistics.pinned_bytes > 0) == ("offload" in options)
+        print(f"{statistics.memory_bytes / 2**20:.0f} MiB device, {statistics.pinned_bytes / 2**20:.0f} MiB host")
+        helper.delete_cuda_graphs()
+    kept, moved = found[:3], found[3:]
+    for (outputs, gradients), (right, others) in zip(moved, kept, strict=True):
+        assert all(map(torch.equal, outputs, right))
+        assert all(map(torch.equal, gradients, others))
+
+
+@PARTS
+def test_parts_of_layers_share_one_memory_target(deep, modules):
+    def memory(**options):
+        gc.collect()
+        torch.cuda.empty_cache()
+        settings = {"impl": "transformer_engine", "strict": True, "evaluation": False, "slots": 1, "max_frames": 1}
+        helper = VisionTECudaGraphHelper(
+            deep, deep.config, options=VisionGraphOptions(buckets=(4096,), modules=modules, **settings, **options)
+        )
+        helper.create_cudagraphs()
+        statistics = helper.graphs.statistics()
+        fates = [plan.plan for plan in plans_of(helper.graphs)]
+        helper.delete_cuda_graphs()
+        return statistics.memory_bytes / 2**30, statistics.pinned_bytes / 2**30, fates
+
+    apart, _, _ = memory()
+    shared, _, _ = memory(offload_above_gb=1000.0)
+    rebuilt, none, _ = memory(recompute=REBUILD["recompute"])
+    offloaded, host, _ = memory(offload=EVERYTHING["offload"])
+    target = 0.6 * shared
+    mixed, _, (plan,) = memory(offload_above_gb=target)
+    counts = {fate.value: len(plan.places(fate)) for fate in Fate}
+    print(
+        f"apart {apart:.2f} GiB, shared {shared:.2f}, offloaded {offloaded:.2f} ({host:.2f} host), "
+        f"again {rebuilt:.2f}, mix {mixed:.2f} of {target:.2f}: {counts}"
+    )
+    assert shared < apart
+    assert offloaded < 0.6 * shared and host > 0
+    assert rebuilt < 0.9 * shared and none == 0
+    assert mixed <= 1.05 * target
+
+
+def plans_of(graphs):
+    """Return the plans of parts of layers; none where these keep all."""
+    chain = graphs._regions[0]._piece.chain
+    return [] if chain is None else [plan for plan in chain.offloading._plans.values() if plan is not None]
+
+
+def test_parts_of_layers_in_a_model_that_changes(tower_module, graphs_of, model, grads):
+    """Weights that moved have all parts recorded again; a pass without gradients leaves a microbatch alone."""
+    batch = tower_module.make_batch(GRID, model)
+    helper = graphs_of(buckets=(1856,), slots=2, max_frames=2, modules=("attn",), **OF_PARTS["both"])
+    expected = steps(tower_module, model, grads, [batch])
+    for _ in range(2):
+        with torch.no_grad():
+            tower_module.forward(model, batch)
+    weight = model.decoder.layers[1].self_attention.linear_proj.weight
+    weight.data = weight.data.clone()
+    grads.zero()
+    made = tower_module.forward(model, batch)
+    with torch.no_grad():
+        tower_module.forward(model, batch)
+    torch.autograd.backward(made, batch.gradients)
+    assert all(map(torch.equal, [o.detach() for o in made], expected[0]))
+    assert tower_module.largest_relative(grads.copy(), expected[1]) <= 3e-2
+    assert set(helper.graphs.statistics().fallbacks) <= {"mode_not_captured"}

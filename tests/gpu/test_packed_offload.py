@@ -152,3 +152,59 @@ def test_packs_that_do_not_fit_train_with_a_memory_target(tower_module):
             assert_within_noise(trained, graphs, packs, buckets)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+# Parts of layers, which share a slot's memory; experts stay eager between them.
+
+OF_PARTS = pytest.mark.parametrize(
+    "modules, experts_too",
+    [(("attn",), False), (("mlp",), False), pytest.param(("attn", "moe_router"), True, marks=pytest.mark.first)],
+    ids=["attn", "mlp", "attn,moe_router"],
+)
+
+
+def results_of_parts(trained, packs, modules, buckets=BUCKETS, **options):
+    """Return what graphs of parts of layers give for packs, over poisoned buffers, and their statistics."""
+    tuning = {"offload_min_bytes": 65536, "evaluation": False, "slots": 2}
+    wanted = {**KEPT, "cuda_graph_packed_buckets": buckets, "cuda_graph_packed_tuning": tuning, **options}
+    with graphs_on(trained.model, packs[0], modules=modules, **wanted) as graphs:
+        found = []
+        for pack in packs:
+            poison(graphs)
+            found.append(trained.results(pack))
+        statistics = graphs.statistics()
+        assert statistics.replays == len(packs) * len(graphs._regions), statistics.fallbacks
+        assert not statistics.fallbacks
+        return found, statistics
+
+
+@OF_PARTS
+@pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
+def test_parts_of_layers_give_what_parts_that_keep_all_give(
+    gpt, experts, deterministic_algorithms, modules, experts_too, options
+):
+    trained, packs = experts if experts_too else gpt, [lm.make_pack(lengths) for lengths in EXPERT_PACKS]
+    kept, _ = results_of_parts(trained, packs, modules)
+    found, statistics = results_of_parts(trained, packs, modules, **options)
+    assert all(map(parity.same, found, kept))
+    assert (statistics.pinned_bytes > 0) == (options["cuda_graph_packed_offload"] is not None)
+
+
+@OF_PARTS
+def test_parts_of_layers_keep_one_memory_target(tower_module, gpt, experts, modules, experts_too):
+    """Attention's backward adds in any order here."""
+    trained, packs = experts if experts_too else gpt, [lm.make_pack(LONG)]
+    buckets, options = [packs[0].tokens], {"cuda_graph_packed_offload_above_gb": 1000.0}
+    kept, apart = results_of_parts(trained, packs, modules, buckets)
+    again, shared = results_of_parts(trained, packs, modules, buckets, **options)
+    target = 0.8 * shared.memory_bytes / 2  # of one slot
+    options["cuda_graph_packed_offload_above_gb"] = target / 2**30
+    found, statistics = results_of_parts(trained, packs, modules, buckets, **options)
+    taken = [s.memory_bytes / 2**30 for s in (apart, shared, statistics)]
+    print(
+        "apart {:.3f} GiB, shared {:.3f} GiB, with a target {:.3f}".format(*taken), f"of {2 * target / 2**30:.3f} GiB"
+    )
+    assert statistics.memory_bytes <= 1.05 * 2 * target < shared.memory_bytes < apart.memory_bytes
+    noise = max(map(relative, again[0][1], kept[0][1]))
+    assert torch.equal(found[0][0], kept[0][0])
+    assert max(map(relative, found[0][1], kept[0][1])) <= max(NOISE * noise, 1e-6)

@@ -14,12 +14,17 @@ from bridge_cg_plugin.graphs.manager import GraphManager
 from bridge_cg_plugin.graphs.piece import CallSite, Growth, Piece, Surroundings
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.planning.demand import Demand, Menu
+from bridge_cg_plugin.graphs.recordings.chain import Chain
 from bridge_cg_plugin.graphs.workload import Call, Workload
+from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
+from bridge_cg_plugin.offload.planner import Allowed
+from bridge_cg_plugin.offload.registry import OTHER
 
 from ..leaving import LeavingExecutor
 from ..rows_program import RowsProgram
 
 WIDTH, LAYERS, CAPACITIES, SLOTS = 6, 2, (4, 8), 2
+EVERYTHING = Policy(Allowed(frozenset({OTHER}), frozenset()), least_bytes=1)
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -107,8 +112,9 @@ class ModelWorkload(Workload):
 
     title, noun, group, out_of_memory_remedy, strict = "graphs", "model", "toy", "", True
 
-    def __init__(self, model: Model, parts: bool, grows: bool) -> None:
+    def __init__(self, model: Model, parts: bool, grows: bool, chained: bool = False) -> None:
         self._model, self._layers, self._grows = model, tuple(model.layers) if parts else (), grows
+        self._chained = chained
 
     def read(self, x: Tensor) -> Call:
         return Call(x, note=Rows(len(x)))
@@ -127,12 +133,15 @@ class ModelWorkload(Workload):
             demand = Demand(menu)
             growth = Growth(menu.cost, lambda x: demand.missed(Rows(len(x))))
         buckets = [] if demand else [Bucket(c) for c in CAPACITIES]
+        offloading = RegionOffloading(EVERYTHING, self.manager.slots, self.manager.executor.device)
+        chain = Chain(self.manager.executor, offloading) if self._chained else None
         layers = [
             Piece(
                 program=RowsProgram(layer, (WIDTH,), 1, layer.inner, layer.linears),
                 buckets=buckets,
                 site=CallSite(layer, "inner", read=lambda x, args, kwargs: x),
                 growth=growth,
+                chain=chain,
             )
             for layer in self._layers
         ]
@@ -157,9 +166,10 @@ class ModelWorkload(Workload):
         return {}
 
 
-def graphs_of(model: Model, parts: bool, grows: bool = False) -> GraphManager:
+def graphs_of(model: Model, parts: bool, grows: bool = False, chained: bool = False) -> GraphManager:
     """Put a model on graphs that are not captured yet."""
-    return GraphManager(model, ModelWorkload(model, parts, grows), LeavingExecutor(), Surroundings(slots=SLOTS))
+    workload = ModelWorkload(model, parts, grows, chained)
+    return GraphManager(model, workload, LeavingExecutor(), Surroundings(slots=SLOTS))
 
 
 def are_close(actual: Tensor, expected: Tensor) -> bool:
@@ -175,13 +185,14 @@ class GraphedAndEager:
         seed: Decides weights and every choice.
         parts: Whether a part of every layer is a region of its own, instead of the whole model.
         grows: Whether buckets are recorded on demand, before steps that begin at random.
+        chained: Whether activations of parts leave the device, so that the parts share their memory.
     """
 
-    def __init__(self, seed: int, parts: bool = False, grows: bool = False) -> None:
+    def __init__(self, seed: int, parts: bool = False, grows: bool = False, chained: bool = False) -> None:
         self.grows = grows
         self.random = random.Random(seed)
         self.models = [Model(seed), Model(seed)]
-        self.graphs = graphs_of(self.models[1], parts, grows)
+        self.graphs = graphs_of(self.models[1], parts, grows, chained)
         self.graphs.capture()
         self.in_flight: list[tuple[Tensor, Tensor]] = []
         self.autocast = False

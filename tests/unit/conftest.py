@@ -6,6 +6,7 @@ from ..executors import choose
 
 ON_TAPE = (
     "test_capture_pauses",
+    "test_chain",
     "test_encoder_plugins",
     "test_encoders",
     "test_growing",

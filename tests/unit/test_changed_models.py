@@ -20,9 +20,19 @@ from .towers import assert_close, draw, forward, graphs_on, loss_of, new_tower, 
 
 @pytest.mark.parametrize("block", range(5))
 def test_any_sequence_of_changes_equals_eager(block):
+    equals_eager(range(40 * block, 40 * (block + 1)), parts=lambda seed: seed % 3 == 0)
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_any_sequence_of_changes_equals_eager_where_activations_of_parts_leave(block):
+    equals_eager(range(40 * block, 40 * (block + 1)), parts=lambda seed: True, chained=True)
+
+
+def equals_eager(seeds, parts, chained=False):
+    """Change models at random, run microbatches and compare each with eager."""
     replays = fallbacks = 0
-    for seed in range(40 * block, 40 * (block + 1)):
-        pair = GraphedAndEager(seed, parts=seed % 3 == 0, grows=seed % 2 == 1)
+    for seed in seeds:
+        pair = GraphedAndEager(seed, parts=parts(seed), grows=seed % 2 == 1, chained=chained)
         try:
             pair.random_sequence(12)
         except AssertionError as error:

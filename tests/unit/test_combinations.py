@@ -62,10 +62,6 @@ REFUSED = {
         "cuda_graph_modules",
     ),
     "graphs without `te_rng_tracker`": (f"{TE} rng.te_rng_tracker=false", "rng.te_rng_tracker"),
-    "packed-sequence graphs of parts of layers with offloading or recompute": (
-        f"{TE} {PACKED} cuda_graph_modules=attn cuda_graph_packed_offload=all",
-        "cuda_graph_modules",
-    ),
     "full recompute with per-layer graphs": (f"{TE} recompute_granularity=full", "model.recompute_granularity"),
     "recompute of `moe` with a captured `moe_router`": (
         f"{TE} cuda_graph_modules=moe_router recompute_granularity=selective recompute_modules=moe",
@@ -363,10 +359,9 @@ def test_experts_beside_mamba_layers_get_the_parts_to_name():
 
 
 @pytest.mark.parametrize("modules", ["attn", "attn,mlp", "attn,moe_router"])
-def test_parts_of_layers_with_experts_keep_their_activations(modules):
+def test_activations_of_parts_of_layers_with_experts_may_leave(modules):
     words = f"{TE} {PACKED} num_moe_experts=8 cuda_graph_modules={modules} cuda_graph_packed_offload_above_gb=4"
-    with pytest.raises(OptionError, match="it must be empty with cuda_graph_packed_offload_above_gb"):
-        graph_options(words)
+    assert graph_options(words).packed.moves_activations
 
 
 def test_experts_are_divided_like_layers_where_nothing_is_set():

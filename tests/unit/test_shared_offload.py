@@ -91,8 +91,6 @@ def test_where_nothing_would_leave_it_is_refused(words, reason):
         ("fine_grained_activation_offloading=false", "fine_grained_activation_offloading"),
         ("offload_modules=core_attn", "offload_modules"),
         ("min_offloaded_tensor_size=7", "min_offloaded_tensor_size"),
-        (f"{VISION} vision_cuda_graph_modules=attn", "vision_cuda_graph_offload"),
-        (f"{PACKED} cuda_graph_modules=attn", "cuda_graph_modules"),
         ("cpu_offloading=true", "model.cpu_offloading"),
         ("recompute_granularity=full", "model.recompute_granularity"),
         ("recompute_granularity=selective recompute_modules=core_attn", "model.recompute_modules"),
@@ -102,6 +100,13 @@ def test_two_that_say_different_things_are_refused(words, field):
     with pytest.raises(OptionError) as caught:
         graph_options(f"{words} activation_offload=attention activation_offload_min_bytes=4096")
     assert caught.value.field == field
+
+
+def test_parts_of_layers_share_the_option():
+    found = graph_options(f"{VISION} vision_cuda_graph_modules=attn activation_offload=attention")
+    assert found.vision.offload == ("attention",)
+    found = graph_options(f"{PACKED} cuda_graph_modules=attn activation_offload=attention")
+    assert found.packed.offload == ("attention",)
 
 
 def test_a_memory_target_may_use_what_is_shared():

@@ -18,6 +18,7 @@ from ...graphs.piece import Growth, Piece
 from ...graphs.planning.buckets import EXACT_BELOW, BucketPlan, next_run_options
 from ...graphs.planning.demand import BEGIN_WITH, WINDOW, Demand
 from ...graphs.rank_consensus import digest
+from ...graphs.recordings.chain import Chain
 from ...graphs.recordings.compiling import KernelCompiler
 from ...graphs.region import Region
 from ...graphs.replays.inputs import want_gradients
@@ -190,6 +191,9 @@ class PackedWorkload(Workload):
         growth = Growth(replay_cost, partial(_missed, demand)) if demand else None
         shared = SharedInputs(SHARED, self.manager.executor.device)
         parts = self.family.parts(self.modules)
+        offloading = offloading_of(self.options, PACKED_FIELDS, self.manager)
+        in_parts = parts[0].site is not None
+        chain = Chain(self.manager.executor, offloading) if in_parts and offloading is not None else None
         regions = self.manager.record(
             [
                 Piece(
@@ -198,7 +202,8 @@ class PackedWorkload(Workload):
                     site=part.site,
                     evaluation=self.options.evaluation,
                     shared=None if part.site is None else shared,
-                    offloading=offloading_of(self.options, PACKED_FIELDS, self.manager),
+                    offloading=None if in_parts else offloading,
+                    chain=chain,
                     compile=self._compiler.finish,
                     around=self.family.statistics_kept,
                     growth=growth,
@@ -234,18 +239,18 @@ class PackedWorkload(Workload):
             part.run,
             part.outputs,
             EXACT_BELOW,
-            self._kernels,
+            partial(self._kernels, part),
             part.weights,
         )
 
     @contextmanager
-    def _kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+    def _kernels(self, part: DecoderPart, modules: Sequence[nn.Module]) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self.family.kernels(modules))
             if self.options.gradient_accumulation_fusion:
                 stack.enter_context(self.family.fused_accumulation(modules))
             if self.options.moves_activations:
-                stack.enter_context(self.family.known_activations(modules))
+                stack.enter_context(self.family.known_activations((part.owner,)))
             yield
 
     def captured(self) -> None:

@@ -120,11 +120,6 @@ def one_region(options: GraphOptions, facts: Facts) -> bool:
     return whole_layers(options) or (not facts.moe and _all_parts(options))
 
 
-def _offloading(options: GraphOptions) -> str:
-    """Return the first option that moves activations."""
-    return next(PACKED_FIELDS[n] for n in ("offload", "recompute", "offload_above_gb") if getattr(options.packed, n))
-
-
 def asked(options: GraphOptions) -> str:
     """Return the option that asks for graphs of packed sequences, with its value."""
     return f"{MAX_PACKED_SEQS}={options.packed.max_packed_seqs}"
@@ -184,17 +179,6 @@ PACKED = (
             ",".join(f.expert_adapters),
             f"other layers than experts' with {asked(o)} and {MODULES} empty",
             f"Set {MODULES}={with_experts(f)}, where experts stay eager.",
-        ),
-    ),
-    Combination(
-        "packed-sequence graphs of parts of layers with offloading or recompute",
-        "A part of a layer is too short to overlap with a copy",
-        lambda o, f: packs(o) and o.packed.moves_activations and not one_region(o, f),
-        lambda o, f: (
-            MODULES,
-            _names(o),
-            f"{'empty' if f.moe else 'empty or attn,mlp'} with {_offloading(o)}",
-            f"Capture all layers as one region, or remove {_offloading(o)}.",
         ),
     ),
     Combination(
