@@ -110,8 +110,6 @@ def _why_kept(module: str, language_model: LanguageModelGraphOptions, facts: Fac
     """Return why megatron-core does not offload a module of this model; None where it does."""
     if module in EXPERTS and facts.moe is False:
         return "megatron-core offloads MLPs of experts only"
-    if module in ATTENTION and facts.images:
-        return "Bridge's attention for this model offloads nothing"
     if (module == "attn_norm" and not facts.mla) or (module == "mlp_norm" and facts.moe is False):
         return "its norms are part of the linear layers behind them"
     return _why_graphs_keep(module, language_model, facts)

@@ -37,15 +37,30 @@ def test_layers_that_megatron_core_runs_train_the_same(trained, offloaded, plain
 
 
 @pytest.mark.parametrize(
-    "offloaded, plain", [(run("--model", QWEN, "--set", ALL), run("--model", QWEN))], ids=["experts"]
+    "offloaded, plain",
+    [
+        (run("--model", QWEN, "--set", ALL), run("--model", QWEN)),
+        pytest.param(run("--model", QWEN, "--set", ATTENTION), run("--model", QWEN), marks=pytest.mark.first),
+        (run("--model", QWEN, "--set", "activation_offload=mlp"), run("--model", QWEN)),
+    ],
+    ids=["all", "attention", "experts"],
 )
-def test_qwen3_vls_language_model_offloads_experts(trained, offloaded, plain):
+def test_qwen3_vls_language_model_offloads(trained, offloaded, plain):
     one, other = trained(offloaded), trained(plain)
     print(one["offloaded"], one["losses"], other["losses"])
     assert one["offloaded"] > 0 and other["offloaded"] == 0
     assert one["losses"] == pytest.approx(other["losses"], rel=1e-4)
     for norms, expected in zip(one["grad_norms"], other["grad_norms"], strict=True):
         assert norms == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    "more, less",
+    [(run("--model", QWEN, "--set", ALL), run("--model", QWEN, "--set", "activation_offload=mlp"))],
+    ids=["attention"],
+)
+def test_attention_leaves_beside_experts(trained, more, less):
+    assert trained(more)["offloaded"] > trained(less)["offloaded"] > 0
 
 
 @pytest.mark.parametrize("released", [run("--model", QWEN, "--plugin", "off", "--set", ALL)], ids=["experts"])

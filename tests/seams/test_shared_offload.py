@@ -25,7 +25,14 @@ def images(active):
 
 
 @pytest.fixture
-def text(images, monkeypatch):
+def weights_stay(monkeypatch):
+    """Let Transformer Engine leave weights on the device."""
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
+    monkeypatch.setitem(sys.modules, TE_OFFLOAD, SimpleNamespace(NVTE_CPU_OFFLOAD_V1=True))
+
+
+@pytest.fixture
+def text(images, weights_stay):
     """Return the configuration of a dense language model, with weights that stay on the device."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
@@ -40,18 +47,16 @@ def text(images, monkeypatch):
         gradient_accumulation_fusion=False,
         use_te_rng_tracker=True,
     )
-    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
-    monkeypatch.setitem(sys.modules, TE_OFFLOAD, SimpleNamespace(NVTE_CPU_OFFLOAD_V1=True))
     return images
 
 
-def test_a_vision_region_takes_the_shared_option_over(images):
+def test_a_vision_region_takes_the_shared_option_over(images, weights_stay):
     _warned.clear()
     images.model.activation_offload = "all"
-    with pytest.warns(GraphOptionWarning, match="attention of the language model stays on the device"):
+    with pytest.warns(GraphOptionWarning, match="mlp of the language model stays on the device"):
         check_training_config(images)
     assert images.model.vision_cuda_graph_offload == PARTS
-    assert not images.model.fine_grained_activation_offloading  # nothing of a dense Qwen3-VL
+    assert images.model.offload_modules == ["qkv_linear", "core_attn", "attn_proj"]  # of a dense Qwen3-VL
     check_training_config(images)  # what was told once is no contradiction
 
 

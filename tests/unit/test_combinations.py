@@ -298,10 +298,6 @@ REFUSED = {
         f"{OFFLOAD}moe_act num_moe_experts=null",
         "offload_modules",
     ),
-    "offloading of attention in Qwen3-VL's language model": (
-        offloading(vision_cuda_graph_impl="none", offload_modules=["mlp_norm", "core_attn"]),
-        "offload_modules",
-    ),
     "offloading by megatron-core with `full_iteration` on a model that takes images": (
         offloading(
             vision_cuda_graph_impl="none",

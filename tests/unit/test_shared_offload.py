@@ -114,13 +114,13 @@ def test_a_memory_target_may_use_what_is_shared():
     assert found.offload == ("mlp",) and found.offload_above_gb == 6
 
 
-def test_qwen3_vl_keeps_attention_where_megatron_core_runs_it():
+def test_attention_of_qwen3_vl_leaves_where_megatron_core_runs_it():
     provider = SimpleNamespace(
         cuda_graph_impl="none", vision_cuda_graph_impl="none", num_moe_experts=8, activation_offload="all"
     )
     found = normalize(provider)[0]
-    assert found.offload.modules == ("expert_fc1", "moe_act", "mlp_norm")
-    assert any("Bridge's attention" in warning for warning in found.warnings)
+    assert found.offload.modules == ("qkv_linear", "core_attn", "attn_proj", "expert_fc1", "moe_act", "mlp_norm")
+    assert not found.warnings
 
 
 def test_releases_that_cannot_wait_inside_graphs_keep_captured_attention():

@@ -172,18 +172,6 @@ OFFLOAD = (
         harmless=True,
     ),
     Combination(
-        "offloading of attention in Qwen3-VL's language model",
-        "Bridge's attention for this model offloads nothing",
-        lambda o, f: o.offload.enabled and f.images and set(ATTENTION) & set(o.offload.modules),
-        lambda o, f: (
-            CORE_FIELDS["modules"],
-            list(o.offload.modules),
-            "mlp_norm and parts of experts on this model",
-            f"Remove {', '.join(name for name in ATTENTION if name in o.offload.modules)}.",
-        ),
-        harmless=True,
-    ),
-    Combination(
         "offloading by megatron-core with `full_iteration` on a model that takes images",
         "Copies of megatron-core would cross between the forward and the backward graph",
         lambda o, f: o.offload.enabled and whole_language_model(o, f),

@@ -1,18 +1,30 @@
 """megatron-core's activation offloading in Qwen3-VL's language model.
 
 Bridge's `forward` of it stands in for megatron-core's and leaves out the call that notifies offloading of a new
-microbatch: as released the options are accepted and nothing is ever offloaded.
+microbatch; that of its attention leaves out the groups of what is offloaded. As released the options are accepted and
+nothing of either is ever offloaded.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from types import CodeType
 from typing import Any
+from weakref import WeakSet
 
+from torch import Tensor, nn
+
+from ...upstream_types import UpstreamModule
+from ..attributes import overridden
 from ..seams.patches import Patch
 from ..seams.registry import seam
 
 _BEGINS = seam("offload_begins").target.rpartition(".")[2]
+_GROUPS = seam("offload_groups").target
+# Attention of language models that notify offloading: encoders have the same class, and no microbatches of their own.
+_notified: WeakSet[nn.Module] = WeakSet()
+# Which tensors, of those that a step of attention is called with, give their memory back once they were copied.
+Released = Callable[[Sequence[Any]], list[Tensor]]
 
 
 def _telling(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,6 +34,7 @@ def _telling(old: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.config.fine_grained_activation_offloading:
             getattr(self, _BEGINS)()
+            _notified.update(layer.self_attention for layer in self.decoder.layers)
         return old(self, *args, **kwargs)
 
     return forward
@@ -29,8 +42,68 @@ def _telling(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def _tells_nothing(old: Callable[..., Any]) -> bool:
     """Whether a `forward` leaves the call out."""
-    code = getattr(old, "__code__", None)
-    return isinstance(code, CodeType) and _BEGINS not in code.co_names
+    return _BEGINS not in _names(old)
 
 
-PATCHES = (Patch(seam("language_model_offload"), _telling, needed=_tells_nothing),)
+def _names(function: Callable[..., Any]) -> Sequence[str]:
+    """Return the names that a function's code uses; none of another callable, which nobody can look into."""
+    code = getattr(function, "__code__", None)
+    return code.co_names if isinstance(code, CodeType) else (_BEGINS, _GROUPS)
+
+
+def _grouping(old: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `forward` of attention whose steps are groups that are offloaded, as in megatron-core's own."""
+
+    @functools.wraps(old)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in _notified:
+            return old(self, *args, **kwargs)
+        with ExitStack() as stack:
+            for owner, name, step in _steps(self):
+                stack.enter_context(overridden(owner, name, step))
+            return old(self, *args, **kwargs)
+
+    return forward
+
+
+def _groups_nothing(old: Callable[..., Any]) -> bool:
+    """Whether a `forward` of attention leaves the groups out."""
+    return not {"off_interface", _GROUPS} & set(_names(old))
+
+
+def _steps(attention: UpstreamModule) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Yield what is offloaded of attention: where its steps are called, and the step as a group."""
+    if attention.offload_qkv_linear:
+        name = "get_query_key_value_tensors"
+        yield attention, name, _in_group(getattr(attention, name), "qkv_linear", lambda given: [])
+    recomputed = attention.checkpoint_core_attention
+    if attention.offload_core_attention and attention.training and not recomputed:
+        core = attention.core_attention
+        yield core, "forward", _in_group(core.forward, "core_attn", lambda given: list(given[:3]))
+    if attention.offload_attn_proj:
+        projection = attention.linear_proj
+        yield projection, "forward", _in_group(projection.forward, "attn_proj", lambda given: list(given[:1]))
+
+
+def _in_group(work: Callable[..., Any], name: str, released: Released) -> Callable[..., Any]:
+    """Return a step of attention whose saved tensors are a group that is offloaded when the step ends."""
+    import megatron.core.pipeline_parallel.fine_grained_activation_offload as offloading
+
+    interface: Any = getattr(offloading, _GROUPS)
+
+    def step(first: Tensor, *others: Any, **kwargs: Any) -> Any:
+        group = interface(True, first, name)
+        with group as first:
+            made = work(first, *others, **kwargs)
+        given = released((first, *others))
+        if hasattr(interface, "group_offload"):
+            return group.group_offload(made, forced_released_tensors=given)
+        return interface.group_commit(made, name=name, forced_released_tensors=given)
+
+    return step
+
+
+PATCHES = (
+    Patch(seam("language_model_offload"), _telling, needed=_tells_nothing),
+    Patch(seam("attention_offload"), _grouping, needed=_groups_nothing),
+)

@@ -42,6 +42,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     ),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("encoders.qwen3_vl_patches",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model": ("decoder.offload",),
+    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention": ("decoder.offload",),
     "megatron.bridge.recipes": ("hooks.configuration.recipe_names",),
     "megatron.bridge.recipes.qwen_vl": ("hooks.configuration.recipe_names",),
     "megatron.bridge.training.utils.omegaconf_utils": ("hooks.configuration.performance_scripts",),

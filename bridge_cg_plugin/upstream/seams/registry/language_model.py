@@ -2,7 +2,7 @@
 
 from ..seam import Feature, Seam
 from .engine import CORE, LAYER, RECORDED
-from .models import BLOCK, MODELLING, QWEN3_VL
+from .models import ATTENTION, BLOCK, MODELLING, QWEN3_VL
 from .training import QWEN3_VL_STEP, RESTORED
 
 STEP = QWEN3_VL_STEP.module
@@ -96,6 +96,37 @@ SEAMS = (
         undo=RESTORED,
         parameters=("self",),
         patched_by="decoder.offload",
+    ),
+    Seam(
+        name="attention_offload",
+        module=ATTENTION,
+        target="Qwen3VLSelfAttention.forward",
+        kind="function",
+        touch="extended",
+        purpose="megatron-core's activation offloading reaches the language model's attention, as in its own",
+        features=(Feature.CORE_OFFLOAD,),
+        models=QWEN3_VL,
+        undo=RESTORED,
+        parameters=("self", "hidden_states"),
+        uses=("self.get_query_key_value_tensors(", "self.core_attention(query, key, value,", "self.linear_proj("),
+        patched_by="decoder.offload",
+    ),
+    Seam(
+        name="attention_offload_steps",
+        module=f"{CORE}.transformer.attention",
+        target="Attention.forward",
+        kind="function",
+        touch="declared",
+        purpose="which steps of attention megatron-core offloads, and what gives its memory back then",
+        features=(Feature.CORE_OFFLOAD,),
+        models=QWEN3_VL,
+        uses=(
+            "off_interface(self.offload_qkv_linear, hidden_states, 'qkv_linear')",
+            "off_interface(self.offload_core_attention and self.training, query, 'core_attn')",
+            "forced_released_tensors=[query, key, value]",
+            "off_interface(self.offload_attn_proj, core_attn_out, 'attn_proj')",
+            "forced_released_tensors=[core_attn_out]",
+        ),
     ),
     Seam(
         name="language_model_parts",
