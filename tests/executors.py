@@ -2,9 +2,10 @@
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
+from .pooled import PooledExecutor
 from .tape import TapeExecutor
 
-KINDS = {"reference": ReferenceExecutor, "tape": TapeExecutor}
+KINDS = {"reference": ReferenceExecutor, "tape": TapeExecutor, "pooled": PooledExecutor}
 _kind = "reference"
 
 

@@ -1,12 +1,15 @@
-"""Tests of what is captured run on tape, as graphs do, some under the reference executor too; see `tests/tape.py`."""
+"""Tests of what is captured run on tape, as graphs do, some under the reference executor too; see `tests/tape.py`.
+
+Tests of graphs that share memory run over pools; see `tests/pooled.py`.
+"""
 
 import pytest
 
 from ..executors import choose
 
+IN_POOLS = ("test_chain",)
 ON_TAPE = (
     "test_capture_pauses",
-    "test_chain",
     "test_encoder_plugins",
     "test_encoders",
     "test_growing",
@@ -30,8 +33,9 @@ ON_TAPE = (
 def pytest_generate_tests(metafunc):
     module = metafunc.module.__name__.rpartition(".")[2]
     marked = metafunc.definition.get_closest_marker
-    if module in ON_TAPE and not marked("reference_executor"):
-        kinds = ["tape", "reference"] if marked("both_executors") else ["tape"]
+    if module in (*ON_TAPE, *IN_POOLS) and not marked("reference_executor"):
+        first = "pooled" if module in IN_POOLS else "tape"
+        kinds = [first, "reference"] if marked("both_executors") else [first]
         metafunc.parametrize("executor_kind", kinds, indirect=True, scope="module")
 
 

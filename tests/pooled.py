@@ -1,0 +1,172 @@
+"""An executor with the semantics of CUDA graphs and of their memory on a CPU.
+
+As on tape, a replay runs the operations that one pass recorded. In addition what they made lies in a pool, and its
+memory is free for whatever is recorded next from the moment that nothing holds it any more. The worst is assumed: a
+replay overwrites all of its pool but what was held when it was recorded.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nan, no_grad
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from .tape import UNWRITTEN, TapeExecutor, results_of, tensors
+
+GARBAGE = 255  # NaN of every floating-point type
+
+
+class Block:
+    """Memory of one storage that was made while something was recorded."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = StorageWeakRef(storage)
+        self.memory = torch.full((storage.nbytes(),), GARBAGE, dtype=torch.uint8)
+
+    @property
+    def held(self) -> bool:
+        """Whether anything holds the storage, so that its memory is not free."""
+        return not self._storage.expired()
+
+
+class View:
+    """A tensor over a block."""
+
+    def __init__(self, block: Block, tensor: Tensor) -> None:
+        self._block, self._dtype = block, tensor.dtype
+        self._place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+
+    def tensor(self) -> Tensor:
+        """Return it."""
+        size = self._dtype.itemsize
+        whole = self._block.memory[: self._block.memory.numel() // size * size].view(self._dtype)
+        return whole.as_strided(*self._place)
+
+
+class Pool:
+    """Memory that several recordings share."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Block] = {}
+        self.all: list[Block] = []
+
+    def held(self) -> set[Block]:
+        """Return the blocks that are not free now."""
+        return {block for block in self.all if block.held}
+
+    def add(self, tensor: Tensor) -> None:
+        """Take memory for a tensor that an operation made."""
+        storage = tensor.untyped_storage()
+        block = self._blocks[storage._cdata] = Block(storage)
+        self.all.append(block)
+
+    def view(self, tensor: Tensor) -> View | Tensor:
+        """Return a tensor as a view of its block, itself where it is in none."""
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        return tensor if block is None or not block.held else View(block, tensor)
+
+    def spoil(self, kept: set[Block]) -> None:
+        """Overwrite all blocks but some."""
+        for block in self.all:
+            if block not in kept:
+                block.memory.fill_(GARBAGE)
+
+
+class PooledTape(TorchDispatchMode):
+    """The operations that reach PyTorch's kernels inside, over blocks of a pool."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__()
+        self._pool, self._calls = pool, []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what runs inside."""
+        self._before = self._pool.held()
+        with self:
+            yield
+        self._after = self._pool.held()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = tree_map_only(Tensor, self._pool.view, (args, kwargs))
+        there = {tensor.untyped_storage()._cdata for tensor in tensors((args, kwargs))}
+        made = func(*args, **kwargs)
+        is_view, in_place = results_of(func)
+        if is_view or "set_" in func.overloadpacket.__name__:
+            return made
+        found = [] if in_place else tensors(made)
+        for tensor in found:
+            if (place := tensor.untyped_storage()._cdata) not in there:
+                self._pool.add(tensor)
+                there.add(place)
+        self._calls.append((func, *given, list(map(self._pool.view, found))))
+        return made
+
+    @no_grad()
+    def replay(self) -> None:
+        """Run the operations again."""
+        self._pool.spoil(self._before)
+        for func, args, kwargs, made in self._calls:
+            args, kwargs = tree_map_only(View, View.tensor, (args, kwargs))
+            fresh = func(*args, **kwargs)
+            for place, new in zip(made, tensors(fresh) if made else (), strict=True):
+                old = place.tensor() if isinstance(place, View) else place
+                if old.numel() and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+                if old.is_floating_point() and func.overloadpacket._qualified_op_name in UNWRITTEN:
+                    old.fill_(nan)
+        self._pool.spoil(self._after)
+
+
+class PooledRecording:
+    """A forward and a backward over memory of a pool."""
+
+    def __init__(self, body, pool: Pool) -> None:
+        self._body, self._pool = body, pool
+        self._forward, self._backward = PooledTape(pool), PooledTape(pool)
+        with self._forward.recording():
+            self._made = [body.forward()]
+            body.join()
+        self.outputs = self._in_pool(self._made[0])
+
+    def _in_pool(self, made):
+        views = (None if tensor is None else self._pool.view(tensor) for tensor in made)
+        return tuple(view.tensor() if isinstance(view, View) else view for view in views)
+
+    def record_backward(self) -> None:
+        if self._body.has_backward:
+            with self._backward.recording():
+                gradients = self._body.backward()
+                self._made.append(gradients)
+            self._gradients = type(gradients)(self._in_pool(gradients.inputs), self._in_pool(gradients.parameters))
+        self._body.forget()
+
+    def forward(self) -> None:
+        self._forward.replay()
+
+    def backward(self):
+        self._backward.replay()
+        return self._gradients
+
+
+class PooledExecutor(TapeExecutor):
+    """Records over memory of pools."""
+
+    name = "pooled"
+
+    def new_pool(self) -> Pool:
+        return Pool()
+
+    def record_forward(self, body, pool: Pool):
+        with self.isolated():
+            return PooledRecording(body, pool)
+
+    def record(self, body, pool: Pool):
+        made = self.record_forward(body, pool)
+        with self.isolated():
+            made.record_backward()
+        return made
