@@ -84,6 +84,12 @@ class Fallback(StrEnum):
         "raise `vision_cuda_graph_tuning.slots` or `cuda_graph_packed_tuning.slots`; each slot needs the memory of the "
         "largest bucket",
     )
+    PARTS_IN_ANOTHER_ORDER = (
+        "parts_in_another_order",
+        "parts of layers whose activations are offloaded or recomputed, and a later layer of the microbatch ran before "
+        "this one",
+        "run layers in the order in which the model has them, or keep their activations on the device",
+    )
     EVALUATION_NOT_CAPTURED = (
         "evaluation_not_captured",
         "evaluation, and the tuning value `evaluation` is False",

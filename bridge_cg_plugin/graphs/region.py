@@ -396,6 +396,8 @@ class Region:
         if isinstance(found, Fallback):
             return found
         slot, recorded = found
+        if slot.common is not None and recorded.turn is not None and not slot.common.admits(recorded.turn):
+            return Fallback.PARTS_IN_ANOTHER_ORDER
         return recorded, sources, source, slot, bucket, mode.gradients
 
     def _larger(

@@ -130,7 +130,8 @@ class LayerPart:
     Attributes:
         program: The part.
         site: Where the layer calls it.
-        limits: Returns a bucket's limits for the most frames that any bucket takes.
+        limits: Returns a bucket's limits for the most frames that any bucket takes. Parts whose activations leave the
+            device replay together only where all have the same limits.
     """
 
     program: RegionProgram

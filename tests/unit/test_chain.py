@@ -154,7 +154,7 @@ def test_memory_of_parts_is_given_back_without_a_collection(modules):
     with graphs_on(tower, modules=modules, offload=OFFLOAD_MODULES, **SETTINGS) as graphs:
         results(tower, ROWS)
         held = [weakref.ref(slot) for region in graphs._regions for slot in region._slots]
-        held += [weakref.ref(graphs._regions[0]._piece.chain.border(0))]
+        held += [weakref.ref(graphs._regions[0]._piece.chain.common(0).border)]
         gc.disable()
         try:
             graphs.reset()

@@ -14,7 +14,7 @@ from ..program import RegionProgram
 from ..recordings.parameters import ParameterAliases
 from ..recordings.recording import Mode, Recording
 from ..replays.gradients import GradientSinks, ParameterHooks, Reduction
-from ..replays.slot import Slot
+from ..replays.slot import Slot, Turn
 
 _requires_grad = operator.attrgetter("requires_grad")
 # Parameters that a look inside a step takes.
@@ -42,6 +42,7 @@ class Recorded:
         pool: Memory that it was recorded in.
         nbytes: What the pool grew by, in bytes.
         in_place: Whether memory was where its source found it when the recording was made.
+        turn: When it was made, with a backward and as a part of a chain; None for any other.
     """
 
     recording: Recording
@@ -49,6 +50,7 @@ class Recorded:
     pool: object = None
     nbytes: int = 0
     in_place: bool = True
+    turn: Turn | None = None
 
 
 class Source:

@@ -11,7 +11,7 @@ from ..changes.source import Recorded, Source
 from ..errors import CaptureError, OutOfMemoryInCapture, named, release_frames
 from ..fallback import Fallback
 from ..planning.buckets import Bucket
-from ..replays.slot import Arena, SharedInputs, Slot
+from ..replays.slot import ChainSlot, Slot, Turn
 from ..reports.ranges import named_range
 from .executor import Executor
 from .offloading import ChainOffloading
@@ -48,7 +48,9 @@ class Part(Protocol):
     def checked(self, briefly: bool) -> AbstractContextManager[None]:
         """See `Recorder`."""
 
-    def keep(self, source: Source, slot: Slot, mode: Mode, body: RegionBody, recording: Recording, nbytes: int) -> None:
+    def keep(
+        self, source: Source, slot: Slot, mode: Mode, body: RegionBody, recording: Recording, nbytes: int
+    ) -> Recorded:
         """See `Recorder`."""
 
     def count_memory(self) -> None:
@@ -72,8 +74,9 @@ class Chain:
 
     def __init__(self, executor: Executor, offloading: ChainOffloading) -> None:
         self._executor, self.offloading = executor, offloading
-        self._borders = SharedInputs((), executor.device)
+        self._slots: dict[int, ChainSlot] = {}
         self._parts: list[Part] = []
+        self._captures = 0
 
     def join(self, part: Part) -> None:
         """Add the part that runs after those that are there."""
@@ -84,11 +87,11 @@ class Chain:
         self._parts = [each for each in self._parts if each is not part]
         if not self._parts:
             self.offloading.release()
-            self._borders = SharedInputs((), self._executor.device)
+            self._slots = {}
 
-    def border(self, index: int) -> Arena:
-        """Return where all parts have outputs and gradients in a slot, one part at a time."""
-        return self._borders.arena(index)
+    def common(self, index: int) -> ChainSlot:
+        """Return what all parts have in common in a slot."""
+        return self._slots.setdefault(index, ChainSlot(self._executor.device))
 
     def is_free(self, index: int) -> bool:
         """Whether no microbatch holds the slot in any part."""
@@ -96,7 +99,9 @@ class Chain:
 
     def shared_bytes(self, part: Part) -> tuple[int, int]:
         """Return the memory that no part has alone, on the device and page-locked; the first part counts it."""
-        return (self._borders.nbytes, self.offloading.pinned_bytes) if part in self._parts[:1] else (0, 0)
+        if part not in self._parts[:1]:
+            return 0, 0
+        return sum(common.border.nbytes for common in self._slots.values()), self.offloading.pinned_bytes
 
     def capture(self, recorded: Callable[[], None]) -> None:
         """Record what the parts planned, in every slot.
@@ -179,8 +184,10 @@ class Chain:
                 body.activations = activations
             with first.checked(briefly):
                 made = self._recorded(bodies, pool)
-        for (part, source), body, (recording, nbytes) in zip(parts, bodies, made, strict=True):
-            part.keep(source, part.slot(index), mode, body, recording, nbytes)
+        self._captures += 1
+        for place, ((part, source), body, (recording, nbytes)) in enumerate(zip(parts, bodies, made, strict=True)):
+            recorded = part.keep(source, part.slot(index), mode, body, recording, nbytes)
+            recorded.turn = Turn(self._captures, place)
 
     def _recorded(self, bodies: Sequence[RegionBody], pool: object) -> list[tuple[Recording, int]]:
         """Return every part's recording with what the pool grew by for it."""
@@ -245,6 +252,6 @@ class Chain:
         slots = [part.slot(index) for part in self._parts]
         pools = dict.fromkeys(made.pool for gradients in (True, False) for _, made in self._held(index, gradients))
         shared = {id(slot.shared): slot.shared.arena(index) for slot in slots if slot.shared is not None}
-        arenas = [self.border(index), *shared.values(), *(slot.arena for slot in slots)]
+        arenas = [self.common(index).border, *shared.values(), *(slot.arena for slot in slots)]
         returned = sum(source.sinks.static_bytes for _, source in self._every_source())
         return sum(map(self._executor.pool_bytes, pools)) + sum(a.nbytes for a in arenas) + returned

@@ -53,7 +53,7 @@ class Recorder:
         pool = executor.new_pool() if self.chain is None else None
         slot = Slot(index, executor.device, pool, self._piece.shared, executor.static_memory())
         if self.chain is not None:
-            slot.border = self.chain.border(index)
+            slot.common = self.chain.common(index)
         for bucket in sorted(set(buckets), reverse=True):
             self.add_inputs(slot, bucket)
         return slot
@@ -170,8 +170,10 @@ class Recorder:
         self._always_changed.update(changed)
         self._check_changed(changed)
 
-    def keep(self, source: Source, slot: Slot, mode: Mode, body: RegionBody, recording: Recording, nbytes: int) -> None:
-        """Note a recording in its source.
+    def keep(
+        self, source: Source, slot: Slot, mode: Mode, body: RegionBody, recording: Recording, nbytes: int
+    ) -> Recorded:
+        """Note a recording in its source, and return it with what is to be known of it.
 
         Args:
             source: What the model is.
@@ -185,6 +187,7 @@ class Recorder:
         recorded = Recorded(recording, body.output_gradients, pool, nbytes, in_place)
         source.recordings[slot.index, body.bucket, mode] = recorded
         source.warm.add(mode)
+        return recorded
 
     def _check_changed(self, changed: Sequence[Entry]) -> None:
         """Refuse a model whose every pass leaves another plain value in an attribute, which a replay would not.

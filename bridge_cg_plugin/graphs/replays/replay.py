@@ -61,6 +61,8 @@ def replay(
             outputs = _forward(recorded, rows)
             lease.release()
             return outputs
+        if slot.common is not None and recorded.turn is not None:
+            slot.common.begins(recorded.turn, lease)
         inputs = program.differentiable_inputs(batch)
         receivers = source.sinks.receivers()
         input_rows = tuple(len(t) for t in inputs)
@@ -127,6 +129,8 @@ class _Replay(Function):
                 "of their main_grad was moved or freed, a parameter was frozen or unfrozen, or a hook was put on one; "
                 "do it between steps"
             )
+        if slot.common is not None:
+            slot.common.ends(call.lease)
         slot.order_after_last_use()
         if call.observer is not None:
             call.observer.before_backward(output_gradients)

@@ -1,9 +1,11 @@
 """Slots: the memory of one microbatch between its forward and its backward."""
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,7 +103,8 @@ class Slot:
     Attributes:
         buffers: Static inputs of each bucket.
         lease: Number of the lease that holds it; None while it is free.
-        border: Where parts of a chain have outputs and gradients, one at a time; None has them apart.
+        common: What parts of a chain have in common in this slot; None for a region that is in none.
+        last_stream: Where it replayed last, unless parts of a chain have that in common.
         forward_pool: Memory of recordings without a backward, where a chain has the other's; None is the same memory.
     """
 
@@ -119,11 +122,11 @@ class Slot:
         self.pool = pool
         self.buffers: dict[Bucket, Buffers] = {}
         self.lease: int | None = None
-        self.border: Arena | None = None
+        self.common: ChainSlot | None = None
         self.forward_pool: object | None = None
         self._leases = 0
         self._device = device
-        self._last_stream: torch.cuda.Stream | None = None
+        self.last_stream: torch.cuda.Stream | None = None
 
     def input_buffers(self, specs: Mapping[str, TensorSpec]) -> Buffers:
         """Return views for all of a bucket's static inputs."""
@@ -134,9 +137,14 @@ class Slot:
         return {**self.arena.buffers(own), **self.shared.arena(self.index).buffers(others)}
 
     @property
+    def border(self) -> Arena | None:
+        """Where parts of a chain have outputs and gradients, one at a time; None has them apart."""
+        return None if self.common is None else self.common.border
+
+    @property
     def for_gradients(self) -> Arena:
         """Where gradients of outputs are."""
-        return self.arena if self.border is None else self.border
+        return self.border or self.arena
 
     def pool_of(self, gradients: bool) -> object:
         """Return the memory of recordings with or without a backward."""
@@ -159,9 +167,10 @@ class Slot:
         if self._device.type != "cuda":
             return
         current = torch.cuda.current_stream(self._device)
-        if self._last_stream is not None and self._last_stream != current:
-            current.wait_stream(self._last_stream)
-        self._last_stream = current
+        memory = self if self.common is None else self.common
+        if memory.last_stream is not None and memory.last_stream != current:
+            current.wait_stream(memory.last_stream)
+        memory.last_stream = current
 
     def give_back(self, number: int) -> None:
         """Free the slot if the lease is still the current one."""
@@ -177,14 +186,23 @@ def second_backward() -> ReplayError:
     )
 
 
+def late_backward() -> ReplayError:
+    """Return the error of a backward whose activations an earlier part of the chain has overwritten."""
+    return ReplayError(
+        "the backward of a graphed part of a layer came after that of an earlier layer, which uses the same memory "
+        "where activations of parts are offloaded or recomputed; call one backward for all layers, or keep their "
+        "activations on the device"
+    )
+
+
 class Lease:
     """A microbatch's hold on a slot; given back by its backward, or when its autograd graph is freed."""
 
-    __slots__ = ("_number", "slot", "__weakref__")
+    __slots__ = ("_lost", "_number", "slot", "__weakref__")
 
     def __init__(self, slot: Slot, number: int) -> None:
         self.slot = slot
-        self._number = number
+        self._number, self._lost = number, False
 
     def release(self) -> None:
         """Give the slot back; further calls do nothing."""
@@ -196,8 +214,79 @@ class Lease:
         Raises:
             ReplayError: The slot was given back, so its activations are gone.
         """
-        if self.slot.lease != self._number:
+        if self._lost:
+            raise late_backward()
+        if not self.is_current:
             raise second_backward()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the slot is held by this microbatch."""
+        return self.slot.lease == self._number
+
+    def lose(self) -> None:
+        """Give the slot back because its activations were overwritten: a backward that comes yet fails."""
+        self._lost = self.is_current
+        self.release()
 
     def __del__(self) -> None:
         self.release()
+
+
+class Turn(NamedTuple):
+    """When a part of a chain was recorded.
+
+    Attributes:
+        capture: Number of the capture that recorded all of the chain's parts.
+        place: Place among these parts, in the order of their forwards.
+    """
+
+    capture: int
+    place: int
+
+
+class ChainSlot:
+    """What parts of a chain have in common in a slot, and which of them hold it.
+
+    A forward overwrites what later parts of its capture keep for their backwards, and all that another capture keeps. A
+    backward overwrites what later parts keep. So forwards that come in another order are refused, and of parts whose
+    backward comes too late nothing is left.
+
+    Args:
+        device: Where the memory is.
+
+    Attributes:
+        border: Where the parts have outputs and gradients, one part at a time.
+        last_stream: Where a part replayed last.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.border = Arena(device)
+        self.last_stream: torch.cuda.Stream | None = None
+        self._held: list[tuple[Turn, weakref.ref[Lease]]] = []
+
+    def admits(self, turn: Turn) -> bool:
+        """Whether a part's forward leaves alone what other parts keep for a backward to come."""
+        while self._held and not _is_current(self._held[-1][1]()):
+            self._held.pop()
+        if not self._held:
+            return True
+        last, _ = self._held[-1]
+        return last.capture == turn.capture and last.place < turn.place
+
+    def begins(self, turn: Turn, lease: Lease) -> None:
+        """Note that a part, which was admitted, holds the slot until its backward."""
+        self._held.append((turn, weakref.ref(lease)))
+
+    def ends(self, lease: Lease) -> None:
+        """Note that a part's backward runs: later parts that hold the slot lose their activations."""
+        while self._held:
+            held = self._held.pop()[1]()
+            if held is lease:
+                return
+            if held is not None:
+                held.lose()
+
+
+def _is_current(lease: Lease | None) -> bool:
+    return lease is not None and lease.is_current
