@@ -160,7 +160,9 @@ class Region:
         if self._piece.chain is None:
             return
         with_backward = [[place for place in places if place[1].gradients] for places in planned]
-        late.link = Link(recorder, sources, late, partial(self._source, sources, gradients=True), with_backward)
+        late.link = Link(
+            recorder, sources, late, partial(self._source, sources, gradients=True, asks=False), with_backward
+        )
         self._piece.chain.join(late.link)
 
     def _planned(self, index: int) -> list[Recordable]:
@@ -381,7 +383,8 @@ class Region:
         sources = self._made.sources
         sources.clear()
         gradients = torch.is_grad_enabled()
-        source = self._source(sources, gradients)
+        # For parts of a chain, `catch_up` or `why_not` has asked before.
+        source = self._source(sources, gradients, asks=records or self._piece.chain is None)
         if not isinstance(source, Source):
             return source
         mode = Mode(gradients and self._wants_gradients(source, batch), sources.training)
@@ -411,10 +414,10 @@ class Region:
                     return other, found
         return bucket, reason
 
-    def _source(self, sources: Sources, gradients: bool) -> Source | Fallback:
+    def _source(self, sources: Sources, gradients: bool, asks: bool = True) -> Source | Fallback:
         """Return the source that the model is now, or why there is none."""
         try:
-            source = sources.find(gradients, self.is_idle)
+            source = sources.find(gradients, self.is_idle, asks)
         except Exception as error:
             # What the model is, all ranks find alike; what happens to this rank's memory, this one alone.
             if self._strict or not (self._is_single_rank() or isinstance(error, CaptureError)):

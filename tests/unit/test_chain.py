@@ -125,6 +125,21 @@ def test_a_model_whose_memory_moved_has_all_parts_recorded_again_before_its_next
         assert all(set(map(id, new)) - set(map(id, old)) for old, new in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_microbatch_asks_once_for_a_state_of_its_parts(moved):
+    """Ranks count alike, also where one of them has to record all parts again because its memory moved."""
+    tower = new_tower()
+    with graphs_on(tower, modules=("attn",), offload=OFFLOAD_MODULES, **SETTINGS) as graphs:
+        results(tower, ROWS)
+        tower.decoder.layers[2].requires_grad_(False)
+        if moved:
+            for parameter in tower.decoder.layers[0].parameters():
+                parameter.data = parameter.data.clone()
+        for _ in range(3):
+            results(tower, ROWS)
+        assert graphs.statistics().fallbacks == {"parameters_changed": 1}
+
+
 @MODULES
 def test_buckets_on_demand(modules):
     tower = new_tower()

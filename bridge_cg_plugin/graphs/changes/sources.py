@@ -133,12 +133,13 @@ class Sources:
         finally:
             self._looks_once = self._looked = False
 
-    def find(self, gradients: bool, idle: Callable[[], bool]) -> Source | Fallback:
+    def find(self, gradients: bool, idle: Callable[[], bool], asks: bool = True) -> Source | Fallback:
         """Return the source that the model is now, or why there is none.
 
         Args:
             gradients: Whether a backward may follow.
             idle: Whether no microbatch is between its forward and its backward, so that recordings may be dropped.
+            asks: Whether a microbatch asks, for which a state that lasts gets a source.
 
         Raises:
             CaptureError: The model is in a state that cannot be recorded.
@@ -154,7 +155,7 @@ class Sources:
             found = self._as_recorded(self.current, gradients, idle)
             if found is not None:
                 return found
-        return self._look_around(autocast, gradients, idle)
+        return self._look_around(autocast, gradients, idle, asks)
 
     def known(self) -> Source | None:
         """Return a source of the state that the model is in, None without one; asks for none and looks at no memory."""
@@ -168,7 +169,7 @@ class Sources:
         return next((each for each in self._all if (each.state, each.autocast) == (look.state, autocast)), None)
 
     def _look_around(
-        self, autocast: torch.dtype | None, gradients: bool, idle: Callable[[], bool]
+        self, autocast: torch.dtype | None, gradients: bool, idle: Callable[[], bool], asks: bool
     ) -> Source | Fallback:
         """Return what `find` does, without what it found last."""
         hook, state = self._look().foreign_hook, self._look().state
@@ -180,7 +181,7 @@ class Sources:
                 found = self._as_recorded(source, gradients, idle)
                 if found is not None:
                     return found
-        return self._ask(state, autocast)
+        return self._ask(state, autocast) if asks else self._reason(state, autocast)[0]
 
     def holds(self, source: Source) -> bool:
         """Whether a backward may be replayed: memory lies where it was, the same parameters are trained and hooked.
