@@ -94,12 +94,12 @@ def test_no_bucket_is_recorded_while_there_is_no_room(executor):
         for seed in range(4):
             with graphs.step():
                 assert_equals_eager(model, graphs, [[1, 12, 12]], seed)
-        recorded = len(executor._recordings)
+        recorded = executor.recorded
         executor.room = True
         for seed in range(8):
             with graphs.step():
                 assert_equals_eager(model, graphs, [[1, 12, 12]], seed)
-        assert len(executor._recordings) > recorded
+        assert executor.recorded > recorded
 
 
 def test_graphs_are_dropped_while_their_memory_is_away(executor):
