@@ -164,6 +164,23 @@ def test_buckets_on_demand(modules):
 
 
 @MODULES
+def test_memory_of_a_slot_is_that_of_the_largest_bucket_that_is_left(modules):
+    tower, options = new_tower(), {**SETTINGS, "buckets": "auto", "capture_mode": "on_demand"}
+    with graphs_on(tower, capture=False, modules=modules, offload=OFFLOAD_MODULES, **options) as graphs:
+        results(tower, OTHERS)
+        graphs.capture()
+        while len(graphs._regions[0].buckets) == 1:
+            graphs.begin_step()
+            results(tower, ROWS)
+        assert all(region.outdated() is not None for region in graphs._regions)  # each bucket has memory of its own
+        largest = max(graphs._regions[0].buckets)
+        for region in graphs._regions:
+            region.drop(largest)
+        assert all(region.outdated() is None for region in graphs._regions)
+        assert all(region._slots[0].pool is not None for region in graphs._regions)
+
+
+@MODULES
 def test_memory_of_parts_is_given_back_without_a_collection(modules):
     tower = new_tower()
     with graphs_on(tower, modules=modules, offload=OFFLOAD_MODULES, **SETTINGS) as graphs:

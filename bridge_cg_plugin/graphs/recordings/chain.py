@@ -208,13 +208,20 @@ class Chain:
 
     def _new_or_held_pool(self, index: int, bucket: Bucket) -> object:
         """Return the memory for a bucket: that of the largest, or a new one where this is larger than all."""
-        held = self._held(index, True)
-        largest = max(held, key=lambda each: each[0][1].tokens, default=None)
-        fits = largest is not None and bucket.tokens <= largest[0][1].tokens
-        self._set_pool(index, largest[1].pool if largest is not None and fits else None)
-        if not fits:
+        if bucket.tokens > self.settle(index):
+            self._set_pool(index, None)  # whose memory goes back first
             self._set_pool(index, self._executor.new_pool())
         return self._parts[0].slot(index).pool
+
+    def settle(self, index: int) -> int:
+        """Let a slot's memory be that of the largest bucket that it holds, whose tokens are returned; 0 without one."""
+        held = self._held(index, True)
+        if not held:
+            self._set_pool(index, None)
+            return 0
+        (_, bucket, _), largest = max(held, key=lambda each: each[0][1].tokens)
+        self._set_pool(index, largest.pool)
+        return bucket.tokens
 
     def _set_pool(self, index: int, pool: object) -> None:
         for part in self._parts:

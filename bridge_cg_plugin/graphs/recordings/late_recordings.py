@@ -239,7 +239,11 @@ class LateRecordings:
         for source in self._sources:
             source.recordings = {place: made for place, made in source.recordings.items() if not which(place)}
             source.recorded_by_other_ranks = frozenset(p for p in source.recorded_by_other_ranks if not which(p))
-        for slot in [] if self.link is not None else self._every_slot():  # a chain finds its memory itself
+        if self._recorder.chain is not None:
+            for slot in self._slots:
+                self._recorder.chain.settle(slot.index)
+            return
+        for slot in self._every_slot():
             held = [(place, source.recordings[place]) for source in self._sources for place in source.in_slot(slot)]
             if held and not any(made.pool == slot.pool for _, made in held):  # PyTorch takes no handle without graphs
                 slot.pool = max(held, key=lambda each: _tokens(each[0]))[1].pool
