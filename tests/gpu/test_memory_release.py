@@ -204,7 +204,12 @@ def test_a_towers_graphs_leave_and_return_a_hundred_times(tower_module, tower, h
     assert found.capture_seconds == helper.graphs.statistics().capture_seconds
 
 
-@pytest.mark.parametrize("helper", [OFFLOADED], indirect=True, ids=["offloaded"])
+@pytest.mark.parametrize(
+    "helper",
+    [OFFLOADED, {**OFFLOADED, "modules": ("attn",)}, {**OFFLOADED, "modules": ("mlp",)}],
+    indirect=True,
+    ids=["offloaded", "attention", "mlp"],
+)
 def test_graphs_that_offload_activations_leave_too(tower_module, tower, helper):
     model, grads, batch = tower
     helper.create_cudagraphs()
