@@ -125,7 +125,8 @@ class GraphManager:
             with self.paused():  # parts, too
                 return self._run_eager(call, eager)
         elif self._parts is not None:
-            return self._run_parts(self._parts, call, eager)
+            with nullcontext() if self._watch is None else self._watch.looked_at_once():
+                return self._run_parts(self._parts, call, eager)
         elif call.refusal is not None:
             self._refuse(call, call.refusal)
         else:

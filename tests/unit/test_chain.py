@@ -125,6 +125,22 @@ def test_a_model_whose_memory_moved_has_all_parts_recorded_again_before_its_next
         assert all(set(map(id, new)) - set(map(id, old)) for old, new in zip(before, after, strict=True))
 
 
+@MODULES
+def test_passes_without_gradients_leave_what_training_asks_for(modules):
+    tower = new_tower()
+    with graphs_on(tower, modules=modules, **SETTINGS):
+        expected = results(tower, ROWS)
+    with graphs_on(tower, modules=modules, offload=OFFLOAD_MODULES, **SETTINGS) as graphs:
+        results(tower, ROWS)
+        for _ in range(2):
+            with torch.no_grad():
+                tower(*draw(ROWS))
+        for parameter in tower.decoder.layers[1].parameters():
+            parameter.data = parameter.data.clone()
+        assert same(results(tower, ROWS), expected)
+        assert graphs.statistics().fallbacks.keys() == {"mode_not_captured"}
+
+
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_microbatch_asks_once_for_a_state_of_its_parts(moved):
     """Ranks count alike, also where one of them has to record all parts again because its memory moved."""

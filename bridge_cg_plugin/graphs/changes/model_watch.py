@@ -91,6 +91,7 @@ class ModelWatch:
         self._before: dict[Entry, _Old] = {}
         self._volatile: set[Entry] = set()
         self._passing = 0
+        self._looks_once = self._looked = False
         self._touched: dict[Entry, _Old] = {}
         self._seen: _Seen | None = None
         self._tree: dict[nn.Module, str] = {}
@@ -156,6 +157,16 @@ class ModelWatch:
         self._tables.clear()
         self._before, self._tree, self._types = {}, {}, ()
         self._lists, self._values_of_lists, self._held = {}, (), Held(())
+
+    @contextmanager
+    def looked_at_once(self) -> Iterator[None]:
+        """Inside, as in one forward of the model, only the first look is at what is in lists and sets."""
+        before, self._looks_once = self._looks_once, True
+        try:
+            yield
+        finally:
+            self._looks_once = before
+            self._looked = self._looked and before
 
     @contextmanager
     def passing(self, training: bool | None = None) -> Iterator[list[Entry]]:
@@ -227,9 +238,10 @@ class ModelWatch:
         if lengths != self._lengths or forwards != self._forwards:
             self._lengths, self._forwards = lengths, forwards
             self._generation += 1
-        elif contents and self._held.changed():
+        elif contents and not self._looked and self._held.changed():
             self._held = Held(self._values_of_lists)
             self._generation += 1
+        self._looked = self._looked or (contents and self._looks_once)
         return self._generation
 
     def _look(self) -> "_Seen":

@@ -167,11 +167,21 @@ class LateRecordings:
         Raises:
             CaptureError: A recording failed, and the region is strict.
         """
-        wanted = self._wanted.pop(index, set())
-        for bucket, mode in wanted:
+        for bucket, mode in self._wanted_now(index):
             there = (index, bucket, mode) in source.recordings or bucket not in self._slots[index].buffers
             if not there and not self._awaits_a_step(source, mode):
                 self._record_now(source, self._slots[index], bucket, mode)
+
+    def _wanted_now(self, index: int) -> set[tuple[Bucket, Mode]]:
+        """Return what the last microbatches like the one that begins asked for in a slot, and forget it."""
+        training, gradients = self._sources.training, torch.is_grad_enabled()
+        now = {
+            (bucket, mode)
+            for bucket, mode in self._wanted[index]
+            if mode.training == training and (gradients or not mode.gradients)
+        }
+        self._wanted[index] -= now
+        return now
 
     def _awaits_a_step(self, source: Source, mode: Mode) -> bool:
         """Whether what is missing is recorded between two steps, so that other ranks wait for one recording a step."""
