@@ -116,6 +116,9 @@ def gpus_needed(item: pytest.Item) -> int:
 @pytest.fixture(scope="session")
 def tower_module():
     os.environ["MASTER_PORT"] = str(free_port())
+    # Something that it imports keeps the frames that import it: a test's frame would keep the test's model.
+    import megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model  # noqa: F401
+
     from bridge_cg_tools.benchmarks.models import tower
 
     tower.start_process()
