@@ -5,8 +5,8 @@ from typing import Any
 
 from ..graphs.changes.model_watch import Exempt
 
-# A schedule passes layers the microbatch's number and a pipeline stage its input, which graphs get as a tensor; attention
-# forgets names of lengths that it does not pass on when it first gets lengths.
+# A schedule passes layers the microbatch's number and a pipeline stage its input, which graphs get as a tensor. When
+# attention first gets lengths, it forgets the names of those that it does not pass on.
 BOOKKEEPING = frozenset(("current_microbatch", "is_first_microbatch", "input_tensor", "kept_packed_seq_params"))
 # Where hooks are made that are part of a module's forward, or that gather parameters, for which replays wait, or that
 # collect outputs in those calls alone that ask for them.

@@ -142,7 +142,7 @@ def test_one_layout_may_be_asked_for(processes, monkeypatch, tmp_path):
 def test_layouts_of_hybrids_and_of_four_gpus(processes, monkeypatch, tmp_path):
     assert run(monkeypatch, tmp_path / "h.jsonl", "--gpus", "2", "--layouts", *bench.EXPERTS, *bench.HYBRIDS)[0] == 0
     assert run(monkeypatch, tmp_path / "f.jsonl", "--gpus", "4", "--layouts", *bench.FOUR_GPUS)[0] == 0
-    assert [devices for _, devices, _, _ in processes[1:]] == [(0, 1)] * 3 + [(0, 1, 2, 3)]
+    assert [devices for _, devices, _, _ in processes[1:]] == [(0, 1)] * 4 + [(0, 1, 2, 3)]
     with pytest.raises(ValueError, match="--gpus 2: it must be 4 or more"):
         run(monkeypatch, tmp_path / "n.jsonl", "--gpus", "2", "--layouts", *bench.FOUR_GPUS)
 

@@ -16,7 +16,7 @@ MODULE = "bridge_cg_tools.benchmarks.packed.ranks"
 LAYOUTS = ("TP2", "CP2", "TP2_sequence", "CP2_a2a", "CP2_images")
 # Layouts of experts; of hybrids, which need packages that are compiled; and of four GPUs.
 EXPERTS = ("EP2",)
-HYBRIDS = ("TP2_mamba", "CP2_mamba")
+HYBRIDS = ("TP2_mamba", "CP2_mamba", "EP2_mamba")
 FOUR_GPUS = ("CP4_a2a_p2p",)
 GPUS = 2
 REPEATS = 7

@@ -37,7 +37,10 @@ SMALL_HYBRID = lm.Shape(pattern="M-M*M-M", hidden=1024, heads=8, ffn=3072)
 # Tokens of documents and packs are a multiple of it: two chunks for each of up to four context-parallel ranks.
 UNIT = 8
 SMALL_EXPERTS = lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8)
+SMALL_HYBRID_EXPERTS = replace(SMALL_EXPERTS, pattern="ME*E")
 EXPERTS, TOP_K = lm.EXPERTS_OF_RANKS, lm.TOP_K_OF_RANKS
+# Mamba and experts in turn, attention now and then, as Nemotron 3 Nano has them.
+HYBRID_EXPERTS = lm.Shape(pattern="MEMEM*EMEMEM*E", ffn=768, experts=32)
 # Packs that fill a bucket, which is what sequence parallelism takes, and packs that do not.
 FULL = ((2048,), (512, 512), (8, 896, 24, 96), (64,) * 16, (1000, 1048))
 BEYOND = {"too_many_documents": (80,) * 25, "too_many_tokens": (2056,)}
@@ -96,6 +99,7 @@ LAYOUTS = {
     "TP2_mamba": Ranks(tensor=2, hybrid=True),
     "CP2_mamba": Ranks(context=2, hybrid=True),
     "EP2": Ranks(experts=2),
+    "EP2_mamba": Ranks(experts=2, hybrid=True),
 }
 
 
@@ -189,9 +193,9 @@ class Rank:
         alone, one for one with the other's.
         """
         with parity.deterministic():
-            model = self._model(SMALL_EXPERTS)
+            model = self._model(self._small)
             grads = MainGrads(model)
-            fp32 = parity.Fp32Reference(lambda: self._model(SMALL_EXPERTS, dtype=torch.float32), model)
+            fp32 = parity.Fp32Reference(lambda: self._model(self._small, dtype=torch.float32), model)
             helper = self._helper(model, (512, 512), MAX_SEQS, BUCKETS)
             graphs, far, distances = helper.graphs, {}, []
             for index in range(DRAWN):
@@ -250,11 +254,8 @@ class Rank:
 
     def times(self, repeats: int) -> dict[int, dict[str, float]]:
         """Return ms of forward plus backward by tokens, eager and on graphs."""
-        name = "mamba" if self.layout.hybrid else "dense"
-        shape, routed = replace(lm.SHAPES[name], images=self.layout.images), {}
-        if self.layout.experts > 1:
-            shape, routed = EXPERTS, {"moe_router_topk": TOP_K}
-        model = self._model(shape, **routed)
+        routed = {"moe_router_topk": TOP_K} if self.layout.experts > 1 else {}
+        model = self._model(self._timed_shape, **routed)
         grads = MainGrads(model)
         found = {}
         for tokens in self.layout.timed:
@@ -276,9 +277,15 @@ class Rank:
         return found
 
     @property
+    def _timed_shape(self) -> lm.Shape:
+        if self.layout.experts > 1:
+            return HYBRID_EXPERTS if self.layout.hybrid else EXPERTS
+        return replace(lm.SHAPES["mamba" if self.layout.hybrid else "dense"], images=self.layout.images)
+
+    @property
     def _small(self) -> lm.Shape:
         if self.layout.experts > 1:
-            return SMALL_EXPERTS
+            return SMALL_HYBRID_EXPERTS if self.layout.hybrid else SMALL_EXPERTS
         if self.layout.images:
             return SMALL_QWEN
         return SMALL_HYBRID if self.layout.hybrid else SMALL
