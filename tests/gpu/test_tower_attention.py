@@ -25,6 +25,9 @@ NEAR = 1.05
 
 @pytest.fixture(scope="module", autouse=True)
 def cudnn_package():
+    # First: it may load another copy of cuDNN than the package does, and both work in this order only.
+    import transformer_engine.pytorch  # noqa: F401
+
     pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
     from bridge_cg_plugin.upstream.encoders.direct_attention import segment_attention_refusal
 
