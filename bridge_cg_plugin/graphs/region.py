@@ -18,9 +18,9 @@ from .fallback import Fallback
 from .piece import Piece, Surroundings
 from .planning.buckets import Bucket, choose
 from .rank_consensus import SingleRank
+from .recordings.chained_recordings import ChainedRecordings
 from .recordings.executor import Executor
 from .recordings.late_recordings import LateRecordings, Wish
-from .recordings.link import Link
 from .recordings.recorder import Place as Recordable
 from .recordings.recorder import Recorder
 from .recordings.recording import TRAINING, Mode
@@ -135,12 +135,14 @@ class Region:
                 self.program, self._watch, self.executor.device, self._reduction, self.executor.returning_tensors()
             )
             recorder, grows = Recorder(self._piece, self.executor, self._watch), self._growth is not None
-            late = LateRecordings(
+            kind = LateRecordings if self._piece.chain is None else partial(ChainedRecordings, self._piece.chain)
+            late = kind(
                 recorder, sources, slots, self.statistics, self._consensus, self._strict, self._before_replay, grows
             )
             self._made = _Made(sources, late)
             planned = [self._planned(index) for index in range(self.slot_count)]
-            self._join_chain(recorder, sources, late, planned)
+            if isinstance(late, ChainedRecordings):
+                late.join(partial(self._source, sources, gradients=True, asks=False), planned)
             progress.starts(sum(map(len, planned)), self.buckets, self.slot_count)
             for index, places in enumerate(planned):
                 slots.append(recorder.slot(index, self.buckets))
@@ -152,18 +154,6 @@ class Region:
         self._slots = slots
         self._made.late.count_memory()
         self.statistics.capture_seconds += time.perf_counter() - started
-
-    def _join_chain(
-        self, recorder: Recorder, sources: Sources, late: LateRecordings, planned: Sequence[Sequence[Recordable]]
-    ) -> None:
-        """Make the region the last part of its chain, which records what has a backward."""
-        if self._piece.chain is None:
-            return
-        with_backward = [[place for place in places if place[1].gradients] for places in planned]
-        late.link = Link(
-            recorder, sources, late, partial(self._source, sources, gradients=True, asks=False), with_backward
-        )
-        self._piece.chain.join(late.link)
 
     def _planned(self, index: int) -> list[Recordable]:
         """Return what a capture records in a slot, largest first."""
@@ -280,9 +270,7 @@ class Region:
         """Drop all recordings and their memory."""
         if self._made is not None:
             self._made.sources.release()
-            if self._piece.chain is not None and self._made.late.link is not None:
-                self._piece.chain.leave(self._made.late.link)
-                self._made.late.link = None  # both would hold each other's memory until a collection
+            self._made.late.leave()
         if self._watch is not None and self._given_watch is None:
             self._watch.close()
             self._watch = None

@@ -1,6 +1,6 @@
 """Recordings that microbatches ask for once graphs exist: of a bucket, a mode or a state of the model that has none."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 
@@ -17,8 +17,7 @@ from ..planning.buckets import Bucket
 from ..rank_consensus import RankConsensus, SingleRank
 from ..replays.gradients import NO_BACKWARD
 from ..replays.slot import Slot
-from ..reports.statistics import BucketStatistics, RegionStatistics
-from .chain import Chain, Part
+from ..reports.statistics import RegionStatistics
 from .executor import give_back_after
 from .recorder import Recorder
 from .recording import EVALUATION, Mode
@@ -47,10 +46,7 @@ class LateRecordings:
     Attributes:
         forward_slot: For passes without a backward while another microbatch holds the first slot; None without one.
         wishes: What training steps missed, oldest first, with the source that it is to be recorded from.
-        link: The region as a part of a chain; None where it is in none.
     """
-
-    link: Part | None = None
 
     def __init__(
         self,
@@ -70,8 +66,6 @@ class LateRecordings:
         self.forward_slot: Slot | None = None
         self._no_forward_slot = False
         self._asked: Counter[Hashable] = Counter()
-        # What microbatches asked for last in each slot, of a part of a chain.
-        self._wanted: dict[int, set[tuple[Bucket, Mode]]] = defaultdict(set)
 
     def count_memory(self) -> None:
         """Note what slots, gradients and offloaded activations take now in the region's statistics."""
@@ -87,9 +81,8 @@ class LateRecordings:
                 statistics.buckets[bucket].memory += recorded.nbytes
 
     def _shared_bytes(self) -> tuple[int, int]:
-        """Return what the region counts of memory that its chain shares, on the device and page-locked."""
-        chain, link = self._recorder.chain, self.link
-        return (0, 0) if chain is None or link is None else chain.shared_bytes(link)
+        """Return what the region counts of memory that others use as well, on the device and page-locked."""
+        return 0, 0
 
     def slot_bytes(self, settled: bool) -> int:
         """Return the device memory of the slot that takes most, in bytes.
@@ -101,7 +94,7 @@ class LateRecordings:
         taken = {slot.index: slot.arena.nbytes + shared for slot in self._every_slot()}
         for slot in self._every_slot():
             for source in self._sources:
-                held = (place for place in source.in_slot(slot) if not settled or _is_settled(source, slot, place))
+                held = (place for place in source.in_slot(slot) if not settled or is_settled(source, slot, place))
                 taken[slot.index] += sum(source.recordings[place].nbytes for place in held)
         return max(taken.values(), default=0)
 
@@ -136,15 +129,13 @@ class LateRecordings:
             return self._failed(source, bucket, mode, error)
         if slot is None:
             return Fallback.NO_FREE_SLOT
-        if self.link is not None:
-            self._wanted[slot.index].add((bucket, mode))
+        self._note_wanted(slot, bucket, mode)
         recorded = source.recordings.get((slot.index, bucket, mode))
         if recorded is None and (bucket, mode) not in source.failed and self._awaits_a_step(source, mode):
             self.wishes[slot.index, bucket, mode] = source
             return Fallback.NOT_CAPTURED_YET
         if recorded is None:
-            # Of a chain, what has no backward is in memory of its own.
-            may = records or (self.link is not None and not mode.gradients)
+            may = records or self._may_always_record(mode)
             refusal = self._record_now(source, slot, bucket, mode) if may else Fallback.NOT_CAPTURED_YET
             if refusal is not None:
                 return refusal
@@ -154,34 +145,25 @@ class LateRecordings:
     def fill(
         self, source: Source, slot: Slot, places: Sequence[tuple[Bucket, Mode]], recorded: Callable[[], None]
     ) -> None:
-        """Record in a new slot what no chain records; see `Recorder.fill`."""
-        chain = self._recorder.chain
-        alone = [place for place in places if chain is None or not place[1].gradients]
-        if chain is not None and alone:
-            slot.forward_pool = chain.forward_pool(slot.index)
-        self._recorder.fill(source, slot, alone, recorded)
+        """Record in a new slot; see `Recorder.fill`."""
+        self._recorder.fill(source, slot, places, recorded)
 
     def catch_up(self, source: Source, index: int) -> None:
-        """Record what the last microbatches asked for in a slot that is free in all parts of the chain.
+        """Record what must be there before a microbatch begins; nothing, except for a part of a chain."""
 
-        Raises:
-            CaptureError: A recording failed, and the region is strict.
-        """
-        for bucket, mode in self._wanted_now(index):
-            there = (index, bucket, mode) in source.recordings or bucket not in self._slots[index].buffers
-            if not there and not self._awaits_a_step(source, mode):
-                self._record_now(source, self._slots[index], bucket, mode)
+    def leave(self) -> None:
+        """Let go of what others hold of these recordings."""
 
-    def _wanted_now(self, index: int) -> set[tuple[Bucket, Mode]]:
-        """Return what the last microbatches like the one that begins asked for in a slot, and forget it."""
-        training, gradients = self._sources.training, torch.is_grad_enabled()
-        now = {
-            (bucket, mode)
-            for bucket, mode in self._wanted[index]
-            if mode.training == training and (gradients or not mode.gradients)
-        }
-        self._wanted[index] -= now
-        return now
+    def _note_wanted(self, slot: Slot, bucket: Bucket, mode: Mode) -> None:
+        """Note what a microbatch asks for."""
+
+    def _may_always_record(self, mode: Mode) -> bool:
+        """Whether recordings of a mode overwrite nothing that was loaded for other parts."""
+        return False
+
+    def _is_free(self, slot: Slot, mode: Mode) -> bool:
+        """Whether recordings of a mode may be made in a slot that no microbatch holds here."""
+        return True
 
     def _awaits_a_step(self, source: Source, mode: Mode) -> bool:
         """Whether what is missing is recorded between two steps, so that other ranks wait for one recording a step."""
@@ -218,19 +200,6 @@ class LateRecordings:
         for slot in self._every_slot():
             self._recorder.add_inputs(slot, bucket)
 
-    def expect(self, bucket: Bucket) -> None:
-        """Make a bucket's static inputs where they are missing: the chain is about to record it.
-
-        Raises:
-            CaptureError: There is no memory for them.
-        """
-        self._statistics.buckets.setdefault(bucket, BucketStatistics())
-        self.add_inputs(bucket)
-
-    def slot(self, index: int) -> Slot:
-        """Return the slot with a number."""
-        return self._every_slot()[index]
-
     def _every_slot(self) -> list[Slot]:
         return [*self._slots, *([] if self.forward_slot is None else [self.forward_slot])]
 
@@ -249,10 +218,10 @@ class LateRecordings:
         for source in self._sources:
             source.recordings = {place: made for place, made in source.recordings.items() if not which(place)}
             source.recorded_by_other_ranks = frozenset(p for p in source.recorded_by_other_ranks if not which(p))
-        if self._recorder.chain is not None:
-            for slot in self._slots:
-                self._recorder.chain.settle(slot.index)
-            return
+        self._settle_pools()
+
+    def _settle_pools(self) -> None:
+        """Let each slot's memory be that of the largest recording that it holds."""
         for slot in self._every_slot():
             held = [(place, source.recordings[place]) for source in self._sources for place in source.in_slot(slot)]
             if held and not any(made.pool == slot.pool for _, made in held):  # PyTorch takes no handle without graphs
@@ -279,7 +248,7 @@ class LateRecordings:
         """
         for slot in self._slots:
             held = source.in_slot(slot)
-            old = [wish for wish in held if not _is_settled(source, slot, wish)]
+            old = [wish for wish in held if not is_settled(source, slot, wish)]
             largest = max(old, key=_tokens, default=None)
             if largest is not None and _tokens(largest) > APART * max(map(_tokens, held)):
                 return largest
@@ -339,7 +308,7 @@ class LateRecordings:
             return Fallback.MODE_NOT_CAPTURED
         if torch._C._current_graph_task_id() != NO_BACKWARD or _is_capturing():
             return Fallback.NOT_CAPTURED_YET
-        if mode.gradients and self._recorder.chain is not None and not self._recorder.chain.is_free(slot.index):
+        if not self._is_free(slot, mode):
             return Fallback.NO_FREE_SLOT
         if self._before_replay is not None:
             self._before_replay()
@@ -369,8 +338,6 @@ class LateRecordings:
         return Fallback.CAPTURE_FAILED
 
     def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:
-        if self._recorder.chain is not None:
-            return self._add_to_chain(self._recorder.chain, source, slot, bucket, mode)
         largest = max((_tokens(place) for each in self._sources for place in each.in_slot(slot)), default=0)
         before = slot.pool if largest else None  # without a recording, its memory goes back first
         try:
@@ -387,27 +354,12 @@ class LateRecordings:
             self._tidy()
         return 0.0
 
-    def _add_to_chain(self, chain: Chain, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:
-        place = slot.index, bucket, mode
-        try:
-            with self._statistics.recording():
-                if not mode.gradients:
-                    slot.forward_pool = chain.forward_pool(slot.index)
-                    self._recorder.fill(source, slot, [(bucket, mode)])
-                elif place not in source.recordings or not _is_settled(source, slot, place):
-                    chain.record(slot.index, [(bucket, mode)])
-        finally:
-            self._tidy()
-        if place not in source.recordings:
-            raise CaptureError(f"{self._recorder.name}: the model has changed again since a microbatch asked for it")
-        return 0.0
-
 
 def _tokens(place: Wish) -> int:
     return place[1].tokens
 
 
-def _is_settled(source: Source, slot: Slot, place: Wish) -> bool:
+def is_settled(source: Source, slot: Slot, place: Wish) -> bool:
     """Whether a recording is in the memory that its slot has now."""
     return source.recordings[place].pool == slot.pool_of(place[2].gradients)
 
