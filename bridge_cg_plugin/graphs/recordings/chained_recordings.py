@@ -100,8 +100,11 @@ class ChainedRecordings(LateRecordings):
         self._wanted[index] -= now
         return now
 
-    def _note_wanted(self, slot: Slot, bucket: Bucket, mode: Mode) -> None:
-        self._wanted[slot.index].add((bucket, mode))
+    def _free_slot(self, source: Source, bucket: Bucket, mode: Mode, index: int | None) -> Slot | None:
+        slot = super()._free_slot(source, bucket, mode, index)
+        if slot is not None:
+            self._wanted[slot.index].add((bucket, mode))
+        return slot
 
     def _may_always_record(self, mode: Mode) -> bool:
         return not mode.gradients  # which is in memory of its own

@@ -129,7 +129,6 @@ class LateRecordings:
             return self._failed(source, bucket, mode, error)
         if slot is None:
             return Fallback.NO_FREE_SLOT
-        self._note_wanted(slot, bucket, mode)
         recorded = source.recordings.get((slot.index, bucket, mode))
         if recorded is None and (bucket, mode) not in source.failed and self._awaits_a_step(source, mode):
             self.wishes[slot.index, bucket, mode] = source
@@ -153,9 +152,6 @@ class LateRecordings:
 
     def leave(self) -> None:
         """Let go of what others hold of these recordings."""
-
-    def _note_wanted(self, slot: Slot, bucket: Bucket, mode: Mode) -> None:
-        """Note what a microbatch asks for."""
 
     def _may_always_record(self, mode: Mode) -> bool:
         """Whether recordings of a mode overwrite nothing that was loaded for other parts."""

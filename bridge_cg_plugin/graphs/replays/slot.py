@@ -216,7 +216,7 @@ class Lease:
         """
         if self._lost:
             raise late_backward()
-        if not self.is_current:
+        if self.slot.lease != self._number:
             raise second_backward()
 
     @property
