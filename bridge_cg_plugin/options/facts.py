@@ -50,6 +50,9 @@ class Facts:
         mamba: Whether the model has Mamba layers.
         packed_data: Whether the dataset packs documents.
         mla: Whether attention is multi-latent.
+        attention_variant: Another attention that layers have.
+        fused_experts: Whether Transformer Engine runs an expert's MLP as one operation.
+        stashed_experts: Whether megatron-core keeps experts' activations in pages of its own.
         warmup_steps: Eager steps before capture.
         images: Whether the model takes images through Bridge's Qwen3-VL step.
         other_tower: Whether the vision encoder is another than that of Qwen3-VL and Qwen3.5-VL.
@@ -92,6 +95,9 @@ class Facts:
     mamba: bool | None = None
     packed_data: bool | None = None
     mla: bool | None = None
+    attention_variant: str | None = None
+    fused_experts: bool | None = None
+    stashed_experts: bool | None = None
     warmup_steps: int | None = None
     images: bool | None = None
     other_tower: bool | None = None
@@ -148,6 +154,9 @@ def facts_of(written: Written) -> Facts:
         mamba=_mamba(written),
         packed_data=any(_flag(settings, name) for name in (*PACKING_FIELDS, OFFLINE_PACKING)),
         mla=_flag(settings, "multi_latent_attention"),
+        attention_variant=_word(settings, "experimental_attention_variant"),
+        fused_experts=_flag(settings, "use_transformer_engine_op_fuser"),
+        stashed_experts=_flag(settings, "moe_paged_stash"),
         warmup_steps=_count(settings, "cuda_graph_warmup_steps"),
         images=None if tower is None else hasattr(written.model, "vision_cuda_graph_impl") and not tower,
         other_tower=tower,

@@ -10,11 +10,12 @@ from .combinations import check_options
 from .declaration import plain
 from .deepstack import deepstack_warnings
 from .errors import GraphOptionWarning
-from .facts import facts_of
+from .facts import Facts, facts_of
 from .graph_options import GraphOptions
+from .idle_offload import offload_without_effect
 from .language_model import IMPL, INFERENCE, MODULES
 from .migration import Migration, language_model_options, module_names
-from .offload import OFFLOAD, offload_options
+from .offload import OFFLOAD, OffloadOptions, offload_options
 from .packed import MAX_PACKED_SEQS, PACKED, packed_options
 from .precedence import settle
 from .shared_offload import share_offload
@@ -80,7 +81,13 @@ def options_of(written: Written) -> GraphOptions:
         offload=offload_options(written.fields),
         warnings=warnings,
     )
-    return share_offload(options, facts_of(written)) if options.offload.parts else options
+    return options if options.offload == OffloadOptions() else _offloading(options, facts_of(written))
+
+
+def _offloading(options: GraphOptions, facts: Facts) -> GraphOptions:
+    """Return options with the shared option of offloading passed on, and lines for values without effect."""
+    shared = share_offload(options, facts) if options.offload.parts else options
+    return replace(shared, warnings=(*shared.warnings, *offload_without_effect(shared, facts)))
 
 
 def _without_effect(written: Written, vision: VisionGraphOptions, packed: bool) -> tuple[str, ...]:

@@ -13,15 +13,19 @@ from .vision import PROVIDER_FIELDS, VisionGraphOptions
 
 PARTS = SHARED_FIELDS["parts"]
 EXPERTS = ("expert_fc1", "moe_act")
+# Of experts whose MLP is one operation.
+FUSED_EXPERTS = "fused_group_mlp"
+IN_EXPERTS = (*EXPERTS, FUSED_EXPERTS)
 ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 # Part -> megatron-core's modules in it.
 CORE_MODULES: dict[str, tuple[str, ...]] = {
     "attention": ATTENTION,
-    "mlp": EXPERTS,
+    "mlp": IN_EXPERTS,
     "layernorm": ("attn_norm", "mlp_norm"),
 }
 # megatron-core counts elements, of bf16 where it trains, where regions count bytes.
 ELEMENT_BYTES = 2
+IN_LINEAR_LAYERS = "its norms are part of the linear layers behind them"
 
 
 def share_offload(options: GraphOptions, facts: Facts) -> GraphOptions:
@@ -98,7 +102,7 @@ def _core_modules(
     """Return megatron-core's modules of these parts that it offloads, and why of other parts there are none."""
     found, kept = [], {}
     for part in (part for part in OFFLOAD_MODULES if part in parts and part in CORE_MODULES):
-        why = {module: _why_kept(module, language_model, facts) for module in CORE_MODULES[part]}
+        why = {module: _why_kept(module, language_model, facts) for module in _modules_in(part, facts)}
         leaving = [module for module, reason in why.items() if reason is None]
         found += leaving
         if not leaving:
@@ -106,12 +110,21 @@ def _core_modules(
     return tuple(found), kept
 
 
+def _modules_in(part: str, facts: Facts) -> tuple[str, ...]:
+    """Return megatron-core's modules in a part of this model: experts are offloaded in steps, or whole if fused."""
+    if part != "mlp":
+        return CORE_MODULES[part]
+    return (FUSED_EXPERTS,) if facts.fused_experts and facts.offload_in_graphs is not False else EXPERTS
+
+
 def _why_kept(module: str, language_model: LanguageModelGraphOptions, facts: Facts) -> str | None:
     """Return why megatron-core does not offload a module of this model; None where it does."""
-    if module in EXPERTS and facts.moe is False:
+    if module in IN_EXPERTS and facts.moe is False:
         return "megatron-core offloads MLPs of experts only"
+    if module in IN_EXPERTS and facts.stashed_experts:
+        return "moe_paged_stash holds activations of experts"
     if (module == "attn_norm" and not facts.mla) or (module == "mlp_norm" and facts.moe is False):
-        return "its norms are part of the linear layers behind them"
+        return IN_LINEAR_LAYERS
     return _why_graphs_keep(module, language_model, facts)
 
 
@@ -120,7 +133,9 @@ def _why_graphs_keep(module: str, language_model: LanguageModelGraphOptions, fac
     impl, captures = language_model.impl, language_model.captures
     if impl == "full_iteration" and facts.images:
         return "the language model is one graph forward and one backward"
-    if impl == "local" and module not in EXPERTS:
+    if CudaGraphModule.moe in language_model.modules and language_model.per_layer:
+        return "megatron-core does not offload beside captured MoE layers"
+    if impl == "local" and module not in IN_EXPERTS:
         return "megatron-core's local graphs leave the device for experts only"
     if language_model.per_layer and not language_model.modules:
         return "megatron-core does not wait for copies in graphs of whole layers"

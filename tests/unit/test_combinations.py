@@ -282,8 +282,13 @@ REFUSED = {
         offloading(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn"], offload_modules=["core_attn"]),
         "offload_modules",
     ),
-    "offloading inside captured attention without warm-up steps": (
-        f"{OFFLOAD}core_attn {TE} cuda_graph_modules=attn cuda_graph_warmup_steps=0",
+    "offloading beside captured `moe`": (f"{OFFLOAD}core_attn {TE} cuda_graph_modules=moe", "cuda_graph_modules"),
+    "offloading inside captured attention with a limit in flight above 0": (
+        f"{OFFLOAD}core_attn {TE} cuda_graph_modules=attn fine_grained_offloading_max_inflight_offloads=1",
+        "fine_grained_offloading_max_inflight_offloads",
+    ),
+    "offloading with graphs and no warm-up steps": (
+        f"{OFFLOAD}core_attn {TE} cuda_graph_modules=mlp cuda_graph_warmup_steps=0",
         "model.cuda_graph_warmup_steps",
     ),
     "offloading `attn_norm` with captured attention": (
@@ -297,6 +302,22 @@ REFUSED = {
     "offloading parts of experts on a model without MoE layers": (
         f"{OFFLOAD}moe_act num_moe_experts=null",
         "offload_modules",
+    ),
+    "offloading `fused_group_mlp` of experts that are not fused": (
+        f"{OFFLOAD}fused_group_mlp use_transformer_engine_op_fuser=false",
+        "offload_modules",
+    ),
+    "offloading `fused_group_mlp` with `expert_fc1` or `moe_act`": (
+        f"{OFFLOAD}fused_group_mlp,moe_act",
+        "offload_modules",
+    ),
+    "offloading `expert_fc1` or `moe_act` of fused experts": (
+        f"{OFFLOAD}expert_fc1 use_transformer_engine_op_fuser=true",
+        "offload_modules",
+    ),
+    "offloading inside MoE layers with `moe_paged_stash`": (
+        f"{OFFLOAD}fused_group_mlp moe_paged_stash=true",
+        "model.moe_paged_stash",
     ),
     "offloading by megatron-core with `full_iteration` on a model that takes images": (
         offloading(
@@ -458,6 +479,12 @@ ACCEPTED = [
     offloading(cuda_graph_impl="transformer_engine", cuda_graph_modules=["mlp"], offload_modules=["core_attn"]),
     f"{OFFLOAD}moe_act {LOCAL} cuda_graph_modules=attn",
     f"{OFFLOAD}core_attn {FULL} fine_grained_offloading_max_inflight_offloads=1",
+    f"{OFFLOAD}core_attn {TE} cuda_graph_modules=attn fine_grained_offloading_max_inflight_offloads=0",
+    f"{OFFLOAD}moe_act {TE} cuda_graph_modules=attn fine_grained_offloading_max_inflight_offloads=1",
+    f"{OFFLOAD}core_attn cuda_graph_warmup_steps=0 cuda_graph_impl=none",
+    f"{OFFLOAD}core_attn,fused_group_mlp use_transformer_engine_op_fuser=true num_moe_experts=8",
+    f"{OFFLOAD}core_attn moe_paged_stash=true num_moe_experts=8",
+    "cuda_graph_modules=moe cuda_graph_impl=transformer_engine",
 ]
 
 

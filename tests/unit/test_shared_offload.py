@@ -30,6 +30,14 @@ def test_layers_that_the_plugin_does_not_run_are_megatron_cores():
     assert latent.modules == ("attn_norm", "mlp_norm")
 
 
+def test_experts_whose_mlp_is_one_operation_are_offloaded_whole():
+    words = f"use_transformer_engine_op_fuser=true {MOE}"
+    found = graph_options(f"activation_offload=attention,mlp {words}").offload
+    assert found.modules == ("qkv_linear", "core_attn", "attn_proj", "fused_group_mlp")
+    with pytest.raises(OptionError, match="does not wait for copies in graphs of whole layers"):
+        graph_options(f"activation_offload=mlp {words} {TE}")
+
+
 def test_regions_that_are_off_are_left_alone():
     found = graph_options("activation_offload=attention")
     assert found.vision.offload is None and found.packed.offload is None and found.offload.enabled
@@ -73,6 +81,8 @@ def test_a_bound_on_copies_in_flight_comes_with_graphs_of_whole_steps():
         ("activation_offload=merger", "no such part"),
         ("activation_offload=mlp num_moe_experts=null", "experts only"),
         ("cuda_graph_impl=local activation_offload=attention", "experts only"),
+        (f"{TE} cuda_graph_modules=moe activation_offload=all {MOE}", "captured MoE layers"),
+        (f"moe_paged_stash=true activation_offload=mlp {MOE}", "moe_paged_stash holds"),
     ],
 )
 def test_where_nothing_would_leave_it_is_refused(words, reason):

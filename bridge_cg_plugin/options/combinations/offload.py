@@ -5,11 +5,11 @@ from ..graph_options import GraphOptions
 from ..language_model import IMPL, MODULES, CudaGraphModule
 from ..migration import module_names
 from ..offload import CORE_FIELDS, SHARED_FIELDS
-from ..shared_offload import ATTENTION
+from ..shared_offload import ATTENTION, EXPERTS, FUSED_EXPERTS, IN_EXPERTS
 from .images import whole_language_model
 from .rule import Combination
 
-_IN_EXPERTS = {"expert_fc1", "moe_act", "fused_group_mlp"}
+_IN_EXPERTS = set(IN_EXPERTS)
 
 
 def _asked(options: GraphOptions) -> str:
@@ -35,6 +35,19 @@ def _captures(options: GraphOptions, *names: str) -> bool:
 def _inside_attention(options: GraphOptions) -> bool:
     offload = options.offload
     return offload.enabled and bool(set(ATTENTION) & set(offload.modules)) and _captures(options, "attn")
+
+
+def _offloads(options: GraphOptions, *names: str) -> bool:
+    return options.offload.enabled and not set(names).isdisjoint(options.offload.modules)
+
+
+def _beside_graphs(options: GraphOptions) -> bool:
+    """Whether megatron-core offloads, and captures graphs itself."""
+    return options.offload.enabled and options.language_model.enabled and not options.packed.enabled
+
+
+def _refuse_modules(options: GraphOptions, allowed: str, remedy: str) -> tuple[str, object, str, str]:
+    return CORE_FIELDS["modules"], list(options.offload.modules), allowed, remedy
 
 
 def _cuts_before_mlp(options: GraphOptions, facts: Facts) -> bool:
@@ -140,9 +153,28 @@ OFFLOAD = (
         ),
     ),
     Combination(
-        "offloading inside captured attention without warm-up steps",
+        "offloading beside captured `moe`",
+        "megatron-core offloads nothing where MoE layers are captured",
+        lambda o, f: (
+            _beside_graphs(o) and o.language_model.per_layer and CudaGraphModule.moe in o.language_model.modules
+        ),
+        lambda o, f: (MODULES, _modules(o), f"without moe with {_asked(o)}", "Capture moe_router, or do not offload."),
+    ),
+    Combination(
+        "offloading inside captured attention with a limit in flight above 0",
+        "A layer's graph would wait for copies of another layer's graph; the capture would fail",
+        lambda o, f: _inside_attention(o) and (o.offload.max_inflight or 0) > 0,
+        lambda o, f: (
+            CORE_FIELDS["max_inflight"],
+            o.offload.max_inflight,
+            f"null or 0 with {_asked(o)} and {MODULES}={_modules(o)}",
+            "Remove it, or leave attention eager.",
+        ),
+    ),
+    Combination(
+        "offloading with graphs and no warm-up steps",
         "megatron-core plans offloading in eager steps",
-        lambda o, f: _inside_attention(o) and f.warmup_steps == 0,
+        lambda o, f: _beside_graphs(o) and f.warmup_steps == 0,
         lambda o, f: ("model.cuda_graph_warmup_steps", 0, f"at least 1 with {_asked(o)}", "Set it to 3."),
     ),
     Combination(
@@ -170,6 +202,36 @@ OFFLOAD = (
             f"Remove {', '.join(sorted(_IN_EXPERTS & set(o.offload.modules)))}.",
         ),
         harmless=True,
+    ),
+    Combination(
+        "offloading `fused_group_mlp` of experts that are not fused",
+        "Only Transformer Engine's fused experts are one operation",
+        lambda o, f: _offloads(o, FUSED_EXPERTS) and f.moe is not False and f.fused_experts is False,
+        lambda o, f: _refuse_modules(
+            o, "expert_fc1, moe_act without model.use_transformer_engine_op_fuser", "Offload these."
+        ),
+    ),
+    Combination(
+        "offloading `fused_group_mlp` with `expert_fc1` or `moe_act`",
+        "These are parts of it",
+        lambda o, f: _offloads(o, FUSED_EXPERTS) and _offloads(o, *EXPERTS) and not f.fused_experts,
+        lambda o, f: _refuse_modules(o, f"{FUSED_EXPERTS} alone of experts", "Remove its parts."),
+    ),
+    Combination(
+        "offloading `expert_fc1` or `moe_act` of fused experts",
+        "Fused experts are one operation; building the model would fail",
+        lambda o, f: (
+            _offloads(o, *EXPERTS) and f.fused_experts and f.moe is not False and f.offload_in_graphs is not False
+        ),
+        lambda o, f: _refuse_modules(
+            o, f"{FUSED_EXPERTS} with model.use_transformer_engine_op_fuser", f"Offload {FUSED_EXPERTS}."
+        ),
+    ),
+    Combination(
+        "offloading inside MoE layers with `moe_paged_stash`",
+        "Paged stashing holds the same activations",
+        lambda o, f: _offloads(o, *IN_EXPERTS) and f.stashed_experts,
+        lambda o, f: ("model.moe_paged_stash", True, f"false with {_asked(o)}", "Switch one of both off."),
     ),
     Combination(
         "offloading by megatron-core with `full_iteration` on a model that takes images",
