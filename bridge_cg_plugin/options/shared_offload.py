@@ -142,7 +142,8 @@ def _why_graphs_keep(module: str, language_model: LanguageModelGraphOptions, fac
     inside = captures(CudaGraphModule.attn) and module in ATTENTION
     if inside and facts.offload_in_graphs is False:
         return "this release of megatron-core does not wait for copies inside graphs"
-    if module == "attn_norm" and captures(CudaGraphModule.attn):
+    borders = (CudaGraphModule.attn, CudaGraphModule.mlp, CudaGraphModule.mamba)
+    if module == "attn_norm" and any(map(captures, borders)):
         return "megatron-core keeps inputs of norms at a graph's border"
     router = captures(CudaGraphModule.moe_router) or captures(CudaGraphModule.moe)
     if module == "mlp_norm" and (captures(CudaGraphModule.attn) or router):

@@ -1,6 +1,8 @@
 """Bridge's pretrain() over two and four ranks, eager and with vision graphs; with fewer GPUs two share each."""
 
 import math
+import re
+from dataclasses import replace
 
 import pytest
 
@@ -89,6 +91,32 @@ def test_layers_of_both_stages_are_on_graphs_beside_the_encoder(trained, expecte
     assert [rank["language_model_layers"] for rank in result["ranks"]] == [3, 1]
     assert result["losses"] == pytest.approx(other["losses"], rel=5e-3)
     assert result["grad_norms"] == pytest.approx(other["grad_norms"], rel=5e-2)
+
+
+def offloaded(*words):
+    run, environment = graphs(*PP2, "--language-model", "8x2048", *words), (("NVTE_CPU_OFFLOAD_V1", "1"),)
+    return replace(run, prepare="tests.gpu.offload_fields:use_any_cores", environment=environment)
+
+
+def planned_by_rank(output):
+    """Return the megabytes that megatron-core plans to copy on each rank, as it prints them."""
+    return [float(total) for total in re.findall(r"^Rank \d+ .* (\d+\.\d+)$", output, re.MULTILINE)]
+
+
+CORE = ("fine_grained_activation_offloading=true", "offload_modules=[core_attn]", "min_offloaded_tensor_size=1024")
+
+
+@pytest.mark.parametrize(
+    "less, whole, plain",
+    [(offloaded(*CORE, "delta_offload_bytes_across_pp_ranks=1"), offloaded(*CORE), offloaded())],
+    ids=["PP2"],
+)
+def test_the_second_stage_offloads_a_module_less(trained, less, whole, plain):
+    found, other = trained(less), trained(plain)
+    one, all_of_it = (planned_by_rank(trained(run)["output"]) for run in (less, whole))
+    assert found["losses"] == pytest.approx(other["losses"], rel=5e-3)
+    assert found["grad_norms"] == pytest.approx(other["grad_norms"], rel=5e-2)
+    assert one[0] == all_of_it[0] > 0 and 0 < one[1] < all_of_it[1]
 
 
 ONE_BUCKET = tuple(word.replace("[2304,4608]", "[2304]") for word in BUCKETS)

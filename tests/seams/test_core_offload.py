@@ -18,10 +18,15 @@ STASHED = {
     "moe_token_dispatcher_type": "flex",
     "moe_flex_dispatcher_backend": "hybridep",
 }
-MODELS = {"dense": {}, "experts": EXPERTS, "equal": EQUAL, "fused": FUSED, "stashed": STASHED}
+MIXED = {**EXPERTS, "moe_layer_freq": [0, 1]}
+MODELS = {
+    **{"dense": {}, "experts": EXPERTS, "mixed": MIXED, "equal": EQUAL},
+    **{"fused": FUSED, "stashed": STASHED},
+}
 GRAPHS = {
     "none": {"cuda_graph_impl": "none"},
     "attn": {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
+    "mlp": {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["mlp"]},
     "router": {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe_router"]},
     "moe": {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe"]},
     "local moe": {"cuda_graph_impl": "local", "cuda_graph_modules": ["moe"]},
@@ -99,3 +104,10 @@ def test_megatron_core_takes_what_the_shared_option_sets(latest, model, graphs):
         made.finalize()
         assert made.fine_grained_activation_offloading
         assert not {"expert_fc1", "moe_act"} & set(made.offload_modules) or not made.use_transformer_engine_op_fuser
+
+
+def test_norms_before_experts_leave_beside_captured_mlps_of_other_layers(latest):
+    made = offloading(["mlp_norm"], **MIXED, **GRAPHS["mlp"])
+    apply_options(graph_options(made), made)
+    made.finalize()
+    assert made.offload_modules == ["mlp_norm"]

@@ -295,6 +295,10 @@ REFUSED = {
         f"{OFFLOAD}attn_norm {TE} cuda_graph_modules=attn",
         "offload_modules",
     ),
+    "offloading `attn_norm` behind captured MLPs or Mamba layers": (
+        f"{OFFLOAD}attn_norm {TE} cuda_graph_modules=mlp",
+        "offload_modules",
+    ),
     "offloading `mlp_norm` if only attention or only the MLP is captured, or a router": (
         f"{OFFLOAD}mlp_norm {TE} cuda_graph_modules=attn",
         "offload_modules",
@@ -475,6 +479,9 @@ ACCEPTED = [
     "dataset.enable_offline_packing=true",
     f"{OFFLOAD}core_attn,attn_proj {TE} cuda_graph_modules=attn cuda_graph_warmup_steps=3",
     f"{OFFLOAD}mlp_norm {TE} cuda_graph_modules=attn,mlp",
+    f"{OFFLOAD}mlp_norm {TE} cuda_graph_modules=mlp",
+    f"{OFFLOAD}attn_norm {TE} cuda_graph_modules=mlp multi_latent_attention=false",
+    f"{OFFLOAD}attn_norm {TE} cuda_graph_modules=moe_router multi_latent_attention=true",
     f"{OFFLOAD}attn_norm,moe_act recompute_granularity=selective recompute_modules=layernorm,moe_act",
     offloading(cuda_graph_impl="transformer_engine", cuda_graph_modules=["mlp"], offload_modules=["core_attn"]),
     f"{OFFLOAD}moe_act {LOCAL} cuda_graph_modules=attn",

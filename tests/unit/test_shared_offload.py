@@ -38,6 +38,12 @@ def test_experts_whose_mlp_is_one_operation_are_offloaded_whole():
         graph_options(f"activation_offload=mlp {words} {TE}")
 
 
+def test_norms_that_read_a_graphs_output_stay():
+    words = f"activation_offload=layernorm multi_latent_attention=true {MOE} {TE} cuda_graph_modules="
+    assert graph_options(f"{words}mlp").offload.modules == ("mlp_norm",)
+    assert graph_options(f"{words}moe_router").offload.modules == ("attn_norm",)
+
+
 def test_regions_that_are_off_are_left_alone():
     found = graph_options("activation_offload=attention")
     assert found.vision.offload is None and found.packed.offload is None and found.offload.enabled

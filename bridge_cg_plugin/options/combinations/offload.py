@@ -50,11 +50,19 @@ def _refuse_modules(options: GraphOptions, allowed: str, remedy: str) -> tuple[s
     return CORE_FIELDS["modules"], list(options.offload.modules), allowed, remedy
 
 
+def _reads_a_graph(options: GraphOptions, facts: Facts) -> bool:
+    """Whether a norm before eager attention reads what the graph of the layer before it gives."""
+    own_norm = facts.mla is not False or bool(facts.attention_variant)
+    return own_norm and _captures(options, "mlp", "mamba") and not _captures(options, "attn")
+
+
 def _cuts_before_mlp(options: GraphOptions, facts: Facts) -> bool:
-    """Whether a graph begins or ends where the norm before the MLP reads."""
-    if facts.moe:
-        return _captures(options, "attn", "moe_router")
-    return _captures(options, "attn") != _captures(options, "mlp")
+    """Whether a graph begins or ends where the norm before the MLP reads, in experts' layers if there are any."""
+    before_experts = _captures(options, "attn", "moe_router")
+    before_dense = _captures(options, "attn") != _captures(options, "mlp")
+    if facts.moe is None:
+        return before_experts and before_dense
+    return before_experts if facts.moe else before_dense
 
 
 def _recomputes(facts: Facts, module: str) -> bool:
@@ -183,6 +191,12 @@ OFFLOAD = (
         lambda o, f: o.offload.enabled and "attn_norm" in o.offload.modules and _captures(o, "attn"),
         lambda o, f: _at_the_border("attn_norm", o),
         harmless=True,
+    ),
+    Combination(
+        "offloading `attn_norm` behind captured MLPs or Mamba layers",
+        "megatron-core would free the norm's input, which is the output of a graph; replays would fail",
+        lambda o, f: _offloads(o, "attn_norm") and _reads_a_graph(o, f),
+        lambda o, f: _at_the_border("attn_norm", o),
     ),
     Combination(
         "offloading `mlp_norm` if only attention or only the MLP is captured, or a router",
