@@ -25,6 +25,7 @@ CORE_MODULES: dict[str, tuple[str, ...]] = {
 }
 # megatron-core counts elements, of bf16 where it trains, where regions count bytes.
 ELEMENT_BYTES = 2
+COUNTS_ENCODER = "megatron-core would count layers of the encoder, which has the same settings, as the language model's"
 IN_LINEAR_LAYERS = "its norms are part of the linear layers behind them"
 
 
@@ -119,6 +120,8 @@ def _modules_in(part: str, facts: Facts) -> tuple[str, ...]:
 
 def _why_kept(module: str, language_model: LanguageModelGraphOptions, facts: Facts) -> str | None:
     """Return why megatron-core does not offload a module of this model; None where it does."""
+    if facts.copied_settings:
+        return COUNTS_ENCODER
     if module in IN_EXPERTS and facts.moe is False:
         return "megatron-core offloads MLPs of experts only"
     if module in IN_EXPERTS and facts.stashed_experts:

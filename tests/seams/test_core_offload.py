@@ -111,3 +111,13 @@ def test_norms_before_experts_leave_beside_captured_mlps_of_other_layers(latest)
     apply_options(graph_options(made), made)
     made.finalize()
     assert made.offload_modules == ["mlp_norm"]
+
+
+def test_nemotrons_encoder_has_the_settings_of_its_language_model(latest):
+    from megatron.bridge.models.nemotron_omni.nemotron_omni_provider import NemotronOmniModelProvider
+
+    told = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
+    made = NemotronOmniModelProvider(**told, num_attention_heads=4, hidden_size=64, hybrid_layer_pattern="M*")
+    assert made._build_vision_config(made).fine_grained_activation_offloading
+    with pytest.raises(OptionError, match="would count layers of the encoder"):
+        graph_options(made)

@@ -323,6 +323,10 @@ REFUSED = {
         f"{OFFLOAD}fused_group_mlp moe_paged_stash=true",
         "model.moe_paged_stash",
     ),
+    "offloading by megatron-core on Nemotron VL and Nemotron Omni": (
+        nemotron(vision_cuda_graph_impl="none", fine_grained_activation_offloading=True, offload_modules=["core_attn"]),
+        "fine_grained_activation_offloading",
+    ),
     "offloading by megatron-core with `full_iteration` on a model that takes images": (
         offloading(
             vision_cuda_graph_impl="none",

@@ -205,6 +205,11 @@ def test_offsets_that_changed_behind_the_hosts_back_give_nan():
     [
         ("recompute_granularity", "full", "model.recompute_vision=True: it must be false with vision graphs of RADIO"),
         ("cpu_offloading", True, "model.cpu_offloading=True: it must be false with vision graphs of RADIO"),
+        (
+            "fine_grained_activation_offloading",
+            True,
+            "model.fine_grained_activation_offloading=True: it must be false with vision graphs of RADIO",
+        ),
         ("fp8", "hybrid", "model.fp8='hybrid': it must be null with vision graphs of RADIO"),
         ("fp4", "e2m1", "model.fp4='e2m1': it must be null with vision graphs of RADIO"),
     ],

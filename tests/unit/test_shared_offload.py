@@ -38,6 +38,15 @@ def test_experts_whose_mlp_is_one_operation_are_offloaded_whole():
         graph_options(f"activation_offload=mlp {words} {TE}")
 
 
+def test_a_language_model_whose_encoder_has_its_settings_is_not_megatron_cores_to_offload():
+    base = type("NemotronVLModelProvider", (SimpleNamespace,), {})
+    told = {"cuda_graph_impl": "none", "activation_offload": "attention"}
+    found = graph_options(base(vision_cuda_graph_impl="transformer_engine", **told))
+    assert found.vision.offload == ("attention",) and not found.offload.enabled
+    with pytest.raises(OptionError, match="would count layers of the encoder"):
+        graph_options(base(vision_cuda_graph_impl="none", **told))
+
+
 def test_norms_that_read_a_graphs_output_stay():
     words = f"activation_offload=layernorm multi_latent_attention=true {MOE} {TE} cuda_graph_modules="
     assert graph_options(f"{words}mlp").offload.modules == ("mlp_norm",)

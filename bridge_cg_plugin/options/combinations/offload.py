@@ -5,7 +5,7 @@ from ..graph_options import GraphOptions
 from ..language_model import IMPL, MODULES, CudaGraphModule
 from ..migration import module_names
 from ..offload import CORE_FIELDS, SHARED_FIELDS
-from ..shared_offload import ATTENTION, EXPERTS, FUSED_EXPERTS, IN_EXPERTS
+from ..shared_offload import ATTENTION, COUNTS_ENCODER, EXPERTS, FUSED_EXPERTS, IN_EXPERTS
 from .images import whole_language_model
 from .rule import Combination
 
@@ -246,6 +246,12 @@ OFFLOAD = (
         "Paged stashing holds the same activations",
         lambda o, f: _offloads(o, *IN_EXPERTS) and f.stashed_experts,
         lambda o, f: ("model.moe_paged_stash", True, f"false with {_asked(o)}", "Switch one of both off."),
+    ),
+    Combination(
+        "offloading by megatron-core on Nemotron VL and Nemotron Omni",
+        COUNTS_ENCODER,
+        lambda o, f: o.offload.enabled and f.copied_settings,
+        lambda o, f: (CORE_FIELDS["enabled"], True, "false on this model", "Switch it off."),
     ),
     Combination(
         "offloading by megatron-core with `full_iteration` on a model that takes images",

@@ -161,6 +161,7 @@ _WEIGHTS = "Weights are quantized only in the first microbatch of a step."
 _REFUSED = {
     "recompute_granularity": ("model.recompute_vision", _ACTIVATIONS),
     "cpu_offloading": ("model.cpu_offloading", _ACTIVATIONS),
+    "fine_grained_activation_offloading": ("model.fine_grained_activation_offloading", _ACTIVATIONS),
     "fp8": ("model.fp8", _WEIGHTS),
     "fp4": ("model.fp4", _WEIGHTS),
 }
