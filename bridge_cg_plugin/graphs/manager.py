@@ -125,8 +125,7 @@ class GraphManager:
             with self.paused():  # parts, too
                 return self._run_eager(call, eager)
         elif self._parts is not None:
-            with nullcontext() if self._watch is None else self._watch.looked_at_once():
-                return self._run_parts(self._parts, call, eager)
+            return self._run_parts(self._parts, call, eager)
         elif call.refusal is not None:
             self._refuse(call, call.refusal)
         else:
@@ -290,7 +289,8 @@ class GraphManager:
             chain.capture(progress.recorded)
         for region, piece in zip(regions, pieces, strict=True):
             if piece.site is not None:
-                self._parts = self._parts or Parts(self.slots, lambda: self._paused > 0, chain is not None)
+                paused, chained = lambda: self._paused > 0, chain is not None
+                self._parts = self._parts or Parts(self.slots, paused, watch.looked_at_once, chained)
                 self._parts.install(region, piece.site)
         if demand is not None:
             grow = [(region, piece.growth) for region, piece in zip(regions, pieces, strict=True) if piece.growth]

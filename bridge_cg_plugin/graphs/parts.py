@@ -1,6 +1,7 @@
 """Parts of a module as regions of their own, each replayed where an attribute of a submodule is called."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -24,14 +25,21 @@ class Parts:
     Args:
         slots: Slots of every region.
         is_paused: Whether all is to run eager.
+        looking_once: Entered around looks at all parts in a row, between which the model cannot change.
         chained: Whether the parts share a slot's memory, so that each microbatch has one slot for all of them.
     """
 
-    def __init__(self, slots: int, is_paused: Callable[[], bool], chained: bool = False) -> None:
+    def __init__(
+        self,
+        slots: int,
+        is_paused: Callable[[], bool],
+        looking_once: Callable[[], AbstractContextManager[None]],
+        chained: bool = False,
+    ) -> None:
         self.followers: list[FollowerCall] = []
         self.chained = chained
         self._in_chain: int | Fallback | None = None
-        self._slots, self._is_paused = slots, is_paused
+        self._slots, self._is_paused, self._looking_once = slots, is_paused, looking_once
         self._regions: list[Region] = []
         self._methods: list[InstanceMethod] = []
         self._current: _Chosen | None = None
@@ -66,7 +74,8 @@ class Parts:
         if free is None and self.chained:
             return Fallback.NO_FREE_SLOT
         slot = free or 0
-        reasons = [region.why_not(batch, slot) for region in self._regions]  # each records what it was asked for
+        with self._looking_once():
+            reasons = [region.why_not(batch, slot) for region in self._regions]  # each records what it was asked for
         return next((reason for reason in reasons if reason is not None), slot)
 
     def _free_slot(self) -> int | None:
@@ -80,8 +89,9 @@ class Parts:
         What the last microbatches missed there is recorded before: a recording of one part is one of all.
         """
         slot = self._free_slot()
-        for region in self._regions if slot is not None and not self._is_paused() else []:
-            region.catch_up(slot or 0)
+        with self._looking_once():
+            for region in self._regions if slot is not None and not self._is_paused() else []:
+                region.catch_up(slot or 0)
         before, self._in_chain = self._in_chain, Fallback.NO_FREE_SLOT if slot is None else slot
         try:
             return eager()

@@ -123,3 +123,32 @@ def test_parts_with_limits_of_their_own(monkeypatch):
         for _ in range(2):
             assert same(gradients_of(forward(tower, ROWS), tower), right)
         assert graphs.statistics().replays == 2
+
+
+def scaled_by_a_list(tower, now):
+    """Let the last layer's attention be scaled by what a list of it holds, which the first layer writes at its end."""
+    first, attention = tower.decoder.layers[0], tower.decoder.layers[2].self_attention
+    attention.factor = [1.0]
+    run, attend = first.forward, attention.forward
+
+    def forward(*args, **kwargs):
+        made = run(*args, **kwargs)
+        attention.factor[0] = now[0]
+        return made
+
+    def scaled(*args, **kwargs):
+        out, bias = attend(*args, **kwargs)
+        return out * attention.factor[0], bias
+
+    first.forward, attention.forward = forward, scaled
+    return tower
+
+
+@pytest.mark.parametrize("offload", [OFFLOAD_MODULES, None], ids=["chain", "apart"])
+def test_a_list_that_a_forward_changes_before_a_part_runs(offload):
+    now = [1.0]
+    right, tower = (scaled_by_a_list(new_tower(), now) for _ in range(2))
+    with on_parts(tower, ("attn",), offload=offload) as graphs:
+        for now[0] in (1.0, 1e3, 2e3):
+            assert torch.allclose(forward(tower, ROWS)[0], forward(right, ROWS)[0], atol=1e-5, rtol=1e-4)
+        assert graphs.statistics().replays >= LAYERS

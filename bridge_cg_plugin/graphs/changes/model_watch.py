@@ -160,7 +160,7 @@ class ModelWatch:
 
     @contextmanager
     def looked_at_once(self) -> Iterator[None]:
-        """Inside, as in one forward of the model, only the first look is at what is in lists and sets."""
+        """Inside, where nothing changes the model, only the first look is at what is in lists and sets."""
         before, self._looks_once = self._looks_once, True
         try:
             yield
