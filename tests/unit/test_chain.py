@@ -19,7 +19,7 @@ from bridge_cg_plugin.options import OFFLOAD_MODULES
 
 from ..tape import tensors
 from . import packs
-from .towers import draw, forward, graphs_on, loss_of, new_tower, results
+from .towers import assert_close, draw, forward, graphs_on, loss_of, new_tower, results
 
 ROWS, OTHERS = [(1, 8, 8), (2, 4, 8)], [(1, 4, 8)]
 SETTINGS = {"buckets": (64, 128), "offload_min_bytes": 1024}
@@ -435,3 +435,31 @@ def test_packs_give_what_parts_that_keep_all_give(modules, layers, scopes):
         statistics, plan = graphs.statistics(), planned(graphs)
         assert not statistics.fallbacks and statistics.pinned_bytes > 0
         assert scopes <= {plan.inventory.seen[place].scope for place in plan.plan.places(Fate.OFFLOAD)}
+
+
+def without_gradients(layer):
+    """Let a layer run without gradients, on a copy, since megatron-core adds in place there."""
+    run = layer.forward
+
+    def forward(hidden_states, *args, **kwargs):
+        with torch.no_grad():
+            made, *others = run(hidden_states.detach().clone(), *args, **kwargs)
+        return made.detach(), *others
+
+    layer.forward = forward
+
+
+def test_a_part_without_gradients_leaves_what_all_parts_read_alone():
+    """What a pack is made of is written once a microbatch; a recording of one part in its midst would overwrite it."""
+    right, model = packs.new_model(), packs.new_model()
+    for each in (right, model):
+        without_gradients(each.decoder.layers[0])
+    batch = packs.pack(PACKS[0])
+    tuning = {"cuda_graph_packed_offload": "all", "cuda_graph_packed_tuning": SMALL}
+    with packs.ON_CPU(), on_parts(model, ["attn", "mlp"], **tuning) as graphs:
+        for _ in range(4):
+            losses, expected = model(**batch), right(**batch)
+            wanted = [list(each.decoder.layers[1].parameters()) for each in (model, right)]
+            found = [torch.autograd.grad(each.sum(), own) for each, own in zip((losses, expected), wanted, strict=True)]
+            assert_close([losses, *found[0]], [expected, *found[1]])
+        assert graphs.statistics().replays == 4 * 2

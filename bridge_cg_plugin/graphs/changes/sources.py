@@ -244,7 +244,7 @@ class Sources:
 
     def _instead_of(self, stale: Source) -> Source:
         """Return the source before one whose memory was moved, if all lies there again, else one without recordings."""
-        fresh, earlier = self._new(instead_of=stale), stale.earlier
+        fresh, earlier = self._new(stale.lasting, stale), stale.earlier
         if earlier is not None and earlier.lies_as(fresh):
             earlier.recorded_by_other_ranks, earlier.warm = fresh.recorded_by_other_ranks, fresh.warm
             fresh = earlier

@@ -77,6 +77,8 @@ class Chain:
         self._slots: dict[int, ChainSlot] = {}
         self._parts: list[Part] = []
         self._captures = 0
+        # For how many tokens the memory of each slot was taken.
+        self._tokens: dict[int, int] = {}
 
     def join(self, part: Part) -> None:
         """Add the part that runs after those that are there."""
@@ -117,13 +119,20 @@ class Chain:
             if places:
                 self.record(index, places, recorded)
 
-    def record(self, index: int, places: Sequence[Place], recorded: Callable[[], None] = lambda: None) -> None:
+    def record(
+        self,
+        index: int,
+        places: Sequence[Place],
+        recorded: Callable[[], None] = lambda: None,
+        only_here: bool = False,
+    ) -> None:
         """Record all parts that can be, in a slot that is free in all; what they had for the same places is dropped.
 
         Args:
             index: Number of the slot.
             places: What to record, with a backward each, largest first.
             recorded: Called after each recording.
+            only_here: Whether this rank's memory moved: others keep what they have, and it records no more than that.
 
         Raises:
             CaptureError: It failed, and is not to be tried again.
@@ -133,25 +142,37 @@ class Chain:
         try:
             if parts:
                 with torch.inference_mode(False):
-                    self._record(index, parts, places, recorded)
+                    self._record(index, parts, places, recorded, only_here)
         except BaseException as error:
-            self._drop(index, places)
-            for _, source in parts:
-                source.failed.update(dict.fromkeys(places, named(error)))
+            self.refuse(index, places, error)
             raise
         finally:
             for part in self._parts:
                 part.count_memory()
 
+    def refuse(self, index: int, places: Sequence[Place], error: BaseException) -> None:
+        """Drop what parts have for some places, and note why these cannot be recorded."""
+        self._drop(index, places)
+        for source in (part.source() for part in self._parts):
+            if isinstance(source, Source):
+                source.failed.update(dict.fromkeys(places, named(error)))
+
     def _record(
-        self, index: int, parts: Sequence[tuple[Part, Source]], places: Sequence[Place], recorded: Callable[[], None]
+        self,
+        index: int,
+        parts: Sequence[tuple[Part, Source]],
+        places: Sequence[Place],
+        recorded: Callable[[], None],
+        only_here: bool,
     ) -> None:
         while True:
-            self._drop(index, places)
+            self._drop(index, places, only_here)
             for bucket, mode in places:
-                with named_range(f"capture {len(parts)} parts, bucket {bucket}"):
-                    self._record_place(index, parts, bucket, mode)
-                for _ in parts:
+                wish = index, bucket, mode
+                wanted = [each for each in parts if not only_here or wish in each[1].recorded_by_other_ranks]
+                with named_range(f"capture {len(wanted)} parts, bucket {bucket}"):
+                    self._record_place(index, wanted, bucket, mode)
+                for _ in wanted:
                     recorded()
             if self.offloading.accepts(self.slot_bytes(index)):
                 return
@@ -207,21 +228,27 @@ class Chain:
         return list(zip(made, map(sum, zip(forward, reversed(backward), strict=True)), strict=True))
 
     def _new_or_held_pool(self, index: int, bucket: Bucket) -> object:
-        """Return the memory for a bucket: that of the largest, or a new one where this is larger than all."""
+        """Return the memory for a bucket: that of the others, or a new one where that was taken for fewer tokens."""
         if bucket.tokens > self.settle(index):
             self._set_pool(index, None)  # whose memory goes back first
             self._set_pool(index, self._executor.new_pool())
+            self._tokens[index] = bucket.tokens
         return self._parts[0].slot(index).pool
 
     def settle(self, index: int) -> int:
-        """Let a slot's memory be that of the largest bucket that it holds, whose tokens are returned; 0 without one."""
+        """Let a slot's memory be one that recordings are in; returns for how many tokens it was taken, 0 without one.
+
+        Memory whose largest recording is to be made again is kept by smaller ones.
+        """
         held = self._held(index, True)
         if not held:
             self._set_pool(index, None)
             return 0
-        (_, bucket, _), largest = max(held, key=lambda each: each[0][1].tokens)
-        self._set_pool(index, largest.pool)
-        return bucket.tokens
+        if not any(made.pool == self._parts[0].slot(index).pool for _, made in held):
+            (_, bucket, _), largest = max(held, key=lambda each: each[0][1].tokens)
+            self._set_pool(index, largest.pool)
+            self._tokens[index] = bucket.tokens
+        return self._tokens[index]
 
     def _set_pool(self, index: int, pool: object) -> None:
         for part in self._parts:
@@ -246,12 +273,17 @@ class Chain:
             for source in part.every_source():
                 yield part, source
 
-    def _drop(self, index: int, places: Sequence[Place]) -> None:
-        """Drop recordings of all parts, whose last replays have ended by then: their memory is to be used again."""
+    def _drop(self, index: int, places: Sequence[Place], only_here: bool = False) -> None:
+        """Drop recordings of all parts, whose last replays have ended by then: their memory is to be used again.
+
+        Other ranks drop theirs as well, or keep them where that happens `only_here`.
+        """
         gone = {(index, *place) for place in places}
         if any(not gone.isdisjoint(source.recordings) for _, source in self._every_source()):
             self._executor.tidy()
         for _, source in self._every_source():
+            others, dropped = source.recorded_by_other_ranks, gone.intersection(source.recordings)
+            source.recorded_by_other_ranks = others.union(dropped) if only_here else others.difference(gone)
             source.recordings = {place: made for place, made in source.recordings.items() if place not in gone}
 
     def slot_bytes(self, index: int) -> int:

@@ -10,6 +10,7 @@ from ..changes.source import Source
 from ..errors import CaptureError
 from ..fallback import Fallback
 from ..planning.buckets import Bucket
+from ..rank_consensus import SingleRank
 from ..replays.slot import Slot
 from ..reports.statistics import BucketStatistics
 from .chain import Chain, Place
@@ -81,24 +82,28 @@ class ChainedRecordings(LateRecordings):
     def catch_up(self, source: Source, index: int) -> None:
         """Record what the last microbatches asked for in a slot that is free in all parts of the chain.
 
+        A rank whose memory moved records all that others have there: they may replay any of it now.
+
         Raises:
             CaptureError: A recording failed, and the region is strict.
         """
-        for bucket, mode in self._wanted_now(index):
-            there = (index, bucket, mode) in source.recordings or bucket not in self._slots[index].buffers
-            if not there and not self._awaits_a_step(source, mode):
+        for bucket, mode in self._wanted_now(source, index):
+            wish = index, bucket, mode
+            there = wish in source.recordings or bucket not in self._slots[index].buffers
+            if not there and not self._awaits_a_step(source, wish):
                 self._record_now(source, self._slots[index], bucket, mode)
 
-    def _wanted_now(self, index: int) -> set[Place]:
-        """Return what the last microbatches like the one that begins asked for in a slot, and forget it."""
+    def _wanted_now(self, source: Source, index: int) -> list[Place]:
+        """Return what the last microbatches like this one asked for in a slot, largest first, and forget it."""
         training, gradients = self._sources.training, torch.is_grad_enabled()
+        wanted = set(self._wanted[index])
+        if not isinstance(self._consensus, SingleRank):
+            wanted.update(place[1:] for place in source.recorded_by_other_ranks if place[0] == index)
         now = {
-            (bucket, mode)
-            for bucket, mode in self._wanted[index]
-            if mode.training == training and (gradients or not mode.gradients)
+            (bucket, mode) for bucket, mode in wanted if mode.training == training and (gradients or not mode.gradients)
         }
         self._wanted[index] -= now
-        return now
+        return sorted(now, reverse=True)
 
     def _free_slot(self, source: Source, bucket: Bucket, mode: Mode, index: int | None) -> Slot | None:
         slot = super()._free_slot(source, bucket, mode, index)
@@ -106,8 +111,9 @@ class ChainedRecordings(LateRecordings):
             self._wanted[slot.index].add((bucket, mode))
         return slot
 
-    def _may_always_record(self, mode: Mode) -> bool:
-        return not mode.gradients  # which is in memory of its own
+    def _may_always_record(self, slot: Slot, mode: Mode) -> bool:
+        # It is in memory of its own; to record it overwrites inputs that all parts have in common.
+        return not mode.gradients and slot.shared is None
 
     def _is_free(self, slot: Slot, mode: Mode) -> bool:
         return not mode.gradients or self._chain.is_free(slot.index)
@@ -119,7 +125,12 @@ class ChainedRecordings(LateRecordings):
         for slot in self._slots:
             self._chain.settle(slot.index)
 
-    def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:
+    def _take_back(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, error: Exception) -> None:
+        super()._take_back(source, slot, bucket, mode, error)
+        if mode.gradients:
+            self._chain.refuse(slot.index, [(bucket, mode)], error)
+
+    def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, only_here: bool = False) -> float:
         place = slot.index, bucket, mode
         try:
             with self._statistics.recording():
@@ -127,7 +138,7 @@ class ChainedRecordings(LateRecordings):
                     slot.forward_pool = self._chain.forward_pool(slot.index)
                     self._recorder.fill(source, slot, [(bucket, mode)])
                 elif place not in source.recordings or not is_settled(source, slot, place):
-                    self._chain.record(slot.index, [(bucket, mode)])
+                    self._chain.record(slot.index, [(bucket, mode)], only_here=only_here)
         finally:
             self._tidy()
         if place not in source.recordings:

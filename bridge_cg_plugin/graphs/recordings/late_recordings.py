@@ -130,12 +130,15 @@ class LateRecordings:
         if slot is None:
             return Fallback.NO_FREE_SLOT
         recorded = source.recordings.get((slot.index, bucket, mode))
-        if recorded is None and (bucket, mode) not in source.failed and self._awaits_a_step(source, mode):
-            self.wishes[slot.index, bucket, mode] = source
+        wish = slot.index, bucket, mode
+        if recorded is None and (bucket, mode) not in source.failed and self._awaits_a_step(source, wish):
+            self.wishes[wish] = source
             return Fallback.NOT_CAPTURED_YET
         if recorded is None:
-            may = records or self._may_always_record(mode)
-            refusal = self._record_now(source, slot, bucket, mode) if may else Fallback.NOT_CAPTURED_YET
+            failed = (bucket, mode) in source.failed
+            not_now = Fallback.CAPTURE_FAILED if failed else Fallback.NOT_CAPTURED_YET
+            may = records or self._may_always_record(slot, mode)
+            refusal = self._record_now(source, slot, bucket, mode) if may else not_now
             if refusal is not None:
                 return refusal
             recorded = source.recordings[slot.index, bucket, mode]
@@ -153,7 +156,7 @@ class LateRecordings:
     def leave(self) -> None:
         """Let go of what others hold of these recordings."""
 
-    def _may_always_record(self, mode: Mode) -> bool:
+    def _may_always_record(self, slot: Slot, mode: Mode) -> bool:
         """Whether recordings of a mode overwrite nothing that was loaded for other parts."""
         return False
 
@@ -161,9 +164,10 @@ class LateRecordings:
         """Whether recordings of a mode may be made in a slot that no microbatch holds here."""
         return True
 
-    def _awaits_a_step(self, source: Source, mode: Mode) -> bool:
+    def _awaits_a_step(self, source: Source, wish: Wish) -> bool:
         """Whether what is missing is recorded between two steps, so that other ranks wait for one recording a step."""
-        return self._grows and not source.lasting and (mode.gradients or mode.training is not False)
+        at_once, mode = source.lasting or wish in source.recorded_by_other_ranks, wish[2]
+        return self._grows and not at_once and (mode.gradients or mode.training is not False)
 
     def recorded(self, source: Source, bucket: Bucket, mode: Mode) -> tuple[Slot, Recorded] | None:
         """Return a recording in a free slot, None without one."""
@@ -300,7 +304,9 @@ class LateRecordings:
         if (bucket, mode) in source.failed:
             return Fallback.CAPTURE_FAILED
         planned = self._grows and self._recorder.evaluation and mode == EVALUATION and slot is not self.forward_slot
-        if not (source.lasting or planned) and not self._asked_before((mode, slot is self.forward_slot)):
+        others_have_it = (slot.index, bucket, mode) in source.recorded_by_other_ranks
+        at_once = source.lasting or planned or others_have_it
+        if not at_once and not self._asked_before((mode, slot is self.forward_slot)):
             return Fallback.MODE_NOT_CAPTURED
         if torch._C._current_graph_task_id() != NO_BACKWARD or _is_capturing():
             return Fallback.NOT_CAPTURED_YET
@@ -308,15 +314,20 @@ class LateRecordings:
             return Fallback.NO_FREE_SLOT
         if self._before_replay is not None:
             self._before_replay()
-        others_have_it = (slot.index, bucket, mode) in source.recorded_by_other_ranks
         only_here = others_have_it and not isinstance(self._consensus, SingleRank)
         try:
-            (SINGLE_RANK if only_here else self._consensus).agree(partial(self._add, source, slot, bucket, mode))
+            record = partial(self._add, source, slot, bucket, mode, only_here)
+            (SINGLE_RANK if only_here else self._consensus).agree(record)
         except Exception as error:
             if only_here:  # the others replay it now
                 raise CaptureError(f"{self._recorder.name}: bucket {bucket} {FAILED_HERE}: {named(error)}") from error
+            self._take_back(source, slot, bucket, mode, error)
             return self._failed(source, bucket, mode, error)
         return None
+
+    def _take_back(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, error: Exception) -> None:
+        """Forget what this rank recorded and another one could not."""
+        source.recordings.pop((slot.index, bucket, mode), None)
 
     def _failed(self, source: Source, bucket: Bucket, mode: Mode, error: Exception) -> Fallback:
         """Note that a bucket cannot be captured; returns the reason for running eager.
@@ -333,7 +344,7 @@ class LateRecordings:
         give_back_after(error, self._recorder.executor)
         return Fallback.CAPTURE_FAILED
 
-    def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> float:
+    def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, only_here: bool = False) -> float:
         largest = max((_tokens(place) for each in self._sources for place in each.in_slot(slot)), default=0)
         before = slot.pool if largest else None  # without a recording, its memory goes back first
         try:

@@ -1,0 +1,146 @@
+"""Parts that share a slot's memory on ranks that share layers: what happens to one rank leaves all on graphs alike."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.errors import OtherRankFailed
+from bridge_cg_plugin.graphs.rank_consensus import Agreed
+from bridge_cg_plugin.options import OFFLOAD_MODULES
+
+from ..pooled import PooledExecutor
+from .towers import forward, graphs_on, new_tower, results
+
+LARGE, SMALL = [(1, 8, 8), (2, 4, 8)], [(1, 4, 8)]
+CHAINED = pytest.mark.parametrize("offload", [OFFLOAD_MODULES, None], ids=["chain", "apart"])
+
+
+class Counted:
+    """Ranks that agree; counts how often.
+
+    Args:
+        fails: The agreement in which another rank fails; None without one.
+    """
+
+    ranks = (0, 1)
+
+    def __init__(self, fails=None):
+        self.times, self._fails = 0, fails
+
+    def agree(self, work):
+        self.times += 1
+        value = work()
+        if self.times == self._fails:
+            raise OtherRankFailed("rank 1 failed: made to fail")
+        return Agreed(value, value)
+
+
+@contextmanager
+def on_a_rank(tower, offload, consensus, **options):
+    """Put graphs of attention on a tower, as on one of several ranks."""
+    settings = {"buckets": (64, 128), "offload_min_bytes": 1024, "modules": ("attn",), **options}
+    with graphs_on(tower, capture=False, executor=PooledExecutor(), offload=offload, **settings) as graphs:
+        graphs.bucket_consensus = consensus
+        graphs.capture()
+        yield graphs
+
+
+def move(layer):
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def agreements(offload, rows, freezes, thaws, moves, layer):
+    """Return for each microbatch how often its rank asked others and what ran eager until then.
+
+    Args:
+        offload: What leaves the device; None makes no chain.
+        rows: Of each microbatch.
+        freezes, thaws: The microbatches before which the last layer is frozen, and is not any more.
+        moves: The microbatch before which a layer's memory moves; None leaves it.
+        layer: The layer's number.
+    """
+    tower, consensus, found = new_tower(), Counted(), []
+    with on_a_rank(tower, offload, consensus) as graphs:
+        for number, each in enumerate(rows):
+            if number in (freezes, thaws):
+                tower.decoder.layers[2].requires_grad_(number == thaws)
+            if number == moves:
+                move(tower.decoder.layers[layer])
+            before = consensus.times
+            results(tower, each)
+            found.append((consensus.times - before, dict(graphs.statistics().fallbacks)))
+        return found
+
+
+@CHAINED
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("thaws", [3, 6])
+def test_ranks_ask_each_other_alike_where_one_of_them_moved(offload, layer, thaws):
+    right = agreements(offload, [LARGE] * 10, 2, thaws, None, layer)
+    for moves in (1, 2, 3, 5, 6, 7):
+        assert agreements(offload, [LARGE] * 10, 2, thaws, moves, layer) == right
+
+
+@CHAINED
+def test_a_rank_whose_memory_moved_records_no_more_than_others_have(offload):
+    """The last layer has been frozen; only its small bucket was recorded since."""
+    rows = [LARGE, SMALL, SMALL, SMALL, LARGE, LARGE, LARGE]
+    right = agreements(offload, rows, 1, None, None, 0)
+    for moves in range(2, 7):
+        assert agreements(offload, rows, 1, None, moves, 0) == right
+
+
+@CHAINED
+def test_a_rank_whose_memory_moved_asks_as_others_for_what_is_new(offload):
+    def asked(moves):
+        tower, consensus, found = new_tower(), Counted(), []
+        with on_a_rank(tower, offload, consensus):
+            results(tower, LARGE)
+            if moves:
+                move(tower.decoder.layers[0])
+            results(tower, LARGE)
+            for _ in range(3):
+                with torch.no_grad():
+                    forward(tower, LARGE)
+                found.append(consensus.times)
+        return found
+
+    assert asked(True) == asked(False)
+
+
+@CHAINED
+def test_what_another_rank_could_not_record_no_rank_replays(offload):
+    tower = new_tower()
+    with on_a_rank(tower, offload, Counted(), strict=False, slots=1) as graphs:
+        results(tower, LARGE)
+        for region in graphs._regions:
+            region._consensus = region._made.late._consensus = consensus = Counted(fails=1)
+        tower.decoder.layers[2].requires_grad_(False)
+        for _ in range(6):
+            results(tower, LARGE)
+        fallbacks = [dict(region.statistics.fallbacks) for region in graphs._regions]
+        alone = [{"capture_failed": 5}] * 2 if offload else [{}] * 2
+        assert fallbacks == [*alone, {"parameters_changed": 1, "capture_failed": 5}]
+        assert consensus.times == 1
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_parts_recorded_again_have_the_memory_of_smaller_buckets(layer):
+    tower = new_tower()
+    with on_a_rank(tower, OFFLOAD_MODULES, Counted()) as graphs:
+        results(tower, LARGE)
+        move(tower.decoder.layers[layer])
+        results(tower, LARGE)
+        sources = [source for region in graphs._regions for source in region.sources]
+        made = [recorded for source in sources for recorded in source.recordings.values() if recorded.turn]
+        assert len({id(recorded.pool) for recorded in made}) == 1
+        assert all(region.outdated() is None for region in graphs._regions)
+
+
+@CHAINED
+def test_a_rank_whose_memory_moved_replays_whatever_comes_next(offload):
+    """Others replay it, so a bucket that nobody asked for last must not run eager here."""
+    for rows in ([LARGE, SMALL, LARGE], [SMALL, LARGE, SMALL]):
+        assert agreements(offload, rows, None, None, 1, 0) == [(0, {})] * 3
