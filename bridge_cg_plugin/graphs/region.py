@@ -240,6 +240,13 @@ class Region:
         """
         self._captured().late.record_wish(wish)
 
+    def take_back(self, wish: Wish) -> None:
+        """Forget what was recorded for a wish that not all ranks could record; it is not tried again."""
+        made = self._captured()
+        source = self._source(made.sources, gradients=True)
+        if isinstance(source, Source):
+            made.late.take_back(source, wish)
+
     def outdated(self) -> Wish | None:
         """Return a recording of the model as it is now whose memory larger ones do not share, None without one."""
         made = self._captured()

@@ -9,10 +9,12 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.errors import CaptureError, OtherRankFailed
 from bridge_cg_plugin.graphs.joint_step import before_evaluation
+from bridge_cg_plugin.graphs.planning import growing
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.planning.growing import SETTLED
+from bridge_cg_plugin.graphs.rank_consensus import Agreed
 from bridge_cg_plugin.graphs.recordings.late_recordings import LateRecordings
 from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
@@ -176,6 +178,29 @@ def test_a_second_microbatch_in_flight_gets_its_recording_before_a_later_step(to
                 sum(o.sum() for o in (*first, *second)).backward()
         assert graphs.statistics().fallbacks == {"not_captured_yet": 1}
         assert graphs.statistics().replays == 3
+
+
+@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole", "attn"])
+def test_what_another_rank_could_not_record_runs_eager_on_all(tower, modules):
+    class Failing:
+        """Ranks of which another one fails in what it records."""
+
+        def agree(self, work):
+            value = work()
+            if getattr(work, "func", None) is growing._done:
+                raise OtherRankFailed("rank 1 failed: no memory")
+            return Agreed(value, value)
+
+    graphs, stack = grown(tower, SMALL, slots=2, strict=False, modules=modules)
+    with stack:
+        graphs._growing._consensus = Failing()
+        for _ in range(3):
+            with graphs.step():
+                first, second = forward(tower, SMALL), forward(tower, SMALL, 1)
+                sum(o.sum() for o in (*first, *second)).backward()
+        places = {place[0] for region in graphs._regions for place in region.sources.current.recordings}
+        assert places == {0}
+        assert set(graphs.statistics().fallbacks) == {"not_captured_yet", "capture_failed"}
 
 
 def test_nothing_is_recorded_while_a_microbatch_is_in_flight(tower):

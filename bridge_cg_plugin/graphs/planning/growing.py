@@ -69,7 +69,8 @@ class Growing:
         elif any(wishes := [region.wishes for region, _ in self._regions]):
             first = next(found for found in wishes if found)[0]
             what = f"bucket {first[1]} for one more microbatch in flight"
-            if self._recorded(partial(self._fulfill, wishes, first), what):
+            alike = self._alike(wishes, first)
+            if self._recorded(partial(_fulfill, alike), what, partial(_take_back, alike)):
                 self._fit()
         elif self._quiet > SETTLED:
             self._move()
@@ -166,16 +167,30 @@ class Growing:
         """Whether recordings take more than they may on some rank."""
         return self._consensus.agree(partial(self._room.excess, settled)).largest > 1
 
-    def _fulfill(self, wishes: Sequence[Sequence[Wish]], first: Wish) -> None:
+    def _alike(self, wishes: Sequence[Sequence[Wish]], first: Wish) -> list[tuple[Region, Wish]]:
+        """Return all regions' wishes that are like one of them."""
         index, bucket, mode = first
-        for (region, _), found in zip(self._regions, wishes, strict=True):
-            for wish in found:
-                if (wish[0], wish[1].tokens, wish[2]) == (index, bucket.tokens, mode):
-                    region.record_wish(wish)
+        return [
+            (region, wish)
+            for (region, _), found in zip(self._regions, wishes, strict=True)
+            for wish in found
+            if (wish[0], wish[1].tokens, wish[2]) == (index, bucket.tokens, mode)
+        ]
 
     def _recapture(self, found: Sequence[tuple[Region, Wish]]) -> None:
         for region, wish in found:
             region.recapture(wish)
+
+
+def _fulfill(wishes: Sequence[tuple[Region, Wish]]) -> None:
+    for region, wish in wishes:
+        region.record_wish(wish)
+
+
+def _take_back(wishes: Sequence[tuple[Region, Wish]]) -> bool:
+    for region, wish in wishes:
+        region.take_back(wish)
+    return False
 
 
 def _done(work: Callable[[], None]) -> float:

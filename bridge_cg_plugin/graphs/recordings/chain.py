@@ -170,6 +170,8 @@ class Chain:
             for bucket, mode in places:
                 wish = index, bucket, mode
                 wanted = [each for each in parts if not only_here or wish in each[1].recorded_by_other_ranks]
+                if not wanted:  # what only other states of the model had
+                    continue
                 with named_range(f"capture {len(wanted)} parts, bucket {bucket}"):
                     self._record_place(index, wanted, bucket, mode)
                 for _ in wanted:

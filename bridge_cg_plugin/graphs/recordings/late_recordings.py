@@ -191,6 +191,14 @@ class LateRecordings:
             source.failed[bucket, mode] = named(error)
             raise
 
+    def take_back(self, source: Source, wish: Wish) -> None:
+        """Forget what was recorded for a wish that not all ranks could record; it is not tried again."""
+        index, bucket, mode = wish
+        error = CaptureError("not all ranks could record it")
+        source.failed.setdefault((bucket, mode), named(error))
+        self._take_back(source, self._every_slot()[index], bucket, mode, error)
+        self._tidy()
+
     def add_inputs(self, bucket: Bucket) -> None:
         """Make one more bucket's static inputs in every slot.
 
