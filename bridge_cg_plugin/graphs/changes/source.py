@@ -76,6 +76,8 @@ class Source:
         recordings: By the slot's number, bucket and mode.
         failed: Why a bucket could not be captured in a mode.
         recorded_by_other_ranks: What ranks whose memory was not moved need not recapture.
+        lasting: See above.
+        moved_here: Whether it took the place of another one because this rank's memory was moved.
         warm: Modes that were recorded here, or before memory was moved.
         earlier: The source before memory was moved, whose recordings hold once all lies there again.
     """
@@ -94,7 +96,7 @@ class Source:
         instead_of: "Source | None" = None,
     ) -> None:
         self.state, self.autocast, self._held = state, autocast, tuple(held)
-        self.lasting, self._device_type = lasting, device_type
+        self.lasting, self.moved_here, self._device_type = lasting, instead_of is not None, device_type
         self.number: int = next(_numbers) if instead_of is None else instead_of.number
         self.aliases = ParameterAliases(program.modules())
         self.sinks = GradientSinks(self.aliases.trainable, reduction, hooks)

@@ -166,8 +166,16 @@ class LateRecordings:
 
     def _awaits_a_step(self, source: Source, wish: Wish) -> bool:
         """Whether what is missing is recorded between two steps, so that other ranks wait for one recording a step."""
-        at_once, mode = source.lasting or wish in source.recorded_by_other_ranks, wish[2]
-        return self._grows and not at_once and (mode.gradients or mode.training is not False)
+        mode = wish[2]
+        return self._grows and not self._at_once(source, wish) and (mode.gradients or mode.training is not False)
+
+    def _at_once(self, source: Source, wish: Wish) -> bool:
+        """Whether what is missing is recorded when it is first asked for."""
+        return self._is_lasting(source) or wish in source.recorded_by_other_ranks
+
+    def _is_lasting(self, source: Source) -> bool:
+        """Whether the model was in this state before; ranks that must ask alike do not count memory that moved."""
+        return source.lasting or (source.moved_here and isinstance(self._consensus, SingleRank))
 
     def recorded(self, source: Source, bucket: Bucket, mode: Mode) -> tuple[Slot, Recorded] | None:
         """Return a recording in a free slot, None without one."""
@@ -282,7 +290,7 @@ class LateRecordings:
     def _free_slot(self, source: Source, bucket: Bucket, mode: Mode, index: int | None) -> Slot | None:
         """Return a slot that no microbatch holds, one with the recording where there is one."""
         if index is None and not mode.gradients:
-            return self._slots[0] if self._slots[0].free else self._forward_only_slot(source.lasting)
+            return self._slots[0] if self._slots[0].free else self._forward_only_slot(self._is_lasting(source))
         free = [slot for slot in (self._slots if index is None else self._slots[index : index + 1]) if slot.free]
         for slot in free:
             if (slot.index, bucket, mode) in source.recordings:
@@ -312,8 +320,7 @@ class LateRecordings:
         if (bucket, mode) in source.failed:
             return Fallback.CAPTURE_FAILED
         planned = self._grows and self._recorder.evaluation and mode == EVALUATION and slot is not self.forward_slot
-        others_have_it = (slot.index, bucket, mode) in source.recorded_by_other_ranks
-        at_once = source.lasting or planned or others_have_it
+        at_once = planned or self._at_once(source, (slot.index, bucket, mode))
         if not at_once and not self._asked_before((mode, slot is self.forward_slot)):
             return Fallback.MODE_NOT_CAPTURED
         if torch._C._current_graph_task_id() != NO_BACKWARD or _is_capturing():
@@ -322,6 +329,7 @@ class LateRecordings:
             return Fallback.NO_FREE_SLOT
         if self._before_replay is not None:
             self._before_replay()
+        others_have_it = (slot.index, bucket, mode) in source.recorded_by_other_ranks
         only_here = others_have_it and not isinstance(self._consensus, SingleRank)
         try:
             record = partial(self._add, source, slot, bucket, mode, only_here)
