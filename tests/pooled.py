@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from .tape import UNWRITTEN, TapeExecutor, results_of, tensors
+from .tape import UNWRITTEN, Replayed, TapeExecutor, results_of, tensors
 
 GARBAGE = 255  # NaN of every floating-point type
 
@@ -122,7 +122,7 @@ class PooledTape(TorchDispatchMode):
         self._pool.spoil(self._after)
 
 
-class PooledRecording:
+class PooledRecording(Replayed):
     """A forward and a backward over memory of a pool."""
 
     def __init__(self, body, pool: Pool) -> None:
@@ -144,13 +144,6 @@ class PooledRecording:
                 self._made.append(gradients)
             self._gradients = type(gradients)(self._in_pool(gradients.inputs), self._in_pool(gradients.parameters))
         self._body.forget()
-
-    def forward(self) -> None:
-        self._forward.replay()
-
-    def backward(self):
-        self._backward.replay()
-        return self._gradients
 
 
 class PooledExecutor(TapeExecutor):

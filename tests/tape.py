@@ -72,7 +72,18 @@ class Tape(TorchDispatchMode):
                     old.fill_(nan)
 
 
-class TapeRecording:
+class Replayed:
+    """Replays what was recorded of a forward and a backward."""
+
+    def forward(self) -> None:
+        self._forward.replay()
+
+    def backward(self):
+        self._backward.replay()
+        return self._gradients
+
+
+class TapeRecording(Replayed):
     """A forward and a backward on tape."""
 
     def __init__(self, body) -> None:
@@ -87,13 +98,6 @@ class TapeRecording:
             with self._backward:
                 self._gradients = self._body.backward()
         self._body.forget()
-
-    def forward(self) -> None:
-        self._forward.replay()
-
-    def backward(self):
-        self._backward.replay()
-        return self._gradients
 
     def made(self) -> list[Tensor]:
         """Return what lies in the graphs' own memory."""

@@ -19,7 +19,7 @@ from bridge_cg_plugin.options import OFFLOAD_MODULES
 
 from ..tape import tensors
 from . import packs
-from .towers import assert_close, draw, forward, graphs_on, loss_of, new_tower, results
+from .towers import assert_close, draw, forward, graphs_on, loss_of, move, new_tower, results
 
 ROWS, OTHERS = [(1, 8, 8), (2, 4, 8)], [(1, 4, 8)]
 SETTINGS = {"buckets": (64, 128), "offload_min_bytes": 1024}
@@ -116,8 +116,7 @@ def test_a_model_whose_memory_moved_has_all_parts_recorded_again_before_its_next
         expected = results(tower, ROWS)
     with graphs_on(tower, modules=modules, offload=OFFLOAD_MODULES, **SETTINGS) as graphs:
         assert same(results(tower, ROWS), expected)
-        for parameter in tower.decoder.layers[1].parameters():
-            parameter.data = parameter.data.clone()
+        move(tower.decoder.layers[1])
         before = [list(region.sources.current.recordings.values()) for region in graphs._regions]
         assert same(results(tower, ROWS), expected)
         after = [list(region.sources.current.recordings.values()) for region in graphs._regions]
@@ -135,8 +134,7 @@ def test_passes_without_gradients_leave_what_training_asks_for(modules):
         for _ in range(2):
             with torch.no_grad():
                 tower(*draw(ROWS))
-        for parameter in tower.decoder.layers[1].parameters():
-            parameter.data = parameter.data.clone()
+        move(tower.decoder.layers[1])
         assert same(results(tower, ROWS), expected)
         assert graphs.statistics().fallbacks.keys() == {"mode_not_captured"}
 
@@ -149,8 +147,7 @@ def test_a_microbatch_asks_once_for_a_state_of_its_parts(moved):
         results(tower, ROWS)
         tower.decoder.layers[2].requires_grad_(False)
         if moved:
-            for parameter in tower.decoder.layers[0].parameters():
-                parameter.data = parameter.data.clone()
+            move(tower.decoder.layers[0])
         for _ in range(3):
             results(tower, ROWS)
         assert graphs.statistics().fallbacks == {"parameters_changed": 1}
@@ -219,8 +216,7 @@ def test_parts_are_recorded_again_inside_inference_mode(modules):
         expected = results(tower, ROWS)
     with graphs_on(tower, modules=modules, offload=OFFLOAD_MODULES, **SETTINGS) as graphs:
         results(tower, ROWS)
-        for parameter in tower.decoder.layers[1].parameters():
-            parameter.data = parameter.data.clone()
+        move(tower.decoder.layers[1])
         with torch.inference_mode():
             tower(*draw(ROWS))
         assert same(results(tower, ROWS), expected)

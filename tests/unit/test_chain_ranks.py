@@ -10,7 +10,7 @@ from bridge_cg_plugin.graphs.rank_consensus import Agreed
 from bridge_cg_plugin.options import OFFLOAD_MODULES
 
 from ..pooled import PooledExecutor
-from .towers import forward, graphs_on, new_tower, results
+from .towers import forward, graphs_on, move, new_tower, results
 
 LARGE, SMALL = [(1, 8, 8), (2, 4, 8)], [(1, 4, 8)]
 CHAINED = pytest.mark.parametrize("offload", [OFFLOAD_MODULES, None], ids=["chain", "apart"])
@@ -44,11 +44,6 @@ def on_a_rank(tower, offload, consensus, **options):
         graphs.bucket_consensus = consensus
         graphs.capture()
         yield graphs
-
-
-def move(layer):
-    for parameter in layer.parameters():
-        parameter.data = parameter.data.clone()
 
 
 def agreements(offload, rows, freezes, thaws, moves, layer):

@@ -42,6 +42,12 @@ def draw(rows, seed: int = 0):
     return torch.randn(int(grid.prod(1).sum()), PATCH, generator=generator), grid
 
 
+def move(module):
+    """Give a module's parameters other memory."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+
+
 def split_dim(parameter):
     """Return the dimension in which tensor-parallel ranks split a parameter; None where each has all of it."""
     return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
