@@ -16,7 +16,7 @@ from bridge_cg_plugin.graphs.memory.virtual_memory import DeviceMemoryError, NoD
 
 from ..fake_device import FakeVirtualMemory
 
-CAPACITY = 400
+CAPACITY, ARENA = 400, 128
 
 
 class Memory(RuleBasedStateMachine):
@@ -27,25 +27,29 @@ class Memory(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.device = FakeVirtualMemory(CAPACITY)
-        self.memory = ReleasableMemory(self.device)
+        self.memory = ReleasableMemory(self.device, ARENA)
         self.others = 0
         self.kept: dict[int, bytes] = {}
         self.alive: dict[int, int] = {}
 
-    @rule(target=addresses, nbytes=st.integers(1, 90), kept=st.booleans(), seed=st.integers(0, 255))
+    @property
+    def missing(self):
+        return {address: size for address, size in self.alive.items() if not self.device.has_memory(address)}
+
+    @rule(target=addresses, nbytes=st.integers(1, 150), kept=st.booleans(), seed=st.integers(0, 255))
     def allocate(self, nbytes, kept, seed):
-        free = self.device.free_bytes
+        free, size = self.device.free_bytes, -(-nbytes // 8) * 8
         try:
             address = self.memory.allocate(nbytes, kept)
         except NoDeviceMemory:
-            assert free < -(-nbytes // 8) * 8 and self.device.free_bytes == free
+            assert free < size and self.device.free_bytes == free
             return 0
-        size = self.device.reserved[address]
-        assert nbytes <= size < nbytes + 8 and address not in self.alive
+        assert self.device.free_bytes == free - size
+        assert all(address + size <= other or other + self.alive[other] <= address for other in self.alive)
         self.alive[address] = size
         if kept:
             self.kept[address] = bytes([seed]) * size
-            self.device.write(address, self.kept[address])
+            self.device.write(address, torch.full((size,), seed, dtype=torch.uint8))
         return address
 
     @rule(address=consumes(addresses))
@@ -56,17 +60,18 @@ class Memory(RuleBasedStateMachine):
 
     @rule()
     def release(self):
-        there = sum(size for address, size in self.alive.items() if address in self.device.mapped)
+        there = self.device.mapped_bytes
         assert self.memory.release() == there
         assert self.device.free_bytes == CAPACITY - self.others
 
     @rule()
     def restore(self):
-        missing = [size for address, size in self.alive.items() if address not in self.device.mapped]
-        before, fits = dict(self.device.mapped), sum(missing) <= self.device.free_bytes
+        before, there, missing = dict(self.device.mapped), self.memory.nbytes, self.missing
+        fits = sum(missing.values()) <= self.device.free_bytes
         try:
             self.memory.restore()
-            assert fits and not self.memory.away
+            assert fits and not self.missing
+            assert self.memory.nbytes == there + sum(missing.values())
         except NoDeviceMemory:
             assert not fits and self.memory.away and self.device.mapped == before
 
@@ -82,22 +87,33 @@ class Memory(RuleBasedStateMachine):
 
     @invariant()
     def addresses_stay(self):
-        assert self.device.reserved == self.alive and self.memory.addresses == set(self.alive)
+        assert self.memory.addresses == set(self.alive)
+
+    @invariant()
+    def no_addresses_are_reserved_for_nothing(self):
+        for first, size in self.device.reserved.items():
+            assert any(first <= address < first + size for address in self.alive)
 
     @invariant()
     def every_byte_is_counted(self):
-        there = sum(self.alive[address] for address in self.device.mapped)
-        assert self.memory.nbytes == there == CAPACITY - self.others - self.device.free_bytes
+        there = self.memory.nbytes
+        assert there == self.device.mapped_bytes == CAPACITY - self.others - self.device.free_bytes
+        assert there >= sum(self.alive.values()) - sum(self.missing.values())
+
+    @invariant()
+    def no_memory_is_behind_addresses_without_use(self):
+        for first, handle in self.device.mapped.items():
+            assert any(first <= address < first + self.device.sizes[handle] for address in self.alive)
 
     @invariant()
     def away_where_something_left(self):
-        assert self.memory.away == (set(self.device.mapped) != set(self.alive))
+        assert self.memory.away == bool(self.missing)
 
     @invariant()
     def kept_content_is_there(self):
         for address, content in self.kept.items():
-            if address in self.device.mapped:
-                assert bytes(self.device.contents[self.device.mapped[address]]) == content
+            if address not in self.missing:
+                assert self.device.content(address, len(content)) == content
 
     def teardown(self):
         self.memory.keep(())
@@ -121,7 +137,7 @@ def test_content_that_could_not_be_written_is_written_by_the_next_return():
     device = FakeVirtualMemory()
     memory = ReleasableMemory(device)
     address = memory.allocate(8, kept=True)
-    device.write(address, b"contents")
+    device.write(address, torch.tensor(list(b"contents"), dtype=torch.uint8))
     memory.release()
     device.fails = "write"
     with pytest.raises(DeviceMemoryError, match="write"):
@@ -129,7 +145,31 @@ def test_content_that_could_not_be_written_is_written_by_the_next_return():
     assert memory.away and not device.mapped
     device.fails = None
     memory.restore()
-    assert device.contents[device.mapped[address]] == b"contents"
+    assert device.content(address, 8) == b"contents"
+
+
+def test_neighbours_return_in_one_block_an_arena():
+    device = FakeVirtualMemory()
+    memory = ReleasableMemory(device, 64)
+    found = [memory.allocate(16) for _ in range(6)]
+    assert len(device.mapped) == 6
+    memory.release()
+    memory.restore()
+    assert sorted(device.mapped) == [found[0], found[4]] and memory.nbytes == 96
+    memory.keep(set(found) - {found[1]})
+    assert memory.nbytes == 96
+    memory.release()
+    memory.restore()
+    assert sorted(device.mapped) == [found[0], found[2], found[4]] and memory.nbytes == 80
+
+
+def test_what_is_larger_than_an_arena_has_its_own():
+    device = FakeVirtualMemory()
+    memory = ReleasableMemory(device, 64)
+    address = memory.allocate(65)
+    assert device.reserved == {address: 72}
+    memory.keep(())
+    assert not device.reserved
 
 
 def settings_of_pytorch():
@@ -188,7 +228,7 @@ def test_pytorch_gets_memory_from_a_function_of_python_and_no_address_where_ther
     pools = ReleasablePools(torch.device("cuda", 0), owner, device)
     take = called_by_pytorch(pools)
     address = take(60)
-    assert device.reserved == {address: 64}
+    assert device.mapped_bytes == 64 and address in device.mapped
     assert take(1) is None and not caplog.records
     device.free_bytes, device.fails = 64, "map"
     assert take(1) is None and "memory of graphs could not be made" in caplog.text
@@ -202,8 +242,9 @@ def test_memory_goes_back_once_pytorch_has_given_it_back(made):
     pools.tidy()
     assert len(device.mapped) == 2
     del made[0]
-    assert pools.release() == 16 and list(device.reserved) == [made[0]]
+    assert pools.release() == 16 and not device.mapped
     pools.restore()
+    assert list(device.mapped) == [made[0]]
     del owner, made[:]
     tidy_orphans()
     assert not device.reserved and not pools_module._made
@@ -315,9 +356,11 @@ def test_structures_lie_as_cuda_h_lays_them_out():
     assert ctypes.sizeof(virtual_memory._Access) == 12
 
 
-def test_content_is_copied_from_and_to_where_the_host_keeps_it():
-    content = bytearray(b"contents")
-    view = virtual_memory._view(content)
-    assert view.raw == b"contents"
-    ctypes.memmove(view, b"replaced", 8)
-    assert content == b"replaced"
+def test_content_is_copied_from_and_to_where_the_host_keeps_it(driver):
+    memory = virtual_memory.CudaVirtualMemory(0)
+    content = torch.arange(8, dtype=torch.uint8)
+    del driver.calls[:]
+    memory.read(16, content)
+    memory.write(16, content)
+    place = content.data_ptr()
+    assert driver.calls == [("cuMemcpyDtoH_v2", place, 16, 8), ("cuMemcpyHtoD_v2", 16, place, 8)]

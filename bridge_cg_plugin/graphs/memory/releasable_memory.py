@@ -1,44 +1,72 @@
 """Device memory that leaves and comes back to the same addresses, so that graphs over it stay valid."""
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from .addresses import ARENA_BYTES, Addresses
 from .virtual_memory import VirtualMemory
 
 
 @dataclass(slots=True)
 class _Range:
-    """Addresses, for good, and what is behind them.
+    """Addresses, for good.
 
     Attributes:
         address: The first one.
         nbytes: How many there are.
+        arena: Which of `Addresses` they are from.
         kept: Whether content comes back with the memory.
-        handle: Of the memory behind them; None while it has left.
-        content: Where the host keeps it meanwhile; empty before it left for the first time, and where it is not kept.
+        block: The memory behind them; None while it has left.
+        content: Where the host keeps it meanwhile; None before it left for the first time, and where it is not kept.
     """
 
     address: int
     nbytes: int
+    arena: int
     kept: bool
-    handle: int | None = None
-    content: bytearray = field(default_factory=bytearray, repr=False)
+    block: "_Block | None" = None
+    content: Tensor | None = field(default=None, repr=False)
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """Memory behind neighbouring ranges of one arena, some of which may be out of use.
+
+    Attributes:
+        address: The first one.
+        nbytes: How much it is.
+        handle: Of the memory.
+        ranges: Those in use.
+    """
+
+    address: int
+    nbytes: int
+    handle: int
+    ranges: list[_Range]
 
 
 class ReleasableMemory:
     """Ranges of addresses whose memory leaves and returns together.
 
+    A range is allocated with memory of its own. Memory that returns is one block behind as many neighbours as there
+    are: the driver takes as long for any block. What is behind a range that nobody uses any more goes back with the
+    block's last one, or when memory leaves.
+
     Args:
         driver: What makes addresses and memory.
+        arena_bytes: Most addresses that may have one block.
 
     Attributes:
         away: Whether memory of some range has left.
     """
 
-    def __init__(self, driver: VirtualMemory) -> None:
-        self._driver = driver
+    def __init__(self, driver: VirtualMemory, arena_bytes: int = ARENA_BYTES) -> None:
+        self._driver, self._supply = driver, Addresses(driver, arena_bytes)
         self._ranges: dict[int, _Range] = {}
+        self._blocks: set[_Block] = set()
         self._lock = threading.Lock()  # autograd's threads allocate, too
         self.away = False
 
@@ -50,7 +78,7 @@ class ReleasableMemory:
     @property
     def nbytes(self) -> int:
         """Bytes on the device now."""
-        return sum(each.nbytes for each in self._ranges.values() if each.handle is not None)
+        return sum(block.nbytes for block in self._blocks)
 
     def allocate(self, nbytes: int, kept: bool = False) -> int:
         """Return the address of new memory.
@@ -65,27 +93,30 @@ class ReleasableMemory:
         step = self._driver.granularity
         size = -(-nbytes // step) * step
         with self._lock:
-            found = _Range(self._driver.reserve(size), size, kept)
+            address, arena = self._supply.take(size)
+            found = _Range(address, size, arena, kept)
             try:
-                self._put_memory(found)
+                self._put_memory([found])
             except Exception:
-                self._driver.free(found.address, size)
+                self._supply.give_back(arena)
                 raise
-            self._ranges[found.address] = found
-            return found.address
+            self._ranges[address] = found
+            return address
 
     def release(self) -> int:
         """Take the memory of all ranges off the device, which works on none of it; returns how many bytes left."""
         with self._lock:
-            there = [each for each in self._ranges.values() if each.handle is not None]
+            there = [each for each in self._ranges.values() if each.block is not None]
             for each in there:
                 if each.kept:
-                    each.content = each.content or bytearray(each.nbytes)
+                    if each.content is None:
+                        each.content = self._driver.host_memory(each.nbytes)
                     self._driver.read(each.address, each.content)
+            left = self.nbytes
             self.away = self.away or bool(there)
-            for each in there:
-                self._take_memory(each)
-            return sum(each.nbytes for each in there)
+            for block in list(self._blocks):
+                self._take_memory(block)
+            return left
 
     def restore(self) -> None:
         """Put memory behind all addresses again. What was not kept has any content.
@@ -94,15 +125,16 @@ class ReleasableMemory:
             NoDeviceMemory: There is not enough for all; then none came back.
         """
         with self._lock:
-            missing = [each for each in self._ranges.values() if each.handle is None]
+            made = []
             try:
-                for each in missing:
-                    self._put_memory(each)
-                    if each.kept:
-                        self._driver.write(each.address, each.content)
+                for neighbours in _neighbours(each for each in self._ranges.values() if each.block is None):
+                    made.append(self._put_memory(neighbours))
+                    for each in neighbours:
+                        if each.content is not None:
+                            self._driver.write(each.address, each.content)
             except Exception:
-                for each in missing:
-                    self._take_memory(each)
+                for block in made:
+                    self._take_memory(block)
                 raise
             self.away = False
 
@@ -111,22 +143,43 @@ class ReleasableMemory:
         with self._lock:
             for address in [address for address in self._ranges if address not in used]:
                 unused = self._ranges.pop(address)
-                self._take_memory(unused)
-                self._driver.free(address, unused.nbytes)
-            self.away = any(each.handle is None for each in self._ranges.values())
+                if unused.block is not None:
+                    unused.block.ranges.remove(unused)
+                    if not unused.block.ranges:
+                        self._take_memory(unused.block)
+                self._supply.give_back(unused.arena)
+            self.away = any(each.block is None for each in self._ranges.values())
 
-    def _put_memory(self, found: _Range) -> None:
-        handle = self._driver.create(found.nbytes)
+    def _put_memory(self, neighbours: list[_Range]) -> _Block:
+        address, nbytes = neighbours[0].address, sum(each.nbytes for each in neighbours)
+        handle = self._driver.create(nbytes)
         try:
-            self._driver.map(found.address, found.nbytes, handle)
+            self._driver.map(address, nbytes, handle)
         except Exception:
             self._driver.destroy(handle)
             raise
-        found.handle = handle
+        block = _Block(address, nbytes, handle, neighbours)
+        self._blocks.add(block)
+        for each in neighbours:
+            each.block = block
+        return block
 
-    def _take_memory(self, found: _Range) -> None:
-        if found.handle is None:
-            return
-        self._driver.unmap(found.address, found.nbytes)
-        handle, found.handle = found.handle, None
-        self._driver.destroy(handle)
+    def _take_memory(self, block: _Block) -> None:
+        self._driver.unmap(block.address, block.nbytes)
+        self._blocks.discard(block)
+        for each in block.ranges:
+            each.block = None
+        self._driver.destroy(block.handle)
+
+
+def _neighbours(ranges: Iterable[_Range]) -> Iterator[list[_Range]]:
+    """Yield ranges in lists of neighbours of one arena."""
+    found: list[_Range] = []
+    for each in sorted(ranges, key=lambda each: each.address):
+        last = found[-1] if found else None
+        if last is not None and (last.arena, last.address + last.nbytes) != (each.arena, each.address):
+            yield found
+            found = []
+        found.append(each)
+    if found:
+        yield found

@@ -3,6 +3,9 @@
 import ctypes
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 # Values of cuda.h.
 SUCCESS, OUT_OF_MEMORY = 0, 2
 PINNED, ON_DEVICE, READ_AND_WRITE, MINIMUM_GRANULARITY = 1, 1, 3, 0
@@ -42,15 +45,18 @@ class VirtualMemory(Protocol):
         """Give memory back, once it is behind no address."""
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Put memory behind addresses, for reading and writing."""
+        """Put memory behind addresses that were reserved together, for reading and writing."""
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Take memory away from addresses; no work of the device uses them."""
+        """Take memory away from addresses, all that `map` put there; no work of the device uses them."""
 
-    def read(self, address: int, content: bytearray) -> None:
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Return `[nbytes]` uint8 memory of the host that is fast to copy to and from the device."""
+
+    def read(self, address: int, content: Tensor) -> None:
         """Copy device memory to the host, as much as `content` holds."""
 
-    def write(self, address: int, content: bytearray) -> None:
+    def write(self, address: int, content: Tensor) -> None:
         """Copy `content` to device memory."""
 
 
@@ -152,14 +158,16 @@ class CudaVirtualMemory:
         """See `VirtualMemory`."""
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
 
-    def read(self, address: int, content: bytearray) -> None:
+    def host_memory(self, nbytes: int) -> Tensor:
         """See `VirtualMemory`."""
-        self._call("cuMemcpyDtoH_v2", _view(content), ctypes.c_uint64(address), ctypes.c_size_t(len(content)))
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def write(self, address: int, content: bytearray) -> None:
+    def read(self, address: int, content: Tensor) -> None:
         """See `VirtualMemory`."""
-        self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), _view(content), ctypes.c_size_t(len(content)))
+        begin, size = ctypes.c_uint64(address), ctypes.c_size_t(content.nbytes)
+        self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(content.data_ptr()), begin, size)
 
-
-def _view(content: bytearray) -> "ctypes.Array[ctypes.c_char]":
-    return (ctypes.c_char * len(content)).from_buffer(content)
+    def write(self, address: int, content: Tensor) -> None:
+        """See `VirtualMemory`."""
+        begin, size = ctypes.c_uint64(address), ctypes.c_size_t(content.nbytes)
+        self._call("cuMemcpyHtoD_v2", begin, ctypes.c_void_p(content.data_ptr()), size)
