@@ -55,6 +55,7 @@ class Rounds:
 
     def __init__(self, options: str | None, seed: int) -> None:
         self._seed = seed
+        torch.manual_seed(seed)  # some of the encoder's weights are drawn outside of megatron-core's tracker
         provider: Any = model_provider(Run(overrides=FROZEN))
         provider.finalize()
         provider.initialize_model_parallel(seed=seed, seed_kwargs={"te_rng_tracker": True})
