@@ -6,8 +6,8 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.decoder import offload as language_offload
+from bridge_cg_plugin.upstream.decoder import offloaded_groups, variable_lengths
 from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
-from bridge_cg_plugin.upstream.decoder import variable_lengths
 from bridge_cg_plugin.upstream.encoders import deepstack, qwen3_vl_patches
 from bridge_cg_plugin.upstream.hooks.configuration import performance_scripts as performance
 from bridge_cg_plugin.upstream.hooks.configuration import provider_fields, recipe_names, training_config
@@ -26,6 +26,7 @@ from .conftest import is_importable
 GROUPS = (
     language_model,
     language_offload,
+    offloaded_groups,
     full_iteration,
     train_loop,
     training_config,

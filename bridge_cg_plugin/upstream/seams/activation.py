@@ -25,6 +25,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
         *("hooks.data.batches", "hooks.data.host_tokens", "decoder.per_layer_graphs"),
     ),
     "megatron.core.transformer.transformer_layer": ("decoder.per_layer_graphs",),
+    "megatron.core.pipeline_parallel.fine_grained_activation_offload": ("decoder.offloaded_groups",),
     "megatron.core.packed_seq_params": ("hooks.data.pack_indices",),
     "megatron.bridge.models.gpt_provider": ("hooks.configuration.provider_fields",),
     "megatron.bridge.models.hybrid.hybrid_provider": ("hooks.configuration.provider_fields",),

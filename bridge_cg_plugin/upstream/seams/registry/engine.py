@@ -2,6 +2,7 @@
 
 from ..seam import GRAPHS, Feature, Seam
 from .models import QWEN3_VL
+from .training import RESTORED
 
 CORE = "megatron.core"
 LAYER = f"{CORE}.transformer.transformer_layer"
@@ -391,6 +392,51 @@ SEAMS = (
         purpose="a tensor marked with never_offload stays on the device in megatron-core's offloading, too",
         features=(Feature.CORE_OFFLOAD,),
         parameters=("self", "tensor"),
+    ),
+    Seam(
+        name="offloaded_microbatch_ends",
+        module=CORE_OFFLOAD,
+        target="ChunkOffloadHandler.finish_all_groups",
+        kind="function",
+        touch="extended",
+        purpose="a microbatch is not over before its last group, whichever groups stay on the device",
+        features=(Feature.CORE_OFFLOAD,),
+        undo=RESTORED,
+        parameters=("self", "name"),
+        patched_by="decoder.offloaded_groups",
+    ),
+    Seam(
+        name="offloaded_memory",
+        module=CORE_OFFLOAD,
+        target="ChunkOffloadHandler.bulk_offload",
+        kind="function",
+        touch="extended",
+        purpose="memory that is given back is not that of saved tensors that stay",
+        features=(Feature.CORE_OFFLOAD,),
+        undo=RESTORED,
+        parameters=("self", "forced_released_tensors"),
+        uses=(("self.should_bulk_offload(group_to_offload)", "self.should_bulk_offload()"),),
+        patched_by="decoder.offloaded_groups",
+    ),
+    Seam(
+        name="offloaded_microbatch",
+        module=CORE_OFFLOAD,
+        target="ChunkOffloadHandler",
+        kind="class",
+        touch="read",
+        purpose="groups of a microbatch: which are yet to leave and what each saved",
+        features=(Feature.CORE_OFFLOAD,),
+        attributes=("_groups_to_offload", "find_next_group", "should_bulk_offload", "tensor_need_offloading_checker"),
+    ),
+    Seam(
+        name="offloaded_backwards",
+        module=CORE_OFFLOAD,
+        target="PipelineOffloadManager",
+        kind="class",
+        touch="read",
+        purpose="which microbatches' backward has begun",
+        features=(Feature.CORE_OFFLOAD,),
+        attributes=("get_instance", "_cached_chunks_backward", "_cached_chunks_index_backward"),
     ),
     Seam(
         name="offload_groups",

@@ -1,0 +1,202 @@
+"""Groups that megatron-core offloads, over schedules of microbatches, with tensors of the CPU and no streams."""
+
+import contextlib
+import inspect
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import bridge_cg_plugin
+
+CORE, FIRST, SECOND = "core_attn", "expert_fc1", "moe_act"
+MICROBATCHES = 4
+# Forwards and backwards of the last pipeline stage, or the only one, and of the stage before the last.
+LAST = [(step, number) for number in range(MICROBATCHES) for step in "FB"]
+BEFORE = [("F", 0), *((s, n - (s == "B")) for n in range(1, MICROBATCHES) for s in "FB"), ("B", MICROBATCHES - 1)]
+ORDERS = {"last": LAST, "before": BEFORE}
+NO_FIELD = "this release has no such option"
+
+
+class Stands:
+    """Stands in for a stream or an event."""
+
+    def __init__(self, **kwargs):
+        pass
+
+    def record(self, *args):
+        pass
+
+    wait_event = wait_stream = record
+
+
+@pytest.fixture
+def offloading(active, monkeypatch):
+    """Return megatron-core's module of offloading, which copies tensors of the CPU."""
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as module
+
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Stands)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
+    engine = SimpleNamespace(cpu_offload=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "megatron.core.extensions.transformer_engine", engine)
+    monkeypatch.setattr(module, "print_offload_summary_table", lambda table: None)
+    for name in ("range_push", "range_pop"):
+        monkeypatch.setattr(torch.cuda.nvtx, name, lambda *said: None)
+        monkeypatch.setattr(module, f"nvtx_{name}", lambda *said: None, raising=False)
+    handler = module.ChunkOffloadHandler
+    monkeypatch.setattr(handler, "_can_manage_tensor_for_offload", staticmethod(lambda tensor: True), raising=False)
+    monkeypatch.setattr(handler, "offload", lambda self, tensor, **kwargs: (tensor.clone(),))
+    monkeypatch.setattr(handler, "reload", lambda self, state, **kwargs: state[0])
+    yield module
+    module.PipelineOffloadManager.OFFLOAD_MGR = None
+
+
+class Square(torch.autograd.Function):
+    """Squares what it saves a copy of."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.clone())
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Parts(torch.autograd.Function):
+    """Squares an input of which it saves a part for each expert, as fused experts do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(*x.split([1, 5, 2]))
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * torch.cat(ctx.saved_tensors) * gradient
+
+
+def in_group(module, work, x, name, released=()):
+    """Return what work gives as a group that is offloaded."""
+    interface = module.FineGrainedActivationOffloadingInterface
+    group = interface(True, x, name)
+    with group as x:
+        made = work(x)
+    given = [x] if released else []
+    if hasattr(group, "group_offload"):
+        return group.group_offload(made, forced_released_tensors=given)
+    return interface.group_commit(made, name=name, forced_released_tensors=given)
+
+
+def begin(module, smallest=1, **told):
+    """Begin a microbatch; skip releases that lack an option."""
+    start = module.FineGrainedActivationOffloadingInterface.init_chunk_handler
+    known = inspect.signature(start).parameters
+    if not told.keys() <= known.keys():
+        pytest.skip(NO_FIELD)
+    given = {"pp_rank": 0, "vp_size": None, "vp_stage": None, "min_offloaded_tensor_size": smallest}
+    late = {"delta_offload_bytes_across_pp_ranks": 0, "activation_offload_fraction": 1.0}
+    start(**{name: value for name, value in {**given, **late, **told}.items() if name in known})
+
+
+def train(module, order, layers, names, **told):
+    """Run three steps of a schedule; returns the groups that left in the last one."""
+    module.PipelineOffloadManager.reset_instance()
+    for _ in range(3):
+        left, running = [], {}
+        for step, number in order:
+            if step == "F":
+                begin(module, **told)
+                x = y = torch.full((4,), 1 + number / 100, requires_grad=True)
+                for name in names * layers:
+                    y = in_group(module, Square.apply, y * 1, name)
+                running[number] = x, y
+                groups = module.PipelineOffloadManager.OFFLOAD_MGR._cached_chunks_forward[number].offload_groups
+                left.append([any(isinstance(t, tuple) for t in group._tensors.values()) for group in groups])
+            else:
+                x, y = running.pop(number)
+                y.sum().backward()
+                power = 2 ** (layers * len(names))
+                assert torch.allclose(x.grad, power * x.detach() ** (power - 1), rtol=1e-4)
+        module.FineGrainedActivationOffloadingInterface.reset()
+    return left
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_a_stage_may_keep_the_first_groups_of_a_microbatch(offloading, order):
+    more = {"pp_rank": 1, "delta_offload_bytes_across_pp_ranks": 1}
+    whole, less = train(offloading, order, 4, [CORE]), train(offloading, order, 4, [CORE], **more)
+    assert whole[0][:3] == [True] * 3 and less[0] == [False, True, True, False]
+    assert less[1:] == whole[1:]
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_a_fraction_of_zero_keeps_every_group(offloading, order):
+    left = train(offloading, order, 2, [CORE], activation_offload_fraction=0.0)
+    assert left == [[False, False]] * MICROBATCHES
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("names", [[CORE], [FIRST, SECOND], [CORE, FIRST, SECOND]], ids=",".join)
+def test_a_stage_may_have_one_layer(offloading, order, names):
+    left = train(offloading, order, 1, names)
+    assert left[0] == [False] * len(names)
+    assert any(map(all, left)) == (order is BEFORE)
+
+
+def test_as_released_a_microbatch_is_over_after_a_group_that_stays(offloading):
+    if not hasattr(offloading.FineGrainedActivationOffloadingInterface, "group_offload"):
+        pytest.skip("earlier releases note groups that stay")
+    bridge_cg_plugin.deactivate()
+    for told in ({"pp_rank": 1, "delta_offload_bytes_across_pp_ranks": 1}, {"activation_offload_fraction": 0.0}):
+        with pytest.raises(AssertionError, match="Chunk mismatch"):
+            train(offloading, LAST, 4, [CORE], **told)
+    with pytest.raises(AssertionError, match="Chunk mismatch"):
+        train(offloading, LAST, 1, [FIRST, SECOND])
+
+
+def gradient_of_parts(module):
+    """Return the gradient of a group that gives back its input and saved parts of it, one above the smallest size."""
+    module.PipelineOffloadManager.reset_instance()
+    begin(module, smallest=4)
+    x = torch.arange(1.0, 9.0, requires_grad=True)
+    y = in_group(module, Parts.apply, x * 1, "fused_group_mlp", released=True)
+    (group,) = module.PipelineOffloadManager.OFFLOAD_MGR.cur_forward_chunk().offload_groups
+    kept = [tensor.untyped_storage().nbytes() for tensor in group._tensors.values() if not isinstance(tensor, tuple)]
+    if 0 in kept:
+        return None
+    assert sorted(kept) == [4, 8]  # bytes of one and of two numbers
+    y.sum().backward()
+    return x.grad
+
+
+def test_parts_that_stay_outlive_the_memory_that_is_given_back(offloading):
+    assert torch.equal(gradient_of_parts(offloading), 2 * torch.arange(1.0, 9.0))
+
+
+def test_as_released_the_memory_of_parts_that_stay_is_gone(offloading):
+    bridge_cg_plugin.deactivate()
+    assert gradient_of_parts(offloading) is None
+
+
+def test_what_stays_by_its_mark_keeps_it(offloading):
+    from bridge_cg_plugin.offload import never_offload
+
+    class Marked(Parts):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(*map(never_offload, x.split([4, 4])))
+            return x * x
+
+    offloading.PipelineOffloadManager.reset_instance()
+    begin(offloading)
+    x = torch.ones(8, requires_grad=True)
+    made = in_group(offloading, Marked.apply, x * 1, CORE, released=True)
+    (group,) = offloading.PipelineOffloadManager.OFFLOAD_MGR.cur_forward_chunk().offload_groups
+    assert not any(isinstance(tensor, tuple) for tensor in group._tensors.values())
+    made.sum().backward()
+    assert torch.equal(x.grad, torch.full((8,), 2.0))
