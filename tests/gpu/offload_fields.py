@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.activations import squared_relu
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel import utils
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler, PipelineOffloadManager
 
@@ -83,7 +85,9 @@ def configuration(model: str, steps: int, words: Sequence[str]) -> ConfigContain
     config.dataset = WholeDocumentProvider()
     if model == "norms":
         kept = {one.name: getattr(config.model, one.name) for one in fields(config.model) if one.init}
-        config.model = MLAModelProvider(**{**kept, **LATENT})
+        # As for DeepSeek: Bridge's default layers have no latent attention, and experts in every layer.
+        layers = partial(get_gpt_decoder_block_spec, use_transformer_engine=True)
+        config.model = MLAModelProvider(**{**kept, **LATENT, "transformer_layer_spec": layers})
     for name, value in {"num_layers": LAYERS, **own}.items():
         setattr(config.model, name, value)
     apply_options(graph_options(config.model, " ".join(words)), config)
