@@ -50,6 +50,7 @@ class Facts:
         mamba: Whether the model has Mamba layers.
         packed_data: Whether the dataset packs documents.
         mla: Whether attention is multi-latent.
+        mla_fused_norm: Whether its norm is part of its first projection.
         attention_variant: Another attention that layers have.
         fused_experts: Whether Transformer Engine runs an expert's MLP as one operation.
         stashed_experts: Whether megatron-core keeps experts' activations in pages of its own.
@@ -95,6 +96,7 @@ class Facts:
     mamba: bool | None = None
     packed_data: bool | None = None
     mla: bool | None = None
+    mla_fused_norm: bool | None = None
     attention_variant: str | None = None
     fused_experts: bool | None = None
     stashed_experts: bool | None = None
@@ -154,6 +156,7 @@ def facts_of(written: Written) -> Facts:
         mamba=_mamba(written),
         packed_data=any(_flag(settings, name) for name in (*PACKING_FIELDS, OFFLINE_PACKING)),
         mla=_flag(settings, "multi_latent_attention"),
+        mla_fused_norm=_flag(settings, "mla_down_proj_fusion"),
         attention_variant=_word(settings, "experimental_attention_variant"),
         fused_experts=_flag(settings, "use_transformer_engine_op_fuser"),
         stashed_experts=_flag(settings, "moe_paged_stash"),

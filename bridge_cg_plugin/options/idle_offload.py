@@ -56,6 +56,7 @@ def _delays(options: GraphOptions) -> bool:
 
 
 def _norms_in_linear_layers(offload: OffloadOptions, facts: Facts) -> list[str]:
-    attention = facts.mla is False and not facts.attention_variant and not facts.mamba
+    single = not facts.attention_variant and not facts.mamba
+    attention = single and (facts.mla is False or facts.mla_fused_norm)
     fused = {"attn_norm": attention, "mlp_norm": facts.moe is False}
     return [name for name in offload.modules if fused.get(name)]

@@ -126,7 +126,8 @@ def _why_kept(module: str, language_model: LanguageModelGraphOptions, facts: Fac
         return "megatron-core offloads MLPs of experts only"
     if module in IN_EXPERTS and facts.stashed_experts:
         return "moe_paged_stash holds activations of experts"
-    if (module == "attn_norm" and not facts.mla) or (module == "mlp_norm" and facts.moe is False):
+    own_norm = facts.mla and not facts.mla_fused_norm
+    if (module == "attn_norm" and not own_norm) or (module == "mlp_norm" and facts.moe is False):
         return IN_LINEAR_LAYERS
     return _why_graphs_keep(module, language_model, facts)
 

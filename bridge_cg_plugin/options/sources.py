@@ -46,6 +46,7 @@ SETTINGS = (
     "num_attention_heads",
     "num_query_groups",
     "multi_latent_attention",
+    "mla_down_proj_fusion",
     "experimental_attention_variant",
     "use_transformer_engine_op_fuser",
     "moe_paged_stash",

@@ -26,6 +26,9 @@ IDLE = {
         "offload_modules=core_attn,moe_act: no effect, activation_offload_fraction=0 offloads nothing"
     ),
     f"{CORE}core_attn,attn_norm multi_latent_attention=false": f"attn_norm in offload_modules: no effect, {IN_LINEAR}",
+    f"{CORE}core_attn,attn_norm multi_latent_attention=true mla_down_proj_fusion=true": (
+        f"attn_norm in offload_modules: no effect, {IN_LINEAR}"
+    ),
     f"{CORE}core_attn,mlp_norm num_moe_experts=null": f"mlp_norm in offload_modules: no effect, {IN_LINEAR}",
 }
 USED = [

@@ -28,6 +28,8 @@ def test_layers_that_the_plugin_does_not_run_are_megatron_cores():
     assert found.modules == ("qkv_linear", "core_attn", "attn_proj", "expert_fc1", "moe_act", "mlp_norm")
     latent = graph_options(f"activation_offload=layernorm multi_latent_attention=true {MOE}").offload
     assert latent.modules == ("attn_norm", "mlp_norm")
+    words = f"activation_offload=layernorm multi_latent_attention=true mla_down_proj_fusion=true {MOE}"
+    assert graph_options(words).offload.modules == ("mlp_norm",)
 
 
 def test_experts_whose_mlp_is_one_operation_are_offloaded_whole():
