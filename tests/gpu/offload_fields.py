@@ -84,7 +84,8 @@ def configuration(model: str, steps: int, words: Sequence[str]) -> ConfigContain
     config = packed_training.training_config("eager", steps, model=base)
     config.dataset = WholeDocumentProvider()
     if model == "norms":
-        kept = {one.name: getattr(config.model, one.name) for one in fields(config.model) if one.init}
+        told = {one.name: getattr(config.model, one.name) for one in fields(config.model) if one.init}
+        kept = {name: value for name, value in told.items() if value is not None}
         # As for DeepSeek: Bridge's default layers have no latent attention, and experts in every layer.
         layers = partial(get_gpt_decoder_block_spec, use_transformer_engine=True)
         config.model = MLAModelProvider(**{**kept, **LATENT, "transformer_layer_spec": layers})
