@@ -379,6 +379,12 @@ def test_records_of_several_days_name_the_first_and_the_last():
     assert ", 2026-11-21 to 2026-11-24, " in origin(days) and ", 2026-11-22, " in origin(days[:1])
 
 
+def test_cases_of_another_gpu_are_named_behind_it():
+    other = [record(case=case, gpu="NVIDIA H100") for case in ("CP2", "CP2_2048", "TP2_4096")]
+    said = origin([*(record(case=str(number)) for number in range(4)), *other])
+    assert said.startswith("NVIDIA H200; NVIDIA H100: CP2, TP2_4096, 2026-11-21, ")
+
+
 def test_releases_of_the_stack_are_named_only_where_asked_for():
     measured = {**record(), "versions": {**stack(), "megatron-bridge": "0.4.2", "commit": "abc"}}
     assert "2026-11-21, megatron-bridge 0.4.2, commit abc, " in origin([{**measured, "date": "2026-11-21"}])

@@ -18,6 +18,7 @@ from bridge_cg_tools.benchmarks.packed.bench import SHAPES as bench_shapes
 from bridge_cg_tools.benchmarks.packed.observations import Observation, Ran, observations
 from bridge_cg_tools.benchmarks.pages.cost_page import fitted
 from bridge_cg_tools.benchmarks.pages.results_page import ROOT
+from bridge_cg_tools.benchmarks.records.results import read_records
 from bridge_cg_tools.planner.plan import place
 from bridge_cg_tools.planner.rates import (
     FAR,
@@ -104,6 +105,13 @@ def test_errors_are_of_records_that_the_fit_has_not_seen(monkeypatch):
     for kind in MODELS:
         alone = [each for each in every if not each.ranks.shared and each.model.kind == kind]
         assert honest[kind].records == len(alone) >= 3
+
+
+def test_rates_are_of_one_kind_of_gpu():
+    every = observations(RECORDS)
+    assert {record["gpu"] for each in every for record in each.records} == {RATES.gpu}
+    recorded = {record["case"]: record["gpu"] for record in read_records(RECORDS / "packed.jsonl")}
+    assert set(recorded.values()) > {RATES.gpu}  # else nothing was left out
 
 
 def test_records_of_one_gpu_are_within_the_errors():

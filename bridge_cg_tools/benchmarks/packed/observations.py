@@ -1,6 +1,7 @@
 """What the records of packed language models say for the cost model."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,9 +83,11 @@ class Observation:
 
 
 def observations(folder: Path) -> list[Observation]:
-    """Return what the records of a folder say, of one GPU first."""
+    """Return what the records of a folder say of the GPU that most of them are of; what one GPU ran comes first."""
     alone, shared = measured_by_case(folder / PACKED), measured_by_case(folder / PARALLEL)
-    return [*_of_packs(alone), *_of_plans(alone), *_of_ranks(shared)]
+    found = [*_of_packs(alone), *_of_plans(alone), *_of_ranks(shared)]
+    most = Counter(record["gpu"] for each in found for record in each.records).most_common(1)
+    return [each for each in found if all(record["gpu"] == gpu for record in each.records for gpu, _ in most)]
 
 
 def _of_packs(cases: Cases) -> Iterator[Observation]:

@@ -1,6 +1,7 @@
 """Records as Markdown: tables, where they were measured, and pages with parts between marks."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,21 @@ def origin(records: Records, *, with_stack: bool = False) -> str:
     if not with_stack:
         shown = {name: v for name, v in shown.items() if stack().get(name) != v}
     commits = ", ".join(dict.fromkeys(r["versions"]["commit"] for r in records))
-    gpu = "no GPU" if first["gpu"] == "none" else first["gpu"]
     dates = " to ".join(dict.fromkeys(end(r["date"] for r in records) for end in (min, max)))
-    parts = [gpu, dates, listed(shown), f"commit {commits}", f"{first['repeats']} repeats."]
+    parts = [_gpus(records), dates, listed(shown), f"commit {commits}", f"{first['repeats']} repeats."]
     return ", ".join(filter(None, parts))
+
+
+def _gpus(records: Records) -> str:
+    """Return the GPU of most records, and each other one with its cases."""
+    (most, _), *others = Counter("no GPU" if r["gpu"] == "none" else r["gpu"] for r in records).most_common()
+    return "; ".join([most, *(f"{gpu}: {', '.join(_cases(records, gpu))}" for gpu, _ in others)])
+
+
+def _cases(records: Records, gpu: str) -> list[str]:
+    """Return the cases of a GPU; of one that has parts, `a` of `a_b`, only itself."""
+    cases = list(dict.fromkeys(r["case"] for r in records if r["gpu"] == gpu))
+    return [case for case in cases if not any(case.startswith(f"{other}_") for other in cases)]
 
 
 def by_case(records: Records, mode: str) -> dict[str, dict[str, Any]]:
