@@ -4,10 +4,12 @@
     python scripts/performance/bench_offload.py --cases 1x2048 --targets 0.5,0.4,0.3
     python scripts/performance/bench_offload.py --slots 1
     python scripts/performance/bench_offload.py --cases tokens_8192 --modules attn --targets 0.6
+    python scripts/performance/bench_offload.py --cases experts_8192 --modules attn,moe_router --rounds 3
 
 Every mode replays the same batches on the same weights as `none`, the graph that keeps all activations. A case with
 several slots runs as many forwards and then their backwards, as a pipeline's first stage does. `experts_8192` is a pack
-through a mixture of experts of 16 layers, experts included; the other cases are images through the vision tower.
+through a mixture of experts of 16 layers, experts included; the other cases are images through the vision tower. Where
+experts run eager, the host decides: `--rounds` lets modes take turns, so that a slow moment of it is not one mode's.
 Records go to docs/benchmarks/offload.jsonl; a mode that fails has a record with the error.
 """
 
@@ -40,6 +42,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, help="microbatches in flight; the case's own by default")
     parser.add_argument("--modules", default="", help="parts of layers on graphs; the whole model without")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each mode, at least 3")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of all modes; the fastest of each counts")
     parser.add_argument("--seconds", type=float, default=300.0, help="no further mode begins after this long")
     return parser.parse_args(arguments)
 
@@ -56,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench = Bench(args.repeats, [module for module in args.modules.split(",") if module])
     for name, grid in cases.items():
         case = bench.case(name, grid, args.slots or SLOTS.get(name, 1))
-        for record in case.records(modes, targets, deadline):
+        for record in case.records(modes, targets, deadline, args.rounds):
             put_record(out, record)
             print(summary(record), flush=True)
     return 0
@@ -77,8 +80,9 @@ def checked(args: argparse.Namespace) -> tuple[dict[str, Grid | None], list[str]
     targets = [float(part) for part in args.targets.split(",") if part]
     if not all(0 < target < 1 for target in targets):
         raise ValueError(f"Cannot use --targets {args.targets}: it must be numbers between 0 and 1. Correct the list.")
-    if args.slots is not None and args.slots < 1:
-        raise ValueError(f"Cannot use --slots {args.slots}: it must be a whole number of at least 1. Correct it.")
+    for name in ("slots", "rounds"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise ValueError(f"Cannot use --{name} {value}: it must be a whole number of at least 1. Correct it.")
     packs = [name for name in args.cases.split(",") if name in PACKS]
     names = [name for name in args.cases.split(",") if name not in PACKS]
     counts = [int(name.removeprefix("tokens_")) for name in names if name.startswith("tokens_")]

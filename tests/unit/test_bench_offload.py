@@ -5,6 +5,7 @@ import torch
 
 from bridge_cg_tools.benchmarks.models import language_model
 from bridge_cg_tools.benchmarks.offload import packs
+from bridge_cg_tools.benchmarks.offload.replays import Replays
 from bridge_cg_tools.benchmarks.records.results import check_record, read_records
 from scripts.performance import bench_offload
 
@@ -24,6 +25,32 @@ def test_every_mode_of_a_case_has_a_record(tmp_path, capsys):
     for mode in ("none", "offload", "recompute"):
         assert found[mode]["bit_equal"] and found[mode]["grad_rel"] == 0 and not found[mode]["fallbacks"]
     assert "outputs equal" in capsys.readouterr().out
+
+
+def test_modes_take_turns_and_the_fastest_time_counts(tmp_path, monkeypatch):
+    taken = iter([8.0, 12.0, 12.0, 10.0, 6.0, 9.0])
+    first = Replays.mode
+    monkeypatch.setattr(Replays, "mode", lambda self, options: slowed(first(self, options), next(taken)))
+    out = tmp_path / "offload.jsonl"
+    words = ["--cases", "tokens_64", "--targets", "", "--repeats", "3", "--rounds", "2"]
+    assert bench_offload.main([*words, "--out", str(out)]) == 0
+    found = {r["mode"]: (r["ms"], r["ratio"]) for r in read_records(out)}
+    assert found == {"none": (8.0, 1.0), "offload": (6.0, 0.75), "recompute": (9.0, 1.125)}
+
+
+def test_a_faster_baseline_changes_every_ratio(tmp_path, monkeypatch):
+    taken = iter([10.0, 12.0, 8.0, 13.0])
+    first = Replays.mode
+    monkeypatch.setattr(Replays, "mode", lambda self, options: slowed(first(self, options), next(taken)))
+    out = tmp_path / "offload.jsonl"
+    words = ["--cases", "tokens_64", "--modes", "none,offload", "--targets", "", "--repeats", "3", "--rounds", "2"]
+    assert bench_offload.main([*words, "--out", str(out)]) == 0
+    assert {r["mode"]: r["ratio"] for r in read_records(out)} == {"none": 1.0, "offload": 1.5}
+
+
+def slowed(measured, ms):
+    record, found = measured
+    return {**record, "ms": ms}, found
 
 
 def test_parts_of_layers_are_cases_of_their_own(tmp_path, monkeypatch):
@@ -78,6 +105,7 @@ def test_packs_with_experts_are_a_case(tmp_path, monkeypatch):
         ["--targets", "1.5"],
         ["--targets", "0"],
         ["--slots", "0"],
+        ["--rounds", "0"],
         ["--cases", "2x999"],
         ["--cases", "tokens_100"],
     ],
