@@ -1,6 +1,7 @@
 """Memory of graphs that leaves the device and returns to the same addresses."""
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -363,4 +364,27 @@ def test_content_is_copied_from_and_to_where_the_host_keeps_it(driver):
     memory.read(16, content)
     memory.write(16, content)
     place = content.data_ptr()
-    assert driver.calls == [("cuMemcpyDtoH_v2", place, 16, 8), ("cuMemcpyHtoD_v2", 16, place, 8)]
+    # A copy from pageable memory may go on after its call, and streams of PyTorch's do not wait for it.
+    waits = ("cuStreamSynchronize", 0)
+    assert driver.calls == [("cuMemcpyDtoH_v2", place, 16, 8), ("cuMemcpyHtoD_v2", 16, place, 8), waits]
+
+
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_host_keeps_content_in_pageable_memory_where_it_has_no_page_locked_left(
+    driver, monkeypatch, caplog, default, fails
+):
+    asked = []
+
+    def new_tensor(*sizes, pin_memory=False, **kwargs):
+        asked.append(pin_memory)
+        if pin_memory and fails:
+            raise RuntimeError("CUDA error: out of memory")
+        return torch.empty(*sizes, **kwargs)
+
+    monkeypatch.setattr(virtual_memory, "torch", SimpleNamespace(empty=new_tensor, uint8=torch.uint8))
+    with torch.device(default), caplog.at_level("INFO"):
+        found = virtual_memory.CudaVirtualMemory(0).host_memory(24)
+    assert (found.device.type, found.dtype, found.nbytes) == ("cpu", torch.uint8, 24)
+    assert asked == ([True, False] if fails else [True])
+    assert ("CUDA error: out of memory" in caplog.text) == fails

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...announce import LOGGER
+
 # Values of cuda.h.
 SUCCESS, OUT_OF_MEMORY = 0, 2
 PINNED, ON_DEVICE, READ_AND_WRITE, MINIMUM_GRANULARITY = 1, 1, 3, 0
@@ -51,13 +53,13 @@ class VirtualMemory(Protocol):
         """Take memory away from addresses, all that `map` put there; no work of the device uses them."""
 
     def host_memory(self, nbytes: int) -> Tensor:
-        """Return `[nbytes]` uint8 memory of the host that is fast to copy to and from the device."""
+        """Return `[nbytes]` uint8 memory of the host, fast to copy to and from the device if there is such."""
 
     def read(self, address: int, content: Tensor) -> None:
         """Copy device memory to the host, as much as `content` holds."""
 
     def write(self, address: int, content: Tensor) -> None:
-        """Copy `content` to device memory."""
+        """Copy `content` to device memory; the copy has ended on return."""
 
 
 class _Location(ctypes.Structure):
@@ -160,7 +162,11 @@ class CudaVirtualMemory:
 
     def host_memory(self, nbytes: int) -> Tensor:
         """See `VirtualMemory`."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            LOGGER.info("the host keeps %d bytes of graphs in pageable memory, which is slower: %s", nbytes, error)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def read(self, address: int, content: Tensor) -> None:
         """See `VirtualMemory`."""
@@ -171,3 +177,8 @@ class CudaVirtualMemory:
         """See `VirtualMemory`."""
         begin, size = ctypes.c_uint64(address), ctypes.c_size_t(content.nbytes)
         self._call("cuMemcpyHtoD_v2", begin, ctypes.c_void_p(content.data_ptr()), size)
+        self._wait()  # from pageable memory, the call may return before the copy has ended
+
+    def _wait(self) -> None:
+        """Wait for copies: PyTorch's own streams do not wait for the stream that they run on."""
+        self._call("cuStreamSynchronize", ctypes.c_uint64(0))
