@@ -97,6 +97,10 @@ class FakeVirtualMemory:
     def host_memory(self, nbytes):
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def copy(self, address, other, nbytes):
+        self._check("copy")
+        self._part(address, nbytes)[:] = bytes(self._part(other, nbytes))
+
     def read(self, address, content):
         self._check("read")
         content.copy_(torch.frombuffer(self._part(address, len(content)), dtype=torch.uint8))

@@ -76,6 +76,12 @@ class SmallGraph:
         return self.y.clone()
 
 
+class TinyGraph(SmallGraph):
+    """Small enough for several to share a block."""
+
+    rows = 4 * MB
+
+
 @pytest.fixture
 def expandable():
     """Set how PyTorch makes segments, as loops do between generation and training."""
@@ -108,6 +114,33 @@ def test_a_graph_stays_valid_while_its_memory_comes_and_goes(pools, expandable, 
         torch.cuda.empty_cache()
         assert abs(free_bytes() - before) <= SLACK
     del made
+
+
+@pytest.mark.first
+def test_memory_of_a_dropped_graph_leaves_the_block_that_others_share(pools):
+    dropped, stays = TinyGraph(pools), TinyGraph(pools)
+    expected = stays.replay()
+    assert torch.equal(expected, stays.x * 4.0)
+    for _ in range(3):  # neighbours of both share blocks
+        pools.release()
+        pools.restore()
+        assert torch.equal(stays.replay(), expected) and torch.equal(dropped.replay(), expected)
+    del dropped
+    gc.collect()
+    torch.cuda.empty_cache()
+    pools.tidy()
+    unused, before = pools.memory.unused_bytes, free_bytes()
+    assert unused >= 2 * stays.x.nbytes
+    pools.shrink()
+    assert pools.memory.unused_bytes == 0 and abs(free_bytes() - before - unused) <= SLACK
+    assert torch.equal(stays.y, expected) and torch.equal(stays.x * 4.0, expected)  # content of pools stays, too
+    bird = canary(free_bytes() - 512 * MB)
+    assert torch.equal(stays.replay(), expected) and alive(bird)
+    del bird
+    assert pools.release() > 0
+    pools.restore()
+    assert torch.equal(stays.replay(), expected)
+    del stays
 
 
 def test_pytorch_holds_no_lock_while_it_calls_for_memory(pools, monkeypatch):

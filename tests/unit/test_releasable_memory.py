@@ -14,6 +14,7 @@ from bridge_cg_plugin.graphs.memory import virtual_memory
 from bridge_cg_plugin.graphs.memory.releasable_memory import ReleasableMemory
 from bridge_cg_plugin.graphs.memory.releasable_pools import ReleasablePools, allocating, releasable_pools, tidy_orphans
 from bridge_cg_plugin.graphs.memory.virtual_memory import DeviceMemoryError, NoDeviceMemory
+from bridge_cg_plugin.graphs.recordings import executor as executor_module
 
 from ..fake_device import FakeVirtualMemory
 
@@ -75,6 +76,17 @@ class Memory(RuleBasedStateMachine):
             assert self.memory.nbytes == there + sum(missing.values())
         except NoDeviceMemory:
             assert not fits and self.memory.away and self.device.mapped == before
+
+    @rule()
+    def shrink(self):
+        there = {address: size for address, size in self.alive.items() if address not in self.missing}
+        before, room = self.contents(there), self.device.free_bytes >= ARENA
+        self.memory.shrink()
+        assert self.contents(there) == before
+        assert self.memory.nbytes == sum(there.values()) or not room
+
+    def contents(self, ranges):
+        return {address: self.device.content(address, size) for address, size in ranges.items()}
 
     @rule(nbytes=st.integers(1, CAPACITY))
     def others_take(self, nbytes):
@@ -164,6 +176,60 @@ def test_neighbours_return_in_one_block_an_arena():
     assert sorted(device.mapped) == [found[0], found[2], found[4]] and memory.nbytes == 80
 
 
+@pytest.fixture
+def half_dead():
+    """Return a device and memory of 48 bytes in one block, of which 16 in the middle and 8 at the end have no use."""
+    device = FakeVirtualMemory(200)
+    memory = ReleasableMemory(device, 64)
+    found = [memory.allocate(16, kept=number != 2) for number in range(3)]
+    end = memory.allocate(8)
+    memory.release()
+    memory.restore()
+    for number, address in enumerate(found):
+        device.write(address, torch.full((16,), number + 1, dtype=torch.uint8))
+    memory.keep({found[0], found[2]})
+    assert (len(device.mapped), memory.nbytes, memory.unused_bytes) == (1, 56, 24) and end not in memory.addresses
+    return device, memory, found
+
+
+def there(device, found):
+    return [device.content(found[number], 16) == bytes([number + 1]) * 16 for number in (0, 2)] == [True, True]
+
+
+def test_memory_without_use_leaves_a_block_and_the_rest_keeps_its_content(half_dead):
+    device, memory, found = half_dead
+    memory.shrink()
+    assert sorted(device.mapped) == [found[0], found[2]] and device.free_bytes == 200 - 32 and there(device, found)
+    assert (memory.nbytes, memory.unused_bytes, len(device.sizes), len(device.reserved)) == (32, 0, 2, 1)
+    assert memory.release() == 32
+    memory.restore()
+    assert device.content(found[0], 16) == bytes([1]) * 16 and memory.nbytes == 32
+
+
+@pytest.mark.parametrize("call", ["create", "reserve", "map", "copy", "unmap"])
+@pytest.mark.parametrize("number", range(4))
+def test_a_block_stays_as_it_is_where_a_call_of_its_division_fails(half_dead, monkeypatch, caplog, call, number):
+    device, memory, found = half_dead
+    before, works, calls = (dict(device.mapped), dict(device.reserved), device.free_bytes), getattr(device, call), []
+
+    def fails_once(*args):
+        calls.append(call)
+        if len(calls) == number + 1:
+            raise DeviceMemoryError("made to fail")
+        return works(*args)
+
+    monkeypatch.setattr(device, call, fails_once)
+    with caplog.at_level("INFO"):
+        memory.shrink()
+    failed = bool(caplog.records)
+    assert failed == (len(calls) > number) and there(device, found)
+    if failed and call != "unmap":
+        assert (device.mapped, device.reserved, device.free_bytes) == before
+    monkeypatch.undo()
+    memory.shrink()
+    assert there(device, found) and not memory.away and memory.nbytes == 32
+
+
 def test_what_is_larger_than_an_arena_has_its_own():
     device = FakeVirtualMemory()
     memory = ReleasableMemory(device, 64)
@@ -249,6 +315,30 @@ def test_memory_goes_back_once_pytorch_has_given_it_back(made):
     del owner, made[:]
     tidy_orphans()
     assert not device.reserved and not pools_module._made
+
+
+def test_an_executor_takes_memory_of_dropped_recordings_out_of_blocks(made, monkeypatch):
+    device, found = FakeVirtualMemory(), []
+
+    def new_pools(gpu, owner):
+        found.append(ReleasablePools(gpu, owner, device))
+        return found[0]
+
+    monkeypatch.setattr(executor_module, "releasable_pools", new_pools)
+    monkeypatch.setattr(executor_module, "_recording_stream", lambda *unused: "stream")
+    monkeypatch.setattr(ReleasablePools, "new_pool", lambda self: "pool")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    executor = executor_module.CudaGraphExecutor(torch.device("cuda", 0), releasable=True)
+    (pools,) = found
+    take = called_by_pytorch(pools)
+    made[:] = [take(8), take(16), take(24)]
+    for ask, left in ((executor.tidy, 24), (executor.new_pool, 8)):
+        pools.release()
+        pools.restore()
+        assert len(device.mapped) == 1
+        del made[-1]
+        ask()
+        assert device.mapped_bytes == left
 
 
 def test_pools_of_a_living_owner_are_left_alone_by_those_who_look_for_orphans(made):
@@ -363,10 +453,12 @@ def test_content_is_copied_from_and_to_where_the_host_keeps_it(driver):
     del driver.calls[:]
     memory.read(16, content)
     memory.write(16, content)
+    memory.copy(32, 16, 8)
     place = content.data_ptr()
     # A copy from pageable memory may go on after its call, and streams of PyTorch's do not wait for it.
     waits = ("cuStreamSynchronize", 0)
-    assert driver.calls == [("cuMemcpyDtoH_v2", place, 16, 8), ("cuMemcpyHtoD_v2", 16, place, 8), waits]
+    to_host, to_device = ("cuMemcpyDtoH_v2", place, 16, 8), ("cuMemcpyHtoD_v2", 16, place, 8)
+    assert driver.calls == [to_host, to_device, waits, ("cuMemcpyDtoD_v2", 32, 16, 8), waits]
 
 
 @pytest.mark.parametrize("default", ["cpu", "meta"])

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ...announce import LOGGER
 from .addresses import ARENA_BYTES, Addresses
-from .virtual_memory import VirtualMemory
+from .divided_blocks import divide
+from .virtual_memory import DeviceMemoryError, VirtualMemory
 
 
 @dataclass(slots=True)
@@ -47,13 +49,18 @@ class _Block:
     handle: int
     ranges: list[_Range]
 
+    @property
+    def unused_bytes(self) -> int:
+        """How much is behind ranges out of use."""
+        return self.nbytes - sum(each.nbytes for each in self.ranges)
+
 
 class ReleasableMemory:
     """Ranges of addresses whose memory leaves and returns together.
 
     A range is allocated with memory of its own. Memory that returns is one block behind as many neighbours as there
     are: the driver takes as long for any block. What is behind a range that nobody uses any more goes back with the
-    block's last one, or when memory leaves.
+    block's last one, when memory leaves, or by `shrink`.
 
     Args:
         driver: What makes addresses and memory.
@@ -79,6 +86,11 @@ class ReleasableMemory:
     def nbytes(self) -> int:
         """Bytes on the device now."""
         return sum(block.nbytes for block in self._blocks)
+
+    @property
+    def unused_bytes(self) -> int:
+        """Bytes on the device now that `shrink` may give back."""
+        return sum(block.unused_bytes for block in self._blocks)
 
     def allocate(self, nbytes: int, kept: bool = False) -> int:
         """Return the address of new memory.
@@ -150,6 +162,28 @@ class ReleasableMemory:
                 self._supply.give_back(unused.arena)
             self.away = any(each.block is None for each in self._ranges.values())
 
+    def shrink(self) -> None:
+        """Give memory back that is in a block with other memory, behind ranges that nobody uses any more.
+
+        The device works on no memory of these blocks. Where the other memory has no room to move to, all of it stays.
+        """
+        with self._lock:
+            for block in sorted(self._blocks, key=lambda block: block.nbytes - block.unused_bytes):
+                if block.unused_bytes:
+                    try:
+                        self._divide(block)
+                    except DeviceMemoryError as error:
+                        LOGGER.info("memory of graphs that were dropped stays until all leaves: %s", error)
+
+    def _divide(self, block: _Block) -> None:
+        parts = list(_neighbours(block.ranges))
+        places = [(part[0].address, sum(each.nbytes for each in part)) for part in parts]
+        handles = divide(self._driver, block.address, block.nbytes, block.handle, places)
+        self._blocks.discard(block)
+        for (address, nbytes), handle, part in zip(places, handles, parts, strict=True):
+            self._add_block(_Block(address, nbytes, handle, part))
+        self._driver.destroy(block.handle)
+
     def _put_memory(self, neighbours: list[_Range]) -> _Block:
         address, nbytes = neighbours[0].address, sum(each.nbytes for each in neighbours)
         handle = self._driver.create(nbytes)
@@ -158,9 +192,11 @@ class ReleasableMemory:
         except Exception:
             self._driver.destroy(handle)
             raise
-        block = _Block(address, nbytes, handle, neighbours)
+        return self._add_block(_Block(address, nbytes, handle, neighbours))
+
+    def _add_block(self, block: _Block) -> _Block:
         self._blocks.add(block)
-        for each in neighbours:
+        for each in block.ranges:
             each.block = block
         return block
 

@@ -121,6 +121,16 @@ class ReleasablePools:
             torch.cuda.synchronize(self._device)
             self.memory.keep(used)
 
+    def shrink(self) -> None:
+        """Give memory back that PyTorch has given back, also what is in one block with other memory.
+
+        No other thread works with the pools meanwhile.
+        """
+        self.tidy()
+        if self.memory.unused_bytes:
+            torch.cuda.synchronize(self._device)
+            self.memory.shrink()
+
     @property
     def orphaned(self) -> bool:
         """Whether nothing will be captured in the pools any more."""

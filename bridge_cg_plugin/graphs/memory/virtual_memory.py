@@ -61,6 +61,9 @@ class VirtualMemory(Protocol):
     def write(self, address: int, content: Tensor) -> None:
         """Copy `content` to device memory; the copy has ended on return."""
 
+    def copy(self, address: int, other: int, nbytes: int) -> None:
+        """Copy device memory from the `other` address; the copy has ended on return."""
+
 
 class _Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
@@ -178,6 +181,12 @@ class CudaVirtualMemory:
         begin, size = ctypes.c_uint64(address), ctypes.c_size_t(content.nbytes)
         self._call("cuMemcpyHtoD_v2", begin, ctypes.c_void_p(content.data_ptr()), size)
         self._wait()  # from pageable memory, the call may return before the copy has ended
+
+    def copy(self, address: int, other: int, nbytes: int) -> None:
+        """See `VirtualMemory`."""
+        to, begin = ctypes.c_uint64(address), ctypes.c_uint64(other)
+        self._call("cuMemcpyDtoD_v2", to, begin, ctypes.c_size_t(nbytes))
+        self._wait()
 
     def _wait(self) -> None:
         """Wait for copies: PyTorch's own streams do not wait for the stream that they run on."""

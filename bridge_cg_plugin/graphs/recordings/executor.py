@@ -223,7 +223,7 @@ class CudaGraphExecutor:
         torch.cuda.empty_cache()
         if self._releasable is None:
             return torch.cuda.graph_pool_handle()
-        self._releasable.tidy()
+        self._releasable.shrink()
         return self._releasable.new_pool()
 
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:
@@ -286,7 +286,7 @@ class CudaGraphExecutor:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         if self._releasable is not None:
-            self._releasable.tidy()
+            self._releasable.shrink()
 
     @property
     def memory_away(self) -> bool:
