@@ -239,6 +239,15 @@ def test_what_is_larger_than_an_arena_has_its_own():
     assert not device.reserved
 
 
+def test_a_large_range_does_not_part_small_ones():
+    device = FakeVirtualMemory()
+    memory = ReleasableMemory(device, 64)
+    found = [memory.allocate(nbytes) for nbytes in (16, 80, 16, 80, 16)]
+    memory.release()
+    memory.restore()
+    assert sorted(device.mapped) == [found[0], found[1], found[3]] and len(device.reserved) == 3
+
+
 def settings_of_pytorch():
     return torch._C._cuda_memorySnapshot((0, 0, False))["allocator_settings"]
 

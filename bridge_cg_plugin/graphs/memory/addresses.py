@@ -40,14 +40,19 @@ class Addresses:
     def take(self, nbytes: int) -> tuple[int, int]:
         """Return the first of `nbytes` addresses that nothing else gets, and the arena's first one."""
         arena = self._current
-        if arena is None or arena.taken + nbytes > arena.nbytes:
-            size = max(nbytes, self._arena_bytes)
-            arena = _Arena(self._driver.reserve(size), size)
-            self._arenas[arena.address] = self._current = arena
+        if nbytes > self._arena_bytes:
+            arena = self._new_arena(nbytes)
+        elif arena is None or arena.taken + nbytes > arena.nbytes:
+            arena = self._current = self._new_arena(self._arena_bytes)
         address = arena.address + arena.taken
         arena.taken += nbytes
         arena.ranges += 1
         return address, arena.address
+
+    def _new_arena(self, nbytes: int) -> _Arena:
+        address = self._driver.reserve(nbytes)
+        self._arenas[address] = arena = _Arena(address, nbytes)
+        return arena
 
     def give_back(self, address: int) -> None:
         """Give a range of an arena back, by the arena's first address; no memory is behind the range.
