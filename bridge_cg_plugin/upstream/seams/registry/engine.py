@@ -426,7 +426,14 @@ SEAMS = (
         touch="read",
         purpose="groups of a microbatch: which are yet to leave and what each saved",
         features=(Feature.CORE_OFFLOAD,),
-        attributes=("_groups_to_offload", "find_next_group", "should_bulk_offload", "tensor_need_offloading_checker"),
+        attributes=(
+            "_groups_to_offload",
+            "offload_groups",
+            "_offloaded_group_index",
+            "find_next_group",
+            "should_bulk_offload",
+            "tensor_need_offloading_checker",
+        ),
     ),
     Seam(
         name="offloaded_backwards",
