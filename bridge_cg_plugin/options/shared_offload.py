@@ -26,6 +26,7 @@ CORE_MODULES: dict[str, tuple[str, ...]] = {
 # megatron-core counts elements, of bf16 where it trains, where regions count bytes.
 ELEMENT_BYTES = 2
 COUNTS_ENCODER = "megatron-core would count layers of the encoder, which has the same settings, as the language model's"
+READ_BY_RESIDUAL = "megatron-core would free the layer's input, which the residual connection reads"
 IN_LINEAR_LAYERS = "its norms are part of the linear layers behind them"
 
 
@@ -126,10 +127,17 @@ def _why_kept(module: str, language_model: LanguageModelGraphOptions, facts: Fac
         return "megatron-core offloads MLPs of experts only"
     if module in IN_EXPERTS and facts.stashed_experts:
         return "moe_paged_stash holds activations of experts"
+    if module == "qkv_linear" and reads_residual(facts):
+        return READ_BY_RESIDUAL
     own_norm = facts.mla and not facts.mla_fused_norm
     if (module == "attn_norm" and not own_norm) or (module == "mlp_norm" and facts.moe is False):
         return IN_LINEAR_LAYERS
     return _why_graphs_keep(module, language_model, facts)
+
+
+def reads_residual(facts: Facts) -> bool:
+    """Whether latent attention's first projection reads what the residual connection reads, as no norm is before it."""
+    return bool(facts.mla_fused_norm) and facts.mla is not False and not facts.attention_variant
 
 
 def _why_graphs_keep(module: str, language_model: LanguageModelGraphOptions, facts: Facts) -> str | None:

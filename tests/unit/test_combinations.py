@@ -299,6 +299,10 @@ REFUSED = {
         f"{OFFLOAD}attn_norm {TE} cuda_graph_modules=mlp",
         "offload_modules",
     ),
+    "offloading `qkv_linear` of latent attention with `mla_down_proj_fusion`": (
+        f"{OFFLOAD}qkv_linear multi_latent_attention=true mla_down_proj_fusion=true",
+        "offload_modules",
+    ),
     "offloading `mlp_norm` if only attention or only the MLP is captured, or a router": (
         f"{OFFLOAD}mlp_norm {TE} cuda_graph_modules=attn",
         "offload_modules",
@@ -485,6 +489,9 @@ ACCEPTED = [
     f"{OFFLOAD}mlp_norm {TE} cuda_graph_modules=attn,mlp",
     f"{OFFLOAD}mlp_norm {TE} cuda_graph_modules=mlp",
     f"{OFFLOAD}attn_norm {TE} cuda_graph_modules=mlp multi_latent_attention=false",
+    f"{OFFLOAD}qkv_linear multi_latent_attention=true mla_down_proj_fusion=false",
+    f"{OFFLOAD}qkv_linear mla_down_proj_fusion=true experimental_attention_variant=dsa",
+    f"{OFFLOAD}core_attn,attn_proj multi_latent_attention=true mla_down_proj_fusion=true",
     f"{OFFLOAD}attn_norm {TE} cuda_graph_modules=moe_router multi_latent_attention=true",
     f"{OFFLOAD}attn_norm,moe_act recompute_granularity=selective recompute_modules=layernorm,moe_act",
     offloading(cuda_graph_impl="transformer_engine", cuda_graph_modules=["mlp"], offload_modules=["core_attn"]),

@@ -30,6 +30,8 @@ def test_layers_that_the_plugin_does_not_run_are_megatron_cores():
     assert latent.modules == ("attn_norm", "mlp_norm")
     words = f"activation_offload=layernorm multi_latent_attention=true mla_down_proj_fusion=true {MOE}"
     assert graph_options(words).offload.modules == ("mlp_norm",)
+    words = words.replace("layernorm", "attention")
+    assert graph_options(words).offload.modules == ("core_attn", "attn_proj")
 
 
 def test_experts_whose_mlp_is_one_operation_are_offloaded_whole():

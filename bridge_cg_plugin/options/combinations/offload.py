@@ -5,7 +5,15 @@ from ..graph_options import GraphOptions
 from ..language_model import IMPL, MODULES, CudaGraphModule
 from ..migration import module_names
 from ..offload import CORE_FIELDS, SHARED_FIELDS
-from ..shared_offload import ATTENTION, COUNTS_ENCODER, EXPERTS, FUSED_EXPERTS, IN_EXPERTS
+from ..shared_offload import (
+    ATTENTION,
+    COUNTS_ENCODER,
+    EXPERTS,
+    FUSED_EXPERTS,
+    IN_EXPERTS,
+    READ_BY_RESIDUAL,
+    reads_residual,
+)
 from .images import whole_language_model
 from .rule import Combination
 
@@ -197,6 +205,12 @@ OFFLOAD = (
         "megatron-core would free the norm's input, which is the output of a graph; replays would fail",
         lambda o, f: _offloads(o, "attn_norm") and _reads_a_graph(o, f),
         lambda o, f: _at_the_border("attn_norm", o),
+    ),
+    Combination(
+        "offloading `qkv_linear` of latent attention with `mla_down_proj_fusion`",
+        READ_BY_RESIDUAL,
+        lambda o, f: _offloads(o, "qkv_linear") and reads_residual(f),
+        lambda o, f: _refuse_modules(o, "without qkv_linear with model.mla_down_proj_fusion", "Remove qkv_linear."),
     ),
     Combination(
         "offloading `mlp_norm` if only attention or only the MLP is captured, or a router",
