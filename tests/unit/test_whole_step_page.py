@@ -6,6 +6,7 @@ from bridge_cg_tools.benchmarks.measuring.step_times import PARTS
 from bridge_cg_tools.benchmarks.pages import plots
 from bridge_cg_tools.benchmarks.pages.whole_step_page import whole_step_parts
 from bridge_cg_tools.benchmarks.records.results import check_record, write_records
+from bridge_cg_tools.benchmarks.runs.recipe_cases import SCALING
 
 
 def record(case, mode, ms, **more):
@@ -82,4 +83,24 @@ def test_the_picture_has_a_bar_for_each_run_and_for_arithmetic(folder):
 
 def test_a_page_without_records_says_how_they_are_made(tmp_path):
     parts = whole_step_parts(tmp_path)
-    assert "bench_recipe.py" in parts.pop("whole-steps") and not any(parts.values())
+    assert all("bench_recipe.py" in parts.pop(name) for name in ("whole-steps", "step-scaling"))
+    assert not any(parts.values())
+
+
+def test_replicas_are_beside_one_gpu(tmp_path):
+    cases = zip(SCALING, (1, 2, 4), (10.0, 19.0, 30.0), strict=True)
+    records = [
+        record(case, mode, 800.0, gpus=gpus, images_per_s=factor * speed)
+        for case, gpus, speed in cases
+        for mode, factor in (("eager1", 1), ("plugin", 2), *((("plugin_fastest", 3),) if gpus == 2 else ()))
+    ]
+    write_records(tmp_path / "whole_step.jsonl", records)
+    rows = [line for line in whole_step_parts(tmp_path)["step-scaling"].splitlines() if line.startswith("| ")][2:]
+    assert rows == [
+        "| 1 | eager | 10.0 | **1.00** | 30.0% | 160 |",
+        "| 2 | eager | 9.5 | **0.95** | 30.0% | 160 |",
+        "| 4 | eager | 7.5 | **0.75** | 30.0% | 160 |",
+        "| 1 | plugin | 20.0 | **1.00** | 30.0% | 160 |",
+        "| 2 | plugin | 19.0 | **0.95** | 30.0% | 160 |",
+        "| 4 | plugin | 15.0 | **0.75** | 30.0% | 160 |",
+    ]

@@ -7,6 +7,7 @@ from bridge_cg_tools.benchmarks.measuring.step_times import PARTS
 from bridge_cg_tools.benchmarks.models.arithmetic import TFLOPS
 from bridge_cg_tools.benchmarks.pages.markdown import Records, code, number, picture, table, with_origin
 from bridge_cg_tools.benchmarks.records.results import read_records
+from bridge_cg_tools.benchmarks.runs.recipe_cases import SCALING
 
 EAGER = "eager1"
 COMMAND = "scripts/performance/bench_recipe.py"
@@ -80,6 +81,23 @@ def _descending(values: dict[str, float]) -> list[str]:
     return sorted(values, key=lambda name: -values[name])
 
 
+def scaling(records: Records) -> str:
+    """Return how much of one GPU's speed each of several has, eager and on graphs, and what its step waits for."""
+    found = [r for r in shown(records) if r["case"] in SCALING]
+    alone = {r["mode"]: r for r in found if r["gpus"] == 1}
+    rows = [
+        [r["gpus"], mode_in_words(r), f"{r['images_per_s'] / r['gpus']:.1f}"]
+        + [f"**{r['images_per_s'] / r['gpus'] / alone[r['mode']]['images_per_s']:.2f}**"]
+        + [number(r, "idle_share", ".1%"), f"{r.get('families', {}).get('communication', 0.0):.0f}"]
+        for r in sorted(found, key=lambda r: (r["mode"] != EAGER, r["mode"], r["gpus"]))
+        if r["mode"] in alone
+    ]
+    if len({row[0] for row in rows}) < 2:
+        return f"Not measured yet: `{COMMAND}` does it."
+    header = ["GPUs", "mode", "images/s of a GPU", "over one GPU", "GPU idle", "communication ms"]
+    return with_origin(table(header, rows), found)
+
+
 def whole_step_parts(folder: Path) -> dict[str, str]:
     """Return the page's parts by the names of their marks.
 
@@ -93,4 +111,5 @@ def whole_step_parts(folder: Path) -> dict[str, str]:
         "step-parts": parts(records),
         "step-parts-plot": picture(folder, "whole_step.svg", "ms of a step by part, eager, on graphs and arithmetic"),
         "step-families": families(records),
+        "step-scaling": scaling(records),
     }
