@@ -103,7 +103,11 @@ def planned_by_rank(output):
     return [float(total) for total in re.findall(r"^Rank \d+ .* (\d+\.\d+)$", output, re.MULTILINE)]
 
 
-CORE = ("fine_grained_activation_offloading=true", "offload_modules=[core_attn]", "min_offloaded_tensor_size=1024")
+CORE = (
+    "fine_grained_activation_offloading=true",
+    "offload_modules=[core_attn,attn_proj]",
+    "min_offloaded_tensor_size=1024",
+)
 
 
 @pytest.mark.parametrize(
