@@ -16,10 +16,9 @@ from bridge_cg_tools.benchmarks.runs.processes import free_port
 from .parts import PARALLEL, SCRIPTS, part_of
 from .trainings import (
     MOST_RANKS_PER_GPU,
-    PARALLEL_SIDE_BY_SIDE,
     Trainings,
     fit_beside_tests,
-    side_by_side,
+    room_gb,
     trainings_of,
 )
 
@@ -69,8 +68,9 @@ def trained(request, tmp_path_factory) -> Iterator[Trainings]:
     """Return the result of a `Training`; those that tests have as parameters are under way from the beginning."""
     kept = [item for item in request.session.items if not item.get_closest_marker("skip")]
     wanted = dict.fromkeys(training for item in kept for training in trainings_of(item))
-    several = any(training.ranks > 1 for training in wanted)
-    trainings = Trainings(tmp_path_factory.mktemp("trainings"), PARALLEL_SIDE_BY_SIDE if several else side_by_side())
+    room = room_gb(several=any(training.ranks > 1 for training in wanted))
+    at_once = 2 * max((room // training.gb for training in wanted), default=1)
+    trainings = Trainings(tmp_path_factory.mktemp("trainings"), room, at_once)
     for training in sorted(wanted, key=lambda each: each.ranks, reverse=True):
         trainings.start(training)
     yield trainings

@@ -17,13 +17,14 @@ from bridge_cg_tools.benchmarks.photographs.arguments import layout_in
 from bridge_cg_tools.benchmarks.runs.hosts import ranks_per_gpu
 from bridge_cg_tools.benchmarks.runs.processes import TrainingProcess
 
-# Small training runs take some 20 GB each, tests beside them up to 70 GB: on a smaller GPU these come first, and leave
-# some 20 GB taken.
-SIDE_BY_SIDE, SIDE_BY_SIDE_ON_SMALLER, BESIDE_TESTS_GB = 3, 2, 130
+# Small training runs of the main job take some 20 GB each, others less, tests beside them up to 70 GB: on a smaller GPU
+# these come first, and leave some 20 GB taken.
+MAIN_JOB_GB, OTHERS_GB = 20, 16
+ROOM_GB, ROOM_ON_SMALLER_GB, BESIDE_TESTS_GB = 64, 50, 130
 # Training runs start while tests build models, for which megatron-core sets variables that count in the whole process.
 ENVIRONMENT = dict(os.environ)
-# Those over several GPUs wait for each other's processes: more at once would only get in each other's way.
-PARALLEL_SIDE_BY_SIDE = 5
+# Those over several GPUs are smaller, and wait for each other's processes: more at once would only get in the way.
+ROOM_OF_PARALLEL_GB = 100
 # Where there are fewer GPUs than ranks, so many may share one: their memory has to fit.
 MOST_RANKS_PER_GPU = 2
 # One whose processes wait for each other for ever must not take the others' time.
@@ -36,9 +37,11 @@ def fit_beside_tests() -> bool:
     return min((gpu.total_memory for gpu in gpus), default=0) >= BESIDE_TESTS_GB * 1e9
 
 
-def side_by_side() -> int:
-    """Return how many training runs each GPU takes at once."""
-    return SIDE_BY_SIDE if fit_beside_tests() else SIDE_BY_SIDE_ON_SMALLER
+def room_gb(several: bool) -> int:
+    """Return the memory that training runs of one rank, or of several, have on each GPU."""
+    if several:
+        return ROOM_OF_PARALLEL_GB
+    return ROOM_GB if fit_beside_tests() else ROOM_ON_SMALLER_GB
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,10 @@ class Training:
     def ranks(self) -> int:
         return layout_in(self.words).ranks if self.main_job else 1
 
+    @property
+    def gb(self) -> int:
+        return MAIN_JOB_GB if self.main_job else OTHERS_GB
+
 
 def trainings_of(item: pytest.Item) -> list[Training]:
     """Return the training runs that a test waits for: its parameters, and those that these wait for."""
@@ -84,14 +91,15 @@ class Trainings:
 
     Args:
         folder: For what runs write.
-        side_by_side: Runs on each GPU at once.
+        room_gb: Memory of each GPU that they have.
+        at_once: Runs that import or train, for each GPU.
     """
 
-    def __init__(self, folder: Path, side_by_side: int) -> None:
+    def __init__(self, folder: Path, room_gb: int, at_once: int) -> None:
         self._folder = folder
-        self._gpus = [Semaphore(side_by_side) for _ in range(torch.cuda.device_count())]
+        self._gpus = [Semaphore(room_gb) for _ in range(torch.cuda.device_count())]
         self._taking = Lock()
-        self._pool = ThreadPoolExecutor(2 * side_by_side * len(self._gpus))
+        self._pool = ThreadPoolExecutor(at_once * len(self._gpus))
         self._sets: dict[int, Iterator[tuple[int, ...]]] = {}
         self._results: dict[Training, Future[dict[str, Any]]] = {}
 
@@ -125,7 +133,7 @@ class Trainings:
         words += [word.format(folder=self._folder) for word in training.words]
         with ExitStack() as stack:
             with self._taking:  # one run after the other, so that no two have a part of what both want
-                for device in devices * ranks_per_gpu(training.ranks, len(devices)):
+                for device in devices * ranks_per_gpu(training.ranks, len(devices)) * training.gb:
                     stack.enter_context(self._gpus[device])
             return {**process.train(training.mode, words, LIMIT_S), "output": log.read_text()}
 
