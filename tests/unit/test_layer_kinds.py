@@ -340,7 +340,7 @@ def test_a_recording_in_vain_is_freed_before_the_next_one_though_its_error_is_ke
         assert executor.alive == [0]
     finally:
         gc.enable()
-    assert "needs a whole warm-up pass" in caplog.text
+    assert "needs whole warm-up passes" in caplog.text
 
 
 def test_a_pass_that_needs_every_layer_is_a_whole_one(monkeypatch):

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from ...announce import LOGGER
 from ..changes.source import Recorded, Source
-from ..errors import CaptureError, OutOfMemoryInCapture, named, release_frames
+from ..errors import named
 from ..fallback import Fallback
 from ..planning.buckets import Bucket
 from ..replays.slot import ChainSlot, Slot, Turn
@@ -16,6 +16,7 @@ from ..reports.ranges import named_range
 from .executor import Executor
 from .offloading import ChainOffloading
 from .recording import BegunRecording, Mode, Recording, RegionBody
+from .warm_up import record_warmed_up
 
 # What is recorded in a slot.
 Place = tuple[Bucket, Mode]
@@ -182,20 +183,12 @@ class Chain:
             places = sorted(held, key=lambda place: place[0], reverse=True)
 
     def _record_place(self, index: int, parts: Sequence[tuple[Part, Source]], bucket: Bucket, mode: Mode) -> None:
-        """Record, warmed up briefly where only shapes should be new, and fully where that proves wrong."""
         for part, _ in parts:
             part.expect(bucket)
-        if all(mode in source.warm for _, source in parts):
-            try:
-                return self._record_warmed_up(index, parts, bucket, mode, briefly=True)
-            except OutOfMemoryInCapture:
-                raise
-            except CaptureError as error:
-                LOGGER.info("%s: bucket %s needs whole warm-up passes: %s", parts[0][0].name, bucket, error)
-                release_frames(error)
-        return self._record_warmed_up(index, parts, bucket, mode, briefly=False)
+        warm = all(mode in source.warm for _, source in parts)
+        record_warmed_up(partial(self._record_parts, index, parts, bucket, mode), warm, parts[0][0].name, bucket)
 
-    def _record_warmed_up(
+    def _record_parts(
         self, index: int, parts: Sequence[tuple[Part, Source]], bucket: Bucket, mode: Mode, briefly: bool
     ) -> None:
         first = parts[0][0]

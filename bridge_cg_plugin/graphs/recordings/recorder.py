@@ -11,7 +11,7 @@ from ...announce import LOGGER
 from ..changes.model_watch import ModelWatch
 from ..changes.source import Recorded, Source
 from ..changes.tables import Entry
-from ..errors import CaptureError, OutOfMemoryInCapture, first_line, release_frames
+from ..errors import CaptureError, OutOfMemoryInCapture, first_line
 from ..piece import Piece
 from ..planning.buckets import Bucket
 from ..replays.slot import Slot
@@ -20,6 +20,7 @@ from .compiling import TURNS
 from .executor import Executor
 from .generators import put_back
 from .recording import Mode, Recording, RegionBody
+from .warm_up import record_warmed_up
 
 # What is recorded in a slot.
 Place = tuple[Bucket, Mode]
@@ -104,18 +105,10 @@ class Recorder:
             slot.pool = self.executor.new_pool()
 
     def _record(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> None:
-        """Record, warmed up briefly where only shapes should be new, and fully where that proves wrong."""
-        if mode in source.warm:
-            try:
-                return self._record_warmed_up(source, slot, bucket, mode, briefly=True)
-            except OutOfMemoryInCapture:
-                raise
-            except CaptureError as error:
-                LOGGER.info("%s: bucket %s needs a whole warm-up pass: %s", self.name, bucket, error)
-                release_frames(error)  # which hold the recording that is thrown away; the next one takes its memory
-        return self._record_warmed_up(source, slot, bucket, mode, briefly=False)
+        record = partial(self._record_once, source, slot, bucket, mode)
+        record_warmed_up(record, mode in source.warm, self.name, bucket)
 
-    def _record_warmed_up(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, briefly: bool) -> None:
+    def _record_once(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, briefly: bool) -> None:
         pool = slot.pool_of(mode.gradients)
         before = self.executor.pool_bytes(pool)
         with self.recording(bucket):
