@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..announce import warn
 from ..graphs.changes.likeness import likeness
@@ -29,6 +29,8 @@ Outputs = tuple[Tensor, ...]
 Replay = Callable[[Region, EncoderBatch], Outputs | None]
 # Comparisons of encoders that are remembered.
 MOST_COMPARED = 1024
+# Where an output may begin in memory that several have.
+ALIGNED_BYTES = 512
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -66,7 +68,7 @@ class _Kept:
 
     def __init__(self, origin: _Origin, outputs: Outputs) -> None:
         self.origin, self.nbytes = origin, sum(output.nbytes for output in outputs)
-        self._outputs = tuple(map(_on_host, outputs))
+        self._outputs = _on_host(outputs)
         self._copied = _recorded(outputs[0].device) if outputs[0].is_cuda else None
 
     def on(self, device: torch.device) -> Outputs:
@@ -139,9 +141,14 @@ def _recorded(device: torch.device) -> torch.cuda.Event:
     return event
 
 
-def _on_host(output: Tensor) -> Tensor:
-    host = torch.empty(output.shape, dtype=output.dtype, pin_memory=output.is_cuda)
-    return host.copy_(output.detach(), non_blocking=True)
+def _on_host(outputs: Outputs) -> Outputs:
+    """Return copies in one piece of memory: to lock some takes the driver milliseconds, of any size."""
+    sizes = [-(-output.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for output in outputs]
+    memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=outputs[0].is_cuda).split(sizes)
+    return tuple(
+        place[: output.nbytes].view(output.dtype).view(output.shape).copy_(output.detach(), non_blocking=True)
+        for output, place in zip(outputs, memory, strict=True)
+    )
 
 
 _shared: "weakref.ReferenceType[OutputStore] | None" = None
@@ -217,7 +224,7 @@ class FrozenOutputs:
     def _source(self, region: Region) -> Source | None:
         """Return what would make outputs now; None where a gradient may be asked for, or nothing can be replayed."""
         source = region.sources.known()
-        if source is not None and trains(self._manager.model, torch.is_grad_enabled()):
+        if source is not None and _trains(source.reads, torch.is_grad_enabled()):
             self.trained = True
             return None
         return source
@@ -256,7 +263,7 @@ class FrozenOutputs:
         return f"{self.found} of {asked} microbatches had been encoded before; {gib:.2f} GiB on the host{why}"
 
 
-def trains(model: nn.Module, gradients: bool) -> bool:
-    """Whether an encoder's outputs may need a gradient, or an optimizer changes its weights between steps."""
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _trains(read: Sequence[Tensor], gradients: bool) -> bool:
+    """Whether outputs may need a gradient, or an optimizer changes what they are made of between steps."""
+    wanted = [each for each in read if each.requires_grad]
     return bool(wanted) and (gradients or any(hasattr(each, "main_grad") for each in wanted))

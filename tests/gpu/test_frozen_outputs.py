@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bridge_cg_plugin.vision.kernels.fingerprint import add, add_by_kernel, fingerprint
+from bridge_cg_plugin.vision.kernels.fingerprint import Piece, add, add_by_kernel, fingerprint
 
 IMAGES = [[1, 28, 28], [1, 16, 24]]
 
@@ -45,11 +45,12 @@ def test_weights_written_behind_pytorchs_back_are_seen(frozen, graphs_of, tower_
 def test_the_kernel_adds_as_pytorch_does(count):
     words = torch.randint(-(2**31), 2**31, (count,), device="cuda", dtype=torch.int64).int()
     by_kernel, by_pytorch = (torch.zeros(2, dtype=torch.int64, device="cuda") for _ in range(2))
-    add_by_kernel(by_kernel, words, 2**40 + 3)
+    add_by_kernel(by_kernel, [Piece(words.data_ptr(), count, 2**40 + 3)])
     add(by_pytorch, words, 2**40 + 3)
     assert torch.equal(by_kernel, by_pytorch)
 
 
 def test_host_and_device_agree():
-    tensors = [torch.randn(33, 5), torch.randn(7).bfloat16(), torch.randint(0, 99, (12,))]
+    tensors = [torch.randn(33, 5), torch.randn(7).bfloat16(), torch.randint(0, 99, (12,)), torch.randn(600_001)]
+    tensors += [torch.randn(4, 6).t(), torch.randn(0)]
     assert fingerprint(tensors) == fingerprint([each.cuda() for each in tensors])

@@ -62,14 +62,15 @@ from tests import interpreted
 interpreted.prepare()
 import torch
 
-from bridge_cg_plugin.vision.kernels.fingerprint import add, add_by_kernel
+from bridge_cg_plugin.vision.kernels.fingerprint import Piece, add, add_by_kernel
 
-for count in (1, 4096, 9001):
-    words = torch.randint(-(2**31), 2**31, (count,), dtype=torch.int64).int()
-    sums = [torch.tensor([5, -7]) for _ in range(2)]
-    add(sums[0], words, 12345678901)
-    add_by_kernel(sums[1], words, 12345678901)
-    assert sums[0].tolist() == sums[1].tolist(), count
+tensors = [torch.randint(-(2**31), 2**31, (count,), dtype=torch.int64).int() for count in (1, 4096, 9001, 2048)]
+places = [12345678901, 0, 77, 2**40]
+sums = [torch.tensor([5, -7]) for _ in range(2)]
+for words, place in zip(tensors, places):
+    add(sums[0], words, place)
+add_by_kernel(sums[1], [Piece(words.data_ptr(), len(words), place) for words, place in zip(tensors, places)])
+assert sums[0].tolist() == sums[1].tolist()
 print("same")
 """
 

@@ -1,6 +1,7 @@
 """A 128-bit number that stands for the content of tensors, computed where they are."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,31 +14,63 @@ from .launch import launch
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 SEEDS = (0, 0xD6E8FEB86659FD93)
 _MODULUS, _SIGN = 1 << 64, 1 << 63
-# Words that a program of the kernel mixes, and that PyTorch's own operations mix at a time.
-BLOCK, CHUNK = 4096, 1 << 20
+WORD_BYTES = 4
+# Words that PyTorch's own operations mix at a time, that a program of the kernel mixes, and those of each of its turns.
+CHUNK, PIECE, BLOCK = 1 << 20, 1 << 18, 2048
+
+
+class Piece(NamedTuple):
+    """A piece of memory on a GPU.
+
+    Attributes:
+        address: Of the first word.
+        words: How many there are.
+        place: Of the first word among those of all tensors.
+    """
+
+    address: int
+    words: int
+    place: int
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> tuple[int, int]:
     """Return two sums, modulo 2**64, of every 32-bit word mixed with its place by splitmix64's finalizer.
 
     Tensors with other bits, or the same ones in another order, have another fingerprint but for a chance of about
-    2**-128. Shapes and types are not part of it. The host waits once for each
+    2**-128. Shapes and types are not part of it. On a GPU one kernel reads all tensors. The host waits once for each
     device.
 
     Args:
         tensors: Any shapes and types, anywhere.
     """
-    sums: dict[torch.device, Tensor] = {}
-    place = 0
+    sums = [torch.zeros(len(SEEDS), dtype=torch.int64, device="cpu")]
+    pieces: dict[torch.device, list[Piece]] = {}
+    held, place = [], 0
     for tensor in tensors:
-        words = _words(tensor)
-        if words.device not in sums:
-            sums[words.device] = torch.zeros(len(SEEDS), dtype=torch.int64, device=words.device)
-        if words.numel():
-            (add_by_kernel if words.is_cuda else add)(sums[words.device], words, place)
-        place += words.numel() + 1
-    first, second = map(sum, zip(*(each.tolist() for each in sums.values()), strict=True)) if sums else (0, 0)
+        words = tensor if _is_words(tensor) else _words(tensor)
+        held.append(words)  # copies stay until they were read
+        count = words.nbytes // WORD_BYTES
+        if words.is_cuda:
+            pieces.setdefault(words.device, []).extend(_pieces(words.data_ptr(), count, place))
+        elif count:
+            add(sums[0], _words(words), place)
+        place += count + 1
+    for device, found in pieces.items():
+        sums.append(torch.zeros(len(SEEDS), dtype=torch.int64, device=device))
+        if found:
+            add_by_kernel(sums[-1], found)
+    first, second = map(sum, zip(*(each.tolist() for each in sums), strict=True))
     return signed(first), signed(second)
+
+
+def _is_words(tensor: Tensor) -> bool:
+    """Whether a tensor's memory is its values in their order, in whole words."""
+    return tensor.is_contiguous() and tensor.nbytes % WORD_BYTES == 0
+
+
+def _pieces(address: int, count: int, place: int) -> Iterator[Piece]:
+    for begin in range(0, count, PIECE):
+        yield Piece(address + begin * WORD_BYTES, min(PIECE, count - begin), place + begin)
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -75,20 +108,23 @@ def signed(number: int) -> int:
     return (number + _SIGN) % _MODULUS - _SIGN
 
 
-def add_by_kernel(sums: Tensor, words: Tensor, place: int) -> None:
-    """Do what `add` does in one kernel."""
-    grid = (triton.cdiv(words.numel(), BLOCK),)
+def add_by_kernel(sums: Tensor, pieces: Sequence[Piece]) -> None:
+    """Do what `add` does for all pieces, in one kernel.
+
+    Args:
+        sums: `[2]` int64.
+        pieces: Of memory on its device.
+    """
+    table = torch.tensor(pieces, device="cpu").to(sums.device, non_blocking=True)
     constants = {"STEP": signed(STEP), "FIRST": signed(FIRST), "SECOND": signed(SECOND)}
     first, second = map(signed, SEEDS)
-    launch(_add_words, grid, sums, words, words.numel(), place, SEED0=first, SEED1=second, BLOCK=BLOCK, **constants)
+    launch(_add_pieces, (len(pieces),), sums, table, SEED0=first, SEED1=second, BLOCK=BLOCK, **constants)
 
 
-@triton.jit(do_not_specialize=["count", "place"])
-def _add_words(
+@triton.jit
+def _add_pieces(
     sums,
-    words,
-    count,
-    place,
+    pieces,
     STEP: tl.constexpr,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
@@ -96,12 +132,20 @@ def _add_words(
     SEED1: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    word = tl.load(words + at, mask=inside, other=0).to(tl.int64)
-    begun = (at + place) * STEP
-    tl.atomic_add(sums, tl.sum(tl.where(inside, _mixed((begun + SEED0) ^ word, FIRST, SECOND), 0)))
-    tl.atomic_add(sums + 1, tl.sum(tl.where(inside, _mixed((begun + SEED1) ^ word, FIRST, SECOND), 0)))
+    piece = pieces + tl.program_id(0) * 3
+    words = tl.load(piece).to(tl.pointer_type(tl.int32))
+    count, place = tl.load(piece + 1), tl.load(piece + 2)
+    first = tl.zeros([BLOCK], tl.int64)
+    second = tl.zeros([BLOCK], tl.int64)
+    for begin in range(0, count, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        inside = at < count
+        word = tl.load(words + at, mask=inside, other=0).to(tl.int64)
+        begun = (at + place) * STEP
+        first += tl.where(inside, _mixed((begun + SEED0) ^ word, FIRST, SECOND), 0)
+        second += tl.where(inside, _mixed((begun + SEED1) ^ word, FIRST, SECOND), 0)
+    tl.atomic_add(sums, tl.sum(first))
+    tl.atomic_add(sums + 1, tl.sum(second))
 
 
 @triton.jit
