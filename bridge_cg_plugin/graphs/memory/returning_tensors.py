@@ -117,8 +117,7 @@ class _Homes:
         if self._away:
             self._memory.restore()
             self._away = False
-        for tensor, home in zip(self._tensors, self._homes, strict=True):
-            home.copy_(tensor)
+        _copy(self._tensors, self._homes)
         self._memory.wait()  # what they had is freed, perhaps on another stream than copies ran on
         for tensor, home in zip(self._tensors, self._homes, strict=True):
             tensor.data = home
@@ -211,6 +210,13 @@ class ReturningTensors:
             LOGGER.info("weights stay where graphs read them: %s", error)
         self._release_unused()
         self._homes = None
+
+
+def _copy(tensors: Sequence[Tensor], homes: Sequence[Tensor]) -> None:
+    """Copy tensors, those of one type by a few kernels: one for each of hundreds would keep the host busy."""
+    for dtype in {tensor.dtype for tensor in tensors}:
+        of_type = [[each for each in many if each.dtype == dtype] for many in (homes, tensors)]
+        torch._foreach_copy_(of_type[0], of_type[1])
 
 
 def _in_larger_storage(like: Tensor) -> Tensor:
