@@ -50,6 +50,11 @@ def train_words(words: Sequence[str]) -> None:
     args.out.write_text(json.dumps({**found, "offloaded": offloaded_bytes()}))
 
 
+def use_any_cores() -> None:
+    """Let several train side by side, on any cores."""
+    utils.set_ideal_affinity_for_current_gpu = lambda: None
+
+
 def offloaded_bytes() -> int:
     """Return the bytes that megatron-core says it offloads in a step."""
     manager = PipelineOffloadManager.OFFLOAD_MGR
@@ -58,7 +63,7 @@ def offloaded_bytes() -> int:
 
 def train_dense(steps: int, words: Sequence[str]) -> dict[str, Any]:
     """Run Bridge's `pretrain()` on documents that are not packed; several do so side by side, on any cores."""
-    utils.set_ideal_affinity_for_current_gpu = lambda: None
+    use_any_cores()
     config = packed_training.training_config("eager", steps)
     config.dataset = WholeDocumentProvider()
     for name, value in (word.split("=", 1) for word in words):

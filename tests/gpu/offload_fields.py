@@ -17,7 +17,6 @@ from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.pipeline_parallel import utils
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler, PipelineOffloadManager
 
 import bridge_cg_plugin
@@ -28,7 +27,7 @@ from bridge_cg_tools.benchmarks.packed import parity
 from bridge_cg_tools.benchmarks.packed import training as packed_training
 from bridge_cg_tools.benchmarks.photographs.training import Recorder
 
-from .core_offload import WholeDocumentProvider
+from .core_offload import WholeDocumentProvider, use_any_cores
 from .whole_documents import Keeper
 
 LAYERS = 4
@@ -71,11 +70,6 @@ def train_words(words: Sequence[str]) -> None:
         pretrain(config, forward_step, callbacks=[recorder, keeper, watch])
     found = {"losses": recorder.losses, "grad_norms": recorder.grad_norms, "layers": keeper.layers}
     args.out.write_text(json.dumps({**found, **watch.found()}))
-
-
-def use_any_cores() -> None:
-    """Let several train side by side, on any cores."""
-    utils.set_ideal_affinity_for_current_gpu = lambda: None
 
 
 def configuration(model: str, steps: int, words: Sequence[str]) -> ConfigContainer:

@@ -95,7 +95,7 @@ def test_layers_of_both_stages_are_on_graphs_beside_the_encoder(trained, expecte
 
 def offloaded(*words):
     run, environment = graphs(*PP2, "--language-model", "8x2048", *words), (("NVTE_CPU_OFFLOAD_V1", "1"),)
-    return replace(run, prepare="tests.gpu.offload_fields:use_any_cores", environment=environment)
+    return replace(run, prepare="tests.gpu.core_offload:use_any_cores", environment=environment)
 
 
 def planned_by_rank(output):

@@ -13,7 +13,6 @@ from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.utils import InferenceMode
-from megatron.core.pipeline_parallel import utils
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
@@ -26,7 +25,7 @@ from bridge_cg_tools.benchmarks.packed import parity
 from bridge_cg_tools.benchmarks.packed import training as packed_training
 from bridge_cg_tools.benchmarks.photographs.training import Recorder
 
-from .core_offload import WholeDocumentProvider
+from .core_offload import WholeDocumentProvider, use_any_cores
 
 # What makes each model small.
 SMALL: dict[str, dict[str, Any]] = {
@@ -66,7 +65,7 @@ def train_words(words: Sequence[str]) -> None:
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Run Bridge's `pretrain()`; returns losses, tokens that were generated and what was on graphs."""
-    utils.set_ideal_affinity_for_current_gpu = lambda: None
+    use_any_cores()
     config = packed_training.training_config("eager", args.steps, model=args.model.removeprefix("equal_"))
     if not args.packed:
         config.dataset = WholeDocumentProvider()
