@@ -17,6 +17,7 @@ from ..announce import warn
 from ..graphs.changes.likeness import likeness
 from ..graphs.changes.source import Source
 from ..graphs.changes.sources import are_deterministic, matmul_precision
+from ..graphs.planning.buckets import round_up
 from ..graphs.region import Region
 from ..graphs.replays.inputs import want_gradients
 from ..graphs.workload import Manager
@@ -143,7 +144,7 @@ def _recorded(device: torch.device) -> torch.cuda.Event:
 
 def _on_host(outputs: Outputs) -> Outputs:
     """Return copies in one piece of memory: to lock some takes the driver milliseconds, of any size."""
-    sizes = [-(-output.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for output in outputs]
+    sizes = [round_up(output.nbytes, ALIGNED_BYTES) for output in outputs]
     memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=outputs[0].is_cuda).split(sizes)
     return tuple(
         place[: output.nbytes].view(output.dtype).view(output.shape).copy_(output.detach(), non_blocking=True)

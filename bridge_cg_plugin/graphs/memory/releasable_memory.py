@@ -177,7 +177,7 @@ class ReleasableMemory:
 
     def _divide(self, block: _Block) -> None:
         parts = list(_neighbours(block.ranges))
-        places = [(part[0].address, sum(each.nbytes for each in part)) for part in parts]
+        places = list(map(_place, parts))
         handles = divide(self._driver, block.address, block.nbytes, block.handle, places)
         self._blocks.discard(block)
         for (address, nbytes), handle, part in zip(places, handles, parts, strict=True):
@@ -185,7 +185,7 @@ class ReleasableMemory:
         self._driver.destroy(block.handle)
 
     def _put_memory(self, neighbours: list[_Range]) -> _Block:
-        address, nbytes = neighbours[0].address, sum(each.nbytes for each in neighbours)
+        address, nbytes = _place(neighbours)
         handle = self._driver.create(nbytes)
         try:
             self._driver.map(address, nbytes, handle)
@@ -206,6 +206,11 @@ class ReleasableMemory:
         for each in block.ranges:
             each.block = None
         self._driver.destroy(block.handle)
+
+
+def _place(neighbours: list[_Range]) -> tuple[int, int]:
+    """Return the first address of neighbours and how many they have."""
+    return neighbours[0].address, sum(each.nbytes for each in neighbours)
 
 
 def _neighbours(ranges: Iterable[_Range]) -> Iterator[list[_Range]]:

@@ -47,18 +47,17 @@ def fingerprint(tensors: Iterable[Tensor]) -> tuple[int, int]:
     pieces: dict[torch.device, list[Piece]] = {}
     held, place = [], 0
     for tensor in tensors:
-        words = tensor if _is_words(tensor) else _words(tensor)
-        held.append(words)  # copies stay until they were read
+        words = tensor if tensor.is_cuda and _is_words(tensor) else _words(tensor)
         count = words.nbytes // WORD_BYTES
-        if words.is_cuda:
+        if count and words.is_cuda:
+            held.append(words)  # copies stay until they were read
             pieces.setdefault(words.device, []).extend(_pieces(words.data_ptr(), count, place))
         elif count:
-            add(sums[0], _words(words), place)
+            add(sums[0], words, place)
         place += count + 1
     for device, found in pieces.items():
         sums.append(torch.zeros(len(SEEDS), dtype=torch.int64, device=device))
-        if found:
-            add_by_kernel(sums[-1], found)
+        add_by_kernel(sums[-1], found)
     first, second = map(sum, zip(*(each.tolist() for each in sums), strict=True))
     return signed(first), signed(second)
 

@@ -32,9 +32,6 @@ def summary(record: dict[str, Any]) -> str:
     )
 
 
-_ms = itemgetter("ms")
-
-
 class Replays:
     """A case: a model, its batches, and what is measured on them.
 
@@ -90,7 +87,7 @@ class Replays:
                 if "none" not in fastest:
                     return
                 continue
-            fastest[mode] = min(record, fastest.get(mode, record), key=_ms)
+            fastest[mode] = min(record, fastest.get(mode, record), key=itemgetter("ms"))
             for name in fastest if mode == "none" else (mode,):
                 fastest[name]["ratio"] = fastest[name]["ms"] / fastest["none"]["ms"]
                 yield {**self._head, "mode": name, **fastest[name]}

@@ -86,8 +86,9 @@ def observations(folder: Path) -> list[Observation]:
     """Return what the records of a folder say of the GPU that most of them are of; what one GPU ran comes first."""
     alone, shared = measured_by_case(folder / PACKED), measured_by_case(folder / PARALLEL)
     found = [*_of_packs(alone), *_of_plans(alone), *_of_ranks(shared)]
-    most = Counter(record["gpu"] for each in found for record in each.records).most_common(1)
-    return [each for each in found if all(record["gpu"] == gpu for record in each.records for gpu, _ in most)]
+    counts = Counter(record["gpu"] for each in found for record in each.records)
+    most = {gpu for gpu, _ in counts.most_common(1)}
+    return [each for each in found if {record["gpu"] for record in each.records} == most]
 
 
 def _of_packs(cases: Cases) -> Iterator[Observation]:
