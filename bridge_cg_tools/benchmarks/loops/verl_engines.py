@@ -71,6 +71,14 @@ def log_probs_of(engine: Any, batch: Any) -> Any:
         return engine.infer_batch(batch)
 
 
+def compute_gradients(engine: Any, batch: Any, loss: Any) -> None:
+    """Let a policy go forward and backward over a batch as an update does, and forget the gradients."""
+    with engine.train_mode(disable_auto_offload=True):
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(batch, loss, forward_only=False)
+        engine.optimizer_zero_grad()
+
+
 def train(engine: Any, batch: Any, loss: Any) -> tuple[float, float]:
     """Update a policy once; returns the loss and the gradients' norm."""
     with engine.train_mode(disable_auto_offload=True):

@@ -29,6 +29,7 @@ from bridge_cg_tools.benchmarks.loops.samples import PAIR, draw_round, microbatc
 from bridge_cg_tools.benchmarks.loops.verl_batches import batch_of, response_log_probs
 from bridge_cg_tools.benchmarks.loops.verl_engines import (
     addresses_of,
+    compute_gradients,
     engine_of,
     join_world,
     log_probs_of,
@@ -61,6 +62,9 @@ OPTIONS = {"plugin": GRAPHS, "plugin_packed": {**GRAPHS, **PACKED}}
 EAGER_PADDED = "eager_padded"
 # Modes in which decoders compute all rows of a pack's bucket, where they run eager.
 PADDED = ("plugin_packed", EAGER_PADDED)
+# Passes with gradients before the first round, with graphs. A size's first one runs eager, with the rows of its pack
+# alone, and one size is captured before the next. In the first update that rounding would be all that differs.
+WITH_GRADIENTS = 6
 # Every so many rounds the optimizer's state leaves as well, which takes seconds; only then is all of a model away.
 OPTIMIZER_EVERY = 4
 # Every other round somebody keeps the memory that the weights had.
@@ -117,12 +121,15 @@ class Rounds:
         return log_probs_of(self._engines[name == REFERENCE], batch.clone())
 
     def warm_up(self) -> None:
-        """Let both compute log-probabilities of the first round's samples."""
+        """Let both compute log-probabilities of the first round's samples, and the policy their gradients."""
         self.come_back()
-        batch = batch_of(draw_round(0, self._seed))
+        samples = draw_round(0, self._seed)
+        batch, found = batch_of(samples), {}
         for _ in range(WARM_UP):
             for name in (OLD, REFERENCE):
-                self._log_probs(name, batch)
+                found[name] = response_log_probs(self._log_probs(name, batch), batch)
+        for _ in range(self._on_graphs * WITH_GRADIENTS):
+            compute_gradients(self._policy, batch_of(samples, found[OLD], found[REFERENCE]), self._loss)
         self._addresses = self._addresses_now()
         self.leave(optimizer=False)
 
