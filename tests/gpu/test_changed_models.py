@@ -96,8 +96,8 @@ def test_a_preference_loop_equals_eager(deterministic, tower_module, graphs_of, 
 class Buffers:
     """Parameters and gradients in two flat buffers, as megatron-core's data parallelism keeps them."""
 
-    def __init__(self, model) -> None:
-        self.parameters = list(model.parameters())
+    def __init__(self, parameters) -> None:
+        self.parameters = list(parameters)
         sizes = [p.numel() for p in self.parameters]
         self.weights = torch.empty(sum(sizes), dtype=torch.bfloat16, device="cuda")
         self.gradients = torch.zeros(sum(sizes), device="cuda")
@@ -106,6 +106,12 @@ class Buffers:
             weight.view_as(parameter).copy_(parameter.detach())
             parameter.data = weight.view_as(parameter)
             parameter.main_grad, parameter.grad_added_to_main_grad = gradient.view_as(parameter), False
+
+    def attach(self, tower_module) -> None:
+        """Let backward add to the gradients."""
+        grads = tower_module.MainGrads.__new__(tower_module.MainGrads)
+        grads.parameters, grads._accumulators = self.parameters, []
+        grads.attach()
 
     def move(self, elsewhere: bool = True) -> list[torch.Tensor]:
         """Free both and take memory again, as `offload_grad_buffers` and `restore_grad_buffers` do.
@@ -140,9 +146,8 @@ class Training:
 
     def __init__(self, tower_module, start, leave=stay, follow=lambda models: None) -> None:
         model = tower_module.build_tower(layers=4)
-        buffers, grads = Buffers(model), tower_module.MainGrads.__new__(tower_module.MainGrads)
-        grads.parameters, grads._accumulators = buffers.parameters, []
-        grads.attach()
+        buffers = Buffers(model.parameters())
+        buffers.attach(tower_module)
         buffers.weights.copy_(start)
         follow([model])
         helper = new_helper(model, buckets=BUCKETS)
@@ -164,7 +169,7 @@ class Training:
 
 @pytest.fixture
 def start(tower_module):
-    return Buffers(tower_module.build_tower(layers=4)).weights.clone()
+    return Buffers(tower_module.build_tower(layers=4).parameters()).weights.clone()
 
 
 def test_buffers_offloaded_and_restored_after_every_step(deterministic, tower_module, start):
@@ -189,12 +194,58 @@ def test_buffers_that_return_to_their_addresses_need_no_further_capture(determin
     assert len(set(found.seconds[settled:])) == 1
 
 
-def new_helper(model, **options):
+def test_adapters_that_return_beside_frozen_weights_need_no_further_capture(deterministic, tower_module):
+    """As verl moves a policy: buffers of what is trained are freed and filled, frozen weights get other memory."""
+    from bridge_cg_plugin.upstream.hooks.loops.resized_storages import PATCH, follow_storages
+
+    model = tower_module.build_tower(layers=4)
+    off, batch = adapters(model), tower_module.make_batch(ONE, model)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    buffers, seconds = Buffers(p for p in model.parameters() if p.requires_grad), []
+    assert buffers.weights.nbytes < 20 * 2**20
+    buffers.attach(tower_module)
+    try:
+        follow_storages([model])
+        helper = new_helper(model, releasable=True, buckets=(1024,))
+
+        def passes():
+            with torch.no_grad(), helper.graphs.step():
+                found = [tower_module.forward(model, batch)]
+                with off(model):
+                    found.append(tower_module.forward(model, batch))
+            with helper.graphs.step():
+                found.append(tower_module.step(model, batch))
+            return [output.detach().clone() for outputs in found for output in outputs]
+
+        for _ in range(6):
+            buffers.gradients.zero_()
+            found, gradients = passes(), buffers.gradients.clone()
+            seconds.append(helper.graphs.statistics().capture_seconds)
+            buffers.gradients.zero_()
+            with helper.graphs.paused():
+                assert equal(found, passes()) and gradients.any()
+            assert tower_module.largest_relative([gradients], [buffers.gradients]) <= 3e-2
+            for weight in frozen:
+                weight.data = weight.data.cpu()
+            torch.cuda.empty_cache()
+            canaries = buffers.move(elsewhere=False)
+            for weight in frozen:
+                weight.data = weight.data.cuda()
+            assert all((canary == 7).all() for canary in canaries)
+            del canaries
+        print(f"adapters returned: captured until {seconds} s")
+        assert len(set(seconds[2:])) == 1  # after the first return, for both states of the model
+        helper.delete_cuda_graphs()
+    finally:
+        PATCH.revert()
+
+
+def new_helper(model, releasable=False, **options):
     from bridge_cg_plugin.options import VisionGraphOptions
     from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
     settings = VisionGraphOptions(impl="transformer_engine", strict=True, **options)
-    helper = VisionTECudaGraphHelper(model, model.config, options=settings)
+    helper = VisionTECudaGraphHelper(model, model.config, options=settings, releasable=releasable)
     helper.create_cudagraphs()
     return helper
 

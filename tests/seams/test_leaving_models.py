@@ -163,6 +163,29 @@ def test_buffers_that_a_loop_frees_and_fills_are_followed_while_the_plugin_is_on
     assert "resize_" not in vars(torch.UntypedStorage)
 
 
+def test_small_buffers_are_followed_whose_tensors_cannot_be_moved_alone(
+    asked_for, monkeypatch, parameters_count_as_on_the_device
+):
+    """Of adapters; gradients may be away when the first pass, of log-probabilities, begins."""
+    filled = []
+    monkeypatch.setattr(
+        resized_storages, "STORAGES", ReturningStorages(lambda device: filled.append(device) or Filled())
+    )
+    model = Policy()
+    adapters = [p for name, p in model.vision_model.named_parameters() if name.endswith("bias")]
+    sizes = [p.numel() for p in adapters]
+    weights, gradients = torch.zeros(sum(sizes)), torch.zeros(sum(sizes))
+    for parameter, weight, gradient in zip(adapters, weights.split(sizes), gradients.split(sizes), strict=True):
+        parameter.data, parameter.main_grad = weight.view_as(parameter), gradient.view_as(parameter)
+    gradients.storage().resize_(0)
+    with torch.no_grad():
+        call(model, 1, forward_only=True)
+    gradients.storage().resize_(sum(sizes))
+    weights.storage().resize_(0)
+    weights.storage().resize_(sum(sizes))
+    assert len(filled) == 2
+
+
 def test_buffers_are_pytorchs_unless_memory_may_leave():
     call(Policy(), 1)
     assert "resize_" not in vars(torch.UntypedStorage)

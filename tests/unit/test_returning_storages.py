@@ -89,6 +89,20 @@ def test_other_storages_and_other_changes_of_size_are_pytorchs(storages, storage
     assert not places and other.nbytes() == 16 and storage.nbytes() == 0
 
 
+@pytest.mark.parametrize("freed_before", [False, True])
+def test_a_small_storage_is_followed_where_several_tensors_have_it(storages, places, freed_before):
+    """Those of adapters: the buffer is small, and no tensor in it can be given other memory alone."""
+    buffer = torch.zeros(12, dtype=torch.uint8)
+    adapters = buffer[:4], buffer[4:]
+    if freed_before:
+        buffer.untyped_storage().resize_(0)
+    storages.follow(each.untyped_storage() for each in adapters)
+    for nbytes in (0, 12, 0, 12):
+        storages.resize(buffer.untyped_storage(), nbytes, plain)
+    (place,) = places
+    assert place.asked == [12, "freed", 12]
+
+
 def test_another_size_gets_another_place(storages, storage, places):
     for nbytes in (0, BYTES, 0, 2 * BYTES, 0, 2 * BYTES):
         storages.resize(storage, nbytes, plain)

@@ -13,7 +13,8 @@ from .virtual_memory import DeviceMemoryError, NoDeviceMemory
 
 # PyTorch's `resize_`, called with a storage and a number of bytes.
 Resize = Callable[[UntypedStorage, int], UntypedStorage]
-# Storages below this size share segments with others of PyTorch's; data parallelism's buffers are far larger.
+# A smaller storage of a single tensor shares a segment with others of PyTorch's. Its tensor can be given other memory;
+# tensors that share a storage, as those of data parallelism's buffers, cannot.
 LEAST_BYTES = 20 * 2**20
 
 
@@ -96,7 +97,8 @@ class ReturningStorages:
         """Follow storages from now on; once one is freed and filled again, its addresses are its own for good."""
         self.forget_dead()
         for storage in storages:
-            if storage._cdata not in self._followed and storage.nbytes() >= LEAST_BYTES:
+            large = storage.nbytes() >= LEAST_BYTES
+            if storage._cdata not in self._followed and (large or _is_shared(storage)):
                 self._followed[storage._cdata] = StorageWeakRef(storage)
 
     def forget_dead(self) -> None:
@@ -130,6 +132,19 @@ class ReturningStorages:
             if storage is not None and storage.nbytes():
                 _move(storage, resize)
         self._followed, self._places = {}, {}
+
+
+def _holders(storage: UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+_tensor = torch.empty(1)
+_ONE_TENSOR = _holders(_tensor.untyped_storage())
+
+
+def _is_shared(storage: UntypedStorage) -> bool:
+    """Whether several tensors have a storage, which may have been freed before."""
+    return _holders(storage) > _ONE_TENSOR
 
 
 def _move(storage: UntypedStorage, resize: Resize) -> None:

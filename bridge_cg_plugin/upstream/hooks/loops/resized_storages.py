@@ -49,7 +49,7 @@ def follow_storages(models: Iterable[nn.Module]) -> None:
 
 
 def _storages_of(model: nn.Module) -> Iterator[UntypedStorage]:
-    """Yield the storages of parameters and `main_grad`s on a GPU; data parallelism has a few large ones."""
+    """Yield the storages of parameters and `main_grad`s on a GPU, of which data parallelism has a few."""
     for parameter in model.parameters():
         held: MegatronParameter = parameter
         tensors: tuple[Any, ...] = (parameter, getattr(held, "main_grad", None))
