@@ -216,6 +216,22 @@ class TestBench:
         assert sum("NOT BIT-EQUAL" in line for line in lines) == 1
         assert sum(line.endswith("| NO |") for line in lines) == 1
 
+    @pytest.mark.parametrize(
+        ("shifts", "said"),
+        [((0.0, 0.0, 0.0), "OTHER LOSSES"), ((0.0, 0.0, 0.5), "losses outside the spread, as 1 of 3 eager runs")],
+    )
+    def test_a_run_outside_the_spread_is_judged_as_eager_runs_are(self, shifts, said, tmp_path):
+        eager = [a_run([a_round(shift=shift)] * 4) for shift in shifts]
+        found = [records.record_of(eager[0]), *(records.record_of(each, eager[:1]) for each in eager[1:])]
+        graphs = records.record_of(a_run([a_round(shift=2.0)] * 6, [GRAPHS]), eager)
+        modes = [*(f"eager{number}" for number in (1, 2, 3)), "plugin"]
+        written = [
+            {"case": "verl", "mode": mode, **provenance(4, 0), **each}
+            for mode, each in zip(modes, [*found, graphs], strict=True)
+        ]
+        (tmp_path / "loops.jsonl").write_text("".join(json.dumps(each) + "\n" for each in written))
+        assert said in loops_parts(tmp_path)["loops"]
+
     def test_a_run_that_fails_has_a_record_and_others_go_on(self, runs, tmp_path, capsys):
         eager = a_run([a_round(2.0)] * 4)
         failed = TrainingFailed("it", "all of its log\nRuntimeError: no memory")
@@ -234,7 +250,7 @@ class TestBench:
         with measured.started():
             measured.run(None, lambda found: None)
         assert set(runs.devices.values()) == {None}
-        assert begun == ["eager1", "plugin_packed", "plugin", "eager2", "eager_padded", "eager3"]
+        assert begun == [*case.modes] and begun[:3] == ["eager1", "plugin_packed", "plugin"]
         assert [mode for mode in begun if runs.environments[mode].get(RELEASE_MEMORY) == "1"] == begun[1:3]
 
     def test_runs_on_several_gpus_go_side_by_side(self, runs, tmp_path):
@@ -243,7 +259,7 @@ class TestBench:
         measured = bench.Bench(case, tmp_path, 20, 30.0, gpus=4)
         with measured.started():
             found = measured.run(None, kept.append)
-        assert [runs.devices[mode] for mode in case.modes] == [[0], [1], [2], [3], [0], [1]]
+        assert [runs.devices[mode] for mode in case.modes] == [[0], [1], [2], [3]] * 2
         assert set(begun[:4]) == set(case.modes[:4]) and set(begun[4:]) == set(case.modes[4:])
         assert [record["mode"] for record in found] == [*case.modes] and found == kept[-1]
 

@@ -45,8 +45,8 @@ class Case:
 SAME_ROWS = {"plugin_packed": "eager_padded"}
 WORKERS = "bridge_cg_tools.benchmarks.loops"
 RELEASED = {RELEASE_MEMORY: "1"}
-# The optimizer's first steps amplify rounding, so two eager runs span too little.
-VERL_MODES = ("eager1", "plugin_packed", "plugin", "eager2", "eager_padded", "eager3")
+# The optimizer's first steps amplify rounding, so few eager runs span too little.
+VERL_MODES = ("eager1", "plugin_packed", "plugin", "eager2", "eager_padded", "eager3", "eager4", "eager5")
 CASES = {
     "verl": Case("verl", f"{WORKERS}.verl_rounds", VERL_MODES, True, RELEASED),
     "verl_lora": Case("verl_lora", f"{WORKERS}.verl_lora_rounds", ("eager1", "plugin", "eager2"), True, RELEASED),

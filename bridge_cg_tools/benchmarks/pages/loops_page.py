@@ -3,15 +3,23 @@
 from pathlib import Path
 from typing import Any
 
+from bridge_cg_tools.benchmarks.loops.bench import EAGER
+from bridge_cg_tools.benchmarks.loops.records import FEWEST_EAGER_RUNS
 from bridge_cg_tools.benchmarks.loops.rounds import OLD, REFERENCE, UPDATE
 from bridge_cg_tools.benchmarks.pages.markdown import Records, number, table, with_origin
 from bridge_cg_tools.benchmarks.records.results import read_records
+from bridge_cg_tools.report.spread import outside_by_others
 
 PASSES = {OLD: "log-probabilities", REFERENCE: "reference", UPDATE: "update"}
 
 
-def times(records: Records) -> str:
-    """Return how long rounds take on graphs and by pass over eager's, and whether they compute the same."""
+def times(records: Records, eager: Records) -> str:
+    """Return how long rounds take on graphs and by pass over eager's, and whether they compute the same.
+
+    Args:
+        records: Of runs on graphs.
+        eager: Of eager runs, of all cases.
+    """
     rows = [
         [
             r["case"],
@@ -22,21 +30,31 @@ def times(records: Records) -> str:
             f"**{r['ratio']:.2f}**",
         ]
         + [f"{r['pass_ratios'][name]:.2f}" for name in PASSES]
-        + [number(r, "encoder_ratio", ".2f"), number(r, "graph_share", ".0%"), _as_eager(r)]
+        + [number(r, "encoder_ratio", ".2f"), number(r, "graph_share", ".0%"), _as_eager(r, eager)]
         for r in records
     ]
     header = ["loop", "mode", "rounds", "eager ms", "graphs ms", "ratio", *PASSES.values(), "encoder", "on graphs"]
     return table([*header, "beside eager"], rows)
 
 
-def _as_eager(record: dict[str, Any]) -> str:
+def _as_eager(record: dict[str, Any], eager: Records) -> str:
     first = record["log_prob_diff"][0]  # before any update
     bits = "log-probabilities bit-equal" if record["bit_equal"] else f"NOT BIT-EQUAL, by {first:.0e} in the first round"
     if record["bit_equal"] and first:
         bits += f" with as many rows, {first:.0e} from packs without padding"
     if record.get("inside_spread") is None:
         return bits
-    return bits + (", losses inside the spread" if record["inside_spread"] else ", OTHER LOSSES")
+    return f"{bits}, losses inside the spread" if record["inside_spread"] else f"{bits}, {_outside(record, eager)}"
+
+
+def _outside(record: dict[str, Any], eager: Records) -> str:
+    """Return what is said of a run outside the spread: the eager runs are judged by the others in the same way."""
+    others = [r for r in eager if r["case"] == record["case"]]
+    rounds = min(len(r["losses"]) for r in (record, *others))
+    judged = [[r[name][:rounds] for r in others] for name in ("losses", "grad_norms")]
+    if len(others) > FEWEST_EAGER_RUNS and (count := outside_by_others(*judged)):
+        return f"losses outside the spread, as {count} of {len(others)} eager runs"
+    return "OTHER LOSSES"
 
 
 def switches(records: Records) -> str:
@@ -58,10 +76,10 @@ def loops_parts(folder: Path) -> dict[str, str]:
     Args:
         folder: With the records.
     """
-    measured = [
-        r for r in read_records(folder / "loops.jsonl") if "pass_ratios" in r and r["mode"].startswith("plugin")
-    ]
+    records = [r for r in read_records(folder / "loops.jsonl") if "passes_ms" in r]
+    measured = [r for r in records if r["mode"].startswith("plugin")]
     if not measured:
         return {"loops": ""}
-    tables = [times(measured), switches(measured)]
+    eager = [r for r in records if r["mode"].startswith(EAGER)]
+    tables = [times(measured, eager), switches(measured)]
     return {"loops": with_origin("\n\n".join(filter(None, tables)), measured)}
