@@ -147,6 +147,7 @@ def sample():
     precise = [record("1x448_27layers", mode, **figures) for mode in ("eager", "plugin_fast")]
     moved = {"slots": 1, "memory_gb": 16.0, "pinned_gb": 0.0, "bit_equal": True, "memory_ratio": 1.0, "ratio": 1.0}
     less = {**moved, "memory_ratio": 0.4, "ratio": 1.02, "copy_ms": 200.0, "copy_overlap": 0.9, "pinned_gb": 6.0}
+    less["gpu_busy_ms"] = 70.0
     leaving = [record("1x2048", mode, tokens=16384, **less) for mode in ("offload", "mixed_40")]
     unmet = record("1x2048", "mixed_10", error="CaptureError: too little", slots=1)
     del unmet["ms"]
@@ -281,7 +282,7 @@ def test_the_table_of_encoders_mixes(tmp_path, mode, kernels):
 def test_tables_of_memory(folder):
     parts = memory_parts(folder)
     assert lines(parts["memory"], "| 1x2048 | mixed 40 |")[0].endswith(
-        "| **40%** | 75.0 | **1.020** | 6.0 | 200 (90%) | yes |"
+        "| **40%** | 75.0 (70.0) | **1.020** | 6.0 | 200 (90%) | yes |"
     )
     assert lines(parts["memory"], "| 1x2048 | mixed 10 |")[0].endswith("| `CaptureError: too little` |")
     assert lines(parts["memory-limit"], "| eager |")[0].endswith("| `OutOfSpace: CUDA out of memory` |")

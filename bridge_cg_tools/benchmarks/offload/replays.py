@@ -24,7 +24,8 @@ def summary(record: dict[str, Any]) -> str:
     if "error" in record:
         return f"{head} {record['error']}"
     return (
-        f"{head} {record['ms']:8.1f} ms (x{record['ratio']:.3f}, forward {record['fwd_ms']:.1f}) "
+        f"{head} {record['ms']:8.1f} ms (x{record['ratio']:.3f}, forward {record['fwd_ms']:.1f}, "
+        f"GPU busy {record.get('gpu_busy_ms', 0):.1f}) "
         f"{record['memory_gb']:6.2f} GiB (x{record['memory_ratio']:.2f}) host {record['pinned_gb']:5.2f} GiB "
         f"copies {record.get('copy_ms', 0):.0f} ms, {record.get('copy_overlap', 0):.0%} beside kernels, outputs "
         f"{'equal' if record['bit_equal'] else 'DIFFER'}, gradients {record['grad_rel']:.1e} "
@@ -131,7 +132,7 @@ class Replays:
                 "grad_noise": noise,
                 "fallbacks": dict(statistics.fallbacks),
                 **rebuilding(helper),
-                **copies(self.run),
+                **on_device(self.run),
                 **provenance(times.repeats, 0),
             }
             if statistics.fallbacks:
@@ -258,14 +259,16 @@ def rebuilding(helper: Any) -> dict[str, Any]:
     return {"rebuild_ms_per_gb": {"/".join(group): ms * GIB for group, ms in costs.items()}} if costs else {}
 
 
-def copies(step: Any) -> dict[str, float]:
-    """Return the ms of copies between device and host in one step, and which part of it ran beside kernels."""
+def on_device(step: Any) -> dict[str, float]:
+    """Return for how many ms of a step the device worked, and copied from or to the host; what ran beside kernels."""
     from bridge_cg_tools.benchmarks.measuring import measure
 
     spans = measure.spans(step)
-    moving = [(start, end) for start, end, name in spans if "DtoH" in name or "HtoD" in name]
-    total = sum(end - start for start, end in moving) / 1e3
-    if not total:
+    if not spans:
         return {}
-    kernels = [(start, end) for start, end, name in spans if not name.startswith(("Memcpy", "Memset"))]
-    return {"copy_ms": total, "copy_overlap": measure.overlap_us(moving, kernels) / 1e3 / total}
+    found = {"gpu_busy_ms": measure.kernels_of(spans).busy_ms}
+    moving = [(start, end) for start, end, name in spans if "DtoH" in name or "HtoD" in name]
+    if total := sum(end - start for start, end in moving) / 1e3:
+        kernels = [(start, end) for start, end, name in spans if not name.startswith(("Memcpy", "Memset"))]
+        found |= {"copy_ms": total, "copy_overlap": measure.overlap_us(moving, kernels) / 1e3 / total}
+    return found

@@ -16,12 +16,17 @@ def memory(records: Records) -> str:
             rows.append([*head, *[""] * 6, code(r["error"])])
             continue
         rows.append(
-            [*head, number(r, "memory_gb"), f"**{number(r, 'memory_ratio', '.0%')}**", number(r, "ms")]
+            [*head, number(r, "memory_gb"), f"**{number(r, 'memory_ratio', '.0%')}**", _time(r)]
             + [f"**{number(r, 'ratio', '.3f')}**", number(r, "pinned_gb"), _copies(r)]
             + ["yes" if r["bit_equal"] else "NO"]
         )
-    header = ["case", "mode", "device GiB", "share of none", "ms", "over none", "host GiB", "copies ms (overlapped)"]
-    return table([*header, "outputs bit-equal"], rows) if rows else ""
+    header = ["case", "mode", "device GiB", "share of none", "ms (GPU busy)", "over none", "host GiB"]
+    return table([*header, "copies ms (overlapped)", "outputs bit-equal"], rows) if rows else ""
+
+
+def _time(record: dict[str, Any]) -> str:
+    """Return the time of a step and, in brackets, for how much of it the GPU worked."""
+    return f"{record['ms']:.1f} ({record['gpu_busy_ms']:.1f})" if "gpu_busy_ms" in record else number(record, "ms")
 
 
 def _copies(record: dict[str, Any]) -> str:
