@@ -72,6 +72,11 @@ class Observer(Packing):
         self._staying: dict[int, int] = {}
         self._others = _OtherMemory(device)
 
+    @property
+    def copies(self) -> bool:
+        """See `Activations`."""
+        return False
+
     @contextmanager
     def saving(self, fixed: Iterable[Tensor]) -> Iterator[None]:
         """See `Activations`."""

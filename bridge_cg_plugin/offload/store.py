@@ -191,6 +191,11 @@ class ActivationStore(Packing):
         self._tokens: dict[int, Any] = {}
         self._moved: dict[int, int] = {}
 
+    @property
+    def copies(self) -> bool:
+        """See `Activations`."""
+        return bool(self._hosts)
+
     @contextmanager
     def saving(self, fixed: Iterable[Tensor]) -> Iterator[None]:
         """See `Activations`."""

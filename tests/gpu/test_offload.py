@@ -2,6 +2,7 @@
 
 import gc
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor
+from bridge_cg_plugin.offload import offloading
+from bridge_cg_plugin.offload.inventory import starts_of
 from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
-from bridge_cg_plugin.offload.planner import Allowed
+from bridge_cg_plugin.offload.planner import Allowed, fixed_plan
 from bridge_cg_plugin.offload.registry import OTHER
 from bridge_cg_plugin.offload.schedule import Fate
 from bridge_cg_plugin.options import VisionGraphOptions
@@ -170,10 +173,8 @@ def saver_region(model, tokens=256, slots=1, offloaded=True, **executor):
     """Capture a saver on the GPU, all that it saves offloaded."""
     made = CudaGraphExecutor(**executor)
     policy = Policy(Allowed(frozenset({OTHER}), frozenset()), least_bytes=1)
-    offloading = RegionOffloading(policy, slots, made.device) if offloaded else None
-    region = new_region(
-        SaverProgram(model), made, [Bucket(tokens)], slots=slots, evaluation=False, offloading=offloading
-    )
+    keeper = RegionOffloading(policy, slots, made.device) if offloaded else None
+    region = new_region(SaverProgram(model), made, [Bucket(tokens)], slots=slots, evaluation=False, offloading=keeper)
     region.capture()
     return region
 
@@ -243,6 +244,20 @@ def test_a_missing_wait_is_seen(tower_module, monkeypatch, way):
     torch.cuda.synchronize()
     assert not torch.equal(out, expected[0])
     assert torch.equal(region.run(batch)[0], expected[0])
+
+
+def test_graphs_without_copies_replay_on_the_main_stream_and_wait_for_nothing(tower_module, monkeypatch):
+    """A graph that copies nothing has no node of the event, so what its replays wait for would be another's."""
+    model, waits = Saver(layers=4).cuda(), []
+    event = torch.cuda.Event(external=True)
+    region = saver_region(model, offloaded=False, cuda_graph_stream=torch.cuda.Stream(), cuda_graph_event=event)
+    batch = batch_of(256, 1, "cuda")
+    expected = results(model, batch, model.parameters())
+    for name in ("wait_stream", "wait_event"):
+        monkeypatch.setattr(torch.cuda.Stream, name, lambda self, other: waits.append(other))
+    found = results(region.run, batch, model.parameters())
+    assert region.statistics.replays == 1 and not waits
+    assert all(map(torch.equal, found, expected))
 
 
 class Wide(nn.Module):
@@ -350,6 +365,43 @@ def test_parts_of_layers_give_what_parts_that_keep_all_give(
     for (outputs, gradients), (right, others) in zip(moved, kept, strict=True):
         assert all(map(torch.equal, outputs, right))
         assert all(map(torch.equal, gradients, others))
+
+
+@PARTS
+def test_parts_that_copy_between_parts_that_do_not(
+    deterministic, tower_module, graphs_of, model, grads, modules, monkeypatch
+):
+    """Some replay on a stream of their own, others on the main stream, over memory that the first still copy."""
+
+    def every_other_part(inventory, allowed):
+        plan = fixed_plan(inventory, allowed)
+        kept = [place for part in places_of_parts(inventory)[1::2] for place in part]
+        fates = tuple(Fate.KEEP if place in kept else fate for place, fate in enumerate(plan.fates))
+        return replace(plan, fates=fates, window=plan.window + inventory.nbytes)
+
+    batches = [tower_module.make_batch(GRID, model, seed=seed) for seed in range(2)]
+    settings = {"buckets": (1856,), "slots": 2, "max_frames": 2, "modules": modules, "evaluation": False}
+    found = []
+    monkeypatch.setattr(offloading, "fixed_plan", every_other_part)
+    for options in ({}, EVERYTHING):
+        helper = graphs_of(kernels="fast", **settings, **options)
+        found.append([steps(tower_module, model, grads, order) for order in (batches, batches[::-1], batches)])
+        statistics = helper.graphs.statistics()
+        assert not statistics.fallbacks and (statistics.pinned_bytes > 0) == bool(options)
+        recorded = [each for region in helper.graphs._regions for each in region.sources.current.recordings.values()]
+        assert len({each.recording._copies for each in recorded}) == (2 if options else 1)
+        helper.delete_cuda_graphs()
+    for (outputs, gradients), (right, others) in zip(*found, strict=True):
+        assert all(map(torch.equal, outputs, right))
+        assert all(map(torch.equal, gradients, others))
+
+
+def places_of_parts(inventory):
+    """Return the places of each part's storages."""
+    return [
+        range(start, start + len(part.seen))
+        for start, part in zip(starts_of(inventory.each), inventory.each, strict=True)
+    ]
 
 
 @PARTS

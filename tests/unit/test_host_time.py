@@ -2,14 +2,19 @@
 
 import sys
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bridge_cg_plugin.graphs.region import Region
+from bridge_cg_plugin.graphs.replays.replay import _Replay
 from bridge_cg_tools.benchmarks.models.small_tower import build_tower
 from bridge_cg_tools.benchmarks.models.tower import MainGrads, make_batch, step
 from bridge_cg_tools.benchmarks.vision.host import Marked, Marks
 
+from ..pooled import PooledExecutor
+from . import packs
 from .towers import graphs_on
 
 ONE, FOUR = [(1, 4, 4)], [(1, 4, 4)] * 4
@@ -98,3 +103,56 @@ def test_pythons_work_does_not_grow_with_images_or_parameters(awaited):
     assert deeper == one
     assert eight <= one + 4 * len(EIGHT)
     assert one <= 300
+
+
+def calls_of_a_part(layers: int, **options) -> tuple[int, int]:
+    """Return Python's calls in the forward of the last part of layers with experts, and in the first's backward.
+
+    Experts run eager between the parts. The first part's forward also loads what all of them share.
+    """
+    model, batch = packs.new_model(layers=layers, **packs.EXPERTS), packs.pack((30, 180, 77))
+    tuning = {"offload_min_bytes": 1024, "evaluation": False}
+    modules = {"cuda_graph_modules": ["attn", "moe_router"], "cuda_graph_packed_buckets": [320]}
+    values = {**modules, "cuda_graph_packed_tuning": tuning, **options}
+    counts = []
+
+    def counted(function):
+        def run(*args, **kwargs):
+            returned = []
+            counts.append(python_calls(lambda: returned.append(function(*args, **kwargs))))
+            return returned[0]
+
+        return run
+
+    grads = MainGrads(model)
+    with (
+        packs.ON_CPU(),
+        packs.graphs_on(model, packs.pack(packs.WARMUP), executor=PooledExecutor(), **values) as graphs,
+    ):
+        for region in graphs._regions:
+            source = region.sources.current
+            source.sinks._reduction = grads
+            assert {recorded.turn is not None for recorded in source.recordings.values()} == {bool(options)}
+            for recorded in source.recordings.values():
+                recorded.recording = Marked(recorded.recording, Marks())
+        with graphs.step():
+            for _ in range(3):
+                model(**batch).sum().backward()
+            replays = graphs.statistics().replays
+            with mock.patch.object(Region, "run", counted(Region.run)):
+                loss = model(**batch).sum()
+            with mock.patch.object(_Replay, "backward", staticmethod(counted(_Replay.backward))):
+                loss.backward()
+            assert graphs.statistics().replays == replays + layers and len(counts) == 2 * layers
+    return counts[layers - 1], counts[-1]
+
+
+def test_parts_that_share_memory_cost_pythons_work_of_a_few_calls_more():
+    apart, shared = (calls_of_a_part(3, **options) for options in ({}, {"cuda_graph_packed_offload": "all"}))
+    assert apart[0] <= 130 and shared[0] <= apart[0] + 6, (apart, shared)
+    assert apart[1] <= 75 and shared[1] <= apart[1] + 2, (apart, shared)
+
+
+def test_pythons_work_for_a_part_that_shares_memory_does_not_grow_with_their_number():
+    few, many = (calls_of_a_part(layers, cuda_graph_packed_offload="all") for layers in (2, 6))
+    assert few == many

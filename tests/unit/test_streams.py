@@ -17,8 +17,10 @@ def test_an_event_without_a_stream_of_its_own_is_refused():
 
 
 def test_on_the_main_stream_nothing_is_waited_for():
-    with ReplayStream().replaying():
-        pass  # without CUDA any wait would raise
+    ran = []
+    for copies in (False, True):
+        ReplayStream().launch(lambda: ran.append(None), copies)  # without CUDA any wait would raise
+    assert len(ran) == 2
 
 
 @pytest.fixture

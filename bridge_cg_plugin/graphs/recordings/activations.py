@@ -10,6 +10,10 @@ from torch import Tensor
 class Activations(Protocol):
     """Decides where the tensors are that autograd saves in one recording."""
 
+    @property
+    def copies(self) -> bool:
+        """Whether any are copied to the host and back."""
+
     def saving(self, fixed: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Be entered around the forward.
 

@@ -204,6 +204,11 @@ class RegionBody:
         """The buffers that the work reads, some of which other regions may have as well."""
         return (*self._buffers.values(), *self.output_gradients)
 
+    @property
+    def copies(self) -> bool:
+        """Whether activations are copied to the host and back."""
+        return self.activations is not None and self.activations.copies
+
     def join(self) -> None:
         """Let the current stream wait for copies of activations that the last forward or backward began."""
         if self.activations is not None:
@@ -287,7 +292,8 @@ class ReferenceRecording:
 class CudaGraphRecording:
     """Two CUDA graphs, forward and backward, in one memory pool; both may draw from `generators`.
 
-    The forward is captured at once. `allocating` is entered around each capture.
+    The forward is captured at once. `allocating` is entered around each capture. `replay_stream` takes graphs that copy
+    activations to the host; others replay on the main stream and need no event.
     """
 
     def __init__(
@@ -300,13 +306,14 @@ class CudaGraphRecording:
         allocating: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._replay_stream, self._allocating = replay_stream, allocating
+        self._copies = body.copies
         self._capturing: tuple[RegionBody, Any, torch.cuda.Stream, Sequence[torch.Generator]] | None = None
         self._forward = torch.cuda.CUDAGraph()
         self._backward = torch.cuda.CUDAGraph()
         try:
             with allocating(), capture_graph(self._forward, pool, stream, generators):
                 self.outputs = body.forward()
-                replay_stream.record_event(stream)
+                self._record_event(stream)
                 body.join()
         except BaseException:
             body.forget()
@@ -322,19 +329,21 @@ class CudaGraphRecording:
             if body.has_backward:
                 with self._allocating(), capture_graph(self._backward, pool, stream, generators):
                     self._gradients = body.backward()
-                    self._replay_stream.record_event(stream)
+                    self._record_event(stream)
         finally:
             body.forget()
 
+    def _record_event(self, stream: torch.cuda.Stream) -> None:
+        if self._copies:
+            self._replay_stream.record_event(stream)
+
     def forward(self) -> None:
         """See `Recording`."""
-        with self._replay_stream.replaying():
-            self._forward.replay()
+        self._replay_stream.launch(self._forward.replay, self._copies)
 
     def backward(self) -> Gradients:
         """See `Recording`."""
-        with self._replay_stream.replaying():
-            self._backward.replay()
+        self._replay_stream.launch(self._backward.replay, self._copies)
         return self._gradients
 
 

@@ -267,12 +267,13 @@ class ChainSlot:
 
     def admits(self, turn: Turn) -> bool:
         """Whether a part's forward leaves alone what other parts keep for a backward to come."""
-        while self._held and not _is_current(self._held[-1][1]()):
+        while self._held:
+            last, holder = self._held[-1]
+            lease = holder()
+            if lease is not None and lease.is_current:
+                return last.capture == turn.capture and last.place < turn.place
             self._held.pop()
-        if not self._held:
-            return True
-        last, _ = self._held[-1]
-        return last.capture == turn.capture and last.place < turn.place
+        return True
 
     def begins(self, turn: Turn, lease: Lease) -> None:
         """Note that a part, which was admitted, holds the slot until its backward."""
@@ -286,7 +287,3 @@ class ChainSlot:
                 return
             if held is not None:
                 held.lose()
-
-
-def _is_current(lease: Lease | None) -> bool:
-    return lease is not None and lease.is_current

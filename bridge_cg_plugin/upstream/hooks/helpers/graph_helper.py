@@ -134,7 +134,8 @@ def default_executor(
         side_stream: Whether recordings may have side work.
         releasable: Whether memory of recordings may leave the device. That of exchanges with other ranks may not: NCCL
             may have given it to them.
-        replays_aside: Whether replays have a stream of their own; the main stream waits for their results only.
+        replays_aside: Whether graphs that offload replay on a stream of their own; the main stream waits for their
+            results only.
     """
     if not torch.cuda.is_available():
         return ReferenceExecutor(isolated=isolated)

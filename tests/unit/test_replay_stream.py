@@ -1,0 +1,197 @@
+"""Which replays leave the main stream, and that work is in order whichever do, on streams that note their waits.
+
+A stream is what has happened before the next thing it is given: waiting for another adds what has happened there.
+"""
+
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.recordings import recording
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.recording import CudaGraphRecording
+from bridge_cg_plugin.graphs.replays.streams import ReplayStream
+from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
+from bridge_cg_plugin.offload.planner import Allowed
+from bridge_cg_plugin.offload.registry import OTHER, derive
+from bridge_cg_plugin.offload.transfers import CudaTransfers
+from tests.saving import WIDTH, SaverProgram
+
+from ..regions import new_region
+
+CPU = torch.device("cpu")
+
+
+class Event:
+    """What had happened on a stream where it was recorded last."""
+
+    def __init__(self) -> None:
+        self.past: set = set()
+        self.records = 0
+
+    def record(self, stream) -> None:
+        self.past, self.records = set(stream.past), self.records + 1
+
+
+class Stream:
+    """A stream."""
+
+    def __init__(self, device=CPU) -> None:
+        self.device, self.past, self.waits = device, set(), 0
+
+    def wait_stream(self, other) -> None:
+        self.waits, self.past = self.waits + 1, self.past | other.past
+
+    def wait_event(self, event) -> None:
+        self.waits, self.past = self.waits + 1, self.past | event.past
+
+
+class Device:
+    """Streams of a device, of which one is current."""
+
+    def __init__(self) -> None:
+        self.current = Stream()
+
+    @contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+@contextmanager
+def fake_streams():
+    """Yield a device whose streams are PyTorch's inside."""
+    device = Device()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", lambda *unused: device.current)
+        patch.setattr(torch.cuda, "stream", device.on)
+        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "Event", Event)
+        yield device
+
+
+LAUNCHES = st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=12)
+
+
+@given(launches=LAUNCHES, with_event=st.booleans())
+def test_a_replay_comes_behind_all_copies_and_before_what_the_main_stream_is_given_next(launches, with_event):
+    with fake_streams() as device:
+        mains, earlier_copies = [Stream(), Stream()], set()
+        event = Event() if with_event else None
+        replays = ReplayStream(Stream(), event)
+
+        def replay(number, copies):
+            now = device.current.past
+            assert earlier_copies <= now and f"work before {number}" in now
+            now.add(f"results of {number}")
+            if event is not None and copies:
+                event.record(device.current)
+            if copies:
+                now.add(f"copies of {number}")
+
+        for number, (main, copies) in enumerate(launches):
+            device.current = mains[main]
+            mains[main].past.add(f"work before {number}")
+            replays.launch(partial(replay, number, copies), copies)
+            assert device.current is mains[main]
+            assert f"results of {number}" in mains[main].past
+            earlier_copies.update([f"copies of {number}"] if copies else [])
+
+
+def test_graphs_without_copies_wait_for_nothing_and_behind_copies_once():
+    with fake_streams() as device:
+        replays, ran = ReplayStream(Stream(), Event()), []
+        for _ in range(3):
+            replays.launch(lambda: ran.append(device.current), copies=False)
+        assert ran == 3 * [device.current] and device.current.waits == replays.stream.waits == 0
+        replays.launch(lambda: ran.append(device.current), copies=True)
+        assert ran[-1] is replays.stream and (device.current.waits, replays.stream.waits) == (1, 1)
+        for _ in range(3):
+            replays.launch(lambda: ran.append(device.current), copies=False)
+        assert ran[-3:] == 3 * [device.current] and (device.current.waits, replays.stream.waits) == (2, 1)
+
+
+def test_a_current_stream_that_is_the_replays_own_waits_for_nothing():
+    with fake_streams() as device:
+        replays = ReplayStream(device.current, Event())
+        for copies in (True, False, True):
+            replays.launch(lambda: None, copies)
+        assert device.current.waits == 0
+
+
+class Squares(nn.Module):
+    """Saves what can be recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x):
+        x = (x @ self.weight).tanh()
+        made = (x @ self.weight).square()
+        derive(made, "square", (x, self.weight), lambda x, weight: (x @ weight).square())
+        return made.sin() * x.cos()
+
+
+class NotedGraph:
+    """Stands in for a CUDA graph, replayed on the stream that is current."""
+
+    def replay(self) -> None:
+        torch.cuda.current_stream().past.add(self)
+
+
+class Capturing(ReferenceExecutor):
+    """Makes the recordings of a GPU with graphs that hold nothing."""
+
+    def __init__(self, replays) -> None:
+        super().__init__()
+        self._replays, self.stream = replays, Stream()
+
+    def record_forward(self, body, pool):
+        with torch.cuda.stream(self.stream):
+            return CudaGraphRecording(body, None, self.stream, (), self._replays)
+
+    def record(self, body, pool):
+        made = self.record_forward(body, pool)
+        with torch.cuda.stream(self.stream):
+            made.record_backward()
+        return made
+
+
+POLICIES = {
+    "offload": (Allowed(frozenset({OTHER}), frozenset()), True),
+    "both": (Allowed(frozenset({OTHER}), frozenset({"square"})), True),
+    "recompute": (Allowed(frozenset(), frozenset({"square"})), False),
+    "nothing moves": (Allowed(frozenset({"attention"}), frozenset()), False),
+    "no policy": (None, False),
+}
+
+
+@pytest.mark.parametrize("allowed, copies", POLICIES.values(), ids=POLICIES)
+def test_only_what_is_copied_takes_events_into_a_graph_and_its_replays_to_their_stream(monkeypatch, allowed, copies):
+    with fake_streams() as device:
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", NotedGraph)
+        monkeypatch.setattr(recording, "capture_graph", lambda *unused: nullcontext())
+        replays = ReplayStream(Stream(), Event())
+        executor, offloading = Capturing(replays), None
+        if allowed is not None:
+            offloading = RegionOffloading(Policy(allowed, least_bytes=1), 1, CPU)
+            offloading._transfers = CudaTransfers(CPU)
+        region = new_region(SaverProgram(Squares()), executor, [Bucket(8)], evaluation=False, offloading=offloading)
+        region.capture()
+        assert replays.event.records == (2 if copies else 0)
+        assert (executor.stream.waits > 0) == copies
+        if offloading is not None:
+            assert (offloading._transfers._side.waits > 0) == copies
+        (made,) = region.sources.current.recordings.values()
+        main = device.current
+        for launch in (made.recording.forward, made.recording.backward):
+            launch()
+        assert replays.stream.waits == main.waits == (2 if copies else 0)
