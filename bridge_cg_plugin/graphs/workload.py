@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from .fallback import Fallback
-from .piece import Piece
+from .piece import Piece, Surroundings
 from .planning.demand import Demand
 from .planning.room import UNLIMITED, MemoryLimit
 from .rank_consensus import RankConsensus
@@ -49,6 +49,7 @@ class Manager(Protocol):
         failure: Why the last capture failed, None if it did not.
         step_number: Number of the training step under way, from 1.
         in_step: Whether a training step is under way.
+        surroundings: What is around the module in this run.
         consensus: Ranks that are on graphs together with this one or not at all.
         bucket_consensus: Those of them that see the same microbatches, and so have the same buckets.
     """
@@ -59,6 +60,7 @@ class Manager(Protocol):
     failure: str | None
     step_number: int
     in_step: bool
+    surroundings: Surroundings
     consensus: RankConsensus
     bucket_consensus: RankConsensus
 

@@ -1,13 +1,20 @@
 """What upstream changes of a model while it trains without changing what the model computes."""
 
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
+
+from torch import nn
 
 from ..graphs.changes.model_watch import Exempt
 
 # A schedule passes layers the microbatch's number and a pipeline stage its input, which graphs get as a tensor. When
 # attention first gets lengths, it forgets the names of those that it does not pass on.
 BOOKKEEPING = frozenset(("current_microbatch", "is_first_microbatch", "input_tensor", "kept_packed_seq_params"))
+# Transformer Engine numbers the modules of a process, for its debugger.
+LABEL, NUMBERED, ENGINE = "name", re.compile(r"Layer_\d+"), "transformer_engine."
+DEBUGGER = "transformer_engine.debug.pytorch.debug_state"
 # Where hooks are made that are part of a module's forward, or that gather parameters, for which replays wait, or that
 # collect outputs in those calls alone that ask for them.
 OWN_HOOKS = (
@@ -27,4 +34,14 @@ def own_hook(hook: Callable[..., Any]) -> bool:
     return module in OWN_HOOKS or module.partition(".")[0] == __name__.partition(".")[0]
 
 
-EXEMPT = Exempt(BOOKKEEPING, own_hook)
+def label(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether an attribute is a number that Transformer Engine gave a module, and nobody debugs modules by name."""
+    if name != LABEL or not isinstance(value, str) or NUMBERED.fullmatch(value) is None:
+        return False
+    if not any(kind.__module__.startswith(ENGINE) for kind in type(module).__mro__):
+        return False
+    state = getattr(sys.modules.get(DEBUGGER), "TEDebugState", None)
+    return not getattr(state, "debug_enabled", None)
+
+
+EXEMPT = Exempt(BOOKKEEPING, own_hook, label)

@@ -239,7 +239,7 @@ class FrozenOutputs:
 
     def _likeness_of(self, source: Source) -> bytes:
         if self._likeness is None or self._likeness[0] != source.number:
-            self._likeness = source.number, likeness((self._manager.model,))
+            self._likeness = source.number, likeness((self._manager.model,), self._manager.surroundings.exempt)
         return self._likeness[1]
 
     def _weights_of(self, source: Source) -> tuple[int, int]:

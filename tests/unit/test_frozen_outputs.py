@@ -1,4 +1,5 @@
 import gc
+import logging
 import weakref
 
 import pytest
@@ -442,3 +443,42 @@ def test_too_little_host_memory_keeps_nothing_more(monkeypatch):
             assert_close(forward(model, IMAGES), expected)
         forward(model, OTHERS)
         assert counts(graphs) == (1, 3)
+
+
+class Counted(nn.Module):
+    """A module as Transformer Engine's, which numbers those of a process and gives them a logger."""
+
+    __module__ = "transformer_engine.pytorch.module.base"
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.logger = name, logging.getLogger(__name__)
+        self.current_microbatch = None
+
+    def forward(self, x):
+        return nn.functional.gelu(x)
+
+
+def test_a_policy_and_its_reference_share_though_their_modules_are_numbered():
+    policy, reference = frozen_tower(), frozen_tower()
+    for number, model in enumerate((policy, reference)):
+        activate(model, Counted(f"Layer_{number}"))
+    with on_graphs(policy) as first, on_graphs(reference) as second:
+        for seed in range(3):
+            forward(policy, IMAGES, seed)
+            for layer in policy.decoder.layers:
+                layer.mlp.activation_func.logger.debug("notes that somebody asked for this level")
+                layer.mlp.activation_func.current_microbatch = seed
+            forward(reference, IMAGES, seed)
+        assert (counts(first), counts(second)) == ((0, 3), (2, 1))
+
+
+def test_models_whose_modules_have_names_of_their_own_do_not_share():
+    policy, other = frozen_tower(), frozen_tower()
+    for name, model in (("fast", policy), ("slow", other)):
+        activate(model, Counted(name))
+    with on_graphs(policy) as first, on_graphs(other) as second:
+        for seed in range(3):
+            for model in (policy, other):
+                forward(model, IMAGES, seed)
+        assert (counts(first), counts(second)) == ((0, 3), (0, 3))

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Hashable, Iterable
 from functools import partial, reduce
 from itertools import count
+from logging import Logger
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from .model_watch import NOTHING_EXEMPT, Exempt
 from .tables import OF_EVERY_MODULE
 from .values import NESTED, plain
 
@@ -20,7 +22,7 @@ _numbers = count()
 _numbered: "WeakKeyDictionary[CodeType | type, int]" = WeakKeyDictionary()
 
 
-def likeness(roots: Iterable[nn.Module]) -> bytes:
+def likeness(roots: Iterable[nn.Module], exempt: Exempt = NOTHING_EXEMPT) -> bytes:
     """Return a digest of classes, functions and plain values of modules, in attributes and in objects that these hold.
 
     Modes and the content of tensors are no part of it. Objects that are neither are described by their class and what
@@ -28,14 +30,20 @@ def likeness(roots: Iterable[nn.Module]) -> bytes:
 
     Args:
         roots: The modules, with all below them.
+        exempt: Attributes that are no part of it either: bookkeeping and labels.
     """
     digest = hashlib.sha256()
     seen: dict[int, Hashable] = {}
     for root in roots:
         for name, module in root.named_modules():
-            own = {key: value for key, value in vars(module).items() if key not in OF_EVERY_MODULE}
+            own = {key: value for key, value in vars(module).items() if _computes(module, key, value, exempt)}
             digest.update(repr((name, _named(type(module)), _described(own, NESTED + 1, seen))).encode())
     return digest.digest()
+
+
+def _computes(module: nn.Module, name: str, value: Any, exempt: Exempt) -> bool:
+    """Whether an attribute may be part of what a module computes."""
+    return not (name in OF_EVERY_MODULE or name in exempt.bookkeeping or exempt.label(module, name, value))
 
 
 def _described(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
@@ -46,6 +54,8 @@ def _described(value: Any, depth: int, seen: dict[int, Hashable]) -> Hashable:
     if isinstance(value, (type, BuiltinFunctionType)):
         return _named(value)
     kind = _named(type(value))
+    if isinstance(value, Logger):
+        return kind, value.name  # it also holds which levels somebody has asked for
     if not depth or isinstance(value, nn.Module):
         return kind
     within = partial(_described, depth=depth - 1, seen=seen)

@@ -34,10 +34,12 @@ class Exempt:
     Attributes:
         bookkeeping: Names of attributes that a train loop writes for its own use.
         own_hook: Whether a module's hook is the model's own code, which is recorded, or does its work elsewhere.
+        label: Whether a module's attribute, given with its name and value, only tells the module from others.
     """
 
     bookkeeping: frozenset[str] = frozenset()
     own_hook: Callable[[Callable[..., Any]], bool] = lambda hook: False
+    label: Callable[[nn.Module, str, Any], bool] = lambda module, name, value: False
 
 
 NOTHING_EXEMPT = Exempt()
