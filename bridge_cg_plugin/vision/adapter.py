@@ -177,6 +177,7 @@ class EncoderFamily:
         compilations: Called with the modules and a number of tokens: yields what compiles these kernels, in any thread.
         direct_attention: Calls cuDNN's attention with a bucket's own bounds.
         flash_attention: Calls FlashAttention where segments may be long; it rounds otherwise than eager's attention.
+        undrawing_attention: Likewise, where outputs are kept; attention without dropout leaves random states alone.
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
         before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
         known_activations: Entered like kernels where activations leave the device: notes what they are.
@@ -195,6 +196,7 @@ class EncoderFamily:
     compilations: Callable[[Sequence[nn.Module], int], Iterator[Compilation]] = lambda modules, tokens: iter(())
     direct_attention: OtherAttention = NO_OTHER_ATTENTION
     flash_attention: OtherAttention = NO_OTHER_ATTENTION
+    undrawing_attention: RecordingKernels = nullcontext
     fused_accumulation: RecordingKernels = nullcontext
     before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
     known_activations: RecordingKernels = nullcontext

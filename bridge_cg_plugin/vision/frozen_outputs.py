@@ -18,6 +18,7 @@ from ..graphs.changes.likeness import likeness
 from ..graphs.changes.source import Source
 from ..graphs.changes.sources import are_deterministic, matmul_precision
 from ..graphs.planning.buckets import round_up
+from ..graphs.recordings.generators import provide_aside
 from ..graphs.region import Region
 from ..graphs.replays.inputs import want_gradients
 from ..graphs.workload import Manager
@@ -186,6 +187,7 @@ class FrozenOutputs:
         self._options = repr(options)
         self._likeness: tuple[int, bytes] | None = None
         self._weights: tuple[Hashable, tuple[int, int]] | None = None
+        provide_aside(manager.executor.device)
         self.replays = self.found = 0
         self.trained = False
 

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.vision.kernels.fingerprint import Piece, add, add_by_kernel, fingerprint
 
 IMAGES = [[1, 28, 28], [1, 16, 24]]
+ONE = [[1, 28, 32]]  # large enough to attend unpacked, by Transformer Engine's own call
 
 
 @pytest.fixture
@@ -27,6 +30,51 @@ def test_three_passes_of_a_batch_encode_it_once(frozen, graphs_of, tower_module)
                 assert all(map(torch.equal, found, outputs))
                 found[0].fill_(torch.nan)
     assert (asked.found, asked.replays) == (6, 3)
+
+
+def test_one_large_image_is_encoded_once_and_draws_nothing(frozen, graphs_of, tower_module):
+    batch = tower_module.make_batch(ONE, frozen, 0)
+    with torch.no_grad():
+        expected = tower_module.forward(frozen, batch)
+    helper = graphs_of(frozen_outputs_gb=1.0, buckets=(896,), max_frames=1)
+    asked, default = helper.graphs.workload.frozen, torch.cuda.default_generators[torch.cuda.current_device()]
+    before = default.get_state()
+    for _ in range(3):
+        with helper.graphs.step():
+            assert all(map(torch.equal, tower_module.forward(frozen, batch), expected))
+    assert (asked.found, asked.replays) == (2, 1)
+    assert torch.equal(default.get_state(), before)
+    assert not torch.equal(torch.rand(4, device="cuda"), torch.rand(4, device="cuda"))
+
+
+@pytest.fixture
+def reference(frozen, tower_module):
+    """Return another tower of the same weights, whose modules Transformer Engine has numbered on."""
+    made = tower_module.build_tower(layers=len(frozen.decoder.layers)).requires_grad_(False)
+    with torch.no_grad():
+        for one, other in zip(frozen.parameters(), made.parameters(), strict=True):
+            other.copy_(one)
+    return made
+
+
+@pytest.mark.parametrize("images", [IMAGES, ONE], ids=["two images", "one image"])
+def test_a_policy_and_its_reference_encode_a_batch_once(frozen, reference, graphs_of, tower_module, images):
+    settings = {"frozen_outputs_gb": 1.0, "buckets": (1280,), "max_frames": len(images)}
+    first = graphs_of(**settings)
+    options = VisionGraphOptions(impl="transformer_engine", strict=True, **settings)
+    second = VisionTECudaGraphHelper(reference, reference.config, options=options)
+    try:
+        second.create_cudagraphs()
+        for seed in range(3):
+            batch = tower_module.make_batch(images, frozen, seed)
+            with torch.no_grad(), first.graphs.step():
+                expected = tower_module.forward(frozen, batch)
+            with torch.no_grad(), second.graphs.step():
+                assert all(map(torch.equal, tower_module.forward(reference, batch), expected))
+        asked = [helper.graphs.workload.frozen for helper in (first, second)]
+        assert [(each.found, each.replays) for each in asked] == [(0, 3), (2, 1)]
+    finally:
+        second.delete_cuda_graphs()
 
 
 def test_weights_written_behind_pytorchs_back_are_seen(frozen, graphs_of, tower_module):

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -274,3 +275,39 @@ def test_a_refusal_is_said_in_one_line_and_graphs_are_as_without(capsys, monkeyp
         "Transformer Engine's"
     ]
     assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
+
+
+def test_random_states_stay_where_they_are_unless_attention_drops(attention, monkeypatch):
+    entered = []
+
+    @contextmanager
+    def aside(device):
+        entered.append(device.type)
+        yield
+
+    monkeypatch.setattr(direct_attention, "drawing_aside", aside)
+    attention.forward = lambda query, *args, **kwargs: (len(args), kwargs)
+    with direct_attention.attention_without_draws([attention]):
+        assert attention.forward(*qkv(), None, attn_mask_type="no_mask") == (3, {"attn_mask_type": "no_mask"})
+        assert entered == ["cpu"]
+        attention.attention_dropout = 0.1
+        attention.forward(*qkv(), None)
+        assert entered == ["cpu"]
+        attention.eval()
+        attention.forward(*qkv(), None)
+        assert entered == ["cpu"] * 2
+
+
+@pytest.mark.parametrize("gib", [None, 1.0])
+def test_random_states_are_left_alone_where_outputs_are_kept(gib):
+    entered = []
+
+    @contextmanager
+    def undrawing(modules):
+        entered.append(modules)
+        yield
+
+    family = dataclasses.replace(QWEN3_VL, undrawing_attention=undrawing)
+    options = VisionGraphOptions(impl="transformer_engine", frozen_outputs_gb=gib)
+    with RecordedKernels(options, family)([]):
+        assert len(entered) == (gib is not None)

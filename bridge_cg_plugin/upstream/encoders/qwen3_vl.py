@@ -29,7 +29,13 @@ from ..kernels.saved_tensors import known_activations
 from ..kernels.side_products import side_weight_gradients, side_workspace
 from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
 from ..random_states import usable_random_states
-from .direct_attention import direct_attention, direct_attention_refusal, flash_attention, flash_attention_refusal
+from .direct_attention import (
+    attention_without_draws,
+    direct_attention,
+    direct_attention_refusal,
+    flash_attention,
+    flash_attention_refusal,
+)
 from .layer_parts import layer_parts
 from .patch_gradients import patch_gradients
 from .side_mergers import side_mergers
@@ -233,6 +239,7 @@ QWEN3_VL = EncoderFamily(
     compilations=compilations,
     direct_attention=OtherAttention(direct_attention, direct_attention_refusal),
     flash_attention=OtherAttention(flash_attention, flash_attention_refusal),
+    undrawing_attention=attention_without_draws,
     fused_accumulation=accumulating_products,
     before_eager=accumulate_from_now_on,
     layer_parts=partial(layer_parts, pack_segments),

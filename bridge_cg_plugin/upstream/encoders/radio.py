@@ -34,7 +34,13 @@ from ..kernels.saved_tensors import known_activations
 from ..kernels.side_products import side_workspace
 from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection
 from ..random_states import usable_random_states
-from .direct_attention import direct_attention, direct_attention_refusal, flash_attention, flash_attention_refusal
+from .direct_attention import (
+    attention_without_draws,
+    direct_attention,
+    direct_attention_refusal,
+    flash_attention,
+    flash_attention_refusal,
+)
 from .qwen3_vl import accumulating_products, pack_segments
 
 # Tokens of an image where all have one size, by layers: those do not know their tower, which does.
@@ -377,4 +383,5 @@ PACKED_RADIO = _family(
     PackedAdapter,
     direct_attention=OtherAttention(direct_attention, direct_attention_refusal),
     flash_attention=OtherAttention(flash_attention, flash_attention_refusal),
+    undrawing_attention=attention_without_draws,
 )
