@@ -24,7 +24,7 @@ from ..graphs.replays.inputs import want_gradients
 from ..graphs.workload import Manager
 from ..options import VisionGraphOptions
 from .adapter import EncoderBatch
-from .kernels.fingerprint import fingerprint
+from .kernels.fingerprint import Fingerprint, begun, fingerprint
 
 Outputs = tuple[Tensor, ...]
 # Runs a batch on graphs; None where it is to run eager.
@@ -33,7 +33,8 @@ Replay = Callable[[Region, EncoderBatch], Outputs | None]
 MOST_COMPARED = 1024
 # Where an output may begin in memory that several have.
 ALIGNED_BYTES = 512
-_requires_grad = operator.attrgetter("requires_grad")
+# Hundreds of weights, in every look-up: no line of Python for each.
+_requires_grad, _version = operator.attrgetter("requires_grad"), operator.attrgetter("_version")
 
 
 class _Key(NamedTuple):
@@ -186,17 +187,17 @@ class FrozenOutputs:
         self._store.most_bytes = max(self._store.most_bytes, int((options.frozen_outputs_gb or 0.0) * 2**30))
         self._options = repr(options)
         self._likeness: tuple[int, bytes] | None = None
-        self._weights: tuple[Hashable, tuple[int, int]] | None = None
+        self._weights: tuple[Hashable, Fingerprint] | None = None
         provide_aside(manager.executor.device)
         self.replays = self.found = 0
         self.trained = False
 
     def replay(self, region: Region, batch: EncoderBatch) -> Outputs | None:
         """Return a batch's outputs, kept or replayed; None where it is to run eager."""
-        source = self._source(region)
-        if source is None or want_gradients((batch.pixels,)):
+        maker = self._maker(region)
+        if maker is None or want_gradients((batch.pixels,)):
             return self._replay(region, batch)
-        key, origin = self._key(source, batch), _Origin(source.number, region.sources.training)
+        key, origin = self._key(*maker, batch), _Origin(maker[0].number, region.sources.training)
         kept, usable = self._store.find(key, origin)
         if kept is not None and usable:
             self.found += 1
@@ -224,19 +225,26 @@ class FrozenOutputs:
     def _random_states(self) -> list[bytes]:
         return [each.get_state().numpy().tobytes() for each in self._manager.executor.generators()]
 
-    def _source(self, region: Region) -> Source | None:
-        """Return what would make outputs now; None where a gradient may be asked for, or nothing can be replayed."""
+    def _maker(self, region: Region) -> tuple[Source, bool] | None:
+        """Return what would make outputs now, and whether some of what it reads is trained elsewhere.
+
+        None where a gradient may be asked for, an optimizer changes weights between steps, or nothing can be replayed.
+        """
         source = region.sources.known()
-        if source is not None and _trains(source.reads, torch.is_grad_enabled()):
+        if source is None:
+            return None
+        trained = any(map(_requires_grad, source.reads))
+        if trained and (torch.is_grad_enabled() or _is_optimized(source.reads)):
             self.trained = True
             return None
-        return source
+        return source, trained
 
-    def _key(self, source: Source, batch: EncoderBatch) -> _Key:
-        numerics = source.autocast, matmul_precision(), are_deterministic()
-        encoder = self._likeness_of(source), self._options, numerics, self._weights_of(source)
+    def _key(self, source: Source, trained: bool, batch: EncoderBatch) -> _Key:
         read = batch.tensors
-        images = tuple((each.dtype, tuple(each.shape)) for each in read), batch.rows, fingerprint(read)
+        content = begun(read)  # the GPU goes on while the host looks at the encoder
+        numerics = source.autocast, matmul_precision(), are_deterministic()
+        encoder = self._likeness_of(source), self._options, numerics, self._weights_of(source, trained)
+        images = tuple((each.dtype, tuple(each.shape)) for each in read), batch.rows, content()
         return _Key(encoder, images)
 
     def _likeness_of(self, source: Source) -> bytes:
@@ -244,20 +252,21 @@ class FrozenOutputs:
             self._likeness = source.number, likeness((self._manager.model,), self._manager.surroundings.exempt)
         return self._likeness[1]
 
-    def _weights_of(self, source: Source) -> tuple[int, int]:
+    def _weights_of(self, source: Source, trained: bool) -> Fingerprint:
         """Return the fingerprint of all tensors that recordings read, taken once in a step where nobody writes them."""
-        at = self._written_at(source)
+        at = None if trained else self._written_at(source)
         if at is None or self._weights is None or self._weights[0] != at:
             self._weights = at, fingerprint(source.reads)
         return self._weights[1]
 
     def _written_at(self, source: Source) -> Hashable:
         """Return what changes when tensors are written; None where an optimizer may do so behind PyTorch's back."""
-        read: Sequence[Tensor] = source.reads
-        if not self._manager.in_step or any(map(_requires_grad, read)) or any(map(Tensor.is_inference, read)):
+        read = source.reads
+        # Nobody counts writes to what inference mode has made, which `.data` may make of any parameter.
+        if not self._manager.in_step or any(map(Tensor.is_inference, read)):
             return None
-        versions = tuple(each._version for each in read)
-        return self._manager.step_number, source.number, versions, tuple(map(Tensor.data_ptr, read))
+        versions, places = tuple(map(_version, read)), tuple(map(Tensor.data_ptr, read))
+        return self._manager.step_number, source.number, versions, places
 
     def note(self) -> str:
         """Return a line of the report."""
@@ -266,7 +275,6 @@ class FrozenOutputs:
         return f"{self.found} of {asked} microbatches had been encoded before; {gib:.2f} GiB on the host{why}"
 
 
-def _trains(read: Sequence[Tensor], gradients: bool) -> bool:
-    """Whether outputs may need a gradient, or an optimizer changes what they are made of between steps."""
-    wanted = [each for each in read if each.requires_grad]
-    return bool(wanted) and (gradients or any(hasattr(each, "main_grad") for each in wanted))
+def _is_optimized(read: Sequence[Tensor]) -> bool:
+    """Whether an optimizer changes between steps what outputs are made of."""
+    return any(each.requires_grad and hasattr(each, "main_grad") for each in read)

@@ -10,6 +10,7 @@ from bridge_cg_plugin.vision import frozen_outputs
 from bridge_cg_plugin.vision.frozen_outputs import shared_store
 from bridge_cg_plugin.vision.kernels.fingerprint import fingerprint
 
+from .test_host_time import python_calls
 from .towers import assert_close, draw, forward, graphs_on, new_tower, poison
 
 IMAGES, OTHERS = [[1, 4, 8], [1, 4, 4]], [[2, 4, 8]]
@@ -390,6 +391,19 @@ def test_what_an_optimizer_writes_behind_pytorchs_back_inside_a_step_is_seen():
             assert_close(forward(model, IMAGES), expected)
 
 
+def test_weights_that_inference_mode_made_and_writes_inside_a_step_are_seen():
+    model = frozen_tower()
+    weight = model.merger.linear_fc2.weight
+    with on_graphs(model) as graphs, graphs.step(), torch.inference_mode():
+        weight.data = weight.data.clone()
+        before = forward(model, IMAGES)
+        weight.mul_(2.0)
+        with graphs.paused():
+            expected = forward(model, IMAGES)
+        assert not torch.equal(before[0], expected[0])
+        assert_close(forward(model, IMAGES), expected)
+
+
 def test_weights_are_read_once_in_a_step(monkeypatch):
     model, asked = frozen_tower(), []
     with on_graphs(model) as graphs:
@@ -482,3 +496,41 @@ def test_models_whose_modules_have_names_of_their_own_do_not_share():
             for model in (policy, other):
                 forward(model, IMAGES, seed)
         assert (counts(first), counts(second)) == ((0, 3), (0, 3))
+
+
+def look_up_calls(layers):
+    """Return how many functions a look-up of kept outputs calls, without its fingerprint's work."""
+    model = new_tower(layers=layers).requires_grad_(False)
+    pixels, grid = draw(IMAGES)
+    with on_graphs(model) as graphs, torch.no_grad(), graphs.step():
+        region, frozen = graphs._regions[0], graphs.workload.frozen
+        batch = graphs.workload.read(pixels, grid).batch
+        for _ in range(2):
+            frozen.replay(region, batch)
+        found = python_calls(lambda: frozen.replay(region, batch))
+        assert frozen.found == 2
+        return found
+
+
+def test_pythons_work_of_a_look_up_does_not_grow_with_parameters(monkeypatch):
+    monkeypatch.setattr(frozen_outputs, "begun", lambda tensors: lambda: (1, 2))
+    shallow, deep = map(look_up_calls, (3, 6))
+    assert deep == shallow <= 80
+
+
+def test_the_device_takes_a_fingerprint_while_the_host_looks_at_the_encoder(monkeypatch):
+    model, events = frozen_tower(), []
+    begun = frozen_outputs.begun
+
+    def begin(tensors):
+        events.append("begun")
+        result = begun(tensors)
+        return lambda: (events.append("awaited"), result())[1]
+
+    with on_graphs(model) as graphs:
+        frozen = graphs.workload.frozen
+        of_weights = frozen._weights_of
+        monkeypatch.setattr(frozen_outputs, "begun", begin)
+        monkeypatch.setattr(frozen, "_weights_of", lambda *given: (events.append("weights"), of_weights(*given))[1])
+        forward(model, IMAGES)
+    assert events == ["begun", "weights", "awaited"]
