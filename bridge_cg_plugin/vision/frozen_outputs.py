@@ -178,6 +178,7 @@ class FrozenOutputs:
     Attributes:
         replays: Microbatches that ran.
         found: Microbatches whose outputs were kept.
+        drawn: Microbatches among `replays` that drew random numbers.
         trained: Whether a microbatch could not be looked up because the encoder is trained.
     """
 
@@ -189,7 +190,7 @@ class FrozenOutputs:
         self._likeness: tuple[int, bytes] | None = None
         self._weights: tuple[Hashable, Fingerprint] | None = None
         provide_aside(manager.executor.device)
-        self.replays = self.found = 0
+        self.replays = self.found = self.drawn = 0
         self.trained = False
 
     def replay(self, region: Region, batch: EncoderBatch) -> Outputs | None:
@@ -213,7 +214,9 @@ class FrozenOutputs:
         if outputs is None:
             return None
         self.replays += 1
-        if any(output.requires_grad for output in outputs) or self._random_states() != before:
+        drawn = self._random_states() != before
+        self.drawn += drawn
+        if drawn or any(output.requires_grad for output in outputs):
             return outputs
         if kept is None:
             self._store.keep(key, origin, outputs)
@@ -270,7 +273,8 @@ class FrozenOutputs:
 
     def note(self) -> str:
         """Return a line of the report."""
-        why = "; the encoder is trained, so others run every time" if self.trained else ""
+        why = f"; {self.drawn} drew random numbers and are not kept" if self.drawn else ""
+        why += "; the encoder is trained, so others run every time" if self.trained else ""
         asked, gib = self.found + self.replays, self._store.nbytes / 2**30
         return f"{self.found} of {asked} microbatches had been encoded before; {gib:.2f} GiB on the host{why}"
 

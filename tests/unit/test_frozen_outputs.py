@@ -194,6 +194,7 @@ def test_what_draws_random_numbers_is_not_kept(monkeypatch):
         for _ in range(3):
             forward(model, IMAGES)
         assert counts(graphs) == (0, 3)
+        assert "3 drew random numbers" in graphs.workload.notes()["frozen outputs"]
 
 
 def test_the_oldest_outputs_leave_when_memory_is_full():
