@@ -115,6 +115,11 @@ class TestRecords:
         assert (found["capture_s"], found["memory_gb"]) == (5.0, 6.0)
         check_record({"case": "verl", "mode": "plugin", **provenance(5, 0), **found})
 
+    def test_microbatches_that_were_encoded_before_are_told(self):
+        run = a_run([a_round()] * 5, [GRAPHS]) | {"kept": 7}
+        assert records.record_of(run)["encoded_before"] == 7
+        assert "encoded_before" not in records.record_of(run | {"kept": 0})
+
     def test_every_part_of_a_model_counts(self):
         found = records.record_of(a_run([a_round()] * 5, [GRAPHS] * 2, parts=2))
         assert found["graph_share"] == found["graph_share_moved"] == pytest.approx(0.375)

@@ -91,6 +91,7 @@ def graph_figures(run: Mapping[str, Any]) -> dict[str, Any]:
         "capture_s": float(sum(each["capture_seconds"] for each in run["graphs"])),
         "memory_gb": sum(each["memory_bytes"] for each in run["graphs"]) / GIB,
         "all_graphs": list(run["graphs"]),
+        **({"encoded_before": run["kept"]} if run.get("kept") else {}),
     }
 
 

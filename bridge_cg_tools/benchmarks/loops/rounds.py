@@ -176,12 +176,13 @@ def write_rounds(args: argparse.Namespace, run: Callable[[int], Round]) -> None:
 
 
 def _found_on_graphs() -> dict[str, Any]:
-    """Return the statistics of all graphs of this process, and how many parts of a model are on graphs."""
+    """Return statistics of all graphs of this process, microbatches encoded before, and parts of a model on graphs."""
     from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 
     found = list(active_graphs())
     return {
         "graphs": [graphs.statistics().as_dict() for graphs in found],
+        "kept": sum(map(_kept, found)),
         "parts": len({graphs.workload.title for graphs in found}),
     }
 

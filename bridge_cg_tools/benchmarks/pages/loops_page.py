@@ -30,11 +30,17 @@ def times(records: Records, eager: Records) -> str:
             f"**{r['ratio']:.2f}**",
         ]
         + [f"{r['pass_ratios'][name]:.2f}" for name in PASSES]
-        + [number(r, "encoder_ratio", ".2f"), number(r, "graph_share", ".0%"), _as_eager(r, eager)]
+        + [number(r, "encoder_ratio", ".2f"), _on_graphs(r), _as_eager(r, eager)]
         for r in records
     ]
     header = ["loop", "mode", "rounds", "eager ms", "graphs ms", "ratio", *PASSES.values(), "encoder", "on graphs"]
     return table([*header, "beside eager"], rows)
+
+
+def _on_graphs(record: dict[str, Any]) -> str:
+    """Return the share of microbatches on graphs, and how many among them were not encoded again."""
+    share = number(record, "graph_share", ".0%")
+    return f"{share}, {record['encoded_before']} encoded before" if "encoded_before" in record else share
 
 
 def _as_eager(record: dict[str, Any], eager: Records) -> str:

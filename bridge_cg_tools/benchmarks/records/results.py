@@ -106,6 +106,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("memory_steps", "rebuild_ms_per_gb"), dict),
     "flat": bool,
     **dict.fromkeys(("replays", "graph_breaks", "language_model_layers", "microbatches", "captured_tokens"), int),
+    "encoded_before": int,
     **dict.fromkeys(("fp32_output", "fp32_median", "fp32_mean", "fp32_worst"), NUMBER),
     "fp32_kinds": dict,
     "bit_equal": bool,
