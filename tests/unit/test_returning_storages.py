@@ -89,6 +89,16 @@ def test_other_storages_and_other_changes_of_size_are_pytorchs(storages, storage
     assert not places and other.nbytes() == 16 and storage.nbytes() == 0
 
 
+def test_a_storage_that_is_there_is_not_filled_twice(storages, storage, places):
+    """verl loads gradients that nobody has freed; PyTorch moves what it gives the size that it has."""
+    for nbytes in (0, BYTES):
+        storages.resize(storage, nbytes, plain)
+    torch.tensor([], dtype=torch.uint8).set_(storage).fill_(3)
+    address, resized = storage.data_ptr(), []
+    storages.resize(storage, BYTES, lambda moved, nbytes: resized.append(nbytes) or plain(moved, nbytes))
+    assert storage.data_ptr() == address and not resized and places[0].asked == [BYTES]
+
+
 @pytest.mark.parametrize("freed_before", [False, True])
 def test_a_small_storage_is_followed_where_several_tensors_have_it(storages, places, freed_before):
     """Those of adapters: the buffer is small, and no tensor in it can be given other memory alone."""

@@ -111,7 +111,8 @@ class ReturningStorages:
         """Stand in for `resize_` of any storage."""
         key, before = storage._cdata, storage.nbytes()
         if key not in self._followed or (before > 0) == (nbytes > 0):
-            return resize(storage, nbytes)
+            # PyTorch moves a storage to other memory even where it has this size already.
+            return storage if key in self._followed and before == nbytes else resize(storage, nbytes)
         size, place = self._places.get(key, (0, None))
         if nbytes:
             if place is None or size != nbytes:
