@@ -149,6 +149,11 @@ class Fallback(StrEnum):
         "memory of parameters or of their `main_grad` moved while another microbatch was between forward and backward",
         "move memory between steps",
     )
+    GRADIENTS_LEFT = (
+        "gradients_left",
+        "memory of `main_grad` has left the device, and the microbatch runs with gradients on",
+        "load the gradients, or compute log-probabilities under `torch.no_grad()`",
+    )
     MEMORY_RELEASED = (
         "memory_released",
         "the graphs' memory left the device between steps, and there is too little to take it back",

@@ -160,7 +160,8 @@ class Region:
         ordered = sorted(self.buckets, reverse=True)
         if self._growth is not None:
             # Passes of a model that is not trained say by themselves what they need.
-            recorded = ordered if index == 0 and self.sources.training is not False else []
+            now = index == 0 and self.sources.training is not False and not self.sources.current.gradients_left()
+            recorded = ordered if now else []
             return [(bucket, self._training_mode(bucket)) for bucket in recorded]
         return [(bucket, mode) for bucket in ordered for mode in self._planned_modes(index == 0, bucket)]
 
@@ -174,6 +175,8 @@ class Region:
         training = self.sources.training
         frozen = not self.sources.current.sinks.parameters
         modes = [] if frozen and not self._differentiable(bucket) else [Mode(gradients=True, training=training)]
+        if self.sources.current.gradients_left():
+            modes = []
         if first_slot and bucket in self._forward_only_buckets():
             if frozen and training:
                 modes.append(Mode(gradients=False, training=training))

@@ -114,6 +114,7 @@ class Source:
         self._read = _Memory(self.reads)
         self._layouts = self._read.layouts()
         self._writes = _Memory([g for g in self.sinks.main_grads if g is not None])
+        self._found_none = self.gradients_left()
         # A list: a generator would hold this object, and with it the memory of its recordings.
         self._samples = cycle(list(self._some()))
 
@@ -135,10 +136,23 @@ class Source:
         moved.recorded_by_other_ranks = self.recorded_by_other_ranks
         for source in (self, moved):
             source.forget_elsewhere()
+        if moved._reads_alike(self):
+            self.recordings |= moved._without_forward_only()
         if moved.same_tensors(self) and not moved.sinks.static_bytes:
             self.earlier = moved
         else:
             moved.recordings.clear()
+
+    def _reads_alike(self, other: "Source") -> bool:
+        """Whether another source reads the same where this one's recordings read it: gradients alone were moved."""
+        same = len(self.reads) == len(other.reads) and all(map(operator.is_, self.reads, other.reads))
+        return same and not self.moved(gradients=False, layouts=True)
+
+    def _without_forward_only(self) -> dict[tuple[int, Bucket, Mode], Recorded]:
+        """Drop recordings without a backward, which write no gradient, and return them."""
+        taken = {place: made for place, made in self.recordings.items() if not place[2].gradients}
+        self.recordings = {place: made for place, made in self.recordings.items() if place[2].gradients}
+        return taken
 
     def forget_elsewhere(self) -> None:
         """Drop recordings that were made while memory was elsewhere; other ranks may keep theirs."""
@@ -209,9 +223,17 @@ class Source:
         """
         if any(tensor._version != version for tensor, version in self._constants):
             return True
-        if self._read.moved() or (gradients and (self.sinks.replaced() or self._writes.moved())):
+        if self._read.moved() or (gradients and self._gradients_moved()):
             return True
         return layouts and self._read.layouts() != self._layouts
+
+    def _gradients_moved(self) -> bool:
+        return self._found_none or self.sinks.replaced() or self._writes.moved()
+
+    def gradients_left(self) -> bool:
+        """Whether memory of a `main_grad` has left the device, so that no backward can be recorded or replayed."""
+        there = map(getattr, self.sinks.parameters, repeat("main_grad"), repeat(None))
+        return any(g is not None and g.numel() and not g.data_ptr() for g in there)
 
     def reads_elsewhere(self) -> list[Tensor]:
         """Return what recordings read that lies elsewhere now."""

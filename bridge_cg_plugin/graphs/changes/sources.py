@@ -204,6 +204,8 @@ class Sources:
             self._looked = False
             return None
         if source.moved(gradients, layouts=self._looks_once):
+            if gradients and source.gradients_left():
+                return Fallback.GRADIENTS_LEFT
             if not idle():
                 what = "memory of parameters or of their main_grad was moved inside a step"
                 self._warn(Fallback.MEMORY_MOVED, what, "recaptured at the next step")
