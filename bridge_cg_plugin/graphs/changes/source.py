@@ -7,7 +7,8 @@ from itertools import count, cycle, repeat
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..planning.buckets import Bucket
 from ..program import RegionProgram
@@ -113,6 +114,7 @@ class Source:
         self.reads: tuple[Tensor, ...] = (*self.aliases.originals, *read)
         self._read = _Memory(self.reads)
         self._layouts = self._read.layouts()
+        self._storages = list(map(_storage_of, self.reads))
         self._writes = _Memory([g for g in self.sinks.main_grads if g is not None])
         self._found_none = self.gradients_left()
         # A list: a generator would hold this object, and with it the memory of its recordings.
@@ -236,8 +238,15 @@ class Source:
         return any(g is not None and g.numel() and not g.data_ptr() for g in there)
 
     def reads_elsewhere(self) -> list[Tensor]:
-        """Return what recordings read that lies elsewhere now."""
-        return self._read.elsewhere()
+        """Return what recordings read that lies elsewhere now.
+
+        With it comes what was given other memory that happens to be at the same address: next time it may not be.
+        """
+        elsewhere = self._read.elsewhere()
+        if not any(elsewhere):
+            return []
+        held = zip(self.reads, elsewhere, self._storages, strict=True)
+        return [tensor for tensor, is_elsewhere, storage in held if is_elsewhere or not _has(tensor, storage)]
 
 
 class _Memory:
@@ -259,7 +268,16 @@ class _Memory:
     def moved(self) -> bool:
         return self._find() != self.addresses
 
-    def elsewhere(self) -> list[Tensor]:
-        return [
-            tensor for tensor, address in zip(self.tensors, self.addresses, strict=True) if tensor.data_ptr() != address
-        ]
+    def elsewhere(self) -> list[bool]:
+        """Return whether each tensor is at another address."""
+        return list(map(operator.ne, self._find(), self.addresses))
+
+
+def _storage_of(tensor: Tensor) -> StorageWeakRef | None:
+    """Return what stands for a tensor's storage and keeps no memory; None for a tensor that has others inside."""
+    return StorageWeakRef(tensor.untyped_storage()) if type(tensor) in (Tensor, nn.Parameter) else None
+
+
+def _has(tensor: Tensor, storage: StorageWeakRef | None) -> bool:
+    """Whether a tensor has a storage that it had before."""
+    return storage is None or tensor.untyped_storage()._cdata == storage.cdata
