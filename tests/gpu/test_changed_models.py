@@ -10,7 +10,7 @@ from .lora import add_lora
 
 ONE, MIXED = [(1, 28, 28)], [[(1, 28, 28)], [(2, 12, 16), (1, 20, 20)], [(1, 40, 44)], [(1, 30, 24), (1, 4, 6)]]
 BUCKETS = (768, 1024, 1792, 2048)
-STEPS = 20
+STEPS, ROUNDS = 20, 6
 LORA = ("linear_qkv", "linear_proj", "linear_fc2")
 
 
@@ -194,6 +194,14 @@ def test_buffers_that_return_to_their_addresses_need_no_further_capture(determin
     assert len(set(found.seconds[settled:])) == 1
 
 
+def on_the_device_elsewhere(tensor: torch.Tensor, address: int) -> torch.Tensor:
+    """Return a copy of a tensor on the GPU that is not at an address."""
+    made = [tensor.cuda()]
+    while made[-1].data_ptr() == address:
+        made.append(tensor.cuda())
+    return made[-1]
+
+
 def test_adapters_that_return_beside_frozen_weights_need_no_further_capture(deterministic, tower_module):
     """As verl moves a policy: buffers of what is trained are freed and filled, frozen weights get other memory."""
     from bridge_cg_plugin.upstream.hooks.loops.resized_storages import PATCH, follow_storages
@@ -204,37 +212,45 @@ def test_adapters_that_return_beside_frozen_weights_need_no_further_capture(dete
     buffers, seconds = Buffers(p for p in model.parameters() if p.requires_grad), []
     assert buffers.weights.nbytes < 20 * 2**20
     buffers.attach(tower_module)
+    storage, nbytes = buffers.gradients.untyped_storage(), buffers.gradients.nbytes
     try:
         follow_storages([model])
         helper = new_helper(model, releasable=True, buckets=(1024,))
 
         def passes():
+            storage.resize_(0)  # log-probabilities are computed without gradients on the device
             with torch.no_grad(), helper.graphs.step():
                 found = [tower_module.forward(model, batch)]
                 with off(model):
                     found.append(tower_module.forward(model, batch))
+            storage.resize_(nbytes)
+            buffers.gradients.zero_()
             with helper.graphs.step():
                 found.append(tower_module.step(model, batch))
             return [output.detach().clone() for outputs in found for output in outputs]
 
-        for _ in range(6):
-            buffers.gradients.zero_()
+        for _ in range(ROUNDS):
             found, gradients = passes(), buffers.gradients.clone()
             seconds.append(helper.graphs.statistics().capture_seconds)
-            buffers.gradients.zero_()
             with helper.graphs.paused():
                 assert equal(found, passes()) and gradients.any()
             assert tower_module.largest_relative([gradients], [buffers.gradients]) <= 3e-2
+            places = [weight.data_ptr() for weight in frozen]
             for weight in frozen:
                 weight.data = weight.data.cpu()
+            assert helper.graphs.release_memory()
             torch.cuda.empty_cache()
             canaries = buffers.move(elsewhere=False)
-            for weight in frozen:
-                weight.data = weight.data.cuda()
+            for weight, place in zip(frozen, places, strict=True):
+                weight.data = on_the_device_elsewhere(weight.data, place)
             assert all((canary == 7).all() for canary in canaries)
             del canaries
-        print(f"adapters returned: captured until {seconds} s")
-        assert len(set(seconds[2:])) == 1  # after the first return, for both states of the model
+        statistics = helper.graphs.statistics()
+        print(f"adapters returned: captured until {seconds} s; {statistics.replays} replays, {statistics.fallbacks}")
+        # In the first round the two passes without a backward run eager: nothing is recorded for them yet.
+        assert statistics.replays == 3 * ROUNDS - 2
+        # The buffers' first return is to other addresses, and the frozen weights' first one after it.
+        assert len(set(seconds[2:])) == 1
         helper.delete_cuda_graphs()
     finally:
         PATCH.revert()
