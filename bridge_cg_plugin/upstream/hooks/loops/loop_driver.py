@@ -21,6 +21,7 @@ from ..configuration.provider_fields import EVERY
 from ..helpers.packed_helper import PackedCudaGraphHelper, find_decoders
 from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_config, encoders_to_capture
 from .emptied_cache import has_left
+from .returning_buffers import ReturningBuffers
 
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.
 WARMUP_CALLS = 3
@@ -84,6 +85,7 @@ class LoopDriver:
             "capture_mode": ON_DEMAND,
             "releasable": memory_may_leave(),
         }
+        self._buffers = ReturningBuffers(chunks if memory_may_leave() else ())
         encoders = encoders_to_capture(chunks, config) if vision else []
         for found in encoders:
             helpers.append(VisionTECudaGraphHelper(chunks, encoder_config(found), found=found, **settings))
@@ -107,6 +109,7 @@ class LoopDriver:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Be in one schedule call; what is due is captured before it."""
+        self._buffers.put_back()
         if self._calls >= self._warmup:
             for graphs, helper in self._graphed():
                 if not graphs.captured and graphs.failure is None:
