@@ -1,0 +1,105 @@
+"""Rounds of a policy with adapters as verl runs them: the model leaves and returns around every single pass."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from megatron.bridge.peft.lora import LoRA
+
+from bridge_cg_plugin.graphs.memory.returning_storages import ReturningStorages
+from bridge_cg_plugin.upstream.hooks.helpers import vision_helper
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.loops import emptied_cache, resized_storages
+from tests.returning import Returning
+
+from .loops import Policy, assert_equal, call, in_one_process
+
+# The system gives memory of this many elements back at once, and the next such from the same addresses.
+LARGE = 10 * 2**20
+PASSES = ("log-probabilities", "reference", "update")
+
+
+@pytest.fixture(autouse=True)
+def loop(active, monkeypatch):
+    yield from in_one_process(monkeypatch)
+
+
+class Place:
+    """Addresses of a large storage, which the system gives again."""
+
+    address = 0
+
+    def __init__(self, device):
+        self.device = device
+
+    def freed(self): ...
+
+    def fill(self, storage, nbytes, resize):
+        resize(storage, nbytes)
+        self.address = self.address or storage.data_ptr()
+        assert storage.data_ptr() == self.address
+
+
+class Adapted:
+    """A policy with adapters in buffers of data parallelism, which leave and return beside frozen weights."""
+
+    def __init__(self, **fields):
+        self.policy, self.lora = Policy(**fields), LoRA(target_modules=["linear_proj", "linear_fc2"], dim=4, alpha=8)
+        self.policy.vision_model = self.lora(self.policy.vision_model, training=True)
+        self.frozen = [p for p in self.policy.parameters() if not p.requires_grad]
+        self.trained = [p for p in self.policy.parameters() if p.requires_grad]
+        sizes = [p.numel() for p in self.trained]
+        self.weights, self.gradients = torch.zeros(sum(sizes) + LARGE), torch.zeros(sum(sizes) + LARGE)
+        parts = (flat.split([*sizes, LARGE])[:-1] for flat in (self.weights, self.gradients))
+        generator = torch.Generator().manual_seed(0)
+        for parameter, weight, gradient in zip(self.trained, *parts, strict=True):
+            weight.normal_(std=0.3, generator=generator)
+            parameter.data, parameter.main_grad = weight.view_as(parameter), gradient.view_as(parameter)
+            parameter.grad_added_to_main_grad = False
+        self._nbytes = self.weights.nbytes
+
+    def leave(self):
+        self._host = self.weights[:-LARGE].clone()
+        for flat in (self.weights, self.gradients):
+            flat.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()
+
+    def back(self, gradients):
+        self.weights.untyped_storage().resize_(self._nbytes)
+        self.weights[:-LARGE].copy_(self._host)
+        if gradients:
+            self.gradients.untyped_storage().resize_(self._nbytes)
+            self.gradients.zero_()
+        for parameter in self.frozen:
+            parameter.data = parameter.data.clone()
+
+    def run(self, kind, seed):
+        """Return losses, and of an update the gradients."""
+        trains = kind == "update"
+        self.policy.train(trains)
+        off = self.lora.disable_adapter(self.policy.vision_model) if kind == "reference" else nullcontext()
+        with nullcontext() if trains else torch.no_grad(), off:
+            losses, _ = call(self.policy, 2, forward_only=not trains, seed=seed)
+        # Autograd adds to `grad` what a hook of data parallelism would add to `main_grad`; replays leave zeros there.
+        return losses, [p.main_grad + p.grad for p in self.trained] if trains else []
+
+
+def test_a_policy_with_adapters_settles_in_its_second_round(monkeypatch):
+    monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", "1")
+    monkeypatch.setattr(emptied_cache, "is_on_device", lambda tensor: True)
+    monkeypatch.setattr(resized_storages, "STORAGES", ReturningStorages(Place))
+    executor, counts = Returning(), []
+    monkeypatch.setattr(vision_helper, "default_executor", lambda *args, **kwargs: executor)
+    graphed, eager = Adapted(), Adapted(vision_cuda_graph_impl="none")
+    graphed.leave()
+    for number in range(8):
+        for kind in PASSES:
+            graphed.back(gradients=kind == "update")
+            eager.gradients.zero_()
+            assert_equal(graphed.run(kind, number), eager.run(kind, number))
+            graphed.leave()
+        counts.append(executor.recorded)
+    statistics = active_graphs()[0].statistics()
+    # Of each pass once where weights were first found, and once at addresses of their own.
+    assert counts[1] == counts[-1] <= 2 * len(PASSES) - 1
+    assert statistics.fallbacks == {"model_changed": 1} and statistics.replays >= 7 * 2 * len(PASSES)
