@@ -4,7 +4,8 @@ import weakref
 
 import torch
 
-from bridge_cg_plugin.graphs.memory.returning_tensors import ReturningTensors, _in_larger_storage
+from bridge_cg_plugin.graphs.memory.returning_tensors import ReturningTensors
+from bridge_cg_plugin.graphs.memory.tensor_homes import in_larger_storage
 from bridge_cg_plugin.graphs.memory.virtual_memory import NoDeviceMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
@@ -40,7 +41,7 @@ class FakeMemory:
     def make(self, like):
         if not self._memories.room:
             raise torch.OutOfMemoryError("made to fail")
-        made = [_in_larger_storage(tensor).fill_(torch.nan) for tensor in like]
+        made = [in_larger_storage(tensor).fill_(torch.nan) for tensor in like]
         self._made += map(weakref.ref, made)
         return made
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import OutOfMemoryInCapture
+from bridge_cg_plugin.graphs.memory import tensor_homes
 from bridge_cg_plugin.graphs.memory.releasable_pools import ReleasablePools, allocating
 from bridge_cg_plugin.graphs.recordings.capture import capture_graph
 
@@ -294,7 +295,9 @@ def test_memory_of_graphs_that_are_dropped_goes_back(tower_module, tower, helper
 
 
 @pytest.mark.first
-def test_weights_given_other_memory_return_to_the_addresses_of_graphs(tower_module, tower, helper):
+@pytest.mark.parametrize("group", [tensor_homes.GROUP_BYTES, 32 * MB], ids=["together", "in groups"])
+def test_weights_given_other_memory_return_to_the_addresses_of_graphs(tower_module, tower, helper, group, monkeypatch):
+    monkeypatch.setattr(tensor_homes, "GROUP_BYTES", group)
     model, _, batch = tower
     weights = [parameter.detach().cpu() for parameter in model.parameters()]
     before, seconds = [parameter.data for parameter in model.parameters()], []

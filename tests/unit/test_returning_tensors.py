@@ -4,7 +4,9 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from bridge_cg_plugin.graphs.memory import tensor_homes
 from bridge_cg_plugin.graphs.memory.returning_tensors import ReturningTensors
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 
@@ -128,6 +130,57 @@ def test_without_room_they_stay_where_they_are(returning, memory, parameters):
     memory.room = True
     returning.settle(parameters)
     assert places(parameters) == home and all(map(torch.equal, parameters, values))
+
+
+class FewAtATime(Memories):
+    """Has room for so many memories, and notes how many of some storages were freed before each was made."""
+
+    def __init__(self, storages, most):
+        super().__init__()
+        self._storages, self.most, self.freed = storages, most, []
+
+    def new(self, device):
+        self.room = len(self.made) < self.most
+        self.freed.append(sum(storage.expired() for storage in self._storages))
+        return super().new(device)
+
+
+@pytest.fixture
+def many(monkeypatch):
+    """Return parameters in four groups."""
+    monkeypatch.setattr(tensor_homes, "GROUP_BYTES", 16)
+    made = [nn.Parameter(torch.rand(size)) for size in (3, 5, 2, 2, 4)]
+    load(made)
+    return made
+
+
+def test_one_group_after_the_other_has_two_copies(many):
+    memory = FewAtATime([StorageWeakRef(each.untyped_storage()) for each in many], 4)
+    returning = ReturningTensors(CPU, memory.new)
+    returning.settle(many)
+    assert memory.freed == [0, 1, 2, 4]
+    home = places(many)
+    values = load(many, 5.0)
+    assert returning.release() == 400
+    returning.settle(many)
+    assert places(many) == home and all(map(torch.equal, many, values)) and len(memory.made) == 4
+
+
+def test_groups_without_room_stay_where_they_are_until_there_is(many):
+    values, before = [each.detach().clone() for each in many], places(many)
+    memory = FewAtATime([], 2)
+    returning = ReturningTensors(CPU, memory.new)
+    returning.settle(many)
+    first = places(many)
+    assert all(map(torch.equal, many, values)) and first[2:] == before[2:] and not set(first[:2]) & set(before)
+    memory.most = 9
+    values = load(many, 5.0)
+    returning.settle(many)
+    home = places(many)
+    assert home[:2] == first[:2] and all(map(torch.equal, many, values))
+    load(many, 6.0)
+    returning.settle(many)
+    assert places(many) == home
 
 
 def test_what_a_loop_keeps_of_tensors_that_got_another_place_stays(returning, memory, parameters):

@@ -1,0 +1,229 @@
+"""Addresses for tensors that a loop gives other memory, in memory that leaves the device without them."""
+
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .releasable_pools import allocating_in, releasable_pools
+from .virtual_memory import DeviceMemoryError
+
+# What has two copies at a time. Of more groups each would cost a look at PyTorch's memory when it leaves.
+GROUP_BYTES = 4 * 2**30
+
+
+class Memory(Protocol):
+    """Memory that can leave the device and return to its addresses, with any content."""
+
+    def make(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return new tensors like these.
+
+        Raises:
+            torch.OutOfMemoryError: There is not enough memory.
+            DeviceMemoryError: The driver failed.
+        """
+
+    def release(self) -> int:
+        """Take all of it off the device; returns how many bytes left.
+
+        Raises:
+            DeviceMemoryError: The driver failed.
+        """
+
+    def restore(self) -> None:
+        """Take it back.
+
+        Raises:
+            DeviceMemoryError: There is not enough, or the driver failed.
+        """
+
+    def wait(self) -> None:
+        """Wait for the device."""
+
+
+class PooledMemory:
+    """Memory of pools on a GPU.
+
+    Args:
+        device: The GPU.
+
+    Raises:
+        DeviceMemoryError: Memory cannot leave and return there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        pools = releasable_pools(device, self)
+        if pools is None:
+            raise DeviceMemoryError("memory cannot leave and return here")
+        self._device, self._pools, self._pool = device, pools, pools.new_pool()
+
+    def make(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """See `Memory`."""
+        self.wait()
+        torch.cuda.empty_cache()  # PyTorch itself empties no cache for a pool
+        with allocating_in(self._pool, self._device):
+            return [in_larger_storage(tensor) for tensor in like]
+
+    def release(self) -> int:
+        """See `Memory`."""
+        return self._pools.release()
+
+    def restore(self) -> None:
+        """See `Memory`."""
+        self._pools.restore()
+
+    def wait(self) -> None:
+        """See `Memory`."""
+        torch.cuda.synchronize(self._device)
+
+
+class _Group:
+    """Addresses of tensors that are given their memory together.
+
+    Args:
+        new_memory: Makes what has the addresses, of no other group.
+        tensors: The tensors.
+    """
+
+    def __init__(self, new_memory: Callable[[], Memory], tensors: Sequence[Tensor]) -> None:
+        self._new_memory, self._tensors = new_memory, tuple(tensors)
+        self._memory: Memory | None = None
+        self._homes: tuple[Tensor, ...] = ()
+        self._away = False
+
+    def fits(self) -> bool:
+        """Whether the tensors are as large as they were, and nobody holds what is at the addresses."""
+        pairs = zip(self._tensors, self._homes, strict=True) if self._homes else ()
+        return all(_fits(*pair) for pair in pairs) and all(map(is_alone, self._homes))
+
+    def addresses(self) -> set[int]:
+        """Return the addresses that a tensor may have."""
+        return {home.data_ptr() for home in self._homes if not _is_empty(home)}
+
+    def bring(self) -> None:
+        """Give the tensors, which are elsewhere, memory here, with their values.
+
+        Raises:
+            torch.OutOfMemoryError: There is not enough memory.
+            DeviceMemoryError: There is not enough memory, or the driver failed.
+        """
+        if self._memory is None:
+            memory = self._new_memory()
+            self._homes, self._memory = tuple(memory.make(self._tensors)), memory
+        elif self._away:
+            self._memory.restore()
+            self._away = False
+        _copy(self._tensors, self._homes)
+        self._memory.wait()  # what they had is freed, perhaps on another stream than copies ran on
+        for tensor, home in zip(self._tensors, self._homes, strict=True):
+            tensor.data = home
+
+    def release(self) -> int:
+        """See `ReturningTensors.release`."""
+        used = not all(is_alone(home) or _is_empty(home) for home in self._homes)
+        if self._memory is None or self._away or used:
+            return 0
+        self._away = True
+        return self._memory.release()
+
+    def leave(self) -> None:
+        """Give tensors that are here memory of PyTorch's.
+
+        Raises:
+            torch.OutOfMemoryError: There is not enough for all of them.
+        """
+        for tensor, home in zip(self._tensors, self._homes, strict=False):
+            if not _is_empty(home) and tensor.data_ptr() == home.data_ptr():
+                tensor.data = tensor.data.clone()
+
+
+class Homes:
+    """Addresses of tensors that were given other memory together.
+
+    One group after the other is brought there, so that there are two copies of one group at a time.
+
+    Args:
+        new_memory: Makes what has the addresses of a group.
+        tensors: The tensors.
+    """
+
+    def __init__(self, new_memory: Callable[[], Memory], tensors: Sequence[Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        self._groups = [_Group(new_memory, group) for group in _groups_of(tensors)]
+
+    def fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the tensors, as large as they were, and nobody holds what is at the addresses."""
+        same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        return same and all(group.fits() for group in self._groups)
+
+    def have(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether all of these are here already: recordings of another state of the model were made elsewhere."""
+        here = set().union(*(group.addresses() for group in self._groups))
+        return all(tensor.data_ptr() in here for tensor in tensors)
+
+    def bring(self) -> None:
+        """See `_Group.bring`; some groups may be here where it fails."""
+        for group in self._groups:
+            group.bring()
+
+    def release(self) -> int:
+        """See `ReturningTensors.release`."""
+        return sum(group.release() for group in self._groups)
+
+    def leave(self) -> None:
+        """See `_Group.leave`."""
+        for group in self._groups:
+            group.leave()
+
+
+def _groups_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield neighbours, as many as have `GROUP_BYTES`, and one at least."""
+    group: list[Tensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        if group and nbytes + tensor.nbytes > GROUP_BYTES:
+            yield group
+            group, nbytes = [], 0
+        group.append(tensor)
+        nbytes += tensor.nbytes
+    yield group
+
+
+def _copy(tensors: Sequence[Tensor], homes: Sequence[Tensor]) -> None:
+    """Copy tensors, those of one type by a few kernels: one for each of hundreds would keep the host busy."""
+    for dtype in {tensor.dtype for tensor in tensors}:
+        of_type = [[each for each in many if each.dtype == dtype] for many in (homes, tensors)]
+        torch._foreach_copy_(of_type[0], of_type[1])
+
+
+def in_larger_storage(like: Tensor) -> Tensor:
+    """Return a new tensor like another one; loops free by `resize_(0)` what has a storage of just its own size."""
+    storage = torch.empty(like.numel() + 1, dtype=like.dtype, device=like.device).untyped_storage()
+    made = torch.empty(0, dtype=like.dtype, device=like.device)
+    return made.set_(storage, 0, like.shape, like.stride())
+
+
+def _fits(tensor: Tensor, home: Tensor) -> bool:
+    return (tensor.shape, tensor.dtype) == (home.shape, home.dtype) and not _is_empty(home)
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    """Whether a tensor's storage was freed by `resize_(0)`."""
+    return tensor.untyped_storage().nbytes() < tensor.nbytes
+
+
+def _holders(tensor: Tensor) -> tuple[int, int]:
+    """Return how many tensors have a tensor's storage, and how many objects of Python have the object for that."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+_ALONE = _holders(torch.empty(1))
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Whether nobody else has a tensor's memory; what PyTorch does not own cannot be resized."""
+    return _holders(tensor) == _ALONE and tensor.untyped_storage().resizable()
