@@ -19,7 +19,7 @@ from bridge_cg_plugin.offload.registry import OTHER
 from bridge_cg_plugin.offload.schedule import Fate
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
-from bridge_cg_tools.benchmarks.offload.replays import copies
+from bridge_cg_tools.benchmarks.offload.replays import on_device
 from tests.saving import Saver, SaverProgram, batch_of, results
 
 from ..regions import new_region
@@ -315,7 +315,7 @@ def test_copies_run_beside_kernels(tower_module, deep):
     helper.create_cudagraphs()
     batch = tower_module.make_batch([(1, 64, 64)], deep)
     tower_module.step(deep, batch)
-    found = copies(lambda: tower_module.step(deep, batch))
+    found = on_device(lambda: tower_module.step(deep, batch))
     assert not helper.graphs.statistics().fallbacks
     helper.delete_cuda_graphs()
     print(found)
