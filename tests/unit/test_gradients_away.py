@@ -25,13 +25,13 @@ class Counting(TapeExecutor):
 
 
 class Gradients:
-    """A buffer of `main_grad`s, as data parallelism has it."""
+    """A buffer of `main_grad`s, as data parallelism has it, behind those of so many other elements."""
 
-    def __init__(self, model):
-        sizes = [p.numel() for p in model.parameters()]
+    def __init__(self, model, before=0):
+        sizes = [before, *(p.numel() for p in model.parameters())]
         self.flat, self._others = torch.zeros(sum(sizes)), []
         self._nbytes = self.flat.nbytes
-        for parameter, gradient in zip(model.parameters(), self.flat.split(sizes), strict=True):
+        for parameter, gradient in zip(model.parameters(), self.flat.split(sizes)[1:], strict=True):
             parameter.main_grad, parameter.grad_added_to_main_grad = gradient.view_as(parameter), False
 
     def leave(self):
@@ -53,9 +53,9 @@ def model():
     return nn.Linear(WIDTH, WIDTH)
 
 
-@pytest.fixture
-def gradients(model):
-    return Gradients(model)
+@pytest.fixture(params=[0, WIDTH])
+def gradients(model, request):
+    return Gradients(model, request.param)
 
 
 @pytest.fixture

@@ -235,7 +235,8 @@ class Source:
     def gradients_left(self) -> bool:
         """Whether memory of a `main_grad` has left the device, so that no backward can be recorded or replayed."""
         there = map(getattr, self.sinks.parameters, repeat("main_grad"), repeat(None))
-        return any(type(g) is Tensor and g.numel() and not g.data_ptr() for g in there)
+        # The storage's size: a part of a storage that was freed has an address, too, unless it begins there.
+        return any(type(g) is Tensor and g.numel() and not g.untyped_storage().nbytes() for g in there)
 
     def reads_elsewhere(self) -> list[Tensor]:
         """Return what recordings read that lies elsewhere now.
