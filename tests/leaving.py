@@ -60,10 +60,10 @@ class LeavingExecutor(PooledExecutor):
     def record_forward(self, body, pool):
         self.check_there()
         self.recorded += 1
-        return _Guarded(super().record_forward(body, pool), self)
+        return Guarded(super().record_forward(body, pool), self)
 
 
-class _Guarded:
+class Guarded:
     """A recording that is replayed only while its memory is there."""
 
     def __init__(self, recording: PooledRecording, executor: LeavingExecutor) -> None:

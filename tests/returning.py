@@ -4,10 +4,13 @@ import weakref
 
 import torch
 
+from bridge_cg_plugin.graphs.memory.joint_memory import JointMemories
 from bridge_cg_plugin.graphs.memory.returning_tensors import ReturningTensors
 from bridge_cg_plugin.graphs.memory.tensor_homes import in_larger_storage
 from bridge_cg_plugin.graphs.memory.virtual_memory import NoDeviceMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
+
+from .leaving import Guarded
 
 CPU = torch.device("cpu")
 
@@ -69,10 +72,37 @@ class Returning(ReferenceExecutor):
     def __init__(self):
         super().__init__()
         self.memory = Memories()
+        self._joint = JointMemories(self.memory.new)
 
     def returning_tensors(self):
-        return ReturningTensors(CPU, self.memory.new)
+        return ReturningTensors(CPU, self._joint.new)
 
     def record(self, body, pool):
         self.recorded += 1
         return super().record(body, pool)
+
+
+class LeavingReturning(Returning):
+    """Its other memory leaves as well: whatever replays without it fails.
+
+    Attributes:
+        left, returned: How often that memory left and returned.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.memory_away, self.left, self.returned = False, 0, 0
+
+    def release_memory(self):
+        self.left, self.memory_away = self.left + (not self.memory_away), True
+        return 100
+
+    def restore_memory(self):
+        self.returned, self.memory_away = self.returned + self.memory_away, False
+
+    def check_there(self):
+        assert not self.memory_away, "memory that has left was touched"
+
+    def record(self, body, pool):
+        self.check_there()
+        return Guarded(super().record(body, pool), self)

@@ -9,7 +9,10 @@ import torch
 
 from bridge_cg_plugin.graphs.errors import OutOfMemoryInCapture
 from bridge_cg_plugin.graphs.memory import tensor_homes
+from bridge_cg_plugin.graphs.memory.joint_memory import JointMemories
 from bridge_cg_plugin.graphs.memory.releasable_pools import ReleasablePools, allocating
+from bridge_cg_plugin.graphs.memory.returning_tensors import ReturningTensors
+from bridge_cg_plugin.graphs.memory.tensor_homes import PooledMemory
 from bridge_cg_plugin.graphs.recordings.capture import capture_graph
 
 pytestmark = pytest.mark.alone  # others would take and free memory of the GPU
@@ -331,3 +334,35 @@ def test_weights_given_other_memory_return_to_the_addresses_of_graphs(tower_modu
     print(f"weights returned {len(seconds)} times: captured in {seconds} s in all")
     assert statistics.replays == len(seconds) and not statistics.fallbacks
     assert len(set(seconds)) == 1
+
+
+@pytest.mark.parametrize("kind", ["joint", "separate"])
+def test_weights_of_many_regions_leave_and_return(kind):
+    device, count = torch.device("cuda", torch.cuda.current_device()), 48
+    new_memory = JointMemories().new if kind == "joint" else PooledMemory
+    regions = [ReturningTensors(device, new_memory) for _ in range(count)]
+    values = [[torch.randn(MB) for _ in range(4)] for _ in regions]
+    weights = [[torch.empty(0, device=device) for _ in some] for some in values]
+    nbytes, homes, seconds = sum(v.nbytes for some in values for v in some), [], []
+    for _ in range(4):
+        for some, ours in zip(weights, values, strict=True):
+            for weight, value in zip(some, ours, strict=True):
+                weight.data = value.to(device)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for region, some in zip(regions, weights, strict=True):
+            region.settle(some)
+        settled = time.perf_counter()
+        homes.append([weight.data_ptr() for some in weights for weight in some])
+        for some, ours in zip(weights, values, strict=True):
+            assert all(torch.equal(w.cpu(), v) for w, v in zip(some, ours, strict=True))
+            for weight in some:
+                weight.data = torch.empty(0)
+        torch.cuda.empty_cache()
+        before, leaving = free_bytes(), time.perf_counter()
+        left = [region.release() for region in regions]
+        seconds.append((round(settled - started, 3), round(time.perf_counter() - leaving, 3)))
+        assert free_bytes() - before >= nbytes - SLACK
+        assert sum(map(bool, left)) == (1 if kind == "joint" else count)
+    assert all(each == homes[0] for each in homes)
+    print(f"{count} regions, {kind}: seconds of returning and leaving {seconds}")

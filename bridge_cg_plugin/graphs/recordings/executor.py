@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CaptureError, release_frames
+from ..memory.joint_memory import JointMemories
 from ..memory.releasable_pools import allocating, releasable_pools
 from ..memory.returning_tensors import ReturningTensors
 from ..replays.slot import Making
@@ -212,6 +213,7 @@ class CudaGraphExecutor:
         self._hooks = pre_warmup_hook, post_warmup_hook
         self._warm: set[tuple[str, bool]] = set()
         self._releasable = releasable_pools(self.device, self) if releasable else None
+        self._weights = JointMemories()
 
     def new_pool(self) -> tuple[int, int]:
         """See `Executor`. Memory of pools that nothing is left of goes back first: a capture cannot free any.
@@ -304,7 +306,7 @@ class CudaGraphExecutor:
 
     def returning_tensors(self) -> ReturningTensors | None:
         """See `Executor`."""
-        return None if self._releasable is None else ReturningTensors(self.device)
+        return None if self._releasable is None else ReturningTensors(self.device, self._weights.new)
 
 
 class ReferenceExecutor(StayingMemory):
