@@ -50,7 +50,13 @@ def on_cpu(*args, device=None, **kwargs):
 
 def call(model, microbatches, forward_only=False, seed=0):
     """Run one schedule call as a loop does; returns the losses and, after training, the gradients."""
-    data = iter([(SIZES[i % len(SIZES)], seed + i) for i in range(microbatches)])
+    losses = run_schedule(model, [(SIZES[i % len(SIZES)], seed + i) for i in range(microbatches)], forward_only)
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return losses, gradients
+
+
+def run_schedule(model, microbatches, forward_only):
+    """Run one schedule call over microbatches, which are the model's arguments; returns the losses."""
 
     def step(iterator, chunk):
         loss = chunk(*next(iterator))
@@ -60,15 +66,14 @@ def call(model, microbatches, forward_only=False, seed=0):
     with mock.patch.object(torch, "zeros", on_cpu):
         found = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=data,
+            data_iterator=iter(microbatches),
             model=[model],
-            num_microbatches=microbatches,
+            num_microbatches=len(microbatches),
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
         )
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [each["loss"] for each in found], gradients
+    return [each["loss"] for each in found]
 
 
 def assert_equal(actual, expected):

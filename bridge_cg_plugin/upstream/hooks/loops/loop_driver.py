@@ -133,6 +133,7 @@ class LoopDriver:
             if graphs.in_step or not graphs.captured:
                 continue
             if not graphs.executor.memory_away and has_left(graphs.model):
+                self._buffers.let_go()
                 graphs.release_memory()
             else:  # what did not leave with the model, because somebody still held a weight
                 graphs.release_unused()

@@ -5,7 +5,7 @@ buffer that is another tensor would be another model after every move.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -13,16 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+_Layout = tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]]
+
 
 class _Held(NamedTuple):
     """A module's buffer.
 
     Attributes:
         buffer: The buffer.
+        layout: What it was at first.
         shared: Whether the model has it in another place, too, where values that replace it here must not be seen.
     """
 
     buffer: Tensor
+    layout: _Layout
     shared: bool
 
 
@@ -41,31 +45,48 @@ class ReturningBuffers:
         for module in modules:
             there = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
             if there:
-                self._of[module] = {name: _Held(each, places[id(each)] > 1) for name, each in there.items()}
+                self._of[module] = {name: _Held(b, _layout(b), places[id(b)] > 1) for name, b in there.items()}
 
     def put_back(self) -> None:
         """Put tensors back that others like them have replaced, with the memory and values of these."""
+        for module, name, held, found in self._replaced():
+            if _layout(found) == held.layout and _may_get(held, found):
+                _fill(held.buffer, found)
+                module._buffers[name] = held.buffer
+
+    def let_go(self) -> None:
+        """Free the memory of tensors that others have replaced while the model is off the device."""
+        for _, _, held, found in self._replaced():
+            if torch._has_compatible_shallow_copy_type(held.buffer, found) and _may_get(held, found):
+                _fill(held.buffer, found)
+
+    def _replaced(self) -> Iterator[tuple[nn.Module, str, _Held, Tensor]]:
+        """Yield the buffers that others have replaced: module, name, buffer, and the other one."""
         for module, there in self._of.items():
             for name, held in there.items():
                 found = module._buffers.get(name)
-                if found is not None and found is not held.buffer and _can_return(held, found):
-                    module._buffers[name] = _filled(held.buffer, found)
+                if found is not None and found is not held.buffer and _is_plain(held.buffer) and _is_plain(found):
+                    yield module, name, held, found
 
 
-def _can_return(held: _Held, found: Tensor) -> bool:
-    buffer = held.buffer
-    plain = type(buffer) is type(found) is Tensor and not (buffer.requires_grad or found.requires_grad)
-    alike = plain and _layout(buffer) == _layout(found)
-    return alike and (not held.shared or torch.equal(buffer, found))
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and not tensor.requires_grad
 
 
-def _layout(tensor: Tensor) -> tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]]:
+def _layout(tensor: Tensor) -> _Layout:
     return tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _filled(buffer: Tensor, found: Tensor) -> Tensor:
-    """Return a buffer with another tensor's memory; recordings of a value on the host see it as written to."""
+def _may_get(held: _Held, found: Tensor) -> bool:
+    """Whether a buffer may have the values of what replaced it, which its other places then have as well."""
+    if not held.shared:
+        return True
+    comparable = held.buffer.dtype == found.dtype and not (held.buffer.is_meta or found.is_meta)
+    return comparable and torch.equal(held.buffer.to(found.device), found)
+
+
+def _fill(buffer: Tensor, found: Tensor) -> None:
+    """Give a buffer another tensor's memory; recordings of a value on the host see it as written to."""
     buffer.data = found
     if not buffer.is_inference():
         increment_version(buffer)
-    return buffer

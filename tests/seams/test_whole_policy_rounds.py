@@ -1,0 +1,214 @@
+"""Rounds of a policy whose encoder and language model are both on graphs, as verl runs them."""
+
+import copy
+from collections import deque
+from contextlib import ExitStack, nullcontext
+from functools import partial
+
+import pytest
+import torch
+from megatron.bridge.peft.lora import LoRA
+from torch import nn
+
+from bridge_cg_plugin.graphs.memory.returning_storages import ReturningStorages
+from bridge_cg_plugin.upstream.hooks.helpers import packed_helper, vision_helper
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.loops import emptied_cache, resized_storages
+from tests.returning import LeavingReturning
+from tests.unit.packs import DEFAULTS, EXPERTS, new_model, pack
+from tests.unit.towers import draw, loss_of, new_tower
+
+from .loops import FIELDS, Policy, assert_equal, in_one_process, run_schedule
+from .test_adapter_rounds import LARGE, PASSES, Place
+
+PACKED = {**DEFAULTS, "cuda_graph_impl": "transformer_engine"}
+ROUTERS = {**EXPERTS, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+MICROBATCHES = (([[1, 4, 6]], (100, 150, 50)), ([[1, 8, 8], [1, 4, 4]], (120, 150)))
+ROUNDS, PARTS = 6, 3
+
+
+@pytest.fixture(autouse=True)
+def loop(active, monkeypatch):
+    yield from in_one_process(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def executors(monkeypatch):
+    """Return the executors of all models, whose memory leaves."""
+    made = []
+
+    def new(*args, **kwargs):
+        made.append(LeavingReturning())
+        return made[-1]
+
+    for helper in (vision_helper, packed_helper):
+        monkeypatch.setattr(helper, "default_executor", new)
+    monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", "1")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(emptied_cache, "is_on_device", lambda tensor: True)
+    monkeypatch.setattr(resized_storages, "STORAGES", ReturningStorages(Place))
+    return made
+
+
+class WholePolicy(Policy):
+    """A vision-language model whose loss is that of its encoder and that of its language model over a pack."""
+
+    def __init__(self, graphs, seed=0, modules=(), **fields):
+        nn.Module.__init__(self)
+        self.vision_model = new_tower(seed)
+        self.language_model = new_model(seed, **(ROUTERS if "moe_router" in modules else {}))
+        self.config = copy.copy(self.language_model.config)
+        options = {**FIELDS, **PACKED, "cuda_graph_modules": list(modules), **fields} if graphs else {}
+        for config in (self.config, self.language_model.config):
+            vars(config).update(options)
+        vars(self.config).update(timers=None, calculate_per_token_loss=False)
+
+    def forward(self, rows, documents, seed):
+        hidden, deepstack = self.vision_model(*draw(rows, seed))
+        return loss_of([hidden, *deepstack]) + self.language_model(**pack(documents, seed)).mean()
+
+
+class Rounds:
+    """A model that leaves and returns around every pass.
+
+    Trained weights and gradients are in buffers of data parallelism. Frozen weights and the model's buffers get other
+    memory each time.
+    """
+
+    def __init__(self, model, adapters=None):
+        self.model, self._adapters = model, adapters
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        sizes = [p.numel() for p in self._trained]
+        self._weights, self.gradients = torch.zeros(sum(sizes) + LARGE), torch.zeros(sum(sizes) + LARGE)
+        parts = (flat.split([*sizes, LARGE])[:-1] for flat in (self._weights, self.gradients))
+        for parameter, weight, gradient in zip(self._trained, *parts, strict=True):
+            weight.copy_(parameter.data.flatten())
+            parameter.data, parameter.main_grad = weight.view_as(parameter), gradient.view_as(parameter)
+            parameter.grad_added_to_main_grad = False
+        self._nbytes = self._weights.nbytes
+        # Keeps the system from giving the same memory again.
+        self._before = deque(maxlen=4)
+
+    def leave(self):
+        self._host = self._weights[:-LARGE].clone()
+        for flat in (self._weights, self.gradients):
+            flat.untyped_storage().resize_(0)
+        self._host_frozen = [parameter.data.clone() for parameter in self._frozen]
+        for parameter in self._frozen:
+            parameter.data = torch.empty(0)
+        self._replace_buffers()
+        torch.cuda.empty_cache()
+
+    def back(self, gradients):
+        self._weights.untyped_storage().resize_(self._nbytes)
+        self._weights[:-LARGE].copy_(self._host)
+        if gradients:
+            self.gradients.untyped_storage().resize_(self._nbytes)
+            self.gradients.zero_()
+        for parameter, host in zip(self._frozen, self._host_frozen, strict=True):
+            parameter.data = host.clone()
+        self._before.append((self._host_frozen, list(self.model.buffers())))
+        del self._host_frozen
+        self._replace_buffers()
+
+    def _replace_buffers(self):
+        for module in self.model.modules():
+            module._buffers.update({name: b.clone() for name, b in module._buffers.items() if b is not None})
+
+    def run(self, kind, seed):
+        """Return losses, and of an update the gradients."""
+        trains = kind == "update"
+        self.model.train(trains)
+        with nullcontext() if trains else torch.no_grad(), self._without_adapters(kind):
+            losses = run_schedule(self.model, [(*each, seed) for each in MICROBATCHES], forward_only=not trains)
+        # Autograd adds to `grad` what a hook of data parallelism would add to `main_grad`; replays leave zeros there.
+        return losses, [p.main_grad + (0 if p.grad is None else p.grad) for p in self._trained] if trains else []
+
+    def _without_adapters(self, kind):
+        stack = ExitStack()
+        if kind == "reference" and self._adapters is not None:
+            for part in (self.model.vision_model, self.model.language_model):
+                stack.enter_context(self._adapters.disable_adapter(part))
+        return stack
+
+
+def with_adapters(model):
+    lora = LoRA(target_modules=["linear_qkv", "linear_proj", "linear_fc2"], dim=4, alpha=8)
+    for name in ("vision_model", "language_model"):
+        setattr(model, name, lora(getattr(model, name), training=True))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.normal_(std=0.3, generator=generator)
+    return Rounds(model, lora)
+
+
+def frozen(model):
+    return Rounds(model.requires_grad_(False))
+
+
+def run_rounds(executors, policy, reference):
+    """Compare each pass of each round with eager; return how much each executor had recorded after each round.
+
+    Args:
+        executors: Of the graphs.
+        policy: Two policies, one on graphs and one eager.
+        reference: Two reference models, which are the policies where these have adapters.
+    """
+    counts = []
+    for graphed in dict.fromkeys((policy[0], reference[0])):
+        graphed.leave()
+    for number in range(ROUNDS):
+        for kind in PASSES:
+            graphed, eager = reference if kind == "reference" else policy
+            graphed.back(gradients=kind == "update")
+            eager.gradients.zero_()
+            assert_equal(graphed.run(kind, number), eager.run(kind, number))
+            graphed.leave()
+            assert all(executor.memory_away for executor in executors if executor.recorded)
+        counts.append([executor.recorded for executor in executors])
+    return counts
+
+
+def assert_all_left(executors):
+    """Weights have addresses of their own, in one memory for all regions of a module, which has left with them."""
+    for executor in executors:
+        assert len(executor.memory.made) <= 1 and all(memory.away for memory in executor.memory.made)
+        assert executor.returned == executor.left - 1
+
+
+CHOICES = pytest.mark.parametrize(
+    ("modules", "fields"),
+    [
+        ((), {}),
+        (("attn",), {"vision_cuda_graph_modules": ["attn"]}),
+        (("mlp",), {"vision_cuda_graph_modules": ["mlp"]}),
+        (("attn", "moe_router"), {}),
+    ],
+    ids=["layers", "attn", "mlp", "attn-router"],
+)
+
+
+@CHOICES
+def test_a_policy_with_adapters_settles_in_its_second_round(executors, modules, fields):
+    models = [with_adapters(WholePolicy(graphs, modules=modules, **fields)) for graphs in (True, False)]
+    counts = run_rounds(executors, models, models)
+    assert counts[1] == counts[-1]
+    for graphs in active_graphs():
+        fallbacks = graphs.statistics().fallbacks
+        # A microbatch without adapters, of each part of the encoder by itself.
+        assert set(fallbacks) == {"model_changed"} and fallbacks.total() <= PARTS
+    assert_all_left(executors)
+
+
+@CHOICES
+def test_a_policy_and_its_reference_settle_in_their_third_round(executors, modules, fields):
+    new = partial(WholePolicy, modules=modules, **fields)
+    policy = [Rounds(new(graphs)) for graphs in (True, False)]
+    reference = [frozen(new(graphs, seed=1)) for graphs in (True, False)]
+    counts = run_rounds(executors, policy, reference)
+    assert counts[2] == counts[-1]
+    for graphs in active_graphs():
+        assert not graphs.statistics().fallbacks and graphs.statistics().replays
+    assert_all_left(executors)
