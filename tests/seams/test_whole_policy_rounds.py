@@ -71,7 +71,9 @@ class WholePolicy(Policy):
         self.vision_model = new_tower(seed)
         self.language_model = new_model(seed, **(ROUTERS if "moe_router" in modules else {}))
         self.config = copy.copy(self.language_model.config)
-        options = {**FIELDS, **PACKED, "cuda_graph_modules": list(modules), **fields} if graphs else {}
+        # The oldest release has another word.
+        name = "cuda_graph_modules" if hasattr(self.config, "cuda_graph_modules") else "cuda_graph_scope"
+        options = {**FIELDS, **PACKED, name: list(modules), **fields} if graphs else {}
         for config in (self.config, self.language_model.config):
             vars(config).update(options)
         vars(self.config).update(timers=None, calculate_per_token_loss=False)
