@@ -172,13 +172,11 @@ class Region:
 
     def _planned_modes(self, first_slot: bool, bucket: Bucket) -> list[Mode]:
         """What to record for a bucket; a region that trains nothing is replayed without gradients in training, too."""
-        training = self.sources.training
-        frozen = not self.sources.current.sinks.parameters
-        modes = [] if frozen and not self._differentiable(bucket) else [Mode(gradients=True, training=training)]
-        if self.sources.current.gradients_left():
-            modes = []
+        source, training = self.sources.current, self.sources.training
+        mode = self._training_mode(bucket)
+        modes = [mode] if mode.gradients and not source.gradients_left() else []
         if first_slot and bucket in self._forward_only_buckets():
-            if frozen and training:
+            if training and not source.sinks.parameters:
                 modes.append(Mode(gradients=False, training=training))
             modes.append(Mode(gradients=False, training=False))
         return modes

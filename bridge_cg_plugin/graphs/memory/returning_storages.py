@@ -135,17 +135,18 @@ class ReturningStorages:
         self._followed, self._places = {}, {}
 
 
-def _holders(storage: UntypedStorage) -> int:
+def uses_of(storage: UntypedStorage) -> int:
+    """Return how many tensors have a storage, and one for the object that Python has of it."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 _tensor = torch.empty(1)
-_ONE_TENSOR = _holders(_tensor.untyped_storage())
+_ONE_TENSOR = uses_of(_tensor.untyped_storage())
 
 
 def _is_shared(storage: UntypedStorage) -> bool:
     """Whether several tensors have a storage, which may have been freed before."""
-    return _holders(storage) > _ONE_TENSOR
+    return uses_of(storage) > _ONE_TENSOR
 
 
 def _move(storage: UntypedStorage, resize: Resize) -> None:

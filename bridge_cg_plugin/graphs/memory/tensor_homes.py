@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .releasable_pools import allocating_in, releasable_pools
+from .returning_storages import uses_of
 from .virtual_memory import DeviceMemoryError
 
 # What has two copies at a time. Of more groups each would cost a look at PyTorch's memory when it leaves.
@@ -218,7 +219,7 @@ def _is_empty(tensor: Tensor) -> bool:
 def _holders(tensor: Tensor) -> tuple[int, int]:
     """Return how many tensors have a tensor's storage, and how many objects of Python have the object for that."""
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+    return uses_of(storage), sys.getrefcount(storage)
 
 
 _ALONE = _holders(torch.empty(1))

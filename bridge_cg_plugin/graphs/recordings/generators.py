@@ -35,16 +35,17 @@ def drawing_aside(device: torch.device) -> Iterator[None]:
 
     What is drawn inside is the same again and again: nobody may use it.
     """
-    for aside in generators_aside(device):
-        default = default_generator(device)
-        kept = default.graphsafe_get_state()
-        default.graphsafe_set_state(aside)
-        try:
-            yield
-        finally:
-            default.graphsafe_set_state(kept)
+    aside = generators_aside(device)
+    if not aside:
+        yield
         return
-    yield
+    default = default_generator(device)
+    kept = default.graphsafe_get_state()
+    default.graphsafe_set_state(aside[0])
+    try:
+        yield
+    finally:
+        default.graphsafe_set_state(kept)
 
 
 @contextmanager
