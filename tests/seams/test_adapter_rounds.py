@@ -46,6 +46,34 @@ class Place:
                 pytest.skip("the system gave a large storage other memory than before")
 
 
+class FlatBuffers:
+    """Weights and gradients of parameters in two large storages, as megatron-core's data parallelism keeps them."""
+
+    def __init__(self, parameters):
+        sizes = [p.numel() for p in parameters]
+        self._weights, self.gradients = torch.zeros(sum(sizes) + LARGE), torch.zeros(sum(sizes) + LARGE)
+        parts = (flat.split([*sizes, LARGE])[:-1] for flat in (self._weights, self.gradients))
+        for parameter, weight, gradient in zip(parameters, *parts, strict=True):
+            weight.copy_(parameter.data.flatten())
+            parameter.data, parameter.main_grad = weight.view_as(parameter), gradient.view_as(parameter)
+            parameter.grad_added_to_main_grad = False
+        self._nbytes = self._weights.nbytes
+
+    def leave(self):
+        """Free both storages."""
+        self._host = self._weights[:-LARGE].clone()
+        for flat in (self._weights, self.gradients):
+            flat.untyped_storage().resize_(0)
+
+    def back(self, gradients):
+        """Fill the weights again, and the gradients with zeros if they are asked for."""
+        self._weights.untyped_storage().resize_(self._nbytes)
+        self._weights[:-LARGE].copy_(self._host)
+        if gradients:
+            self.gradients.untyped_storage().resize_(self._nbytes)
+            self.gradients.zero_()
+
+
 class Adapted:
     """A policy with adapters in buffers of data parallelism, which leave and return beside frozen weights."""
 
@@ -54,28 +82,17 @@ class Adapted:
         self.policy.vision_model = self.lora(self.policy.vision_model, training=True)
         self.frozen = [p for p in self.policy.parameters() if not p.requires_grad]
         self.trained = [p for p in self.policy.parameters() if p.requires_grad]
-        sizes = [p.numel() for p in self.trained]
-        self.weights, self.gradients = torch.zeros(sum(sizes) + LARGE), torch.zeros(sum(sizes) + LARGE)
-        parts = (flat.split([*sizes, LARGE])[:-1] for flat in (self.weights, self.gradients))
         generator = torch.Generator().manual_seed(0)
-        for parameter, weight, gradient in zip(self.trained, *parts, strict=True):
-            weight.normal_(std=0.3, generator=generator)
-            parameter.data, parameter.main_grad = weight.view_as(parameter), gradient.view_as(parameter)
-            parameter.grad_added_to_main_grad = False
-        self._nbytes = self.weights.nbytes
+        for parameter in self.trained:
+            parameter.data.normal_(std=0.3, generator=generator)
+        self.buffers = FlatBuffers(self.trained)
 
     def leave(self):
-        self._host = self.weights[:-LARGE].clone()
-        for flat in (self.weights, self.gradients):
-            flat.untyped_storage().resize_(0)
+        self.buffers.leave()
         torch.cuda.empty_cache()
 
     def back(self, gradients):
-        self.weights.untyped_storage().resize_(self._nbytes)
-        self.weights[:-LARGE].copy_(self._host)
-        if gradients:
-            self.gradients.untyped_storage().resize_(self._nbytes)
-            self.gradients.zero_()
+        self.buffers.back(gradients)
         for parameter in self.frozen:
             parameter.data = parameter.data.clone()
 
@@ -101,7 +118,7 @@ def test_a_policy_with_adapters_settles_in_its_second_round(monkeypatch):
     for number in range(8):
         for kind in PASSES:
             graphed.back(gradients=kind == "update")
-            eager.gradients.zero_()
+            eager.buffers.gradients.zero_()
             assert_equal(graphed.run(kind, number), eager.run(kind, number))
             graphed.leave()
         counts.append(executor.recorded)

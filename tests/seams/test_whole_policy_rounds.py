@@ -20,7 +20,7 @@ from tests.unit.packs import DEFAULTS, EXPERTS, new_model, pack
 from tests.unit.towers import draw, loss_of, new_tower
 
 from .loops import FIELDS, Policy, assert_equal, in_one_process, run_schedule
-from .test_adapter_rounds import LARGE, PASSES, Place
+from .test_adapter_rounds import PASSES, FlatBuffers, Place
 
 PACKED = {**DEFAULTS, "cuda_graph_impl": "transformer_engine"}
 ROUTERS = {**EXPERTS, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
@@ -94,21 +94,12 @@ class Rounds:
         self.model, self._adapters = model, adapters
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        sizes = [p.numel() for p in self._trained]
-        self._weights, self.gradients = torch.zeros(sum(sizes) + LARGE), torch.zeros(sum(sizes) + LARGE)
-        parts = (flat.split([*sizes, LARGE])[:-1] for flat in (self._weights, self.gradients))
-        for parameter, weight, gradient in zip(self._trained, *parts, strict=True):
-            weight.copy_(parameter.data.flatten())
-            parameter.data, parameter.main_grad = weight.view_as(parameter), gradient.view_as(parameter)
-            parameter.grad_added_to_main_grad = False
-        self._nbytes = self._weights.nbytes
+        self.buffers = FlatBuffers(self._trained)
         # Keeps the system from giving the same memory again.
         self._before = deque(maxlen=4)
 
     def leave(self):
-        self._host = self._weights[:-LARGE].clone()
-        for flat in (self._weights, self.gradients):
-            flat.untyped_storage().resize_(0)
+        self.buffers.leave()
         self._host_frozen = [parameter.data.clone() for parameter in self._frozen]
         for parameter in self._frozen:
             parameter.data = torch.empty(0)
@@ -116,11 +107,7 @@ class Rounds:
         torch.cuda.empty_cache()
 
     def back(self, gradients):
-        self._weights.untyped_storage().resize_(self._nbytes)
-        self._weights[:-LARGE].copy_(self._host)
-        if gradients:
-            self.gradients.untyped_storage().resize_(self._nbytes)
-            self.gradients.zero_()
+        self.buffers.back(gradients)
         for parameter, host in zip(self._frozen, self._host_frozen, strict=True):
             parameter.data = host.clone()
         self._before.append((self._host_frozen, list(self.model.buffers())))
@@ -178,7 +165,7 @@ def run_rounds(executors, policy, reference):
         for kind in PASSES:
             graphed, eager = reference if kind == "reference" else policy
             graphed.back(gradients=kind == "update")
-            eager.gradients.zero_()
+            eager.buffers.gradients.zero_()
             assert_equal(graphed.run(kind, number), eager.run(kind, number))
             graphed.leave()
             assert all(executor.memory_away for executor in executors if executor.recorded)

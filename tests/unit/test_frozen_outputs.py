@@ -240,6 +240,16 @@ def activate(model, function):
         layer.mlp.activation_func = function
 
 
+def assert_a_write_is_seen(graphs, model, tensor):
+    """Write to what a model reads; kept outputs are not those of before."""
+    before = forward(model, IMAGES)
+    tensor.mul_(2.0)
+    with graphs.paused():
+        expected = forward(model, IMAGES)
+    assert not torch.equal(before[0], expected[0])
+    assert_close(forward(model, IMAGES), expected)
+
+
 @pytest.mark.parametrize(
     "hold, read",
     [
@@ -253,12 +263,7 @@ def test_tensors_in_attributes_are_part_of_the_weights(hold, read):
     model, scale = frozen_tower(), torch.ones(1)
     activate(model, Scaled(read, hold(scale)))
     with on_graphs(model) as graphs:
-        before = forward(model, IMAGES)
-        scale.mul_(2.0)
-        with graphs.paused():
-            expected = forward(model, IMAGES)
-        assert not torch.equal(before[0], expected[0])
-        assert_close(forward(model, IMAGES), expected)
+        assert_a_write_is_seen(graphs, model, scale)
 
 
 def test_an_encoder_captured_again_is_another_encoder():
@@ -397,12 +402,7 @@ def test_weights_that_inference_mode_made_and_writes_inside_a_step_are_seen():
     weight = model.merger.linear_fc2.weight
     with on_graphs(model) as graphs, graphs.step(), torch.inference_mode():
         weight.data = weight.data.clone()
-        before = forward(model, IMAGES)
-        weight.mul_(2.0)
-        with graphs.paused():
-            expected = forward(model, IMAGES)
-        assert not torch.equal(before[0], expected[0])
-        assert_close(forward(model, IMAGES), expected)
+        assert_a_write_is_seen(graphs, model, weight)
 
 
 def test_weights_are_read_once_in_a_step(monkeypatch):
