@@ -1,38 +1,15 @@
-import gc
-import logging
-import weakref
-
 import pytest
 import torch
 from torch import nn
 
 from bridge_cg_plugin.vision import frozen_outputs
-from bridge_cg_plugin.vision.frozen_outputs import shared_store
 from bridge_cg_plugin.vision.kernels.fingerprint import fingerprint
 
+from .frozen_towers import IMAGES, OTHERS, activate, counts, frozen_tower, on_graphs
 from .test_host_time import python_calls
-from .towers import assert_close, draw, forward, graphs_on, new_tower, poison
+from .towers import assert_close, draw, forward, new_tower, poison
 
-IMAGES, OTHERS = [[1, 4, 8], [1, 4, 4]], [[2, 4, 8]]
-
-
-@pytest.fixture(autouse=True)
-def store_of_its_own(monkeypatch):
-    """Let no test find what another one's encoder, not collected yet, has kept."""
-    monkeypatch.setattr(frozen_outputs, "_shared", None)
-
-
-def frozen_tower(seed=0):
-    return new_tower(seed).requires_grad_(False)
-
-
-def on_graphs(model, gib=1.0, **options):
-    return graphs_on(model, frozen_outputs_gb=gib, **options)
-
-
-def counts(graphs):
-    """Return microbatches that were found and that ran."""
-    return graphs.workload.frozen.found, graphs.workload.frozen.replays
+pytestmark = pytest.mark.usefixtures("frozen_store_of_its_own")
 
 
 def test_the_same_images_are_encoded_once():
@@ -106,41 +83,6 @@ def test_weights_that_left_and_came_back_are_known():
         assert counts(graphs) == (1, 1)
 
 
-def test_a_policy_and_its_reference_share_outputs_once_they_were_compared():
-    policy, reference = frozen_tower(), frozen_tower()
-    expected = [forward(policy, IMAGES, seed) for seed in range(3)]
-    with on_graphs(policy) as first, on_graphs(reference) as second:
-        for seed in range(3):
-            for model in (policy, reference):
-                assert_close(forward(model, IMAGES, seed), expected[seed])
-        assert counts(first) == (0, 3)
-        assert counts(second) == (2, 1), "the first of its microbatches was computed and compared"
-
-
-def test_models_that_compute_something_else_with_the_same_weights_do_not_share():
-    policy, other = frozen_tower(), frozen_tower()
-    for layer in other.decoder.layers:
-        layer.mlp.activation_func = nn.functional.relu
-    expected = [forward(other, IMAGES, seed) for seed in range(3)]
-    with on_graphs(policy) as first, on_graphs(other) as second:
-        for seed in range(3):
-            assert not torch.equal(forward(policy, IMAGES, seed)[0], expected[seed][0])
-            assert_close(forward(other, IMAGES, seed), expected[seed])
-        assert (counts(first), counts(second)) == ((0, 3), (0, 3))
-
-
-def test_passes_in_evaluation_mode_share_with_training_once_they_were_compared():
-    model = frozen_tower()
-    with on_graphs(model) as graphs:
-        for seed in range(3):
-            model.eval()
-            with torch.no_grad():
-                before = forward(model, IMAGES, seed)
-            model.train()
-            assert_close(forward(model, IMAGES, seed), before)
-        assert counts(graphs) == (2, 4)
-
-
 def test_an_attribute_that_changes_is_another_encoder():
     model = frozen_tower()
     with on_graphs(model) as graphs:
@@ -197,33 +139,6 @@ def test_what_draws_random_numbers_is_not_kept(monkeypatch):
         assert "3 drew random numbers" in graphs.workload.notes()["frozen outputs"]
 
 
-def test_the_oldest_outputs_leave_when_memory_is_full():
-    model = frozen_tower()
-    nbytes = sum(each.nbytes for each in forward(model, IMAGES))
-    with on_graphs(model, gib=2.5 * nbytes / 2**30) as graphs:
-        for seed in (0, 1, 0, 2, 0, 1):
-            forward(model, IMAGES, seed)
-        assert counts(graphs) == (2, 4)
-        assert shared_store().nbytes == 2 * nbytes
-
-
-def test_outputs_larger_than_all_memory_are_not_kept():
-    model = frozen_tower()
-    with on_graphs(model, gib=1e-7) as graphs:
-        for _ in range(2):
-            forward(model, IMAGES)
-        assert counts(graphs) == (0, 2)
-
-
-def test_outputs_leave_with_the_last_encoder():
-    with on_graphs(frozen_tower()):
-        forward(frozen_tower(), IMAGES)
-        assert shared_store() is shared_store()
-        assert shared_store().most_bytes == 2**30
-    gc.collect()
-    assert shared_store().most_bytes == 0
-
-
 class Scaled(nn.Module):
     """GELU times what is in an attribute, neither parameter nor buffer."""
 
@@ -233,11 +148,6 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return nn.functional.gelu(x) * self.read(self.held)
-
-
-def activate(model, function):
-    for layer in model.decoder.layers:
-        layer.mlp.activation_func = function
 
 
 def assert_a_write_is_seen(graphs, model, tensor):
@@ -280,94 +190,6 @@ def test_an_encoder_captured_again_is_another_encoder():
         for _ in range(2):
             assert_close(forward(model, IMAGES), expected)
         assert counts(graphs) == (1, 3), "captured again as it was, it shares after one comparison"
-
-
-def like_gelu_at_first(most):
-    """Return an activation that equals GELU for values up to `most`."""
-    return lambda x: nn.functional.gelu(x).clamp(max=most)
-
-
-def bound_of(model, seed):
-    """Return a bound that GELU's outputs over one microbatch keep, and those over others do not."""
-    seen = []
-
-    def look(x):
-        seen.append(nn.functional.gelu(x).max().item())
-        return nn.functional.gelu(x)
-
-    activate(model, look)
-    forward(model, IMAGES, seed)
-    return max(seen)
-
-
-def test_models_of_other_code_do_not_share_though_a_first_microbatch_is_equal():
-    bounds = {seed: bound_of(frozen_tower(), seed) for seed in range(6)}
-    first, last = min(bounds, key=bounds.get), max(bounds, key=bounds.get)
-    assert bounds[first] < bounds[last]
-    policy, other = frozen_tower(), frozen_tower()
-    activate(policy, nn.functional.gelu)
-    activate(other, like_gelu_at_first(bounds[first]))
-    expected = forward(other, IMAGES, last)
-    with on_graphs(policy), on_graphs(other):
-        assert_close(forward(policy, IMAGES, first), forward(other, IMAGES, first), 0.0)
-        assert not torch.equal(forward(policy, IMAGES, last)[0], expected[0])
-        assert_close(forward(other, IMAGES, last), expected)
-
-
-def test_models_of_other_settings_do_not_share():
-    policy, other = frozen_tower(), frozen_tower()
-    for layer in other.decoder.layers:
-        layer.window = 7  # which no image of this test fills
-    with on_graphs(policy) as first, on_graphs(other) as second:
-        for seed in range(3):
-            for model in (policy, other):
-                forward(model, IMAGES, seed)
-        assert (counts(first), counts(second)) == ((0, 3), (0, 3))
-
-
-def test_states_of_one_model_that_were_equal_once_do_not_share():
-    model = frozen_tower()
-    bounds = {seed: bound_of(frozen_tower(), seed) for seed in range(6)}
-    first, last = min(bounds, key=bounds.get), max(bounds, key=bounds.get)
-    usual, other = nn.functional.gelu, like_gelu_at_first(bounds[first])
-    with on_graphs(model) as graphs:
-        for _ in range(3):  # until both states have graphs
-            for function in (usual, other):
-                activate(model, function)
-                forward(model, IMAGES, first)
-        activate(model, usual)
-        forward(model, IMAGES, last)
-        activate(model, other)
-        with graphs.paused():
-            expected = forward(model, IMAGES, last)
-        assert_close(forward(model, IMAGES, last), expected)
-
-
-def test_a_comparison_holds_for_the_weights_it_was_made_with():
-    """An adapter that training alone runs adds nothing at first: its last weight is zero."""
-
-    class OnlyInTraining(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.added = nn.Parameter(torch.zeros(1), requires_grad=False)
-
-        def forward(self, x):
-            return nn.functional.gelu(x) + (self.added if self.training else 0.0)
-
-    model, adapter = frozen_tower(), OnlyInTraining()
-    activate(model, adapter)
-    with on_graphs(model) as graphs, torch.no_grad():
-        for _ in range(2):
-            for training in (True, False):
-                model.train(training)
-                forward(model, IMAGES)
-        adapter.added += 1.0
-        model.train()
-        forward(model, IMAGES)
-        model.eval()
-        with graphs.paused():
-            expected = forward(model, IMAGES)
-        assert_close(forward(model, IMAGES), expected)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -428,75 +250,6 @@ def test_a_grid_that_is_another_than_the_hosts_is_not_taken_for_it():
         with graphs.paused():
             expected = model(pixels, grid)[0]
         assert outputs.isnan().all() or torch.allclose(outputs, expected, atol=1e-5)
-
-
-def test_what_is_kept_holds_no_recordings_and_no_model():
-    model = frozen_tower()
-    with on_graphs(frozen_tower(1)):
-        with on_graphs(model) as graphs:
-            forward(model, IMAGES)
-            source, weight = (
-                weakref.ref(x) for x in (graphs._regions[0].sources.current, model.patch_embed.proj.weight)
-            )
-            assert shared_store().nbytes > 0
-        del graphs, model
-        gc.collect()
-        assert shared_store().nbytes > 0
-        assert source() is None and weight() is None
-
-
-def test_too_little_host_memory_keeps_nothing_more(monkeypatch):
-    def fail(output):
-        raise RuntimeError("CUDA error: out of memory")
-
-    model = frozen_tower()
-    expected = forward(model, IMAGES)
-    with on_graphs(model) as graphs:
-        forward(model, OTHERS)
-        monkeypatch.setattr(frozen_outputs, "_on_host", fail)
-        for _ in range(2):
-            assert_close(forward(model, IMAGES), expected)
-        forward(model, OTHERS)
-        assert counts(graphs) == (1, 3)
-
-
-class Counted(nn.Module):
-    """A module as Transformer Engine's, which numbers those of a process and gives them a logger."""
-
-    __module__ = "transformer_engine.pytorch.module.base"
-
-    def __init__(self, name):
-        super().__init__()
-        self.name, self.logger = name, logging.getLogger(__name__)
-        self.current_microbatch = None
-
-    def forward(self, x):
-        return nn.functional.gelu(x)
-
-
-def test_a_policy_and_its_reference_share_though_their_modules_are_numbered():
-    policy, reference = frozen_tower(), frozen_tower()
-    for number, model in enumerate((policy, reference)):
-        activate(model, Counted(f"Layer_{number}"))
-    with on_graphs(policy) as first, on_graphs(reference) as second:
-        for seed in range(3):
-            forward(policy, IMAGES, seed)
-            for layer in policy.decoder.layers:
-                layer.mlp.activation_func.logger.debug("notes that somebody asked for this level")
-                layer.mlp.activation_func.current_microbatch = seed
-            forward(reference, IMAGES, seed)
-        assert (counts(first), counts(second)) == ((0, 3), (2, 1))
-
-
-def test_models_whose_modules_have_names_of_their_own_do_not_share():
-    policy, other = frozen_tower(), frozen_tower()
-    for name, model in (("fast", policy), ("slow", other)):
-        activate(model, Counted(name))
-    with on_graphs(policy) as first, on_graphs(other) as second:
-        for seed in range(3):
-            for model in (policy, other):
-                forward(model, IMAGES, seed)
-        assert (counts(first), counts(second)) == ((0, 3), (0, 3))
 
 
 def look_up_calls(layers):
