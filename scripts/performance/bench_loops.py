@@ -11,9 +11,8 @@ plain: a loop over megatron-core's schedule, three passes over the images of a f
 
 Models are Qwen3-VL's full vision tower with a language model of 4 layers of 2048, with random weights; nothing is read
 from a network. Each run is a process of its own, which has a GPU for itself; with several GPUs runs go side by side.
-Each round computes log-probabilities
-again without graphs and compares them to the bit. A run that is late makes fewer rounds. Records go to
-docs/benchmarks/loops.jsonl as soon as a run has ended.
+Each round computes log-probabilities again without graphs and compares them to the bit. A run that is late makes fewer
+rounds. Records go to docs/benchmarks/loops.jsonl as soon as a run has ended.
 
 Exit status: 1 where a run failed; 2 for refused input.
 """
