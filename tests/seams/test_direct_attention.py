@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import inspect
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.encoders.direct_attention import direct_attention_refusal
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL, pack_segments
+from bridge_cg_plugin.upstream.encoders.radio import PACKED_RADIO, RADIO
 from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
 from bridge_cg_plugin.vision.adapter import OtherAttention
 from bridge_cg_plugin.vision.recorded_kernels import RecordedKernels
@@ -311,3 +312,15 @@ def test_random_states_are_left_alone_where_outputs_are_kept(gib):
     options = VisionGraphOptions(impl="transformer_engine", frozen_outputs_gb=gib)
     with RecordedKernels(options, family)([]):
         assert len(entered) == (gib is not None)
+
+
+@pytest.mark.parametrize("family", [QWEN3_VL, RADIO, PACKED_RADIO], ids=lambda family: family.name)
+def test_towers_that_attend_by_transformer_engine_leave_random_states_alone(family, attention, monkeypatch):
+    entered = []
+    monkeypatch.setattr(direct_attention, "drawing_aside", lambda device: nullcontext(entered.append(device.type)))
+    attention.forward = lambda query, *args, **kwargs: None
+    bare = dataclasses.replace(family, kernels=nullcontext, reordering_kernels=nullcontext)
+    options = VisionGraphOptions(impl="transformer_engine", frozen_outputs_gb=1.0)
+    with RecordedKernels(options, bare)([attention]):
+        attention.forward(*qkv())
+    assert entered == ["cpu"]

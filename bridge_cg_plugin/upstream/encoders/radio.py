@@ -372,6 +372,7 @@ def _family(name: str, packed: bool, adapt: Callable[[UpstreamModule], Any], **o
         fused_accumulation=accumulating_products,
         before_eager=accumulate_from_now_on,
         known_activations=known_activations,
+        undrawing_attention=attention_without_draws,
         **others,
     )
 
@@ -383,5 +384,4 @@ PACKED_RADIO = _family(
     PackedAdapter,
     direct_attention=OtherAttention(direct_attention, direct_attention_refusal),
     flash_attention=OtherAttention(flash_attention, flash_attention_refusal),
-    undrawing_attention=attention_without_draws,
 )
