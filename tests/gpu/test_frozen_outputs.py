@@ -102,3 +102,9 @@ def test_host_and_device_agree():
     tensors = [torch.randn(33, 5), torch.randn(7).bfloat16(), torch.randint(0, 99, (12,)), torch.randn(600_001)]
     tensors += [torch.randn(4, 6).t(), torch.randn(0)]
     assert fingerprint(tensors) == fingerprint([each.cuda() for each in tensors])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_a_tensor_may_begin_inside_a_word(dtype):
+    whole = (torch.randn(4097) * 50).to(dtype)
+    assert fingerprint([whole.cuda()[1:]]) == fingerprint([whole[1:]])

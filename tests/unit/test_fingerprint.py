@@ -1,3 +1,4 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,6 +35,14 @@ def test_the_order_of_values_and_of_tensors_counts():
 def test_what_the_memory_looks_like_does_not_count():
     a = draw(6, 8)
     assert fingerprint([a.t().contiguous().t()]) == fingerprint([a])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("size", [7, 8])
+def test_a_tensor_may_begin_inside_a_word(dtype, size):
+    """As a parameter behind one of odd size in a flat buffer."""
+    a = draw(1 + size, dtype=dtype)
+    assert fingerprint([a[1:]]) == fingerprint([a[1:].clone()])
 
 
 def test_parts_of_a_long_tensor_are_at_their_places(monkeypatch):

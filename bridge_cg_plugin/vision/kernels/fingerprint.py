@@ -81,8 +81,8 @@ def begun(tensors: Iterable[Tensor]) -> Callable[[], Fingerprint]:
 
 
 def _is_words(tensor: Tensor) -> bool:
-    """Whether a tensor's memory is its values in their order, in whole words."""
-    return tensor.is_contiguous() and tensor.nbytes % WORD_BYTES == 0
+    """Whether a tensor's memory is its values in their order, in whole words that begin where a GPU can read some."""
+    return tensor.is_contiguous() and not (tensor.nbytes % WORD_BYTES or tensor.data_ptr() % WORD_BYTES)
 
 
 def _pieces(address: int, count: int, place: int) -> Iterator[Piece]:
@@ -93,8 +93,11 @@ def _pieces(address: int, count: int, place: int) -> Iterator[Piece]:
 def _words(tensor: Tensor) -> Tensor:
     """Return a tensor's bits as int32, behind the last ones zeros."""
     plain = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    missing = -plain.numel() % 4
-    return (torch.nn.functional.pad(plain, (0, missing)) if missing else plain).view(torch.int32)
+    if missing := -plain.numel() % WORD_BYTES:
+        plain = torch.nn.functional.pad(plain, (0, missing))
+    elif not _is_words(plain):
+        plain = plain.clone()
+    return plain.view(torch.int32)
 
 
 def add(sums: Tensor, words: Tensor, place: int) -> None:
