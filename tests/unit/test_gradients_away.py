@@ -30,7 +30,7 @@ class Gradients:
     def __init__(self, model, before=0):
         sizes = [before, *(p.numel() for p in model.parameters())]
         self.flat, self._others = torch.zeros(sum(sizes)), []
-        self._nbytes = self.flat.nbytes
+        self._nbytes, self._addresses = self.flat.nbytes, {self.flat.data_ptr()}
         for parameter, gradient in zip(model.parameters(), self.flat.split(sizes)[1:], strict=True):
             parameter.main_grad, parameter.grad_added_to_main_grad = gradient.view_as(parameter), False
 
@@ -38,9 +38,12 @@ class Gradients:
         self.flat.untyped_storage().resize_(0)
 
     def back(self):
-        """Take memory again, other than before."""
-        self._others.append(torch.full((self._nbytes // 4,), 7.0))
-        self.flat.untyped_storage().resize_(self._nbytes)
+        """Take memory again, other than ever before."""
+        while self.flat.data_ptr() in {0, *self._addresses}:
+            self.leave()
+            self._others.append(torch.full((self._nbytes // 4,), 7.0))
+            self.flat.untyped_storage().resize_(self._nbytes)
+        self._addresses.add(self.flat.data_ptr())
         self.flat.zero_()
 
     def others_are_intact(self):
