@@ -76,7 +76,6 @@ class _Piece:
     def __init__(self, device: torch.device, memory: Memory) -> None:
         self.device, self._memory = device, memory
         self._parts: list[_Part] = []
-        self._away = False
 
     @property
     def nbytes(self) -> int:
@@ -92,15 +91,10 @@ class _Piece:
         return made
 
     def release(self) -> int:
-        if self._away or any(part.is_used for part in self._parts):
-            return 0
-        self._away = True
-        return self._memory.release()
+        return 0 if any(part.is_used for part in self._parts) else self._memory.release()
 
     def restore(self) -> None:
-        if self._away:
-            self._memory.restore()
-            self._away = False
+        self._memory.restore()
 
     def wait(self) -> None:
         self._memory.wait()

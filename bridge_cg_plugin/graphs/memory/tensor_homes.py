@@ -28,14 +28,14 @@ class Memory(Protocol):
         """
 
     def release(self) -> int:
-        """Take all of it off the device; returns how many bytes left.
+        """Take all of it off the device; returns how many bytes left, 0 where nothing of it was there.
 
         Raises:
             DeviceMemoryError: The driver failed.
         """
 
     def restore(self) -> None:
-        """Take it back.
+        """Take back what is not there.
 
         Raises:
             DeviceMemoryError: There is not enough, or the driver failed.
@@ -70,7 +70,7 @@ class PooledMemory:
 
     def release(self) -> int:
         """See `Memory`."""
-        return self._pools.release()
+        return self._pools.release() if self._pools.memory.nbytes else 0
 
     def restore(self) -> None:
         """See `Memory`."""
@@ -93,7 +93,6 @@ class _Group:
         self._new_memory, self._tensors = new_memory, tuple(tensors)
         self._memory: Memory | None = None
         self._homes: tuple[Tensor, ...] = ()
-        self._away = False
 
     def fits(self) -> bool:
         """Whether the tensors are as large as they were, and nobody holds what is at the addresses."""
@@ -114,9 +113,8 @@ class _Group:
         if self._memory is None:
             memory = self._new_memory()
             self._homes, self._memory = tuple(memory.make(self._tensors)), memory
-        elif self._away:
+        else:
             self._memory.restore()
-            self._away = False
         _copy(self._tensors, self._homes)
         self._memory.wait()  # what they had is freed, perhaps on another stream than copies ran on
         for tensor, home in zip(self._tensors, self._homes, strict=True):
@@ -125,10 +123,7 @@ class _Group:
     def release(self) -> int:
         """See `ReturningTensors.release`."""
         used = not all(is_alone(home) or _is_empty(home) for home in self._homes)
-        if self._memory is None or self._away or used:
-            return 0
-        self._away = True
-        return self._memory.release()
+        return 0 if self._memory is None or used else self._memory.release()
 
     def leave(self) -> None:
         """Give tensors that are here memory of PyTorch's.

@@ -1,0 +1,87 @@
+"""Memory of PyTorch's pools that weights return to, with a PyTorch that keeps segments as its allocator does."""
+
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.memory import releasable_pools as pools_module
+from bridge_cg_plugin.graphs.memory import tensor_homes
+from bridge_cg_plugin.graphs.memory.releasable_pools import ReleasablePools
+from bridge_cg_plugin.graphs.memory.tensor_homes import PooledMemory
+
+from ..fake_device import FakeVirtualMemory
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Pool:
+    """Stands for a pool of PyTorch's."""
+
+
+class FakePyTorch:
+    """Keeps a segment of a pool as long as the pool is there or a tensor has it, and then until its cache is emptied.
+
+    Attributes:
+        looks: How often somebody looked at its memory.
+    """
+
+    def __init__(self, device):
+        self.device, self.looks = device, 0
+        self._pool, self._segments = None, {}
+
+    def new_pools(self, device, owner):
+        self._pools = ReleasablePools(device, owner, self.device)
+        return self._pools
+
+    @contextmanager
+    def allocating_in(self, pool, device):
+        self._pool = weakref.ref(pool)
+        yield
+
+    def new_tensor(self, like):
+        address = self._pools._new_memory(like.nbytes, 0, None)
+        if not address:
+            raise torch.OutOfMemoryError("too little memory")
+        made = torch.zeros_like(like)
+        self._segments[address] = self._pool, weakref.ref(made)
+        return made
+
+    def empty_cache(self):
+        kept = {a: (pool, made) for a, (pool, made) in self._segments.items() if pool() or made() is not None}
+        self._segments = kept
+
+    def memory_snapshot(self):
+        self.looks += 1
+        return [{"address": address} for address in self._segments]
+
+
+@pytest.fixture
+def pytorch(monkeypatch):
+    made = FakePyTorch(FakeVirtualMemory(64))
+    monkeypatch.setattr(pools_module, "_made", [])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    for name in ("empty_cache", "memory_snapshot"):
+        monkeypatch.setattr(torch.cuda, name, getattr(made, name))
+    monkeypatch.setattr(ReleasablePools, "new_pool", lambda self: Pool())
+    monkeypatch.setattr(tensor_homes, "releasable_pools", made.new_pools)
+    monkeypatch.setattr(tensor_homes, "allocating_in", made.allocating_in)
+    monkeypatch.setattr(tensor_homes, "in_larger_storage", made.new_tensor)
+    return made
+
+
+def of_size(*sizes):
+    return [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+
+
+def test_memory_that_has_left_or_is_there_costs_no_look(pytorch):
+    memory = PooledMemory(DEVICE)
+    made = memory.make(of_size(16))
+    assert memory.release() == 16
+    looks = pytorch.looks
+    assert memory.release() == 0 and pytorch.looks == looks
+    for _ in range(2):
+        memory.restore()
+        assert pytorch.device.mapped_bytes == 16
+    assert pytorch.looks == looks and made
