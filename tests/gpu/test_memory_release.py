@@ -366,3 +366,22 @@ def test_weights_of_many_regions_leave_and_return(kind):
         assert sum(map(bool, left)) == (1 if kind == "joint" else count)
     assert all(each == homes[0] for each in homes)
     print(f"{count} regions, {kind}: seconds of returning and leaving {seconds}")
+
+
+def test_weights_without_room_take_no_memory():
+    device = torch.device("cuda", torch.cuda.current_device())
+    returning = ReturningTensors(device, JointMemories().new)
+    weights = [torch.randn(64 * MB, device=device) for _ in range(8)]
+    values, before = [weight.cpu() for weight in weights], [weight.data_ptr() for weight in weights]
+    bird = canary(free_bytes() - 1024 * MB)
+    free = free_bytes()
+    for _ in range(3):
+        returning.settle(weights)
+        assert [weight.data_ptr() for weight in weights] == before
+        assert free - free_bytes() <= SLACK
+    assert alive(bird)
+    del bird
+    torch.cuda.empty_cache()
+    returning.settle(weights)
+    assert not {weight.data_ptr() for weight in weights} & set(before)
+    assert all(torch.equal(weight.cpu(), value) for weight, value in zip(weights, values, strict=True))

@@ -108,3 +108,32 @@ def test_memory_without_room_stays_away_and_returns_later(joint, memory):
     assert memory.away
     memory.room = True
     assert [region.settle() for region in regions] == homes
+
+
+class ReturnsOnly(Memories):
+    """Has room for what was made, and for nothing more."""
+
+    full = False
+
+    def new(self, device):
+        made = super().new(device)
+        make = made.make
+
+        def make_if_there_is_room(like):
+            if self.full:
+                raise torch.OutOfMemoryError("made to fail")
+            return make(like)
+
+        made.make = make_if_there_is_room
+        return made
+
+
+def test_memory_that_came_back_for_a_region_without_room_leaves_again():
+    memory = ReturnsOnly()
+    joint = JointMemories(memory.new)
+    first, second = Region(joint), Region(joint)
+    home = first.settle()
+    first.leave()
+    memory.full = True
+    second.settle()
+    assert memory.away and first.settle() == home

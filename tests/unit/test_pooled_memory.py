@@ -8,7 +8,9 @@ import torch
 
 from bridge_cg_plugin.graphs.memory import releasable_pools as pools_module
 from bridge_cg_plugin.graphs.memory import tensor_homes
+from bridge_cg_plugin.graphs.memory.joint_memory import JointMemories
 from bridge_cg_plugin.graphs.memory.releasable_pools import ReleasablePools
+from bridge_cg_plugin.graphs.memory.returning_tensors import ReturningTensors
 from bridge_cg_plugin.graphs.memory.tensor_homes import PooledMemory
 
 from ..fake_device import FakeVirtualMemory
@@ -85,3 +87,31 @@ def test_memory_that_has_left_or_is_there_costs_no_look(pytorch):
         memory.restore()
         assert pytorch.device.mapped_bytes == 16
     assert pytorch.looks == looks and made
+
+
+def test_memory_without_room_for_all_goes_back(pytorch):
+    """Otherwise the device has less than before for the microbatch that runs with weights where they are."""
+    memory = PooledMemory(DEVICE)
+    made = memory.make(of_size(16))
+    with pytest.raises(torch.OutOfMemoryError):
+        memory.make(of_size(16, 16, 24))
+    assert pytorch.device.mapped_bytes == 16 and made
+    memory.release()
+    memory.restore()
+    assert pytorch.device.mapped_bytes == 16
+
+
+def test_memory_of_a_part_that_is_gone_goes_back_with_pytorchs_cache(pytorch):
+    memory = PooledMemory(DEVICE)
+    gone, stays = memory.make(of_size(16)), memory.make(of_size(24))
+    del gone
+    pytorch.empty_cache()
+    assert memory.release() == 24 and stays
+    memory.restore()
+    assert pytorch.device.mapped_bytes == 24
+
+
+def test_weights_without_room_take_no_memory(pytorch):
+    returning = ReturningTensors(torch.device("cpu"), JointMemories(lambda device: PooledMemory(DEVICE)).new)
+    returning.settle(of_size(16, 24, 32))
+    assert pytorch.device.mapped_bytes == 0

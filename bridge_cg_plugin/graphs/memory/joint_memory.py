@@ -85,7 +85,11 @@ class _Piece:
 
     def make(self, share: "_Share", like: Sequence[Tensor]) -> list[Tensor]:
         self.restore()
-        made = self._memory.make(like)
+        try:
+            made = self._memory.make(like)
+        except torch.OutOfMemoryError:
+            self.release()
+            raise
         storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in made]
         self._parts.append(_Part(weakref.ref(share), storages, sum(tensor.nbytes for tensor in like)))
         return made

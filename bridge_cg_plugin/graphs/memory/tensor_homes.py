@@ -59,14 +59,20 @@ class PooledMemory:
         pools = releasable_pools(device, self)
         if pools is None:
             raise DeviceMemoryError("memory cannot leave and return here")
-        self._device, self._pools, self._pool = device, pools, pools.new_pool()
+        self._device, self._pools = device, pools
 
     def make(self, like: Sequence[Tensor]) -> list[Tensor]:
         """See `Memory`."""
         self.wait()
         torch.cuda.empty_cache()  # PyTorch itself empties no cache for a pool
-        with allocating_in(self._pool, self._device):
-            return [in_larger_storage(tensor) for tensor in like]
+        try:
+            # Nobody keeps this pool, so that PyTorch gives back what is no tensor's any more.
+            with allocating_in(self._pools.new_pool(), self._device):
+                return [in_larger_storage(tensor) for tensor in like]
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            self._pools.tidy()
+            raise
 
     def release(self) -> int:
         """See `Memory`."""
