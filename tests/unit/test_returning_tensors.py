@@ -183,6 +183,21 @@ def test_groups_without_room_stay_where_they_are_until_there_is(many):
     assert places(many) == home
 
 
+def test_groups_that_are_there_stay_while_others_have_no_room(many):
+    """Recordings of each state of a model ask; those of the last one would otherwise be of addresses that are gone."""
+    memory = FewAtATime([], 2)
+    returning = ReturningTensors(CPU, memory.new)
+    returning.settle(many)
+    first, made = places(many), list(memory.made)
+    for memory.most in (4, 9):
+        returning.settle(many)
+        assert places(many) == first and memory.made == made
+    values, memory.room = load(many, 5.0), True
+    assert returning.release() == 200
+    returning.settle(many)
+    assert places(many)[:2] == first[:2] and all(map(torch.equal, many, values))
+
+
 def test_what_a_loop_keeps_of_tensors_that_got_another_place_stays(returning, memory, parameters):
     values = load(parameters)
     returning.settle(parameters)

@@ -101,9 +101,10 @@ class _Group:
         self._homes: tuple[Tensor, ...] = ()
 
     def fits(self) -> bool:
-        """Whether the tensors are as large as they were, and nobody holds what is at the addresses."""
-        pairs = zip(self._tensors, self._homes, strict=True) if self._homes else ()
-        return all(_fits(*pair) for pair in pairs) and all(map(is_alone, self._homes))
+        """Whether the tensors are as large as they were, and all of them or nobody holds what is at the addresses."""
+        pairs = list(zip(self._tensors, self._homes, strict=bool(self._homes)))
+        are_here = all(tensor.data_ptr() == home.data_ptr() for tensor, home in pairs)
+        return all(_fits(*pair) for pair in pairs) and (are_here or all(map(is_alone, self._homes)))
 
     def addresses(self) -> set[int]:
         """Return the addresses that a tensor may have."""
@@ -157,7 +158,7 @@ class Homes:
         self._groups = [_Group(new_memory, group) for group in _groups_of(tensors)]
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors, as large as they were, and nobody holds what is at the addresses."""
+        """Whether these are the tensors, as large as they were, and nobody else holds what is at the addresses."""
         same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
         return same and all(group.fits() for group in self._groups)
 
