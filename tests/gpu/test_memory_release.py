@@ -385,3 +385,6 @@ def test_weights_without_room_take_no_memory():
     returning.settle(weights)
     assert not {weight.data_ptr() for weight in weights} & set(before)
     assert all(torch.equal(weight.cpu(), value) for weight, value in zip(weights, values, strict=True))
+    for weight in weights:
+        weight.data = torch.empty(0)
+    assert returning.release()
