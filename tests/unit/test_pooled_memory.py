@@ -27,10 +27,11 @@ class FakePyTorch:
 
     Attributes:
         looks: How often somebody looked at its memory.
+        filling: How many tensors it may be filling, as it does where algorithms are to be deterministic.
     """
 
     def __init__(self, device):
-        self.device, self.looks = device, 0
+        self.device, self.looks, self.filling = device, 0, 0
         self._pool, self._segments = None, {}
 
     def new_pools(self, device, owner):
@@ -48,7 +49,11 @@ class FakePyTorch:
             raise torch.OutOfMemoryError("too little memory")
         made = torch.zeros_like(like)
         self._segments[address] = self._pool, weakref.ref(made)
+        self.filling += 1
         return made
+
+    def synchronize(self, device=None):
+        self.filling = 0
 
     def empty_cache(self):
         kept = {a: (pool, made) for a, (pool, made) in self._segments.items() if pool() or made() is not None}
@@ -63,8 +68,7 @@ class FakePyTorch:
 def pytorch(monkeypatch):
     made = FakePyTorch(FakeVirtualMemory(64))
     monkeypatch.setattr(pools_module, "_made", [])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    for name in ("empty_cache", "memory_snapshot"):
+    for name in ("empty_cache", "memory_snapshot", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, getattr(made, name))
     monkeypatch.setattr(ReleasablePools, "new_pool", lambda self: Pool())
     monkeypatch.setattr(tensor_homes, "releasable_pools", made.new_pools)
@@ -87,6 +91,12 @@ def test_memory_that_has_left_or_is_there_costs_no_look(pytorch):
         memory.restore()
         assert pytorch.device.mapped_bytes == 16
     assert pytorch.looks == looks and made
+
+
+def test_nothing_is_filled_any_more_once_memory_is_made(pytorch):
+    """PyTorch fills it on another stream than weights are copied on."""
+    made = PooledMemory(DEVICE).make(of_size(16, 8))
+    assert not pytorch.filling and made
 
 
 def test_memory_without_room_for_all_goes_back(pytorch):

@@ -68,11 +68,13 @@ class PooledMemory:
         try:
             # Nobody keeps this pool, so that PyTorch gives back what is no tensor's any more.
             with allocating_in(self._pools.new_pool(), self._device):
-                return [in_larger_storage(tensor) for tensor in like]
+                made = [in_larger_storage(tensor) for tensor in like]
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             self._pools.tidy()
             raise
+        self.wait()  # deterministic algorithms fill new memory, on another stream than the caller's
+        return made
 
     def release(self) -> int:
         """See `Memory`."""
