@@ -7,6 +7,7 @@ from torch import nn
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 
+from ..other_memory import are_intact, fill_elsewhere
 from ..regions import new_region
 from ..rows_program import RowsProgram
 from ..tape import TapeExecutor
@@ -39,15 +40,12 @@ class Gradients:
 
     def back(self):
         """Take memory again, other than ever before."""
-        while self.flat.data_ptr() in {0, *self._addresses}:
-            self.leave()
-            self._others.append(torch.full((self._nbytes // 4,), 7.0))
-            self.flat.untyped_storage().resize_(self._nbytes)
+        self._others += fill_elsewhere(self.flat.untyped_storage(), self._nbytes, self._addresses)
         self._addresses.add(self.flat.data_ptr())
         self.flat.zero_()
 
     def others_are_intact(self):
-        return all((other == 7).all() for other in self._others)
+        return are_intact(self._others)
 
 
 @pytest.fixture
