@@ -1,20 +1,20 @@
-"""Memory that is surely other than before: the system likes to give again what was freed last."""
+"""Memory that is surely other than before: whoever gives memory likes to give again what was freed last."""
 
 from collections.abc import Collection
 
 import torch
 from torch import Tensor, UntypedStorage
 
-CONTENT = 7.0
+CONTENT = 7
 
 
 def fill_elsewhere(storage: UntypedStorage, nbytes: int, had: Collection[int]) -> list[Tensor]:
     """Give a storage that was freed memory at an address that it never had.
 
     Args:
-        storage: A storage of the CPU without memory.
-        nbytes: Its size, of whole fp32 numbers.
-        had: Addresses that it had.
+        storage: A storage without memory.
+        nbytes: Its size.
+        had: Addresses that it had; without any, it may get any.
 
     Returns:
         What somebody else has made of memory meanwhile, one tensor at least; `are_intact` looks at it.
@@ -22,7 +22,7 @@ def fill_elsewhere(storage: UntypedStorage, nbytes: int, had: Collection[int]) -
     others: list[Tensor] = []
     while not others or storage.data_ptr() in had:
         storage.resize_(0)
-        others.append(torch.full((nbytes // 4,), CONTENT))
+        others.append(torch.full((nbytes,), CONTENT, dtype=torch.uint8, device=storage.device))
         storage.resize_(nbytes)
     return others
 

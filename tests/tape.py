@@ -118,3 +118,13 @@ class TapeExecutor(ReferenceExecutor):
         with self.isolated():
             made.record_backward()
         return made
+
+
+class CountingTape(TapeExecutor):
+    """Counts what it records."""
+
+    recorded = 0
+
+    def record(self, body, pool):
+        self.recorded += 1
+        return super().record(body, pool)

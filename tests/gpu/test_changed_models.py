@@ -6,6 +6,9 @@ from functools import partial
 import pytest
 import torch
 
+from tests.main_grads import give_main_grads
+from tests.other_memory import are_intact, fill_elsewhere
+
 from .lora import add_lora
 
 ONE, MIXED = [(1, 28, 28)], [[(1, 28, 28)], [(2, 12, 16), (1, 20, 20)], [(1, 40, 44)], [(1, 30, 24), (1, 4, 6)]]
@@ -101,11 +104,10 @@ class Buffers:
         sizes = [p.numel() for p in self.parameters]
         self.weights = torch.empty(sum(sizes), dtype=torch.bfloat16, device="cuda")
         self.gradients = torch.zeros(sum(sizes), device="cuda")
-        parts = zip(self.parameters, self.weights.split(sizes), self.gradients.split(sizes), strict=True)
-        for parameter, weight, gradient in parts:
+        for parameter, weight in zip(self.parameters, self.weights.split(sizes), strict=True):
             weight.view_as(parameter).copy_(parameter.detach())
             parameter.data = weight.view_as(parameter)
-            parameter.main_grad, parameter.grad_added_to_main_grad = gradient.view_as(parameter), False
+        give_main_grads(self.parameters, self.gradients)
 
     def attach(self, tower_module) -> None:
         """Let backward add to the gradients."""
@@ -120,21 +122,16 @@ class Buffers:
             elsewhere: Whether it must be other memory.
 
         Returns:
-            Tensors of somebody else that took the freed memory in between, full of sevens.
+            Tensors of somebody else that took the freed memory in between.
         """
-        canaries = []
+        others = []
         for flat in (self.weights, self.gradients):
             storage, host = flat.untyped_storage(), flat.cpu()
-            size, before = storage.nbytes(), flat.data_ptr()
+            size, had = storage.nbytes(), {flat.data_ptr()} if elsewhere else ()
             storage.resize_(0)
-            canaries.append(torch.full((size,), 7, dtype=torch.uint8, device="cuda"))
-            storage.resize_(size)
-            while elsewhere and flat.data_ptr() == before:  # the canary found other memory
-                storage.resize_(0)
-                canaries.append(torch.full((size,), 7, dtype=torch.uint8, device="cuda"))
-                storage.resize_(size)
+            others += fill_elsewhere(storage, size, had)
             flat.copy_(host)
-        return canaries
+        return others
 
 
 def stay(buffers):
@@ -151,7 +148,7 @@ class Training:
         buffers.weights.copy_(start)
         follow([model])
         helper = new_helper(model, buckets=BUCKETS)
-        self.losses, self.seconds, canaries = [], [], []
+        self.losses, self.seconds, others = [], [], []
         for step in range(STEPS):
             batch = tower_module.make_batch(MIXED[step % len(MIXED)], model, seed=step)
             outputs = tower_module.forward(model, batch)
@@ -161,8 +158,8 @@ class Training:
             self.seconds.append(helper.graphs.statistics().capture_seconds)
             buffers.weights.add_(buffers.gradients, alpha=-0.3)
             buffers.gradients.zero_()
-            assert all((canary == 7).all() for canary in canaries)
-            canaries = leave(buffers)
+            assert are_intact(others)
+            others = leave(buffers)
         self.statistics = helper.graphs.statistics()
         helper.delete_cuda_graphs()
 
@@ -240,11 +237,11 @@ def test_adapters_that_return_beside_frozen_weights_need_no_further_capture(dete
                 weight.data = weight.data.cpu()
             assert helper.graphs.release_memory()
             torch.cuda.empty_cache()
-            canaries = buffers.move(elsewhere=False)
+            others = buffers.move(elsewhere=False)
             for weight, place in zip(frozen, places, strict=True):
                 weight.data = on_the_device_elsewhere(weight.data, place)
-            assert all((canary == 7).all() for canary in canaries)
-            del canaries
+            assert are_intact(others)
+            del others
         statistics = helper.graphs.statistics()
         print(f"adapters returned: captured until {seconds} s; {statistics.replays} replays, {statistics.fallbacks}")
         # In the first round the two passes without a backward run eager: nothing is recorded for them yet.

@@ -10,6 +10,7 @@ from bridge_cg_plugin.graphs.memory.returning_storages import ReturningStorages
 from bridge_cg_plugin.upstream.hooks.helpers import vision_helper
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.loops import emptied_cache, resized_storages
+from tests.main_grads import give_main_grads
 from tests.returning import Returning
 
 from .loops import Policy, assert_equal, call, in_one_process
@@ -55,11 +56,10 @@ class FlatBuffers:
     def __init__(self, parameters):
         sizes = [p.numel() for p in parameters]
         self._weights, self.gradients = torch.zeros(sum(sizes) + LARGE), torch.zeros(sum(sizes) + LARGE)
-        parts = (flat.split([*sizes, LARGE])[:-1] for flat in (self._weights, self.gradients))
-        for parameter, weight, gradient in zip(parameters, *parts, strict=True):
+        for parameter, weight in zip(parameters, self._weights.split([*sizes, LARGE])[:-1], strict=True):
             weight.copy_(parameter.data.flatten())
-            parameter.data, parameter.main_grad = weight.view_as(parameter), gradient.view_as(parameter)
-            parameter.grad_added_to_main_grad = False
+            parameter.data = weight.view_as(parameter)
+        give_main_grads(parameters, self.gradients)
         self._nbytes = self._weights.nbytes
 
     def leave(self):

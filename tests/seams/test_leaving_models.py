@@ -15,6 +15,7 @@ from bridge_cg_plugin.upstream.hooks.loops import emptied_cache, resized_storage
 from bridge_cg_plugin.upstream.hooks.loops.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.loops.returning_buffers import ReturningBuffers
 from tests.leaving import LeavingExecutor
+from tests.main_grads import give_main_grads
 from tests.returning import Returning
 
 from .loops import Policy, assert_equal, call, in_one_process
@@ -176,8 +177,9 @@ def test_small_buffers_are_followed_whose_tensors_cannot_be_moved_alone(
     adapters = [p for name, p in model.vision_model.named_parameters() if name.endswith("bias")]
     sizes = [p.numel() for p in adapters]
     weights, gradients = torch.zeros(sum(sizes)), torch.zeros(sum(sizes))
-    for parameter, weight, gradient in zip(adapters, weights.split(sizes), gradients.split(sizes), strict=True):
-        parameter.data, parameter.main_grad = weight.view_as(parameter), gradient.view_as(parameter)
+    for parameter, weight in zip(adapters, weights.split(sizes), strict=True):
+        parameter.data = weight.view_as(parameter)
+    give_main_grads(adapters, gradients)
     gradients.storage().resize_(0)
     with torch.no_grad():
         call(model, 1, forward_only=True)

@@ -21,6 +21,7 @@ from bridge_cg_plugin.offload.planner import Allowed
 from bridge_cg_plugin.offload.registry import OTHER
 
 from ..leaving import LeavingExecutor
+from ..main_grads import give_main_grads
 from ..rows_program import RowsProgram
 
 WIDTH, LAYERS, CAPACITIES, SLOTS = 6, 2, (4, 8), 2
@@ -76,10 +77,9 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Scaled(config) for _ in range(LAYERS))
         followed = [p for n, p in self.named_parameters() if not n.endswith("second.bias")]
         self.flat = torch.zeros(sum(p.numel() for p in followed))
+        give_main_grads(followed, self.flat)
         self.nodes = []
-        for parameter, part in zip(followed, self.flat.split([p.numel() for p in followed]), strict=True):
-            parameter.main_grad = part.view_as(parameter)
-            parameter.grad_added_to_main_grad = False
+        for parameter in followed:
             node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
             node.register_hook(accumulates(parameter))
             self.nodes.append(node)

@@ -12,8 +12,9 @@ from bridge_cg_plugin.graphs.changes.source import SAMPLE
 from bridge_cg_plugin.graphs.errors import ReplayError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
+from ..main_grads import give_main_grads
 from ..other_memory import are_intact, fill_elsewhere
-from ..tape import TapeExecutor
+from ..tape import CountingTape, TapeExecutor
 from . import packs
 from .changes import LAYERS, GraphedAndEager, accumulates
 from .towers import assert_close, draw, forward, graphs_on, loss_of, new_tower, results
@@ -169,14 +170,6 @@ def test_memory_that_moves_between_forward_and_backward_is_an_error_and_is_not_w
         assert are_intact(others)
 
 
-class Counting(TapeExecutor):
-    recorded = 0
-
-    def record(self, body, pool):
-        self.recorded += 1
-        return super().record(body, pool)
-
-
 @settings(max_examples=15, deadline=None)
 @given(places=st.lists(st.integers(0, 2), min_size=2, max_size=8))
 @example(places=[1, 0, 1, 0, 1])
@@ -184,7 +177,7 @@ def test_recordings_of_the_last_two_places_of_memory_are_kept(places):
     tower, reference = new_tower(), new_tower()
     flat, expected = with_main_grads(tower), with_main_grads(reference)
     memory = [[p.detach().clone() for p in tower.parameters()] for _ in range(3)]
-    executor, expected_count, kept = Counting(), 0, []
+    executor, expected_count, kept = CountingTape(), 0, []
     with graphs_on(tower, buckets=(16,), executor=executor) as graphs:
         executor.recorded = 0
         for number, place in enumerate(places):
@@ -385,12 +378,10 @@ def widen(model) -> None:
 
 def with_main_grads(model) -> torch.Tensor:
     """Give every parameter a `main_grad` in one buffer, which a hook adds to as data parallelism does."""
-    flat, start = torch.zeros(sum(p.numel() for p in model.parameters())), 0
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    give_main_grads(model.parameters(), flat)
     model.nodes = []
     for parameter in model.parameters():
-        parameter.main_grad = flat[start : start + parameter.numel()].view_as(parameter)
-        parameter.grad_added_to_main_grad = False
-        start += parameter.numel()
         node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
         node.register_hook(accumulates(parameter))
         model.nodes.append(node)

@@ -1,6 +1,7 @@
 """Random states around recordings: what a capture that fails does to them, and what a recording leaves of them."""
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,75 @@ class State:
         self.seed, self.offset, self.capturing, self.in_graph = seed, 0, False, 0
 
 
+class Generator:
+    """A generator of one GPU."""
+
+    def __init__(self, gpu, state):
+        self._gpu, self.state = gpu, state
+
+    def get_state(self):
+        return self.state.seed, self.state.offset
+
+    def set_state(self, values):
+        self.state.seed, self.state.offset = values
+
+    def clone_state(self):
+        return Generator(self._gpu, State(self.state.seed))
+
+    def graphsafe_get_state(self):
+        return Generator(self._gpu, self.state)
+
+    def graphsafe_set_state(self, other):
+        self.state = other.state
+
+    def draw(self):
+        state = self.state
+        if self._gpu.capturing != state.capturing:
+            raise RuntimeError("a state in capture mode outside of a capture, or the reverse")
+        if self._gpu.capturing:
+            state.in_graph += 4
+            return None
+        state.offset += 4
+        return state.seed, state.offset - 4
+
+
+class Graph:
+    """A graph of one GPU."""
+
+    def __init__(self, gpu):
+        self._gpu, self._increments = gpu, {}
+
+    def register_generator_state(self, generator):
+        self._increments[generator.state] = 0
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        if self._gpu.broken:
+            raise RuntimeError("broken")
+        self.register_generator_state(self._gpu.default)
+        for state in self._increments:
+            state.capturing, state.in_graph = True, 0
+        self._gpu.capturing = True
+
+    def capture_end(self):
+        gpu = self._gpu
+        gpu.capturing, invalid, gpu.invalid = False, gpu.invalid, False
+        if invalid:
+            raise RuntimeError("the capture was invalidated")
+        for state in self._increments:
+            state.capturing, self._increments[state] = False, state.in_graph
+
+    def reset(self):
+        self._increments.clear()
+
+    def replay(self):
+        """Return the numbers that are drawn, by where they are."""
+        drawn = []
+        for state, increment in self._increments.items():
+            for _ in range(increment // 4):
+                drawn.append(Generator(self._gpu, state).draw())
+        return drawn
+
+
 class Gpu:
     """PyTorch's generators and graphs, as far as random numbers go.
 
@@ -32,91 +102,28 @@ class Gpu:
         capturing: Whether a capture is under way.
         invalid: Whether work that cannot be captured has made it fail.
         broken: Whether no capture can begin.
+        torch: What stands in for PyTorch.
     """
 
     def __init__(self):
-        gpu = self
         self.capturing = self.invalid = self.broken = False
-
-        class Generator:
-            def __init__(self, device=None, state=None):
-                self.state = State(seed=0) if state is None else state
-
-            def get_state(self):
-                return self.state.seed, self.state.offset
-
-            def set_state(self, values):
-                self.state.seed, self.state.offset = values
-
-            def clone_state(self):
-                own = self.state
-                return Generator(state=State(own.seed))
-
-            def graphsafe_get_state(self):
-                return Generator(state=self.state)
-
-            def graphsafe_set_state(self, other):
-                self.state = other.state
-
-            def draw(self):
-                state = self.state
-                if gpu.capturing != state.capturing:
-                    raise RuntimeError("a state in capture mode outside of a capture, or the reverse")
-                if gpu.capturing:
-                    state.in_graph += 4
-                    return None
-                state.offset += 4
-                return state.seed, state.offset - 4
-
-        class Graph:
-            def __init__(self):
-                self.increments = {}
-
-            def register_generator_state(self, generator):
-                self.increments[generator.state] = 0
-
-            def capture_begin(self, pool=None, capture_error_mode="global"):
-                if gpu.broken:
-                    raise RuntimeError("broken")
-                self.register_generator_state(gpu.default)
-                for state in self.increments:
-                    state.capturing, state.in_graph = True, 0
-                gpu.capturing = True
-
-            def capture_end(self):
-                gpu.capturing, invalid, gpu.invalid = False, gpu.invalid, False
-                if invalid:
-                    raise RuntimeError("the capture was invalidated")
-                for state in self.increments:
-                    state.capturing, self.increments[state] = False, state.in_graph
-
-            def reset(self):
-                self.increments.clear()
-
-            def replay(self):
-                """Return the numbers that are drawn, by where they are."""
-                drawn = []
-                for state, increment in self.increments.items():
-                    for _ in range(increment // 4):
-                        drawn.append(Generator(state=state).draw())
-                return drawn
-
-        self.Generator, self.Graph = Generator, Graph
-        self.default, self.tracked = Generator(state=State(seed=1)), Generator(state=State(seed=2))
+        self.default, self.tracked = (Generator(self, State(seed)) for seed in (1, 2))
         self.stream = SimpleNamespace(device=SimpleNamespace(type="cuda", index=0), wait_stream=lambda other: None)
-        cuda = SimpleNamespace(
-            CUDAGraph=Graph,
+        written = SimpleNamespace(zero_=lambda: None)
+        self.torch = SimpleNamespace(
+            cuda=self._cuda(),
+            Generator=lambda device: Generator(self, State(seed=0)),
+            zeros=lambda count, device: written,
+            OutOfMemoryError=torch.OutOfMemoryError,
+        )
+
+    def _cuda(self):
+        return SimpleNamespace(
+            CUDAGraph=partial(Graph, self),
             default_generators=(self.default,),
             current_stream=lambda device: self.stream,
             stream=lambda stream: nullcontext(),
             synchronize=lambda device: None,
-        )
-        written = SimpleNamespace(zero_=lambda: None)
-        self.torch = SimpleNamespace(
-            cuda=cuda,
-            Generator=Generator,
-            zeros=lambda count, device: written,
-            OutOfMemoryError=torch.OutOfMemoryError,
         )
 
     @contextmanager
@@ -135,7 +142,7 @@ class Gpu:
 
     def capture(self, body):
         """Return a graph of a body."""
-        graph = self.Graph()
+        graph = Graph(self)
         with capture.capture_graph(graph, (0, 1), self.stream, (self.tracked,)):
             body()
         return graph

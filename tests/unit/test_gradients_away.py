@@ -7,33 +7,22 @@ from torch import nn
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 
+from ..main_grads import give_main_grads
 from ..other_memory import are_intact, fill_elsewhere
 from ..regions import new_region
 from ..rows_program import RowsProgram
-from ..tape import TapeExecutor
+from ..tape import CountingTape
 
 WIDTH = 4
-
-
-class Counting(TapeExecutor):
-    """Counts what it records."""
-
-    recorded = 0
-
-    def record(self, body, pool):
-        self.recorded += 1
-        return super().record(body, pool)
 
 
 class Gradients:
     """A buffer of `main_grad`s, as data parallelism has it, behind those of so many other elements."""
 
     def __init__(self, model, before=0):
-        sizes = [before, *(p.numel() for p in model.parameters())]
-        self.flat, self._others = torch.zeros(sum(sizes)), []
+        self.flat, self._others = torch.zeros(before + sum(p.numel() for p in model.parameters())), []
         self._nbytes, self._addresses = self.flat.nbytes, {self.flat.data_ptr()}
-        for parameter, gradient in zip(model.parameters(), self.flat.split(sizes)[1:], strict=True):
-            parameter.main_grad, parameter.grad_added_to_main_grad = gradient.view_as(parameter), False
+        give_main_grads(model.parameters(), self.flat[before:])
 
     def leave(self):
         self.flat.untyped_storage().resize_(0)
@@ -61,7 +50,7 @@ def gradients(model, request):
 
 @pytest.fixture
 def executor():
-    return Counting()
+    return CountingTape()
 
 
 def captured(model, executor):
