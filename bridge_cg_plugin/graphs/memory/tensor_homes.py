@@ -104,9 +104,9 @@ class _Group:
 
     def fits(self) -> bool:
         """Whether the tensors are as large as they were, and all of them or nobody holds what is at the addresses."""
-        pairs = list(zip(self._tensors, self._homes, strict=bool(self._homes)))
-        are_here = all(tensor.data_ptr() == home.data_ptr() for tensor, home in pairs)
-        return all(_fits(*pair) for pair in pairs) and (are_here or all(map(is_alone, self._homes)))
+        if not all(_fits(*pair) for pair in self._pairs()):
+            return False
+        return all(_is_at(*pair) for pair in self._pairs()) or all(map(is_alone, self._homes))
 
     def addresses(self) -> set[int]:
         """Return the addresses that a tensor may have."""
@@ -126,7 +126,7 @@ class _Group:
             self._memory.restore()
         _copy(self._tensors, self._homes)
         self._memory.wait()  # what they had is freed, perhaps on another stream than copies ran on
-        for tensor, home in zip(self._tensors, self._homes, strict=True):
+        for tensor, home in self._pairs():
             tensor.data = home
 
     def release(self) -> int:
@@ -140,9 +140,13 @@ class _Group:
         Raises:
             torch.OutOfMemoryError: There is not enough for all of them.
         """
-        for tensor, home in zip(self._tensors, self._homes, strict=False):
-            if not _is_empty(home) and tensor.data_ptr() == home.data_ptr():
+        for tensor, home in self._pairs():
+            if not _is_empty(home) and _is_at(tensor, home):
                 tensor.data = tensor.data.clone()
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return each tensor with its memory here; nothing before they were given any."""
+        return zip(self._tensors, self._homes, strict=bool(self._homes))
 
 
 class Homes:
@@ -209,6 +213,10 @@ def in_larger_storage(like: Tensor) -> Tensor:
     storage = torch.empty(like.numel() + 1, dtype=like.dtype, device=like.device).untyped_storage()
     made = torch.empty(0, dtype=like.dtype, device=like.device)
     return made.set_(storage, 0, like.shape, like.stride())
+
+
+def _is_at(tensor: Tensor, home: Tensor) -> bool:
+    return tensor.data_ptr() == home.data_ptr()
 
 
 def _fits(tensor: Tensor, home: Tensor) -> bool:
