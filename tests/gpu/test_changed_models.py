@@ -111,9 +111,9 @@ class Buffers:
 
     def attach(self, tower_module) -> None:
         """Let backward add to the gradients."""
-        grads = tower_module.MainGrads.__new__(tower_module.MainGrads)
-        grads.parameters, grads._accumulators = self.parameters, []
-        grads.attach()
+        self.hooks = tower_module.MainGrads.__new__(tower_module.MainGrads)  # they end with it
+        self.hooks.parameters, self.hooks._accumulators = self.parameters, []
+        self.hooks.attach()
 
     def move(self, elsewhere: bool = True) -> list[torch.Tensor]:
         """Free both and take memory again, as `offload_grad_buffers` and `restore_grad_buffers` do.
