@@ -49,7 +49,7 @@ RELEASED = {RELEASE_MEMORY: "1"}
 VERL_MODES = ("eager1", "plugin_packed", "plugin", "eager2", "eager_padded", "eager3", "eager4", "eager5")
 CASES = {
     "verl": Case("verl", f"{WORKERS}.verl_rounds", VERL_MODES, True, RELEASED),
-    "verl_lora": Case("verl_lora", f"{WORKERS}.verl_lora_rounds", ("eager1", "plugin", "eager2"), True, RELEASED),
+    "verl_lora": Case("verl_lora", f"{WORKERS}.verl_lora_rounds", VERL_MODES, True, RELEASED),
     "plain": Case("plain", f"{WORKERS}.plain_rounds", ("eager1", "plugin", "plugin_frozen_outputs", "eager2")),
 }
 

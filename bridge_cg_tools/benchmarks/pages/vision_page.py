@@ -193,6 +193,20 @@ def encoders(records: Records) -> str:
     return table([*header, *measured], rows) if rows else ""
 
 
+def encoder_flash(records: Records) -> str:
+    """Return what FlashAttention gains and how it rounds, a row for each case that was measured with it."""
+    rows = []
+    for case, modes in by_case_and_mode(records).items():
+        if "plugin_flash" not in modes:
+            continue
+        eager, default, flash = (modes[mode] for mode in ("eager", "plugin_fast", "plugin_flash"))
+        row = [_encoder(case)[0], number(eager, "ms"), f"{default['ratio']:.2f}", number(flash, "ms")]
+        differences = [number(flash, "forward_rel", ".0e"), number(flash, "grad_rel", ".1e")]
+        rows.append([*row, f"**{flash['ratio']:.2f}**", *differences, number(default, "grad_rel", ".1e")])
+    header = ["case", "eager ms", "default ratio", "FlashAttention ms", "ratio"]
+    return table([*header, "outputs differ by", "gradients differ by", "default's"], rows) if rows else ""
+
+
 def encoder_differences(records: Records) -> str:
     """Return how far other encoders' outputs and gradients are from eager's, with exact kernels where measured."""
     rows = [
@@ -277,6 +291,7 @@ def encoder_parts(folder: Path) -> dict[str, str]:
     others, mixes = (read_records(folder / f"{name}.jsonl") for name in ("encoders", "encoders_parity"))
     return {
         "encoders": with_origin(encoders(others), others),
+        "encoder-flash": encoder_flash(others),
         "encoder-differences": encoder_differences(others),
         "encoder-parity": with_origin(encoder_parity(mixes), mixes),
     }
