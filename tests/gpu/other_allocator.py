@@ -1,12 +1,22 @@
-"""A capture in a process whose memory another allocator gives out, for test_capture.py; prints what came of it."""
+"""A capture in a process whose memory another allocator gives out, for test_capture.py."""
 
+import argparse
 import json
+from collections.abc import Sequence
+from pathlib import Path
 
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_tools.benchmarks.models import tower
 
-if __name__ == "__main__":
+
+def train_words(words: Sequence[str]) -> None:
+    """Capture, and write what came of it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--train", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(words)
     tower.start_process()
     model = tower.build_tower(layers=2)
     batch = tower.make_batch([(1, 28, 28)], model)
@@ -16,6 +26,5 @@ if __name__ == "__main__":
     helper.create_cudagraphs()
     goes_on = all(a.equal(b) for a, b in zip(tower.step(model, batch), before, strict=True))
     graphs = helper.graphs
-    print(
-        json.dumps([helper.graphs_created(), graphs and graphs.failure, goes_on, dict(graphs.statistics().fallbacks)])
-    )
+    found = {"created": helper.graphs_created(), "failure": graphs and graphs.failure, "goes_on": goes_on}
+    args.out.write_text(json.dumps({**found, "fallbacks": dict(graphs.statistics().fallbacks)}))

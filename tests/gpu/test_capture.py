@@ -1,18 +1,14 @@
 """Capture: what can go wrong, and that the process goes on."""
 
 import gc
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_tools.benchmarks.runs.processes import free_port
 
 from ..regions import new_region
+from .trainings import Training
 
 
 def usable(tower_module, model, batch) -> bool:
@@ -131,15 +127,17 @@ def test_memory_limit_cuts_the_largest_bucket(tower_module, model, grads, graphs
     assert statistics.memory_bytes <= 2.0 * 2**30
 
 
-def test_another_allocator_is_refused_and_training_goes_on_eager():
-    environment = {
-        **os.environ,
-        "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync",
-        "MASTER_PORT": str(free_port()),
-    }
-    words = [sys.executable, "-m", "tests.gpu.other_allocator"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    created, failure, goes_on, fallbacks = json.loads(done.stdout.splitlines()[-1])
-    assert not created and "native memory allocator" in failure
-    assert goes_on and fallbacks == {"capture_failed": 1}
+OTHER_ALLOCATOR = Training(
+    "graphs",
+    steps=1,
+    main_job=False,
+    module="tests.gpu.other_allocator",
+    environment=(("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync"),),
+)
+
+
+@pytest.mark.parametrize("run", [OTHER_ALLOCATOR], ids=[""])
+def test_another_allocator_is_refused_and_training_goes_on_eager(trained, run):
+    found = trained(run)
+    assert not found["created"] and "native memory allocator" in found["failure"]
+    assert found["goes_on"] and found["fallbacks"] == {"capture_failed": 1}

@@ -40,8 +40,9 @@ def assert_on_graphs(found):
     assert len(found["graphs"]) == 2 and found["checked"], found
 
 
-def test_a_step_waits_for_its_verdicts_and_for_what_is_logged_alone(trained):
-    found = trained(run())
+@pytest.mark.parametrize("counted", [run()], ids=[""])
+def test_a_step_waits_for_its_verdicts_and_for_what_is_logged_alone(trained, counted):
+    found = trained(counted)
     print(found["in_schedule"], found["others"])
     assert_on_graphs(found)
     assert found["in_schedule"] == {}
@@ -49,9 +50,10 @@ def test_a_step_waits_for_its_verdicts_and_for_what_is_logged_alone(trained):
     assert found["others"].keys() <= BEHIND, found["others"].keys() - BEHIND
 
 
-def test_upstreams_checks_wait_in_every_microbatch(trained):
+@pytest.mark.parametrize("counted", [run("--at-once")], ids=[""])
+def test_upstreams_checks_wait_in_every_microbatch(trained, counted):
     """Without the plugin's part the same run waits, so the test above would find it."""
-    found = trained(run("--at-once"))
+    found = trained(counted)
     assert_on_graphs(found)
     assert found["in_schedule"]["rerun_state_machine.validate_result"] >= 4 * COUNTED
 
