@@ -32,6 +32,7 @@ from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kern
 from ..kernels.precompile import compilations
 from ..kernels.saved_tensors import known_activations
 from ..kernels.side_products import side_workspace
+from ..kernels.splits import splits_without_copies
 from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection
 from ..random_states import usable_random_states
 from .direct_attention import (
@@ -350,7 +351,7 @@ def recording_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     """
     forget_attention_selection()
     fused = fused_layer_kernels(modules) if kernels_available() else nullcontext()
-    with usable_random_states(modules), side_workspace(), fused, device_lengths():
+    with usable_random_states(modules), side_workspace(), fused, device_lengths(), splits_without_copies():
         yield
 
 

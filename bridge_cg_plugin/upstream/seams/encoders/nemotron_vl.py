@@ -8,13 +8,14 @@ _LAYERS = "self.decoder(x, attention_mask=attention_mask, packed_seq_params=pack
 
 def radio_seams(name: str, feature: str) -> Seams:
     """Return the seams of RADIO, for a model of this name."""
-    from ..registry.engine import attention_backward, cudnn_version
+    from ..registry.engine import attention_backward, cudnn_version, splits
     from ..seam import Seam
     from ..tower_seams import FORWARD_OFF
 
     return (
         cudnn_version(f"{name}_cudnn_version", feature),
         attention_backward(f"{name}_attention_backward", feature),
+        *splits(name, feature),
         Seam(
             name=f"{name}_llava",
             module="megatron.core.models.multimodal.llava_model",

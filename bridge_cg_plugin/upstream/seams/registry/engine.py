@@ -10,6 +10,7 @@ DDP = f"{CORE}.distributed.distributed_data_parallel"
 TE_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 TE_ATTENTION_BACKENDS = "transformer_engine.pytorch.attention.dot_product_attention.backends"
 TE_ATTENTION_UTILS = "transformer_engine.pytorch.attention.dot_product_attention.utils"
+TE_UTILS = "transformer_engine.pytorch.utils"
 TE_LAYERNORM = "transformer_engine.pytorch.ops.basic.layer_norm"
 TE_RMSNORM = "transformer_engine.pytorch.ops.basic.rmsnorm"
 TE_LAYERNORM_LINEAR = "transformer_engine.pytorch.module.layernorm_linear"
@@ -17,6 +18,7 @@ TE_LINEAR = "transformer_engine.pytorch.module.linear"
 TE_GEMM = "transformer_engine.pytorch.cpp_extensions.gemm"
 TE_OFFLOAD = "transformer_engine.pytorch.cpu_offload"
 GPT_MODEL = f"{CORE}.models.gpt.gpt_model"
+CORE_ATTENTION = f"{CORE}.transformer.attention"
 CORE_OFFLOAD = f"{CORE}.pipeline_parallel.fine_grained_activation_offload"
 MLP = f"{CORE}.transformer.mlp"
 EXTENSIONS = f"{CORE}.extensions.transformer_engine"
@@ -54,6 +56,32 @@ def attention_backward(name: str, feature: str) -> Seam:
         features=(feature,),
         undo=RECORDED,
         parameters=("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "attn_mask_type"),
+    )
+
+
+def splits(name: str, feature: str) -> tuple[Seam, Seam]:
+    """Return the seams, of names that begin so, of how megatron-core's attention splits what a projection made."""
+    return (
+        Seam(
+            name=f"{name}_split",
+            module=CORE_ATTENTION,
+            target="SplitAlongDim",
+            kind="value",
+            touch="replaced",
+            purpose="gradients that attention wrote side by side are not copied",
+            features=(feature,),
+            undo=RECORDED,
+        ),
+        Seam(
+            name=f"{name}_te_split",
+            module=TE_UTILS,
+            target="SplitAlongDim.backward",
+            kind="function",
+            touch="called",
+            purpose="it splits, and returns gradients without a copy where they allow it",
+            features=(feature,),
+            uses=("if noop_ok:", "return (torch.cat(grad_outputs, dim=split_dim), None, None)"),
+        ),
     )
 
 
