@@ -257,7 +257,19 @@ def test_tables_of_other_encoders(folder):
     assert lines(parts["encoders"], "| qwen25_vl_8mix |") == [
         "| qwen25_vl_8mix | 6720 | 600.0 |  | 180.0 | **0.30** | 120.0 | **0.20** | 14.1 |"
     ]
+    assert not parts["encoder-flash"]
     assert "| siglip_2_images | 27 | exact | 0e+00 | 2.0e-02 | 3.0e-02 |" in parts["encoder-differences"]
+
+
+def test_the_table_of_flash_attention(tmp_path):
+    case = {"case": "glm45v_1x8192_24layers"}
+    differences = {"forward_rel": 3e-2, "forward_noise": 0.0, "grad_noise": 2e-2, "bit_equal": False}
+    ways = {"eager": {}, "plugin_fast": {"ratio": 0.6, "grad_rel": 4e-2, **differences}}
+    ways["plugin_flash"] = {"ms": 50.0, "ratio": 0.5, "grad_rel": 5e-2, **differences}
+    results.write_records(tmp_path / "encoders.jsonl", [record() | case | {"mode": m} | ways[m] for m in ways])
+    results.write_records(tmp_path / "encoders_parity.jsonl", [])
+    found = encoder_parts(tmp_path)["encoder-flash"]
+    assert "| glm45v_1x8192 | 75.0 | 0.60 | 50.0 | **0.50** | 3e-02 | 5.0e-02 | 4.0e-02 |" in found
 
 
 @pytest.mark.parametrize(("mode", "kernels"), [("plugin", "exact"), ("plugin_fast", "default")])

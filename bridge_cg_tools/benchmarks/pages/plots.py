@@ -11,6 +11,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from bridge_cg_tools.benchmarks.measuring.step_times import IDLE, PARTS
 from bridge_cg_tools.benchmarks.models.workloads import CASES, frames_of
+from bridge_cg_tools.benchmarks.offload.bench import PACKS, SLOTS
 from bridge_cg_tools.benchmarks.pages.markdown import by_case
 from bridge_cg_tools.benchmarks.pages.performance_page import by_default
 from bridge_cg_tools.benchmarks.pages.whole_step_page import limit_of, mode_in_words, shown
@@ -202,12 +203,16 @@ def loss_plot(axes: Axes, records: Records) -> bool:
 
 
 def memory_plot(axes: Axes, records: Records) -> bool:
-    """Draw device memory against time, both over those of a graph that keeps all activations; a line for each case."""
-    found = measured(records)
+    """Draw device memory against time, both over those of a graph that keeps all activations; a line for each case.
+
+    Cases of parts of layers are left out: what runs eager beside them decides their time.
+    """
+    found = [r for r in measured(records) if r["case"] in SLOTS]
     for index, case in enumerate(dict.fromkeys(r["case"] for r in found)):
         of_case = [r for r in found if r["case"] == case]
         slots, colour = of_case[0]["slots"], FAMILY_COLOURS[index]
         named = f"{of_case[0]['tokens']} tokens" + (f", {slots} slots" if slots > 1 else "")
+        named += " of documents, experts" if case in PACKS else ""
         chosen = sorted((r for r in of_case if r["mode"].startswith(MIX)), key=lambda r: r["memory_ratio"])
         line = [(100 * r["memory_ratio"], 100 * r["ratio"]) for r in [*chosen, of_case[0]]]
         axes.plot(*zip(*line, strict=True), label=f"{named}: memory targets", color=colour, marker="o", markersize=3.5)
