@@ -166,7 +166,7 @@ class Fallback(StrEnum):
     )
     NUMERICS_CHANGED = (
         "numerics_changed",
-        "deterministic algorithms or the precision of fp32 matrix products differ from the capture",
+        "deterministic algorithms, fp32 matrix precision or parameters' types differ from the capture",
         "set them as at capture; graphs then continue",
     )
     # Calls and batches of another kind

@@ -1,6 +1,6 @@
 """A model that changes under its graphs: every microbatch equals eager, on graphs again where the change lasts."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -237,6 +237,29 @@ def test_a_tower_unfrozen_after_capture_is_trained_on_graphs_again():
             assert_close(actual[0], expected[0])
             assert_close(actual[1], expected[1])
         assert graphs.statistics().fallbacks == {"parameters_changed": 1} and graphs.statistics().replays == 2
+
+
+def in_the_same_memory(model, dtype):
+    """Convert weights where they lie, as a loop does whose memory happens to return to its addresses."""
+    for parameter in model.parameters():
+        converted = parameter.data.to(dtype)
+        parameter.data = parameter.data.view(dtype).copy_(converted)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("convert", [in_the_same_memory, torch.nn.Module.to])
+def test_a_tower_of_another_type_than_at_capture_runs_eager_until_it_is_back(convert, in_step):
+    tower, reference = (new_tower().bfloat16().requires_grad_(False) for _ in range(2))
+    pixels, grid = draw([[1, 4, 4]])
+    with graphs_on(tower, buckets=(16,), executor=TapeExecutor()) as graphs:
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+            for model in (tower, reference):
+                convert(model, dtype)
+            for _ in range(3):
+                with graphs.step() if in_step else nullcontext():
+                    assert torch.equal(tower(pixels.to(dtype), grid)[0], reference(pixels.to(dtype), grid)[0])
+        # `to` also leaves another buffer behind.
+        assert graphs.statistics().fallbacks["numerics_changed"] == 3 and graphs.statistics().replays >= 5
 
 
 @pytest.mark.parametrize("around_capture", [False, True])

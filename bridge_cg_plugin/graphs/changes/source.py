@@ -17,7 +17,7 @@ from ..recordings.recording import Mode, Recording
 from ..replays.gradients import GradientSinks, ParameterHooks, Reduction
 from ..replays.slot import Slot, Turn
 
-_requires_grad = operator.attrgetter("requires_grad")
+_requires_grad, _dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 # Parameters that a look inside a step takes.
 SAMPLE = 48
 
@@ -114,6 +114,7 @@ class Source:
         self.reads: tuple[Tensor, ...] = (*self.aliases.originals, *read)
         self._read = _Memory(self.reads)
         self._layouts = self._read.layouts()
+        self._types = list(map(_dtype, self.reads))
         self._storages = list(map(_storage_of, self.reads))
         self._writes = _Memory([g for g in self.sinks.main_grads if g is not None])
         self._found_none = self.gradients_left()
@@ -181,6 +182,10 @@ class Source:
         """Whether other parameters require a gradient than when the object was made."""
         # Hundreds of parameters: no line of Python for each.
         return list(map(_requires_grad, self.aliases.originals)) != self._trained
+
+    def retyped(self) -> bool:
+        """Whether what recordings read is of another type than when the object was made."""
+        return list(map(_dtype, self.reads)) != self._types
 
     def sample_trained_otherwise(self) -> bool:
         """Whether some of the parameters, others in every call, require a gradient otherwise.

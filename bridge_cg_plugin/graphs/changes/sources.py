@@ -36,6 +36,10 @@ are_deterministic = torch._C._get_deterministic_algorithms
 _everyone: "WeakSet[Sources]" = WeakSet()
 
 
+def _parameters_of(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in module._parameters.items() if parameter is not None)
+
+
 class _State(NamedTuple):
     """What a look at the piece's modules found.
 
@@ -86,6 +90,7 @@ class Sources:
         self._warned: set[str] = set()
         self._looks_once = self._looked = False
         self._numerics = matmul_precision(), are_deterministic()
+        self._types = [(m, name, p.dtype) for m in every_module(program.modules()) for name, p in _parameters_of(m)]
         self._found_at: tuple[int, torch.dtype | None] | None = None
         self._seen: _State | None = None
         watch.look()
@@ -166,7 +171,8 @@ class Sources:
         look = self._look()
         if look.foreign_hook is not None:
             return None
-        return next((each for each in self._all if (each.state, each.autocast) == (look.state, autocast)), None)
+        alike = (each for each in self._all if (each.state, each.autocast) == (look.state, autocast))
+        return next((each for each in alike if not each.retyped()), None)
 
     def _look_around(
         self, autocast: torch.dtype | None, gradients: bool, idle: Callable[[], bool], asks: bool
@@ -181,7 +187,18 @@ class Sources:
                 found = self._as_recorded(source, gradients, idle)
                 if found is not None:
                     return found
+        if (what := self._retyped()) is not None:
+            self._warn(Fallback.NUMERICS_CHANGED, what, "eager until it is as at capture")
+            return Fallback.NUMERICS_CHANGED
         return self._ask(state, autocast) if asks else self._reason(state, autocast)[0]
+
+    def _retyped(self) -> str | None:
+        """Return in words a parameter of another type than at capture, for which static inputs were made."""
+        for module, name, dtype in self._types:
+            now = module._parameters.get(name)
+            if now is not None and now.dtype != dtype:
+                return f"{type(module).__name__}.{name} is of {now.dtype}, not {dtype}"
+        return None
 
     def holds(self, source: Source) -> bool:
         """Whether a backward may be replayed: memory lies where it was, the same parameters are trained and hooked.
@@ -200,7 +217,7 @@ class Sources:
             return None
         if self._looked and source is self.current and not source.sample_trained_otherwise():
             return source
-        if source.trained_otherwise():
+        if source.trained_otherwise() or source.retyped():
             self._looked = False
             return None
         if source.moved(gradients, layouts=self._looks_once):
