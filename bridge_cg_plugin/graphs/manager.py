@@ -247,7 +247,8 @@ class GraphManager:
         """Count all the time inside as that of recordings, with waits for other ranks and compilers; these wait."""
         before, started = self._seconds(), time.perf_counter()
         try:
-            with TURNS.recording(), collected_later():
+            # Backwards and writes of other passes follow, though the first one may be of inference mode.
+            with TURNS.recording(), collected_later(), torch.inference_mode(False):
                 yield
         finally:
             counted = self._seconds() - before

@@ -81,6 +81,24 @@ def test_eager_microbatches_after_a_failed_capture_are_fallbacks_not_warm_up(mon
         assert sum(graphs.statistics().fallbacks.values()) == 3
 
 
+@pytest.mark.parametrize("mode", ["at_once", "on_demand"])
+def test_a_capture_inside_inference_mode_serves_training_later(mode):
+    model, sizes = new_tower(), ([[1, 8, 8]], [[1, 12, 8]])
+    expected = [results(model, rows) for rows in sizes]
+    with graphs_on(model, capture=False, buckets="auto", capture_mode=mode, cost_fallback=False) as graphs:
+        with torch.inference_mode():
+            for rows in sizes:
+                forward(model, rows)
+                assert graphs.captured or graphs.capture()
+                for _ in range(20):
+                    graphs.begin_step()
+        for rows, (outputs, gradients) in zip(sizes, expected, strict=True):
+            actual = results(model, rows)
+            assert_close(actual[0], outputs)
+            assert_close(actual[1], gradients)
+        assert graphs.statistics().replays >= len(sizes)
+
+
 def test_strict_stops_on_a_failed_capture(monkeypatch):
     model = new_tower()
     with graphs_on(model, capture=False, strict=True) as graphs:
