@@ -15,7 +15,8 @@ OFF = ("0", "false", "off")
 def enable(model: Any, *options: Any) -> None:
     """Put a model on graphs that a training loop other than Bridge's trains, by megatron-core's schedules.
 
-    Call it once the model is built, before the loop's first step. The environment variable `BRIDGE_CG_OPTIONS` does the
+    Call it once the model is built, before the loop's first step. Graphs that the model has with other options are
+    dropped; call it between steps then. The environment variable `BRIDGE_CG_OPTIONS` does the
     same for every model of a process.
 
     Args:
@@ -25,7 +26,7 @@ def enable(model: Any, *options: Any) -> None:
     Raises:
         OptionError: The options cannot work, or the model has no config.
     """
-    from .upstream.hooks.loops.loop_driver import enable as enable_on
+    from .upstream.hooks.loops.any_loop import enable as enable_on
 
     enable_on(model, *options)
 

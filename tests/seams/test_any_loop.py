@@ -294,6 +294,18 @@ def test_enable_says_how_many_calls_run_eager():
     assert active_graphs()[0].captured
 
 
+def test_other_options_for_a_model_on_graphs_hold_from_its_next_call():
+    model, eager, found = Policy(), Policy(vision_cuda_graph_impl="none"), []
+    wrapper = nn.Module()
+    wrapper.module = model  # as DDP holds it
+    for option in ("buckets=32,128", "buckets=64,128", "buckets=64,128", "impl=none", "impl=transformer_engine"):
+        bridge_cg_plugin.enable(wrapper, f"vision_cuda_graph_{option}")
+        for seed in range(3):
+            assert_equal(call(model, 2, seed=seed), call(eager, 2, seed=seed))
+        found.append([(graphs.workload.options.buckets, graphs.step_number) for graphs in active_graphs()])
+    assert found == [[((32, 128), 3)], [((64, 128), 3)], [((64, 128), 6)], [], [((64, 128), 3)]]
+
+
 def test_the_environment_says_it_for_every_model(monkeypatch):
     monkeypatch.setenv("BRIDGE_CG_OPTIONS", "vision_cuda_graph_impl=transformer_engine vision_cuda_graph_buckets=32,64")
     policy, reference = plain(), plain()

@@ -99,6 +99,15 @@ class Loops:
         held = vars(first).get(HELD)
         return held.driver if held is not None and held.driver in self._drivers else None
 
+    def follow_options(self, config: Any) -> None:
+        """Drop graphs of a model whose config has other options now; its next call begins anew."""
+        for driver in [driver for driver in self._drivers if driver.config is config and driver.is_outdated()]:
+            self._end(driver)
+
+    def _end(self, driver: "LoopDriver") -> None:
+        self._drivers.discard(driver)
+        driver.end()
+
     def _tell(self, chunks: Sequence[nn.Module]) -> None:
         """Set the options of the environment on a model's config, once."""
         self._told.add(chunks[0])
@@ -120,8 +129,7 @@ class Loops:
             return
         self._bridges.add(first)
         if (driver := self._known(first)) is not None:
-            self._drivers.discard(driver)
-            driver.end()
+            self._end(driver)
 
     def is_bridges(self, model: nn.Module | Sequence[nn.Module]) -> bool:
         """Whether Bridge's own loop trains a model."""
@@ -149,6 +157,16 @@ class Loops:
 
 
 LOOPS = Loops()
+
+
+def enable(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
+    """Set graph options on a model's config, also of one that has graphs; see `bridge_cg_plugin.enable`."""
+    from .loop_driver import enable as set_options
+
+    set_options(model, *options)
+    LOOPS.follow_options(config_of(model))
+
+
 atexit.register(LOOPS.report)
 before_deactivation(LOOPS.forget)
 

@@ -73,7 +73,8 @@ class LoopDriver:
 
     def __init__(self, chunks: Sequence[nn.Module], config: Any, microbatches: int, vision: bool, packed: bool) -> None:
         written = collect(config)
-        check_options(options_of(written), facts_of(written), harmless=False)
+        self.config, self._options = config, options_of(written)
+        check_options(self._options, facts_of(written), harmless=False)
         self._warmup = getattr(config, "cuda_graph_warmup_steps", WARMUP_CALLS)
         self._calls = 0
         helpers: list[Any] = []
@@ -100,6 +101,10 @@ class LoopDriver:
         if missing:
             name, what = type(unwrapped(chunks[0])[-1]).__name__, " and no ".join(missing)
             warn(f"{name} has no {what} that graphs know, though its options ask for graphs of one: it runs eager")
+
+    def is_outdated(self) -> bool:
+        """Whether the model's config has other options now, and no schedule call is under way."""
+        return options_of(collect(self.config)) != self._options and not any(each.in_step for each in self.graphs)
 
     @property
     def graphs(self) -> list[GraphManager]:
