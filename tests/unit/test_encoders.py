@@ -1,5 +1,8 @@
 """Hugging Face's towers on graphs through the reference executor: outputs and gradients are eager's."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -127,6 +130,20 @@ def test_one_capture_replays_every_size_as_eager(case):
                 assert_equal_results(case.results(model, size, seed), expected[seed])
         assert graphs.statistics().fallbacks == {}
         assert graphs.statistics().replays == 2 * len(case.sizes)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_tower_on_graphs_runs_eager_with_weights_of_its_own(copied):
+    model, size = WINDOWS.new(), WINDOWED[0]
+    expected = WINDOWS.results(model, size)
+    with graphs_on(model, **WINDOWS.options) as graphs:
+        copy_of_it = copied(model)
+        for parameter in model.parameters():
+            parameter.data.mul_(2.0)
+        assert_equal_results(WINDOWS.results(copy_of_it, size), expected)
+        assert graphs.statistics().replays == 0
+        WINDOWS.results(model, size)
+        assert graphs.statistics().replays == 1
 
 
 @pytest.mark.parametrize("kernels", ["exact", "fast"])
