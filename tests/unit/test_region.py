@@ -124,6 +124,16 @@ def test_evaluation_between_a_forward_and_its_backward():
     assert_same(torch.autograd.grad(loss_of(outputs), [*region.program.model.parameters(), batch.x]), expected)
 
 
+def test_a_slot_that_a_pass_in_inference_mode_asks_for_serves_all_others():
+    region, batch = toy_region(), toy_batch((2, 4))
+    held = region.run(batch)
+    for mode in (*[torch.inference_mode] * 3, torch.no_grad):
+        with evaluation(region), mode():
+            outputs = region.run(batch)
+    assert_same(outputs, region.program.model(batch.x, batch.offsets))
+    assert held[0].requires_grad and region.statistics.fallbacks == {"no_free_slot": 1, "mode_not_captured": 1}
+
+
 def test_evaluation_not_asked_for_falls_back():
     region = toy_region(evaluation=False)
     with evaluation(region):

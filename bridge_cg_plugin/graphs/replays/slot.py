@@ -38,7 +38,7 @@ class Arena:
         flats = self._flat[name, dtype]
         if not flats or flats[-1].numel() < numel:
             fill = torch.nan if dtype.is_floating_point else 0
-            with self._making():
+            with self._making(), torch.inference_mode(False):  # a pass in it may be the first to ask for a slot
                 flats.append(torch.full((numel,), fill, dtype=dtype, device=self._device))
         return flats[-1][:numel].view(shape)
 
