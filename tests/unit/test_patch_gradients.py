@@ -34,6 +34,16 @@ def test_gradients_are_the_convolutions(kind, kernel, bias):
     torch.testing.assert_close(found[1:], expected[1:])
 
 
+def test_what_autocast_casts_is_differentiated_outside_of_it():
+    module, patches = make(), torch.randn(40, *SHAPE)
+    with torch.autocast("cpu", torch.bfloat16), patch_gradients((module,)):
+        found = module(patches)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = module(patches)
+    gradients = [torch.autograd.grad(out.sum(), list(module.parameters())) for out in (found, expected)]
+    assert torch.equal(found, expected) and all(map(torch.equal, *gradients))
+
+
 def test_a_frozen_weight_gets_no_gradient():
     module = make()
     module.weight.requires_grad_(False)

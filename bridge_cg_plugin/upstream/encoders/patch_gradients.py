@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -37,7 +38,8 @@ def takes_patches(module: nn.Module) -> TypeGuard[nn.Conv2d | nn.Conv3d]:
 
 
 def _forward(convolution: nn.Conv2d | nn.Conv3d, patches: Tensor) -> Tensor:
-    if patches.requires_grad or patches.shape[2:] != convolution.kernel_size:
+    autocast = torch.is_autocast_enabled(patches.device.type)  # a function's backward gets no casts
+    if patches.requires_grad or autocast or patches.shape[2:] != convolution.kernel_size:
         eager: Callable[..., Tensor] = type(convolution).forward
         return eager(convolution, patches)
     out: Tensor = _PatchConvolution.apply(convolution, patches, convolution.weight, convolution.bias)
