@@ -5,7 +5,7 @@ import os
 import sys
 
 from ..options import OptionError
-from .seams.registry.engine import TE_OFFLOAD
+from .seams.registry.core_offload import TE_OFFLOAD
 
 WEIGHTS_STAY = "NVTE_CPU_OFFLOAD_V1"
 WATCHDOG_MINUTES = "BRIDGE_CG_WATCHDOG_MINUTES"

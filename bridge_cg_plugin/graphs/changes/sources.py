@@ -330,7 +330,7 @@ class Sources:
 
     def _trained(self) -> tuple[bool, ...]:
         modules = every_module(self._program.modules())
-        return tuple(p.requires_grad for m in modules for p in m._parameters.values() if p is not None)
+        return tuple(parameter.requires_grad for module in modules for _, parameter in _parameters_of(module))
 
     def _reason(self, state: State, autocast: torch.dtype | None) -> tuple[Fallback, str]:
         """Return why no source describes the model, as a reason and in words."""

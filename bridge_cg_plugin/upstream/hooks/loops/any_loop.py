@@ -114,10 +114,10 @@ class Loops:
         options = os.environ.get(OPTIONS)
         if not options:
             return
-        from .loop_driver import enable
+        from .loop_driver import set_options
 
         try:
-            enable(chunks, options)
+            set_options(chunks, options)
         except OptionError as error:
             error.add_note(f"The environment variable {OPTIONS} says so.")
             raise
@@ -161,7 +161,7 @@ LOOPS = Loops()
 
 def enable(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
     """Set graph options on a model's config, also of one that has graphs; see `bridge_cg_plugin.enable`."""
-    from .loop_driver import enable as set_options
+    from .loop_driver import set_options
 
     set_options(model, *options)
     LOOPS.follow_options(config_of(model))

@@ -30,7 +30,7 @@ DRIVEN_BY_BRIDGE = ("transformer_engine", "full_iteration")
 ON_DEMAND: Literal["on_demand"] = "on_demand"
 
 
-def enable(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
+def set_options(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
     """Set graph options on the config of a model; see `bridge_cg_plugin.enable`."""
     config = config_of(model)
     if config is None:

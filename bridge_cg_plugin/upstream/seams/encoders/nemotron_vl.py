@@ -8,14 +8,33 @@ _LAYERS = "self.decoder(x, attention_mask=attention_mask, packed_seq_params=pack
 
 def radio_seams(name: str, feature: str) -> Seams:
     """Return the seams of RADIO, for a model of this name."""
-    from ..registry.engine import attention_backward, cudnn_version, splits
+    from ..registry.engine import CORE_ATTENTION, RECORDED, TE_UTILS, attention_backward, cudnn_version
     from ..seam import Seam
     from ..tower_seams import FORWARD_OFF
 
     return (
         cudnn_version(f"{name}_cudnn_version", feature),
         attention_backward(f"{name}_attention_backward", feature),
-        *splits(name, feature),
+        Seam(
+            name=f"{name}_split",
+            module=CORE_ATTENTION,
+            target="SplitAlongDim",
+            kind="value",
+            touch="replaced",
+            purpose="gradients that attention wrote side by side are not copied",
+            features=(feature,),
+            undo=RECORDED,
+        ),
+        Seam(
+            name=f"{name}_te_split",
+            module=TE_UTILS,
+            target="SplitAlongDim.backward",
+            kind="function",
+            touch="called",
+            purpose="it splits, and returns gradients without a copy where they allow it",
+            features=(feature,),
+            uses=("if noop_ok:", "return (torch.cat(grad_outputs, dim=split_dim), None, None)"),
+        ),
         Seam(
             name=f"{name}_llava",
             module="megatron.core.models.multimodal.llava_model",

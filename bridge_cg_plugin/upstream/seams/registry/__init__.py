@@ -7,6 +7,7 @@ from ..encoders import declared
 from ..seam import Seam
 from . import (
     between,
+    core_offload,
     engine,
     hybrid,
     language_model,
@@ -30,6 +31,7 @@ SEAMS: tuple[Seam, ...] = (
     *performance.SEAMS,
     *loops.SEAMS,
     *engine.SEAMS,
+    *core_offload.SEAMS,
 )
 _BY_NAME = {seam.name: seam for seam in SEAMS}
 

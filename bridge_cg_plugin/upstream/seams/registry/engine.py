@@ -1,8 +1,6 @@
 """Seams of megatron-core and Transformer Engine: layers, data parallelism, packed attention."""
 
 from ..seam import GRAPHS, Feature, Seam
-from .models import QWEN3_VL
-from .training import RESTORED
 
 CORE = "megatron.core"
 LAYER = f"{CORE}.transformer.transformer_layer"
@@ -16,10 +14,7 @@ TE_RMSNORM = "transformer_engine.pytorch.ops.basic.rmsnorm"
 TE_LAYERNORM_LINEAR = "transformer_engine.pytorch.module.layernorm_linear"
 TE_LINEAR = "transformer_engine.pytorch.module.linear"
 TE_GEMM = "transformer_engine.pytorch.cpp_extensions.gemm"
-TE_OFFLOAD = "transformer_engine.pytorch.cpu_offload"
-GPT_MODEL = f"{CORE}.models.gpt.gpt_model"
 CORE_ATTENTION = f"{CORE}.transformer.attention"
-CORE_OFFLOAD = f"{CORE}.pipeline_parallel.fine_grained_activation_offload"
 MLP = f"{CORE}.transformer.mlp"
 EXTENSIONS = f"{CORE}.extensions.transformer_engine"
 RECORDED = "put back when the recording ends"
@@ -56,32 +51,6 @@ def attention_backward(name: str, feature: str) -> Seam:
         features=(feature,),
         undo=RECORDED,
         parameters=("max_seqlen_q", "max_seqlen_kv", "cu_seqlens_q", "cu_seqlens_kv", "attn_mask_type"),
-    )
-
-
-def splits(name: str, feature: str) -> tuple[Seam, Seam]:
-    """Return the seams, of names that begin so, of how megatron-core's attention splits what a projection made."""
-    return (
-        Seam(
-            name=f"{name}_split",
-            module=CORE_ATTENTION,
-            target="SplitAlongDim",
-            kind="value",
-            touch="replaced",
-            purpose="gradients that attention wrote side by side are not copied",
-            features=(feature,),
-            undo=RECORDED,
-        ),
-        Seam(
-            name=f"{name}_te_split",
-            module=TE_UTILS,
-            target="SplitAlongDim.backward",
-            kind="function",
-            touch="called",
-            purpose="it splits, and returns gradients without a copy where they allow it",
-            features=(feature,),
-            uses=("if noop_ok:", "return (torch.cat(grad_outputs, dim=split_dim), None, None)"),
-        ),
     )
 
 
@@ -401,110 +370,5 @@ SEAMS = (
         purpose="attention_backend is known by the variables that it is written into",
         features=(Feature.VISION_QWEN3_VL,),
         uses=("NVTE_FUSED_ATTN",),
-    ),
-    Seam(
-        name="weights_stay",
-        module=TE_OFFLOAD,
-        target="NVTE_CPU_OFFLOAD_V1",
-        kind="value",
-        touch="read",
-        purpose="whether Transformer Engine leaves weights on the device while megatron-core offloads",
-        features=(Feature.CORE_OFFLOAD,),
-    ),
-    Seam(
-        name="offload_marks",
-        module=CORE_OFFLOAD,
-        target="ChunkOffloadHandler.tensor_need_offloading_checker",
-        kind="function",
-        touch="read",
-        purpose="a tensor marked with never_offload stays on the device in megatron-core's offloading, too",
-        features=(Feature.CORE_OFFLOAD,),
-        parameters=("self", "tensor"),
-    ),
-    Seam(
-        name="offloaded_microbatch_ends",
-        module=CORE_OFFLOAD,
-        target="ChunkOffloadHandler.finish_all_groups",
-        kind="function",
-        touch="extended",
-        purpose="a microbatch is not over before its last group, whichever groups stay on the device",
-        features=(Feature.CORE_OFFLOAD,),
-        undo=RESTORED,
-        parameters=("self", "name"),
-        patched_by="decoder.offloaded_groups",
-    ),
-    Seam(
-        name="offloaded_memory",
-        module=CORE_OFFLOAD,
-        target="ChunkOffloadHandler.bulk_offload",
-        kind="function",
-        touch="extended",
-        purpose="memory that is given back is not that of saved tensors that stay",
-        features=(Feature.CORE_OFFLOAD,),
-        undo=RESTORED,
-        parameters=("self", "forced_released_tensors"),
-        uses=(("self.should_bulk_offload(group_to_offload)", "self.should_bulk_offload()"),),
-        patched_by="decoder.offloaded_groups",
-    ),
-    Seam(
-        name="offloaded_microbatch",
-        module=CORE_OFFLOAD,
-        target="ChunkOffloadHandler",
-        kind="class",
-        touch="read",
-        purpose="groups of a microbatch: which are yet to leave and what each saved",
-        features=(Feature.CORE_OFFLOAD,),
-        attributes=(
-            "_groups_to_offload",
-            "offload_groups",
-            "_offloaded_group_index",
-            "find_next_group",
-            "should_bulk_offload",
-            "tensor_need_offloading_checker",
-        ),
-    ),
-    Seam(
-        name="offloaded_backwards",
-        module=CORE_OFFLOAD,
-        target="PipelineOffloadManager",
-        kind="class",
-        touch="read",
-        purpose="which microbatches' backward has begun",
-        features=(Feature.CORE_OFFLOAD,),
-        attributes=("get_instance", "_cached_chunks_backward", "_cached_chunks_index_backward"),
-    ),
-    Seam(
-        name="offload_groups",
-        module=CORE_OFFLOAD,
-        target="FineGrainedActivationOffloadingInterface",
-        kind="class",
-        touch="called",
-        purpose="a step of attention is a group that megatron-core offloads",
-        features=(Feature.CORE_OFFLOAD,),
-        models=QWEN3_VL,
-        parameters=("offload", "tensor", "name"),
-    ),
-    Seam(
-        name="offload_group_ends",
-        module=CORE_OFFLOAD,
-        target="FineGrainedActivationOffloadingInterface.group_offload",
-        formerly=("FineGrainedActivationOffloadingInterface.group_commit",),
-        kind="function",
-        touch="called",
-        purpose="a group is offloaded once its step ended",
-        features=(Feature.CORE_OFFLOAD,),
-        models=QWEN3_VL,
-        parameters=("tensor", "forced_released_tensors"),
-    ),
-    Seam(
-        name="offload_begins",
-        module=GPT_MODEL,
-        target="GPTModel.preprocess_for_fine_grained_offloading",
-        kind="function",
-        touch="called",
-        purpose="megatron-core's offloading is told that a microbatch of a language model begins",
-        features=(Feature.CORE_OFFLOAD,),
-        models=QWEN3_VL,
-        parameters=("self",),
     ),
 )
