@@ -1,10 +1,8 @@
 """Trainings in which megatron-core offloads what the plugin does not run, for test_core_offload.py."""
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,18 +30,17 @@ from bridge_cg_tools.benchmarks.models import tower
 from bridge_cg_tools.benchmarks.packed import training as packed_training
 from bridge_cg_tools.benchmarks.photographs.training import Recorder
 
+from .workers import worker_parser
+
 QWEN, ITERATIONS, MICROBATCHES, TOKENS = "qwen", 3, 2, 2048
 
 
 def train_words(words: Sequence[str]) -> None:
     """Train as the words of a command line say."""
-    parser = argparse.ArgumentParser(prog="core_offload")
-    parser.add_argument("--train", required=True)
+    parser = worker_parser("core_offload")
     parser.add_argument("--model", choices=("dense", QWEN), default="dense")
-    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--plugin", choices=("on", "off"), default="on")
     parser.add_argument("--set", nargs="*", default=[], help="fields of the model")
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(words)
     (bridge_cg_plugin.activate if args.plugin == "on" else bridge_cg_plugin.deactivate)()
     found = train_qwen(args.set) if args.model == QWEN else train_dense(args.steps, args.set)

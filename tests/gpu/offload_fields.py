@@ -1,12 +1,10 @@
 """Trainings with single options of megatron-core's offloading, and what these did, for test_core_offload.py."""
 
-import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,6 +27,7 @@ from bridge_cg_tools.benchmarks.photographs.training import Recorder
 
 from .core_offload import WholeDocumentProvider, use_any_cores
 from .whole_documents import Keeper
+from .workers import worker_parser
 
 LAYERS = 4
 # What makes each model of its base.
@@ -55,12 +54,9 @@ LATENT = {
 
 def train_words(words: Sequence[str]) -> None:
     """Train as the words of a command line say."""
-    parser = argparse.ArgumentParser(prog="offload_fields")
-    parser.add_argument("--train", required=True)
+    parser = worker_parser("offload_fields")
     parser.add_argument("--model", choices=MODELS, required=True)
-    parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--set", nargs="*", default=[], help="graph fields of the model")
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(words)
     bridge_cg_plugin.activate()
     use_any_cores()

@@ -1,21 +1,18 @@
 """A capture in a process whose memory another allocator gives out, for test_capture.py."""
 
-import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_tools.benchmarks.models import tower
 
+from .workers import worker_parser
+
 
 def train_words(words: Sequence[str]) -> None:
     """Capture, and write what came of it."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--train", required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = worker_parser("other_allocator")
     args = parser.parse_args(words)
     tower.start_process()
     model = tower.build_tower(layers=2)

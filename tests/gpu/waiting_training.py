@@ -1,6 +1,5 @@
 """Bridge's `pretrain()` of a small Qwen3-VL on packs, all on graphs, and where its host waits for the device."""
 
-import argparse
 import json
 import traceback
 import warnings
@@ -21,6 +20,8 @@ from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shippe
 from bridge_cg_plugin.upstream.hooks.loops import loss_checks
 from bridge_cg_tools.benchmarks.packed.training import photograph_config
 from bridge_cg_tools.benchmarks.runs.recorder import graph_statistics
+
+from .workers import worker_parser
 
 # Steps before waits are counted: warm-up, capture, the first replays.
 BEFORE = 10
@@ -81,10 +82,7 @@ class Waits(Callback):
 
 def train_words(words: Sequence[str]) -> None:
     """Train; `--at-once` leaves checks of losses and gradients to upstream."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--train", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
+    parser = worker_parser("waiting_training")
     parser.add_argument("--at-once", action="store_true")
     args = parser.parse_args(words)
     bridge_cg_plugin.activate()

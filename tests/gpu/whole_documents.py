@@ -4,7 +4,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from bridge_cg_tools.benchmarks.packed import training as packed_training
 from bridge_cg_tools.benchmarks.photographs.training import Recorder
 
 from .core_offload import WholeDocumentProvider, use_any_cores
+from .workers import worker_parser
 
 # What makes each model small.
 SMALL: dict[str, dict[str, Any]] = {
@@ -45,15 +45,12 @@ PROMPT, GENERATED, BETWEEN = 32, 16, 6
 
 def train_words(words: Sequence[str]) -> None:
     """Train as the words of a command line say."""
-    parser = argparse.ArgumentParser(prog="whole_documents")
-    parser.add_argument("--train", required=True)
+    parser = worker_parser("whole_documents")
     parser.add_argument("--model", choices=SMALL, default="dense")
-    parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--packed", action="store_true", help="train on packed documents")
     parser.add_argument("--flash-decode", action="store_true")
     parser.add_argument("--generate", action="store_true", help="generate before training and between its steps")
     parser.add_argument("--set", nargs="*", default=[], help="graph fields of the model")
-    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(words)
     bridge_cg_plugin.activate()
     with ExitStack() as stack:
