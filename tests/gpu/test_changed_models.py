@@ -97,23 +97,18 @@ def test_a_preference_loop_equals_eager(deterministic, tower_module, graphs_of, 
 
 
 class Buffers:
-    """Parameters and gradients in two flat buffers, as megatron-core's data parallelism keeps them."""
+    """Trained parameters and their gradients in two flat buffers, as megatron-core's data parallelism keeps them."""
 
-    def __init__(self, parameters) -> None:
-        self.parameters = list(parameters)
-        sizes = [p.numel() for p in self.parameters]
+    def __init__(self, tower_module, model) -> None:
+        self.hooks = tower_module.MainGrads(model)  # they end with it
+        parameters = self.hooks.parameters
+        sizes = [p.numel() for p in parameters]
         self.weights = torch.empty(sum(sizes), dtype=torch.bfloat16, device="cuda")
         self.gradients = torch.zeros(sum(sizes), device="cuda")
-        for parameter, weight in zip(self.parameters, self.weights.split(sizes), strict=True):
+        for parameter, weight in zip(parameters, self.weights.split(sizes), strict=True):
             weight.view_as(parameter).copy_(parameter.detach())
             parameter.data = weight.view_as(parameter)
-        give_main_grads(self.parameters, self.gradients)
-
-    def attach(self, tower_module) -> None:
-        """Let backward add to the gradients."""
-        self.hooks = tower_module.MainGrads.__new__(tower_module.MainGrads)  # they end with it
-        self.hooks.parameters, self.hooks._accumulators = self.parameters, []
-        self.hooks.attach()
+        give_main_grads(parameters, self.gradients)
 
     def move(self, elsewhere: bool = True) -> list[torch.Tensor]:
         """Free both and take memory again, as `offload_grad_buffers` and `restore_grad_buffers` do.
@@ -143,8 +138,7 @@ class Training:
 
     def __init__(self, tower_module, start, leave=stay, follow=lambda models: None) -> None:
         model = tower_module.build_tower(layers=4)
-        buffers = Buffers(model.parameters())
-        buffers.attach(tower_module)
+        buffers = Buffers(tower_module, model)
         buffers.weights.copy_(start)
         follow([model])
         helper = new_helper(model, buckets=BUCKETS)
@@ -166,7 +160,7 @@ class Training:
 
 @pytest.fixture
 def start(tower_module):
-    return Buffers(tower_module.build_tower(layers=4).parameters()).weights.clone()
+    return Buffers(tower_module, tower_module.build_tower(layers=4)).weights.clone()
 
 
 def test_buffers_offloaded_and_restored_after_every_step(deterministic, tower_module, start):
@@ -206,9 +200,8 @@ def test_adapters_that_return_beside_frozen_weights_need_no_further_capture(dete
     model = tower_module.build_tower(layers=4)
     off, batch = adapters(model), tower_module.make_batch(ONE, model)
     frozen = [p for p in model.parameters() if not p.requires_grad]
-    buffers, seconds = Buffers(p for p in model.parameters() if p.requires_grad), []
+    buffers, seconds = Buffers(tower_module, model), []
     assert buffers.weights.nbytes < 20 * 2**20
-    buffers.attach(tower_module)
     storage, nbytes = buffers.gradients.untyped_storage(), buffers.gradients.nbytes
     try:
         follow_storages([model])
