@@ -12,7 +12,7 @@ from .graph_options import GraphOptions
 from .language_model import IMPL, MODULES, SCOPE
 from .migration import SWITCHES
 from .packed import MAX_PACKED_SEQS
-from .sources import Written
+from .sources import LANGUAGE_MODEL_FIELDS, Written
 from .values import is_unset, parse_flag
 from .vision import PROVIDER_FIELDS, VISION
 
@@ -53,8 +53,7 @@ def choose(written: Written, make: Make) -> tuple[Written, tuple[Part, ...]]:
     if setting is None:
         return written, ()
     if setting == "off":
-        off = {name: "none" for name in (VISION_IMPL, IMPL) if name in written.fields or written.model is None}
-        return replace(written, fields={**written.fields, **off}), (Part(ALL_PARTS, "eager", f"{SETTING}=off"),)
+        return _eager(written), (Part(ALL_PARTS, "eager", f"{SETTING}=off"),)
     refuse_other_trackers(written)
     parts: list[Part] = []
     facts = replace(facts_of(written), te_rng_tracker=True, nan_check=False)
@@ -67,6 +66,14 @@ def choose(written: Written, make: Make) -> tuple[Written, tuple[Part, ...]]:
     if written.fields.get(IMPL) == "full_iteration":
         settings["check_for_nan_in_loss"] = False
     return replace(written, settings={**written.settings, **settings}), tuple(parts)
+
+
+def _eager(written: Written) -> Written:
+    """Return the fields with all graphs off, and without what would only say how they are captured."""
+    off = {name: "none" for name in (VISION_IMPL, IMPL) if name in written.fields or written.model is None}
+    gone = (*LANGUAGE_MODEL_FIELDS, MAX_PACKED_SEQS)
+    kept = {name: value for name, value in written.fields.items() if name not in gone}
+    return replace(written, fields={**kept, **off})
 
 
 def refuse_other_trackers(written: Written) -> None:

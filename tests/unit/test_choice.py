@@ -4,7 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.options import OptionError, graph_options, normalize
+from bridge_cg_plugin.options import (
+    LanguageModelGraphOptions,
+    OptionError,
+    graph_options,
+    normalize,
+)
 from bridge_cg_plugin.options.explain import chosen_table, in_words
 from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
 
@@ -62,6 +67,25 @@ def test_off_switches_everything_off_that_a_recipe_has_on():
     recipe = {"vision_cuda_graph_impl": "transformer_engine", "cuda_graph_impl": "transformer_engine"}
     options, _ = chosen(recipe, {"cuda_graphs": "off"})
     assert not options.enabled
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "cuda_graph_max_packed_seqs=4",
+        "cuda_graph_impl=transformer_engine cuda_graph_max_packed_seqs=4 cuda_graph_modules=attn,mlp",
+        "cuda_graph_impl=local inference_cuda_graph_scope=block",
+        "cuda_graph_impl=full_iteration cuda_graph_scope=full",
+        "external_cuda_graph=true",
+        "enable_cuda_graph=true",
+    ],
+)
+@pytest.mark.parametrize("model", [{}, SimpleNamespace(cuda_graph_impl="none", **PACKED)], ids=["words", "model"])
+@pytest.mark.filterwarnings("ignore::bridge_cg_plugin.options.GraphOptionWarning")
+def test_off_needs_nothing_else_to_be_removed(model, said):
+    options = graph_options(model, f"cuda_graphs=off {said}")
+    assert not options.enabled
+    assert options.language_model == LanguageModelGraphOptions() and not options.packed.enabled
 
 
 @pytest.mark.parametrize(
