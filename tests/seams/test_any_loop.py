@@ -314,6 +314,20 @@ def test_the_environment_says_it_for_every_model(monkeypatch):
     assert [graphs.workload.options.buckets for graphs in active_graphs()] == [(32, 64)] * 2
 
 
+def test_what_a_model_was_told_wins_over_the_environment(monkeypatch, capsys):
+    variable = "vision_cuda_graph_impl=transformer_engine vision_cuda_graph_buckets=32,64 cuda_graph_warmup_steps=2"
+    monkeypatch.setenv("BRIDGE_CG_OPTIONS", variable)
+    held, told, off = plain(vision_cuda_graph_buckets=[64, 128]), plain(), plain(vision_cuda_graph_buckets=[16])
+    for model, option in ((told, "buckets=128"), (off, "impl=none")):
+        wrapper = nn.Module()
+        wrapper.module = model  # as DDP holds it
+        bridge_cg_plugin.enable(wrapper, f"vision_cuda_graph_{option}")
+    for model in (held, told, off):
+        call(model, 1)
+    assert [graphs.workload.options.buckets for graphs in active_graphs()] == [(64, 128), (128,)]
+    assert capsys.readouterr().out.count("set already: vision_cuda_graph_buckets") == 2
+
+
 def test_a_misspelt_option_of_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("BRIDGE_CG_OPTIONS", "vision_cuda_graph_imp=transformer_engine")
     with pytest.raises(OptionError, match="vision_cuda_graph_imp") as refused:

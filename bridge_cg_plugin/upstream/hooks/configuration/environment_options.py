@@ -1,8 +1,8 @@
-"""Graph options of the environment on a configuration of Bridge's: whatever the configuration sets wins."""
+"""Graph options of the environment: whatever a configuration sets wins."""
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ....announce import announce
@@ -32,27 +32,46 @@ def apply_environment(config: Any) -> bool:
     Raises:
         OptionError: The variable has a word that is no option, or its options cannot work with the configuration.
     """
+
+    def apply(fields: dict[str, Any], steps: dict[str, int]) -> None:
+        apply_options(normalize(config, Written(fields))[0], config)
+        for name, value in steps.items():
+            setattr(config.model, name, value)
+
+    return take_environment(config.model, apply)
+
+
+def take_environment(model: Any, apply: Callable[[dict[str, Any], dict[str, int]], None]) -> bool:
+    """Have the options of the environment applied that a model's config leaves at their default values.
+
+    Args:
+        model: The config.
+        apply: Sets graph fields, and warm-up steps, by name.
+
+    Returns:
+        Whether there were any.
+
+    Raises:
+        OptionError: The variable has a word that is no option, or its options cannot work with the config.
+    """
     words = os.environ.get(OPTIONS)
     if not words:
         return False
     try:
-        return _apply(config, collect(words))
+        return _take(model, collect(words), apply)
     except OptionError as error:
         error.add_note(f"The environment variable {OPTIONS} says so.")
         raise
 
 
-def _apply(config: Any, said: Written) -> bool:
-    model = config.model
+def _take(model: Any, said: Written, apply: Callable[[dict[str, Any], dict[str, int]], None]) -> bool:
     kept = _explicit_fields(model)
     known = [name for name in said.fields if hasattr(model, tuning_of(name) or name)]
     taken = {name: said.fields[name] for name in known if kept.isdisjoint(set_together(name))}
     steps = {WARMUP: int(said.settings[WARMUP])} if WARMUP in said.settings and WARMUP not in kept else {}
     if not taken and not steps:
         return False
-    apply_options(normalize(config, Written(taken))[0], config)
-    for name, value in steps.items():
-        setattr(model, name, value)
+    apply(taken, steps)
     left = [name for name in known if name not in taken]
     announce(f"{OPTIONS} sets {_listed({**taken, **steps})}" + (f"; set already: {', '.join(left)}" if left else ""))
     return True

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ....graphs.joint_step import before_evaluation
-from ....options import PROVIDER_FIELDS, OptionError
+from ....options import PROVIDER_FIELDS
 from ....options.language_model import IMPL
 from ....options.packed import MAX_PACKED_SEQS
 from ...environment import OPTIONS
@@ -63,7 +63,7 @@ class Loops:
     def __init__(self) -> None:
         self._drivers: weakref.WeakSet[LoopDriver] = weakref.WeakSet()
         self._bridges: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def driver_of(self, model: nn.Module | Sequence[nn.Module], microbatches: int) -> "LoopDriver | None":
         """Return what drives a model's graphs; None where nothing of it is on graphs, or somebody else does.
@@ -75,8 +75,7 @@ class Loops:
         driver = self._known(chunks[0])
         if driver is not None or chunks[0] in self._bridges:
             return driver
-        if chunks[0] not in self._told:
-            self._tell(chunks)
+        self.tell(chunks)
         config = config_of(chunks)
         if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config)) or has_helper(chunks):
             return None
@@ -108,19 +107,21 @@ class Loops:
         self._drivers.discard(driver)
         driver.end()
 
-    def _tell(self, chunks: Sequence[nn.Module]) -> None:
-        """Set the options of the environment on a model's config, once."""
-        self._told.add(chunks[0])
-        options = os.environ.get(OPTIONS)
-        if not options:
-            return
-        from .loop_driver import set_options
+    def tell(self, model: nn.Module | Sequence[nn.Module]) -> None:
+        """Set the options of the environment on a model's config, once, where it has the default.
 
-        try:
-            set_options(chunks, options)
-        except OptionError as error:
-            error.add_note(f"The environment variable {OPTIONS} says so.")
-            raise
+        Raises:
+            OptionError: They cannot work, or the model has no config.
+        """
+        config = config_of(model)
+        if not os.environ.get(OPTIONS) or (config is not None and self._told.get(id(config)) is config):
+            return
+        from ..configuration.environment_options import take_environment
+        from .loop_driver import graph_config, set_options
+
+        config = graph_config(model)
+        self._told[id(config)] = config
+        take_environment(config, lambda fields, steps: set_options(config, {**fields, **steps}))
 
     def leave_to_bridge(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Stand back from a model that Bridge's own loop trains."""
@@ -161,10 +162,12 @@ LOOPS = Loops()
 
 def enable(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
     """Set graph options on a model's config, also of one that has graphs; see `bridge_cg_plugin.enable`."""
-    from .loop_driver import set_options
+    from .loop_driver import graph_config, set_options
 
-    set_options(model, *options)
-    LOOPS.follow_options(config_of(model))
+    config = graph_config(model)
+    LOOPS.tell(model)
+    set_options(config, *options)
+    LOOPS.follow_options(config)
 
 
 atexit.register(LOOPS.report)

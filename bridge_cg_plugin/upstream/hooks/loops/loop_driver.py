@@ -30,8 +30,12 @@ DRIVEN_BY_BRIDGE = ("transformer_engine", "full_iteration")
 ON_DEMAND: Literal["on_demand"] = "on_demand"
 
 
-def set_options(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
-    """Set graph options on the config of a model; see `bridge_cg_plugin.enable`."""
+def graph_config(model: nn.Module | Sequence[nn.Module]) -> Any:
+    """Return the config of a model, with all fields of graph options.
+
+    Raises:
+        OptionError: The model has none.
+    """
     config = config_of(model)
     if config is None:
         why = f"{type(model).__name__} has no config of megatron-core. Pass the model itself."
@@ -39,6 +43,11 @@ def set_options(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
     for name, default in EVERY.items():
         if not hasattr(config, name):
             setattr(config, name, default)
+    return config
+
+
+def set_options(config: Any, *options: Any) -> None:
+    """Set graph options on a `graph_config`; see `bridge_cg_plugin.enable`."""
     wanted = graph_options(config, *options)
     impl = wanted.language_model.impl
     if impl in DRIVEN_BY_BRIDGE and not wanted.packed.enabled:
