@@ -155,7 +155,8 @@ def test_arguments_that_no_graph_was_captured_with(model, graphs):
 
 
 def test_documents_with_padding_between_them(bare):
-    batches = [pack((90, 191), room=(96, 194)), pack((290,), room=(300,)), pack((1, 100, 64), room=(8, 104, 200))]
+    lengths = {(90, 191): (96, 194), (290,): (300,), (1, 100, 64): (8, 104, 200), (0, 0): (100, 200)}
+    batches = [pack(each, room=room) for each, room in lengths.items()]
     expected = [losses_and_gradients(bare, batch) for batch in batches]
     with graphs_on(bare, batches[0]) as graphs:
         for batch, (losses, gradients) in zip(batches, expected, strict=True):

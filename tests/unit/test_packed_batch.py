@@ -33,6 +33,8 @@ BAD = {
     "shape": (packed, {"offsets": offsets_of(0, 5, 12)[None]}, "has shape (1, 3)"),
     "empty": (packed, {"offsets": offsets_of(0, 0)}, "the pack is empty"),
     "no document": (packed, {"offsets": offsets_of(0)}, "the pack is empty"),
+    "no offset": (packed, {"offsets": offsets_of()}, "has shape (0,)"),
+    "empty padding": (packed, {"offsets": offsets_of(0, 0), "padded": offsets_of(0, 0)}, "the pack is empty"),
     "counts": (packed, {"kv": offsets_of(0, 12)}, "cu_seqlens_q 3, cu_seqlens_kv 2"),
     "padding": (packed, {"padded": offsets_of(0, 4, 12)}, "document 0 has 5 tokens in cu_seqlens_q and room for 4"),
     "padded too long": (packed, {"padded": offsets_of(0, 6, 14)}, "cu_seqlens_q_padded ends at 14"),

@@ -139,8 +139,9 @@ def pack_batch(
     for short, long in zip(OFFSETS, PADDED_OFFSETS, strict=True):
         _check_pair(short, values.get(short), long, values.get(long))
     physical = {name: values.get(padded, values[name]) for name, padded in zip(OFFSETS, PADDED_OFFSETS, strict=True)}
-    if ranks > 1:
-        for name in physical:
+    for name in physical:
+        _check_filled(name, physical[name])
+        if ranks > 1:
             _check_chunks(name, physical[name], 2 * ranks)
     for name, longest in max_seqlens.items():
         _check_longest(name, longest, physical[name.replace("max_seqlen", "cu_seqlens")])
@@ -161,11 +162,9 @@ def check_offsets(
         raise PackedBatchError(f"{name} is {offsets.dtype}: it must be torch.int32, as attention kernels read it")
     if offsets.device != device:
         raise PackedBatchError(f"{name} is on {offsets.device}, the tokens are on {device}: move it there")
-    if offsets.dim() != 1:
+    if offsets.dim() != 1 or not offsets.numel():
         raise PackedBatchError(f"{name} has shape {tuple(offsets.shape)}: it must be [documents + 1], one pack a batch")
     values = tuple(host(offsets))
-    if len(values) < 2 or values[-1] == 0:
-        raise PackedBatchError(f"{name} holds {values}: the pack is empty; leave such batches out")
     if values[0] != 0:
         raise PackedBatchError(f"{name} starts at {values[0]}: it must be 0")
     for index, (before, after) in enumerate(pairwise(values)):
@@ -185,6 +184,11 @@ def _check_pair(short: str, offsets: Sequence[int] | None, long: str, padded: Se
                 f"document {index} has {length} tokens in {short} and room for {room} in {long}: "
                 "a document must fit its padding"
             )
+
+
+def _check_filled(name: str, offsets: Sequence[int]) -> None:
+    if offsets[-1] == 0:
+        raise PackedBatchError(f"{name} holds {offsets}: the pack is empty; leave such batches out")
 
 
 def _check_chunks(name: str, offsets: Sequence[int], chunks: int) -> None:
