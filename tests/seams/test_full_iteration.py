@@ -151,6 +151,23 @@ def test_a_microbatch_of_another_shape_runs_eager_and_is_counted():
     assert CURRENT.graphs.workload.replayed_steps == 0
 
 
+@pytest.mark.parametrize("count, replayed", [(1, 2), (3, 1)], ids=["fewer", "more"])
+def test_features_for_another_number_of_layers(count, replayed):
+    eager, graphs = pair()
+    assert_steps_equal(eager, graphs, [samples(MIX), samples([ONE])])
+    for trainer in (eager, graphs):
+        encode = trainer.model.vision_model.forward
+
+        def encode_otherwise(*args, encode=encode, **kwargs):
+            embeddings, features = encode(*args, **kwargs)
+            return embeddings, (features * 2)[:count]
+
+        trainer.model.vision_model.forward = encode_otherwise
+    assert_steps_equal(eager, graphs, [samples([ONE], 5)])
+    assert CURRENT.graphs.statistics().replays == replayed
+    assert CURRENT.graphs.statistics().fallbacks == ({} if replayed == 2 else {"call_arguments": 1})
+
+
 def test_a_shape_that_comes_often_gets_graphs_of_its_own():
     eager, graphs = pair()
     steps = [[sample(TWO, 4 + seed), double_batch(seed), sample(TEXT, 5 + seed)] for seed in range(7)]

@@ -87,10 +87,10 @@ class LanguageModel:
             buffers[name].copy_(tensor, non_blocking=True)
 
     def _features(self, batch: Microbatch) -> tuple[Tensor, ...]:
-        """The deepstack features; without images there are none, and as many of no row stand for them."""
-        if batch.deepstack:
-            return batch.deepstack
-        return (batch.decoder_input.new_empty((0, batch.decoder_input.shape[-1])),) * len(self._deepstack)
+        """The deepstack features; those that the batch lacks, all of them without images, have no rows."""
+        missing = len(self._deepstack) - len(batch.deepstack)
+        empty = batch.decoder_input.new_empty((0, batch.decoder_input.shape[-1]))
+        return (*batch.deepstack, *(empty,) * missing)
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""

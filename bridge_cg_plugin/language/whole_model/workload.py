@@ -87,6 +87,8 @@ class LanguageModelWorkload(Workload):
     def _refusal(self, microbatch: Microbatch) -> Fallback | None:
         """Return why a microbatch has no graphs and will have none soon."""
         bucket = microbatch.bucket
+        if len(microbatch.deepstack) > self._deepstack:
+            return Fallback.CALL_ARGUMENTS
         if (example := self._examples.get(bucket)) is not None:
             given_up = self._demand is not None and self._demand.refuses(bucket)
             return Fallback.OTHER_SHAPES if given_up else microbatch.fits(example)
