@@ -154,7 +154,7 @@ class Sources:
         if (matmul_precision(), are_deterministic()) != self._numerics:
             now = matmul_precision(), are_deterministic()
             what = f"float32 matmul precision and deterministic algorithms are {now}, not {self._numerics}"
-            self._warn(Fallback.NUMERICS_CHANGED, what, "eager until they are as at capture")
+            self._warn(Fallback.NUMERICS_CHANGED, what, "until they are as at capture")
             return Fallback.NUMERICS_CHANGED
         if self._found_at == (generation, autocast):
             found = self._as_recorded(self.current, gradients, idle)
@@ -180,7 +180,7 @@ class Sources:
         """Return what `find` does, without what it found last."""
         hook, state = self._look().foreign_hook, self._look().state
         if hook is not None:
-            self._warn(Fallback.FORWARD_HOOKS, f"{hook}, which a graph would not run", "eager until it is removed")
+            self._warn(Fallback.FORWARD_HOOKS, f"{hook}, which a graph would not run", "until it is removed")
             return Fallback.FORWARD_HOOKS
         for source in self._all:
             if source.state == state and source.autocast == autocast:
@@ -188,7 +188,7 @@ class Sources:
                 if found is not None:
                     return found
         if (what := self._retyped()) is not None:
-            self._warn(Fallback.NUMERICS_CHANGED, what, "eager until it is as at capture")
+            self._warn(Fallback.NUMERICS_CHANGED, what, "until it is as at capture")
             return Fallback.NUMERICS_CHANGED
         return self._ask(state, autocast) if asks else self._reason(state, autocast)[0]
 
@@ -312,7 +312,7 @@ class Sources:
         """Return recordings' new source once the model has been asked for in this state often enough."""
         reason, what = self._reason(state, autocast)
         if self._adopted >= MOST_ADOPTED:
-            self._warn("all the time", f"the model changes all the time, last: {what}", "eager from now on")
+            self._warn("all the time", f"the model changes all the time, last: {what}", "from now on")
             return reason
         key = (state, autocast, self._trained(), frozenset(map(id, self._hooks.foreign())))
         if len(self._asked) == MOST_ASKED and key not in self._asked:
