@@ -99,7 +99,7 @@ def whole_number(minimum: int, alternative: str | None = None) -> Parser:
     allowed = f"a whole number of at least {minimum}" + (f' or "{alternative}"' if alternative else "")
 
     def parse(field: str, value: Any) -> Any:
-        if alternative is not None and value == alternative:
+        if isinstance(value, str) and value == alternative:
             return alternative
         try:
             number = int(str(value))
@@ -117,7 +117,7 @@ def real_number(allowed: str, accepts: Callable[[float], bool], alternative: str
     allowed += f' or "{alternative}"' if alternative else ""
 
     def parse(field: str, value: Any) -> Any:
-        if alternative is not None and value == alternative:
+        if isinstance(value, str) and value == alternative:
             return alternative
         try:
             number = float(value)

@@ -2,6 +2,7 @@ import dataclasses
 from enum import Enum
 from types import SimpleNamespace
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -190,6 +191,8 @@ REFUSED = [
     ("slots", True),
     ("slots", "many"),
     ("slots", 1.5),
+    ("slots", numpy.array([2, 4])),
+    ("balance", numpy.array([0.1, 0.2])),
     ("max_frames", 0),
     ("max_frames", False),
     ("headroom", 0.99),
