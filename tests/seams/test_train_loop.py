@@ -80,6 +80,24 @@ def test_every_step_is_counted_once(helper):
     assert helper.graphs.step_number == 2
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_run_whose_loop_skips_the_iteration_of_the_capture_is_captured(active, skips):
+    """The loop captures before one iteration only, which `train.iterations_to_skip` may skip."""
+    model = new_tower()
+    made = VisionTECudaGraphHelper(
+        model, model.config, options=VisionGraphOptions(**DEFAULTS), executor=ReferenceExecutor()
+    )
+    step = make("train_step")(lambda model, global_state: model[0](*draw([[1, 4, 4]])))
+    state = SimpleNamespace(cfg=SimpleNamespace(model=SimpleNamespace(cuda_graph_warmup_steps=2)))
+    for number in range(4):
+        if number == 2 and not skips:
+            made.create_cudagraphs()
+        step([model], state)
+        assert made.graphs_created() is (number >= 2)
+    assert made.graphs.statistics().replays == 2
+    made.delete_cuda_graphs()
+
+
 class Writer:
     def __init__(self):
         self.scalars = []

@@ -27,9 +27,11 @@ class GraphHelper:
 
     Attributes:
         graphs: The module's graphs; None where there is nothing to capture, or nothing left.
+        asked: Whether the train loop has asked for graphs.
     """
 
     graphs: GraphManager | None = None
+    asked = False
     _in_flight: Callable[[], int] | None = None
     _order: ReductionOrder | None = None
     _number = 0
@@ -39,6 +41,7 @@ class GraphHelper:
 
         Slots are counted now: a callback may have changed the run's batch sizes since this helper was made.
         """
+        self.asked = True
         if self.graphs is not None:
             if self._in_flight is not None:
                 self.graphs.slots = self._in_flight()

@@ -2,9 +2,11 @@
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
+
+from torch import nn
 
 from ....graphs.joint_step import joint_step
 from ....graphs.recordings.compiling import TURNS
@@ -43,6 +45,7 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
         model = argument("model", args, kwargs)
         LOOPS.leave_to_bridge(model)
         STEP_DRIVER.before_step(model, state, drives_vision_graphs())
+        capture_missed(model, state)
         helpers = active_helpers()
         with ExitStack() as stack:
             if several_ranks() and asks_for_graphs(state.cfg.model):
@@ -55,6 +58,16 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
             return old(*args, **kwargs)
 
     return train_step
+
+
+def capture_missed(model: Sequence[nn.Module], state: Any) -> None:
+    """Capture what the loop did not: it does so before one iteration only, which `iterations_to_skip` may skip."""
+    for helper in active_helpers():
+        graphs = helper.graphs
+        if graphs is None or helper.asked or not any(graphs.model in chunk.modules() for chunk in model):
+            continue
+        if graphs.step_number >= state.cfg.model.cuda_graph_warmup_steps:
+            helper.create_cudagraphs()
 
 
 def _captures_optimizer(state: Any) -> bool:
