@@ -46,7 +46,7 @@ def read_documents(path: Path, field: str | None = None) -> Documents:
         raise PlanError(f"Cannot plan from {path}: it does not exist. It must be {FORMATS}.")
     try:
         rows = _rows(path, field)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         if isinstance(error, PlanError):
             raise
         raise PlanError(f"Cannot read {path}: {error}.") from None

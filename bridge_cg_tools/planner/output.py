@@ -121,7 +121,7 @@ def plot_packs(plan: PackedPlan, packs: Sequence[Pack], path: Path) -> None:
     """Draw how many documents packs have and what each bound is expected to cost, into a picture file.
 
     Raises:
-        PlanError: matplotlib is not installed, or does not know the file's kind.
+        PlanError: matplotlib does not know the file's kind, or it cannot be written.
     """
     canvas_of, figure_of = import_plots()
     figure = figure_of(figsize=(8, 4.5), layout="constrained")
@@ -140,5 +140,6 @@ def plot_packs(plan: PackedPlan, packs: Sequence[Pack], path: Path) -> None:
     times.legend()
     try:
         canvas.print_figure(path)
-    except ValueError as error:
-        raise PlanError(f"Cannot write the plot {path}: {error}.") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise PlanError(f"Cannot write the plot {path}: {why}.") from None

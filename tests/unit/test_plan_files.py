@@ -61,6 +61,7 @@ BAD_FILES = {
     "b.jsonl": ('{"length": 3}\n{"input_ids": [1, 2], "seq_start_id": [0]}', "packs and single documents"),
     "c.jsonl": ('{"input_ids": [1, 2], "seq_start_id": [0, 5]}', "must ascend to its 2 tokens"),
     "bad.parquet": ("no parquet", "^Cannot read"),
+    "empty.npy": ("", "^Cannot read .*empty.npy: No data left in file"),
 }
 
 
