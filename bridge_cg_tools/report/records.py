@@ -12,6 +12,7 @@ from bridge_cg_plugin.options import OptionError
 from .gpus import peak_tflops
 from .kinds import KINDS
 from .runs import Run, counts_of
+from .texts import text_of
 
 _WRITERS = "examples.photographs, bench_step and compare.py"
 _NEEDED = {"case": str, "mode": str, "versions": dict}
@@ -34,7 +35,8 @@ def read_records(path: Path) -> list[Run]:
 
 def _training_runs(path: Path) -> list[Run]:
     """Return a file's; records with an error are such runs that failed, unless there are other measurements alone."""
-    found = [_parse(path, number, line) for number, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
+    lines = enumerate(text_of(path).splitlines(), 1)
+    found = [_parse(path, number, line) for number, line in lines if line.strip()]
     trained = any("losses" in record for record in found) or all("error" in record for record in found)
     return [_run(record) for record in found if trained and ("losses" in record or "error" in record)]
 

@@ -8,6 +8,7 @@ from bridge_cg_plugin.options import OptionError
 
 from .kinds import KINDS
 from .runs import GIB, BucketCounts, GraphCounts, Run
+from .texts import text_of
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
 _STEP = re.compile(r"iteration\s+(\d+)/\s*\d+ \|(.*)")
@@ -28,7 +29,7 @@ def read_log(path: Path) -> Run:
     Raises:
         OptionError: It has no line of a step.
     """
-    lines = path.read_text(errors="replace").splitlines()
+    lines = text_of(path, errors="replace").splitlines()
     steps = [(int(found[1]), dict(_pairs(found[2]))) for found in map(_STEP.search, lines) if found]
     if not steps:
         why = "it has no lines `iteration N/ M | ...` of Bridge's training loop"

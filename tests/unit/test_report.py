@@ -337,6 +337,17 @@ def test_inputs_that_cannot_be_read_are_refused(words, says):
         read_runs(words)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.log"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, capsys):
+    path = tmp_path / name
+    path.write_bytes(b"\xff\xfe")
+    if name == "a.log":  # bytes of a log may be anything
+        path.unlink()
+        path.symlink_to("/proc/self/mem")
+    assert cli.main(["report", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"Cannot read {path}: ")
+
+
 # Verdict
 
 
