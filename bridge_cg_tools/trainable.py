@@ -22,6 +22,8 @@ LEAST = {
         *("validation.eval_iters", "validation.eval_interval", "checkpoint.save_interval"),
     ),
 }
+# Sections that Bridge reads without asking whether they are there.
+SECTIONS = ("checkpoint", "dataset", "ddp", "dist", "logger", "model", "optimizer", "scheduler", "train")
 # Fields by which stages of a pipeline have different numbers of layers.
 _UNEVEN = (
     "num_layers_in_first_pipeline_stage",
@@ -63,6 +65,7 @@ def check_trainable(recipe: str, config: Any, gpus: int | None, complete: bool =
     Raises:
         OptionError: Names the fields and what is needed.
     """
+    check_sections(recipe, config)
     _refuse(recipe, _values(config))
     if complete:
         _refuse(recipe, _left_open(config))
@@ -73,6 +76,18 @@ def check_trainable(recipe: str, config: Any, gpus: int | None, complete: bool =
     if config.train.rampup_batch_size is None:
         _refuse(recipe, _batches(config, gpus))
     refuse_bridges(recipe, refused_schedule(config))
+
+
+def check_sections(recipe: str, config: Any) -> None:
+    """Refuse a configuration in which a word put a plain value, or nothing, in the place of a section.
+
+    Raises:
+        OptionError: Names the section.
+    """
+    for name in SECTIONS:
+        section = getattr(config, name, config)
+        if section is None or isinstance(section, int | float | str | list | dict):
+            _refuse(recipe, iter([Unfit(name, section, "a section", f"Write {name}.FIELD=VALUE.")]))
 
 
 def refuse_bridges(recipe: str, why: str) -> None:

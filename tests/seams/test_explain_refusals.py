@@ -59,6 +59,8 @@ SMALL = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
 @pytest.mark.parametrize(
     "word, said",
     [
+        ("train=null", "train must be a section, not None. Write train.FIELD=VALUE"),
+        ("checkpoint=5", "checkpoint must be a section, not 5"),
         ("train.train_iters=-5", "train.train_iters must be at least 0, not -5"),
         ("train.micro_batch_size=0", "train.micro_batch_size must be at least 1, not 0"),
         ("train.micro_batch_size=-2", "train.micro_batch_size must be at least 1, not -2"),

@@ -9,7 +9,7 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks.configuration.bridge_checks import refused_start
 from bridge_cg_plugin.upstream.hooks.loops.steps import Mode
 from bridge_cg_tools.gpus import fewest_gpus
-from bridge_cg_tools.trainable import check_trainable, refuse_bridges
+from bridge_cg_tools.trainable import check_sections, check_trainable, refuse_bridges
 
 _WORLD = ("WORLD_SIZE", "SLURM_NTASKS")
 
@@ -39,6 +39,7 @@ def check_start(recipe: str, config: Any, mode: Mode, gpus: int | None, elsewher
     Raises:
         OptionError: Fine-tuning has no checkpoint, a value is too low, or the layout or the batch does not fit.
     """
+    check_sections(recipe, config)
     checkpoint = config.checkpoint
     if checkpoint.pretrained_checkpoint is not None:
         if not (elsewhere or _exists(checkpoint.pretrained_checkpoint)):
