@@ -38,7 +38,7 @@ def apply_environment(config: Any) -> bool:
         for name, value in steps.items():
             setattr(config.model, name, value)
 
-    return take_environment(config.model, apply)
+    return hasattr(config, "model") and take_environment(config.model, apply)
 
 
 def take_environment(model: Any, apply: Callable[[dict[str, Any], dict[str, int]], None]) -> bool:
