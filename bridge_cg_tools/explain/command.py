@@ -207,7 +207,7 @@ def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> Answer:
     for word in words:
         _check_name(word)
     files = [word for word in words if "=" not in word]
-    for name in (name for file in files for name in names_in(Path(file))):
+    for name in (name for file in files for name in names_in(Path(file), SECTIONS)):
         _check_name(f"{name}=")
     said = [word for word in words if "=" in word]
     check_trackers(said)
