@@ -4,7 +4,7 @@ import ctypes
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 
 Tell = Callable[[str], None]
@@ -36,20 +36,12 @@ def answer_alone(lasting: bool = False) -> Iterator[Tell]:
         _flush()
         os.dup2(kept, STDOUT)
         os.close(kept)
-    _print(answer)
+    say(*answer)
     if lasting:
         os.dup2(STDERR, STDOUT)
 
 
-def wrapped(text: str) -> list[str]:
-    """Return lines that fit into a terminal; what goes on is indented further than the text begins."""
-    if len(text) <= WIDTH:
-        return [text]
-    indent = " " * (len(text) - len(text.lstrip()) + 2)
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def _print(lines: Sequence[str]) -> None:
+def say(*lines: str) -> None:
     """Print lines; whoever reads them may stop early, as `head` does."""
     try:
         for line in lines:
@@ -60,6 +52,25 @@ def _print(lines: Sequence[str]) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, STDOUT)
         os.close(nowhere)
+
+
+def open_closed() -> None:
+    """Have a standard output or error that the caller closed take what is written, and keep none of it."""
+    for descriptor, name in ((STDOUT, "stdout"), (STDERR, "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            if nowhere != descriptor:
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+            setattr(sys, name, os.fdopen(descriptor, "w"))
+
+
+def wrapped(text: str) -> list[str]:
+    """Return lines that fit into a terminal; what goes on is indented further than the text begins."""
+    if len(text) <= WIDTH:
+        return [text]
+    indent = " " * (len(text) - len(text.lstrip()) + 2)
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _flush() -> None:

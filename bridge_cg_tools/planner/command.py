@@ -70,7 +70,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
 
 
 def run(arguments: argparse.Namespace, tell: Tell) -> int:
-    """Make a plan and print it, its JSON by `tell`; returns 2 for input that is refused, else 0."""
+    """Make a plan and print it by `tell`; returns 2 for input that is refused, else 0."""
     try:
         plan: PackedPlan | VisionPlan
         if arguments.max_memory_gb is not None and math.isnan(arguments.max_memory_gb):
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace, tell: Tell) -> int:
         if arguments.json:
             tell(json.dumps(as_json(plan)))
         else:
-            print_plan(plan)
+            print_plan(plan, tell)
     except (OptionError, PlanError) as error:
         print(error, file=sys.stderr)
         return 2

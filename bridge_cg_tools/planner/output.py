@@ -4,15 +4,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bridge_cg_plugin.recipes import GPUS
 
+from ..answers import Tell
 from ..gpus import other_gpu
 from .errors import PlanError
 from .images import VisionPlan
 from .packing import Pack
 from .plan import PackedPlan, Percentiles
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 WIDTH = 120
 EXTRA = "pip install 'bridge-cg-plugin[plan]'"
@@ -37,19 +41,26 @@ def settings(plan: PackedPlan | VisionPlan) -> dict[str, Any]:
     }
 
 
-def print_plan(plan: PackedPlan | VisionPlan) -> None:
-    """Print a plan.
+def print_plan(plan: PackedPlan | VisionPlan, tell: Tell) -> None:
+    """Print a plan by `tell`.
 
     Raises:
         PlanError: rich is not installed.
     """
     try:
         from rich.console import Console
-        from rich.table import Table
     except ImportError:
         raise PlanError(f"Cannot print tables without rich: {EXTRA}, or use --json.") from None
     console = Console()
     console.width = max(console.width, WIDTH)
+    with console.capture() as shown:
+        _show(plan, console)
+    tell(shown.get().removesuffix("\n"))
+
+
+def _show(plan: PackedPlan | VisionPlan, console: "Console") -> None:
+    from rich.table import Table
+
     sizes = Table("", "P50", "P90", "P99", "max", title=_title(plan))
     for name, values in _sizes(plan).items():
         sizes.add_row(name, *(str(v) for v in (values.p50, values.p90, values.p99, values.max)))

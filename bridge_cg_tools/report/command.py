@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bridge_cg_plugin.options import OptionError
 
-from ..answers import Tell
+from ..answers import Tell, say
 from .page import Page, make_page
 from .render import to_html, to_json, to_markdown, to_terminal
 from .sources import read_runs
@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run_report(args: Namespace, tell: Tell) -> int:
-    """Write what was asked for and print the page, its JSON by `tell`; returns 2 for input that is refused, else 0."""
+    """Write what was asked for and print the page by `tell`; returns 2 for input that is refused, else 0."""
     try:
         if args.peak_tflops is not None and not args.peak_tflops > 0:
             why = "it must be a number above 0. An H100 or H200 has 989.4."
@@ -47,15 +47,15 @@ def run_report(args: Namespace, tell: Tell) -> int:
         if args.json:
             tell(to_json(page).removesuffix("\n"))
         else:
-            print_page(page)
+            print_page(page, tell)
     except OptionError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def print_page(page: Page) -> None:
-    """Print a page to the terminal.
+def print_page(page: Page, tell: Tell = say) -> None:
+    """Print a page to the terminal by `tell`.
 
     Raises:
         OptionError: rich is not installed.
@@ -65,7 +65,10 @@ def print_page(page: Page) -> None:
     except ModuleNotFoundError as error:
         why = f"rich is not installed ({error}). Install it (pip install rich), or pass --json."
         raise OptionError.because("json", why) from None
-    to_terminal(page, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    with console.capture() as shown:
+        to_terminal(page, console)
+    tell(shown.get().removesuffix("\n"))
 
 
 def write_page(

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,26 @@ def test_a_reader_that_stops_early_is_no_error():
     assert process.stdout.readline() == "first\n"
     process.stdout.close()
     assert (process.wait(timeout=60), process.stderr.read()) == (0, "")
+
+
+PRINTED = [
+    ["report", str(RUN)],
+    ["plan", "packed", "LENGTHS", "--pack-size", "1024"],
+    ["recipes", "qwen3_vl"],
+    ["audit"],
+    ["explain", "cuda_graph_impl=none"],
+]
+
+
+@pytest.mark.parametrize("words", PRINTED, ids=lambda words: words[0])
+@pytest.mark.parametrize("redirected", ["| true", ">&-", ">&- 2>&-"], ids=["unread", "no_stdout", "no_stdout_stderr"])
+def test_whoever_reads_it_may_be_gone(lengths, words, redirected):
+    words = [str(lengths) if word == "LENGTHS" else word for word in words]
+    ran = shlex.join([sys.executable, "-m", "bridge_cg_tools.cli", *words])
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {ran} {redirected}"], capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_module_that_prints_at_import(tmp_path):
