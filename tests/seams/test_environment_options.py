@@ -49,6 +49,13 @@ def test_the_one_setting_of_the_environment_is_resolved(configured, monkeypatch)
     assert read_options(config).vision.enabled and read_options(config).vision.kernels == "exact"
 
 
+@pytest.mark.parametrize("words", ["cuda_graph_warmup_steps=many", "cuda_graph_warmup_steps="])
+def test_warm_up_steps_that_are_no_number_are_refused(configured, monkeypatch, words):
+    monkeypatch.setenv(VARIABLE, words)
+    with pytest.raises(OptionError, match="must be a number"):
+        check_training_config(configured())
+
+
 @pytest.mark.parametrize(
     ("fields", "said", "found"),
     [

@@ -7,6 +7,7 @@ from typing import Any
 
 from ....announce import announce
 from ....options import OptionError, normalize
+from ....options.facts import facts_of
 from ....options.groups import tuning_of
 from ....options.language_model import LANGUAGE_MODEL
 from ....options.migration import SWITCHES
@@ -68,7 +69,8 @@ def _take(model: Any, said: Written, apply: Callable[[dict[str, Any], dict[str, 
     kept = _explicit_fields(model)
     known = [name for name in said.fields if hasattr(model, tuning_of(name) or name)]
     taken = {name: said.fields[name] for name in known if kept.isdisjoint(set_together(name))}
-    steps = {WARMUP: int(said.settings[WARMUP])} if WARMUP in said.settings and WARMUP not in kept else {}
+    warm_up = facts_of(said).warmup_steps
+    steps = {} if warm_up is None or WARMUP in kept else {WARMUP: warm_up}
     if not taken and not steps:
         return False
     apply(taken, steps)
