@@ -81,6 +81,7 @@ OTHER_SECTIONS = ("rng", "ddp", "dist", "rerun_state_machine", "dataset", "peft"
 # Fields that say the same thing: what is written later replaces all of a group.
 _GROUPS = ((IMPL, *SWITCHES), (MODULES, SCOPE), (PROVIDER_FIELDS["modules"], SCOPE_FIELD))
 _ASSIGNMENT = re.compile(r"[+]{0,2}([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
+_WORDS = re.compile(r"\s*([+]{0,2}[A-Za-z_][\w.\-]*=|--\w)")
 _DEPTH = 8
 
 
@@ -157,7 +158,7 @@ def is_word(token: str) -> bool:
 
 
 def _from_text(text: str) -> Written:
-    if "\n" in text or re.match(r"\s*[\w.]+:(\s|$)", text):
+    if not _WORDS.match(text) and ("\n" in text or re.match(r"\s*[\w.]+:(\s|$)", text)):
         return _from_mapping(_parse_yaml(text, "YAML text"))
     try:
         given = shlex.split(re.sub(r",\s+", ",", text))

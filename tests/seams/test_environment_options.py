@@ -56,6 +56,14 @@ def test_warm_up_steps_that_are_no_number_are_refused(configured, monkeypatch, w
         check_training_config(configured())
 
 
+@pytest.mark.parametrize("words", [f"{ON}\n", f"\n  {ON}\n", f"{ON}\nvision_cuda_graph_buckets=64"])
+def test_words_may_stand_on_lines_of_their_own(configured, monkeypatch, words):
+    monkeypatch.setenv(VARIABLE, words)
+    config = configured()
+    check_training_config(config)
+    assert read_options(config).vision.enabled
+
+
 @pytest.mark.parametrize(
     ("fields", "said", "found"),
     [
