@@ -238,6 +238,10 @@ REFUSED = {
         f"{TE} {PACKED} ddp.use_megatron_fsdp=true",
         "ddp.use_megatron_fsdp",
     ),
+    "graphs after fewer than no warm-up steps": (
+        f"{VISION} cuda_graph_warmup_steps=-1",
+        "model.cuda_graph_warmup_steps",
+    ),
     "packed-sequence graphs without warm-up steps": (
         f"{TE} {PACKED} cuda_graph_warmup_steps=0",
         "model.cuda_graph_warmup_steps",

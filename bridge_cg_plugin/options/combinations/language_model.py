@@ -51,6 +51,12 @@ _LM = f"{IMPL}=none"
 
 LANGUAGE_MODEL = (
     Combination(
+        "graphs after fewer than no warm-up steps",
+        "No step would be the one before which they are captured",
+        lambda o, f: o.enabled and (f.warmup_steps or 0) < 0,
+        lambda o, f: ("model.cuda_graph_warmup_steps", f.warmup_steps, f"at least 0 with {_graphs(o)}", "Set it to 3."),
+    ),
+    Combination(
         "`full_iteration` with modules",
         "One graph holds the whole step",
         lambda o, f: _full(o) and o.language_model.modules,
