@@ -367,9 +367,9 @@ class GraphManager:
         return self._paused > 0
 
     @property
-    def in_recorded_state(self) -> bool:
-        """Whether the model is in a state that recordings were made from; True where there are none."""
-        return all(region.in_recorded_state for region in self._regions)
+    def readiness(self) -> tuple[object, ...]:
+        """What decides how a microbatch runs besides the microbatch, equal on ranks that run the same one alike."""
+        return self.captured, self.is_paused, *(region.readiness for region in self._regions)
 
     def begin_step(self, may_record: bool = True) -> None:
         """Note that a training step begins, and record one of the buckets that microbatches missed.

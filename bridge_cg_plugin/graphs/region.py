@@ -108,9 +108,10 @@ class Region:
         return self._captured().sources
 
     @property
-    def in_recorded_state(self) -> bool:
-        """Whether the model is in a state that recordings were made from; True where there are none."""
-        return self._made is None or self._made.sources.known() is not None
+    def readiness(self) -> tuple[int, list[int]]:
+        """Which recorded state the model is in, 0 for none, and the slots that microbatches hold."""
+        state = 0 if self._made is None else self._made.sources.recorded_state(torch.is_grad_enabled())
+        return state, [slot.index for slot in self._slots if not slot.free]
 
     def capture(self, progress: Progress | None = None) -> None:
         """Record every bucket in every slot, largest first; of a piece that grows in the first, as training asks for.

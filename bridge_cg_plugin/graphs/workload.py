@@ -73,8 +73,8 @@ class Manager(Protocol):
         """Whether the module runs eager for a while."""
 
     @property
-    def in_recorded_state(self) -> bool:
-        """Whether the model is in a state that recordings were made from; True where there are none."""
+    def readiness(self) -> tuple[object, ...]:
+        """What decides how a microbatch runs besides the microbatch, equal on ranks that run the same one alike."""
 
     def run(self, call: Call, eager: Eager) -> Any:
         """Replay a call where possible, else run it eager and count why."""

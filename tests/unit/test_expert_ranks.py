@@ -221,6 +221,50 @@ def test_a_rank_whose_model_differs_makes_all_eager(tmp_path):
 
 
 @dispatching_on_cpu()
+def parameter_changed_on_one_rank(freezes):
+    model, packs = rank_model(), own_packs(3)
+    parameter = model.decoder.layers[0].input_layernorm.weight
+    for each in model.parameters():
+        each.main_grad = torch.zeros_like(each)
+    with on_graphs(model, cuda_graph_packed_strict=False) as graphs:
+        for number, arguments in enumerate(packs):
+            hook = None
+            if number == 1 and distributed.get_rank():
+                hook = None if freezes else parameter.register_hook(lambda gradient: gradient)
+                parameter.requires_grad_(not freezes)
+            model(**arguments).sum().backward()
+            parameter.requires_grad_(True)
+            if hook is not None:
+                hook.remove()
+        return graphs.statistics().replays, dict(graphs.statistics().fallbacks)
+
+
+@pytest.mark.parametrize("freezes", [False, True], ids=["hooked", "frozen"])
+def test_a_rank_whose_parameter_differs_makes_all_eager(tmp_path, freezes):
+    assert run_ranks(2, parameter_changed_on_one_rank, tmp_path, freezes, **EP2) == [(2, {"other_rank": 1})] * 2
+
+
+@dispatching_on_cpu()
+def keep_outputs_on_one_rank():
+    """Keep what a pass without a backward returned, as for a log, on one rank during the next microbatch."""
+    model, packs = rank_model(), own_packs(4)
+    expected = [losses_and_gradients(model, arguments) for arguments in packs[1:]]
+    with on_graphs(model) as graphs:
+        kept = [model(**packs[0])]
+        if not distributed.get_rank():
+            kept.clear()
+        found = [losses_and_gradients(model, packs[1])]
+        kept.clear()
+        found += [losses_and_gradients(model, arguments) for arguments in packs[2:]]
+        compare(found, expected)
+        return graphs.statistics().replays, dict(graphs.statistics().fallbacks)
+
+
+def test_a_rank_that_keeps_outputs_makes_all_eager(tmp_path):
+    assert run_ranks(2, keep_outputs_on_one_rank, tmp_path, **EP2) == [(3, {"other_rank": 1})] * 2
+
+
+@dispatching_on_cpu()
 def capture_failing_on_one_rank(strict, nth):
     model, packs = rank_model(), own_packs(1)
     expected = [losses_and_gradients(model, arguments) for arguments in packs]

@@ -164,15 +164,32 @@ class Sources:
 
     def known(self) -> Source | None:
         """Return a source of the state that the model is in, None without one; asks for none and looks at no memory."""
+        return next((source for _, source in self._known()), None)
+
+    def recorded_state(self, gradients: bool) -> int:
+        """Return the number of a source that `find` would return if no memory was moved, from 1; 0 without one.
+
+        Args:
+            gradients: Whether a backward may follow.
+        """
+        for number, source in self._known():
+            hooked = gradients and source.sinks.hooked_otherwise()
+            if not hooked and (self._looked or not source.trained_otherwise()):
+                return number
+        return 0
+
+    def _known(self) -> Iterator[tuple[int, Source]]:
+        """Yield the sources of the state that the model is in, with their numbers from 1; see `known`."""
         autocast = autocast_dtype(self._device_type)
         self._watch.look()
         if (matmul_precision(), are_deterministic()) != self._numerics:
-            return None
+            return
         look = self._look()
         if look.foreign_hook is not None:
-            return None
-        alike = (each for each in self._all if (each.state, each.autocast) == (look.state, autocast))
-        return next((each for each in alike if not each.retyped()), None)
+            return
+        for number, source in enumerate(self._all, 1):
+            if (source.state, source.autocast) == (look.state, autocast) and not source.retyped():
+                yield number, source
 
     def _look_around(
         self, autocast: torch.dtype | None, gradients: bool, idle: Callable[[], bool], asks: bool

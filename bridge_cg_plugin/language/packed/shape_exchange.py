@@ -27,23 +27,22 @@ class ShapeExchange:
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
 
-    def joint(self, shape: PackShape | None, state: Sequence[bool]) -> JointShape | None:
+    def joint(self, shape: PackShape | None, state: float) -> JointShape | None:
         """Return the shapes of all ranks, in an order that is the same on all, or None where one of them runs eager.
 
         Waits until every rank has come to the same microbatch.
 
         Args:
             shape: Of this rank's pack; None where it must run eager.
-            state: What else decides how a microbatch runs. Ranks in different states run eager.
+            state: Stands for what else decides how a microbatch runs. Ranks in different states run eager.
         """
-        own = torch.tensor([*state, shape is not None, *_numbers(shape)], dtype=torch.int64)
+        own = torch.tensor([int(state), shape is not None, *_numbers(shape)], dtype=torch.int64)
         found = [torch.empty_like(own) for _ in range(self._group.size())]
         distributed.all_gather(found, own, group=self._group)
-        count = len(state)
         rows = [numbers.tolist() for numbers in found]
-        if any(row[:count] != rows[0][:count] or not row[count] for row in rows):
+        if any(row[0] != rows[0][0] or not row[1] for row in rows):
             return None
-        return JointShape(tuple(_shape(row[count + 1 :]) for row in rows))
+        return JointShape(tuple(_shape(row[2:]) for row in rows))
 
 
 def _numbers(shape: PackShape | None) -> Sequence[int]:

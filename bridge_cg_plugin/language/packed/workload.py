@@ -112,7 +112,7 @@ class PackedWorkload(Workload):
         """Return a call with what it needs to run as on all other ranks, which are at the same microbatch."""
         manager, batch = self.manager, call.batch
         wants = batch is not None and want_gradients((batch.hidden, *batch.additions))
-        state = manager.captured, manager.in_recorded_state, manager.is_paused, torch.is_grad_enabled(), wants
+        state = digest(manager.readiness, torch.is_grad_enabled(), wants)
         joint = exchange.joint(None if batch is None else batch.own_shape, state)
         if batch is None:
             return call
