@@ -121,6 +121,24 @@ def test_what_another_rank_could_not_record_no_rank_replays(offload):
         assert consensus.times == 1
 
 
+@CHAINED
+def test_what_no_rank_could_record_a_rank_whose_memory_moved_does_not_try(offload):
+    tower = new_tower()
+    with on_a_rank(tower, offload, Counted(), strict=False, slots=1) as graphs:
+        for region in graphs._regions:
+            region._consensus = region._made.late._consensus = consensus = Counted(fails=1)
+        tower.decoder.layers[2].requires_grad_(False)
+        for _ in range(2):
+            results(tower, LARGE)
+        assert consensus.times == 1
+        for _ in range(2):
+            move(tower.decoder.layers[2])
+            results(tower, LARGE)
+        fallbacks = dict(graphs._regions[2].statistics.fallbacks)
+        assert consensus.times == 1
+        assert fallbacks == {"parameters_changed": 1, "capture_failed": 3}
+
+
 @pytest.mark.parametrize("layer", [0, 2])
 def test_parts_recorded_again_have_the_memory_of_smaller_buckets(layer):
     tower = new_tower()

@@ -103,7 +103,8 @@ class Source:
         self.sinks = GradientSinks(self.aliases.trainable, reduction, hooks)
         self._trained = list(map(_requires_grad, self.aliases.originals))
         self.recordings: dict[tuple[int, Bucket, Mode], Recorded] = {}
-        self.failed: dict[tuple[Bucket, Mode], str] = {}
+        # Shared: a rank whose memory was moved must not try again what others do not.
+        self.failed: dict[tuple[Bucket, Mode], str] = {} if instead_of is None else instead_of.failed
         self.recorded_by_other_ranks: frozenset[tuple[int, Bucket, Mode]] = frozenset()
         self.warm: set[Mode] = set()
         self.earlier: Source | None = None
