@@ -232,7 +232,8 @@ class Region:
         if not made.late.wishes:
             return []
         source = self._source(made.sources, gradients=True)
-        return [wish for wish, asked in made.late.wishes.items() if asked is source]
+        number = source.number if isinstance(source, Source) else None
+        return [wish for wish, asked in made.late.wishes.items() if asked.number == number]
 
     def record_wish(self, wish: Wish) -> None:
         """Record what a training step missed.

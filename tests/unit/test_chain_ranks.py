@@ -139,6 +139,30 @@ def test_what_no_rank_could_record_a_rank_whose_memory_moved_does_not_try(offloa
         assert fallbacks == {"parameters_changed": 1, "capture_failed": 3}
 
 
+@CHAINED
+def test_a_rank_whose_memory_moved_still_wants_what_steps_missed(offload):
+    def asked(moves):
+        tower, consensus = new_tower(), Counted()
+        results(tower, LARGE)
+        with on_a_rank(tower, offload, consensus, buckets=(128,), capture_mode="on_demand", slots=2) as graphs:
+            for _ in range(3):
+                with graphs.step():
+                    results(tower, LARGE)
+            with graphs.step():
+                kept = [forward(tower, LARGE) for _ in range(2)]
+                kept.clear()
+            if moves:
+                move(tower)
+            found = []
+            for _ in range(3):
+                with graphs.step():
+                    results(tower, LARGE)
+                found.append(consensus.times)
+            return found
+
+    assert asked(True) == asked(False)
+
+
 @pytest.mark.parametrize("layer", [0, 2])
 def test_parts_recorded_again_have_the_memory_of_smaller_buckets(layer):
     tower = new_tower()

@@ -190,7 +190,8 @@ class LateRecordings:
         Raises:
             CaptureError: It failed, and is not tried again.
         """
-        source, (index, bucket, mode) = self.wishes.pop(wish), wish
+        source, (index, bucket, mode) = self._sources.current, wish
+        del self.wishes[wish]
         if wish in source.recordings:
             return
         try:
