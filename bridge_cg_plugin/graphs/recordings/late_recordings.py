@@ -203,6 +203,7 @@ class LateRecordings:
     def take_back(self, source: Source, wish: Wish) -> None:
         """Forget what was recorded for a wish that not all ranks could record; it is not tried again."""
         index, bucket, mode = wish
+        self.wishes.pop(wish, None)  # where the recording of an earlier part failed, this one's was not begun
         error = CaptureError("not all ranks could record it")
         source.failed.setdefault((bucket, mode), named(error))
         self._take_back(source, self._every_slot()[index], bucket, mode, error)
