@@ -163,8 +163,9 @@ def test_a_rank_whose_memory_moved_still_wants_what_steps_missed(offload):
     assert asked(True) == asked(False)
 
 
-@CHAINED
-def test_what_a_step_missed_and_one_part_cannot_record_no_part_wants_any_more(offload, monkeypatch):
+@pytest.fixture
+def second_slot_failed(offload, monkeypatch):
+    """A tower, and graphs of it that could be recorded in the first of two slots only."""
     tower = new_tower()
     options = {"buckets": (128,), "capture_mode": "on_demand", "slots": 2, "strict": False}
     with on_a_rank(tower, offload, Counted(), **options) as graphs:
@@ -174,12 +175,29 @@ def test_what_a_step_missed_and_one_part_cannot_record_no_part_wants_any_more(of
         with graphs.step():
             kept = [forward(tower, LARGE) for _ in range(2)]
             kept.clear()
-        regions = graphs._regions
-        assert all(region.wishes for region in regions)
-        monkeypatch.setattr(PooledExecutor, "record", lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError()))
-        with graphs.step():
-            results(tower, LARGE)
-        assert not any(region.wishes for region in regions)
+        assert all(region.wishes for region in graphs._regions)
+        with monkeypatch.context() as failing:
+            failing.setattr(PooledExecutor, "record", lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+            with graphs.step():
+                results(tower, LARGE)
+        yield tower, graphs
+
+
+@CHAINED
+def test_what_one_part_cannot_record_no_part_wants_any_more(second_slot_failed):
+    _, graphs = second_slot_failed
+    assert not any(region.wishes for region in graphs._regions)
+
+
+@CHAINED
+def test_a_rank_whose_memory_moved_records_what_failed_in_another_slot_alone(second_slot_failed):
+    tower, graphs = second_slot_failed
+    before = graphs.statistics()
+    move(tower)
+    with graphs.step():
+        results(tower, LARGE)
+    after = graphs.statistics()
+    assert after.replays > before.replays and after.fallbacks == before.fallbacks
 
 
 @pytest.mark.parametrize("layer", [0, 2])

@@ -131,17 +131,17 @@ class LateRecordings:
             return Fallback.NO_FREE_SLOT
         recorded = source.recordings.get((slot.index, bucket, mode))
         wish = slot.index, bucket, mode
-        if recorded is None and (bucket, mode) not in source.failed and self._awaits_a_step(source, wish):
-            self.wishes[wish] = source
-            return Fallback.NOT_CAPTURED_YET
         if recorded is None:
-            failed = (bucket, mode) in source.failed
+            failed = _has_failed(source, wish)
+            if not failed and self._awaits_a_step(source, wish):
+                self.wishes[wish] = source
+                return Fallback.NOT_CAPTURED_YET
             not_now = Fallback.CAPTURE_FAILED if failed else Fallback.NOT_CAPTURED_YET
             may = records or self._may_always_record(slot, mode)
             refusal = self._record_now(source, slot, bucket, mode) if may else not_now
             if refusal is not None:
                 return refusal
-            recorded = source.recordings[slot.index, bucket, mode]
+            recorded = source.recordings[wish]
         return slot, recorded
 
     def fill(
@@ -319,7 +319,7 @@ class LateRecordings:
 
     def _record_now(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> Fallback | None:
         """Record what a batch asks for; returns why it cannot be or is not yet."""
-        if (bucket, mode) in source.failed:
+        if _has_failed(source, (slot.index, bucket, mode)):
             return Fallback.CAPTURE_FAILED
         planned = self._grows and self._recorder.evaluation and mode == EVALUATION and slot is not self.forward_slot
         at_once = planned or self._at_once(source, (slot.index, bucket, mode))
@@ -378,6 +378,11 @@ class LateRecordings:
         finally:
             self._tidy()
         return 0.0
+
+
+def _has_failed(source: Source, wish: Wish) -> bool:
+    """Whether a recording failed and is not tried again; not where others have one, as in another slot or before."""
+    return wish[1:] in source.failed and wish not in source.recorded_by_other_ranks
 
 
 def _tokens(place: Wish) -> int:
