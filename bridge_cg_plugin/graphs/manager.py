@@ -57,7 +57,6 @@ class GraphManager:
         in_step: Whether a training step is under way.
         turn: Number of the last time that it might record, from 1.
         recorded: Whether it tried to, then.
-        driver: What asks for the graphs; it lives as long as they do.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class GraphManager:
         self.failure: str | None = None
         self.step_number, self.in_step = 0, False
         self.turn, self.recorded = 0, False
-        self.driver: object | None = None
         self._regions: list[Region] = []
         self._parts: Parts | None = None
         self._own = RegionStatistics()

@@ -78,7 +78,6 @@ class GraphHelper:
             order: Of the module's gradient reductions, kept while the graphs are this helper's.
         """
         self.graphs, self._in_flight, self._order = graphs, in_flight, order
-        graphs.driver = self  # a run that ends with an error drops its helper, not its model
         self._number = next(_numbers)
         if order is not None:
             order.keep(graphs.adds_later)
