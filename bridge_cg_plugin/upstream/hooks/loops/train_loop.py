@@ -60,13 +60,14 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
     return train_step
 
 
-def capture_missed(model: Sequence[nn.Module], state: Any) -> None:
+def capture_missed(model: nn.Module | Sequence[nn.Module], state: Any) -> None:
     """Capture what the loop did not: it does so before one iteration only, which `iterations_to_skip` may skip."""
+    chunks = [model] if isinstance(model, nn.Module) else model
     for helper in active_helpers():
         graphs = helper.graphs
-        if graphs is None or helper.asked or not any(graphs.model in chunk.modules() for chunk in model):
+        if graphs is None or helper.asked or not any(graphs.model in chunk.modules() for chunk in chunks):
             continue
-        if graphs.step_number >= state.cfg.model.cuda_graph_warmup_steps:
+        if graphs.step_number >= getattr(state.cfg.model, "cuda_graph_warmup_steps", float("inf")):
             helper.create_cudagraphs()
 
 
