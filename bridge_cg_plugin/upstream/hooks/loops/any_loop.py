@@ -63,6 +63,7 @@ class Loops:
     def __init__(self) -> None:
         self._drivers: weakref.WeakSet[LoopDriver] = weakref.WeakSet()
         self._bridges: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def driver_of(self, model: nn.Module | Sequence[nn.Module], microbatches: int) -> "LoopDriver | None":
@@ -75,7 +76,9 @@ class Loops:
         driver = self._known(chunks[0])
         if driver is not None or chunks[0] in self._bridges:
             return driver
-        self.tell(chunks)
+        if chunks[0] not in self._met:
+            self._met.add(chunks[0])
+            self.tell(chunks)
         config = config_of(chunks)
         if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config)) or has_helper(chunks):
             return None
@@ -154,6 +157,7 @@ class Loops:
         """Drop all drivers, whose graphs somebody else has dropped."""
         self._drivers.clear()
         self._bridges.clear()
+        self._met.clear()
         self._told.clear()
 
 
