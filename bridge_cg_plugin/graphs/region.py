@@ -233,7 +233,7 @@ class Region:
             return []
         source = self._source(made.sources, gradients=True)
         number = source.number if isinstance(source, Source) else None
-        return [wish for wish, asked in made.late.wishes.items() if asked.number == number]
+        return [wish for wish, asked in made.late.wishes.items() if asked == number]
 
     def record_wish(self, wish: Wish) -> None:
         """Record what a training step missed.

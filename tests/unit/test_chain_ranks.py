@@ -46,6 +46,16 @@ def on_a_rank(tower, offload, consensus, **options):
         yield graphs
 
 
+def miss_a_second_microbatch(tower, graphs):
+    """Train until steps replay, then have two microbatches in flight, of which the second has no recording."""
+    for _ in range(3):
+        with graphs.step():
+            results(tower, LARGE)
+    with graphs.step():
+        kept = [forward(tower, LARGE) for _ in range(2)]
+        kept.clear()
+
+
 def agreements(offload, rows, freezes, thaws, moves, layer):
     """Return for each microbatch how often its rank asked others and what ran eager until then.
 
@@ -145,12 +155,7 @@ def test_a_rank_whose_memory_moved_still_wants_what_steps_missed(offload):
         tower, consensus = new_tower(), Counted()
         results(tower, LARGE)
         with on_a_rank(tower, offload, consensus, buckets=(128,), capture_mode="on_demand", slots=2) as graphs:
-            for _ in range(3):
-                with graphs.step():
-                    results(tower, LARGE)
-            with graphs.step():
-                kept = [forward(tower, LARGE) for _ in range(2)]
-                kept.clear()
+            miss_a_second_microbatch(tower, graphs)
             if moves:
                 move(tower)
             found = []
@@ -169,12 +174,7 @@ def second_slot_failed(offload, monkeypatch):
     tower = new_tower()
     options = {"buckets": (128,), "capture_mode": "on_demand", "slots": 2, "strict": False}
     with on_a_rank(tower, offload, Counted(), **options) as graphs:
-        for _ in range(3):
-            with graphs.step():
-                results(tower, LARGE)
-        with graphs.step():
-            kept = [forward(tower, LARGE) for _ in range(2)]
-            kept.clear()
+        miss_a_second_microbatch(tower, graphs)
         assert all(region.wishes for region in graphs._regions)
         with monkeypatch.context() as failing:
             failing.setattr(PooledExecutor, "record", lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError()))

@@ -45,7 +45,7 @@ class LateRecordings:
 
     Attributes:
         forward_slot: For passes without a backward while another microbatch holds the first slot; None without one.
-        wishes: What training steps missed, oldest first, with the source that it is to be recorded from.
+        wishes: What training steps missed, oldest first, with the number of the source that it is to be recorded from.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LateRecordings:
     ) -> None:
         self._recorder, self._sources, self._slots = recorder, sources, slots
         self._statistics, self._grows = statistics, grows
-        self.wishes: dict[Wish, Source] = {}
+        self.wishes: dict[Wish, int] = {}
         self._consensus, self._strict, self._before_replay = consensus, strict, before_replay
         self.forward_slot: Slot | None = None
         self._no_forward_slot = False
@@ -134,7 +134,7 @@ class LateRecordings:
         if recorded is None:
             failed = _has_failed(source, wish)
             if not failed and self._awaits_a_step(source, wish):
-                self.wishes[wish] = source
+                self.wishes[wish] = source.number
                 return Fallback.NOT_CAPTURED_YET
             not_now = Fallback.CAPTURE_FAILED if failed else Fallback.NOT_CAPTURED_YET
             may = records or self._may_always_record(slot, mode)
@@ -226,7 +226,7 @@ class LateRecordings:
         self._forget(lambda place: place[1] == bucket)
         for slot in self._every_slot():
             slot.buffers.pop(bucket, None)
-        self.wishes = {wish: source for wish, source in self.wishes.items() if wish[1] != bucket}
+        self.wishes = {wish: number for wish, number in self.wishes.items() if wish[1] != bucket}
         self._tidy()
         self._recorder.executor.tidy()
 
