@@ -174,6 +174,7 @@ class EncoderFamily:
         adapt: Makes the adapter of a vision model. Raises `OptionError` where the model cannot be recorded as it is.
         kernels: Entered with the modules around recorded work; swaps in kernels that compute the same.
         reordering_kernels: Likewise, for kernels that add up in another order than eager's.
+        exact_kernels: Likewise, for kernels that take longer to add up in eager's order.
         compilations: Called with the modules and a number of tokens: yields what compiles these kernels, in any thread.
         direct_attention: Calls cuDNN's attention with a bucket's own bounds.
         flash_attention: Calls FlashAttention where segments may be long; it rounds otherwise than eager's attention.
@@ -193,6 +194,7 @@ class EncoderFamily:
     adapt: Callable[[nn.Module], EncoderAdapter]
     kernels: RecordingKernels = nullcontext
     reordering_kernels: RecordingKernels = nullcontext
+    exact_kernels: RecordingKernels = nullcontext
     compilations: Callable[[Sequence[nn.Module], int], Iterator[Compilation]] = lambda modules, tokens: iter(())
     direct_attention: OtherAttention = NO_OTHER_ATTENTION
     flash_attention: OtherAttention = NO_OTHER_ATTENTION

@@ -71,7 +71,7 @@ class RecordedKernels:
         family, options = self.family, self._options
         entered = [family.kernels]
         entered += [family.fused_accumulation] if options.gradient_accumulation_fusion else []
-        entered += [family.reordering_kernels] if self._fast else []
+        entered += [family.reordering_kernels if self._fast else family.exact_kernels]
         entered += [family.direct_attention.kernels] if self.attends_directly else []
         entered += [family.flash_attention.kernels] if self._attends_by_flash else []  # over cuDNN's, so last
         entered += [family.undrawing_attention] if options.frozen_outputs_gb is not None else []

@@ -133,7 +133,6 @@ def test_tiles_that_a_frozen_tower_has_encoded_are_kept(encoder):
 @encoders(*PACKED, "ministral3", AUDIO, first=("ministral3", AUDIO))
 @pytest.mark.parametrize("kernels", ["exact", "fast"])
 def test_replays_are_as_near_to_fp32_as_eager(encoder, kernels):
-    """Eager attends frame by frame, and flash attention splits small frames, but not where they are packed."""
     check_nearness(encoder, kernels=kernels)
 
 
@@ -195,17 +194,29 @@ def test_kernels_by_which_long_segments_attend(encoder):
         helper.delete_cuda_graphs()
 
 
-# Frames are large enough that flash attention does not split them, as it does with few blocks.
-LARGE = {"one": [(1, 32, 32)], "two": [(1, 32, 32), (1, 40, 28)], "edges": [(1, 30, 34), (1, 34, 38)]}
-# GLM-4.5V has fewer heads. Buckets are filled: its last convolution's kernel may depend on the number of rows.
-FILLED = {"one": [(1, 38, 32)], "two": [(1, 38, 32)] * 2, "larger": [(1, 40, 32)] * 2}
+# Flash attention splits the keys of short frames where it attends in each alone.
+FRAMED = {
+    "one": [(1, 32, 32)],
+    "two": [(1, 32, 32), (1, 40, 28)],
+    "edges": [(1, 30, 34), (1, 34, 38)],
+    "short": [(1, 12, 14), (1, 22, 26), (1, 16, 16)],
+    "short and long": [(1, 16, 20), (1, 40, 28), (1, 24, 28)],
+}
+# Buckets are filled: the kernel of GLM-4.5V's last convolution may depend on the number of rows.
+FILLED = {
+    "one": [(1, 38, 32)],
+    "two": [(1, 38, 32)] * 2,
+    "larger": [(1, 40, 32)] * 2,
+    "short": [(1, 16, 16), (1, 20, 24), (1, 20, 24)],
+    "short and long": [(1, 40, 32), (1, 16, 16), (1, 32, 32)],
+}
 
 
 @pytest.mark.first
 @encoders(*PACKED)
 def test_segments_equal_eager_on_the_same_kernels_to_the_bit(encoder):
     filled = encoder.kind is ENCODERS["glm45v"]
-    sizes = FILLED if filled else LARGE
+    sizes = FILLED if filled else FRAMED
     helper = encoder.on_graphs(buckets=(1216, 2432, 2560) if filled else (1024, 1536, 2176, 2560))
     for name, size in sizes.items():
         batch = encoder.batch(size)

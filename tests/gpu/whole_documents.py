@@ -12,6 +12,7 @@ from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.utils import InferenceMode
+from megatron.core.transformer.enums import AttnBackend
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
@@ -69,7 +70,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     config.ddp.overlap_grad_reduce = config.ddp.overlap_param_gather = False  # generation calls the model's chunk
     for name, value in SMALL[args.model].items():
         setattr(config.model, name, value)
-    config.model.flash_decode = args.flash_decode
+    if args.flash_decode:  # of FlashAttention only the kernel that reads a cache need be there
+        config.model.flash_decode, config.model.attention_backend = True, AttnBackend.fused
     for name, value in (word.split("=", 1) for word in args.set):
         setattr(config.model, name, value)
     apply_options(graph_options(config.model), config)

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from bridge_cg_plugin.attention_bounds import CUDNN_FROM, cudnn_pays
 from bridge_cg_plugin.options import VisionGraphOptions
@@ -101,6 +103,25 @@ def test_cudnn_attends_in_long_segments_where_it_scans_few_rows_in_vain():
     assert cudnn_pays(1, CUDNN_FROM, CUDNN_FROM) and not cudnn_pays(1, CUDNN_FROM - 1, CUDNN_FROM)
     assert not cudnn_pays(64, 8192, 8192)
     assert not cudnn_pays(400, 64, 8192), "windows"
+
+
+class Glm4vVisionAttention(nn.Module):
+    def __init__(self, implementation):
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "implementation", "as_alone"),
+    [("exact", "sdpa", True), ("exact", "flash_attention_2", False), ("fast", "sdpa", False)],
+)
+def test_exact_kernels_split_keys_where_eager_lets_pytorch_choose(kernels, implementation, as_alone):
+    module = Glm4vVisionAttention(implementation)
+    recorded = RecordedKernels(VisionGraphOptions(impl="transformer_engine", kernels=kernels), GLM45V)
+    with recorded([module]):
+        attends = module.forward.keywords.get("attend")
+    assert (attends is not None and attends.keywords == {"as_alone": True}) == as_alone
+    assert "forward" not in vars(module)
 
 
 SCRIPT = """

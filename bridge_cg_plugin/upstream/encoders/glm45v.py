@@ -28,7 +28,7 @@ from .packed_towers import (
     reordering_kernels,
     rotation,
 )
-from .tower_attention import attending, attending_by_cudnn, attending_by_flash, joint_attention
+from .tower_attention import attending, attending_as_alone, attending_by_cudnn, attending_by_flash, joint_attention
 
 
 class Glm45VEncoder(GridProgram):
@@ -147,6 +147,7 @@ GLM45V = EncoderFamily(
     adapt=Glm45VAdapter,
     kernels=recording_kernels,
     reordering_kernels=reordering_kernels,
+    exact_kernels=attending_as_alone("Glm4vVisionAttention", joint_attention),
     direct_attention=attending_by_cudnn("Glm4vVisionAttention", joint_attention),
     flash_attention=attending_by_flash("Glm4vVisionAttention", joint_attention),
     known_activations=known_activations,

@@ -9,7 +9,7 @@ from ..kernels.saved_tensors import known_activations
 from .hugging_face import held_as
 from .packed_towers import Rotation, reordering_kernels
 from .qwen25_vl import Qwen25VLAdapter
-from .tower_attention import Attend, attend, attending, attending_by_cudnn, attending_by_flash
+from .tower_attention import Attend, attend, attending, attending_as_alone, attending_by_cudnn, attending_by_flash
 
 
 class Qwen25OmniAdapter(Qwen25VLAdapter):
@@ -50,5 +50,6 @@ QWEN25_OMNI = EncoderFamily(
     direct_attention=attending_by_cudnn("Qwen2_5OmniVisionAttention", separate_attention),
     flash_attention=attending_by_flash("Qwen2_5OmniVisionAttention", separate_attention),
     reordering_kernels=reordering_kernels,
+    exact_kernels=attending_as_alone("Qwen2_5OmniVisionAttention", separate_attention),
     known_activations=known_activations,
 )

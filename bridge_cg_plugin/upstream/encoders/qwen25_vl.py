@@ -22,7 +22,7 @@ from .packed_towers import (
     reordering_kernels,
     rotation,
 )
-from .tower_attention import attending, attending_by_cudnn, attending_by_flash, joint_attention
+from .tower_attention import attending, attending_as_alone, attending_by_cudnn, attending_by_flash, joint_attention
 
 
 class Qwen25VLEncoder(GridProgram):
@@ -85,5 +85,6 @@ QWEN25_VL = EncoderFamily(
     direct_attention=attending_by_cudnn("Qwen2_5_VLVisionAttention", joint_attention),
     flash_attention=attending_by_flash("Qwen2_5_VLVisionAttention", joint_attention),
     reordering_kernels=reordering_kernels,
+    exact_kernels=attending_as_alone("Qwen2_5_VLVisionAttention", joint_attention),
     known_activations=known_activations,
 )

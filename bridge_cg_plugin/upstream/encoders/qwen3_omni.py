@@ -21,7 +21,7 @@ from .packed_towers import (
     reordering_kernels,
     rotation,
 )
-from .tower_attention import attending, attending_by_cudnn, attending_by_flash, joint_attention
+from .tower_attention import attending, attending_as_alone, attending_by_cudnn, attending_by_flash, joint_attention
 
 
 class Qwen3OmniEncoder(GridProgram):
@@ -88,5 +88,6 @@ QWEN3_OMNI = EncoderFamily(
     direct_attention=attending_by_cudnn("Qwen3OmniMoeVisionAttention", joint_attention),
     flash_attention=attending_by_flash("Qwen3OmniMoeVisionAttention", joint_attention),
     reordering_kernels=reordering_kernels,
+    exact_kernels=attending_as_alone("Qwen3OmniMoeVisionAttention", joint_attention),
     known_activations=known_activations,
 )

@@ -31,11 +31,12 @@ def attend(
     rotation: Rotation,
     segments: PackedSegments,
     scale: float,
+    as_alone: bool = False,
 ) -> Tensor:
-    """Attend by PyTorch's kernels; see `Attend`."""
+    """Attend by PyTorch's kernels; see `Attend` and, for `as_alone`, `packed_attention`."""
     query, key, value = taken_apart(projected)
     query, key = rotation.apply(rotate, query, key)
-    return packed_attention(query, key, value, segments, scale)
+    return packed_attention(query, key, value, segments, scale, as_alone)
 
 
 class _AttendByCuDNN:
@@ -109,6 +110,19 @@ def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
             yield
 
     return kernels
+
+
+def attending_as_alone(attention: str, forward: AttentionForward) -> RecordingKernels:
+    """Return kernels with eager's outputs where it attends in each segment alone by PyTorch's choice of kernels.
+
+    Arguments are as of `attending`; entered inside its kernels.
+    """
+    kernels = attending(attention, partial(forward, attend=partial(attend, as_alone=True)))
+    return lambda modules: kernels([module for module in every_module(modules) if _attends_by_choice(module)])
+
+
+def _attends_by_choice(module: UpstreamModule) -> bool:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
 
 
 def attending_by_cudnn(attention: str, forward: AttentionForward) -> OtherAttention:

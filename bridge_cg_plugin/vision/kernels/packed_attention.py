@@ -34,7 +34,9 @@ def taken_apart(projected: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return projected[0].unbind(1) if len(projected) == 1 else projected
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float) -> Tensor:
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float, as_alone: bool = False
+) -> Tensor:
     """Attend inside every segment, and nowhere else.
 
     Args:
@@ -42,6 +44,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Packed
             dense mask stands in for the kernel.
         segments: Rows behind the last one are padding.
         scale: What the products of queries and keys are multiplied by.
+        as_alone: Whether outputs are to be those of PyTorch's attention in each segment alone, to the bit, on a GPU.
 
     Returns:
         `[tokens, heads, width]`; zero in padding, as are the gradients.
@@ -53,13 +56,21 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Packed
         return _masked(query, key, value, segments.offsets, scale)
     if query.dtype not in DTYPES:
         raise TypeError(f"packed attention takes bf16 or fp16 on a GPU, not {query.dtype}")
-    out: Tensor = _Flash.apply(query, key, value, segments, scale)
+    out: Tensor = _Flash.apply(query, key, value, segments, scale, as_alone)
     return out
 
 
 class _Flash(Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: PackedSegments,
+        scale: float,
+        as_alone: bool,
+    ) -> Tensor:
         from .padding import clear_padding
 
         out: Tensor
@@ -67,6 +78,8 @@ class _Flash(Function):
         out, logsumexp, state, unused, _ = torch.ops.aten._flash_attention_forward(
             query, key, value, offsets, offsets, largest, largest, 0.0, False, False, scale=scale
         )
+        if as_alone:
+            _split(query, key, value, out, logsumexp, segments, scale)
         clear_padding(out, offsets)
         ctx.save_for_backward(query, key, value, out, logsumexp, state, unused)
         ctx.segments, ctx.scale = segments, scale
@@ -87,7 +100,22 @@ class _Flash(Function):
         )
         for each in gradients:
             clear_padding(each, offsets)
-        return *gradients, None, None
+        return *gradients, None, None, None
+
+
+def _split(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    segments: PackedSegments,
+    scale: float,
+) -> None:
+    from .split_keys import agrees, split_keys
+
+    if agrees(*query.shape[1:], query.dtype, query.device):
+        split_keys(query, key, value, out, logsumexp, segments.offsets, segments.largest, scale)
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: float) -> Tensor:
