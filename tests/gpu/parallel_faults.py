@@ -92,11 +92,11 @@ TIMEOUT_MINUTES = 0.5
 def second_rank_stops() -> None:
     """Let rank 1 stop in a step on graphs, as if it waited for data for ever, with a short time-out of its peers.
 
-    NCCL's watchdog waits for longer than the plugin's grace before it ends a rank.
+    NCCL's watchdog waits for longer than the plugin's grace, and its process's, before it ends a rank.
     """
     from bridge_cg_tools.benchmarks.photographs import training
 
-    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "60000")
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "120000")
     training.DistributedInitConfig = functools.partial(
         training.DistributedInitConfig, distributed_timeout_minutes=TIMEOUT_MINUTES
     )

@@ -249,6 +249,53 @@ def test_its_thread_checks_by_itself():
     assert ended
 
 
+class Lines:
+    """Keeps what another process would hear."""
+
+    def __init__(self):
+        self.started, self.heard = False, []
+
+    def start(self):
+        self.started = True
+
+    def send(self, doing, replay, limit_s):
+        if self.started:
+            self.heard.append((doing, replay, limit_s))
+
+    def stop(self):
+        self.started = False
+
+
+def test_another_process_hears_what_begins_ends_and_is_launched_first(monkeypatch):
+    lines = Lines()
+    rank = Rank(monkeypatch, beats=lines)
+    rank.launch()
+    with rank.watch.during("step 1", 60):
+        assert not lines.started
+        for _ in range(3):
+            rank.launch()
+        assert lines.heard == [("step 1", REPLAY, 60)]
+    with rank.watch.during("step 2", 60):
+        rank.launch()
+        rank.finish()
+        rank.check_until(61.5)
+    assert lines.heard[1:4] == [("", REPLAY, 60), *[("step 2", REPLAY, 60)] * 2]
+    assert len(lines.heard) > 40 and lines.heard[-1] == ("", REPLAY, 60)
+    with rank.watch.during("step 3", 60):
+        rank.check_until(65)
+    assert lines.heard[-2:] == [("step 3", "", 60), ("", "", 60)]
+
+
+def test_without_the_watch_no_other_process_waits_for_it():
+    lines = Lines()
+    watch = Watchdog(print, beats=lines)
+    lines.start()
+    watch.check = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        watch._watch()
+    assert not lines.started
+
+
 def test_every_replay_tells(monkeypatch):
     told = []
     record = ReferenceExecutor.record

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ..environment import watchdog_minutes
+from .watchdog_beats import Beats
 from .watchdog_exit import ReplayTimeout, end_process, warn_in_thread
 
 # Part of the time-out after which a rank warns that it may be waiting, before NCCL ends it.
@@ -75,6 +76,7 @@ class Watchdog:
         event: Makes an event.
         allowed: Time-out of the process groups -> seconds that a replay may take.
         warn: Writes a warning; it must not wait for a lock.
+        beats: Tells another process that this one runs Python; None where there is none.
     """
 
     def __init__(
@@ -84,14 +86,17 @@ class Watchdog:
         event: Callable[[], Event] = torch.cuda.Event,
         allowed: Callable[[float], float] = replay_limit_s,
         warn: Callable[[str], None] = warn_in_thread,
+        beats: Beats | None = None,
     ) -> None:
         self._end, self._clock, self._make_event = end, clock, event
-        self._allowed, self._warn = allowed, warn
+        self._allowed, self._warn, self._beats = allowed, warn, beats
         self._limit_s = self._replay_limit_s = 0.0
         self._doing: _Since | None = None
         self._launch: _Launch | None = None
         self._warned = False
         self._thread: threading.Thread | None = None
+        # Whether the other process need not hear of the next launch.
+        self._told = True
         # Used by the watchdog's thread only.
         self._seen: _Launch | None = None
         self._waited_s = self._checked = 0.0
@@ -119,25 +124,31 @@ class Watchdog:
         if not self._limit_s:
             yield
             return
-        before, self._doing = self._doing, _Since(doing, self._clock())
+        before = self._doing
+        self._turn_to(_Since(doing, self._clock()))
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="bridge-cg-watchdog", daemon=True)
             self._thread.start()
         try:
             yield
         finally:
-            self._doing = before
+            self._turn_to(before)
 
     def launched(self, replay: str) -> None:
         """Note that a replay with collectives was launched on the current stream."""
         event = self._make_event()
         event.record()
         self._launch = _Launch(replay, event)
+        if not self._told and self._beats is not None:
+            self._told = True
+            self._beats.start()
+            self._beat()
 
     def check(self) -> None:
         """Report the last replay once if it timed out; warn once about a step that takes long."""
         doing, now = self._doing, self._clock()
         self._count(self._launch, now)
+        self._beat()
         if doing is None:
             return
         late = self._timed_out()
@@ -150,6 +161,20 @@ class Watchdog:
                 f"this rank has been in {doing.what} for {now - doing.began:.0f} s; if it waits for another rank, it "
                 f"ends once a collective has waited for {self._limit_s:.0f} s"
             )
+
+    def _turn_to(self, doing: _Since | None) -> None:
+        """Note what this rank is doing, also for the other process: the next call may keep all threads from running."""
+        self._doing, self._told = doing, False
+        self._beat()
+
+    def _beat(self) -> None:
+        """Tell the other process what this rank is doing and which replay may wait."""
+        if self._beats is None:
+            return
+        doing, launch = self._doing, self._launch
+        if launch is self._seen and self._settled:
+            launch = None
+        self._beats.send(doing.what if doing else "", launch.replay if launch else "", self._replay_limit_s)
 
     def _count(self, launch: _Launch | None, now: float) -> None:
         """Add the time since the last check to the last launch's time."""
@@ -170,12 +195,16 @@ class Watchdog:
         return None if self._settled else self._seen
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(self.interval_s)
-            self.check()
+        try:
+            while True:
+                time.sleep(self.interval_s)
+                self.check()
+        finally:  # an error ended this thread: nobody would beat
+            if self._beats is not None:
+                self._beats.stop()
 
 
-WATCHDOG = Watchdog(end_process)
+WATCHDOG = Watchdog(end_process, beats=Beats())
 
 
 def timeout_s(config: Any) -> float:

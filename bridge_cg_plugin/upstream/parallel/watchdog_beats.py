@@ -1,0 +1,111 @@
+"""Starts the process that ends a rank whose watchdog does not run, and tells it that it does."""
+
+import atexit
+import faulthandler
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from ...announce import rank, warn
+from ..environment import watchdog_minutes
+from .watchdog_exit import GRACE_S, STDERR
+
+SCRIPT = Path(__file__).with_name("watchdog_process.py")
+# Real-time signals, of which the last is the least likely to be somebody's.
+SIGNALS = range(signal.SIGRTMAX, signal.SIGRTMIN - 1, -1)
+
+
+class Beats:
+    """Lines to the supervising process, which ends this one if they stop. A process forked from this one sends none.
+
+    Args:
+        margin_s: Seconds after a replay's limit until that process ends this one: the watchdog comes before it.
+    """
+
+    def __init__(self, margin_s: float = 2 * GRACE_S) -> None:
+        self._margin_s = margin_s
+        self._asked = False
+        self._link: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process at the first call, unless the user wants to keep this one; without it training goes on."""
+        if self._asked or watchdog_minutes() == 0:
+            return
+        self._asked = True
+        try:
+            self._start()
+        except OSError as error:
+            warn(
+                "this rank trains without the process that ends it where a replay waits for another rank and no "
+                f"Python runs: {error}"
+            )
+
+    def send(self, doing: str, replay: str, limit_s: float) -> None:
+        """Tell that Python runs; what finds no room is dropped.
+
+        Args:
+            doing: What this rank is doing; empty where that is nothing to watch.
+            replay: The last replay that is not known to have ended; empty without one.
+            limit_s: Seconds that a replay may take.
+        """
+        link = self._link
+        if link is None:
+            return
+        line = f"{limit_s + self._margin_s}\t{doing}\t{replay}"
+        try:
+            link.send(line.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            pass
+        except OSError:  # somebody ended that process
+            self.stop()
+
+    def stop(self) -> None:
+        """End the process."""
+        link, self._link = self._link, None
+        if link is not None and self._process is not None:
+            link.close()
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> None:
+        SCRIPT.stat()
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with its:
+            words = [str(SCRIPT), str(os.getpid()), str(rank()), str(_write_stacks_on_signal())]
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable or "python3", "-I", "-S", *words],
+                    stdin=its.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            except OSError:
+                ours.close()
+                raise
+        self._link = ours
+        atexit.register(self.stop)
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    def _leave_to_parent(self) -> None:
+        """Forget the process in a fork, where it is no child."""
+        link, self._link = self._link, None
+        if link is not None and self._process is not None:
+            link.close()
+            self._process.poll()
+
+
+def _write_stacks_on_signal() -> int:
+    """Let an unused signal write the stacks of all threads, which needs no lock; returns it, 0 where there is none."""
+    status = Path("/proc/self/status").read_text()
+    used = 0
+    for mask in re.findall(r"^Sig(?:Blk|Ign|Cgt):\s*(\w+)$", status, re.MULTILINE):
+        used |= int(mask, 16)
+    number = next((number for number in SIGNALS if not used >> (number - 1) & 1), 0)
+    if number:
+        faulthandler.register(number, file=STDERR, all_threads=True, chain=False)
+    return number
