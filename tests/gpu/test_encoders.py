@@ -5,7 +5,6 @@ The numbers behind every assertion are printed (`pytest -s`).
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bridge_cg_tools.benchmarks.models.encoder_case import forward, step
 from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
@@ -173,7 +172,7 @@ def check_nearness(encoder, **options):
 
 @encoders(*PACKED, "ministral3")
 def test_kernels_by_which_long_segments_attend(encoder):
-    """Exact kernels are PyTorch's, fast ones cuDNN's, but for windows."""
+    """Exact kernels are those that PyTorch chooses for eager, with or without a mask, fast ones cuDNN's outside windows."""
     from torch.profiler import ProfilerActivity, profile
 
     pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
@@ -185,11 +184,14 @@ def test_kernels_by_which_long_segments_attend(encoder):
             encoder.run(batch)
             torch.cuda.synchronize()
         names = [event.name for event in profiler.events()]
-        found = {kind: sum(kind in name for name in names) for kind in ("pytorch_flash::flash_fwd", "sdpa")}
+        kinds = ("pytorch_flash::flash_fwd", "fmha_cutlassF", "sdpa")
+        found = {kind: sum(kind in name for name in names) for kind in kinds}
         print(f"{kernels}: {found}")
         layers = LAYERS - 2 if encoder.kind in (ENCODERS["qwen25_vl"], ENCODERS["qwen25_omni"]) else 0  # by windows
+        layers, masked = (LAYERS if kernels == "exact" else layers), encoder.kind is ENCODERS["ministral3"]
         assert bool(found["sdpa"]) == (kernels == "fast")
-        assert found["pytorch_flash::flash_fwd"] == (LAYERS if kernels == "exact" else layers)
+        assert found["fmha_cutlassF"] == (layers if masked else 0)
+        assert found["pytorch_flash::flash_fwd"] == (0 if masked else layers)
         assert not helper.graphs.statistics().fallbacks
         helper.delete_cuda_graphs()
 
@@ -213,14 +215,14 @@ FILLED = {
 
 
 @pytest.mark.first
-@encoders(*PACKED)
-def test_segments_equal_eager_on_the_same_kernels_to_the_bit(encoder):
+@encoders(*PACKED, "ministral3")
+def test_exact_kernels_equal_eager_to_the_bit(encoder):
     filled = encoder.kind is ENCODERS["glm45v"]
     sizes = FILLED if filled else FRAMED
     helper = encoder.on_graphs(buckets=(1216, 2432, 2560) if filled else (1024, 1536, 2176, 2560))
     for name, size in sizes.items():
         batch = encoder.batch(size)
-        with helper.graphs.paused(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with helper.graphs.paused():
             expected, first = encoder.run(batch)
             _, second = encoder.run(batch)
         poison(helper.graphs)

@@ -4,6 +4,7 @@ PyTorch's packed kernels give the bits of its attention in each segment alone, w
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -171,8 +172,8 @@ def test_outputs_are_those_of_each_segment_alone(encoder, dtype):
         query, key, value = mixed.unbind(1)
         parts = [part.requires_grad_() for part in (query.contiguous(), key.contiguous(), value)]
         segments, gradient = PackedSegments(offsets_of(lengths, 14), 1400), torch.randn_like(parts[0])
-        call = (segments, width**-0.5)
-        out, plain = (packed_attention(*parts, *call, as_alone=as_alone) for as_alone in (True, False))
+        attend = partial(packed_attention, segments=segments, scale=width**-0.5)
+        out, plain = (attend(*parts, as_alone=as_alone) for as_alone in (True, False))
         expected = in_each_alone(parts, lengths, width**-0.5)
         assert torch.equal(out[:used], expected) and not out[used:].count_nonzero()
         differ += not torch.equal(plain[:used], expected)
@@ -189,11 +190,11 @@ def test_recorded_segments_are_split_by_their_own_lengths():
     heads, width = HEADS["qwen3_omni"]
     parts = [torch.randn(2048, heads, width, device="cuda").bfloat16() for _ in range(3)]
     segments = PackedSegments(offsets_of([512], 4), 1024)
-    call = (*parts, segments, width**-0.5, True)
-    packed_attention(*call)
+    attend = partial(packed_attention, *parts, segments, width**-0.5, as_alone=True)
+    attend()
     graph = torch.cuda.CUDAGraph()
     with capture_graph(graph, torch.cuda.graph_pool_handle(), torch.cuda.Stream()):
-        found = packed_attention(*call)
+        found = attend()
     for lengths in ([1024, 200, 12], [40, 400], [784, 390, 600, 130], [256]):
         segments.offsets.copy_(offsets_of(lengths, 4))
         graph.replay()

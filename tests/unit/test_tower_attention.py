@@ -20,6 +20,7 @@ from bridge_cg_plugin.upstream.encoders.qwen25_omni import QWEN25_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
 from bridge_cg_plugin.vision.kernels import cudnn_graphs
+from bridge_cg_plugin.vision.kernels.packed_attention import segment_mask
 from bridge_cg_plugin.vision.recorded_kernels import RecordedKernels
 from tests.scripts import interpreted
 
@@ -122,6 +123,19 @@ def test_exact_kernels_split_keys_where_eager_lets_pytorch_choose(kernels, imple
         attends = module.forward.keywords.get("attend")
     assert (attends is not None and attends.keywords == {"as_alone": True}) == as_alone
     assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("lengths", "padding"), [([5, 9, 2], 0), ([16], 3), ([1, 30], 11)])
+def test_the_mask_is_upstreams_and_padding_a_segment_of_its_own(lengths, padding, dtype):
+    from transformers.models.pixtral.modeling_pixtral import generate_block_attention_mask
+
+    tokens = sum(lengths) + padding
+    offsets = torch.tensor([0, *lengths, 0, 0]).cumsum(0).to(torch.int32)  # images that are missing
+    found = segment_mask(offsets, tokens, dtype)
+    segments = [*lengths, padding] if padding else lengths
+    assert torch.equal(found, generate_block_attention_mask(segments, torch.zeros(1, tokens, 2, dtype=dtype)))
+    assert found.stride(2) % 8 == 0
 
 
 SCRIPT = """

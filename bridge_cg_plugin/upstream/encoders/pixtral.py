@@ -24,7 +24,7 @@ from ...vision.kernels.packed_attention import PackedSegments
 from ..kernels.saved_tensors import known_activations
 from .hugging_face import held_as, refuse_checkpointing
 from .packed_towers import Rotation, frame_segments, refuse_precision, reordering_kernels
-from .tower_attention import Attend, attend, attending, attending_by_cudnn, attending_by_flash
+from .tower_attention import Attend, attend, attending, attending_by_cudnn, attending_by_flash, attending_by_mask
 
 EMBEDDING = 4  # patches: Mistral 3's projector merges 2 x 2 of them
 
@@ -264,5 +264,6 @@ PIXTRAL = EncoderFamily(
     direct_attention=attending_by_cudnn("PixtralAttention", _attention),
     flash_attention=attending_by_flash("PixtralAttention", _attention),
     reordering_kernels=reordering_kernels,
+    exact_kernels=attending_by_mask("PixtralAttention", _attention),
     known_activations=known_activations,
 )

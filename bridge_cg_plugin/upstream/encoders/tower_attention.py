@@ -7,12 +7,14 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ...attention_bounds import cudnn_pays
 from ...graphs.modules import every_module
+from ...offload import never_offload
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import OtherAttention, RecordingKernels
-from ...vision.kernels.packed_attention import PackedSegments, packed_attention, taken_apart
+from ...vision.kernels.packed_attention import PackedSegments, packed_attention, segment_mask, taken_apart
 from ..attributes import overridden
 from .direct_attention import FLASH_FROM, Located, flash_attention_refusal, segment_attention_refusal
 from .packed_towers import Rotation
@@ -37,6 +39,34 @@ def attend(
     query, key, value = taken_apart(projected)
     query, key = rotation.apply(rotate, query, key)
     return packed_attention(query, key, value, segments, scale, as_alone)
+
+
+class _AttendByMask:
+    """Attends to all segments at once, with the mask that upstream gives its layers; see `Attend`."""
+
+    def __init__(self) -> None:
+        self._made: tuple[Tensor, Tensor] | None = None
+
+    def __call__(
+        self,
+        projected: tuple[Tensor, ...],
+        rotate: Callable[..., Any],
+        rotation: Rotation,
+        segments: PackedSegments,
+        scale: float,
+    ) -> Tensor:
+        query, key, value = taken_apart(projected)
+        query, key = rotation.apply(rotate, query, key)
+        mask = self._mask(segments.offsets, query)
+        query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
+        out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+        return out[0].transpose(0, 1)
+
+    def _mask(self, offsets: Tensor, query: Tensor) -> Tensor:
+        """Return what is added to products, `[1, 1, tokens, tokens]`; made once for all layers."""
+        if self._made is None or self._made[0] is not offsets:
+            self._made = offsets, never_offload(segment_mask(offsets, query.shape[0], query.dtype))
+        return self._made[1]
 
 
 class _AttendByCuDNN:
@@ -117,8 +147,25 @@ def attending_as_alone(attention: str, forward: AttentionForward) -> RecordingKe
 
     Arguments are as of `attending`; entered inside its kernels.
     """
-    kernels = attending(attention, partial(forward, attend=partial(attend, as_alone=True)))
-    return lambda modules: kernels([module for module in every_module(modules) if _attends_by_choice(module)])
+    return _as_eager(attention, forward, lambda: partial(attend, as_alone=True))
+
+
+def attending_by_mask(attention: str, forward: AttentionForward) -> RecordingKernels:
+    """Return kernels with eager's outputs where it attends to all segments at once, with a mask, by that choice.
+
+    Arguments are as of `attending`; entered inside its kernels.
+    """
+    return _as_eager(attention, forward, _AttendByMask)
+
+
+def _as_eager(attention: str, forward: AttentionForward, make: Callable[[], Attend]) -> RecordingKernels:
+    @contextmanager
+    def kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+        chosen = [module for module in every_module(modules) if _attends_by_choice(module)]
+        with attending(attention, partial(forward, attend=make()))(chosen):
+            yield
+
+    return kernels
 
 
 def _attends_by_choice(module: UpstreamModule) -> bool:

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 DTYPES = (torch.bfloat16, torch.float16)
+MASK_ALIGNMENT = 8  # elements, of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,26 @@ def _split(
 
     if agrees(*query.shape[1:], query.dtype, query.device):
         split_keys(query, key, value, out, logsumexp, segments.offsets, segments.largest, scale)
+
+
+def segment_mask(offsets: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Return what to add to the products of queries and keys so that tokens attend inside their segment.
+
+    Rows behind the last segment are one more.
+
+    Args:
+        offsets: `[segments + 1]` int32 `cu_seqlens`.
+        tokens: Rows.
+        dtype: The mask's.
+
+    Returns:
+        `[1, 1, tokens, tokens]`, zero or the least value; rows lie so that PyTorch's kernels take it without a copy.
+    """
+    token = torch.arange(-(-tokens // MASK_ALIGNMENT) * MASK_ALIGNMENT, device=offsets.device, dtype=offsets.dtype)
+    segment = torch.searchsorted(offsets[1:].contiguous(), token, right=True)
+    inside = segment[:tokens, None] == segment[None, :]
+    mask = torch.zeros(inside.shape, dtype=dtype, device=offsets.device)
+    return mask.masked_fill_(~inside, torch.finfo(dtype).min)[None, None, :, :tokens]
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: float) -> Tensor:
