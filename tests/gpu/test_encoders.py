@@ -172,7 +172,7 @@ def check_nearness(encoder, **options):
 
 @encoders(*PACKED, "ministral3")
 def test_kernels_by_which_long_segments_attend(encoder):
-    """Exact kernels are those that PyTorch chooses for eager, with or without a mask, fast ones cuDNN's outside windows."""
+    """Exact kernels are those that PyTorch chooses for eager, fast ones cuDNN's, but for windows."""
     from torch.profiler import ProfilerActivity, profile
 
     pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")

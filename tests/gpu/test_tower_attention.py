@@ -190,11 +190,11 @@ def test_recorded_segments_are_split_by_their_own_lengths():
     heads, width = HEADS["qwen3_omni"]
     parts = [torch.randn(2048, heads, width, device="cuda").bfloat16() for _ in range(3)]
     segments = PackedSegments(offsets_of([512], 4), 1024)
-    attend = partial(packed_attention, *parts, segments, width**-0.5, as_alone=True)
-    attend()
+    attend = partial(packed_attention, segments=segments, scale=width**-0.5, as_alone=True)
+    attend(*parts)
     graph = torch.cuda.CUDAGraph()
     with capture_graph(graph, torch.cuda.graph_pool_handle(), torch.cuda.Stream()):
-        found = attend()
+        found = attend(*parts)
     for lengths in ([1024, 200, 12], [40, 400], [784, 390, 600, 130], [256]):
         segments.offsets.copy_(offsets_of(lengths, 4))
         graph.replay()
