@@ -41,7 +41,7 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "mamba": {"hybrid_layer_pattern": "M*-M"},
 }
-PROMPT, GENERATED, BETWEEN = 32, 16, 6
+PROMPTS, PROMPT, GENERATED, BETWEEN = 2, 32, 16, 6
 
 
 def train_words(words: Sequence[str]) -> None:
@@ -111,6 +111,8 @@ class Generator(Callback):
     def __init__(self) -> None:
         self.found: list[dict[str, Any]] = []
         self._steps = 0
+        # megatron-core's graphs know the context that they were recorded with, as its engine keeps one.
+        self._context = StaticInferenceContext(PROMPTS, PROMPT + GENERATED)
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Generate with the weights that training begins with."""
@@ -127,23 +129,23 @@ class Generator(Callback):
         model = list(unwrapped(chunk))[-1]
         before = dict(vars(model.config))
         with inference_graphs(model.config):
-            tokens = generate(model)
+            tokens = generate(model, self._context)
         with ExitStack() as stack:
             for helper in active_helpers():
                 stack.enter_context(helper.graphs.paused())
             stack.enter_context(inference_graphs(model.config))
-            again = generate(model)
+            again = generate(model, self._context)
         same_options = dict(vars(model.config)) == before
         self.found.append({"tokens": tokens, "same": again == tokens, "options": same_options})
 
 
 @torch.no_grad()
-def generate(model: Any) -> list[list[int]]:
+def generate(model: Any, context: StaticInferenceContext) -> list[list[int]]:
     """Return tokens that a model is surest of, one after the other, for two prompts."""
+    context.reset()
     device = next(model.parameters()).device
     rows = torch.arange(PROMPT, device=device) % 8 + 10
     tokens = torch.stack((rows, rows + 20))
-    context = StaticInferenceContext(len(tokens), PROMPT + GENERATED)
     model.eval()
     try:
         with InferenceMode.active():

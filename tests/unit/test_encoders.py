@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders import packed_towers
+from bridge_cg_plugin.upstream.encoders.pixtral import PixtralAdapter
 from bridge_cg_plugin.vision.batch import BatchError
+from bridge_cg_plugin.vision.host_grids import HostGrids
 from bridge_cg_plugin.vision.kernels.aligned_linear import aligned_linear, is_misaligned
 
 from .hugging_face_towers import (
@@ -431,6 +435,21 @@ def test_of_a_replays_hidden_states_the_last_can_be_had():
         assert returned.hidden_states[-1] is returned.last_hidden_state
         with pytest.raises(OptionError, match="vision_feature_layer=-2: it must be -1"):
             returned.hidden_states[-2]
+
+
+def test_patches_are_embedded_as_eager_does_in_whole_images():
+    """cuDNN's kernel depends on an image's size: a graph's own convolution could round otherwise."""
+    model = new_pixtral()
+    adapter, (pixels, sizes) = PixtralAdapter(model), draw_padded(PADDED)
+    batch = adapter.read(HostGrids(), pixels, sizes, output_hidden_states=True).batch
+    program = adapter.program(0, nullcontext)
+    specs = program.input_specs(Bucket(64, (4, 64)))
+    buffers = {name: torch.full(spec.shape, 7, dtype=spec.dtype) for name, spec in specs.items()}
+    program.load(buffers, batch)
+    convolved = model.patch_conv(pixels)
+    images = [convolved[image, :, :h, :w].flatten(1).T for image, (_, h, w) in enumerate(batch.rows)]
+    assert torch.equal(buffers["embedded"][: batch.tokens], torch.cat(images))
+    assert not any(buffers[name][batch.tokens :].count_nonzero() for name in ("embedded", "pixels"))
 
 
 def test_sizes_may_be_left_out_where_images_fill_theirs():

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ...attention_bounds import scanned_limits
 from ...graphs.planning.buckets import Bucket
-from ...graphs.program import Buffers, RegionProgram
+from ...graphs.program import Buffers, RegionProgram, TensorSpec
 from ...graphs.workload import Call
 from ...options import OptionError
 from ...upstream_types import UpstreamModule
@@ -29,8 +31,24 @@ from .tower_attention import Attend, attend, attending, attending_by_cudnn, atte
 EMBEDDING = 4  # patches: Mistral 3's projector merges 2 x 2 of them
 
 
+class _Valued(Function):
+    """Values in the place of computed ones, whose gradient they take."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: Tensor, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class PixtralEncoder(GridProgram):
     """Everything from patches to the last layer's hidden states, in one region. The projector stays outside.
+
+    Eager convolves whole images, and cuDNN's choice of a kernel depends on their size. So embedded patches come in as
+    eager computes them, and the region's own convolution has the backward alone.
 
     Args:
         model: Hugging Face's `PixtralVisionModel`.
@@ -48,15 +66,29 @@ class PixtralEncoder(GridProgram):
         weight: Tensor = self.model.patch_conv.weight
         return weight
 
+    def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
+        """See `RegionProgram`."""
+        embedded = TensorSpec((bucket.tokens, self.model.config.hidden_size), self.weight().dtype)
+        return {**super().input_specs(bucket), "embedded": embedded}
+
     def load(self, buffers: Buffers, batch: PaddedImages) -> None:  # type: ignore[override]  # padded, without a grid
-        """See `RegionProgram`: one kernel for each image."""
-        start, pixels = 0, buffers["pixels"]
+        """See `RegionProgram`: one convolution, and two kernels for each image."""
+        start, pixels, embedded = 0, buffers["pixels"], buffers["embedded"]
+        with torch.no_grad():
+            convolved = self.model.patch_conv.forward(batch.pixels.to(self.weight().dtype))
         for image, (_, height, width) in enumerate(batch.rows):
             end = start + height * width
             pixels[start:end].copy_(batch.patches(image), non_blocking=True)
+            embedded[start:end].copy_(convolved[image, :, :height, :width].flatten(1).T)
             start = end
         pixels[start:].zero_()
+        embedded[start:].zero_()
         write_guarded(buffers["grid"], _grid(batch), batch.rows)
+
+    def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
+        """See `RegionProgram`."""
+        super().load_example(buffers, bucket)
+        buffers["embedded"].zero_()
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Output: hidden states `[tokens, width]`."""
@@ -64,8 +96,8 @@ class PixtralEncoder(GridProgram):
         side = config.patch_size
         positions = token_positions(grid, bucket.tokens, self.merge)
         patches = buffers["pixels"].view(bucket.tokens, config.num_channels, side, side)
-        hidden = poisoned(model.patch_conv(patches).view(1, bucket.tokens, -1), buffers["grid"])
-        hidden = model.ln_pre(hidden)
+        hidden = _Valued.apply(model.patch_conv(patches).flatten(1), buffers["embedded"])[None]
+        hidden = model.ln_pre(poisoned(hidden, buffers["grid"]))
         most = config.image_size // side
         # A grid that is not the host's may lie outside the table; the guard turns what comes of it into NaN.
         place = (positions.row * most + positions.column).clamp(max=most**2 - 1)
