@@ -159,6 +159,19 @@ def test_modules_that_come_and_go_are_not_kept():
     assert len(region._watch._tables) < 200
 
 
+def test_parameters_that_others_replace_are_not_kept():
+    model = two_layers()
+    region, x, gone = region_of(model), batch(), []
+    for _ in range(6):
+        gone += map(weakref.ref, model.parameters())
+        values = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+        model.load_state_dict(values, assign=True)
+        assert region.run(x) is None
+        torch.testing.assert_close(region.run(x)[0], model(x))
+    gc.collect()
+    assert sum(reference() is not None for reference in gone) == 4  # those before the last
+
+
 def test_memory_that_moves_takes_no_more_memory_each_time():
     model = with_main_grads(two_layers())
     region = region_of(model)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
@@ -45,11 +45,28 @@ class Exempt:
 NOTHING_EXEMPT = Exempt()
 
 
+class _Left(ref[nn.Parameter]):
+    """A parameter that left its place, whose memory may be much: nothing keeps it for the watch."""
+
+
 class _Old(NamedTuple):
-    """A former value, kept alive so that no other object takes its identity, and what stood for it."""
+    """A former value, kept alive so that no other object takes its identity unless it has left, and its token."""
 
     value: Any
     token: Hashable
+
+    @classmethod
+    def of(cls, value: Any, stood: Hashable = None) -> "_Old":
+        """Return what is noted of a value, for which `stood` or its token stood."""
+        return cls(_Left(value) if isinstance(value, nn.Parameter) else value, stood or token(value))
+
+    def is_back(self, now: Any) -> bool:
+        """Whether a value is the former one."""
+        return self.value() is now if isinstance(self.value, _Left) else token(now) == self.token
+
+    def word(self) -> str:
+        """Return the former value for a message."""
+        return nn.Parameter.__name__ if isinstance(self.value, _Left) else word(self.value)
 
 
 class _Seen(NamedTuple):
@@ -190,7 +207,7 @@ class ModelWatch:
             self._passing -= 1
             if not self._passing:
                 touched, self._touched = self._touched, {}
-                changed += (entry for entry, old in touched.items() if old.token != token(self._value(entry)))
+                changed += (entry for entry, old in touched.items() if not old.is_back(self._value(entry)))
                 grown = [e for e, length in before.items() if e in self._lists and len(self._lists[e]) != length]
                 self._volatile.update(changed, grown)
                 if grown or not self._lists.keys().isdisjoint(changed):
@@ -219,11 +236,11 @@ class ModelWatch:
         old = values.get(key, MISSING)
         if self._passing:
             if entry not in self._touched:
-                self._touched[entry] = _Old(old, token(old))
+                self._touched[entry] = _Old.of(old)
         elif not (key in self._ignored or entry in self._patched or (entry in self._volatile and not plain(old))):
             self._generation += 1
             self._tree_changed |= table.submodules or key in HOLD_TABLES or isinstance(old, FOLLOWED)
-            self._before.setdefault(entry, _Old(old, self._contents.get(entry) or token(old)))
+            self._before.setdefault(entry, _Old.of(old, self._contents.get(entry)))
 
     def _value(self, entry: Entry) -> Any:
         table = self._tables.get(entry.table)
@@ -259,7 +276,7 @@ class ModelWatch:
         differences = {}
         for entry, old in list(self._before.items()):
             now = self._value(entry)
-            if entry.table not in self._tables or token(now) == old.token:
+            if entry.table not in self._tables or old.is_back(now):
                 del self._before[entry]
             elif self._counts(entry, old.value, now):
                 differences[entry] = now
@@ -355,8 +372,7 @@ class ModelWatch:
             table = self._tables.get(entry.table)
             name = kinds.get(entry.table, "a class") if table is None else table.name
             if entry in self._before:
-                old, now = self._before[entry].value, self._value(entry)
-                said.append(f"{name}: {entry.key} {word(old)} -> {word(now)}")
+                said.append(f"{name}: {entry.key} {self._before[entry].word()} -> {word(self._value(entry))}")
             else:
                 said.append(f"{name}: {entry.key} changed")
         return "; ".join(said[:3]) + (f" and {len(said) - 3} more" if len(said) > 3 else "")

@@ -340,7 +340,9 @@ class Sources:
             return reason
         fresh = self._new()
         self._adopted += 1
-        self._replace_all([*self._all[-MOST_SOURCES + 1 :], fresh])
+        # Of parameters that others took the place of, only those used last are kept: their memory may be much.
+        kept = [source for source in self._all if source is self.current or not source.aliases.replaced()]
+        self._replace_all([*kept[-MOST_SOURCES + 1 :], fresh])
         self._choose(fresh)
         announce(f"{self._program.name}: graphs are captured for this state of the model as well: {what}")
         return fresh

@@ -31,6 +31,11 @@ class ParameterAliases:
         self.originals: tuple[nn.Parameter, ...] = tuple(dict.fromkeys(p for _, _, p in self._places))
         self.trainable: tuple[nn.Parameter, ...] = tuple(p for p in self.originals if p.requires_grad)
 
+    def replaced(self) -> bool:
+        """Whether another parameter has the place of one of them now."""
+        now = ((module._parameters.get(name), parameter) for module, name, parameter in self._places)
+        return any(there is not None and there is not parameter for there, parameter in now)
+
     @contextmanager
     def active(self, handed: Collection[nn.Parameter] = ()) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
         """Put the aliases in the modules for the duration; yields original -> alias.
