@@ -12,6 +12,10 @@ STDOUT, STDERR = 1, 2
 WIDTH = 80
 
 
+class AnswerError(Exception):
+    """Standard output does not take the answer."""
+
+
 @contextmanager
 def answer_alone(lasting: bool = False) -> Iterator[Tell]:
     """Send to standard error what is printed inside the block, by Python or by C, and print the answer after it.
@@ -42,16 +46,41 @@ def answer_alone(lasting: bool = False) -> Iterator[Tell]:
 
 
 def say(*lines: str) -> None:
-    """Print lines; whoever reads them may stop early, as `head` does."""
+    """Print lines; whoever reads them may stop early, as `head` does.
+
+    Raises:
+        AnswerError: They cannot be written.
+    """
     try:
-        for line in lines:
-            print(line)
-        sys.stdout.flush()
+        with named_failure():
+            for line in lines:
+                print(line)
+            sys.stdout.flush()
     except BrokenPipeError:
-        # What is still held would be written once more as the process ends.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, STDOUT)
-        os.close(nowhere)
+        _drop_held()
+
+
+@contextmanager
+def named_failure() -> Iterator[None]:
+    """Name what standard output fails with inside the block, such as a full disk.
+
+    Raises:
+        AnswerError: It failed, not because its reader has gone.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_held()
+        raise AnswerError(f"Cannot write to standard output: {error.strerror}.") from None
+
+
+def _drop_held() -> None:
+    """Lose what standard output still holds, which would be written once more as the process ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, STDOUT)
+    os.close(nowhere)
 
 
 def open_closed() -> None:

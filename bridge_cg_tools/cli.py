@@ -13,7 +13,7 @@ from typing import NoReturn
 from bridge_cg_plugin import __version__
 
 from . import recipes
-from .answers import Tell, answer_alone, open_closed, say
+from .answers import AnswerError, Tell, answer_alone, open_closed, say
 from .explain import command as explained
 from .planner import command as planner
 from .report import command as reports
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status.
 
     1 where `doctor` found a problem, `audit` a drift or `compare` a run that failed or differs, 2 for input that is
-    refused.
+    refused and an answer that cannot be written.
     """
     open_closed()
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -80,8 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(rest[0].partition("=")[0], known, n=1)
         parser.error(f"unrecognized arguments: {' '.join(rest)}" + (f". Did you mean {near[0]}?" if near else ""))
     alone = args.json or args.command in ("explain", "doctor")  # libraries print
-    with answer_alone(lasting=arguments is None) if alone else nullcontext(say) as tell:
-        return _run(args, given, tell)
+    try:
+        with answer_alone(lasting=arguments is None) if alone else nullcontext(say) as tell:
+            return _run(args, given, tell)
+    except AnswerError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def _run(args: argparse.Namespace, given: Sequence[str], tell: Tell) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_cg_plugin.recipes import GPUS
 
-from ..answers import Tell
+from ..answers import Tell, named_failure
 from ..gpus import other_gpu
 from .errors import PlanError
 from .images import VisionPlan
@@ -46,6 +46,7 @@ def print_plan(plan: PackedPlan | VisionPlan, tell: Tell) -> None:
 
     Raises:
         PlanError: rich is not installed.
+        AnswerError: Standard output does not take it.
     """
     try:
         from rich.console import Console
@@ -53,7 +54,7 @@ def print_plan(plan: PackedPlan | VisionPlan, tell: Tell) -> None:
         raise PlanError(f"Cannot print tables without rich: {EXTRA}, or use --json.") from None
     console = Console()
     console.width = max(console.width, WIDTH)
-    with console.capture() as shown:
+    with named_failure(), console.capture() as shown:  # which ends with a write of nothing
         _show(plan, console)
     tell(shown.get().removesuffix("\n"))
 

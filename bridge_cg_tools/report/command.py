@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bridge_cg_plugin.options import OptionError
 
-from ..answers import Tell, say
+from ..answers import Tell, named_failure, say
 from .page import Page, make_page
 from .render import to_html, to_json, to_markdown, to_terminal
 from .sources import read_runs
@@ -59,6 +59,7 @@ def print_page(page: Page, tell: Tell = say) -> None:
 
     Raises:
         OptionError: rich is not installed.
+        AnswerError: Standard output does not take it.
     """
     try:
         from rich.console import Console
@@ -66,7 +67,7 @@ def print_page(page: Page, tell: Tell = say) -> None:
         why = f"rich is not installed ({error}). Install it (pip install rich), or pass --json."
         raise OptionError.because("json", why) from None
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
-    with console.capture() as shown:
+    with named_failure(), console.capture() as shown:  # which ends with a write of nothing
         to_terminal(page, console)
     tell(shown.get().removesuffix("\n"))
 

@@ -137,6 +137,15 @@ def test_whoever_reads_it_may_be_gone(lengths, words, redirected):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("words", PRINTED, ids=lambda words: words[0])
+def test_a_full_disk_is_named(lengths, words):
+    words = [str(lengths) if word == "LENGTHS" else word for word in words]
+    ran = [sys.executable, "-m", "bridge_cg_tools.cli", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(ran, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (2, "Cannot write to standard output: No space left on device.\n")
+
+
 def test_a_module_that_prints_at_import(tmp_path):
     """In its own process the descriptor stays closed to others: what is printed while it ends is no answer."""
     recipes = tmp_path / "megatron" / "bridge" / "recipes"
