@@ -57,6 +57,7 @@ class GraphManager:
         in_step: Whether a training step is under way.
         turn: Number of the last time that it might record, from 1.
         recorded: Whether it tried to, then.
+        at_detach: What else `detach` undoes.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class GraphManager:
         self.failure: str | None = None
         self.step_number, self.in_step = 0, False
         self.turn, self.recorded = 0, False
+        self.at_detach = ExitStack()
         self._regions: list[Region] = []
         self._parts: Parts | None = None
         self._own = RegionStatistics()
@@ -88,6 +90,7 @@ class GraphManager:
         self.reset()
         self._instance.restore()
         self.workload.detach()
+        self.at_detach.close()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward: a replay where possible, eager otherwise."""

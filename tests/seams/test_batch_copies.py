@@ -353,6 +353,8 @@ def test_without_the_class_the_seam_is_broken(patch, found):
 
 def test_a_helper_counts_until_its_graphs_are_dropped():
     class Graphs:
+        at_detach = ExitStack()
+
         def report(self):
             return "nothing"
 

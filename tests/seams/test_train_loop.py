@@ -98,6 +98,21 @@ def test_a_run_whose_loop_skips_the_iteration_of_the_capture_is_captured(active,
     made.delete_cuda_graphs()
 
 
+def a_step():
+    make("train_step")(lambda model, global_state: None)([], SimpleNamespace(cfg=SimpleNamespace(model=None)))
+
+
+@pytest.mark.parametrize("then", [a_step, bridge_cg_plugin.deactivate], ids=["step", "deactivate"])
+def test_an_encoder_is_off_the_graphs_of_a_run_that_ended_with_an_error(active, then):
+    """Nobody holds that run's helper. The next one may have no graphs."""
+    model = new_tower()
+    VisionTECudaGraphHelper(
+        model, model.config, options=VisionGraphOptions(**DEFAULTS), executor=ReferenceExecutor()
+    ).create_cudagraphs()
+    then()
+    assert "forward" not in vars(model)
+
+
 class Writer:
     def __init__(self):
         self.scalars = []

@@ -139,6 +139,19 @@ def test_the_seq_length_for_upstreams_log_line():
     assert get_vision_cuda_graph_seq_length(SimpleNamespace(), 77) == 77
 
 
+def test_an_encoder_is_released_whose_helper_went_with_the_run(capsys):
+    """Nobody holds the helper of a run that ended with an error; the encoder is on its graphs still."""
+    model = new_tower()
+    settings = {"options": VisionGraphOptions(**DEFAULTS), "executor": ReferenceExecutor()}
+    made = [VisionTECudaGraphHelper(model, model.config, **settings)]
+    made[0].create_cudagraphs()
+    first = made.pop().graphs
+    again = VisionTECudaGraphHelper(model, model.config, **settings)
+    assert not first.captured and again in active_helpers() and "CUDA graphs" in capsys.readouterr().out
+    again.delete_cuda_graphs()
+    assert "forward" not in vars(model) and not model._forward_pre_hooks
+
+
 @pytest.mark.parametrize("first_out", [0, 1])
 def test_two_helpers_on_one_encoder_leave_it_as_it_was(first_out):
     """A training run that ended with an error leaves its helper behind; the next run makes another."""

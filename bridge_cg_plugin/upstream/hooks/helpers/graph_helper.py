@@ -19,6 +19,8 @@ from ...parallel.watchdog import WATCHDOG
 from ...seams.activation import before_deactivation
 
 _active: "weakref.WeakSet[GraphHelper]" = weakref.WeakSet()
+# Of graphs that modules are on.
+_owners: "weakref.WeakKeyDictionary[GraphManager, weakref.ref[GraphHelper]]" = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 
 
@@ -33,7 +35,6 @@ class GraphHelper:
     graphs: GraphManager | None = None
     asked = False
     _in_flight: Callable[[], int] | None = None
-    _order: ReductionOrder | None = None
     _number = 0
 
     def create_cudagraphs(self) -> None:
@@ -63,9 +64,6 @@ class GraphHelper:
         self.graphs.detach()
         self.graphs = None
         _active.discard(self)
-        if self._order is not None:
-            self._order.remove()
-            self._order = None
 
     def _take(
         self, graphs: GraphManager, in_flight: Callable[[], int] | None, order: ReductionOrder | None = None
@@ -77,11 +75,14 @@ class GraphHelper:
             in_flight: Counts the slots; None where the options say how many.
             order: Of the module's gradient reductions, kept while the graphs are this helper's.
         """
-        self.graphs, self._in_flight, self._order = graphs, in_flight, order
+        self.graphs, self._in_flight = graphs, in_flight
         self._number = next(_numbers)
         if order is not None:
             order.keep(graphs.adds_later)
+            graphs.at_detach.callback(order.remove)
         _active.add(self)
+        _owners[graphs] = weakref.ref(self)
+        graphs.at_detach.callback(_owners.pop, graphs, None)
 
 
 def active_helpers() -> list[GraphHelper]:
@@ -105,7 +106,16 @@ def has_helper(chunks: Sequence[nn.Module]) -> bool:
     return bool(graphed) and any(module in graphed for chunk in chunks for module in chunk.modules())
 
 
+def drop_left_behind() -> None:
+    """Report and drop graphs of runs that ended with an error: their helpers are gone, modules are on them still."""
+    for graphs, owner in list(_owners.items()):
+        if owner() is None:
+            announce(graphs.report())
+            graphs.detach()
+
+
 def _drop_graphs() -> None:
+    drop_left_behind()
     for helper in active_helpers():
         helper.delete_cuda_graphs()
 
@@ -115,6 +125,7 @@ before_deactivation(_drop_graphs)
 
 def release_module(module: nn.Module) -> None:
     """Take a module from a helper that a run left behind when it ended with an error."""
+    drop_left_behind()
     for helper in active_helpers():
         if helper.graphs is not None and helper.graphs.model is module:
             helper.delete_cuda_graphs()

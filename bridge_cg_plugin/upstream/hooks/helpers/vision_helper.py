@@ -47,9 +47,6 @@ class VisionTECudaGraphHelper(GraphHelper):
         OptionError: An option cannot work.
     """
 
-    _text_only: TextOnlyMicrobatches | None = None
-    _early_reads: EarlyReads | None = None
-
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -105,8 +102,8 @@ class VisionTECudaGraphHelper(GraphHelper):
         )
         if exchange is not None or gather is not None:
             take_part = None if workload.balanced is None else workload.balanced.without_images
-            self._text_only = TextOnlyMicrobatches(holder, vision_model, gather, take_part)
-        self._early_reads = EarlyReads(holder)
+            graphs.at_detach.callback(TextOnlyMicrobatches(holder, vision_model, gather, take_part).remove)
+        graphs.at_detach.callback(EarlyReads(holder).remove)
         self._take(graphs, in_flight if slots == "auto" else None, order)
 
     def _default_executor(self, tensor: Any, releasable: bool) -> Executor:
@@ -120,15 +117,6 @@ class VisionTECudaGraphHelper(GraphHelper):
             releasable=releasable,
             replays_aside=offloads(self.options),
         )
-
-    def delete_cuda_graphs(self) -> None:
-        """See `GraphHelper`; images stay on their ranks from now on."""
-        if self._text_only is not None:
-            self._text_only.remove()
-            self._text_only = None
-        if self._early_reads is not None:
-            self._early_reads.remove()
-        super().delete_cuda_graphs()
 
 
 def encoder_config(found: FoundEncoder) -> Any:

@@ -19,7 +19,7 @@ from ...seams.registry import seam
 from ...seams.registry.training import TRAIN
 from ...wrappers import unwrapped
 from ..helpers.full_iteration import CURRENT
-from ..helpers.graph_helper import active_graphs, active_helpers, asks_for_graphs
+from ..helpers.graph_helper import active_graphs, active_helpers, asks_for_graphs, drop_left_behind
 from ..helpers.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 from .any_loop import LOOPS
 from .loss_checks import left_to_optimizer
@@ -44,6 +44,7 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
         state = argument("global_state", args, kwargs)
         model = argument("model", args, kwargs)
         LOOPS.leave_to_bridge(model)
+        drop_left_behind()
         STEP_DRIVER.before_step(model, state, drives_vision_graphs())
         capture_missed(model, state)
         helpers = active_helpers()
