@@ -16,7 +16,7 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.recordings.recording import NotifyingRecording
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.environment import WATCHDOG_MINUTES, check_process
-from bridge_cg_plugin.upstream.parallel import watchdog_exit
+from bridge_cg_plugin.upstream.parallel import watchdog, watchdog_exit
 from bridge_cg_plugin.upstream.parallel.watchdog import Watchdog, replay_limit_s
 
 from .mixes import IMAGES
@@ -253,14 +253,15 @@ class Lines:
     """Keeps what another process would hear."""
 
     def __init__(self):
-        self.started, self.heard = False, []
+        self.started, self.starts, self.heard = False, 0, []
 
     def start(self):
         self.started = True
+        self.starts += 1
 
-    def send(self, doing, replay, limit_s):
+    def send(self, doing, replay, replay_limit_s, limit_s):
         if self.started:
-            self.heard.append((doing, replay, limit_s))
+            self.heard.append((doing, replay, replay_limit_s, limit_s))
 
     def stop(self):
         self.started = False
@@ -268,22 +269,35 @@ class Lines:
 
 def test_another_process_hears_what_begins_ends_and_is_launched_first(monkeypatch):
     lines = Lines()
-    rank = Rank(monkeypatch, beats=lines)
+    rank = Rank(monkeypatch, beats=lines, allowed=lambda timeout_s: timeout_s - 5)
     rank.launch()
-    with rank.watch.during("step 1", 60):
+    with rank.watch.during("step 1", 65):
         assert not lines.started
         for _ in range(3):
             rank.launch()
-        assert lines.heard == [("step 1", REPLAY, 60)]
-    with rank.watch.during("step 2", 60):
+        assert lines.heard == [("step 1", REPLAY, 60, 65)]
+    with rank.watch.during("step 2", 65):
         rank.launch()
         rank.finish()
         rank.check_until(61.5)
-    assert lines.heard[1:4] == [("", REPLAY, 60), *[("step 2", REPLAY, 60)] * 2]
-    assert len(lines.heard) > 40 and lines.heard[-1] == ("", REPLAY, 60)
-    with rank.watch.during("step 3", 60):
+    assert lines.heard[1:4] == [("", REPLAY, 60, 65), *[("step 2", REPLAY, 60, 65)] * 2]
+    assert len(lines.heard) > 40 and lines.heard[-1] == ("", REPLAY, 60, 65)
+    with rank.watch.during("step 3", 65):
         rank.check_until(65)
-    assert lines.heard[-2:] == [("step 3", "", 60), ("", "", 60)]
+    assert lines.heard[-2:] == [("step 3", "", 60, 65), ("", "", 60, 65)]
+
+
+def test_one_of_several_ranks_has_the_other_process_from_its_first_step_on(monkeypatch):
+    """A collective may keep all its threads from running before it has graphs, or in graphs without collectives."""
+    monkeypatch.setattr(watchdog, "several_ranks", lambda: True)
+    lines = Lines()
+    rank = Rank(monkeypatch, beats=lines)
+    with rank.watch.during("capture"):
+        assert not lines.starts
+    for step in range(3):
+        with rank.watch.during(f"step {step}", 60):
+            assert lines.heard[-1] == (f"step {step}", "", 60, 60)
+    assert lines.starts == 1
 
 
 def test_without_the_watch_no_other_process_waits_for_it():

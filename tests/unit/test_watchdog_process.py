@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 REPLAY = "replay of the forward of vision_encoder"
 
 
-def silent(line=f"120\tstep 6\t{REPLAY}"):
-    silence = Silence()
+def silent(line=f"120\t120\tstep 6\t{REPLAY}", clock=time.monotonic):
+    silence = Silence(clock)
     silence.heard(line)
     return silence
 
@@ -43,7 +43,7 @@ def test_a_line_begins_anew():
     silence = silent()
     for step in range(7, 12):
         pass_time(silence, 119)
-        silence.heard(f"120\tstep {step}\t{REPLAY}")
+        silence.heard(f"120\t120\tstep {step}\t{REPLAY}")
         assert not silence.over
     assert silence.doing == "step 11"
 
@@ -51,7 +51,7 @@ def test_a_line_begins_anew():
 def test_a_rank_that_is_stopped_is_not_silent():
     silence = silent()
     pass_time(silence, 1000, stopped=True)
-    assert not silence.over and silence.seconds == 0
+    assert not silence.over and not silence.long and silence.seconds == 0
 
 
 def test_while_this_process_was_stopped_little_counts():
@@ -60,16 +60,50 @@ def test_while_this_process_was_stopped_little_counts():
     assert silence.seconds == watchdog_process.COUNTED * silence.interval_s
 
 
-@pytest.mark.parametrize("line", ["120\t\t", f"120\t\t{REPLAY}", "120\tstep 6\t"], ids=["idle", "no step", "no replay"])
-def test_a_rank_that_waits_for_nobody_may_be_silent(line):
-    silence = silent(line)
+@pytest.mark.parametrize(
+    "told",
+    ["120\t120\t\t", f"120\t120\t\t{REPLAY}", "120\t120\tstep 6\t", f"inf\t120\tstep 6\t{REPLAY}"],
+    ids=["idle", "no step", "no replay", "kept"],
+)
+def test_a_rank_that_waits_for_nobody_or_is_kept_may_be_silent(told):
+    silence = silent(told)
     pass_time(silence, 1000)
     assert not silence.over
 
 
-def test_checks_are_in_proportion_to_the_limit():
-    assert Silence().interval_s == silent("660\tstep\treplay").interval_s == watchdog_process.CHECK_S
-    assert silent("4\tstep\treplay").interval_s == 4 / watchdog_process.CHECKS
+def test_a_silence_is_long_after_a_part_of_the_groups_time_out_and_once_in_a_step():
+    now = 7.0
+    silence = silent(f"400\t120\tstep 6\t{REPLAY}", lambda: now)
+    now += 20
+    silence.heard("400\t120\tstep 6\t")  # its watchdog ran
+    pass_time(silence, 60)
+    assert not silence.long
+    pass_time(silence, silence.interval_s)
+    now += 63
+    assert silence.long and not silence.over
+    assert silence.warning() == (
+        "this rank has been in step 6 for 83 s; if it waits for another rank, it ends once a collective has waited for "
+        "120 s"
+    )
+    silence.heard("400\t120\tstep 6\t")
+    pass_time(silence, 70)
+    assert not silence.long
+    silence.heard("400\t120\tstep 7\t")
+    pass_time(silence, 63)
+    now += 63
+    assert silence.long and "in step 7 for 63 s" in silence.warning()
+
+
+def test_outside_watched_work_no_silence_is_long():
+    silence = silent(f"120\t120\t\t{REPLAY}")
+    pass_time(silence, 1000)
+    assert not silence.long and not Silence().long
+
+
+def test_checks_are_in_proportion_to_the_limits():
+    assert Silence().interval_s == silent("660\t600\tstep\treplay").interval_s == watchdog_process.CHECK_S
+    assert silent("4\t600\tstep\treplay").interval_s == 4 / watchdog_process.CHECKS
+    assert silent("inf\t30\tstep\treplay").interval_s == 30 / watchdog_process.CHECKS
 
 
 def test_a_process_with_any_name_is_found_stopped(tmp_path):
@@ -86,40 +120,57 @@ def test_a_process_with_any_name_is_found_stopped(tmp_path):
 # Real processes
 
 
+STEP = "step 6, with graphs"
 # The watchdog itself would end the rank after LIMIT_S, long after the other process: here the margin is below zero.
 LIMIT_S, SILENCE_S = 20.0, 1.5
 SCRIPT = f"""
 import ctypes, os, signal, sys, time
 from types import SimpleNamespace
 # PyTorch itself takes seconds to import.
-cuda, distributed = SimpleNamespace(Event=None), SimpleNamespace(is_available=lambda: False)
+cuda, ranks = SimpleNamespace(Event=None), int(os.environ.get("WORLD_SIZE", "1"))
+distributed = SimpleNamespace(
+    is_available=lambda: True, is_initialized=lambda: ranks > 1, get_world_size=lambda: ranks, get_rank=lambda: 3
+)
 sys.modules["torch"] = SimpleNamespace(cuda=cuda, distributed=distributed)
 from bridge_cg_plugin.upstream.parallel.watchdog import Watchdog
 from bridge_cg_plugin.upstream.parallel.watchdog_beats import Beats
 never = SimpleNamespace(record=lambda: None, query=lambda: False)
-beats = Beats({SILENCE_S - LIMIT_S})
+beats = Beats({SILENCE_S} - LIMIT)
 watch = Watchdog(print, event=lambda: never, beats=beats)
 with_lock = ctypes.PyDLL(None)  # its calls keep the interpreter's lock
 def train():
     WORK
 assert beats._process is None
-with watch.during("step 6, with graphs", {LIMIT_S}):
-    watch.launched("{REPLAY}")
+with watch.during("{STEP}", LIMIT):
+    LAUNCH
     print(beats._process.pid if beats._process else None, flush=True)
     train()
 """
 WAIT = "mutex = ctypes.create_string_buffer(64); [with_lock.pthread_mutex_lock(mutex) for _ in range(2)]"
 
 
-def rank(work, **environment):
+LAUNCH = f"watch.launched('{REPLAY}')"
+
+
+def rank(work, launch=LAUNCH, limit_s=LIMIT_S, **environment):
     """Start a process with a replay that never ends and that does this while it waits."""
+    script = SCRIPT.replace("WORK", work).replace("LAUNCH", launch).replace("LIMIT", str(limit_s))
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-W", "always::ResourceWarning", "-c", SCRIPT.replace("WORK", work)],
+        [sys.executable, "-W", "ignore", "-W", "always::ResourceWarning", "-c", script],
         env={**os.environ, "PYTHONPATH": str(ROOT), "RANK": "3", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+# Half of it is shorter than the silence that ends a rank.
+SHORT_S = 1.6
+
+
+def rank_in_a_collective(work):
+    """Start one of two ranks without replays, whose collectives have a short time-out."""
+    return rank(work, "pass", SHORT_S, WORLD_SIZE="2")
 
 
 def until(condition):
@@ -198,9 +249,38 @@ def test_without_the_other_process_training_goes_on():
     assert ended(process) == "" and process.returncode == 0
 
 
-def test_a_user_who_keeps_the_process_has_no_other():
-    process = rank("sys.exit(7)", **{WATCHDOG_MINUTES: "0"})
-    assert process.communicate(timeout=30) == ("None\n", "") and process.returncode == 7
+def test_a_rank_in_which_no_thread_runs_is_named_before_nccl_ends_it():
+    """The alarm ends it as NCCL's watchdog does: from a thread that needs no Python."""
+    process = rank_in_a_collective(f"signal.setitimer(signal.ITIMER_REAL, 2); {WAIT}")
+    assert ended(process) == (
+        f"[rank 3] this rank has been in {STEP} for 1 s; if it waits for another rank, it ends once a collective has "
+        "waited for 2 s\n"
+    )
+    assert process.returncode == -signal.SIGALRM
+
+
+def test_a_rank_whose_watchdog_runs_is_named_by_it_alone():
+    process = rank_in_a_collective("time.sleep(2)")
+    assert ended(process).count("this rank has been in") == 1 and process.returncode == 0
+
+
+def test_short_silences_do_not_add_up():
+    process = rank_in_a_collective(
+        "watch._warned = True; [with_lock.usleep(500_000) or watch.check() for _ in range(4)]"
+    )
+    assert ended(process) == "" and process.returncode == 0
+
+
+def test_a_run_of_one_rank_has_no_other_process_without_collectives_in_replays():
+    process = rank("pass", "pass")
+    assert process.communicate(timeout=30) == ("None\n", "") and process.returncode == 0
+
+
+def test_a_user_who_keeps_the_process_is_told_and_keeps_it():
+    process = rank("with_lock.usleep(2_000_000); os._exit(7)", limit_s=SHORT_S, **{WATCHDOG_MINUTES: "0"})
+    written = ended(process)
+    assert process.returncode == 7
+    assert written.startswith(f"[rank 3] this rank has been in {STEP} for 1 s") and "most recent call" not in written
 
 
 def test_a_process_that_cannot_start_is_named_once(monkeypatch, caplog, tmp_path):
@@ -209,6 +289,6 @@ def test_a_process_that_cannot_start_is_named_once(monkeypatch, caplog, tmp_path
     with caplog.at_level(logging.WARNING, "bridge_cg_plugin"):
         for _ in range(2):
             beats.start()
-            beats.send("step 1", REPLAY, 60.0)
+            beats.send("step 1", REPLAY, 60.0, 60.0)
     (message,) = caplog.messages
     assert message.startswith("[rank 0] this rank trains without the process that ends it") and "No such" in message

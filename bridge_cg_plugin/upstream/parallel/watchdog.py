@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from ..environment import watchdog_minutes
+from .failures import several_ranks
 from .watchdog_beats import Beats
 from .watchdog_exit import ReplayTimeout, end_process, warn_in_thread
+from .watchdog_process import WARN_AFTER, slow
 
-# Part of the time-out after which a rank warns that it may be waiting, before NCCL ends it.
-WARN_AFTER = 0.5
 # Seconds between two checks; with a short time-out, the time-out over the number of checks.
 CHECK_S, CHECKS = 5.0, 40
 # At most so many intervals count between two checks: for the rest of the time this process did not run.
@@ -125,10 +125,9 @@ class Watchdog:
             yield
             return
         before = self._doing
-        self._turn_to(_Since(doing, self._clock()))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="bridge-cg-watchdog", daemon=True)
-            self._thread.start()
+            self._start()
+        self._turn_to(_Since(doing, self._clock()))
         try:
             yield
         finally:
@@ -157,10 +156,14 @@ class Watchdog:
             self._end(ReplayTimeout(doing.what, late.replay, self._replay_limit_s))
         elif now - doing.began > WARN_AFTER * self._limit_s and not self._warned:
             self._warned = True
-            self._warn(
-                f"this rank has been in {doing.what} for {now - doing.began:.0f} s; if it waits for another rank, it "
-                f"ends once a collective has waited for {self._limit_s:.0f} s"
-            )
+            self._warn(slow(doing.what, now - doing.began, self._limit_s))
+
+    def _start(self) -> None:
+        """Start the watchdog's thread; one of several ranks also has the other process from now on."""
+        self._thread = threading.Thread(target=self._watch, name="bridge-cg-watchdog", daemon=True)
+        self._thread.start()
+        if self._beats is not None and several_ranks():
+            self._beats.start()
 
     def _turn_to(self, doing: _Since | None) -> None:
         """Note what this rank is doing, also for the other process: the next call may keep all threads from running."""
@@ -174,7 +177,9 @@ class Watchdog:
         doing, launch = self._doing, self._launch
         if launch is self._seen and self._settled:
             launch = None
-        self._beats.send(doing.what if doing else "", launch.replay if launch else "", self._replay_limit_s)
+        self._beats.send(
+            doing.what if doing else "", launch.replay if launch else "", self._replay_limit_s, self._limit_s
+        )
 
     def _count(self, launch: _Launch | None, now: float) -> None:
         """Add the time since the last check to the last launch's time."""

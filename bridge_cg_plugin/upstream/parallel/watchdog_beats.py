@@ -1,7 +1,8 @@
-"""Starts the process that ends a rank whose watchdog does not run, and tells it that it does."""
+"""Starts the process that warns for a rank whose watchdog does not run, or ends it, and tells it that it does."""
 
 import atexit
 import faulthandler
+import math
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ SIGNALS = range(signal.SIGRTMAX, signal.SIGRTMIN - 1, -1)
 
 
 class Beats:
-    """Lines to the supervising process, which ends this one if they stop. A process forked from this one sends none.
+    """Lines to the supervising process, which warns if they stop, and may end this one. A fork of this one sends none.
 
     Args:
         margin_s: Seconds after a replay's limit until that process ends this one: the watchdog comes before it.
@@ -33,30 +34,36 @@ class Beats:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process at the first call, unless the user wants to keep this one; without it training goes on."""
-        if self._asked or watchdog_minutes() == 0:
+        """Start the process at the first call; without it training goes on.
+
+        Where the user wants to keep this one, the other only warns.
+        """
+        if self._asked:
             return
         self._asked = True
+        if watchdog_minutes() == 0:
+            self._margin_s = math.inf
         try:
             self._start()
         except OSError as error:
             warn(
-                "this rank trains without the process that ends it where a replay waits for another rank and no "
+                "this rank trains without the process that ends it, or warns, where it waits for another rank and no "
                 f"Python runs: {error}"
             )
 
-    def send(self, doing: str, replay: str, limit_s: float) -> None:
+    def send(self, doing: str, replay: str, replay_limit_s: float, limit_s: float) -> None:
         """Tell that Python runs; what finds no room is dropped.
 
         Args:
             doing: What this rank is doing; empty where that is nothing to watch.
             replay: The last replay that is not known to have ended; empty without one.
-            limit_s: Seconds that a replay may take.
+            replay_limit_s: Seconds that a replay may take.
+            limit_s: The time-out of the run's process groups in seconds.
         """
         link = self._link
         if link is None:
             return
-        line = f"{limit_s + self._margin_s}\t{doing}\t{replay}"
+        line = f"{replay_limit_s + self._margin_s}\t{limit_s}\t{doing}\t{replay}"
         try:
             link.send(line.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:

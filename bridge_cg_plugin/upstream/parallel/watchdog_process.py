@@ -1,7 +1,8 @@
-"""Ends a rank whose watchdog does not run: a script for a process of its own, which needs the standard library only.
+"""Warns for a rank whose watchdog does not run, and ends it: a script that needs the standard library only.
 
 Some calls that wait for the device keep the interpreter's lock (GIL), so no thread of Python runs, the watchdog's
-neither. The rank sends lines for as long as it runs; this process counts for how long none came.
+neither. The rank sends lines for as long as it runs; this process counts for how long none came. It ends a rank only
+for a replay: where a rank waits in any other collective, NCCL's watchdog ends it.
 """
 
 import os
@@ -9,9 +10,12 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 STDIN, STDERR = 0, 2
+# Part of the groups' time-out after which a rank is said to be slow, before NCCL ends it.
+WARN_AFTER = 0.5
 # Seconds between two checks; with a short limit, the limit over the number of checks.
 CHECK_S, CHECKS = 5.0, 40
 # At most so many intervals count between two checks: for the rest of the time this process did not run.
@@ -21,24 +25,43 @@ STACKS_S = 1.0
 LONGEST_LINE = 4096
 
 
+def slow(doing: str, seconds: float, timeout_s: float) -> str:
+    """Return the warning of a rank that may be waiting for another one."""
+    return (
+        f"this rank has been in {doing} for {seconds:.0f} s; if it waits for another rank, it ends once a collective "
+        f"has waited for {timeout_s:.0f} s"
+    )
+
+
 class Silence:
-    """How long a rank has sent no line while a replay of it may wait for another rank.
+    """How long a rank has sent no line while it may wait for another rank.
+
+    Args:
+        clock: Seconds.
 
     Attributes:
         doing: What the rank does; empty where it is in no step.
         replay: The last replay that it told of; empty where all are known to have ended.
         limit_s: Seconds of silence after which it is ended.
+        timeout_s: The time-out of its process groups.
         seconds: The silence so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.doing = self.replay = ""
-        self.limit_s = self.seconds = 0.0
+        self.limit_s = self.timeout_s = self.seconds = 0.0
+        self._clock, self._began = clock, 0.0
+        self._warned = False
 
     @property
     def interval_s(self) -> float:
         """Seconds between two checks."""
-        return min(CHECK_S, self.limit_s / CHECKS) or CHECK_S
+        return min(CHECK_S, self.limit_s / CHECKS, self.timeout_s / CHECKS) or CHECK_S
+
+    @property
+    def long(self) -> bool:
+        """Whether the rank is to be warned for, which it could not do itself."""
+        return bool(self.doing) and not self._warned and self.seconds > WARN_AFTER * self.timeout_s
 
     @property
     def over(self) -> bool:
@@ -47,8 +70,15 @@ class Silence:
 
     def heard(self, line: str) -> None:
         """Begin anew with what a line tells."""
-        limit, self.doing, self.replay = line.split("\t")
-        self.limit_s, self.seconds = float(limit), 0.0
+        limit, timeout, doing, self.replay = line.split("\t")
+        self.limit_s, self.timeout_s, self.seconds = float(limit), float(timeout), 0.0
+        if doing != self.doing:
+            self.doing, self._began, self._warned = doing, self._clock(), False
+
+    def warning(self) -> str:
+        """Return what the rank would warn of; once for each thing that it does."""
+        self._warned = True
+        return slow(self.doing, self._clock() - self._began, self.timeout_s)
 
     def count(self, passed_s: float, stopped: bool) -> None:
         """Add the time since the last check, unless the rank was stopped."""
@@ -63,7 +93,7 @@ class Silence:
 
 
 def supervise(process: int, rank: int, stacks: int) -> None:
-    """Watch the parent until it ends, and end it if it is silent for too long.
+    """Watch the parent until it ends; warn for it if it is silent for long, and end it if that is too long.
 
     Args:
         process: The parent.
@@ -82,6 +112,8 @@ def supervise(process: int, rank: int, stacks: int) -> None:
         checked = time.monotonic()
         if silence.over:
             _end_if_silent(process, f"[rank {rank}] this rank ends in {silence}\n", stacks, silence)
+        elif silence.long:
+            _write(f"[rank {rank}] {silence.warning()}\n")
 
 
 def is_stopped(process: int) -> bool:
@@ -111,10 +143,14 @@ def _end_if_silent(process: int, message: str, stacks: int, silence: Silence) ->
     if line:
         silence.heard(line)
     elif line is None:
-        with suppress(OSError):
-            os.write(STDERR, message.encode())
+        _write(message)
         _signal(process, signal.SIGKILL)
         sys.exit()
+
+
+def _write(message: str) -> None:
+    with suppress(OSError):
+        os.write(STDERR, message.encode())
 
 
 def _signal(process: int, number: int) -> None:
