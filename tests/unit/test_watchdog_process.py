@@ -283,6 +283,15 @@ def test_a_user_who_keeps_the_process_is_told_and_keeps_it():
     assert written.startswith(f"[rank 3] this rank has been in {STEP} for 1 s") and "most recent call" not in written
 
 
+def test_where_nobody_reads_what_ranks_write_a_stuck_one_is_ended_all_the_same():
+    fill = "size = fcntl.fcntl(2, fcntl.F_GETPIPE_SZ); os.write(2, bytes(size))"
+    process = rank(f"import fcntl; {fill}; {WAIT}", limit_s=SHORT_S)
+    other = int(process.stdout.readline())
+    until(lambda: not runs(other))
+    assert process.wait(timeout=30) == -signal.SIGKILL
+    process.communicate()
+
+
 def test_a_process_that_cannot_start_is_named_once(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(watchdog_beats, "SCRIPT", tmp_path / "archive.zip" / "script.py")
     beats = Beats()

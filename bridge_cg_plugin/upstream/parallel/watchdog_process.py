@@ -20,8 +20,8 @@ WARN_AFTER = 0.5
 CHECK_S, CHECKS = 5.0, 40
 # At most so many intervals count between two checks: for the rest of the time this process did not run.
 COUNTED = 2
-# Seconds that the rank has to write its stacks.
-STACKS_S = 1.0
+# Seconds that the rank has to write its stacks, and whoever reads standard error to make room.
+STACKS_S = ROOM_S = 1.0
 LONGEST_LINE = 4096
 
 
@@ -149,8 +149,10 @@ def _end_if_silent(process: int, message: str, stacks: int, silence: Silence) ->
 
 
 def _write(message: str) -> None:
+    """Write to standard error; where nobody reads it and it is full, to nobody."""
     with suppress(OSError):
-        os.write(STDERR, message.encode())
+        if select.select([], [STDERR], [], ROOM_S)[1]:
+            os.write(STDERR, message.encode())
 
 
 def _signal(process: int, number: int) -> None:
