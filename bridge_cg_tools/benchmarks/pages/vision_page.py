@@ -223,17 +223,23 @@ def encoder_parity(records: Records) -> str:
     """Return the worst figures of each encoder's mixes, and whether replays are as near to fp32 as eager."""
     named: dict[str, dict[str, Records]] = {}
     for r in records:
-        named.setdefault(r["case"].rsplit("_", 2)[0], {}).setdefault(r["mode"], []).append(r)
+        named.setdefault(_mixed(r), {}).setdefault(r["mode"], []).append(r)
     rows = []
     for name, modes in named.items():
         for replays in (found for mode, found in modes.items() if mode != "eager"):
             worst = [max(r[field] for r in replays) for field in ("forward_rel", "grad_rel", "grad_noise")]
             far = [statistics.fmean(r["fp32_mean"] for r in each) for each in (replays, modes["eager"])]
             equal = sum(r["bit_equal"] for r in replays)
-            figures = (f"{value:.0e}" for value in (*worst, *far))
+            figures = (f"{value:.1e}" for value in (*worst, *far))
             rows.append([name, _kernels(replays[0]), len(replays), equal, *figures])
     header = ["encoder", "kernels", "mixes", "outputs bit-equal", "worst output", "worst gradient", "two eager runs"]
     return table([*header, "gradients from fp32", "eager's from fp32"], rows) if rows else ""
+
+
+def _mixed(record: dict[str, Any]) -> str:
+    """Return the encoder of a mix's record."""
+    name: str = record["case"].rsplit("_", 2)[0]
+    return name
 
 
 def _kernels(record: dict[str, Any]) -> str:
@@ -293,5 +299,5 @@ def encoder_parts(folder: Path) -> dict[str, str]:
         "encoders": with_origin(encoders(others), others),
         "encoder-flash": encoder_flash(others),
         "encoder-differences": encoder_differences(others),
-        "encoder-parity": with_origin(encoder_parity(mixes), mixes),
+        "encoder-parity": with_origin(encoder_parity(mixes), [r | {"case": _mixed(r)} for r in mixes]),
     }
