@@ -134,6 +134,15 @@ class TestRecords:
         found = records.record_of(padded, [eager, padded], padded)
         assert found["bit_equal"] is True and found["log_prob_diff"][0] == pytest.approx(1e-2)
 
+    @pytest.mark.parametrize(("other", "equal"), [({}, True), ({"grad_norm": 2.0 + 1e-7}, False)])
+    def test_deterministic_training_is_compared_to_the_bit(self, other, equal):
+        eager, padded = a_run([a_round()] * 3), a_run([a_round(loss=1.5)] * 5)
+        rounds = [a_round(loss=1.5), a_round(loss=1.5, **other), a_round(loss=1.5)]
+        found = records.record_of(a_run(rounds), [eager], padded, deterministic=True)
+        assert found["training_equal"] is equal
+        assert "training_equal" not in records.record_of(a_run(rounds), [eager], padded)
+        check_record({"case": "verl_deterministic", "mode": "plugin_packed", **provenance(3, 0), **found})
+
     def test_any_round_that_differs_from_eager_passes_over_its_weights_is_not_equal(self):
         rounds = [a_round(bit_equal=number != 4) for number in range(6)]
         assert records.record_of(a_run(rounds))["bit_equal"] is False
@@ -257,6 +266,19 @@ class TestBench:
         assert set(runs.devices.values()) == {None}
         assert begun == [*case.modes] and begun[:3] == ["eager1", "plugin_packed", "plugin"]
         assert [mode for mode in begun if runs.environments[mode].get(RELEASE_MEMORY) == "1"] == begun[1:3]
+
+    @pytest.mark.parametrize("name", ["verl", "verl_deterministic"])
+    def test_kernels_repeat_to_the_bit_in_all_runs_of_one_case(self, runs, tmp_path, name):
+        case = dataclasses.replace(bench.CASES[name], needs_files=False)
+        runs(**dict.fromkeys(case.modes, a_run([a_round()] * 4)))
+        measured = bench.Bench(case, tmp_path, 20, 30.0, gpus=4)
+        with measured.started():
+            found = measured.run(None, lambda found: None)
+        repeats = [environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") for environment in runs.environments.values()]
+        assert set(repeats) == {"0" if name == "verl_deterministic" else None}
+        assert {record["mode"] for record in found if "training_equal" in record} == set(
+            case.modes[1:] if name == "verl_deterministic" else ()
+        )
 
     def test_runs_on_several_gpus_go_side_by_side(self, runs, tmp_path):
         case, kept = dataclasses.replace(bench.CASES["verl"], needs_files=False), []

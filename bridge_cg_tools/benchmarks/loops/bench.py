@@ -31,6 +31,7 @@ class Case:
         module: What its processes run; see `TrainingProcess`.
         modes: Of its runs, an eager one first.
         needs_files: Whether its processes read a model's files.
+        deterministic: Whether eager runs repeat to the bit, so that all others are compared so.
         graphs_environment: Variables of processes with graphs.
     """
 
@@ -38,6 +39,7 @@ class Case:
     module: str
     modes: tuple[str, ...]
     needs_files: bool = False
+    deterministic: bool = False
     graphs_environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -45,11 +47,17 @@ class Case:
 SAME_ROWS = {"plugin_packed": "eager_padded"}
 WORKERS = "bridge_cg_tools.benchmarks.loops"
 RELEASED = {RELEASE_MEMORY: "1"}
+# cuDNN's deterministic attention takes 64 GiB for these packs, as Transformer Engine describes them to it.
+DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # The optimizer's first steps amplify rounding, so few eager runs span too little.
 VERL_MODES = ("eager1", "plugin_packed", "plugin", "eager2", "eager_padded", "eager3", "eager4", "eager5")
+DETERMINISTIC_MODES = ("eager1", "plugin_packed", "plugin", "eager_padded", "eager2")
 CASES = {
-    "verl": Case("verl", f"{WORKERS}.verl_rounds", VERL_MODES, True, RELEASED),
-    "verl_lora": Case("verl_lora", f"{WORKERS}.verl_lora_rounds", VERL_MODES, True, RELEASED),
+    "verl": Case("verl", f"{WORKERS}.verl_rounds", VERL_MODES, True, graphs_environment=RELEASED),
+    "verl_lora": Case("verl_lora", f"{WORKERS}.verl_lora_rounds", VERL_MODES, True, graphs_environment=RELEASED),
+    "verl_deterministic": Case(
+        "verl_deterministic", f"{WORKERS}.verl_rounds", DETERMINISTIC_MODES, True, True, graphs_environment=RELEASED
+    ),
     "plain": Case("plain", f"{WORKERS}.plain_rounds", ("eager1", "plugin", "plugin_frozen_outputs", "eager2")),
 }
 
@@ -75,6 +83,7 @@ class Bench:
     def started(self) -> Iterator[None]:
         """Let all processes import; they are closed at the end."""
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        environment |= DETERMINISTIC if self._case.deterministic else {}
         with ExitStack() as stack:
             for number, mode in enumerate(self._case.modes):
                 log = self._folder / f"{self._case.name}_{mode}.log"
@@ -139,5 +148,6 @@ class Bench:
         if mode.startswith(EAGER):  # it is part of the spread
             beside = beside[:1]
         same_rows = self._found.get(SAME_ROWS.get(mode, "eager1"))
-        found = records.record_of(run, beside, same_rows if isinstance(same_rows, dict) else None)
+        twin = same_rows if isinstance(same_rows, dict) else None
+        found = records.record_of(run, beside, twin, self._case.deterministic)
         return {**own, **provenance(len(run["rounds"]), SEED), **found}

@@ -15,7 +15,10 @@ Rounds = Sequence[Mapping[str, Any]]
 
 
 def record_of(
-    run: Mapping[str, Any], eager: Sequence[Mapping[str, Any]] = (), same_rows: Mapping[str, Any] | None = None
+    run: Mapping[str, Any],
+    eager: Sequence[Mapping[str, Any]] = (),
+    same_rows: Mapping[str, Any] | None = None,
+    deterministic: bool = False,
 ) -> dict[str, Any]:
     """Return the fields of a record that a run gives, beside eager ones.
 
@@ -23,6 +26,7 @@ def record_of(
         run: What its process wrote.
         eager: What eager runs wrote, the timed one first; empty for itself.
         same_rows: What an eager run wrote that computes as many rows; None while there is none.
+        deterministic: Whether training is compared with that run's to the bit.
     """
     rounds = run["rounds"]
     times = pass_times(rounds)
@@ -43,6 +47,8 @@ def record_of(
         found |= beside(found, rounds, eager)
     if eager and same_rows is not None:
         found["bit_equal"] &= log_prob_differences(rounds[:1], same_rows["rounds"][:1]) == [0.0]
+        if deterministic:
+            found["training_equal"] = _trained_alike(rounds, same_rows["rounds"])
     return found
 
 
@@ -146,6 +152,12 @@ def inside_spread(rounds: Rounds, others: Sequence[Rounds], name: str) -> bool:
     length = min(len(run) for run in (rounds, *others))
     *eager, own = ([each[name] for each in run[:length]] for run in (*others, rounds))
     return compare_to_spread(eager, own).inside
+
+
+def _trained_alike(rounds: Rounds, others: Rounds) -> bool:
+    """Whether losses and gradient norms are the same in the rounds that both made."""
+    names = ("loss", "grad_norm")
+    return all(one[name] == other[name] for one, other in zip(rounds, others, strict=False) for name in names)
 
 
 def _late(rounds: Rounds) -> Rounds:

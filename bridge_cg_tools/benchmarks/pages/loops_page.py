@@ -48,6 +48,8 @@ def _as_eager(record: dict[str, Any], eager: Records) -> str:
     bits = "log-probabilities bit-equal" if record["bit_equal"] else f"NOT BIT-EQUAL, by {first:.0e} in the first round"
     if record["bit_equal"] and first:
         bits += f" with as many rows, {first:.0e} from packs without padding"
+    if "training_equal" in record:
+        return f"{bits}, losses and gradient norms {'bit-equal' if record['training_equal'] else 'NOT BIT-EQUAL'}"
     if record.get("inside_spread") is None:
         return bits
     return f"{bits}, losses inside the spread" if record["inside_spread"] else f"{bits}, {_outside(record, eager)}"

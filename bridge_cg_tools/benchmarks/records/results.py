@@ -112,6 +112,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "bit_equal": bool,
     "overlap": bool,
     "inside_spread": (bool, type(None)),
+    "training_equal": bool,
     "fallbacks": dict,
     "fallback": (str, type(None)),
     "grad_worst": str,
