@@ -50,12 +50,6 @@ def fast_log(x):
 
 
 @triton.jit
-def divide(x, y):
-    """Return the rounded quotient of fp32 values."""
-    return tl.div_rn(x, y)
-
-
-@triton.jit
 def _add(sums, shrunk, x, ROWS: tl.constexpr, N: tl.constexpr, FIRST: tl.constexpr):
     """Add x `[ROWS, 4, N, 2]` to sums `[ROWS, 4]` one after the other; the first of all scales the sums."""
     if N > 1:
@@ -160,7 +154,7 @@ def _split_keys(
             WIDTH, COLUMNS, ROWS, KEYS, True,
         )  # fmt: skip
         share = tl.sum(tl.where(numbers[None, :] == part, shares, 0.0), 1)
-        values *= divide(tl.full([ROWS], 1.0, tl.float32), added)[:, None]
+        values *= tl.div_rn(tl.full([ROWS], 1.0, tl.float32), added)[:, None]
         out = tl.fma(tl.broadcast_to(share[:, None], out.shape), values, out)
     out_ptr += (start * tl.num_programs(2) + head) * WIDTH
     place = row[:, None] * (tl.num_programs(2) * WIDTH) + columns[None, :]
