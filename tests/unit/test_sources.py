@@ -172,6 +172,24 @@ def test_parameters_that_others_replace_are_not_kept():
     assert sum(reference() is not None for reference in gone) == 4  # those before the last
 
 
+def test_parameters_that_come_back_in_turn_keep_their_graphs():
+    """Averaged weights that take the place of the trained ones for evaluations, with and without autocast."""
+    model = two_layers()
+    trained = dict(model.named_parameters())
+    averaged = {name: nn.Parameter(value.detach() / 2) for name, value in trained.items()}
+    region, x = region_of(model), batch()
+    for turn in range(12):
+        for parameters in (trained, averaged):
+            for name, parameter in parameters.items():
+                module, _, last = name.rpartition(".")
+                model.get_submodule(module)._parameters[last] = parameter
+            for mixed in (True, False):
+                with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                    outputs = [region.run(x) for _ in range(3)]
+                    assert turn < 2 or None not in outputs
+                    torch.testing.assert_close(outputs[2][0], model(x))
+
+
 def test_memory_that_moves_takes_no_more_memory_each_time():
     model = with_main_grads(two_layers())
     region = region_of(model)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,9 @@ class Sources:
         self._hooks = ParameterHooks()
         self._asked: Counter[Hashable] = Counter()
         self._adopted = 0
+        # Parameters of dropped sources that others took the place of, and whether one of them was met again.
+        self._left: list[ref[nn.Parameter]] = []
+        self._come_back = False
         self._warned: set[str] = set()
         self._looks_once = self._looked = False
         self._numerics = matmul_precision(), are_deterministic()
@@ -340,12 +343,27 @@ class Sources:
             return reason
         fresh = self._new()
         self._adopted += 1
-        # Of parameters that others took the place of, only those used last are kept: their memory may be much.
-        kept = [source for source in self._all if source is self.current or not source.aliases.replaced()]
-        self._replace_all([*kept[-MOST_SOURCES + 1 :], fresh])
+        self._replace_all([*self._kept()[-MOST_SOURCES + 1 :], fresh])
         self._choose(fresh)
         announce(f"{self._program.name}: graphs are captured for this state of the model as well: {what}")
         return fresh
+
+    def _kept(self) -> list[Source]:
+        """Return the sources that stay when one is added.
+
+        Of parameters that others took the place of, only those used last are kept, as their memory may be much, unless
+        some that were dropped came back.
+        """
+        present = {
+            id(parameter) for module in every_module(self._program.modules()) for _, parameter in _parameters_of(module)
+        }
+        left = [parameter for reference in self._left if (parameter := reference()) is not None]
+        self._come_back = self._come_back or any(id(parameter) in present for parameter in left)
+        if self._come_back:
+            return self._all
+        replaced = {source: source.aliases.replaced() for source in self._all if source is not self.current}
+        self._left = [ref(parameter) for parameters in (left, *replaced.values()) for parameter in parameters]
+        return [source for source in self._all if not replaced.get(source)]
 
     def _trained(self) -> tuple[bool, ...]:
         modules = every_module(self._program.modules())

@@ -31,10 +31,10 @@ class ParameterAliases:
         self.originals: tuple[nn.Parameter, ...] = tuple(dict.fromkeys(p for _, _, p in self._places))
         self.trainable: tuple[nn.Parameter, ...] = tuple(p for p in self.originals if p.requires_grad)
 
-    def replaced(self) -> bool:
-        """Whether another parameter has the place of one of them now."""
+    def replaced(self) -> list[nn.Parameter]:
+        """Return those whose place another parameter has now."""
         now = ((module._parameters.get(name), parameter) for module, name, parameter in self._places)
-        return any(there is not None and there is not parameter for there, parameter in now)
+        return [parameter for there, parameter in now if there is not None and there is not parameter]
 
     @contextmanager
     def active(self, handed: Collection[nn.Parameter] = ()) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
