@@ -292,6 +292,14 @@ def test_where_nobody_reads_what_ranks_write_a_stuck_one_is_ended_all_the_same()
     process.communicate()
 
 
+def test_a_stuck_rank_without_standard_error_is_ended():
+    """Its stacks must not reach the other process as lines."""
+    close = f"os.close(2); {LAUNCH}"
+    process = rank(WAIT, close)
+    ended(process)
+    assert process.returncode == -signal.SIGKILL
+
+
 def test_a_process_that_cannot_start_is_named_once(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(watchdog_beats, "SCRIPT", tmp_path / "archive.zip" / "script.py")
     beats = Beats()

@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import fcntl
 import math
 import os
 import re
@@ -81,7 +82,7 @@ class Beats:
 
     def _start(self) -> None:
         SCRIPT.stat()
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, its = map(_above_stderr, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         with its:
             words = [str(SCRIPT), str(os.getpid()), str(rank()), str(_write_stacks_on_signal())]
             try:
@@ -104,6 +105,12 @@ class Beats:
         if link is not None and self._process is not None:
             link.close()
             self._process.poll()
+
+
+def _above_stderr(end: socket.socket) -> socket.socket:
+    """Return a socket at a descriptor that nobody writes to: closed standard streams leave theirs to the next."""
+    with end:
+        return socket.socket(fileno=fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, STDERR + 1))
 
 
 def _write_stacks_on_signal() -> int:
