@@ -300,6 +300,13 @@ def test_a_stuck_rank_without_standard_error_is_ended():
     assert process.returncode == -signal.SIGKILL
 
 
+def test_a_default_time_out_of_sockets_lets_no_step_wait_for_a_process_that_was_stopped():
+    stop = f"import socket; socket.setdefaulttimeout(0.5); {LAUNCH}; os.kill(beats._process.pid, signal.SIGSTOP)"
+    steps = "[watch.check() for _ in range(2000)]; os.kill(beats._process.pid, signal.SIGCONT); watch.check()"
+    process = rank(f"{steps}; sys.exit(beats._link is None)", stop)
+    assert ended(process) == "" and process.returncode == 0
+
+
 def test_a_process_that_cannot_start_is_named_once(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(watchdog_beats, "SCRIPT", tmp_path / "archive.zip" / "script.py")
     beats = Beats()

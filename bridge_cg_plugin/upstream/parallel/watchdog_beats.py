@@ -66,7 +66,7 @@ class Beats:
             return
         line = f"{replay_limit_s + self._margin_s}\t{limit_s}\t{doing}\t{replay}"
         try:
-            link.send(line.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            link.send(line.encode(), socket.MSG_NOSIGNAL)
         except BlockingIOError:
             pass
         except OSError:  # somebody ended that process
@@ -83,6 +83,7 @@ class Beats:
     def _start(self) -> None:
         SCRIPT.stat()
         ours, its = map(_above_stderr, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        ours.setblocking(False)
         with its:
             words = [str(SCRIPT), str(os.getpid()), str(rank()), str(_write_stacks_on_signal())]
             try:
