@@ -307,6 +307,18 @@ def test_a_default_time_out_of_sockets_lets_no_step_wait_for_a_process_that_was_
     assert ended(process) == "" and process.returncode == 0
 
 
+def test_a_process_that_fails_is_named():
+    """The program that embeds Python may name itself as Python's executable."""
+    process = rank(
+        "beats._process.wait(); [watch.check() for _ in range(3)]; time.sleep(0.5)",
+        f"sys.executable = '/bin/false'; {LAUNCH}",
+    )
+    message = "this rank trains without the process that ends it"
+    written = ended(process)
+    assert written.count(message) == 1 and "'/bin/false', '-I'" in written and "status 1" in written
+    assert process.returncode == 0
+
+
 def test_a_process_that_cannot_start_is_named_once(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(watchdog_beats, "SCRIPT", tmp_path / "archive.zip" / "script.py")
     beats = Beats()

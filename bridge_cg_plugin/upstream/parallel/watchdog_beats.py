@@ -14,11 +14,14 @@ from pathlib import Path
 
 from ...announce import rank, warn
 from ..environment import watchdog_minutes
-from .watchdog_exit import GRACE_S, STDERR
+from .watchdog_exit import GRACE_S, STDERR, warn_in_thread
 
 SCRIPT = Path(__file__).with_name("watchdog_process.py")
 # Real-time signals, of which the last is the least likely to be somebody's.
 SIGNALS = range(signal.SIGRTMAX, signal.SIGRTMIN - 1, -1)
+ALONE = (
+    "this rank trains without the process that ends it, or warns, where it waits for another rank and no Python runs: "
+)
 
 
 class Beats:
@@ -47,10 +50,7 @@ class Beats:
         try:
             self._start()
         except OSError as error:
-            warn(
-                "this rank trains without the process that ends it, or warns, where it waits for another rank and no "
-                f"Python runs: {error}"
-            )
+            warn(f"{ALONE}{error}")
 
     def send(self, doing: str, replay: str, replay_limit_s: float, limit_s: float) -> None:
         """Tell that Python runs; what finds no room is dropped.
@@ -69,8 +69,9 @@ class Beats:
             link.send(line.encode(), socket.MSG_NOSIGNAL)
         except BlockingIOError:
             pass
-        except OSError:  # somebody ended that process
+        except OSError:  # that process has ended
             self.stop()
+            self._name_failure()
 
     def stop(self) -> None:
         """End the process."""
@@ -99,6 +100,12 @@ class Beats:
         self._link = ours
         atexit.register(self.stop)
         os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    def _name_failure(self) -> None:
+        """Warn if the process has ended by itself: it never ran, or failed."""
+        process = self._process
+        if process is not None and (process.returncode or 0) > 0:
+            warn_in_thread(f"{ALONE}{process.args!r} ended with status {process.returncode}")
 
     def _leave_to_parent(self) -> None:
         """Forget the process in a fork, where it is no child."""
