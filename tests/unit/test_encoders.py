@@ -452,6 +452,16 @@ def test_patches_are_embedded_as_eager_does_in_whole_images():
     assert not any(buffers[name][batch.tokens :].count_nonzero() for name in ("embedded", "pixels"))
 
 
+def test_embedded_patches_have_the_type_that_autocast_computes_in():
+    model = new_pixtral()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (expected,) = run_pixtral(model, PADDED)
+        with graphs_on(model, kernels="exact", **PIXTRALS.largest) as graphs:
+            (found,) = run_pixtral(model, PADDED)
+            assert graphs.statistics().fallbacks == {}
+    assert_close([found], [expected], 1e-4)
+
+
 def test_sizes_may_be_left_out_where_images_fill_theirs():
     model, pixels = new_pixtral(), draw_padded([[1, 4, 6]] * 2)[0]
     call = lambda: model(pixels, output_hidden_states=True, return_dict=True).hidden_states[-1]  # noqa: E731

@@ -32,11 +32,11 @@ EMBEDDING = 4  # patches: Mistral 3's projector merges 2 x 2 of them
 
 
 class _Valued(Function):
-    """Values in the place of computed ones, whose gradient they take."""
+    """Values in the place of computed ones, whose gradient and type they take: autocast computes in its own."""
 
     @staticmethod
     def forward(ctx: Any, computed: Tensor, values: Tensor) -> Tensor:
-        return values.clone()
+        return values.to(computed.dtype, copy=True)
 
     @staticmethod
     @once_differentiable
