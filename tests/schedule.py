@@ -15,6 +15,7 @@ FORKED = (
     "unit/test_rmsnorm",
     "unit/test_rotary",
     "unit/test_segment_attention",
+    "unit/test_split_keys",
     "unit/test_tower_attention",
     "seams/test_data_workers",
     "seams/test_direct_attention",

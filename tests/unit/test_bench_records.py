@@ -287,7 +287,7 @@ def test_the_table_of_encoders_mixes(tmp_path, mode, kernels):
         results.check_record(one)
     results.write_records(tmp_path / "encoders_parity.jsonl", mixes)
     found = encoder_parts(tmp_path)["encoder-parity"]
-    row = f"| nemotron_vl | {kernels} | 2 | 1 | 1e-03 | 3e-02 | 1e-02 | 4e-02 | 2e-02 |"
+    row = f"| nemotron_vl | {kernels} | 2 | 1 | 1.0e-03 | 3.0e-02 | 1.0e-02 | 4.0e-02 | 2.0e-02 |"
     assert lines(found, "| nemotron_vl |") == [row]
 
 
