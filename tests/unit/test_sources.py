@@ -172,6 +172,19 @@ def test_parameters_that_others_replace_are_not_kept():
     assert sum(reference() is not None for reference in gone) == 4  # those before the last
 
 
+def test_a_parameter_that_takes_the_identity_of_one_that_is_gone_is_another():
+    """Identities differ between ranks, which must capture together."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+    region, x, met = region_of(model), batch(), set()
+    for _ in range(12):
+        made = [nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(100)]
+        model[0].weight = next((parameter for parameter in made if id(parameter) in met), made[0])
+        met.add(id(model[0].weight))
+        del made
+        assert region.run(x) is None
+        torch.testing.assert_close(region.run(x)[0], model(x))
+
+
 def test_parameters_that_come_back_in_turn_keep_their_graphs():
     """Averaged weights that take the place of the trained ones for evaluations, with and without autocast."""
     model = two_layers()

@@ -1,6 +1,5 @@
 """Which of a region's sources the model is now: what a replay must find unchanged, and what follows where it is not."""
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -58,6 +57,25 @@ class _State(NamedTuple):
     training: bool | tuple[bool, ...]
 
 
+class _Asked(NamedTuple):
+    """How often a state was asked for, and what it consists of: what takes the identity of one that is gone is another.
+
+    Where memory is reused, ranks differ, which must record together.
+    """
+
+    times: int
+    values: tuple[ref[Tensor | nn.Module], ...]
+
+    def again(self, own: Differences) -> "_Asked":
+        """Return what is known after the state was asked for once more, with these values."""
+        times = 0 if any(value() is None for value in self.values) else self.times
+        known_by_identity = (v for v in own.values() if isinstance(v, (Tensor, nn.Module)) and token(v) == id(v))
+        return _Asked(times + 1, tuple(map(ref, known_by_identity)))
+
+
+NEVER = _Asked(0, ())
+
+
 class Sources:
     """Everything that a region's recordings were made from.
 
@@ -85,7 +103,7 @@ class Sources:
         # A part's forward also reads attributes of the layer that it belongs to.
         self._holders = watch.holders(every_module(program.modules()))
         self._hooks = ParameterHooks()
-        self._asked: Counter[Hashable] = Counter()
+        self._asked: dict[Hashable, _Asked] = {}
         self._adopted = 0
         # Parameters of dropped sources that others took the place of, and whether one of them was met again.
         self._left: list[ref[nn.Parameter]] = []
@@ -337,9 +355,9 @@ class Sources:
         key = (state, autocast, self._trained(), frozenset(map(id, self._hooks.foreign())))
         if len(self._asked) == MOST_ASKED and key not in self._asked:
             self._asked.clear()
-        self._asked[key] += 1
+        self._asked[key] = self._asked.get(key, NEVER).again(self._look().own)
         self._warn(what, what)
-        if self._asked[key] < LASTING:
+        if self._asked[key].times < LASTING:
             return reason
         fresh = self._new()
         self._adopted += 1
