@@ -21,8 +21,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...announce import warn
-from ...graphs.errors import CaptureError, named
 from ...vision.kernels.padding import clear_padding
+from ...vision.kernels.trial import tried
 from ..attributes import overridden
 
 PACKAGE = "flash-attn-4"
@@ -163,17 +163,16 @@ def agrees(width: int, dtype: torch.dtype, device: int) -> bool:
     Raises:
         CaptureError: A capture is under way at the first call.
     """
-    if torch.cuda.is_current_stream_capturing():
-        raise CaptureError(f"{PACKAGE} would be tried for the first time inside a capture")
-    try:
-        with torch.cuda.device(device):
-            far = _distance_from_fp32(width, dtype, torch.device("cuda", device))
-        reason = "" if far <= AGREES else f"a result differs by {far:.1e}"
-    except Exception as error:  # of a compiler: anything
-        reason = named(error)
+    reason = tried(PACKAGE, lambda: _difference(width, dtype, torch.device("cuda", device)))
     if reason:
         warn(f"{PACKAGE} {_version()} fails for heads of {width}, which other kernels compute: {reason}")
     return not reason
+
+
+def _difference(width: int, dtype: torch.dtype, device: torch.device) -> str:
+    with torch.cuda.device(device):
+        far = _distance_from_fp32(width, dtype, device)
+    return "" if far <= AGREES else f"a result differs by {far:.1e}"
 
 
 def _distance_from_fp32(width: int, dtype: torch.dtype, device: torch.device) -> float:

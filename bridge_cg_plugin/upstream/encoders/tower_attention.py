@@ -36,9 +36,15 @@ def attend(
     as_alone: bool = False,
 ) -> Tensor:
     """Attend by PyTorch's kernels; see `Attend` and, for `as_alone`, `packed_attention`."""
+    return packed_attention(*_rotated(projected, rotate, rotation), segments, scale, as_alone)
+
+
+def _rotated(
+    projected: tuple[Tensor, ...], rotate: Callable[..., Any], rotation: Rotation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values `[tokens, heads, width]`, the first two rotated."""
     query, key, value = taken_apart(projected)
-    query, key = rotation.apply(rotate, query, key)
-    return packed_attention(query, key, value, segments, scale, as_alone)
+    return *rotation.apply(rotate, query, key), value
 
 
 class _AttendByMask:
@@ -55,10 +61,9 @@ class _AttendByMask:
         segments: PackedSegments,
         scale: float,
     ) -> Tensor:
-        query, key, value = taken_apart(projected)
-        query, key = rotation.apply(rotate, query, key)
-        mask = self._mask(segments.offsets, query)
-        query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
+        parts = _rotated(projected, rotate, rotation)
+        mask = self._mask(segments.offsets, parts[0])
+        query, key, value = (part.transpose(0, 1)[None] for part in parts)
         out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
         return out[0].transpose(0, 1)
 

@@ -17,12 +17,7 @@ from ..environment import watchdog_minutes
 from .failures import several_ranks
 from .watchdog_beats import Beats
 from .watchdog_exit import ReplayTimeout, end_process, warn_in_thread
-from .watchdog_process import WARN_AFTER, slow
-
-# Seconds between two checks; with a short time-out, the time-out over the number of checks.
-CHECK_S, CHECKS = 5.0, 40
-# At most so many intervals count between two checks: for the rest of the time this process did not run.
-COUNTED = 2
+from .watchdog_process import COUNTED, WARN_AFTER, interval_between_checks, slow
 
 
 class Event(Protocol):
@@ -105,7 +100,7 @@ class Watchdog:
     @property
     def interval_s(self) -> float:
         """Seconds between two checks."""
-        return min(CHECK_S, self._limit_s / CHECKS, self._replay_limit_s / CHECKS)
+        return interval_between_checks(self._limit_s, self._replay_limit_s)
 
     @contextmanager
     def during(self, doing: str, limit_s: float | None = None) -> Iterator[None]:

@@ -33,6 +33,11 @@ def slow(doing: str, seconds: float, timeout_s: float) -> str:
     )
 
 
+def interval_between_checks(*limits_s: float) -> float:
+    """Return seconds between two checks, in proportion to the limits that are checked."""
+    return min(CHECK_S, *(limit / CHECKS for limit in limits_s))
+
+
 class Silence:
     """How long a rank has sent no line while it may wait for another rank.
 
@@ -56,7 +61,7 @@ class Silence:
     @property
     def interval_s(self) -> float:
         """Seconds between two checks."""
-        return min(CHECK_S, self.limit_s / CHECKS, self.timeout_s / CHECKS) or CHECK_S
+        return interval_between_checks(self.limit_s, self.timeout_s) or CHECK_S
 
     @property
     def long(self) -> bool:

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from ...announce import warn
-from ...graphs.errors import CaptureError, named
+from ...graphs.errors import named
+from .trial import refuse_capture
 
 PACKAGE = "nvidia-cudnn-frontend"
+PLAN = "a plan of cuDNN's attention"
 # The oldest release that Transformer Engine 2.20 takes; its graphs let a plan be chosen.
 OLDEST_PACKAGE = (1, 29)
 # Statistics of packed segments, as numbered by `cudnn.backend_version()`.
@@ -194,18 +196,13 @@ class _Plan:
             CaptureError: A capture is under way and this is the first run.
         """
         if not self._has_run:
-            _refuse_capture("run")
+            refuse_capture(f"{PLAN} would run")
         device = tensors[LENGTHS].device
         workspace = torch.empty(self._workspace, dtype=torch.uint8, device=device)
         self._cudnn.set_stream(self._handle, torch.cuda.current_stream(device).cuda_stream)
         pointers = {uid: tensor.data_ptr() for uid, tensor in tensors.items()}
         self._graph.execute(pointers, workspace.data_ptr(), handle=self._handle)
         self._has_run = True
-
-
-def _refuse_capture(step: str) -> None:
-    if torch.cuda.is_current_stream_capturing():
-        raise CaptureError(f"a plan of cuDNN's attention would {step} for the first time inside a capture")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +223,7 @@ def segment_plans(shape: SegmentShape, device: int) -> SegmentPlans | None:
     Raises:
         CaptureError: A capture is under way and the plans are not built.
     """
-    _refuse_capture("be built")
+    refuse_capture(f"{PLAN} would be built")
     cudnn = importlib.import_module("cudnn")
     try:
         with torch.cuda.device(device):

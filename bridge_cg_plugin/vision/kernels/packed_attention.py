@@ -9,6 +9,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from .flash_operator import flash_forward
+
 DTYPES = (torch.bfloat16, torch.float16)
 MASK_ALIGNMENT = 8  # elements, of rows
 
@@ -74,13 +76,13 @@ class _Flash(Function):
     ) -> Tensor:
         from .padding import clear_padding
 
-        out: Tensor
         offsets, largest = segments.offsets, segments.largest
-        out, logsumexp, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            query, key, value, offsets, offsets, largest, largest, 0.0, False, False, scale=scale
-        )
+        out, logsumexp, state, unused, _ = flash_forward(query, key, value, offsets, largest, scale)
         if as_alone:
-            _split(query, key, value, out, logsumexp, segments, scale)
+            from .split_keys import agrees, split_keys
+
+            if agrees(*query.shape[1:], query.dtype, query.device):
+                split_keys(query, key, value, out, logsumexp, offsets, largest, scale)
         clear_padding(out, offsets)
         ctx.save_for_backward(query, key, value, out, logsumexp, state, unused)
         ctx.segments, ctx.scale = segments, scale
@@ -104,21 +106,6 @@ class _Flash(Function):
         return *gradients, None, None, None
 
 
-def _split(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    segments: PackedSegments,
-    scale: float,
-) -> None:
-    from .split_keys import agrees, split_keys
-
-    if agrees(*query.shape[1:], query.dtype, query.device):
-        split_keys(query, key, value, out, logsumexp, segments.offsets, segments.largest, scale)
-
-
 def segment_mask(offsets: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """Return what to add to the products of queries and keys so that tokens attend inside their segment.
 
@@ -132,22 +119,22 @@ def segment_mask(offsets: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     Returns:
         `[1, 1, tokens, tokens]`, zero or the least value; rows lie so that PyTorch's kernels take it without a copy.
     """
-    token = torch.arange(-(-tokens // MASK_ALIGNMENT) * MASK_ALIGNMENT, device=offsets.device, dtype=offsets.dtype)
-    segment = torch.searchsorted(offsets[1:].contiguous(), token, right=True)
+    segment = _segment_of_each(-(-tokens // MASK_ALIGNMENT) * MASK_ALIGNMENT, offsets)
     inside = segment[:tokens, None] == segment[None, :]
     mask = torch.zeros(inside.shape, dtype=dtype, device=offsets.device)
     return mask.masked_fill_(~inside, torch.finfo(dtype).min)[None, None, :, :tokens]
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: float) -> Tensor:
-    ends = offsets[1:].contiguous()
-    token = torch.arange(query.shape[0], device=query.device, dtype=ends.dtype)
-    segment = torch.searchsorted(ends, token, right=True)
-    inside = token < ends[-1]
-    mask = (segment[:, None] == segment[None, :]) & inside[:, None] & inside[None, :]
-    # A row with no key would be NaN: padding attends to itself and is zeroed below.
-    mask = mask | torch.eye(len(token), dtype=torch.bool, device=mask.device)
+    segment = _segment_of_each(query.shape[0], offsets)
+    mask = segment[:, None] == segment[None, :]  # padding attends to itself: a row with no key would be NaN
     query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
     context = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)[0]
     context = context.transpose(0, 1)
-    return torch.where(inside[:, None, None], context, 0)
+    return torch.where((segment < offsets.shape[0] - 1)[:, None, None], context, 0)
+
+
+def _segment_of_each(rows: int, offsets: Tensor) -> Tensor:
+    """Return the number of each row's segment, `[rows]`; rows behind the last segment are one more."""
+    row = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets[1:].contiguous(), row, right=True)

@@ -16,9 +16,10 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from ...announce import announce
-from ...graphs.errors import CaptureError, named
+from .flash_operator import flash_forward
 from .key_parts import block_of, parts_by_length
 from .launch import launch
+from .trial import tried
 
 ROWS, WARPS = 32, 2
 LOG2_E = 1.4426950408889634074
@@ -82,17 +83,20 @@ def _butterfly(x, ROWS: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _attend_to_part(
-    query, k_ptr, v_ptr, first, last, length, k_stride, v_stride, scale_log2,
+    query, k_ptr, v_ptr, part, parts, length, k_stride, v_stride, scale_log2,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to blocks of keys, the last one first, as PyTorch does.
+    """Attend to a part's blocks of keys, the last one first, as PyTorch does.
 
     Returns:
         The largest product and the sum of the weights of each row, and where VALUES is true the weighted values.
     """
+    blocks = tl.cdiv(length, KEYS)
+    each = tl.cdiv(blocks, parts)
+    last = tl.minimum(blocks, (part + 1) * each)
     sums, largest = tl.zeros([ROWS, 4], tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
     values, columns = tl.zeros([ROWS, COLUMNS], tl.float32), tl.arange(0, COLUMNS)
-    for back in range(last - first):
+    for back in range(last - part * each):
         keys = (last - 1 - back) * KEYS + tl.arange(0, KEYS)
         inside = (keys < length)[:, None] & (columns < WIDTH)[None, :]
         key = tl.load(k_ptr + keys[:, None] * k_stride + columns[None, :], mask=inside, other=0.0)
@@ -124,8 +128,6 @@ def _split_keys(
     parts = tl.load(parts_ptr + length)
     if parts == 1:
         return
-    blocks = tl.cdiv(length, KEYS)
-    each = tl.cdiv(blocks, parts)
     row, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     fits = (row < length)[:, None] & (columns < WIDTH)[None, :]
     query = tl.load(
@@ -135,9 +137,8 @@ def _split_keys(
     numbers = tl.arange(0, PARTS)
     found = tl.full([ROWS, PARTS], float("-inf"), tl.float32)
     for part in range(parts):
-        last = tl.minimum(blocks, (part + 1) * each)
         largest, added, _ = _attend_to_part(
-            query, k_ptr, v_ptr, part * each, last, length, k_stride, v_stride, scale_log2,
+            query, k_ptr, v_ptr, part, parts, length, k_stride, v_stride, scale_log2,
             WIDTH, COLUMNS, ROWS, KEYS, False,
         )  # fmt: skip
         value = tl.fma(largest, tl.zeros_like(largest) + scale, fast_log(added))
@@ -148,9 +149,8 @@ def _split_keys(
     shares = exp(found - whole[:, None])
     out = tl.zeros([ROWS, COLUMNS], tl.float32)
     for part in range(parts):
-        last = tl.minimum(blocks, (part + 1) * each)
         _, added, values = _attend_to_part(
-            query, k_ptr, v_ptr, part * each, last, length, k_stride, v_stride, scale_log2,
+            query, k_ptr, v_ptr, part, parts, length, k_stride, v_stride, scale_log2,
             WIDTH, COLUMNS, ROWS, KEYS, True,
         )  # fmt: skip
         share = tl.sum(tl.where(numbers[None, :] == part, shares, 0.0), 1)
@@ -212,41 +212,28 @@ def agrees(heads: int, width: int, dtype: torch.dtype, device: torch.device) -> 
     Raises:
         CaptureError: A capture is under way at the first call.
     """
-    if torch.cuda.is_current_stream_capturing():
-        raise CaptureError("split attention would be tried for the first time inside a capture")
-    try:
-        reason = "" if _equals_pytorch(heads, width, dtype, device) else "this PyTorch computes other bits"
-    except Exception as error:  # of a compiler: anything
-        reason = named(error)
+    reason = tried("split attention", lambda: _difference(heads, width, dtype, device))
     if reason:
         announce(f"attention in short images rounds otherwise than eager's, for heads of {width}: {reason}")
     return not reason
 
 
-def _equals_pytorch(heads: int, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+def _difference(heads: int, width: int, dtype: torch.dtype, device: torch.device) -> str:
     parts = parts_by_length(heads, width, torch.cuda.get_device_properties(device).multi_processor_count)
     lengths = list({count: length for length, count in enumerate(parts) if count > 1}.values())
     if not lengths:
-        return True
+        return ""
     generator = torch.Generator(device=device).manual_seed(0)
     mixed = torch.randn((sum(lengths), 3, heads, width), device=device, generator=generator).to(dtype)
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
     largest, scale = max(lengths), width**-0.5
     query, key, value = mixed.unbind(1)
-    out, logsumexp = _attend(query, key, value, offsets, largest, scale)
+    out, logsumexp, *_ = flash_forward(query, key, value, offsets, largest, scale)
     split_keys(query, key, value, out, logsumexp, offsets, largest, scale)
     alone = (
-        _attend(part[:, :, 0], part[:, :, 1], part[:, :, 2], None, part.shape[1], scale)
+        flash_forward(part[:, :, 0], part[:, :, 1], part[:, :, 2], None, part.shape[1], scale)
         for part in mixed[None].split(lengths, 1)
     )
-    outs, logsumexps = zip(*((out[0], logsumexp[0]) for out, logsumexp in alone), strict=True)
-    return torch.equal(out, torch.cat(outs)) and torch.equal(logsumexp, torch.cat(logsumexps, 1))
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor | None, largest: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, offsets, offsets, largest, largest, 0.0, False, False, scale=scale
-    )
-    return out, logsumexp
+    outs, logsumexps = zip(*((out[0], logsumexp[0]) for out, logsumexp, *_ in alone), strict=True)
+    equal = torch.equal(out, torch.cat(outs)) and torch.equal(logsumexp, torch.cat(logsumexps, 1))
+    return "" if equal else "this PyTorch computes other bits"
