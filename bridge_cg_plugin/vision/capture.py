@@ -1,8 +1,8 @@
 """Capturing an encoder: what is planned is recorded, again with less where memory does not allow it."""
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from ..announce import announce
 from ..attention_bounds import SIDE_STREAM_UP_TO
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.piece import CallSite, Growth, Piece
-from ..graphs.planning.buckets import Bucket, BucketPlan
+from ..graphs.planning.buckets import Bucket, BucketPlan, any_size
 from ..graphs.planning.demand import BEGIN_WITH, Demand
 from ..graphs.planning.room import MemoryLimit
 from ..graphs.program import RegionProgram
@@ -24,6 +24,7 @@ from ..graphs.workload import Manager
 from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderBatch, EncoderFamily, LayerPart
+from .alike_sizes import AlikeSizes, RoundedAsEager
 from .on_demand import growth_of, growth_of_part, menu_of
 from .plan import MEMORY_MARGIN, EncoderPlan
 from .recorded_kernels import RecordedKernels
@@ -116,14 +117,16 @@ class EncoderCapture:
         if self._options.on_demand:
             self._begin(manager, limit)
         else:
-            self.buckets = self.plan.buckets(limit, headroom)
+            self.buckets = self.plan.buckets(limit, headroom, self._last_alike)
             self._regions = manager.record(self._pieces(manager, self.buckets.capacities))
         return self._excess(manager.slots)
 
     def _begin(self, manager: Manager, limit: float) -> None:
         """Capture what microbatches have asked for most; others follow while training runs."""
         program = self.encoder_program()
-        menu = menu_of(self._options, self._adapter.unit, program, self.plan.max_frames(), self._buckets_of)
+        menu = menu_of(
+            self._options, self._adapter.unit, program, self.plan.max_frames(), self._buckets_of, self._last_alike
+        )
         self.demand = Demand(menu, min(limit, self.plan.largest))
         for shape in self.plan.last:
             self.demand.saw(shape)
@@ -213,7 +216,20 @@ class EncoderCapture:
 
     def encoder_program(self) -> RegionProgram:
         """Return the whole encoder as a region."""
-        return self._adapter.program(self._options.exact_below, self.kernels)
+        program = self._adapter.program(self._options.exact_below, self.kernels)
+        return program if self._alike is None else RoundedAsEager(program, self._alike)
+
+    @cached_property
+    def _alike(self) -> AlikeSizes | None:
+        """Which sizes may share a bucket; None where all may, or where the user named the buckets."""
+        if self._options.buckets != "auto" or self.kernels.fast:
+            return None
+        products = list(self._family.products(self._model))
+        return AlikeSizes(products, self._adapter.unit) if products else None
+
+    @property
+    def _last_alike(self) -> Callable[[int, int], int]:
+        return any_size if self._alike is None else self._alike.last
 
     def _pieces(self, manager: Manager, capacities: Sequence[int]) -> list[Piece]:
         """Return the whole encoder, or a part of every layer."""

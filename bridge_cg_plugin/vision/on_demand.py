@@ -7,7 +7,7 @@ from typing import Any
 from ..attention_bounds import replay_cost
 from ..graphs.fallback import Fallback
 from ..graphs.piece import Growth
-from ..graphs.planning.buckets import Bucket
+from ..graphs.planning.buckets import Bucket, any_size
 from ..graphs.planning.demand import Demand, Menu
 from ..graphs.program import RegionProgram
 from ..options import VisionGraphOptions
@@ -21,6 +21,7 @@ def menu_of(
     program: RegionProgram,
     frames: int,
     buckets_of: Callable[[int], Sequence[Bucket]],
+    last_alike: Callable[[int, int], int] = any_size,
 ) -> Menu:
     """Return what may be recorded of an encoder.
 
@@ -30,6 +31,7 @@ def menu_of(
         program: The whole encoder.
         frames: Most frames that any bucket of a layer's part takes.
         buckets_of: Returns the whole encoder's buckets of a capacity, cheapest first.
+        last_alike: See `Menu`.
     """
     return Menu(
         buckets_of=buckets_of if options.whole_encoder else lambda capacity: [Bucket(capacity)],
@@ -38,6 +40,7 @@ def menu_of(
         unit=unit,
         exact_below=options.exact_below,
         capacities=() if options.buckets == "auto" else options.buckets,
+        last_alike=last_alike,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..attention_bounds import deterministic, replay_cost
 from ..graphs.errors import CaptureError
-from ..graphs.planning.buckets import Bucket, BucketPlan, named_buckets, plan_buckets
+from ..graphs.planning.buckets import Bucket, BucketPlan, any_size, named_buckets, plan_buckets
 from ..graphs.planning.demand import WINDOW
 from ..graphs.program import RegionProgram
 from ..graphs.recordings.executor import Executor
@@ -52,12 +52,15 @@ class EncoderPlan:
         """Microbatches that were observed."""
         return len(self.observed)
 
-    def buckets(self, limit: float, headroom: float = 1.0) -> BucketPlan:
+    def buckets(
+        self, limit: float, headroom: float = 1.0, last_alike: Callable[[int, int], int] = any_size
+    ) -> BucketPlan:
         """Return the capacities to capture.
 
         Args:
             limit: The most tokens that a bucket may have, infinity where nothing limits it.
             headroom: How far capacities reach beyond the largest size that was seen, as a factor.
+            last_alike: See `plan_buckets`.
 
         Raises:
             ValueError: Nothing was observed and no option sets the size of buckets.
@@ -75,6 +78,7 @@ class EncoderPlan:
             capacity_limit=None if limit == math.inf else int(limit),
             exact_below=options.exact_below,
             headroom=headroom,
+            last_alike=last_alike,
         )
 
     def buckets_of(self, capacity: int, directly: bool) -> list[Bucket]:

@@ -35,7 +35,7 @@ class RecordedKernels:
         other = family.direct_attention
         direct = other.refusal()
         flash = family.flash_attention.refusal() if wanted == "flash" else None  # asking imports its compiler
-        self.attends_directly = direct is None and (other.rounds_as_eager or self._fast or wanted == "cudnn")
+        self.attends_directly = direct is None and (other.rounds_as_eager or self.fast or wanted == "cudnn")
         self._attends_by_flash = wanted == "flash" and flash is None
         refusal = {"cudnn": direct, "flash": flash}.get(wanted)
         if refusal is not None:
@@ -53,7 +53,7 @@ class RecordedKernels:
         announce(f"vision_cuda_graph_tuning.attention={self._options.attention}: {reason}; attention stays {stays}")
 
     @property
-    def _fast(self) -> bool:
+    def fast(self) -> bool:
         """Whether kernels may round otherwise than eager's."""
         kernels = self._options.kernels
         return kernels == "fast" or (kernels == "auto" and not deterministic())
@@ -71,7 +71,7 @@ class RecordedKernels:
         family, options = self.family, self._options
         entered = [family.kernels]
         entered += [family.fused_accumulation] if options.gradient_accumulation_fusion else []
-        entered += [family.reordering_kernels if self._fast else family.exact_kernels]
+        entered += [family.reordering_kernels if self.fast else family.exact_kernels]
         entered += [family.direct_attention.kernels] if self.attends_directly else []
         entered += [family.flash_attention.kernels] if self._attends_by_flash else []  # over cuDNN's, so last
         entered += [family.undrawing_attention] if options.frozen_outputs_gb is not None else []

@@ -193,7 +193,7 @@ encoder_parity.MODES = MODES
 for name in NAMES:
     for mode in MODES_TRIED:
         planned.clear(), rotated.clear(), flashes.clear()
-        compared = Comparison(name, replace(ENCODERS[name], mixes=OneMix()), 2, 16, mode)
+        compared = Comparison(name, replace(ENCODERS[name], mixes=OneMix()), 2, 1, 16, mode)
         captured = len(planned), len(flashes)
         rotated.clear()
         _, plugin = compared.records(1)

@@ -35,6 +35,11 @@ class Bucket(NamedTuple):
         return "/".join(map(str, (self.tokens, *self.limits)))
 
 
+def any_size(tokens: int, capacity: int) -> int:
+    """Return the capacity: every size up to it may share its bucket."""
+    return capacity
+
+
 def named_buckets(limits: Iterable[tuple[int, ...]] | None, capacity: int) -> list[Bucket]:
     """Return the buckets of a capacity that were named with their limits; none where none was."""
     return [Bucket(tokens, tuple(bounds)) for tokens, *bounds in limits or () if tokens == capacity]
@@ -99,6 +104,7 @@ def plan_buckets(
     capacity_limit: int | None = None,
     exact_below: int = 0,
     headroom: float = 1.0,
+    last_alike: Callable[[int, int], int] = any_size,
 ) -> BucketPlan:
     """Choose capacities with the least padding for `sizes` and a bounded one for sizes between them.
 
@@ -110,6 +116,7 @@ def plan_buckets(
         capacity_limit: Capacity that memory allows; larger ones are cut to it.
         exact_below: Sizes up to this get a capacity of exactly their size, as nothing else may hold them.
         headroom: Without `largest`, how far capacities reach beyond the largest size, as a factor.
+        last_alike: Returns the largest size up to a capacity that shares buckets with a size, which is no larger.
 
     Raises:
         ValueError: No size and no `largest`, so there is nothing to plan from.
@@ -125,7 +132,7 @@ def plan_buckets(
     padded_sizes = [size for size in fitting if size > exact_below]
     candidates = sorted({min(round_up(size, step), top) for size in padded_sizes} | {top})
     chosen = _least_padding(candidates, padded_sizes, max_buckets)
-    capacities = sorted({*exact, *_fill_gaps(chosen, step)})
+    capacities = _with_alike({*exact, *_fill_gaps(chosen, step)}, padded_sizes, step, last_alike)
     padded = sum(min(c for c in capacities if c >= size) for size in fitting)
     share = 1 - sum(fitting) / padded if padded else 0.0
     return BucketPlan(tuple(capacities), share, len(sizes))
@@ -172,6 +179,18 @@ def _fill_gaps(capacities: Sequence[int], step: int) -> list[int]:
                 filled.append(between)
         filled.append(capacity)
     return filled
+
+
+def _with_alike(
+    capacities: set[int], sizes: Iterable[int], step: int, last_alike: Callable[[int, int], int]
+) -> list[int]:
+    """Return capacities, with more of them for sizes that share no bucket with the next larger one."""
+    found = set(capacities)
+    for size in sorted(set(sizes), reverse=True):
+        capacity = min(c for c in found if c >= size)
+        if last_alike(size, capacity) < capacity:
+            found.add(last_alike(size, min(round_up(size, step), capacity)))
+    return sorted(found)
 
 
 def round_up(value: int, step: int) -> int:

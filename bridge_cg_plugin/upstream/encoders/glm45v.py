@@ -27,6 +27,7 @@ from .packed_towers import (
     frame_segments,
     reordering_kernels,
     rotation,
+    row_products,
 )
 from .tower_attention import attending, attending_as_alone, attending_by_cudnn, attending_by_flash, joint_attention
 
@@ -148,6 +149,7 @@ GLM45V = EncoderFamily(
     kernels=recording_kernels,
     reordering_kernels=reordering_kernels,
     exact_kernels=attending_as_alone("Glm4vVisionAttention", joint_attention),
+    products=row_products,
     direct_attention=attending_by_cudnn("Glm4vVisionAttention", joint_attention),
     flash_attention=attending_by_flash("Glm4vVisionAttention", joint_attention),
     known_activations=known_activations,

@@ -21,6 +21,7 @@ from ...offload import never_offload
 from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import RecordingKernels, encoder_call
+from ...vision.alike_sizes import RowProduct
 from ...vision.batch import BatchError, VisionBatch, patch_shape, patches_misfit, read_patches
 from ...vision.encoders.layout import segment_offsets
 from ...vision.host_grids import HostGrids, token_count
@@ -30,6 +31,9 @@ from ..attributes import overridden
 from ..kernels.layers import kernels_available
 from .hugging_face import refuse_checkpointing, result, returns_an_object
 from .patch_gradients import patch_gradients
+
+# Modules of an encoder that multiply a row for each patch.
+OF_PATCHES = ("patch_embed.", "blocks.")
 
 
 class PackedTowerAdapter:
@@ -96,6 +100,14 @@ class PackedTowerAdapter:
     def program(self, exact_below: int, kernels: RecordingKernels) -> RegionProgram:
         """See `EncoderAdapter`."""
         return self.region(self._model, exact_below, kernels)
+
+
+def row_products(model: UpstreamModule) -> Iterator[RowProduct]:
+    """Yield an encoder's products on a GPU: of patches in its layers, of embeddings behind them."""
+    cells = model.config.spatial_merge_size**2
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d) and module.weight.is_cuda:
+            yield RowProduct(module, 1 if name.startswith(OF_PATCHES) else cells)
 
 
 def fewer_patches(batch: VisionBatch, misfit: str | None) -> str | None:

@@ -7,7 +7,7 @@ from ...vision.adapter import EncoderFamily
 from ...vision.kernels.packed_attention import PackedSegments
 from ..kernels.saved_tensors import known_activations
 from .hugging_face import held_as
-from .packed_towers import Rotation, reordering_kernels
+from .packed_towers import Rotation, reordering_kernels, row_products
 from .qwen25_vl import Qwen25VLAdapter
 from .tower_attention import Attend, attend, attending, attending_as_alone, attending_by_cudnn, attending_by_flash
 
@@ -51,5 +51,6 @@ QWEN25_OMNI = EncoderFamily(
     flash_attention=attending_by_flash("Qwen2_5OmniVisionAttention", separate_attention),
     reordering_kernels=reordering_kernels,
     exact_kernels=attending_as_alone("Qwen2_5OmniVisionAttention", separate_attention),
+    products=row_products,
     known_activations=known_activations,
 )

@@ -21,6 +21,7 @@ from .packed_towers import (
     frame_segments,
     reordering_kernels,
     rotation,
+    row_products,
 )
 from .tower_attention import attending, attending_as_alone, attending_by_cudnn, attending_by_flash, joint_attention
 
@@ -86,5 +87,6 @@ QWEN25_VL = EncoderFamily(
     flash_attention=attending_by_flash("Qwen2_5_VLVisionAttention", joint_attention),
     reordering_kernels=reordering_kernels,
     exact_kernels=attending_as_alone("Qwen2_5_VLVisionAttention", joint_attention),
+    products=row_products,
     known_activations=known_activations,
 )

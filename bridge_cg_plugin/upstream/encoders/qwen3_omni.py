@@ -20,6 +20,7 @@ from .packed_towers import (
     frame_segments,
     reordering_kernels,
     rotation,
+    row_products,
 )
 from .tower_attention import attending, attending_as_alone, attending_by_cudnn, attending_by_flash, joint_attention
 
@@ -89,5 +90,6 @@ QWEN3_OMNI = EncoderFamily(
     flash_attention=attending_by_flash("Qwen3OmniMoeVisionAttention", joint_attention),
     reordering_kernels=reordering_kernels,
     exact_kernels=attending_as_alone("Qwen3OmniMoeVisionAttention", joint_attention),
+    products=row_products,
     known_activations=known_activations,
 )

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bridge_cg_plugin.upstream.encoders.registry import find_encoder
+from bridge_cg_plugin.vision.alike_sizes import AlikeSizes
 from bridge_cg_tools.benchmarks.models import tower
 from bridge_cg_tools.benchmarks.models.encoder_case import Batch, Encoder
 from bridge_cg_tools.benchmarks.models.mixes import MOST_IMAGES
@@ -31,18 +33,19 @@ class Comparison:
         name: In records.
         encoder: The encoder.
         layers: How many it has.
+        mixes: How many are replayed, all from the same captures.
         most: Tokens of the largest bucket.
         mode: Of `MODES`.
     """
 
-    def __init__(self, name: str, encoder: Encoder, layers: int, most: int, mode: str = "plugin") -> None:
+    def __init__(self, name: str, encoder: Encoder, layers: int, mixes: int, most: int, mode: str = "plugin") -> None:
         self._name, self._encoder, self._layers, self._most, self._mode = name, encoder, layers, most, mode
         self._model: nn.Module = encoder.build(layers)
         self._reference = encoder.reference(encoder, self._model)
         self._grads = tower.MainGrads(self._model)
         self._helper = capture(
             self._model,
-            buckets=encoder.mixes.capacities(self._model, most),
+            buckets=self._capacities(mixes),
             max_frames=MOST_IMAGES,
             exact_below=most // EXACT_SHARE,
             **MODES[mode],
@@ -52,8 +55,7 @@ class Comparison:
 
     def records(self, number: int) -> Iterator[Record]:
         """Replay a mix; yields what was found of eager and of the replay."""
-        size = self._encoder.mixes.draw(self._model, random.Random(number), self._most)
-        batch = self._encoder.make_batch(self._model, size, number)
+        batch = self._draw(number)
         exact = self._said(self._reference.step(batch))
         before = self._counted()
         replayed = self._run(batch)
@@ -85,6 +87,21 @@ class Comparison:
         """Give the memory of graphs back."""
         self._helper.delete_cuda_graphs()
 
+    def _draw(self, number: int) -> Batch:
+        size = self._encoder.mixes.draw(self._model, random.Random(number), self._most)
+        return self._encoder.make_batch(self._model, size, number)
+
+    def _capacities(self, mixes: int) -> tuple[int, ...]:
+        """Return few buckets, with exact kernels also those of mixes that eager computes in another order."""
+        found = set(self._encoder.mixes.capacities(self._model, self._most))
+        if MODES[self._mode]["kernels"] == "exact":
+            encoder = find_encoder(self._model)
+            assert encoder is not None
+            sizes = AlikeSizes(encoder.family.products(encoder.model), encoder.family.adapt(encoder.model).unit)
+            for tokens in (self._draw(number).tokens for number in range(mixes)):
+                found.add(sizes.last(tokens, min(c for c in found if c >= tokens)))
+        return tuple(sorted(found))
+
     def _run(self, batch: Batch) -> Results:
         return run_step(self._encoder, self._model, self._grads, batch)
 
@@ -100,7 +117,7 @@ class Comparison:
 
 def measure(name: str, encoder: Encoder, layers: int, mixes: int, most: int, mode: str = "plugin") -> Iterator[Record]:
     """Yield the records of every mix of one encoder; arguments as of `Comparison`."""
-    comparison = Comparison(name, encoder, layers, most, mode)
+    comparison = Comparison(name, encoder, layers, mixes, most, mode)
     try:
         for number in range(mixes):
             yield from comparison.records(number)

@@ -1,0 +1,198 @@
+"""Sizes share a bucket where eager adds up their matrix products in one order."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.graphs.planning.buckets import Bucket, plan_buckets
+from bridge_cg_plugin.graphs.planning.demand import Demand
+from bridge_cg_plugin.upstream.encoders.packed_towers import row_products
+from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
+from bridge_cg_plugin.vision.alike_sizes import AlikeSizes, RoundedAsEager, RowProduct
+
+from .hugging_face_towers import new_glm45v, new_qwen25, run_qwen25
+from .test_demand import Rows, plain_menu
+from .towers import assert_close, graphs_on
+
+INNER = 48  # of the product whose order depends on the number of rows
+LINEAR = functional.linear
+
+
+def by_rows(begins):
+    """Return a linear layer whose products of `INNER` values differ from one of these numbers of rows to the next."""
+
+    def linear(x, weight, bias=None):
+        rows = x.numel() // x.shape[-1]
+        if weight.shape[1] != INNER:
+            return LINEAR(x, weight, bias)
+        factor = 1 + sum(rows >= begin for begin in begins) / 8
+        exact = LINEAR(x.double(), factor * weight.double(), None if bias is None else bias.double())
+        return exact.to(x.dtype)  # a CPU's own order is not seen
+
+    return linear
+
+
+@pytest.fixture
+def begins(monkeypatch):
+    found = [68, 100, 104, 300, 1100]
+    monkeypatch.setattr(functional, "linear", by_rows(found))
+    return found
+
+
+def sizes_of(*tokens):
+    return AlikeSizes([RowProduct(nn.Linear(INNER, 8), each) for each in tokens], unit=4)
+
+
+def same(begins, one, other):
+    return sum(one >= begin for begin in begins) == sum(other >= begin for begin in begins)
+
+
+def test_the_last_alike_size_is_the_one_before_the_next_order(begins):
+    sizes = sizes_of(1)
+    for tokens in range(4, 2048, 60):
+        for capacity in range(tokens, 2600, 100):
+            alike = [size for size in range(tokens, capacity + 1, 4) if same(begins, tokens, size)]
+            assert sizes.last(tokens, capacity) == (capacity if same(begins, tokens, capacity) else alike[-1])
+
+
+def test_a_row_of_several_tokens_changes_its_order_at_a_multiple(begins):
+    assert sizes_of(4).last(4, 1024) == 4 * begins[0] - 4
+    assert sizes_of(4, 1).last(4, 1024) == begins[0] - 4
+
+
+def test_products_of_one_shape_are_tried_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(functional, "linear", lambda *args: calls.append(1) or LINEAR(*args))
+    layers = [nn.Linear(8, 8) for _ in range(5)]
+    AlikeSizes([RowProduct(layer, 1) for layer in layers], unit=4).last(4, 1024)
+    assert len(calls) == 1024 // 4
+
+
+def test_trying_draws_no_random_number(begins):
+    sizes = sizes_of(1)
+    state = torch.get_rng_state()
+    sizes.last(4, 64)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_products_are_those_of_the_modules():
+    """GLM-4.5V has convolutions of patches and of embeddings; images of the latter are in channels-last format."""
+    model = new_glm45v()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        products = list(row_products(model))
+    assert {
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d)
+    } == {name for name, module in model.named_modules() if any(module is product.module for product in products)}
+    for product in products:
+        rows = product.rows(3)
+        assert_close(product(rows), product.module(rows).reshape(3, -1), 1e-6)
+    assert [product.tokens for product in products if product.module is model.downsample] == [4]
+    assert {product.tokens for product in products if product.module in set(model.blocks.modules())} == {1}
+    assert list(row_products(model)) == []  # none on a GPU
+
+
+observed = st.lists(st.integers(1, 800).map(lambda n: 4 * n), min_size=1, max_size=40)
+orders = st.lists(st.integers(1, 800).map(lambda n: 4 * n), max_size=12, unique=True)
+
+
+def last_alike_of(begins):
+    def last(tokens, capacity):
+        return next((begin - 4 for begin in sorted(begins) if tokens < begin <= capacity), capacity)
+
+    return last
+
+
+@given(observed, orders)
+def test_a_plan_holds_every_size_that_was_seen(sizes, begins):
+    last = last_alike_of(begins)
+    found = plan_buckets(sizes, exact_below=256, last_alike=last).capacities
+    assert all(any(c >= size and last(size, c) == c for c in found) for size in sizes)
+    assert all(capacity % 4 == 0 for capacity in found)
+    assert (
+        plan_buckets(sizes, exact_below=256).capacities
+        == plan_buckets(sizes, last_alike=last_alike_of([]), exact_below=256).capacities
+    )
+
+
+@given(observed, orders)
+def test_what_is_recorded_on_demand_holds_the_sizes_that_ask_for_it(sizes, begins):
+    last = last_alike_of(begins)
+
+    def refuse(shape, bucket):
+        return None if last(shape.tokens, bucket.tokens) == bucket.tokens else Fallback.OTHER_ROUNDING
+
+    demand = Demand(plain_menu(refuse=refuse, last_alike=last, unit=4))
+    for size in sizes:
+        demand.saw(Rows(size))
+    assert all(demand.missed(Rows(size)) for size in sizes)
+    for bucket in demand.begin(100):
+        assert any(bucket.tokens == last(size, bucket.tokens) for size in sizes if size <= bucket.tokens)
+
+
+def test_a_bucket_that_rounds_otherwise_is_refused(begins):
+    class Program:
+        name = "vision_encoder"
+
+        def refuse(self, batch, bucket):
+            return Fallback.TOO_MANY_FRAMES if bucket.limits else None
+
+    program = RoundedAsEager(Program(), sizes_of(1))
+    assert program.name == "vision_encoder" and isinstance(program, Program)
+    assert program.refuse(Rows(64), Bucket(64)) is program.refuse(Rows(104), Bucket(256)) is None
+    assert program.refuse(Rows(64), Bucket(256)) is Fallback.OTHER_ROUNDING
+    assert program.refuse(Rows(64), Bucket(256, (1,))) is Fallback.TOO_MANY_FRAMES
+
+
+@contextmanager
+def every_product():
+    """Let Qwen2.5-VL's encoder be tried on a CPU, too."""
+    products = QWEN25_VL.products
+    object.__setattr__(QWEN25_VL, "products", lambda model: [RowProduct(model.blocks[0].mlp.down_proj, 1)])
+    try:
+        yield
+    finally:
+        object.__setattr__(QWEN25_VL, "products", products)
+
+
+ROWS = [[[1, 8, 8]], [[1, 10, 8]], [[1, 8, 12]], [[1, 10, 10]], [[1, 12, 10]], [[1, 16, 16]], [[1, 2, 30], [1, 8, 10]]]
+WIDTHS = {"intermediate_size": INNER}
+
+
+@pytest.mark.parametrize("mode", ["at_once", "on_demand"])
+def test_an_encoder_rounds_as_eager_at_every_size(begins, mode):
+    model = new_qwen25(**WIDTHS)
+    expected = [run_qwen25(model, rows)[0] for rows in ROWS]
+    options = {"buckets": "auto", "capture_mode": mode, "kernels": "exact", "strict": False, "max_frames": "auto"}
+    with every_product(), graphs_on(model, capture=False, **options) as graphs:
+        for _ in range(8):
+            for rows in ROWS:
+                run_qwen25(model, rows)
+        assert graphs.capture()
+        for _ in range(30):
+            with graphs.step():
+                for rows, outputs in zip(ROWS, expected, strict=True):
+                    assert_close(run_qwen25(model, rows), [outputs], 1e-5)
+                    sum(out.sum() for out in run_qwen25(model, rows)).backward()
+        found = graphs.statistics()
+        assert found.replays > 100
+        assert set(found.fallbacks) <= {Fallback.NOT_CAPTURED_YET}
+
+
+@pytest.mark.parametrize(
+    "options", [{"kernels": "fast", "buckets": "auto"}, {"kernels": "exact", "buckets": (64, 128, 256)}]
+)
+def test_named_buckets_and_fast_kernels_take_every_size(begins, options):
+    model = new_qwen25(**WIDTHS)
+    with every_product(), graphs_on(model, capture=False, capture_mode="at_once", **options) as graphs:
+        for rows in ROWS:
+            run_qwen25(model, rows)
+        assert graphs.capture()
+        run_qwen25(model, ROWS[1])
+        assert not graphs.statistics().fallbacks
