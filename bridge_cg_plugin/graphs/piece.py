@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .changes.model_watch import NOTHING_EXEMPT, Exempt
+from .fallback import Fallback
 from .planning.buckets import Bucket
 from .program import RegionProgram
 from .rank_consensus import RankConsensus, SingleRank
@@ -96,12 +97,12 @@ class Growth:
 
     Attributes:
         cost: Returns what a replay of a bucket takes; a batch takes the cheapest bucket that accepts it.
-        missed: Notes a batch that no bucket accepts; returns whether one that does may be recorded later.
+        missed: Notes a batch that no bucket accepts; returns why: one that does comes later, or why none will.
         bucket_of: Returns the region's bucket for one of the module.
     """
 
     cost: Callable[[Bucket], float]
-    missed: Callable[[Any], bool]
+    missed: Callable[[Any], Fallback]
     bucket_of: Callable[[Bucket], Bucket] = lambda bucket: bucket
 
 

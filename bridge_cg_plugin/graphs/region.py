@@ -297,9 +297,7 @@ class Region:
         if self.buckets and not buckets:
             return Fallback.EVALUATION_NOT_CAPTURED
         found = choose(size, buckets, partial(self.program.refuse, batch))
-        if isinstance(found, Fallback) and self._growth is not None and self._growth.missed(batch):
-            return Fallback.NOT_CAPTURED_YET
-        return found
+        return found if isinstance(found, Bucket) or self._growth is None else self._growth.missed(batch)
 
     def run(
         self, batch: Any, observer: BackwardObserver | None = None, index: int | None = None

@@ -51,16 +51,17 @@ def growth_of(demand: Demand) -> Growth:
 
 def growth_of_part(demand: Demand, part: LayerPart, frames: int) -> Growth:
     """Return how the region of a part of a layer gets buckets, with limits of its own."""
-    return Growth(replay_cost, partial(_part_missed, demand, part.program), partial(_with_limits, part.limits(frames)))
+    bucket_of = partial(_with_limits, part.limits(frames))
+    return Growth(replay_cost, partial(_part_missed, demand, part.program, bucket_of), bucket_of)
 
 
-def _missed(demand: Demand, batch: EncoderBatch) -> bool:
+def _missed(demand: Demand, batch: EncoderBatch) -> Fallback:
     return demand.missed(batch.shape)
 
 
-def _part_missed(demand: Demand, program: RegionProgram, batch: Any) -> bool:
+def _part_missed(demand: Demand, program: RegionProgram, bucket_of: Callable[[Bucket], Bucket], batch: Any) -> Fallback:
     tokens = program.size(batch)
-    return demand.missed(Shape(tokens, 1, tokens))
+    return demand.missed(Shape(tokens, 1, tokens), lambda _, bucket: program.refuse(batch, bucket_of(bucket)))
 
 
 def _with_limits(limits: tuple[int, ...], bucket: Bucket) -> Bucket:

@@ -52,6 +52,10 @@ def shown(demand, *shapes):
     return demand
 
 
+def waits(demand, tokens):
+    return demand.missed(Rows(tokens)) is Fallback.NOT_CAPTURED_YET
+
+
 def test_one_size_gets_one_bucket_of_its_own():
     demand = shown(Demand(plain_menu()), *[6144] * 4)
     assert demand.begin(3) == [Bucket(6144)]
@@ -95,7 +99,7 @@ def test_limits_are_the_cheapest_that_take_what_was_seen():
 def test_only_capacities_that_the_user_named():
     demand = shown(Demand(plain_menu(capacities=(1024, 4096))), 300, 300, 3000, 9000, 9000)
     assert {bucket.tokens for bucket in demand.begin(5)} == {1024, 4096}
-    assert not demand.missed(Rows(9000)) and demand.missed(Rows(4096))
+    assert demand.missed(Rows(9000)) is Fallback.TOO_MANY_TOKENS and waits(demand, 4096)
 
 
 def test_small_sizes_get_exactly_theirs():
@@ -106,13 +110,13 @@ def test_small_sizes_get_exactly_theirs():
 def test_a_limit_bounds_what_is_recorded():
     demand = shown(Demand(plain_menu(), limit=4096), 3000, 9000)
     assert max(bucket.tokens for bucket in demand.begin(3)) <= 4096
-    assert not demand.missed(Rows(9000))
+    assert demand.missed(Rows(9000)) is Fallback.TOO_MANY_TOKENS
 
 
 @pytest.mark.parametrize("tokens, bucket", [(4608, 4608), (4604, 4608), (4500, 4608), (4612, None)])
 def test_a_size_below_the_limit_gets_a_bucket_though_the_next_rung_is_above_it(tokens, bucket):
     demand = shown(Demand(plain_menu(unit=4), limit=4608), tokens)
-    assert demand.missed(Rows(tokens)) == (bucket is not None)
+    assert waits(demand, tokens) == (bucket is not None)
     assert [each.tokens for each in demand.begin(3)] == [bucket] * (bucket is not None)
 
 
@@ -128,7 +132,18 @@ def test_a_bucket_that_failed_is_not_asked_for_again_nor_a_larger_one():
     failed = demand.next()
     demand.refuse(failed)
     shown(demand, *[9000] * 5)
-    assert demand.next() is None and not demand.missed(Rows(9000))
+    assert demand.next() is None and demand.missed(Rows(9000)) is Fallback.CAPTURE_FAILED
+
+
+def test_a_bucket_that_failed_is_not_waited_for():
+    shape = Shape(2048, 20, 1024)
+    demand = shown(Demand(image_menu()), *[Shape(4096, 1, 4096)] * 8)
+    demand.begin(1)
+    shown(demand, *[shape] * 8)
+    while bucket := demand.next():
+        demand.refuse(bucket)
+    assert demand.missed(shape) is Fallback.CAPTURE_FAILED and not demand._lately.missed
+    assert demand.missed(Shape(2048, 65, 64)) is Fallback.TOO_MANY_FRAMES
 
 
 def test_it_looks_after_a_miss_and_seldom_otherwise():
@@ -140,7 +155,7 @@ def test_it_looks_after_a_miss_and_seldom_otherwise():
             looks += 1
             assert demand.next() is None
     assert looks < 20
-    assert demand.missed(Rows(2048)) and demand.due()
+    assert waits(demand, 2048) and demand.due()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -172,8 +187,8 @@ def test_any_sizes_get_buckets_within_the_limit_that_take_them(sizes, limit):
     assert len(set(demand.buckets)) == len(demand.buckets)
     # Each is worth a recording: those that come often are taken.
     often = max(sizes, key=sizes.count)
-    assert demand.missed(Rows(often)) == (often <= limit // 4 * 4)
-    if sizes.count(often) > len(sizes) // 2 and demand.missed(Rows(often)):
+    assert waits(demand, often) == (often <= limit // 4 * 4)
+    if sizes.count(often) > len(sizes) // 2 and waits(demand, often):
         assert any(often <= bucket.tokens for bucket in demand.buckets)
 
 
@@ -183,7 +198,7 @@ def test_buckets_are_chosen_for_microbatches_of_the_same_mode():
     demand.turn_to(training=False)
     assert demand.next() is None, "what training saw says nothing of evaluation"
     shown(demand, *[8192] * 4)
-    assert demand.missed(Rows(8192))
+    assert waits(demand, 8192)
     demand.turn_to(training=True)
     assert demand.next() is None
     demand.turn_to(training=False)
@@ -199,4 +214,4 @@ def test_ranks_that_see_the_same_choose_the_same():
 def test_a_refused_shape_does_not_wait():
     menu = plain_menu(refuse=lambda shape, bucket: Fallback.TOO_MANY_FRAMES)
     demand = Demand(menu)
-    assert not demand.missed(Rows(512)) and not shown(demand, 512).begin(3)
+    assert demand.missed(Rows(512)) is Fallback.TOO_MANY_FRAMES and not shown(demand, 512).begin(3)

@@ -28,6 +28,8 @@ LADDER, OFTEN = 1.125, 3
 BEGIN_WITH = 3
 # Steps between two looks at what is padded, while nothing is worth recording: doubled each time, up to this.
 LONGEST_WAIT = 64
+# Returns why a shape may not use a bucket that has room for its tokens, or None if it may.
+Refuse = Callable[[Any, Bucket], Fallback | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ class Menu:
     """
 
     buckets_of: Callable[[int], Sequence[Bucket]]
-    refuse: Callable[[Any, Bucket], Fallback | None]
+    refuse: Refuse
     cost: Callable[[Bucket], float]
     unit: int = 1
     exact_below: float = 0
@@ -121,11 +123,22 @@ class Demand:
         # Called for every microbatch with its shape, which has `tokens`: no line of Python.
         self.saw = self._lately.seen.append
 
-    def missed(self, shape: Any) -> bool:
-        """Note a shape that no recording takes; returns whether a bucket that does may be recorded later."""
-        found = any(self._menu.accepts(shape, bucket) for bucket in self._candidates({shape: 1}))
-        self._lately.missed |= found
-        return found
+    def missed(self, shape: Any, refuse: Refuse | None = None) -> Fallback:
+        """Note a shape that no recording takes; returns why: a bucket that does comes later, or why none will.
+
+        Args:
+            shape: The shape.
+            refuse: As that of the menu, by which further buckets are chosen; None is that one.
+        """
+        refuse, reason = refuse or self._menu.refuse, Fallback.TOO_MANY_TOKENS
+        for bucket in self._candidates({shape: 1}):
+            refusal = refuse(shape, bucket)
+            if refusal is None and not self.refuses(bucket):
+                self._lately.missed = True
+                return Fallback.NOT_CAPTURED_YET
+            if reason is not Fallback.CAPTURE_FAILED:
+                reason = refusal or Fallback.CAPTURE_FAILED
+        return reason
 
     def refuse(self, bucket: Bucket) -> None:
         """Note that a bucket cannot be recorded, nor a larger one where it would be the largest."""
@@ -181,7 +194,7 @@ class Demand:
         often = HORIZON / max(len(lately.seen), 1)
         best, most = None, RECORDING / self._menu.weight
         for bucket in self._candidates(shapes):
-            if bucket in self.buckets or bucket in self._refused:
+            if bucket in self.buckets or self.refuses(bucket):
                 continue
             cost, saved = self._menu.cost(bucket), 0.0
             for shape, count in shapes.items():
@@ -209,7 +222,7 @@ class Demand:
             for size, count in sizes.items()
             for capacity in menu.capacities_for(size, count >= OFTEN)
         }
-        return [bucket for c in sorted(found) if 0 < c < self._too_many for bucket in menu.buckets_of(c)]
+        return [bucket for c in sorted(found) if c > 0 for bucket in menu.buckets_of(c)]
 
     def _within_limit(self, capacity: int, size: int) -> int:
         """Return a capacity, or the largest one within the limit if that takes the size as well; else 0."""

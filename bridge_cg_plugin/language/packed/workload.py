@@ -298,5 +298,5 @@ class PackedWorkload(Workload):
         return notes
 
 
-def _missed(demand: Demand, batch: PackedBatch) -> bool:
+def _missed(demand: Demand, batch: PackedBatch) -> Fallback:
     return demand.missed(batch.shape)
