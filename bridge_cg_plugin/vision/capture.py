@@ -124,14 +124,14 @@ class EncoderCapture:
     def _begin(self, manager: Manager, limit: float) -> None:
         """Capture what microbatches have asked for most; others follow while training runs."""
         program = self.encoder_program()
-        menu = menu_of(
-            self._options, self._adapter.unit, program, self.plan.max_frames(), self._buckets_of, self._last_alike
-        )
+        parts = () if self._options.whole_encoder else self._parts()
+        unit, frames = self._adapter.unit, self.plan.max_frames()
+        menu = menu_of(self._options, unit, program, parts, frames, self._buckets_of, self._last_alike)
         self.demand = Demand(menu, min(limit, self.plan.largest))
         for shape in self.plan.last:
             self.demand.saw(shape)
         self.demand.begin(BEGIN_WITH)
-        pieces, allowed = self._growing_pieces(manager, program, self.demand), self._memory_limit()
+        pieces, allowed = self._growing_pieces(manager, program, parts, self.demand), self._memory_limit()
         self._regions = manager.record(pieces, self.demand, allowed)
         self.note_buckets()
 
@@ -141,12 +141,14 @@ class EncoderCapture:
             capacities = sorted({bucket.tokens for bucket in self.demand.buckets})
             self.buckets = BucketPlan(tuple(capacities), 0.0, 0)
 
-    def _growing_pieces(self, manager: Manager, program: RegionProgram, demand: Demand) -> list[Piece]:
+    def _growing_pieces(
+        self, manager: Manager, program: RegionProgram, parts: Sequence[LayerPart], demand: Demand
+    ) -> list[Piece]:
         """Return the whole encoder, or a part of every layer, with the buckets to begin with."""
         if self._options.whole_encoder:
             return [self._piece(manager, program, demand.buckets, growth=growth_of(demand))]
         frames, pieces, chain = self.plan.max_frames(), [], self._chain(manager)
-        for part in self._parts():
+        for part in parts:
             growth = growth_of_part(demand, part, frames)
             buckets = [growth.bucket_of(bucket) for bucket in demand.buckets]
             pieces.append(self._piece(manager, part.program, buckets, part.site, growth, chain))

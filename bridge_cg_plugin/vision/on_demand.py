@@ -1,5 +1,6 @@
 """What may be recorded of an encoder while training runs, and what asks for it."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ def menu_of(
     options: VisionGraphOptions,
     unit: int,
     program: RegionProgram,
+    parts: Sequence[LayerPart],
     frames: int,
     buckets_of: Callable[[int], Sequence[Bucket]],
     last_alike: Callable[[int, int], int] = any_size,
@@ -29,13 +31,15 @@ def menu_of(
         options: What the user asked for.
         unit: Capacities are multiples of it.
         program: The whole encoder.
+        parts: What is recorded instead of the whole encoder.
         frames: Most frames that any bucket of a layer's part takes.
         buckets_of: Returns the whole encoder's buckets of a capacity, cheapest first.
         last_alike: See `Menu`.
     """
+    most = frames if any(part.limits(frames) for part in parts) else math.inf
     return Menu(
         buckets_of=buckets_of if options.whole_encoder else lambda capacity: [Bucket(capacity)],
-        refuse=program.refuse if options.whole_encoder else partial(_refuse_part, frames, options.exact_below),
+        refuse=program.refuse if options.whole_encoder else partial(_refuse_part, most, options.exact_below),
         cost=replay_cost,
         unit=unit,
         exact_below=options.exact_below,
@@ -68,7 +72,7 @@ def _with_limits(limits: tuple[int, ...], bucket: Bucket) -> Bucket:
     return Bucket(bucket.tokens, limits)
 
 
-def _refuse_part(most: int, exact_below: int, shape: Shape, bucket: Bucket) -> Fallback | None:
+def _refuse_part(most: float, exact_below: int, shape: Shape, bucket: Bucket) -> Fallback | None:
     """Return why parts of layers do not take a shape, or None if they do."""
     if shape.frames > most:
         return Fallback.TOO_MANY_FRAMES

@@ -126,6 +126,16 @@ def test_frames_that_no_deterministic_bucket_takes_are_told(tower, monkeypatch, 
         assert_runs_eager(tower, graphs, large, "frame_too_large")
 
 
+def test_parts_that_see_no_frames_are_recorded_for_any_number(tower):
+    graphs, stack = grown(tower, SMALL, modules=("mlp",))
+    with stack:
+        for seed in range(2):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, [[17, 4, 4]], seed)
+        assert graphs.statistics().replays == len(graphs._regions)
+        assert set(graphs.statistics().fallbacks) == {"not_captured_yet"}
+
+
 def test_angles_that_want_gradients_wait_for_no_recording():
     model = new_tower()
     model.rotary_pos_emb.inv_freq.requires_grad_()
