@@ -7,7 +7,8 @@ verl: verl's Megatron engines, unmodified, without ray and without generation. A
 log-probabilities, the policy is updated, and the weights of both leave the device and come back. It needs verl 0.9.1
 with tensordict, pyvers, orjson, codetiming and torchdata; ray may be missing.
 verl_lora: the same with adapters; the reference is the policy without them.
-verl_deterministic: as verl, with deterministic kernels, so that training is compared to the bit; needs an H200.
+verl_deterministic: as verl, with deterministic kernels and images that these take, so that training is compared to the
+bit; needs an H200.
 plain: a loop over megatron-core's schedule, three passes over the images of a frozen vision tower.
 
 Models are Qwen3-VL's full vision tower with a language model of 4 layers of 2048, with random weights; nothing is read

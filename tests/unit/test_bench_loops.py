@@ -1,28 +1,50 @@
 """The benchmark of other training loops without a GPU: samples, batches, turns, records, what is refused."""
 
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import math
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bridge_cg_plugin.attention_bounds import DETERMINISTIC_TOKENS, frame_limits
+from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY, Bucket
+from bridge_cg_plugin.graphs.planning.demand import BEGIN_WITH, Demand
+from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.upstream.environment import RELEASE_MEMORY
+from bridge_cg_plugin.vision.fit import refuse_images
+from bridge_cg_plugin.vision.on_demand import menu_of
+from bridge_cg_plugin.vision.shape import Shape
 from bridge_cg_tools.benchmarks.loops import bench, records
 from bridge_cg_tools.benchmarks.loops.canary import LEAST_BYTES, Canary
 from bridge_cg_tools.benchmarks.loops.ray_stand_in import RayStandIn
-from bridge_cg_tools.benchmarks.loops.rounds import FIRST, PASSES, Counts, Round, rounds_until, timed
-from bridge_cg_tools.benchmarks.loops.samples import IMAGE, MERGED, MIXES, draw_round, microbatches
+from bridge_cg_tools.benchmarks.loops.rounds import FIRST, PASSES, WARM_UP, Counts, Round, rounds_until, timed
+from bridge_cg_tools.benchmarks.loops.samples import (
+    IMAGE,
+    MERGED,
+    MIXES,
+    PAIR,
+    SMALLER_MIXES,
+    draw_round,
+    microbatches,
+)
+from bridge_cg_tools.benchmarks.loops.verl_setup import DETERMINISTIC, LORA, PACK_BUCKETS, PLAIN
 from bridge_cg_tools.benchmarks.pages.loops_page import loops_parts
 from bridge_cg_tools.benchmarks.records.results import check_record, provenance, read_records
 from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
 from scripts.performance import bench_loops
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
+
+
+# Of the lengths, grids and seeds of a round's samples as records have them.
+RECORDED = "059be5a239c7ed33"
 
 
 def a_round(scale=1.0, captured=0.0, shift=0.0, **fields):
@@ -43,22 +65,85 @@ def a_run(rounds, graphs=(), parts=1):
 GRAPHS = {"capture_seconds": 2.5, "memory_bytes": 3 * 2**30}
 
 
-class TestSamples:
-    @pytest.mark.parametrize("number", range(6))
-    def test_pairs_fill_a_bucket_and_each_total_is_there(self, number):
-        pairs = microbatches(draw_round(number, 0))
-        assert all(one.patches == other.patches for one, other in pairs)
-        assert {one.patches for one, _ in pairs} == set(MIXES)
+ALL_MIXES = pytest.mark.parametrize("mixes", [MIXES, SMALLER_MIXES], ids=["usual", "smaller"])
 
-    def test_an_image_has_a_placeholder_for_every_embedding(self):
-        for sample in draw_round(1, 0):
+
+class TestSamples:
+    @ALL_MIXES
+    def test_all_mixes_of_a_total_have_as_many_patches_and_pairs_fill_a_bucket(self, mixes):
+        for total, each in mixes.items():
+            assert {sum(math.prod(grid) for grid in grids) for grids in each} == {total}
+            assert PAIR * total % GRANULARITY == 0
+        assert all(h % 2 == w % 2 == 0 for each in mixes.values() for grids in each for _, h, w in grids)
+        assert max(len(grids) for each in mixes.values() for grids in each) == 3
+
+    @ALL_MIXES
+    @pytest.mark.parametrize("number", range(6))
+    def test_pairs_fill_a_bucket_and_each_total_is_there(self, number, mixes):
+        pairs = microbatches(draw_round(number, 0, mixes))
+        assert all(one.patches == other.patches for one, other in pairs)
+        assert {one.patches for one, _ in pairs} == set(mixes)
+
+    @ALL_MIXES
+    def test_an_image_has_a_placeholder_for_every_embedding(self, mixes):
+        for sample in draw_round(1, 0, mixes):
             assert sample.prompt.count(IMAGE) == sample.patches // MERGED
             assert 1 <= len(sample.grids) <= 3
             assert sample.pixels().shape == (sample.patches, 1536)
 
+    def test_usual_samples_are_those_of_the_records(self):
+        drawn = [(len(sample.prompt), len(sample.response), sample.grids, sample.seed) for sample in draw_round(1, 0)]
+        assert hashlib.sha256(repr(drawn).encode()).hexdigest()[:16] == RECORDED
+
     def test_rounds_differ_and_come_again_alike(self):
         assert draw_round(2, 0) == draw_round(2, 0) != draw_round(5, 0)
         assert len({len(draw_round(number, 0)) for number in range(3)}) == 3
+
+
+class TestDeterministicCase:
+    def test_each_microbatch_fills_a_bucket_that_deterministic_kernels_take(self, monkeypatch):
+        monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+        options = vision_options(DETERMINISTIC.options("plugin"))
+        drawn = [draw_round(number, bench.SEED, DETERMINISTIC.mixes) for number in range(20)]
+        rounds = [[shape_of(pair) for pair in microbatches(samples)] for samples in drawn]
+        demand = demand_of(options)
+        for shape in rounds[0] * WARM_UP:
+            demand.saw(shape)
+        found = demand.begin(BEGIN_WITH)
+        for shape in (shape for shapes in rounds for shape in shapes):
+            assert shape.tokens in {bucket.tokens for bucket in found if demand._menu.accepts(shape, bucket)}
+        assert found and {bucket.tokens for bucket in found} == {PAIR * total for total in SMALLER_MIXES}
+
+    def test_modes_with_graphs_have_its_options_and_other_cases_theirs(self):
+        own = {"max_vision_cuda_graph_seq_length", "vision_cuda_graph_tuning"}
+        for mode in ("plugin", "plugin_packed"):
+            plain, deterministic = PLAIN.options(mode), DETERMINISTIC.options(mode)
+            assert {name for name in deterministic if deterministic[name] != plain.get(name)} == own
+            assert plain == LORA.options(mode) and plain["max_vision_cuda_graph_seq_length"] == 6144
+            assert vision_options(deterministic).gradient_accumulation_fusion is False
+        assert not DETERMINISTIC.options("eager1") and not DETERMINISTIC.options("eager_padded")
+        assert PLAIN.mixes == LORA.mixes == MIXES
+
+    def test_packs_fit_the_language_models_buckets(self):
+        for number in range(20):
+            for pair in microbatches(draw_round(number, bench.SEED, DETERMINISTIC.mixes)):
+                assert sum(len(sample.prompt) + len(sample.response) for sample in pair) <= max(PACK_BUCKETS)
+
+
+def shape_of(pair):
+    frames = [math.prod(grid) for sample in pair for grid in sample.grids]
+    return Shape(sum(frames), len(frames), max(frames))
+
+
+def demand_of(options):
+    def refuse(shape, bucket):
+        return refuse_images(shape, options.exact_below, bucket)
+
+    def buckets_of(capacity):
+        return [Bucket(capacity, limits) for limits in frame_limits(capacity, options.max_frames)]
+
+    menu = menu_of(options, 4, SimpleNamespace(refuse=refuse), (), options.max_frames, buckets_of)
+    return Demand(menu, min(options.max_seq_length, DETERMINISTIC_TOKENS))
 
 
 class TestCanary:
@@ -274,6 +359,8 @@ class TestBench:
         measured = bench.Bench(case, tmp_path, 20, 30.0, gpus=4)
         with measured.started():
             found = measured.run(None, lambda found: None)
+        module = importlib.util.find_spec(case.module)
+        assert module is not None and ("deterministic" in module.name) == case.deterministic
         repeats = [environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") for environment in runs.environments.values()]
         assert set(repeats) == {"0" if name == "verl_deterministic" else None}
         assert {record["mode"] for record in found if "training_equal" in record} == set(

@@ -56,7 +56,12 @@ CASES = {
     "verl": Case("verl", f"{WORKERS}.verl_rounds", VERL_MODES, True, graphs_environment=RELEASED),
     "verl_lora": Case("verl_lora", f"{WORKERS}.verl_lora_rounds", VERL_MODES, True, graphs_environment=RELEASED),
     "verl_deterministic": Case(
-        "verl_deterministic", f"{WORKERS}.verl_rounds", DETERMINISTIC_MODES, True, True, graphs_environment=RELEASED
+        "verl_deterministic",
+        f"{WORKERS}.verl_deterministic_rounds",
+        DETERMINISTIC_MODES,
+        needs_files=True,
+        deterministic=True,
+        graphs_environment=RELEASED,
     ),
     "plain": Case("plain", f"{WORKERS}.plain_rounds", ("eager1", "plugin", "plugin_frozen_outputs", "eager2")),
 }

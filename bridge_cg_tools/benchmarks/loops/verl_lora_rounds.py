@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from bridge_cg_tools.benchmarks.loops.verl_rounds import make_rounds
-
-LORA = {"rank": 8, "alpha": 16, "dropout": 0.0}
+from bridge_cg_tools.benchmarks.loops.verl_setup import LORA
 
 
 def train_words(words: Sequence[str]) -> None:

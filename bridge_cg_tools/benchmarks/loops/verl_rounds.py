@@ -25,7 +25,7 @@ from bridge_cg_tools.benchmarks.loops.rounds import (
     worker_arguments,
     write_rounds,
 )
-from bridge_cg_tools.benchmarks.loops.samples import PAIR, draw_round, microbatches
+from bridge_cg_tools.benchmarks.loops.samples import draw_round, microbatches
 from bridge_cg_tools.benchmarks.loops.verl_batches import batch_of, response_log_probs
 from bridge_cg_tools.benchmarks.loops.verl_engines import (
     addresses_of,
@@ -37,31 +37,12 @@ from bridge_cg_tools.benchmarks.loops.verl_engines import (
     sizes_of,
     train,
 )
+from bridge_cg_tools.benchmarks.loops.verl_setup import EAGER_PADDED, PACK_BUCKETS, PADDED, PLAIN, Setup
 from bridge_cg_tools.benchmarks.measuring.measure import synchronize
 
 stand_in()
 import verl.workers.engine.megatron.transformer_impl  # noqa: E402, F401  # while others still train
 
-GRAPHS = {
-    "vision_cuda_graph_impl": "transformer_engine",
-    "max_vision_cuda_graph_seq_length": 6144,
-    "cuda_graph_warmup_steps": WARM_UP,
-}
-PACK_BUCKETS = (1024, 1280, 1536, 2048)  # tokens
-# Of the language model's layers, for the packs that verl makes of a microbatch. Weight gradients are rounded as eager's
-# are, so that updates stay inside its spread, which is narrow here.
-PACKED = {
-    "cuda_graph_impl": "transformer_engine",
-    "cuda_graph_modules": [],
-    "cuda_graph_max_packed_seqs": 2 * PAIR,
-    "cuda_graph_packed_buckets": list(PACK_BUCKETS),
-    "cuda_graph_packed_tuning": {"gradient_accumulation_fusion": False},
-    "use_te_rng_tracker": True,
-}
-OPTIONS = {"plugin": GRAPHS, "plugin_packed": {**GRAPHS, **PACKED}}
-EAGER_PADDED = "eager_padded"
-# Modes in which decoders compute all rows of a pack's bucket, where they run eager.
-PADDED = ("plugin_packed", EAGER_PADDED)
 # Passes with gradients before the first round, with graphs. A size's first one runs eager, with the rows of its pack
 # alone, and one size is captured before the next. In the first update that rounding would be all that differs.
 WITH_GRADIENTS = 6
@@ -78,11 +59,12 @@ class Rounds:
         model: Folder of the model's files.
         mode: Of the run.
         seed: Of the samples.
-        lora: verl's settings of the policy's adapters, without which it is the reference; None for two models.
+        setup: What they are made of.
     """
 
-    def __init__(self, model: Path, mode: str, seed: int, lora: Mapping[str, Any] | None = None) -> None:
-        fields = OPTIONS.get(mode, {})
+    def __init__(self, model: Path, mode: str, seed: int, setup: Setup = PLAIN) -> None:
+        fields, lora = setup.options(mode), setup.lora
+        self._mixes = setup.mixes
         self._seed, self._buckets = seed, PACK_BUCKETS if mode in PADDED else ()
         self._on_graphs = bool(fields)
         self._policy = engine_of(model, True, fields, lora)
@@ -123,7 +105,7 @@ class Rounds:
     def warm_up(self) -> None:
         """Let both compute log-probabilities of the first round's samples, and the policy their gradients."""
         self.come_back()
-        samples = draw_round(0, self._seed)
+        samples = draw_round(0, self._seed, self._mixes)
         batch, found = batch_of(samples), {}
         for _ in range(WARM_UP):
             for name in (OLD, REFERENCE):
@@ -135,7 +117,7 @@ class Rounds:
 
     def run(self, number: int) -> Round:
         """Make one round, which begins and ends with weights away."""
-        samples = draw_round(number, self._seed)
+        samples = draw_round(number, self._seed, self._mixes)
         done = Round(len(microbatches(samples)), canary_held=number % HELD_EVERY == 1)
         if self._canary is not None and not done.canary_held:
             done.canary_intact = self._end_canary()
@@ -201,12 +183,12 @@ def train_words(words: Sequence[str]) -> None:
     make_rounds(words)
 
 
-def make_rounds(words: Sequence[str], lora: Mapping[str, Any] | None = None) -> None:
-    """Do what `train_words` does, by `lora` as `Rounds` takes it."""
+def make_rounds(words: Sequence[str], setup: Setup = PLAIN) -> None:
+    """Do what `train_words` does, by `setup` as `Rounds` takes it."""
     args = worker_arguments(words)
     join_world()
-    (bridge_cg_plugin.activate if args.train in OPTIONS else bridge_cg_plugin.deactivate)()
-    rounds = Rounds(args.model, args.train, args.seed, lora)
+    (bridge_cg_plugin.activate if setup.options(args.train) else bridge_cg_plugin.deactivate)()
+    rounds = Rounds(args.model, args.train, args.seed, setup)
     with rounds.eager_rows() if args.train == EAGER_PADDED else nullcontext():
         rounds.warm_up()
         write_rounds(args, rounds.run)
