@@ -31,7 +31,7 @@ class Fallback(StrEnum):
         "too_many_tokens",
         "the microbatch is larger than the largest bucket",
         "raise `max_vision_cuda_graph_seq_length`, or add a bucket (`vision_cuda_graph_buckets`, "
-        "`cuda_graph_packed_buckets`)",
+        "`cuda_graph_packed_buckets`); deterministic algorithms take 4096 patches at most",
     )
     TOO_FEW_TOKENS = (
         "too_few_tokens",
