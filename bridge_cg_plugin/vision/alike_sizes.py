@@ -35,16 +35,21 @@ class RowProduct:
     module: UpstreamModule
     tokens: int
 
-    def rows(self, count: int) -> Tensor:
-        """Return so many rows, the same at every call; random states stay as they are."""
-        weight = self.module.weight
-        generator = torch.Generator(weight.device).manual_seed(0)
-        rows = torch.randn(count, *weight.shape[1:], device=weight.device, generator=generator).to(weight.dtype)
-        return rows.to(memory_format=torch.channels_last) if rows.dim() == 4 else rows
+    def operands(self, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return so many rows, a weight and a bias, drawn alike at every call; random states stay as they are.
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        """Return the products of rows."""
+        The module's own would show no order where they are zero, as adapters are at first, or NaN, and may be away.
+        """
         weight, bias = self.module.weight, self.module.bias
+        generator = torch.Generator(weight.device).manual_seed(0)
+        like = {"dtype": weight.dtype, "device": weight.device, "generator": generator}
+        rows = torch.randn(count, *weight.shape[1:], **like)
+        drawn = torch.empty_like(weight).copy_(torch.randn(weight.shape, **like))
+        rows = rows.to(memory_format=torch.channels_last) if rows.dim() == 4 else rows
+        return rows, drawn, None if bias is None else torch.randn(bias.shape, **like)
+
+    def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the products of rows, as the module computes them."""
         if weight.dim() == 2:
             return functional.linear(rows, weight, bias)
         convolve = functional.conv2d if weight.dim() == 4 else functional.conv3d
@@ -87,10 +92,10 @@ class AlikeSizes:
 @torch.no_grad()
 def _changes(product: RowProduct, sizes: Sequence[int]) -> Iterator[int]:
     """Yield the sizes whose rows round otherwise than those of the size before."""
-    rows = product.rows(sizes[-1] // product.tokens)
-    changed, before = [], product(rows[: sizes[0] // product.tokens])
+    rows, weight, bias = product.operands(sizes[-1] // product.tokens)
+    changed, before = [], product(rows[: sizes[0] // product.tokens], weight, bias)
     for size in sizes[1:]:
-        found = product(rows[: size // product.tokens])
+        found = product(rows[: size // product.tokens], weight, bias)
         changed.append((found[: len(before)] != before).any())
         before = found
     if changed:
