@@ -5,7 +5,7 @@ Qwen2.5-VL's MLP, and in convolutions, these kernels add up in different orders.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,12 @@ class RowProduct:
     module: UpstreamModule
     tokens: int
 
+    @property
+    def kind(self) -> Hashable:
+        """What the order of additions depends on besides the number of rows."""
+        weight, bias = self.module.weight, self.module.bias
+        return weight.shape, weight.stride(), weight.dtype, bias is None, self.tokens
+
     def operands(self, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return so many rows, a weight and a bias, drawn alike at every call; random states stay as they are.
 
@@ -61,15 +67,14 @@ class AlikeSizes:
     """Runs of sizes that round alike, found by trying.
 
     Args:
-        products: Those of an encoder; one of each shape is tried.
+        products: Those of an encoder; one of each kind is tried.
         unit: Sizes are multiples of it.
     """
 
     def __init__(self, products: Iterable[RowProduct], unit: int) -> None:
         self._unit, self._looked_at = unit, 0
         self._firsts: list[int] = []
-        by_shape = {(p.module.weight.shape, p.module.bias is None, p.tokens): p for p in products}
-        self._products = tuple(by_shape.values())
+        self._products = tuple({product.kind: product for product in products}.values())
 
     def last(self, tokens: int, capacity: int) -> int:
         """Return the largest size up to a capacity that rounds as this one, which is no larger."""

@@ -84,6 +84,15 @@ def test_orders_do_not_depend_on_what_weights_hold(begins, value):
     assert sizes.last(4, 1024) == begins[0] - 4
 
 
+def test_products_of_each_type_are_tried(monkeypatch):
+    def linear(x, weight, bias):
+        return LINEAR(x, weight, bias) * (1 + (x.dtype == torch.float64 and len(x) >= 68))
+
+    monkeypatch.setattr(functional, "linear", linear)
+    layers = [nn.Linear(8, 8).double(), nn.Linear(8, 8)]
+    assert AlikeSizes([RowProduct(layer, 1) for layer in layers], unit=4).last(4, 1024) == 64
+
+
 def test_trying_draws_no_random_number(begins):
     sizes = sizes_of(1)
     state = torch.get_rng_state()
