@@ -119,6 +119,14 @@ def test_products_are_those_of_the_modules():
     assert list(row_products(model)) == []  # none on a GPU
 
 
+def test_quantized_layers_are_not_tried(monkeypatch):
+    model = new_qwen25()
+    layer = model.blocks[0].mlp.down_proj
+    layer.weight = nn.Parameter(torch.zeros(32, 24, dtype=torch.uint8), requires_grad=False)  # two values a byte
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert layer not in [product.module for product in row_products(model)]
+
+
 observed = st.lists(st.integers(1, 800).map(lambda n: 4 * n), min_size=1, max_size=40)
 orders = st.lists(st.integers(1, 800).map(lambda n: 4 * n), max_size=12, unique=True)
 

@@ -106,7 +106,9 @@ def row_products(model: UpstreamModule) -> Iterator[RowProduct]:
     """Yield an encoder's products on a GPU: of patches in its layers, of embeddings behind them."""
     cells = model.config.spatial_merge_size**2
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d) and module.weight.is_cuda:
+        if not isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
+            continue
+        if module.weight.is_cuda and module.weight.is_floating_point():  # quantized layers multiply in their own ways
             yield RowProduct(module, 1 if name.startswith(OF_PATCHES) else cells)
 
 
