@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import nn
@@ -59,6 +59,7 @@ class EncoderCapture:
         self.buckets: BucketPlan | None = None
         self._compiler = KernelCompiler(partial(family.compilations, (model,)))
         self._regions: list[Region] = []
+        self._alike: AlikeSizes | None = None
         self._warmup_peak = 0
 
     def begin(self, device: torch.device) -> None:
@@ -106,7 +107,8 @@ class EncoderCapture:
         return digest(self.kernels.attention, self.kernels.attends_directly)
 
     def _prepare(self, manager: Manager) -> float:
-        """Return the most tokens that a bucket may have on this rank."""
+        """Look at the encoder as it is now; returns the most tokens that a bucket may have on this rank."""
+        self._alike = self._alike_sizes()
         self._warmup_peak = self._peak_bytes(manager)  # before memory is measured, which forgets it
         return self.plan.capacity_limit(manager.executor, self.encoder_program, self.kernels.attends_directly)
 
@@ -221,9 +223,8 @@ class EncoderCapture:
         program = self._adapter.program(self._options.exact_below, self.kernels)
         return program if self._alike is None else RoundedAsEager(program, self._alike)
 
-    @cached_property
-    def _alike(self) -> AlikeSizes | None:
-        """Which sizes may share a bucket; None where all may, or where the user named the buckets."""
+    def _alike_sizes(self) -> AlikeSizes | None:
+        """Return which sizes may share a bucket; None where all may, or where the user named the buckets."""
         if self._options.buckets != "auto" or self.kernels.fast:
             return None
         products = list(self._family.products(self._model))

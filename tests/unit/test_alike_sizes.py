@@ -180,10 +180,10 @@ def test_a_bucket_that_rounds_otherwise_is_refused(begins):
 
 
 @contextmanager
-def every_product():
+def every_product(found=lambda model: [RowProduct(model.blocks[0].mlp.down_proj, 1)]):
     """Let Qwen2.5-VL's encoder be tried on a CPU, too."""
     products = QWEN25_VL.products
-    object.__setattr__(QWEN25_VL, "products", lambda model: [RowProduct(model.blocks[0].mlp.down_proj, 1)])
+    object.__setattr__(QWEN25_VL, "products", found)
     try:
         yield
     finally:
@@ -212,6 +212,22 @@ def test_an_encoder_rounds_as_eager_at_every_size(begins, mode):
         found = graphs.statistics()
         assert found.replays > 100
         assert set(found.fallbacks) <= {Fallback.NOT_CAPTURED_YET}
+
+
+def test_a_new_capture_tries_the_layers_that_there_are_then(begins):
+    model, options = new_qwen25(**WIDTHS), {"buckets": "auto", "capture_mode": "at_once", "kernels": "exact"}
+    expected = [run_qwen25(model, rows)[0] for rows in ROWS]
+    layer, model.blocks[0].mlp.down_proj = model.blocks[0].mlp.down_proj, nn.Linear(INNER, 32)
+    tried = [RowProduct(nn.Linear(8, 8), 1)]
+    with every_product(lambda model: tried), graphs_on(model, capture=False, **options) as graphs:
+        for rows in ROWS:
+            run_qwen25(model, rows)
+        assert graphs.capture()
+        model.blocks[0].mlp.down_proj = layer
+        tried[:] = [RowProduct(layer, 1)]
+        assert graphs.capture()
+        for rows, outputs in zip(ROWS, expected, strict=True):
+            assert_close(run_qwen25(model, rows), [outputs], 1e-5)
 
 
 @pytest.mark.parametrize(
