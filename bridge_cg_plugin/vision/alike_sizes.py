@@ -19,8 +19,8 @@ from ..graphs.planning.buckets import Bucket
 from ..graphs.program import RegionProgram
 from ..upstream_types import UpstreamModule
 
-# Sizes are looked at up to this one, or a power of two times it, at a time.
-LOOKED_AT = 1024
+# Sizes are looked at where they are asked for, in spans of so many tokens: a look multiplies by each of them.
+SPAN = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,26 +72,45 @@ class AlikeSizes:
     """
 
     def __init__(self, products: Iterable[RowProduct], unit: int) -> None:
-        self._unit, self._looked_at = unit, 0
-        self._firsts: list[int] = []
+        self._unit, self._span = unit, max(SPAN // unit, 1) * unit
         self._products = tuple({product.kind: product for product in products}.values())
+        self._firsts: dict[int, list[int]] = {}
+        self._lasts: dict[tuple[int, int], int] = {}
 
     def last(self, tokens: int, capacity: int) -> int:
-        """Return the largest size up to a capacity that rounds as this one, which is no larger."""
-        self._look(capacity)
-        following = bisect_right(self._firsts, tokens)
-        if following == len(self._firsts):
-            return capacity
-        return min(self._firsts[following] - self._unit, capacity)
+        """Return the largest size up to a capacity that rounds as this one, which is no larger.
 
-    def _look(self, capacity: int) -> None:
-        """Find where runs begin, up to a size at least."""
-        while self._looked_at < capacity:
-            most = max(2 * self._looked_at, LOOKED_AT // self._unit * self._unit, self._unit)
-            sizes = range(max(self._looked_at, self._unit), most + 1, self._unit)
-            found = {size for product in self._products for size in _changes(product, sizes)}
-            self._firsts += sorted(found)
-            self._looked_at = most
+        Inside a capture, nothing is tried: further sizes are not known to round alike.
+        """
+        asked = tokens, capacity
+        if asked not in self._lasts:
+            found = self._last(tokens, capacity)
+            if found is None:
+                return tokens
+            self._lasts[asked] = found
+        return self._lasts[asked]
+
+    def _last(self, tokens: int, capacity: int) -> int | None:
+        """Return what `last` does; None where it is not known and cannot be tried now."""
+        spans = range(tokens // self._span, -(-capacity // self._span)) if tokens < capacity else ()
+        for span in spans:
+            if span not in self._firsts:
+                if _is_capturing():
+                    return None
+                self._firsts[span] = self._changes_in(span)
+            following = bisect_right(self._firsts[span], tokens)
+            if following < len(self._firsts[span]):
+                return min(self._firsts[span][following] - self._unit, capacity)
+        return capacity
+
+    def _changes_in(self, span: int) -> list[int]:
+        """Return where runs begin in a span, which reaches to the first size of the next one."""
+        sizes = range(max(span * self._span, self._unit), (span + 1) * self._span + 1, self._unit)
+        return sorted({size for product in self._products for size in _changes(product, sizes)})
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @torch.no_grad()

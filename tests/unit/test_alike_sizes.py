@@ -71,7 +71,35 @@ def test_products_of_one_shape_are_tried_once(monkeypatch):
     monkeypatch.setattr(functional, "linear", lambda *args: calls.append(1) or LINEAR(*args))
     layers = [nn.Linear(8, 8) for _ in range(5)]
     AlikeSizes([RowProduct(layer, 1) for layer in layers], unit=4).last(4, 1024)
-    assert len(calls) == 1024 // 4
+    for_five = len(calls)
+    AlikeSizes([RowProduct(layers[0], 1)], unit=4).last(4, 1024)
+    assert len(calls) == 2 * for_five
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """Numbers of rows that were multiplied."""
+    found = []
+    monkeypatch.setattr(functional, "linear", lambda x, *args: found.append(len(x)) or LINEAR(x, *args))
+    return found
+
+
+def test_a_large_size_is_tried_with_its_neighbours_alone(tried):
+    assert AlikeSizes([RowProduct(nn.Linear(8, 8), 1)], unit=4).last(20_000, 20_032) == 20_032
+    assert len(tried) < 200 and min(tried) > 19_000 and max(tried) < 21_000
+
+
+def test_nothing_is_tried_inside_a_capture(tried, monkeypatch):
+    """Neither random numbers can be drawn there nor results be read on the host."""
+    sizes = AlikeSizes([RowProduct(nn.Linear(8, 8), 1)], unit=4)
+    sizes.last(4, 256)
+    del tried[:]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert (sizes.last(64, 256), sizes.last(64, 512), sizes.last(600, 600)) == (256, 64, 600)
+    assert not tried
+    monkeypatch.undo()
+    assert sizes.last(64, 512) == 512
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), None])
