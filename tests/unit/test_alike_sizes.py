@@ -89,6 +89,14 @@ def test_a_large_size_is_tried_with_its_neighbours_alone(tried):
     assert len(tried) < 200 and min(tried) > 19_000 and max(tried) < 21_000
 
 
+def test_sizes_that_no_bucket_may_hold_are_not_tried(tried):
+    sizes = AlikeSizes([RowProduct(nn.Linear(8, 8), 1)], unit=4)
+    demand = Demand(plain_menu(last_alike=sizes.last, unit=4), limit=512)
+    demand.saw(Rows(20_000))
+    assert not demand.begin(3) and not demand.missed(Rows(20_000))
+    assert not tried
+
+
 def test_nothing_is_tried_inside_a_capture(tried, monkeypatch):
     """Neither random numbers can be drawn there nor results be read on the host."""
     sizes = AlikeSizes([RowProduct(nn.Linear(8, 8), 1)], unit=4)

@@ -220,6 +220,7 @@ class Demand:
         found = {
             self._within_limit(capacity, size)
             for size, count in sizes.items()
+            if size <= self._limit and size < self._too_many
             for capacity in menu.capacities_for(size, count >= OFTEN)
         }
         return [bucket for c in sorted(found) if c > 0 for bucket in menu.buckets_of(c)]
