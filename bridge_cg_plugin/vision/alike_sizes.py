@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from wrapt import ObjectProxy
 
+from ..graphs.changes.source import autocast_dtype
 from ..graphs.fallback import Fallback
 from ..graphs.planning.buckets import Bucket
 from ..graphs.program import RegionProgram
@@ -74,33 +75,36 @@ class AlikeSizes:
     def __init__(self, products: Iterable[RowProduct], unit: int) -> None:
         self._unit, self._span = unit, max(SPAN // unit, 1) * unit
         self._products = tuple({product.kind: product for product in products}.values())
-        self._firsts: dict[int, list[int]] = {}
-        self._lasts: dict[tuple[int, int], int] = {}
+        self._devices = {product.module.weight.device.type for product in self._products}
+        self._firsts: dict[tuple[Hashable, int], list[int]] = {}
+        self._lasts: dict[tuple[Hashable, int, int], int] = {}
 
     def last(self, tokens: int, capacity: int) -> int:
         """Return the largest size up to a capacity that rounds as this one, which is no larger.
 
         Inside a capture, nothing is tried: further sizes are not known to round alike.
         """
-        asked = tokens, capacity
+        types = tuple(map(autocast_dtype, self._devices))
+        asked = types, tokens, capacity
         if asked not in self._lasts:
-            found = self._last(tokens, capacity)
+            found = self._last(*asked)
             if found is None:
                 return tokens
             self._lasts[asked] = found
         return self._lasts[asked]
 
-    def _last(self, tokens: int, capacity: int) -> int | None:
-        """Return what `last` does; None where it is not known and cannot be tried now."""
+    def _last(self, types: Hashable, tokens: int, capacity: int) -> int | None:
+        """Return what `last` does under an autocast; None where it is not known and cannot be tried now."""
         spans = range(tokens // self._span, -(-capacity // self._span)) if tokens < capacity else ()
         for span in spans:
-            if span not in self._firsts:
+            if (types, span) not in self._firsts:
                 if _is_capturing():
                     return None
-                self._firsts[span] = self._changes_in(span)
-            following = bisect_right(self._firsts[span], tokens)
-            if following < len(self._firsts[span]):
-                return min(self._firsts[span][following] - self._unit, capacity)
+                self._firsts[types, span] = self._changes_in(span)
+            firsts = self._firsts[types, span]
+            following = bisect_right(firsts, tokens)
+            if following < len(firsts):
+                return min(firsts[following] - self._unit, capacity)
         return capacity
 
     def _changes_in(self, span: int) -> list[int]:

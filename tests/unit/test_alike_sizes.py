@@ -266,6 +266,34 @@ def test_a_new_capture_tries_the_layers_that_there_are_then(begins):
             assert_close(run_qwen25(model, rows), [outputs], 1e-5)
 
 
+def test_autocast_has_orders_of_its_own(monkeypatch):
+    """The first buckets are planned outside of it."""
+
+    def linear(x, weight, bias=None):
+        other = weight.shape[1] == INNER and torch.is_autocast_enabled("cpu") and x.shape[0] >= 100
+        return LINEAR(x, weight, bias) * (1 + 99 * other)
+
+    monkeypatch.setattr(functional, "linear", linear)
+    model, options = new_qwen25(**WIDTHS), {"buckets": "auto", "capture_mode": "at_once", "kernels": "exact"}
+
+    def run(rows):
+        with torch.autocast("cpu", torch.bfloat16):
+            [outputs] = run_qwen25(model, rows)
+        outputs.float().sum().backward()
+        return outputs
+
+    expected = [run(rows) for rows in ROWS]
+    with every_product(), graphs_on(model, capture=False, **options) as graphs:
+        for rows in ROWS:
+            run_qwen25(model, rows)
+        assert graphs.capture()
+        run(ROWS[0])
+        for rows, outputs in zip(ROWS, expected, strict=True):
+            assert_close([run(rows)], [outputs], 2e-2)
+        found = graphs.statistics()
+        assert found.replays > 3 and found.fallbacks[Fallback.OTHER_ROUNDING] > 0
+
+
 @pytest.mark.parametrize(
     "options", [{"kernels": "fast", "buckets": "auto"}, {"kernels": "exact", "buckets": (64, 128, 256)}]
 )
