@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import OptionError
+from .experts import not_recorded
 from .offload import CORE_FIELDS
 from .sources import Written
 from .values import is_unset, parse_flag, words
@@ -47,6 +48,7 @@ class Facts:
         expert_tensor_ranks: Ranks of expert tensor parallelism.
         expert_adapters: Names by which adapters are put on linear layers that experts have, too.
         router_jitter: Whether a router's input is changed at random.
+        eager_experts: A setting that keeps experts out of graphs, its value and what it must be; empty is none.
         mamba: Whether the model has Mamba layers.
         packed_data: Whether the dataset packs documents.
         mla: Whether attention is multi-latent.
@@ -93,6 +95,7 @@ class Facts:
     expert_tensor_ranks: int | None = None
     expert_adapters: tuple[str, ...] = ()
     router_jitter: bool | None = None
+    eager_experts: tuple[Any, ...] = ()
     mamba: bool | None = None
     packed_data: bool | None = None
     mla: bool | None = None
@@ -153,6 +156,7 @@ def facts_of(written: Written) -> Facts:
         expert_tensor_ranks=_count(settings, "expert_tensor_parallel_size"),
         expert_adapters=tuple(filter(_names_experts, _adapted(settings))),
         router_jitter=_above_zero(settings, "moe_input_jitter_eps"),
+        eager_experts=not_recorded(settings),
         mamba=_mamba(written),
         packed_data=any(_flag(settings, name) for name in (*PACKING_FIELDS, OFFLINE_PACKING)),
         mla=_flag(settings, "multi_latent_attention"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import OptionError
+from .experts import SETTINGS as OF_EXPERTS
 from .groups import GROUPS, TUNING, split_name, tuning_of
 from .language_model import IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE
 from .migration import SWITCHES
@@ -34,6 +35,7 @@ SETTINGS = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "moe_input_jitter_eps",
+    *OF_EXPERTS,
     "is_hybrid_model",
     "hybrid_layer_pattern",
     "hybrid_override_pattern",
@@ -48,7 +50,6 @@ SETTINGS = (
     "multi_latent_attention",
     "mla_down_proj_fusion",
     "experimental_attention_variant",
-    "use_transformer_engine_op_fuser",
     "moe_paged_stash",
     "enable_in_batch_packing",
     "pack_sequences_in_batch",

@@ -35,7 +35,7 @@ class Family:
 
 
 _QWEN3_VL, _QWEN35_VL = "qwen_vl.qwen3_vl_provider.Qwen3VL", "qwen_vl.qwen35_vl_provider.Qwen35VL"
-_COMMON = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "vocab_size": 151936}
+_COMMON = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "add_bias_linear": False, "vocab_size": 151936}
 _DENSE = {**_COMMON, "num_moe_experts": None}
 _LARGE = {"depth": 27, "hidden_size": 1152}
 
@@ -102,6 +102,8 @@ _FROM_THE_HUB = (
     "hidden_dropout",
     "num_moe_experts",
     "moe_input_jitter_eps",
+    "add_bias_linear",
+    "moe_latent_size",
     "is_hybrid_model",
     "hybrid_layer_pattern",
     "hybrid_override_pattern",

@@ -99,6 +99,27 @@ def test_off_needs_nothing_else_to_be_removed(model, said):
         ({"expert_model_parallel_size": 2, "num_moe_experts": 8}, "all layers as one region", ""),
         ({"expert_model_parallel_size": 4, "num_moe_experts": 8}, "attention and routers", "much memory in a graph"),
         ({"num_moe_experts": 8}, "all layers as one region", ""),
+        *(
+            ({"num_moe_experts": 8, **setting}, "attention and routers", next(iter(setting)))
+            for setting in (
+                {"moe_router_force_load_balancing": True},
+                {"moe_router_force_biased": 0.0},
+                {"moe_expert_capacity_factor": 1.0},
+                {"moe_router_load_balancing_type": "global_aux_loss"},
+                {
+                    "moe_router_fusion": True,
+                    "moe_router_load_balancing_type": ["none", "aux_loss"],
+                    "moe_aux_loss_coeff": [0.0, 1e-3],
+                },
+            )
+        ),
+        (
+            {"num_moe_experts": 8, "moe_router_fusion": True, "moe_router_load_balancing_type": "aux_loss"}
+            | {"moe_aux_loss_coeff": "0.0", "moe_router_force_load_balancing": False},
+            "all layers as one region",
+            "",
+        ),
+        ({"moe_router_force_load_balancing": True}, "all layers as one region", ""),
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "eager", "recompute"),
         ({"multi_latent_attention": True}, "eager", "multi_latent_attention"),
         ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "all layers as one region", ""),

@@ -161,6 +161,10 @@ REFUSED = {
         f"{TE} {PACKED} num_moe_experts=8 peft.target_modules=[linear_qkv,linear_fc1]",
         "peft.target_modules",
     ),
+    "packed-sequence graphs of whole layers with other settings of experts or routers": (
+        f"{TE} {PACKED} num_moe_experts=8 moe_router_force_load_balancing=true",
+        "model.moe_router_force_load_balancing",
+    ),
     "packed-sequence graphs of routers with jitter on their input": (
         f"{TE} {PACKED} num_moe_experts=8 cuda_graph_modules=attn,moe_router moe_input_jitter_eps=0.1",
         "model.moe_input_jitter_eps",

@@ -182,6 +182,17 @@ PACKED = (
         ),
     ),
     Combination(
+        "packed-sequence graphs of whole layers with other settings of experts or routers",
+        "Experts inside the graph do not support them",
+        lambda o, f: packs(o) and f.moe and whole_layers(o) and f.eager_experts,
+        lambda o, f: (
+            f"model.{f.eager_experts[0]}",
+            f.eager_experts[1],
+            f"{f.eager_experts[2]} with {asked(o)} and {MODULES} empty",
+            f"Set {MODULES}={with_experts(f)}, where experts stay eager.",
+        ),
+    ),
+    Combination(
         "packed-sequence graphs of routers with jitter on their input",
         "Graphs do not support random jitter of the router's input",
         lambda o, f: packs(o) and f.router_jitter and _routes(o, f),

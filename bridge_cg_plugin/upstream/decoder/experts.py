@@ -19,6 +19,7 @@ from ...language.experts.tables import Tables
 from ...offload import never_offload
 from ...offload.registry import derive
 from ...options import OptionError
+from ...options.experts import EXPERTS
 from ...options.language_model import MODULES
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
@@ -37,21 +38,7 @@ LINEAR = (
     "RowParallelLinear",
 )
 # Fields of a model's configuration, and what each must be where a release has it.
-NEEDED = {
-    "expert_tensor_parallel_size": 1,
-    "moe_expert_capacity_factor": None,
-    "moe_latent_size": None,
-    "moe_apply_probs_on_input": False,
-    "moe_shared_expert_overlap": False,
-    "moe_router_padding_for_quantization": False,
-    "moe_mlp_glu_interleave_size": None,
-    "add_bias_linear": False,
-    "use_te_activation_func": False,
-    "use_transformer_engine_op_fuser": False,
-    "use_fused_weighted_squared_relu": False,
-    "delay_wgrad_compute": False,
-    "overlap_dispatch_backward_with_experts_wgrad": False,
-}
+NEEDED = {"expert_tensor_parallel_size": 1, **EXPERTS}
 
 
 class CapturedExperts:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...options import OptionError
+from ...options.experts import BALANCING, BALANCING_TYPE, FUSION, ROUTERS
 from ...options.language_model import MODULES
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
@@ -19,14 +20,6 @@ from .layers import check_router, is_pure
 BIAS = seam("packed_expert_bias").target.rpartition(".")[2]
 LOGGED, LOGGED_BEFORE = seam("packed_router_metrics"), seam("packed_router_metrics_before")
 REMEDY = f"Set {MODULES}=attn,moe_router, where experts stay eager."
-# A loss over all data-parallel ranks would exchange inside the graph with ranks whose packs are others.
-BALANCING = ("none", "aux_loss", "seq_aux_loss")
-# Fields of a model's configuration, and what each must be where a release has it.
-NEEDED = {
-    "moe_router_force_load_balancing": False,
-    "moe_router_force_biased": None,
-    "moe_enable_routing_replay": False,
-}
 
 
 class CapturedRouter:
@@ -42,14 +35,14 @@ class CapturedRouter:
     def __init__(self, router: UpstreamModule) -> None:
         check_router(router)
         config = router.config
-        check_fields(config, NEEDED)
+        check_fields(config, ROUTERS)
         kinds = [router.routing_type] if isinstance(router.routing_type, str) else router.routing_type
         if other := set(kinds) - set(BALANCING):
             allowed = f"{', '.join(BALANCING)} with experts inside the graph"
-            raise OptionError("moe_router_load_balancing_type", min(other), allowed, REMEDY)
+            raise OptionError(BALANCING_TYPE, min(other), allowed, REMEDY)
         if router.is_aux_loss_enabled() and config.moe_router_fusion:
             allowed = "False with a router's loss inside the graph"
-            raise OptionError("moe_router_fusion", True, allowed, f"Set it to False, or set {MODULES}=attn,moe_router.")
+            raise OptionError(FUSION, True, allowed, f"Set it to False, or set {MODULES}=attn,moe_router.")
         self._router, self._masked = router, not is_pure(router)
 
     def route(self, hidden: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
