@@ -1,7 +1,12 @@
 """Routers of experts on graphs of packed documents, against eager."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
+from megatron.core.transformer.moe import moe_utils
 
 from bridge_cg_plugin.options import OptionError
 
@@ -53,6 +58,47 @@ def test_routers_of_experts(modules, changes):
                 _ = count is None or count.zero_()
         assert replayed(graphs) == 4 and not graphs.statistics().fallbacks
     assert not any({"forward", "gating"} & set(vars(router)) for router in routers)
+
+
+@contextmanager
+def tracked():
+    """Let routers draw as on a GPU, from states of a tracker; yields these."""
+    states = dict.fromkeys(("expert-parallel-rng", "data-parallel-rng"), torch.Generator().manual_seed(5).get_state())
+
+    @contextmanager
+    def fork(name):
+        own = torch.get_rng_state()
+        torch.set_rng_state(states[name])
+        yield
+        states[name] = torch.get_rng_state()
+        torch.set_rng_state(own)
+
+    with mock.patch.object(moe_utils, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=fork)):
+        yield states
+
+
+FORCED = {
+    "balance": {"moe_router_force_load_balancing": True},
+    "a bias": {"moe_router_force_biased": 0.5},
+    "a bias of nothing": {"moe_router_force_biased": 0.0},
+}
+
+
+@pytest.mark.parametrize("changes", FORCED.values(), ids=FORCED)
+def test_forced_routing_draws_for_real_tokens_alone(changes):
+    model, packs = new_model(**{**EXPERTS, **changes}), [pack((30, 180, 77)), pack((300,), seed=1)]
+    with tracked() as wanted:
+        model(**pack(WARMUP))
+        before = dict(wanted)
+        expected = [losses_and_gradients(model, arguments) for arguments in packs]
+    modules = ["attn", "moe_router"]
+    with ON_CPU(), tracked() as states, graphs_on(model, pack(WARMUP), cuda_graph_modules=modules) as graphs:
+        assert all(torch.equal(states[name], before[name]) for name in before)
+        found = [losses_and_gradients(model, arguments) for arguments in packs]
+        assert replayed(graphs) == 4
+    assert all(torch.equal(states[name], wanted[name]) for name in wanted)
+    for one, other in zip(found, expected, strict=True):
+        assert_close([one[0], *one[1]], [other[0], *other[1]])
 
 
 def test_a_router_that_cannot_be_recorded_is_refused():

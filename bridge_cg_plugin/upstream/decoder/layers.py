@@ -26,7 +26,6 @@ ROUTER_EFFECTS = (
     "moe_z_loss_coeff",
     "moe_router_enable_expert_bias",
     "moe_router_force_load_balancing",
-    "moe_router_force_biased",
     "moe_expert_capacity_factor",
     "moe_enable_routing_replay",
 )
@@ -151,6 +150,7 @@ def is_pure(router: UpstreamModule) -> bool:
         router.is_aux_loss_enabled()
         or router.routing_type in STATEFUL_BALANCING
         or any(getattr(config, name, None) for name in ROUTER_EFFECTS)
+        or getattr(config, "moe_router_force_biased", None) is not None  # with 0, logits are random, too
     )
 
 
