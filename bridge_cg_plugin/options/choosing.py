@@ -21,6 +21,7 @@ UNTRIED = "no graphs of such layers were tried on a GPU"
 # Experts in a region take memory that grows with the ranks that share them.
 MOST_EXPERT_RANKS = 2
 MUCH_MEMORY = f"experts of so many ranks take much memory in a graph; {MODULES}=[] captures them"
+READS_COUNTS = f"{IMPL}=full_iteration with experts: the host reads the number of tokens of each expert"
 TRACKERS = ("te_rng_tracker", "use_te_rng_tracker")
 # Returns the typed options of fields.
 Make = Callable[[Written], GraphOptions]
@@ -106,7 +107,8 @@ def _language_model(facts: Facts, model: Any) -> Iterator[_Candidate]:
     if facts.packed_data:
         yield from _packed(facts) if layers else ()
         return
-    yield _Candidate({IMPL: "full_iteration", MODULES: [], SCOPE: None}, "the whole of it")
+    unless = READS_COUNTS if facts.moe else ""
+    yield _Candidate({IMPL: "full_iteration", MODULES: [], SCOPE: None}, "the whole of it", unless)
     if layers and not facts.mamba:
         per_layer = {IMPL: "transformer_engine", SCOPE: None}
         yield from () if facts.moe else [_Candidate({**per_layer, MODULES: []}, "whole layers")]

@@ -131,6 +131,15 @@ def test_what_a_combination_forbids_is_less_with_its_reason(settings, graphs, wh
     assert part.graphs.startswith(graphs) and why in part.why and not part.why.startswith("Cannot")
 
 
+def test_a_whole_step_with_experts_is_captured_only_where_a_person_asks():
+    text = {"cuda_graphs": "exact", "num_moe_experts": 8}
+    options, parts = chosen(SimpleNamespace(cuda_graph_impl="none", **text))
+    assert options.language_model.impl == "transformer_engine" and parts["language model"].graphs == "attention"
+    assert "the host reads the number of tokens of each expert" in parts["language model"].why
+    options, _ = chosen(SimpleNamespace(cuda_graph_impl="none", **text), {"cuda_graph_impl": "full_iteration"})
+    assert options.language_model.impl == "full_iteration"
+
+
 def test_full_recompute_keeps_the_encoder_eager_and_says_so():
     options, parts = chosen({**DENSE, "recompute_granularity": "full"})
     assert not options.vision.enabled
