@@ -130,7 +130,8 @@ class Demand:
             shape: The shape.
             refuse: As that of the menu, by which further buckets are chosen; None is that one.
         """
-        refuse, reason = refuse or self._menu.refuse, Fallback.TOO_MANY_TOKENS
+        refuse = refuse or self._menu.refuse
+        reason = Fallback.CAPTURE_FAILED if shape.tokens >= self._too_many else Fallback.TOO_MANY_TOKENS
         for bucket in self._candidates({shape: 1}):
             refusal = refuse(shape, bucket)
             if refusal is None and not self.refuses(bucket):
