@@ -55,7 +55,7 @@ def test_the_first_fallback_of_each_reason_is_announced(capsys):
     assert first == (
         "[bridge-cg] encoder runs eager, step 7 too_many_tokens (5000 tokens): the microbatch is larger than the "
         "largest bucket. Remedy: raise max_vision_cuda_graph_seq_length, or add a bucket (vision_cuda_graph_buckets, "
-        "cuda_graph_packed_buckets)."
+        "cuda_graph_packed_buckets); deterministic algorithms take 4096 patches at most."
     )
     assert second.startswith("[bridge-cg] encoder, layer 1 runs eager, step 7 no_free_slot (64 tokens): ")
 
