@@ -1,6 +1,6 @@
 """Parts of megatron-core's transformer layers over packed documents: attention, MLP, and the router of experts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from ...language.packed.decoder import DecoderPart
 from ...language.packed.layout import document_indices
 from ...language.packed.program import RecordedPack
 from ...options import OptionError
+from ...options.experts import ROUTERS
 from ...options.language_model import MODULES
 from ...upstream_types import UpstreamModule
 
@@ -20,15 +21,10 @@ NORM = "_forward_pre_mlp_layernorm"
 # A layer's submodules that a piece uses.
 ATTENTION = ("input_layernorm", "self_attention")
 ROUTER = ("pre_mlp_layernorm", "mlp.router")
-# A router with one of these adds to statistics or losses that outlive the step, draws random numbers, or counts tokens:
-# only its matrix product is recorded, the rest runs on real tokens, eager.
-ROUTER_EFFECTS = (
-    "moe_z_loss_coeff",
-    "moe_router_enable_expert_bias",
-    "moe_router_force_load_balancing",
-    "moe_expert_capacity_factor",
-    "moe_enable_routing_replay",
-)
+# A router with one of these, or with other values than those of `options.experts.ROUTERS`, adds to statistics or losses
+# that outlive the step, draws random numbers, or counts tokens: only its matrix product is recorded, the rest runs on
+# real tokens, eager.
+ROUTER_EFFECTS = ("moe_z_loss_coeff", "moe_router_enable_expert_bias", "moe_expert_capacity_factor")
 STATEFUL_BALANCING = ("sinkhorn", "quantile_balancing")
 
 
@@ -150,8 +146,24 @@ def is_pure(router: UpstreamModule) -> bool:
         router.is_aux_loss_enabled()
         or router.routing_type in STATEFUL_BALANCING
         or any(getattr(config, name, None) for name in ROUTER_EFFECTS)
-        or getattr(config, "moe_router_force_biased", None) is not None  # with 0, logits are random, too
+        or next(unmet(config, ROUTERS), None)
     )
+
+
+def unmet(config: Any, needed: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield fields of a model's configuration that are not what they must be where a release has them.
+
+    Args:
+        config: The model's.
+        needed: Field -> what it must be.
+
+    Yields:
+        The field, its value, and what it must be.
+    """
+    for field, value in needed.items():
+        found = getattr(config, field, value)
+        if found != value and not (value is False and found is None):
+            yield field, found, value
 
 
 def check_router(router: UpstreamModule) -> None:

@@ -15,7 +15,7 @@ from ...options.language_model import MODULES
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
 from ..seams.registry import seam
-from .layers import check_router, is_pure
+from .layers import check_router, is_pure, unmet
 
 BIAS = seam("packed_expert_bias").target.rpartition(".")[2]
 LOGGED, LOGGED_BEFORE = seam("packed_router_metrics"), seam("packed_router_metrics_before")
@@ -83,10 +83,8 @@ def check_fields(config: Any, needed: dict[str, Any]) -> None:
     Raises:
         OptionError: Names the field.
     """
-    for field, value in needed.items():
-        found = getattr(config, field, value)
-        if found != value and not (value is False and found is None):
-            raise OptionError(field, found, f"{value} with experts inside the graph", REMEDY)
+    for field, found, value in unmet(config, needed):
+        raise OptionError(field, found, f"{value} with experts inside the graph", REMEDY)
 
 
 @contextmanager
