@@ -18,6 +18,7 @@ from ..graphs.changes.source import autocast_dtype
 from ..graphs.fallback import Fallback
 from ..graphs.planning.buckets import Bucket
 from ..graphs.program import RegionProgram
+from ..graphs.recordings.capture import is_capturing
 from ..upstream_types import UpstreamModule
 
 # Sizes are looked at where they are asked for, in spans of so many tokens: a look multiplies by each of them.
@@ -98,7 +99,7 @@ class AlikeSizes:
         spans = range(tokens // self._span, -(-capacity // self._span)) if tokens < capacity else ()
         for span in spans:
             if (types, span) not in self._firsts:
-                if _is_capturing():
+                if is_capturing():
                     return None
                 self._firsts[types, span] = self._changes_in(span)
             firsts = self._firsts[types, span]
@@ -111,10 +112,6 @@ class AlikeSizes:
         """Return where runs begin in a span, which reaches to the first size of the next one."""
         sizes = range(max(span * self._span, self._unit), (span + 1) * self._span + 1, self._unit)
         return sorted({size for product in self._products for size in _changes(product, sizes)})
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @torch.no_grad()

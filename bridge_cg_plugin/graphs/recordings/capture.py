@@ -11,6 +11,11 @@ from ..errors import CaptureError, OutOfMemoryInCapture, first_line
 from .generators import CapturedStates, default_generator, generators_aside
 
 
+def is_capturing() -> bool:
+    """Whether a graph is being recorded on this thread's stream: the host can read nothing there."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def collected_later() -> Iterator[None]:
     """Collect no garbage inside: one collection in a training process takes up to half a second."""

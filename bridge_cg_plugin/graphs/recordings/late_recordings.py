@@ -18,6 +18,7 @@ from ..rank_consensus import RankConsensus, SingleRank
 from ..replays.gradients import NO_BACKWARD
 from ..replays.slot import Slot
 from ..reports.statistics import RegionStatistics
+from .capture import is_capturing
 from .executor import give_back_after
 from .recorder import Recorder
 from .recording import EVALUATION, Mode
@@ -325,7 +326,7 @@ class LateRecordings:
         at_once = planned or self._at_once(source, (slot.index, bucket, mode))
         if not at_once and not self._asked_before((mode, slot is self.forward_slot)):
             return Fallback.MODE_NOT_CAPTURED
-        if torch._C._current_graph_task_id() != NO_BACKWARD or _is_capturing():
+        if torch._C._current_graph_task_id() != NO_BACKWARD or is_capturing():
             return Fallback.NOT_CAPTURED_YET
         if not self._is_free(slot, mode):
             return Fallback.NO_FREE_SLOT
@@ -392,7 +393,3 @@ def _tokens(place: Wish) -> int:
 def is_settled(source: Source, slot: Slot, place: Wish) -> bool:
     """Whether a recording is in the memory that its slot has now."""
     return source.recordings[place].pool == slot.pool_of(place[2].gradients)
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
