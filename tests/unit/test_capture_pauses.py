@@ -12,8 +12,8 @@ from bridge_cg_plugin.graphs.recordings.compiling import TURNS
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.region import Region
 
+from .growing import LARGE, ON_DEMAND, SMALL, assert_equals_eager, grown
 from .mixes import MODULES
-from .test_growing import LARGE, ON_DEMAND, SMALL, assert_equals_eager, grown
 from .towers import draw, graphs_on, new_tower
 
 

@@ -4,7 +4,6 @@ import gc
 import logging
 import random
 import weakref
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -16,51 +15,19 @@ from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.planning.growing import SETTLED
 from bridge_cg_plugin.graphs.rank_consensus import Agreed
 from bridge_cg_plugin.graphs.recordings.late_recordings import LateRecordings
-from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
 from ..executors import new_executor
 from ..ranks import run_ranks
 from . import packs
+from .growing import LARGE, ON_DEMAND, OTHER, SMALL, Pools, assert_equals_eager, capacities, grown
 from .mixes import MODULES
-from .towers import DEFAULTS, VisionGraphOptions, assert_close, forward, graphs_on, new_tower, results
-
-SMALL, LARGE, OTHER = [[1, 8, 8]], [[1, 16, 16], [1, 8, 8]], [[2, 8, 8], [1, 6, 4]]
-ON_DEMAND = {"capture_mode": "on_demand", "buckets": "auto"}
+from .towers import DEFAULTS, VisionGraphOptions, assert_close, draw, forward, new_tower
 
 
 @pytest.fixture(scope="module")
 def tower():
     return new_tower()
-
-
-def grown(model, *warmup, **options):
-    """Put graphs on a tower that saw these microbatches in warm-up steps."""
-    stack = ExitStack()
-    graphs = stack.enter_context(graphs_on(model, capture=False, **{**ON_DEMAND, **options}))
-    with stack:
-        for rows in warmup:
-            model(*_drawn(rows))
-        assert graphs.capture()
-        return graphs, stack.pop_all()
-
-
-def _drawn(rows, seed=0):
-    from .towers import draw
-
-    return draw(rows, seed)
-
-
-def assert_equals_eager(model, graphs, rows, seed=0):
-    actual = results(model, rows, seed)
-    with graphs.paused():
-        expected = results(model, rows, seed)
-    for found, right in zip(actual, expected, strict=True):
-        assert_close(found, right)
-
-
-def capacities(graphs):
-    return sorted({bucket.tokens for region in graphs._regions for bucket in region.buckets})
 
 
 @pytest.mark.parametrize("modules", MODULES)
@@ -91,58 +58,6 @@ def test_a_limit_takes_no_memory_and_bounds_what_is_recorded(tower):
             with graphs.step():
                 assert_equals_eager(tower, graphs, LARGE)
         assert dict(graphs.statistics().fallbacks) == {"too_many_tokens": 2}
-
-
-NAMED = {"buckets": (64, 320), "exact_below": 256}
-PARTS = pytest.mark.parametrize("modules", MODULES[:2])
-
-
-def assert_runs_eager(model, graphs, rows, reason):
-    for _ in range(3):
-        with graphs.step():
-            forward(model, rows)
-    assert dict(graphs.statistics().fallbacks) == {reason: 3 * len(graphs._regions)}
-
-
-@PARTS
-@pytest.mark.parametrize(
-    "rows, reason, options", [([[17, 4, 4]], "too_many_frames", {}), ([[1, 16, 8]], "too_few_tokens", NAMED)]
-)
-def test_what_no_bucket_will_take_is_told_by_what_speaks_against_those_that_could_be_recorded(
-    tower, modules, rows, reason, options
-):
-    graphs, stack = grown(tower, SMALL, modules=modules, **options)
-    with stack:
-        assert_runs_eager(tower, graphs, rows, reason)
-
-
-@pytest.mark.parametrize("warmup", [[], [SMALL]], ids=["no buckets", "a smaller one"])
-def test_frames_that_no_deterministic_bucket_takes_are_told(tower, monkeypatch, warmup):
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    large = [[1, 32, 42]] * 2
-    graphs, stack = grown(tower, *warmup or [large])
-    with stack:
-        assert len(capacities(graphs)) == len(warmup)
-        assert_runs_eager(tower, graphs, large, "frame_too_large")
-
-
-def test_parts_that_see_no_frames_are_recorded_for_any_number(tower):
-    graphs, stack = grown(tower, SMALL, modules=("mlp",))
-    with stack:
-        for seed in range(2):
-            with graphs.step():
-                assert_equals_eager(tower, graphs, [[17, 4, 4]], seed)
-        assert graphs.statistics().replays == len(graphs._regions)
-        assert set(graphs.statistics().fallbacks) == {"not_captured_yet"}
-
-
-def test_angles_that_want_gradients_wait_for_no_recording():
-    model = new_tower()
-    model.rotary_pos_emb.inv_freq.requires_grad_()
-    graphs, stack = grown(model, modules=("attn",))
-    with stack:
-        assert_runs_eager(model, graphs, SMALL, "input_gradients")
-        assert not graphs._growing.demand._lately.missed
 
 
 def test_buckets_that_the_user_named_are_recorded_when_they_are_asked_for(tower):
@@ -309,7 +224,7 @@ def records_a_larger_bucket(graphs):
 def records_for_a_changed_model(graphs):
     with pytest.MonkeyPatch.context() as patch, graphs.step():
         patch.setattr(graphs.model.decoder.layers[0], "eps", 0.5, raising=False)
-        graphs.model(*_drawn(SMALL))
+        graphs.model(*draw(SMALL))
 
 
 @pytest.mark.parametrize("records", [records_again, records_a_larger_bucket, records_for_a_changed_model])
@@ -337,14 +252,6 @@ def test_memory_of_a_recording_that_fails_goes_back(tower, monkeypatch, records)
             assert bodies and free[-1]
         finally:
             gc.enable()
-
-
-class Pools:
-    """Makes an executor tell its pools apart."""
-
-    def __init__(self, executor):
-        executor.new_pool = object
-        self.executor = executor
 
 
 def test_a_larger_bucket_gets_memory_that_smaller_ones_then_move_into(tower):
@@ -410,65 +317,6 @@ def test_the_report_tells_how_long_steps_waited_and_how_to_get_the_same_buckets(
         )
 
 
-def options_again(graphs):
-    """Return what the report says to write for the same buckets, by field."""
-    (line,) = (line for line in graphs.report().splitlines() if line.startswith("next run: "))
-    words = line.removeprefix("next run: ").split(" names the same")[0].split()
-    return dict(word.split("=", 1) for word in words)
-
-
-def buckets_of(graphs):
-    return sorted(graphs._regions[0].buckets)
-
-
-@pytest.mark.parametrize("modules", MODULES)
-def test_another_run_records_the_buckets_that_the_report_names_and_no_others(tower, modules):
-    graphs, stack = grown(tower, SMALL, modules=modules)
-    with stack:
-        for _ in range(4):
-            with graphs.step():
-                forward(tower, OTHER)
-                forward(tower, LARGE)
-        found, written = buckets_of(graphs), options_again(graphs)
-        assert len(found) == 2
-    read = vision_options({"vision_cuda_graph_impl": "transformer_engine", **written})
-    named = {"buckets": read.buckets, "bucket_limits": read.bucket_limits}
-    with graphs_on(tower, modules=modules, **named) as graphs:
-        assert buckets_of(graphs) == found
-        assert_equals_eager(tower, graphs, LARGE)
-        assert not graphs.statistics().fallbacks
-    graphs, stack = grown(tower, LARGE, modules=modules, **{**ON_DEMAND, **named})
-    with stack:
-        for _ in range(4):
-            with graphs.step():
-                forward(tower, OTHER)
-                forward(tower, SMALL)
-        assert set(buckets_of(graphs)) <= set(found)
-
-
-def test_limits_of_another_encoder_are_refused(tower):
-    said = "a bucket of this encoder is written as 64/.*, not 64/1"
-    graphs_there = graphs_on(tower, buckets=(64,), bucket_limits=((64, 1),), capture=False)
-    with graphs_there as graphs, pytest.raises(CaptureError, match=said):
-        graphs.capture()
-
-
-@pytest.mark.parametrize("modules", [[], ["attn"]])
-def test_packs_are_named_for_another_run(modules):
-    model, seen = packs.new_model(), [(300,), (100, 150, 50), (400, 200), (500, 90, 10), (400, 190)]
-    common = {"cuda_graph_modules": modules, "cuda_graph_impl": "transformer_engine"}
-    auto = {"cuda_graph_packed_buckets": "auto", "cuda_graph_packed_tuning": {"capture_mode": "on_demand"}}
-    with packs.graphs_on(model, packs.pack(seen[0]), **common, **auto) as graphs:
-        for seed, lengths in enumerate(seen):
-            with graphs.step():
-                packs.losses_and_gradients(model, packs.pack(lengths, seed))
-        found, written = buckets_of(graphs), options_again(graphs)
-    limits = written.pop("cuda_graph_packed_tuning.bucket_limits")
-    named = {**written, "cuda_graph_packed_tuning": {"bucket_limits": limits}}
-    with packs.graphs_on(model, packs.pack(seen[0]), **common, **named) as graphs:
-        assert len(found) > 1 and buckets_of(graphs) == found
-
-
 @pytest.mark.parametrize("modules", [(), ("attn",)])
 def test_any_sizes_over_thirty_steps_equal_eager(tower, modules):
     draw = random.Random(7)
@@ -506,22 +354,6 @@ def test_packs(modules):
                 assert_close(actual[1], expected[1])
         assert set(graphs.statistics().fallbacks) <= {"not_captured_yet"}
         assert graphs.statistics().replays >= 4 * len(graphs._regions)
-
-
-@pytest.mark.parametrize("modules", [[], ["attn"]])
-@pytest.mark.parametrize(
-    "lengths, reason", [((60,) * 7, "too_many_documents"), ((400, 10), "document_too_long")], ids=["many", "long"]
-)
-def test_packs_that_no_bucket_will_take_are_told_why(modules, lengths, reason):
-    model = packs.new_model()
-    tuning = {"capture_mode": "on_demand", "max_seqlen": 320}
-    options = {"cuda_graph_packed_buckets": "auto", "cuda_graph_packed_tuning": tuning}
-    options |= {"cuda_graph_modules": modules, "cuda_graph_impl": "transformer_engine"}
-    with packs.graphs_on(model, packs.pack((300,)), **options) as graphs:
-        for seed in range(2):
-            with graphs.step():
-                packs.losses_and_gradients(model, packs.pack(lengths, seed))
-        assert graphs.statistics().fallbacks == {reason: 2}
 
 
 def grow_with_other_ranks(fails_on_rank):

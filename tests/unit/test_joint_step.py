@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.joint_step import joint_step
 
-from .test_growing import LARGE, SMALL, assert_equals_eager, capacities, grown
+from .growing import LARGE, SMALL, assert_equals_eager, capacities, grown
 from .towers import new_tower
 
 

@@ -6,7 +6,7 @@ import torch
 from ..leaving import LeavingExecutor
 from . import packs
 from .changes import CAPACITIES, GraphedAndEager
-from .test_growing import grown
+from .growing import grown
 from .towers import assert_close, forward, graphs_on, new_tower, results
 
 ROWS = ([[1, 4, 4]], [[1, 8, 8], [1, 4, 4]])

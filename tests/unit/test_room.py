@@ -16,9 +16,9 @@ from bridge_cg_plugin.graphs.reports.report import GIB
 
 from ..executors import new_executor
 from ..ranks import run_ranks
+from .growing import LARGE, OTHER, SMALL, Pools, assert_equals_eager, capacities, grown
 from .mixes import MODULES
 from .test_demand import plain_menu
-from .test_growing import LARGE, OTHER, SMALL, Pools, assert_equals_eager, capacities, grown
 from .towers import new_tower
 
 UNUSED = 4
@@ -154,7 +154,7 @@ def test_the_victim_is_what_was_not_used_for_longest_but_never_the_largest(used,
 def grow_where_one_rank_has_less_memory():
     from torch import distributed
 
-    from .test_growing import ON_DEMAND
+    from .growing import ON_DEMAND
     from .towers import DEFAULTS, VisionGraphOptions, VisionTECudaGraphHelper, forward
 
     model = new_tower()

@@ -1,0 +1,104 @@
+"""Calls of Ministral 3's tower, Pixtral's, which takes images padded to one size and returns hidden states."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.encoders.pixtral import PixtralAdapter
+from bridge_cg_plugin.vision.batch import BatchError
+from bridge_cg_plugin.vision.host_grids import HostGrids
+
+from .hugging_face_towers import draw_padded, new_pixtral, run_pixtral
+from .test_encoders import PIXTRALS, TOLERANCE, assert_equal_results
+from .towers import assert_close, graphs_on, poison
+
+PADDED = [[1, 4, 6], [1, 8, 2]]
+
+
+def test_calls_of_pixtral_that_do_not_ask_for_hidden_states_run_eager():
+    """They come before a replay, and leave hooks on the layers."""
+    model = new_pixtral()
+    pixels, sizes = draw_padded(PADDED)
+    expected = PIXTRALS.results(model, PADDED)
+    with graphs_on(model, **PIXTRALS.largest) as graphs:
+        assert model(pixels, image_sizes=sizes).hidden_states is None
+        assert isinstance(model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=False), tuple)
+        assert graphs.statistics().fallbacks == {"call_arguments": 2}
+        assert_equal_results(PIXTRALS.results(model, PADDED), expected)
+        assert graphs.statistics().replays == 1
+
+
+def test_eager_calls_of_pixtral_before_and_after_a_capture_change_nothing():
+    """The first call that asks for hidden states leaves hooks on the layers."""
+    model = new_pixtral()
+    with graphs_on(model, **PIXTRALS.largest) as graphs:
+        with graphs.paused():
+            expected = PIXTRALS.results(model, PADDED)
+        assert_equal_results(PIXTRALS.results(model, PADDED), expected)
+        assert graphs.statistics().replays == 1 and graphs.statistics().fallbacks == {}
+
+
+def test_of_a_replays_hidden_states_the_last_can_be_had():
+    pixels, sizes = draw_padded(PADDED)
+    with graphs_on(new_pixtral(), **PIXTRALS.largest) as graphs:
+        returned = graphs.model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True)
+        assert returned.hidden_states[-1] is returned.last_hidden_state
+        with pytest.raises(OptionError, match="vision_feature_layer=-2: it must be -1"):
+            returned.hidden_states[-2]
+
+
+def test_patches_are_embedded_as_eager_does_in_whole_images():
+    """cuDNN's kernel depends on an image's size: a graph's own convolution could round otherwise."""
+    model = new_pixtral()
+    adapter, (pixels, sizes) = PixtralAdapter(model), draw_padded(PADDED)
+    batch = adapter.read(HostGrids(), pixels, sizes, output_hidden_states=True).batch
+    program = adapter.program(0, nullcontext)
+    specs = program.input_specs(Bucket(64, (4, 64)))
+    buffers = {name: torch.full(spec.shape, 7, dtype=spec.dtype) for name, spec in specs.items()}
+    program.load(buffers, batch)
+    convolved = model.patch_conv(pixels)
+    images = [convolved[image, :, :h, :w].flatten(1).T for image, (_, h, w) in enumerate(batch.rows)]
+    assert torch.equal(buffers["embedded"][: batch.tokens], torch.cat(images))
+    assert not any(buffers[name][batch.tokens :].count_nonzero() for name in ("embedded", "pixels"))
+
+
+def test_embedded_patches_have_the_type_that_autocast_computes_in():
+    model = new_pixtral()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (expected,) = run_pixtral(model, PADDED)
+        with graphs_on(model, kernels="exact", **PIXTRALS.largest) as graphs:
+            (found,) = run_pixtral(model, PADDED)
+            assert graphs.statistics().fallbacks == {}
+    assert_close([found], [expected], 1e-4)
+
+
+def test_sizes_may_be_left_out_where_images_fill_theirs():
+    model, pixels = new_pixtral(), draw_padded([[1, 4, 6]] * 2)[0]
+    call = lambda: model(pixels, output_hidden_states=True, return_dict=True).hidden_states[-1]  # noqa: E731
+    expected = call()
+    with graphs_on(model, **PIXTRALS.largest) as graphs:
+        poison(graphs, float("nan"))
+        assert_close([call()], [expected], TOLERANCE)
+        assert graphs.statistics().replays == 1
+
+
+def test_what_lies_beside_smaller_images_is_not_read():
+    model = new_pixtral()
+    pixels, sizes = draw_padded(PADDED)
+    expected = PIXTRALS.results(model, PADDED)
+    for image, (height, width) in enumerate(sizes.tolist()):
+        pixels[image, :, height:] = pixels[image, :, :, width:] = torch.nan
+    with graphs_on(model, **PIXTRALS.largest) as graphs:
+        outputs = graphs.model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True)
+        assert_close([outputs.hidden_states[-1]], expected[0], TOLERANCE)
+
+
+def test_an_image_behind_the_table_of_positions_is_refused():
+    rows = [[1, 20, 20]]
+    with pytest.raises(IndexError):
+        run_pixtral(new_pixtral(), rows)
+    with graphs_on(new_pixtral(), **PIXTRALS.largest) as graphs, pytest.raises(BatchError, match="18 x 18"):
+        run_pixtral(graphs.model, rows)
