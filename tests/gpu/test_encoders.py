@@ -223,6 +223,18 @@ FILLED = {
 }
 
 
+def in_order(run, batch):
+    """Return what eager makes of a batch by kernels that add up in one order.
+
+    Kernels that add in any order may do so in nearly the same one in two runs: both then differ less than orders do.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return run(batch)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.first
 @encoders(*PACKED, "ministral3")
 def test_exact_kernels_equal_eager_to_the_bit(encoder):
@@ -235,15 +247,18 @@ def test_exact_kernels_equal_eager_to_the_bit(encoder):
         with helper.graphs.paused():
             expected, first = encoder.run(batch)
             _, second = encoder.run(batch)
+            _, ordered = in_order(encoder.run, batch)
         poison(helper.graphs)
         outputs, replayed = encoder.run(batch)
-        first, second, replayed = (encoder.without_convolution(each) for each in (first, second, replayed))
-        noise[name], differences[name] = encoder.differ(second, first), encoder.differ(replayed, first)
+        first, second, ordered, replayed = (
+            encoder.without_convolution(each) for each in (first, second, ordered, replayed)
+        )
+        noise[name] = max(encoder.differ(each, first) for each in (second, ordered))
+        differences[name] = encoder.differ(replayed, first)
         print(f"{name}: gradients {differences[name]:.1e}, eager {noise[name]:.1e}")
         assert encoder.differ(outputs, expected) == 0.0, name
     for name, found in differences.items():
-        # By its length, a masked backward adds in any order or in one: there two eager runs show no noise.
-        assert found <= max(1.5 * (noise[name] or max(noise.values())), NOISE_FLOOR), name
+        assert found <= max(1.5 * noise[name], NOISE_FLOOR), name
     assert not helper.graphs.statistics().fallbacks
     helper.delete_cuda_graphs()
 
@@ -256,11 +271,11 @@ ORDERS = [(1, 2 * n, 2 * n + 2) for n in range(8, 30, 2)]
 @encoders("qwen25_vl", "glm45v")
 def test_automatic_buckets_hold_only_sizes_that_round_as_eager(encoder):
     batches = [encoder.batch([size]) for size in ORDERS]
-    expected = [forward(encoder.kind, encoder.model, batch) for batch in batches]
+    expected = [encoder.run(batch)[0] for batch in batches]
     equal = {}
     for buckets in ((4096,), "auto"):
         helper = encoder.on_graphs(batches, buckets=buckets, capture_mode="at_once", exact_below=0)
-        outputs = [forward(encoder.kind, encoder.model, batch) for batch in batches]
+        outputs = [encoder.run(batch)[0] for batch in batches]
         equal[buckets] = sum(encoder.differ(a, b) == 0.0 for a, b in zip(outputs, expected, strict=True))
         print(f"{buckets}: {equal[buckets]} of {len(batches)} bit-equal, {helper.graphs.statistics().replays} replays")
         assert not helper.graphs.statistics().fallbacks

@@ -18,7 +18,8 @@ DETERMINISTIC_ENCODER = {
     "max_vision_cuda_graph_seq_length": 4096,
     "vision_cuda_graph_tuning": {"max_frames": 8, "gradient_accumulation_fusion": False},
 }
-PACK_BUCKETS = (1024, 1280, 1536, 2048)  # tokens
+# Tokens. The first round needs the largest that others need: no later pack waits for a capture.
+PACK_BUCKETS = (1024, 1280, 1600, 2048)
 # Of the language model's layers, for the packs that verl makes of a microbatch. Weight gradients are rounded as eager's
 # are, so that updates stay inside its spread, which is narrow here.
 PACKED = {
