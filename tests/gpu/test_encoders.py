@@ -227,25 +227,6 @@ FILLED = {
 @pytest.mark.first
 @encoders(*PACKED, "ministral3")
 def test_exact_kernels_equal_eager_to_the_bit(encoder):
-    noise, differences = compare_exact_kernels(encoder)
-    # A masked backward adds up in an order that its rows and the moment decide: any mix may show what orders differ by.
-    masked = encoder.kind is ENCODERS["ministral3"]
-    for name, found in differences.items():
-        assert found <= max(1.5 * (max(noise.values()) if masked else noise[name]), NOISE_FLOOR), name
-
-
-@encoders("ministral3")
-def test_exact_kernels_of_one_order_give_eagers_gradients(encoder):
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        noise, differences = compare_exact_kernels(encoder)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert not any(noise.values()) and max(differences.values()) <= NOISE_FLOOR
-
-
-def compare_exact_kernels(encoder):
-    """Return, by mix, how far gradients of two eager runs and of a replay are apart; outputs are equal to the bit."""
     filled = encoder.kind is ENCODERS["glm45v"]
     sizes = FILLED if filled else FRAMED
     helper = encoder.on_graphs(buckets=(1216, 2432, 2560) if filled else (1024, 1536, 2176, 2560))
@@ -262,9 +243,12 @@ def compare_exact_kernels(encoder):
         noise[name], differences[name] = encoder.differ(second, first), encoder.differ(replayed, first)
         print(f"{name}: gradients {differences[name]:.1e}, eager {noise[name]:.1e}")
         assert encoder.differ(outputs, expected) == 0.0, name
+    # A masked backward adds up in an order that its rows and the moment decide: any mix may show what orders differ by.
+    masked = encoder.kind is ENCODERS["ministral3"]
+    for name, found in differences.items():
+        assert found <= max(1.5 * (max(noise.values()) if masked else noise[name]), NOISE_FLOOR), name
     assert not helper.graphs.statistics().fallbacks
     helper.delete_cuda_graphs()
-    return noise, differences
 
 
 # Patches of an image: Qwen2.5's MLP and GLM-4.5V's convolution are added up in many orders below 3000 rows.
