@@ -44,7 +44,7 @@ def not_recorded(settings: Mapping[str, Any]) -> tuple[Any, ...]:
         if not is_unset(value) and (needed is None or parse_flag(field, value)):
             return field, value, "null" if needed is None else "false"
     kinds = settings.get(BALANCING_TYPE)
-    named = () if is_unset(kinds) else words(kinds)
+    named = ("aux_loss",) if is_unset(kinds) else words(kinds)  # megatron-core's default
     if others := sorted({*named} - {*BALANCING}):
         return BALANCING_TYPE, others[0], ", ".join(BALANCING)
     fused = not is_unset(settings.get(FUSION)) and parse_flag(FUSION, settings[FUSION])

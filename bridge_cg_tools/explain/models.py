@@ -38,6 +38,7 @@ _QWEN3_VL, _QWEN35_VL = "qwen_vl.qwen3_vl_provider.Qwen3VL", "qwen_vl.qwen35_vl_
 _COMMON = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "add_bias_linear": False, "vocab_size": 151936}
 _DENSE = {**_COMMON, "num_moe_experts": None}
 _LARGE = {"depth": 27, "hidden_size": 1152}
+_ROUTERS_LOSS = {"moe_aux_loss_coeff": 1e-3}  # set by Bridge's conversion, not by the provider's class
 
 
 def _experts(count: int) -> dict[str, Any]:
@@ -58,7 +59,7 @@ FAMILIES = (
     Family(
         names=r"Qwen/Qwen3-VL-\d+B-A\d+B",
         provider=f"{_QWEN3_VL}MoEModelProvider",
-        sizes=_experts(128),
+        sizes=_experts(128) | _ROUTERS_LOSS,
         deepstack=(8, 16, 24),
         encoder=_LARGE,
     ),
@@ -85,7 +86,7 @@ FAMILIES = (
     Family(names=r"Qwen/Qwen3\.[56]-9B", provider=f"{_QWEN35_VL}ModelProvider", sizes=_DENSE, encoder=_LARGE),
     Family(names=r"Qwen/Qwen3\.[56]-[\d.]+B", provider=f"{_QWEN35_VL}ModelProvider", sizes=_DENSE),
     *(_family_of(model, on_hub) for model in models() for on_hub in model.hub),
-    Family(names=r"Qwen/Qwen3-\d+B-A\d+B", provider=GPT, sizes=_experts(128)),
+    Family(names=r"Qwen/Qwen3-\d+B-A\d+B", provider=GPT, sizes=_experts(128) | _ROUTERS_LOSS),
     Family(names=r"(Qwen/Qwen(2|2\.5|3)-[\d.]+B|meta-llama/(Meta-)?Llama-[23])", provider=GPT, sizes=_DENSE),
 )
 # Models with images whose encoders this package has no adapter for; another package may. Nothing else is known of them.

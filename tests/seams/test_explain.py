@@ -216,6 +216,15 @@ def test_an_encoder_without_an_adapter_is_named_where_only_the_hub_has_its_sizes
     assert (found["table"][0]["runs"], found["table"][0]["why"]) == ("eager", "no adapter for it is known")
 
 
+@pytest.mark.parametrize("recipe", ["qwen3_vl_30b_a3b_sft_config", "qwen3_30b_a3b_sft_config"])
+def test_a_routers_loss_that_only_the_conversion_sets_is_seen(bridge, recipe):
+    if not hasattr(bridge, recipe):
+        pytest.skip("this megatron-bridge lacks the recipe")
+    words = ("model.moe_router_fusion=true", "model.expert_model_parallel_size=2", "cuda_graphs=exact", "--json")
+    last = json.loads(in_a_process(recipe, *words))["table"][1]
+    assert last["part"] == "language model" and "(model.moe_router_fusion=True: it must be false" in last["why"]
+
+
 def test_an_encoder_of_another_package_is_named_and_takes_options(bridge, tmp_path):
     recipe = "kimi_k25_vl_sft_config"
     if not hasattr(bridge, recipe):

@@ -106,6 +106,7 @@ def test_off_needs_nothing_else_to_be_removed(model, said):
                 {"moe_router_force_biased": 0.0},
                 {"moe_expert_capacity_factor": 1.0},
                 {"moe_router_load_balancing_type": "global_aux_loss"},
+                {"moe_router_fusion": True, "moe_aux_loss_coeff": 1e-3},
                 {
                     "moe_router_fusion": True,
                     "moe_router_load_balancing_type": ["none", "aux_loss"],
