@@ -269,11 +269,14 @@ def test_another_model_gets_graphs_of_its_own():
     assert "forward" not in vars(first.model.language_model)
 
 
-def test_a_model_without_images_is_upstreams():
+def test_a_model_without_images_or_with_another_encoder_is_upstreams():
     schedule = mock.MagicMock()
+    another = nn.Module()
+    another.language_model, another.vision_model = nn.Linear(2, 2), nn.Linear(2, 2)
+    another.vision_model.config = SimpleNamespace(hidden_size=2)
     captured = wrapper(schedule, warmup_steps=0)
     with mock.patch.object(type(captured), "data_read", side_effect=RuntimeError("upstream's own")):
-        for model in ([nn.Linear(2, 2)], nn.Linear(2, 2)):
+        for model in ([nn.Linear(2, 2)], nn.Linear(2, 2), another):
             with pytest.raises(RuntimeError, match="upstream's own"):
                 captured(model=model, data_iterator=[], num_microbatches=1, seq_length=4, forward_only=False)
     schedule.assert_not_called()
@@ -282,6 +285,7 @@ def test_a_model_without_images_is_upstreams():
 def test_the_model_is_found_under_wrappers():
     inner = nn.Module()
     inner.language_model, inner.vision_model = nn.Linear(2, 2), nn.Linear(2, 2)
+    inner.vision_model.config = SimpleNamespace(deepstack_visual_indexes=[])
     outer = nn.Module()
     outer.module = nn.Module()
     outer.module.module = inner

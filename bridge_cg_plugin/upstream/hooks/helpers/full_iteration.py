@@ -108,10 +108,13 @@ def make_graphs(
 
 
 def find_model(chunks: nn.Module | Sequence[nn.Module]) -> nn.Module | None:
-    """Return the model, under any wrapper, that holds a vision model and a language model; None if there is none."""
-    parts = ("vision_model", "language_model")
-    found = (m for m in holders(chunks) if all(isinstance(getattr(m, part, None), nn.Module) for part in parts))
-    return next(found, None)
+    """Return the model, under any wrapper, that holds Qwen3-VL's vision model and a language model; None without."""
+    return next((m for m in holders(chunks) if _is_qwen3_vl(m)), None)
+
+
+def _is_qwen3_vl(model: nn.Module) -> bool:
+    vision, language = (getattr(model, part, None) for part in ("vision_model", "language_model"))
+    return hasattr(getattr(vision, "config", None), "deepstack_visual_indexes") and isinstance(language, nn.Module)
 
 
 @contextmanager
