@@ -145,17 +145,17 @@ def _taken(
     if held:
         parts.append(Part(name, f"{held[0]}={written.fields[held[0]]}", "as it was set"))
         return written
-    why = ""
+    why = reason = None
     for candidate in candidates:
         fields = {field: value for field, value in candidate.fields.items() if not _is_set(written, field)}
         tried = replace(written, fields={**written.fields, **fields})
         unasked = candidate.unless and not _is_set(written, MODULES)
         reason = candidate.unless if unasked else _refusal(tried, facts, make)
         if reason is None:
-            parts.append(Part(name, candidate.graphs, why))
+            parts.append(Part(name, candidate.graphs, why or ""))
             return tried
         why = why or reason
-    parts.append(Part(name, "eager", why or UNTRIED))
+    parts.append(Part(name, "eager", reason or UNTRIED))
     return written
 
 

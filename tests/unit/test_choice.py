@@ -141,6 +141,13 @@ def test_a_whole_step_with_experts_is_captured_only_where_a_person_asks():
     assert options.language_model.impl == "full_iteration"
 
 
+@pytest.mark.parametrize("experts", [{"expert_model_parallel_size": 8}, {"target_modules": "linear_fc1"}])
+def test_what_stays_eager_names_what_keeps_even_the_least_of_it_from_graphs(experts):
+    settings = {**PACKED, "num_moe_experts": 8, **experts, "recompute_granularity": "selective"}
+    part = chosen(settings)[1]["language model"]
+    assert part.graphs == "eager" and part.why.startswith("model.recompute_granularity='selective'")
+
+
 def test_full_recompute_keeps_the_encoder_eager_and_says_so():
     options, parts = chosen({**DENSE, "recompute_granularity": "full"})
     assert not options.vision.enabled
