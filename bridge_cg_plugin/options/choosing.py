@@ -22,6 +22,7 @@ UNTRIED = "no graphs of such layers were tried on a GPU"
 MOST_EXPERT_RANKS = 2
 MUCH_MEMORY = f"experts of so many ranks take much memory in a graph; {MODULES}=[] captures them"
 READS_COUNTS = f"{IMPL}=full_iteration with experts: the host reads the number of tokens of each expert"
+READS_IMAGES = f"{IMPL}=full_iteration on this model: megatron-core would capture the images of one step for all"
 TRACKERS = ("te_rng_tracker", "use_te_rng_tracker")
 # Returns the typed options of fields.
 Make = Callable[[Written], GraphOptions]
@@ -107,7 +108,7 @@ def _language_model(facts: Facts, model: Any) -> Iterator[_Candidate]:
     if facts.packed_data:
         yield from _packed(facts) if layers else ()
         return
-    unless = READS_COUNTS if facts.moe else ""
+    unless = READS_COUNTS if facts.moe else READS_IMAGES if facts.other_tower else ""
     yield _Candidate({IMPL: "full_iteration", MODULES: [], SCOPE: None}, "the whole of it", unless)
     if layers and not facts.mamba:
         per_layer = {IMPL: "transformer_engine", SCOPE: None}

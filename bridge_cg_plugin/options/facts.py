@@ -22,6 +22,8 @@ QWEN3_VL = (
     *("Qwen3VLModelProvider", "Qwen3VLMoEModelProvider"),
     *("Qwen35VLModelProvider", "Qwen35VLMoEModelProvider"),
 )
+# Fields of providers whose model has a vision encoder.
+IMAGE_FIELDS = ("vision_config", "thinker_config", "vision_model_type", "freeze_vision_model")
 # Nemotron Omni's provider is one of these.
 NEMOTRON_VL = "NemotronVLModelProvider"
 # Layers of Qwen3-VL's encoder and its mergers. Bridge puts adapters into all that have a target's name; a target with
@@ -197,7 +199,8 @@ def _bases(model: Any) -> set[str]:
 def _has_tower(model: Any) -> bool:
     mro = type(model).__mro__
     bridges = any(b.__module__.startswith(BRIDGES_MODELS) and b.__name__.endswith(PROVIDER) for b in mro)
-    return bridges and hasattr(model, "vision_cuda_graph_impl") and _bases(model).isdisjoint(QWEN3_VL)
+    takes_images = any(hasattr(model, name) for name in ("vision_cuda_graph_impl", *IMAGE_FIELDS))
+    return bridges and takes_images and _bases(model).isdisjoint(QWEN3_VL)
 
 
 def _flag(settings: dict[str, Any], name: str) -> bool | None:

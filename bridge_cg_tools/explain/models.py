@@ -197,7 +197,8 @@ def unknown_model(provider: str = GPT) -> Any:
     found = {name: value for name, value in known.items() if name not in _FROM_THE_HUB}
     if provider == GPT:
         return UnknownModel(**found)
-    return type(provider.rpartition(".")[2], (UnknownModel,), {})(**found)
+    module, _, name = provider.rpartition(".")
+    return type(name, (UnknownModel,), {"__module__": f"{MODELS}.{module}"})(**found)
 
 
 def _kind(provider: str) -> Any:

@@ -141,6 +141,16 @@ def test_a_whole_step_with_experts_is_captured_only_where_a_person_asks():
     assert options.language_model.impl == "full_iteration"
 
 
+@pytest.mark.parametrize("fields", [{"freeze_vision_model": False}, {"vision_cuda_graph_impl": "none"}])
+def test_a_whole_step_with_images_is_captured_only_where_a_person_asks(fields):
+    kind = type("Gemma4VLModelProvider", (SimpleNamespace,), {"__module__": "megatron.bridge.models.gemma_vl"})
+    model = kind(cuda_graph_impl="none", **fields, **DENSE)
+    options, parts = chosen(model, fields if "vision_cuda_graph_impl" in fields else {})
+    assert options.language_model.impl == "transformer_engine" and parts["language model"].graphs == "whole layers"
+    assert "would capture the images of one step" in parts["language model"].why
+    assert chosen(model, {"cuda_graph_impl": "full_iteration"})[0].language_model.impl == "full_iteration"
+
+
 @pytest.mark.parametrize("experts", [{"expert_model_parallel_size": 8}, {"target_modules": "linear_fc1"}])
 def test_what_stays_eager_names_what_keeps_even_the_least_of_it_from_graphs(experts):
     settings = {**PACKED, "num_moe_experts": 8, **experts, "recompute_granularity": "selective"}

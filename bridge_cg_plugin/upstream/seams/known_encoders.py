@@ -5,12 +5,11 @@ Imports neither torch nor Megatron: `bridge-cg explain` asks.
 
 from typing import Any
 
+from ...options.facts import IMAGE_FIELDS
 from .encoder_group import other_providers, points
 from .encoders import declared
 from .registry.models import QWEN3_VL
 
-# Fields of providers whose model has a vision encoder.
-IMAGE_FIELDS = ("vision_config", "thinker_config", "vision_model_type", "freeze_vision_model")
 NO_ADAPTER = "without an adapter for vision graphs"
 HOW_TO_ADD = "docs/adding_an_encoder.md shows how to write one"
 
