@@ -20,6 +20,7 @@ from bridge_cg_plugin.vision.shape import Shape
 from .cost import CostModel
 from .counts import drawn, whole_count
 from .errors import PlanError
+from .json_lines import json_lines
 from .plan import BUCKET_COUNTS, Percentiles, percentiles, rounded_up
 
 
@@ -122,15 +123,13 @@ def read_images(path: Path) -> list[Image]:
     if not path.exists():
         raise PlanError(f"Cannot plan from {path}: it does not exist. It must be .json or .jsonl.")
     try:
-        text = path.read_text()
         if path.suffix.lower() == ".json":
-            found = json.loads(text)
+            found = json.loads(path.read_text(encoding="utf-8-sig"))
             if not isinstance(found, dict):
                 raise PlanError(f'Cannot plan from {path}: it must be a histogram {{"WIDTHxHEIGHT": count}}.')
             images = drawn([(_named(size, path), _count(count, size, path)) for size, count in found.items()])
         elif path.suffix.lower() == ".jsonl":
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-            images = [_image(row, f"{path}, row {number}") for number, row in enumerate(rows)]
+            images = [_image(row, f"{path}, row {number}") for number, row in enumerate(json_lines(path))]
         else:
             raise PlanError(f"Cannot plan from {path}: it must be .json or .jsonl.")
     except PlanError:

@@ -10,6 +10,7 @@ from typing import Any
 
 from .counts import drawn, whole_count
 from .errors import PlanError
+from .json_lines import json_lines
 from .packing import Pack
 
 LENGTH_FIELDS = ("length", "num_tokens", "token_count", "n_tokens")
@@ -72,9 +73,9 @@ def _rows(path: Path, field: str | None) -> Iterable[Any]:
             raise PlanError(f"Cannot plan from {path}: it has no .arrow or .parquet files.")
         return [row for file in files for row in _rows(file, field)]
     if suffix == ".json":
-        return _histogram(json.loads(path.read_text()), path)
+        return _histogram(json.loads(path.read_text(encoding="utf-8-sig")), path)
     if suffix == ".jsonl":
-        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        return list(json_lines(path))
     if suffix in (".parquet", ".arrow", ".feather"):
         return _table_rows(path, field)
     if suffix == ".npy":

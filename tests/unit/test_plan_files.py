@@ -38,6 +38,24 @@ def test_lengths_from_every_kind_of_file(tmp_path):
     assert read_documents(write(tmp_path / "b.jsonl", '{"n": 7}'), "n").lengths == (7,)
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "byte order mark"])
+def test_rows_end_where_json_lines_do(tmp_path, mark):
+    text = (
+        mark
+        + '{"text": "a\u2028b\x85c", "length": 3, "width": 9, "height": 8}\n{"length": 5, "width": 9, "height": 8}\n'
+    )
+    file = write(tmp_path / "a.jsonl", text)
+    assert read_documents(file).lengths == (3, 5) and len(read_images(file)) == 2
+    assert read_documents(write(tmp_path / "a.json", mark + '{"5": 1}')).lengths == (5,)
+    assert read_images(write(tmp_path / "b.json", mark + '{"9x8": 1}')) == [Image(9, 8)]
+
+
+@pytest.mark.parametrize("read", [read_documents, read_images])
+def test_a_row_that_is_no_json_is_named(tmp_path, read):
+    with pytest.raises(PlanError, match="a.jsonl: row 1: Expecting"):
+        read(write(tmp_path / "a.jsonl", '{"length": 3, "width": 9, "height": 8}\n\n{bad\n'))
+
+
 def test_bridges_packed_files(tmp_path):
     numpy, pyarrow, parquet = (pytest.importorskip(name) for name in ("numpy", "pyarrow", "pyarrow.parquet"))
     rows = [{"input_ids": [1] * 9, "seq_start_id": [0, 4], "loss_mask": [1] * 9}]
