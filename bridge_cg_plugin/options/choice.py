@@ -1,15 +1,20 @@
 """The one setting for all graphs of a model."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .declaration import Group, option
-from .values import one_of
+from .values import Parser, one_of, parse_choice
 
 SETTING = "cuda_graphs"
 SETTINGS = ("exact", "fastest", "off")
 # Names of parts.
 VISION_ENCODER, LANGUAGE_MODEL_PART, ALL_PARTS = "vision encoder", "language model", "all"
+
+
+def _parse(field: str, value: Any) -> str:
+    """Return the setting; YAML reads a bare off as false."""
+    return parse_choice(field, "off" if value is False else value, SETTINGS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +23,7 @@ class ChoiceOptions:
 
     setting: Literal["exact", "fastest", "off"] | None = option(
         None,
-        one_of(SETTINGS),
+        Parser(one_of(SETTINGS).allowed, _parse),
         "HOW",
         "every graph that the model supports: exact, fastest or off",
         "`exact` rounds outputs and gradients as eager does, packs as eager on as many rows. `fastest` also uses "

@@ -69,6 +69,12 @@ def test_off_switches_everything_off_that_a_recipe_has_on():
     assert not options.enabled
 
 
+def test_a_bare_off_in_yaml_which_reads_it_as_false_is_off(tmp_path):
+    (tmp_path / "off.yaml").write_text("model:\n  cuda_graphs: off\n  cuda_graph_impl: transformer_engine\n")
+    options, _ = chosen(str(tmp_path / "off.yaml"))
+    assert options.choice.setting == "off" and not options.enabled
+
+
 @pytest.mark.parametrize(
     "said",
     [
