@@ -84,6 +84,12 @@ def test_a_language_model_alone(active):
     assert normalize(config)[0].language_model.enabled
 
 
+def test_vision_graphs_of_a_language_model_are_refused_for_its_missing_encoder(active):
+    config = config_of(GPT, recompute_granularity="full")
+    with pytest.raises(OptionError, match="whose configuration has no such field"):
+        apply_overrides(config, {}, ["model.vision_cuda_graph_impl=transformer_engine"], set_words)
+
+
 def test_the_setting_survives_copies_until_it_is_resolved(active):
     config = config_of(QWEN3_VL, cuda_graphs="exact")
     assert copy.deepcopy(config.model).cuda_graphs == "exact"

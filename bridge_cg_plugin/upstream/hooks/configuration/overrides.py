@@ -14,11 +14,12 @@ from ....options.choosing import refuse_other_trackers
 from ....options.groups import split_name, tuning_of
 from ....options.normalization import warn_once
 from ....options.precedence import settle
+from ....options.releases import field_values
 from ....options.sources import ATTRIBUTES, FIELDS, SETTINGS, Written, collect, fields_of
 from ....options.values import is_unset
 from .environment_options import apply_environment
 from .field_values import check_value
-from .graph_fields import apply_options
+from .graph_fields import apply_options, describe_release
 from .training_config import check_configuration
 
 ApplyWords = Callable[[Any, Sequence[str]], None]
@@ -59,6 +60,8 @@ def apply_overrides(
     if _NAN_CHECK not in map(_leaf, others):
         settings[_NAN_CHECK] = False
     options, written = normalize(config, settings, trackers, flags, of_graphs)
+    # First, as no combination with a field that the model lacks is of help.
+    field_values(options, describe_release(getattr(config, "model", None) or config))
     check_options(options, facts_of(written))
     return _apply(options, config)
 
