@@ -163,6 +163,8 @@ def _guarded(found: Diagnosis, what: str, look: Callable[[], None]) -> bool:
 def _remedy(said: str) -> str:
     if "did not import within" in said:
         return "run bridge-cg doctor --details, which waits longer, or look at the load of this machine"
+    if "AllocatorConfig" in said:
+        return "correct or unset PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF: name:value,name:value"
     library = "cudnn" in said.lower() or "cannot open shared object" in said
     return "install the library that is missing, as the message names it" if library else "reinstall what it names"
 

@@ -80,6 +80,7 @@ def told(started: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
     if begun := [line.removeprefix(_BEGINS) for line in out.splitlines() if line.startswith(_BEGINS)]:
         raise ProbeError(f"{begun[-1]} ended the process that imported it, with status {started.returncode}")
     lines = [line.strip() for line in err.splitlines() if line.strip()]
+    lines = [line for line in lines if line.startswith("what():")] or lines  # of C++, before its stack
     raise ProbeError(lines[-1] if lines else f"its process ended with status {started.returncode}")
 
 

@@ -231,6 +231,13 @@ def test_that_pytorch_does_not_import_is_one_problem(monkeypatch):
     assert sum("libcudnn" in what for what in asked(monkeypatch, broken, broken)) == 1
 
 
+def test_settings_that_end_pytorch_are_named(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments=True")
+    monkeypatch.setattr(doctor.probe, "start", lambda: started("import torch; torch.cuda.memory"))
+    problem = next(found for found in doctor.diagnose().problems if found.what.startswith("PyTorch does not work"))
+    assert "AllocatorConfig" in problem.what and "PYTORCH_CUDA_ALLOC_CONF" in problem.remedy
+
+
 def test_a_library_that_ends_its_process_is_named_beside_a_missing_gpu(monkeypatch):
     works = "from bridge_cg_tools import probe; probe._tell({'active': True, 'gpu': None, 'failed': []})"
     ends = "import os; print('BRIDGE_CG_IMPORTS hydra', flush=True); os.abort()"
