@@ -90,7 +90,7 @@ def _differs(found: Forecast) -> list[str]:
     if not found.differs or found.measured is None:
         return []
     measured = found.measured
-    options = "default options" if measured.fit else f"{KERNELS}={measured.kernels[0]}"
+    options = "default options" if measured.fit and "auto" in measured.kernels else f"{KERNELS}={measured.kernels[0]}"
     options += "" if "auto" in measured.attention else f", {ATTENTION}={measured.attention[0]}"
     figures = f"The figures are of one {measured.gpu}, an encoder trained whole, and {options}."
     return [f"Not measured here: {', '.join(found.differs)}. {figures}"]

@@ -141,6 +141,15 @@ def test_what_was_not_measured_has_no_figure_in_the_table(of, options, gpu, said
     assert as_json(found)["not_measured"] == [said]
 
 
+@pytest.mark.parametrize(
+    "kernels, said", [("exact", "vision_cuda_graph_tuning.kernels=exact"), ("auto", "default options")]
+)
+def test_figures_say_which_kernels_they_are_of(kernels, said):
+    found = forecast(config(model(tensor_model_parallel_size=4)), on(kernels=kernels), None)
+    text = render(Answer(options=options_with(on(kernels=kernels)), forecast=found, has_model=True))
+    assert f"an encoder trained whole, and {said}." in " ".join(text.split())
+
+
 def test_adapters_were_not_measured():
     class LoRA:
         pass
