@@ -4,8 +4,8 @@ Matrix libraries choose a kernel by the number of rows. With sides that are no m
 Qwen2.5-VL's MLP, and in convolutions, these kernels add up in different orders.
 """
 
-from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,6 @@ from ..graphs.planning.buckets import Bucket
 from ..graphs.program import RegionProgram
 from ..graphs.recordings.capture import is_capturing
 from ..upstream_types import UpstreamModule
-
-# Sizes are looked at where they are asked for, in spans of so many tokens: a look multiplies by each of them.
-SPAN = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +62,23 @@ class RowProduct:
         return found.flatten(1)
 
 
+class _Order:
+    """Sizes at which products are added up in one order: rows of each are the first rows of the next larger one."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+
+    def next_to(self, size: int) -> int:
+        """Return the smallest of these that is no less than a size, the largest where none is."""
+        return self._sizes[min(bisect_left(self._sizes, size), len(self._sizes) - 1)]
+
+    def add(self, size: int) -> None:
+        """Note a size whose rows are as those of the one next to it."""
+        insort(self._sizes, size)
+
+
 class AlikeSizes:
-    """Runs of sizes that round alike, found by trying.
+    """Sizes that round alike, found by trying every size that is asked about once.
 
     Args:
         products: Those of an encoder; one of each kind is tried.
@@ -74,57 +86,70 @@ class AlikeSizes:
     """
 
     def __init__(self, products: Iterable[RowProduct], unit: int) -> None:
-        self._unit, self._span = unit, max(SPAN // unit, 1) * unit
+        self._unit = unit
         self._products = tuple({product.kind: product for product in products}.values())
-        self._devices = {product.module.weight.device.type for product in self._products}
-        self._firsts: dict[tuple[Hashable, int], list[int]] = {}
-        self._lasts: dict[tuple[Hashable, int, int], int] = {}
+        self._device = next((product.module.weight.device.type for product in self._products), "cpu")
+        self._orders: dict[Hashable, list[_Order]] = {}
+        self._order_of: dict[tuple[Hashable, int], _Order] = {}
 
-    def last(self, tokens: int, capacity: int) -> int:
-        """Return the largest size up to a capacity that rounds as this one, which is no larger.
+    def alike(self, tokens: int, capacity: int) -> bool:
+        """Whether a size rounds as one that is no smaller.
 
         Inside a capture, nothing is tried: further sizes are not known to round alike.
         """
-        types = tuple(map(autocast_dtype, self._devices))
-        asked = types, tokens, capacity
-        if asked not in self._lasts:
-            found = self._last(*asked)
-            if found is None:
-                return tokens
-            self._lasts[asked] = found
-        return self._lasts[asked]
+        if tokens == capacity:
+            return True
+        autocast = autocast_dtype(self._device)
+        order = self._order(autocast, capacity)
+        return order is not None and self._order(autocast, tokens) is order
 
-    def _last(self, types: Hashable, tokens: int, capacity: int) -> int | None:
-        """Return what `last` does under an autocast; None where it is not known and cannot be tried now."""
-        spans = range(tokens // self._span, -(-capacity // self._span)) if tokens < capacity else ()
-        for span in spans:
-            if (types, span) not in self._firsts:
-                if is_capturing():
-                    return None
-                self._firsts[types, span] = self._changes_in(span)
-            firsts = self._firsts[types, span]
-            following = bisect_right(firsts, tokens)
-            if following < len(firsts):
-                return min(firsts[following] - self._unit, capacity)
-        return capacity
+    def last(self, tokens: int, capacity: int) -> int:
+        """Return a size up to a capacity that rounds as this one, which is no larger: the capacity, or one before.
 
-    def _changes_in(self, span: int) -> list[int]:
-        """Return where runs begin in a span, which reaches to the first size of the next one."""
-        sizes = range(max(span * self._span, self._unit), (span + 1) * self._span + 1, self._unit)
-        return sorted({size for product in self._products for size in _changes(product, sizes)})
+        The next size rounds otherwise. It is the largest where orders change once, else perhaps a smaller one.
+        """
+        if self.alike(tokens, capacity):
+            return capacity
+        found, other = tokens // self._unit, -(-capacity // self._unit)
+        while other - found > 1:
+            between = _roundest(found, other)
+            if self.alike(tokens, between * self._unit):
+                found = between
+            else:
+                other = between
+        return max(found * self._unit, tokens)
+
+    def _order(self, autocast: torch.dtype | None, size: int) -> _Order | None:
+        """Return the order at a size; None where it is not known and cannot be tried now."""
+        asked = autocast, size
+        if asked not in self._order_of:
+            if is_capturing():
+                return None
+            orders = self._orders.setdefault(autocast, [])
+            orders.sort(key=lambda order: abs(order.next_to(size) - size))
+            order = next((each for each in orders if self._same(size, each.next_to(size))), None)
+            if order is None:
+                orders.append(order := _Order())
+            order.add(size)
+            self._order_of[asked] = order
+        return self._order_of[asked]
+
+    def _same(self, one: int, other: int) -> bool:
+        return all(_rounds_alike(product, *sorted((one, other))) for product in self._products)
+
+
+def _roundest(low: int, high: int) -> int:
+    """Return the number between two others that is a multiple of the largest power of two."""
+    dropped = (low ^ (high - 1)).bit_length() - 1
+    return (high - 1) >> dropped << dropped
 
 
 @torch.no_grad()
-def _changes(product: RowProduct, sizes: Sequence[int]) -> Iterator[int]:
-    """Yield the sizes whose rows round otherwise than those of the size before."""
-    rows, weight, bias = product.operands(sizes[-1] // product.tokens)
-    changed, before = [], product(rows[: sizes[0] // product.tokens], weight, bias)
-    for size in sizes[1:]:
-        found = product(rows[: size // product.tokens], weight, bias)
-        changed.append((found[: len(before)] != before).any())
-        before = found
-    if changed:
-        yield from (size for size, other in zip(sizes[1:], torch.stack(changed).tolist(), strict=True) if other)
+def _rounds_alike(product: RowProduct, size: int, larger: int) -> bool:
+    """Whether the rows of a size are the first ones of a larger size."""
+    rows, weight, bias = product.operands(larger // product.tokens)
+    few = product(rows[: size // product.tokens], weight, bias)
+    return torch.equal(few, product(rows, weight, bias)[: len(few)])
 
 
 class RoundedAsEager(ObjectProxy):  # type: ignore[type-arg]  # older releases take none
@@ -142,6 +167,6 @@ class RoundedAsEager(ObjectProxy):  # type: ignore[type-arg]  # older releases t
     def refuse(self, batch: Any, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
         refusal: Fallback | None = self.__wrapped__.refuse(batch, bucket)
-        if refusal is None and self._self_sizes.last(batch.tokens, bucket.tokens) < bucket.tokens:
+        if refusal is None and not self._self_sizes.alike(batch.tokens, bucket.tokens):
             return Fallback.OTHER_ROUNDING
         return refusal
