@@ -5,7 +5,7 @@ Qwen2.5-VL's MLP, and in convolutions, these kernels add up in different orders.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,25 +83,34 @@ class AlikeSizes:
     Args:
         products: Those of an encoder; one of each kind is tried.
         unit: Sizes are multiples of it.
+        autocasts: What autocast has cast to in microbatches, None without it; others are added. Without any, that at a
+            question counts.
     """
 
-    def __init__(self, products: Iterable[RowProduct], unit: int) -> None:
+    def __init__(
+        self, products: Iterable[RowProduct], unit: int, autocasts: set[torch.dtype | None] | None = None
+    ) -> None:
         self._unit = unit
         self._products = tuple({product.kind: product for product in products}.values())
         self._device = next((product.module.weight.device.type for product in self._products), "cpu")
+        self._autocasts = set() if autocasts is None else autocasts
+        self._types = {product.module.weight.dtype for product in self._products}
         self._orders: dict[Hashable, list[_Order]] = {}
         self._order_of: dict[tuple[Hashable, int], _Order] = {}
 
-    def alike(self, tokens: int, capacity: int) -> bool:
-        """Whether a size rounds as one that is no smaller.
+    def alike_now(self, tokens: int, capacity: int) -> bool:
+        """Whether a microbatch, which is under way, rounds as one that is no smaller.
 
         Inside a capture, nothing is tried: further sizes are not known to round alike.
         """
-        if tokens == capacity:
-            return True
         autocast = autocast_dtype(self._device)
-        order = self._order(autocast, capacity)
-        return order is not None and self._order(autocast, tokens) is order
+        self._autocasts.add(autocast)
+        return self._alike(autocast, tokens, capacity)
+
+    def alike(self, tokens: int, capacity: int) -> bool:
+        """Whether microbatches of a size round as those of one that is no smaller."""
+        autocasts = self._autocasts or {autocast_dtype(self._device)}
+        return all(self._alike(autocast, tokens, capacity) for autocast in autocasts)
 
     def last(self, tokens: int, capacity: int) -> int:
         """Return a size up to a capacity that rounds as this one, which is no larger: the capacity, or one before.
@@ -119,6 +128,14 @@ class AlikeSizes:
                 other = between
         return max(found * self._unit, tokens)
 
+    def _alike(self, autocast: torch.dtype | None, tokens: int, capacity: int) -> bool:
+        if tokens == capacity:
+            return True
+        if self._types <= {autocast, torch.float64}:  # nothing is cast
+            autocast = None
+        order = self._order(autocast, capacity)
+        return order is not None and self._order(autocast, tokens) is order
+
     def _order(self, autocast: torch.dtype | None, size: int) -> _Order | None:
         """Return the order at a size; None where it is not known and cannot be tried now."""
         asked = autocast, size
@@ -127,15 +144,16 @@ class AlikeSizes:
                 return None
             orders = self._orders.setdefault(autocast, [])
             orders.sort(key=lambda order: abs(order.next_to(size) - size))
-            order = next((each for each in orders if self._same(size, each.next_to(size))), None)
+            order = next((each for each in orders if self._same(autocast, size, each.next_to(size))), None)
             if order is None:
                 orders.append(order := _Order())
             order.add(size)
             self._order_of[asked] = order
         return self._order_of[asked]
 
-    def _same(self, one: int, other: int) -> bool:
-        return all(_rounds_alike(product, *sorted((one, other))) for product in self._products)
+    def _same(self, autocast: torch.dtype | None, one: int, other: int) -> bool:
+        with torch.autocast(self._device, autocast, enabled=autocast is not None):
+            return all(_rounds_alike(product, *sorted((one, other))) for product in self._products)
 
 
 def _roundest(low: int, high: int) -> int:
@@ -157,16 +175,16 @@ class RoundedAsEager(ObjectProxy):  # type: ignore[type-arg]  # older releases t
 
     Args:
         program: The program.
-        sizes: Which sizes round alike.
+        alike: Whether a size rounds as one that is no smaller.
     """
 
-    def __init__(self, program: RegionProgram, sizes: AlikeSizes) -> None:
+    def __init__(self, program: RegionProgram, alike: Callable[[int, int], bool]) -> None:
         super().__init__(program)
-        self._self_sizes = sizes
+        self._self_alike = alike
 
     def refuse(self, batch: Any, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
         refusal: Fallback | None = self.__wrapped__.refuse(batch, bucket)
-        if refusal is None and not self._self_sizes.alike(batch.tokens, bucket.tokens):
+        if refusal is None and not self._self_alike(batch.tokens, bucket.tokens):
             return Fallback.OTHER_ROUNDING
         return refusal

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..announce import announce
 from ..attention_bounds import SIDE_STREAM_UP_TO
+from ..graphs.changes.source import autocast_dtype
 from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.piece import CallSite, Growth, Piece
 from ..graphs.planning.buckets import Bucket, BucketPlan, any_size
@@ -60,10 +61,12 @@ class EncoderCapture:
         self._compiler = KernelCompiler(partial(family.compilations, (model,)))
         self._regions: list[Region] = []
         self._alike: AlikeSizes | None = None
+        self._autocasts: set[torch.dtype | None] = set()  # of microbatches
         self._warmup_peak = 0
 
     def begin(self, device: torch.device) -> None:
         """Prepare for captures on a device, in a thread of its own."""
+        self._device_type = device.type
         self._compiler.begin(device)
 
     def end(self) -> None:
@@ -73,6 +76,7 @@ class EncoderCapture:
     def observe(self, batch: EncoderBatch) -> None:
         """Take a microbatch of the warm-up steps into account."""
         self.plan.observe(batch)
+        self._autocasts.add(autocast_dtype(self._device_type))
         self._compiler.saw(batch.tokens)
 
     def capture(self, manager: Manager) -> None:
@@ -128,7 +132,7 @@ class EncoderCapture:
         program = self.encoder_program()
         parts = () if self._options.whole_encoder else self._parts()
         unit, frames = self._adapter.unit, self.plan.max_frames()
-        menu = menu_of(self._options, unit, program, parts, frames, self._buckets_of, self._last_alike)
+        menu = menu_of(self._options, unit, self._planned_program(), parts, frames, self._buckets_of, self._last_alike)
         self.demand = Demand(menu, min(limit, self.plan.largest))
         for shape in self.plan.last:
             self.demand.saw(shape)
@@ -221,14 +225,19 @@ class EncoderCapture:
     def encoder_program(self) -> RegionProgram:
         """Return the whole encoder as a region."""
         program = self._adapter.program(self._options.exact_below, self.kernels)
-        return program if self._alike is None else RoundedAsEager(program, self._alike)
+        return program if self._alike is None else RoundedAsEager(program, self._alike.alike_now)
+
+    def _planned_program(self) -> RegionProgram:
+        """Return the whole encoder as buckets are chosen for it, between two microbatches."""
+        program = self._adapter.program(self._options.exact_below, self.kernels)
+        return program if self._alike is None else RoundedAsEager(program, self._alike.alike)
 
     def _alike_sizes(self) -> AlikeSizes | None:
         """Return which sizes may share a bucket; None where all may, or where the user named the buckets."""
         if self._options.buckets != "auto" or self.kernels.fast:
             return None
         products = list(self._family.products(self._model))
-        return AlikeSizes(products, self._adapter.unit) if products else None
+        return AlikeSizes(products, self._adapter.unit, self._autocasts) if products else None
 
     @property
     def _last_alike(self) -> Callable[[int, int], int]:

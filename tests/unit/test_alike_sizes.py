@@ -154,6 +154,15 @@ def test_products_of_each_type_are_tried(monkeypatch):
     assert AlikeSizes([RowProduct(layer, 1) for layer in layers], unit=4).last(4, 1024) == 64
 
 
+def test_autocast_that_casts_nothing_is_not_tried(tried):
+    sizes = AlikeSizes([RowProduct(nn.Linear(8, 8).bfloat16(), 1)], unit=4)
+    sizes.last(64, 256)
+    del tried[:]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sizes.alike_now(64, 256) and sizes.alike(64, 256)
+    assert not tried
+
+
 def test_trying_draws_no_random_number(begins):
     sizes = sizes_of(1)
     state = torch.get_rng_state()
@@ -230,7 +239,7 @@ def test_a_bucket_that_rounds_otherwise_is_refused(begins):
         def refuse(self, batch, bucket):
             return Fallback.TOO_MANY_FRAMES if bucket.limits else None
 
-    program = RoundedAsEager(Program(), sizes_of(1))
+    program = RoundedAsEager(Program(), sizes_of(1).alike)
     assert program.name == "vision_encoder" and isinstance(program, Program)
     assert program.refuse(Rows(64), Bucket(64)) is program.refuse(Rows(104), Bucket(256)) is None
     assert program.refuse(Rows(64), Bucket(256)) is Fallback.OTHER_ROUNDING
@@ -288,32 +297,54 @@ def test_a_new_capture_tries_the_layers_that_there_are_then(begins):
             assert_close(run_qwen25(model, rows), [outputs], 1e-5)
 
 
-def test_autocast_has_orders_of_its_own(monkeypatch):
-    """The first buckets are planned outside of it."""
-
+@pytest.fixture
+def begins_under_autocast(monkeypatch):
     def linear(x, weight, bias=None):
         other = weight.shape[1] == INNER and torch.is_autocast_enabled("cpu") and x.shape[0] >= 100
         return LINEAR(x, weight, bias) * (1 + 99 * other)
 
     monkeypatch.setattr(functional, "linear", linear)
+
+
+def run_under_autocast(model, rows):
+    with torch.autocast("cpu", torch.bfloat16):
+        [outputs] = run_qwen25(model, rows)
+    outputs.float().sum().backward()
+    return outputs
+
+
+def test_autocast_has_orders_of_its_own(begins_under_autocast):
+    """Warm-up steps ran without it."""
     model, options = new_qwen25(**WIDTHS), {"buckets": "auto", "capture_mode": "at_once", "kernels": "exact"}
-
-    def run(rows):
-        with torch.autocast("cpu", torch.bfloat16):
-            [outputs] = run_qwen25(model, rows)
-        outputs.float().sum().backward()
-        return outputs
-
-    expected = [run(rows) for rows in ROWS]
+    expected = [run_under_autocast(model, rows) for rows in ROWS]
     with every_product(), graphs_on(model, capture=False, **options) as graphs:
         for rows in ROWS:
             run_qwen25(model, rows)
         assert graphs.capture()
-        run(ROWS[0])
+        run_under_autocast(model, ROWS[0])
         for rows, outputs in zip(ROWS, expected, strict=True):
-            assert_close([run(rows)], [outputs], 2e-2)
+            assert_close([run_under_autocast(model, rows)], [outputs], 2e-2)
         found = graphs.statistics()
         assert found.replays > 3 and found.fallbacks[Fallback.OTHER_ROUNDING] > 0
+
+
+@pytest.mark.parametrize("mode", ["at_once", "on_demand"])
+def test_sizes_get_buckets_by_the_orders_of_the_autocast_of_microbatches(begins_under_autocast, mode):
+    """Buckets are chosen between two of them, where there is none."""
+    model = new_qwen25(**WIDTHS)
+    options = {"buckets": "auto", "capture_mode": mode, "kernels": "exact", "strict": False, "max_frames": "auto"}
+    expected = [run_under_autocast(model, rows) for rows in ROWS]
+    with every_product(), graphs_on(model, capture=False, **options) as graphs:
+        for _ in range(8):
+            for rows in ROWS:
+                run_under_autocast(model, rows)
+        assert graphs.capture()
+        for _ in range(30):
+            before = graphs.statistics()
+            with graphs.step():
+                for rows, outputs in zip(ROWS, expected, strict=True):
+                    assert_close([run_under_autocast(model, rows)], [outputs], 2e-2)
+        assert graphs.statistics().fallbacks == before.fallbacks
 
 
 @pytest.mark.parametrize(
