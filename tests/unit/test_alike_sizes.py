@@ -188,10 +188,22 @@ def test_products_are_those_of_the_modules():
     assert list(row_products(model)) == []  # none on a GPU
 
 
-def test_quantized_layers_are_not_tried(monkeypatch):
+class Packed(torch.Tensor):
+    """A weight that looks as one of bf16, as TorchAO's do."""
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.zeros(32, 24, dtype=torch.uint8),  # two values a byte
+        torch.zeros(32, 48, dtype=torch.float8_e4m3fn),
+        torch.zeros(32, 48, dtype=torch.bfloat16).as_subclass(Packed),
+    ],
+)
+def test_quantized_layers_are_not_tried(monkeypatch, weight):
     model = new_qwen25()
     layer = model.blocks[0].mlp.down_proj
-    layer.weight = nn.Parameter(torch.zeros(32, 24, dtype=torch.uint8), requires_grad=False)  # two values a byte
+    layer.weight = nn.Parameter(weight, requires_grad=False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert layer not in [product.module for product in row_products(model)]
 

@@ -108,8 +108,13 @@ def row_products(model: UpstreamModule) -> Iterator[RowProduct]:
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
             continue
-        if module.weight.is_cuda and module.weight.is_floating_point():  # quantized layers multiply in their own ways
+        if module.weight.is_cuda and not _is_quantized(module.weight):
             yield RowProduct(module, 1 if name.startswith(OF_PATCHES) else cells)
+
+
+def _is_quantized(weight: Tensor) -> bool:
+    """Whether layers multiply with a weight in ways of their own."""
+    return type(weight.data) is not Tensor or not weight.is_floating_point() or weight.dtype.itemsize == 1
 
 
 def fewer_patches(batch: VisionBatch, misfit: str | None) -> str | None:
