@@ -5,12 +5,12 @@ Qwen2.5-VL's MLP, and in convolutions, these kernels add up in different orders.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from wrapt import ObjectProxy
 
@@ -91,12 +91,22 @@ class AlikeSizes:
         self, products: Iterable[RowProduct], unit: int, autocasts: set[torch.dtype | None] | None = None
     ) -> None:
         self._unit = unit
-        self._products = tuple({product.kind: product for product in products}.values())
-        self._device = next((product.module.weight.device.type for product in self._products), "cpu")
+        self._products = {product.kind: product for product in products}
+        self._device = next((product.module.weight.device.type for product in self._products.values()), "cpu")
         self._autocasts = set() if autocasts is None else autocasts
-        self._types = {product.module.weight.dtype for product in self._products}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._types = {product.module.weight.dtype for product in self._products.values()}
         self._orders: dict[Hashable, list[_Order]] = {}
         self._order_of: dict[tuple[Hashable, int], _Order] = {}
+
+    def add(self, products: Iterable[RowProduct]) -> None:
+        """Try these products, too: the encoder has changed. With new ones, all sizes are tried again."""
+        known = len(self._products)
+        self._products |= {product.kind: product for product in products}
+        if len(self._products) > known:
+            self._forget()
 
     def alike_now(self, tokens: int, capacity: int) -> bool:
         """Whether a microbatch, which is under way, rounds as one that is no smaller.
@@ -153,7 +163,7 @@ class AlikeSizes:
 
     def _same(self, autocast: torch.dtype | None, one: int, other: int) -> bool:
         with torch.autocast(self._device, autocast, enabled=autocast is not None):
-            return all(_rounds_alike(product, *sorted((one, other))) for product in self._products)
+            return all(_rounds_alike(product, *sorted((one, other))) for product in self._products.values())
 
 
 def _roundest(low: int, high: int) -> int:
@@ -176,11 +186,20 @@ class RoundedAsEager(ObjectProxy):  # type: ignore[type-arg]  # older releases t
     Args:
         program: The program.
         alike: Whether a size rounds as one that is no smaller.
+        look: Called when the encoder may have changed.
     """
 
-    def __init__(self, program: RegionProgram, alike: Callable[[int, int], bool]) -> None:
+    def __init__(
+        self, program: RegionProgram, alike: Callable[[int, int], bool], look: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(program)
-        self._self_alike = alike
+        self._self_alike, self._self_look = alike, look
+
+    def modules(self) -> Sequence[nn.Module]:
+        """See `RegionProgram`; asked after every change of a module."""
+        self._self_look()
+        modules: Sequence[nn.Module] = self.__wrapped__.modules()
+        return modules
 
     def refuse(self, batch: Any, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""

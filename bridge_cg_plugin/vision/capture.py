@@ -225,7 +225,12 @@ class EncoderCapture:
     def encoder_program(self) -> RegionProgram:
         """Return the whole encoder as a region."""
         program = self._adapter.program(self._options.exact_below, self.kernels)
-        return program if self._alike is None else RoundedAsEager(program, self._alike.alike_now)
+        return program if self._alike is None else RoundedAsEager(program, self._alike.alike_now, self._look)
+
+    def _look(self) -> None:
+        """Look which products there are now: a model that has changed gets recordings without being planned anew."""
+        if self._alike is not None:
+            self._alike.add(self._family.products(self._model))
 
     def _planned_program(self) -> RegionProgram:
         """Return the whole encoder as buckets are chosen for it, between two microbatches."""

@@ -309,6 +309,41 @@ def test_a_new_capture_tries_the_layers_that_there_are_then(begins):
             assert_close(run_qwen25(model, rows), [outputs], 1e-5)
 
 
+class Adapted(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.down, self.up = layer, nn.Linear(layer.in_features, INNER), nn.Linear(INNER, 24)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize(
+    "mode, reason", [("at_once", Fallback.OTHER_ROUNDING), ("on_demand", Fallback.NOT_CAPTURED_YET)]
+)
+def test_products_of_adapters_that_come_later_are_tried(begins, mode, reason):
+    model = new_qwen25(intermediate_size=24)
+    options = {"buckets": "auto", "capture_mode": mode, "kernels": "exact", "strict": False, "max_frames": "auto"}
+
+    def products(model):
+        return [RowProduct(layer, 1) for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]
+
+    with every_product(products), graphs_on(model, capture=False, **options) as graphs:
+        for _ in range(8):
+            for rows in ROWS:
+                run_qwen25(model, rows)
+        assert graphs.capture()
+        model.blocks[0].mlp.gate_proj = Adapted(model.blocks[0].mlp.gate_proj)
+        with graphs.paused():
+            expected = [run_qwen25(model, rows)[0] for rows in ROWS]
+        for _ in range(20):
+            with graphs.step():
+                for rows, outputs in zip(ROWS, expected, strict=True):
+                    assert_close(run_qwen25(model, rows), [outputs], 1e-5)
+        found = graphs.statistics()
+        assert found.replays > 50 and set(found.fallbacks) == {Fallback.MODEL_CHANGED, reason}
+
+
 @pytest.fixture
 def begins_under_autocast(monkeypatch):
     def linear(x, weight, bias=None):
