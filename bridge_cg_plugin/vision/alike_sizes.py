@@ -21,6 +21,9 @@ from ..graphs.program import RegionProgram
 from ..graphs.recordings.capture import is_capturing
 from ..upstream_types import UpstreamModule
 
+# Orders whose sizes are nearest are those that a size is compared with; one that is as another's counts as new.
+NEAREST = 4
+
 
 @dataclass(frozen=True, slots=True)
 class RowProduct:
@@ -154,7 +157,8 @@ class AlikeSizes:
                 return None
             orders = self._orders.setdefault(autocast, [])
             orders.sort(key=lambda order: abs(order.next_to(size) - size))
-            order = next((each for each in orders if self._same(autocast, size, each.next_to(size))), None)
+            near = orders[:NEAREST]
+            order = next((each for each in near if self._same(autocast, size, each.next_to(size))), None)
             if order is None:
                 orders.append(order := _Order())
             order.add(size)

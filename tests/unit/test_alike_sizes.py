@@ -114,6 +114,17 @@ def test_many_large_sizes_take_few_products(tried):
     assert len(tried) < 4 * len(seen)
 
 
+def test_sizes_of_many_orders_take_few_products(monkeypatch):
+    tried = []
+    monkeypatch.setattr(
+        functional, "linear", lambda x, *others: tried.append(1) or LINEAR(x, *others) * (1 + len(x) // 16)
+    )
+    sizes = AlikeSizes([RowProduct(nn.Linear(8, 8), 1)], unit=4)
+    seen = range(300, 16_000, 80)
+    plan_buckets(seen, last_alike=sizes.last)
+    assert len(tried) < 32 * len(seen)
+
+
 def test_sizes_that_no_bucket_may_hold_are_not_tried(tried):
     sizes = AlikeSizes([RowProduct(nn.Linear(8, 8), 1)], unit=4)
     demand = Demand(plain_menu(last_alike=sizes.last, unit=4), limit=512)
