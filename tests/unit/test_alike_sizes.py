@@ -125,6 +125,21 @@ def test_sizes_of_many_orders_take_few_products(monkeypatch):
     assert len(tried) < 32 * len(seen)
 
 
+def test_orders_that_take_turns_share_few_buckets():
+    def last(tokens, capacity):
+        """Sizes of 64 tokens in a row are alike, and all those of every other row."""
+        size = capacity
+        while size // 64 % 2 != tokens // 64 % 2:
+            size -= 4
+        return size
+
+    seen = range(300, 16_000, 80)
+    plan = plan_buckets(seen, last_alike=last)
+    assert len(plan.capacities) < 50
+    held = [min(c for c in plan.capacities if c >= size and last(size, c) == c) for size in seen]
+    assert plan.padding_share == 1 - sum(seen) / sum(held)
+
+
 def test_sizes_that_no_bucket_may_hold_are_not_tried(tried):
     sizes = AlikeSizes([RowProduct(nn.Linear(8, 8), 1)], unit=4)
     demand = Demand(plain_menu(last_alike=sizes.last, unit=4), limit=512)

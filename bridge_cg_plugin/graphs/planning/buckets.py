@@ -133,7 +133,7 @@ def plan_buckets(
     candidates = sorted({min(round_up(size, step), top) for size in padded_sizes} | {top})
     chosen = _least_padding(candidates, padded_sizes, max_buckets)
     capacities = _with_alike({*exact, *_fill_gaps(chosen, step)}, padded_sizes, step, last_alike)
-    padded = sum(min(c for c in capacities if c >= size) for size in fitting)
+    padded = sum(next(c for c in capacities if c >= size and last_alike(size, c) == c) for size in fitting)
     share = 1 - sum(fitting) / padded if padded else 0.0
     return BucketPlan(tuple(capacities), share, len(sizes))
 
@@ -184,12 +184,13 @@ def _fill_gaps(capacities: Sequence[int], step: int) -> list[int]:
 def _with_alike(
     capacities: set[int], sizes: Iterable[int], step: int, last_alike: Callable[[int, int], int]
 ) -> list[int]:
-    """Return capacities, with more of them for sizes that share no bucket with the next larger one."""
+    """Return capacities, with more of them for sizes that share no bucket with one that is little larger."""
     found = set(capacities)
     for size in sorted(set(sizes), reverse=True):
-        capacity = min(c for c in found if c >= size)
-        if last_alike(size, capacity) < capacity:
-            found.add(last_alike(size, min(round_up(size, step), capacity)))
+        nearest, *others = sorted(c for c in found if c >= size)
+        near = [nearest, *(c for c in others if c <= LARGEST_STEP * size)]
+        if not any(last_alike(size, capacity) == capacity for capacity in near):
+            found.add(last_alike(size, min(round_up(size, step), nearest)))
     return sorted(found)
 
 
