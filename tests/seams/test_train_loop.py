@@ -242,6 +242,13 @@ def test_a_replay_waits_once_for_each_group_of_parameters(align):
     assert log == [("first", align), ("second", align)]
 
 
+def test_data_parallelism_is_found_under_another_wrapper():
+    model, outer = nn.Linear(4, 4), nn.Module()
+    outer.module, log = gathered_chunk(model)
+    parameter_gather([outer], model)()
+    assert len(log) == 2 and gradient_reduction([outer], model, None) is not None
+
+
 def test_nothing_is_waited_for_while_upstream_has_its_hooks_off():
     model = nn.Linear(4, 4)
     chunk, log = gathered_chunk(model, hooks=False)

@@ -7,7 +7,10 @@ from typing import Any
 from torch import nn
 
 from ...upstream_types import UpstreamModule
+from ..wrappers import unwrapped
 from .reduction_order import ReductionOrder
+
+GROUPS = "param_to_bucket_group"
 
 
 def parameter_gather(chunks: Sequence[nn.Module], model: nn.Module) -> Callable[[], None] | None:
@@ -94,11 +97,16 @@ def reduction_order(chunks: Sequence[nn.Module], model: nn.Module) -> ReductionO
     return ReductionOrder(kept, [parameters[id(group)] for group in kept], own)
 
 
+def data_parallel(chunks: Sequence[nn.Module]) -> list[UpstreamModule]:
+    """Return the data parallelism of a model's chunks, which other wrappers may be around."""
+    return [module for chunk in chunks for module in unwrapped(chunk) if vars(module).get(GROUPS)]
+
+
 def bucket_groups(chunks: Sequence[nn.Module], model: nn.Module) -> tuple[UpstreamModule, list[Any]] | None:
     """Return the chunk whose data parallelism has the model's parameters, and their bucket groups in order."""
     parameters = list(model.parameters())
-    for chunk in chunks:
-        groups_of = getattr(chunk, "param_to_bucket_group", None) or {}
+    for chunk in data_parallel(chunks):
+        groups_of = chunk.param_to_bucket_group
         owned = [p for p in parameters if p in groups_of]
         if owned:
             return chunk, list({id(groups_of[p]): groups_of[p] for p in owned}.values())
