@@ -256,6 +256,69 @@ def test_a_copy_of_a_model_has_no_driver():
         assert LOOPS._known(model) is None
 
 
+class Wrapper(nn.Module):
+    """What loops put around a model, or take off it for some of their calls."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+    def set_input_tensor(self, tensor): ...
+
+    def forward(self, *args):
+        return self.module(*args)
+
+
+def test_a_model_has_one_driver_under_all_wrappers():
+    model, eager = Policy(), Policy(vision_cuda_graph_impl="none")
+    kept = Wrapper(model)
+    for chunk in (model, kept, kept, Wrapper(model), Wrapper(model)):
+        assert_equal(call(chunk, 2), call(eager, 2))
+    (graphs,) = active_graphs()
+    assert (graphs.step_number, graphs.statistics().replays) == (5, 8)
+
+
+class Group:
+    """Parameters that arrive when they are waited for."""
+
+    def __init__(self, parameters):
+        self._parameters, self.arrives = parameters, False
+
+    def finish_param_sync(self, skip_next_bucket_dispatch):
+        if self.arrives:
+            with torch.no_grad():
+                torch._foreach_mul_(self._parameters, 1.5)
+        self.arrives = False
+
+
+class DataParallel(Wrapper):
+    """Data parallelism with overlapped gathers, as far as the plugin looks at it."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.group = Group(list(model.parameters()))
+        self.param_to_bucket_group = dict.fromkeys(model.parameters(), self.group)
+        self.ddp_config = SimpleNamespace(align_param_gather=False, overlap_grad_reduce=False)
+        self.remove_forward_pre_hook_handles = {"module": "handle"}
+
+
+@pytest.mark.parametrize("around", [lambda model: model, Wrapper], ids=["outermost", "under a wrapper"])
+def test_replays_wait_for_data_parallelism_that_comes_later(around):
+    model, eager = Policy(), Policy(vision_cuda_graph_impl="none")
+    for seed in range(3):
+        assert_equal(call(model, 2, seed=seed), call(eager, 2, seed=seed))
+    parallel, reference = DataParallel(model), DataParallel(eager)
+    outer = around(parallel)
+    for seed in range(3):
+        for each in (parallel, reference):
+            each.group.arrives = True
+        reference.group.finish_param_sync(False)  # as eager's hooks do
+        assert_equal(call(outer, 2, seed=seed), call(reference, 2, seed=seed))
+    call(model, 2)
+    (graphs,) = active_graphs()
+    assert (graphs.step_number, graphs.statistics().replays) == (4, 6)
+
+
 def test_deactivated_nothing_is_captured():
     bridge_cg_plugin.deactivate()
     model = Policy()

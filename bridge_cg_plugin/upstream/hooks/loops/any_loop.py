@@ -24,13 +24,13 @@ from ...seams.call_arguments import arguments_of
 from ...seams.patches import Patch
 from ...seams.registry import seam
 from ...seams.registry.loops import SCHEDULES
-from ...wrappers import config_of
+from ...wrappers import config_of, unwrapped
 from ..helpers.graph_helper import active_graphs, has_helper
 
 if TYPE_CHECKING:
     from .loop_driver import LoopDriver
 
-# Attribute of a model's first chunk.
+# Attribute of a model's first chunk without wrappers: a loop may put others around it, or none, for each call.
 HELD = "_bridge_cg_loop"
 
 
@@ -45,7 +45,7 @@ def asks_for_packed_graphs(config: Any) -> bool:
 
 
 class _Held:
-    """A model's driver as an attribute of its first chunk, so that both go when the loop drops the model.
+    """A model's driver as an attribute of its first chunk, under any wrapper: both go when the loop drops the model.
 
     A driver refers to its model, so a table of this process would keep both. A copy of the model has no driver.
     """
@@ -73,9 +73,13 @@ class Loops:
             OptionError: An option cannot work.
         """
         chunks = [model] if isinstance(model, nn.Module) else list(model)
+        if chunks[0] in self._bridges:
+            return None
         driver = self._known(chunks[0])
-        if driver is not None or chunks[0] in self._bridges:
-            return driver
+        if driver is not None:
+            if driver.serves(chunks):
+                return driver
+            self._end(driver)
         if chunks[0] not in self._met:
             self._met.add(chunks[0])
             self.tell(chunks)
@@ -94,11 +98,11 @@ class Loops:
         if memory_may_leave():
             after_empty_cache(self.follow_models)
             follow_storages(chunks)
-        vars(chunks[0])[HELD] = _Held(driver)
+        vars(unwrapped(chunks[0])[-1])[HELD] = _Held(driver)
         return driver
 
     def _known(self, first: nn.Module) -> "LoopDriver | None":
-        held = vars(first).get(HELD)
+        held = vars(unwrapped(first)[-1]).get(HELD)
         return held.driver if held is not None and held.driver in self._drivers else None
 
     def follow_options(self, config: Any) -> None:

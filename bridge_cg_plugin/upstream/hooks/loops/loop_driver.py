@@ -15,6 +15,7 @@ from ....options.normalization import options_of
 from ....options.packed import MAX_PACKED_SEQS
 from ....options.sources import collect
 from ...environment import memory_may_leave
+from ...parallel.data_parallel import data_parallel
 from ...wrappers import config_of, unwrapped
 from ..configuration.graph_fields import apply_options
 from ..configuration.provider_fields import EVERY
@@ -86,6 +87,7 @@ class LoopDriver:
         check_options(self._options, facts_of(written), harmless=False)
         self._warmup = getattr(config, "cuda_graph_warmup_steps", WARMUP_CALLS)
         self._calls = 0
+        self._data_parallel = data_parallel(chunks)
         helpers: list[Any] = []
         # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
         stages = getattr(config, "pipeline_model_parallel_size", None) or 1
@@ -113,7 +115,15 @@ class LoopDriver:
 
     def is_outdated(self) -> bool:
         """Whether the model's config has other options now, and no schedule call is under way."""
-        return options_of(collect(self.config)) != self._options and not any(each.in_step for each in self.graphs)
+        return options_of(collect(self.config)) != self._options and not self._in_step
+
+    def serves(self, chunks: Sequence[nn.Module]) -> bool:
+        """Whether replays wait for the data parallelism that is around these chunks of the model, if any is."""
+        return self._in_step or all(each in self._data_parallel for each in data_parallel(chunks))
+
+    @property
+    def _in_step(self) -> bool:
+        return any(each.in_step for each in self.graphs)
 
     @property
     def graphs(self) -> list[GraphManager]:
