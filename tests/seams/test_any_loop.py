@@ -56,6 +56,17 @@ def test_passes_without_a_backward_get_graphs_without_one():
     assert sum(counts.evaluations for counts in graphs.statistics().buckets.values()) >= 6
 
 
+def test_a_reference_that_was_built_in_inference_mode_is_on_graphs():
+    eager, modes = Policy(vision_cuda_graph_impl="none").eval(), (torch.no_grad, torch.inference_mode)
+    with torch.inference_mode():
+        reference = Policy().eval()
+    for seed, mode in enumerate(modes * 2):
+        with mode():
+            actual = call(reference, 2, forward_only=True, seed=seed)
+            assert_equal(actual, call(eager, 2, forward_only=True, seed=seed))
+    assert active_graphs()[0].statistics().replays == 6
+
+
 def test_policy_and_reference_in_one_process_have_graphs_of_their_own():
     policy, reference = Policy(0), Policy(1).eval()
     for seed in range(4):

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from ..changes.dict_watch import WATCHER
@@ -58,6 +59,7 @@ class ParameterAliases:
 
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:
-    alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    with torch.inference_mode(parameter.is_inference()):  # outside, those of a model made inside can require nothing
+        alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     alias.__dict__.update(parameter.__dict__)
     return alias
