@@ -1,9 +1,11 @@
 """Rounds of a policy whose encoder and language model are both on graphs, as verl runs them."""
 
 import copy
+import gc
 from collections import deque
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -216,3 +218,25 @@ def test_a_policy_and_its_reference_settle_in_their_third_round(executors, modul
     for graphs in active_graphs():
         assert not graphs.statistics().fallbacks and graphs.statistics().replays
     assert_all_left(executors)
+
+
+def trained(model, seed):
+    """Return losses and gradients of one schedule call."""
+    losses = run_schedule(model, [(*each, seed) for each in MICROBATCHES], forward_only=False)
+    return losses, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_models_that_share_an_encoder_have_decoders_of_their_own_on_graphs():
+    """As a policy and its critic; once the first one is gone, the second one has the encoder."""
+    graphed, eager = ([WholePolicy(graphs, seed) for seed in range(2)] for graphs in (True, False))
+    for first, second in (graphed, eager):
+        second.vision_model = first.vision_model
+    del first, second
+    while graphed:
+        for seed, index in product(range(3), range(len(graphed))):
+            assert_equal(trained(graphed[index], seed), trained(eager[index], seed))
+        parts = {part for model in graphed for part in (model.vision_model, model.language_model.decoder)}
+        assert {graphs.model for graphs in active_graphs()} == parts
+        assert all(graphs.statistics().replays for graphs in active_graphs())
+        del graphed[0], eager[0], parts
+        gc.collect()

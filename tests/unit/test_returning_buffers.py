@@ -70,6 +70,14 @@ def test_buffers_of_two_modules_return_where_only_their_memory_is_another(scale)
     assert one.scale is other.scale is scale
 
 
+def test_buffers_of_what_models_share_are_left_to_one_of_them(scale):
+    own, shared = Scaled(scale), Scaled(scale.clone())
+    returning = ReturningBuffers([nn.ModuleList((own, shared))], [shared])
+    found = [replaced(module, 2.0) for module in (own, shared)]
+    returning.put_back()
+    assert own.scale is scale and shared.scale is found[1]
+
+
 def test_a_buffer_made_in_inference_mode_replaces_another(scale):
     module = Scaled(scale)
     returning = ReturningBuffers([module])

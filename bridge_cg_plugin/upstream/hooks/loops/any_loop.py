@@ -25,7 +25,7 @@ from ...seams.patches import Patch
 from ...seams.registry import seam
 from ...seams.registry.loops import SCHEDULES
 from ...wrappers import config_of, unwrapped
-from ..helpers.graph_helper import active_graphs, has_helper
+from ..helpers.graph_helper import active_graphs, modules_on_graphs
 
 if TYPE_CHECKING:
     from .loop_driver import LoopDriver
@@ -84,7 +84,10 @@ class Loops:
             self._met.add(chunks[0])
             self.tell(chunks)
         config = config_of(chunks)
-        if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config)) or has_helper(chunks):
+        if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config)):
+            return None
+        others = modules_on_graphs(chunks)
+        if others and not others <= {graphs.model for driver in self._drivers for graphs in driver.graphs}:
             return None
         from ...environment import memory_may_leave
         from .emptied_cache import after_empty_cache
@@ -92,7 +95,7 @@ class Loops:
         from .resized_storages import follow_storages
 
         driver = LoopDriver(
-            chunks, config, microbatches, asks_for_vision_graphs(config), asks_for_packed_graphs(config)
+            chunks, config, microbatches, asks_for_vision_graphs(config), asks_for_packed_graphs(config), others
         )
         self._drivers.add(driver)
         if memory_may_leave():

@@ -1,6 +1,6 @@
 """One model's graphs over the schedule calls of a training loop."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from ...parallel.data_parallel import data_parallel
 from ...wrappers import config_of, unwrapped
 from ..configuration.graph_fields import apply_options
 from ..configuration.provider_fields import EVERY
+from ..helpers.graph_helper import modules_on_graphs
 from ..helpers.packed_helper import PackedCudaGraphHelper, find_decoders
 from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_config, encoders_to_capture
 from .emptied_cache import has_left
@@ -73,6 +74,7 @@ class LoopDriver:
         microbatches: Of the first call.
         vision: Whether its vision encoder is to be on graphs.
         packed: Whether its packed sequences are.
+        others: What it shares with other models, whose drivers have it on graphs.
 
     Raises:
         OptionError: An option cannot work.
@@ -81,13 +83,22 @@ class LoopDriver:
     _reported = False
     _helpers: Sequence[Any] = ()
 
-    def __init__(self, chunks: Sequence[nn.Module], config: Any, microbatches: int, vision: bool, packed: bool) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        config: Any,
+        microbatches: int,
+        vision: bool,
+        packed: bool,
+        others: Set[nn.Module] = frozenset(),
+    ) -> None:
         written = collect(config)
         self.config, self._options = config, options_of(written)
         check_options(self._options, facts_of(written), harmless=False)
         self._warmup = getattr(config, "cuda_graph_warmup_steps", WARMUP_CALLS)
         self._calls = 0
         self._data_parallel = data_parallel(chunks)
+        self._others = others
         helpers: list[Any] = []
         # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
         stages = getattr(config, "pipeline_model_parallel_size", None) or 1
@@ -97,11 +108,12 @@ class LoopDriver:
             "capture_mode": ON_DEMAND,
             "releasable": memory_may_leave(),
         }
-        self._buffers = ReturningBuffers(chunks if memory_may_leave() else ())
+        self._buffers = ReturningBuffers(chunks if memory_may_leave() else (), others)
         encoders = encoders_to_capture(chunks, config) if vision else []
         for found in encoders:
-            helpers.append(VisionTECudaGraphHelper(chunks, encoder_config(found), found=found, **settings))
-        if packed:
+            if found.model not in others:
+                helpers.append(VisionTECudaGraphHelper(chunks, encoder_config(found), found=found, **settings))
+        if packed and others.isdisjoint(find_decoders(chunks)):
             helpers.append(PackedCudaGraphHelper(chunks, config, **settings))
         self._helpers = helpers
         if stages == 1:
@@ -118,8 +130,9 @@ class LoopDriver:
         return options_of(collect(self.config)) != self._options and not self._in_step
 
     def serves(self, chunks: Sequence[nn.Module]) -> bool:
-        """Whether replays wait for the data parallelism that is around these chunks of the model, if any is."""
-        return self._in_step or all(each in self._data_parallel for each in data_parallel(chunks))
+        """Whether replays wait for the data parallelism around these chunks, and what others had on graphs still is."""
+        known = all(each in self._data_parallel for each in data_parallel(chunks))
+        return self._in_step or (known and (not self._others or self._others <= modules_on_graphs(chunks)))
 
     @property
     def _in_step(self) -> bool:

@@ -35,14 +35,16 @@ class ReturningBuffers:
 
     Args:
         models: The model's chunks.
+        others: Modules of theirs whose buffers somebody else puts back.
     """
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
+    def __init__(self, models: Iterable[nn.Module], others: Iterable[nn.Module] = ()) -> None:
         self._of: WeakKeyDictionary[nn.Module, dict[str, _Held]] = WeakKeyDictionary()
         modules = list(dict.fromkeys(module for model in models for module in model.modules()))
         tables = (table for module in modules for table in (vars(module), module._buffers))
         places = Counter(id(each) for table in tables for each in table.values() if isinstance(each, Tensor))
-        for module in modules:
+        left = {module for other in others for module in other.modules()}
+        for module in (each for each in modules if each not in left):
             there = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
             if there:
                 self._of[module] = {name: _Held(b, _layout(b), places[id(b)] > 1) for name, b in there.items()}
