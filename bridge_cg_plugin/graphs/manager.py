@@ -83,6 +83,7 @@ class GraphManager:
         self._stays_away = False
         self._warned: set[str] = set()
         workload.attach(self)
+        self._untraced = torch.compiler.disable(self._forward)
         self._instance = InstanceMethod(model, "forward", self._forward)
 
     def detach(self) -> None:
@@ -94,6 +95,8 @@ class GraphManager:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward: a replay where possible, eager otherwise."""
+        if torch.compiler.is_dynamo_compiling():  # what a loop compiles around the module must not trace captures
+            return self._untraced(*args, **kwargs)
         call = self.workload.read(*args, **kwargs)
         eager = partial(self.eager_forward, *args, **kwargs)
         balanced = self.workload.balanced

@@ -390,10 +390,11 @@ class Region:
         if not isinstance(bucket, Bucket):
             return bucket
         found = self._made.late.find(source, bucket, mode, index, records)
-        if isinstance(found, Fallback) and self._growth is not None and index is None:
-            bucket, found = self._larger(source, batch, size, bucket, mode, found)  # parts in one slot share a bucket
         if isinstance(found, Fallback):
-            return found
+            if self._growth is not None and index is None:  # parts in one slot share a bucket
+                bucket, found = self._larger(source, batch, size, bucket, mode, found)
+            if isinstance(found, Fallback):
+                return found
         slot, recorded = found
         if slot.common is not None and recorded.turn is not None and not slot.common.admits(recorded.turn):
             return Fallback.PARTS_IN_ANOTHER_ORDER

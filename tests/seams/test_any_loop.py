@@ -67,6 +67,17 @@ def test_a_reference_that_was_built_in_inference_mode_is_on_graphs():
     assert active_graphs()[0].statistics().replays == 6
 
 
+def test_a_compiled_model_gets_graphs_inside_its_calls(monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    eager, model = Policy(vision_cuda_graph_impl="none").eval(), Policy().eval()
+    model.forward = torch.compile(model.forward, backend="eager")
+    with torch.no_grad():
+        for seed in range(3):
+            actual = call(model, 2, forward_only=True, seed=seed)
+            assert_equal(actual, call(eager, 2, forward_only=True, seed=seed))
+    assert active_graphs()[0].statistics().replays == 4
+
+
 def test_policy_and_reference_in_one_process_have_graphs_of_their_own():
     policy, reference = Policy(0), Policy(1).eval()
     for seed in range(4):
