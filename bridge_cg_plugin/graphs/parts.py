@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .fallback import Fallback
@@ -43,6 +44,7 @@ class Parts:
         self._regions: list[Region] = []
         self._methods: list[InstanceMethod] = []
         self._current: _Chosen | None = None
+        self._untraced: Callable[..., tuple[Tensor, ...] | None] = torch.compiler.disable(self.replay)
 
     @property
     def patched(self) -> tuple[tuple[nn.Module, str], ...]:
@@ -112,6 +114,8 @@ class Parts:
         self, region: Region, read: ReadPart | None, hidden: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, ...] | None:
         """Return the outputs of a part's replay; None where it runs eager."""
+        if torch.compiler.is_dynamo_compiling():  # as in `GraphManager`, where a loop compiles around the part alone
+            return self._untraced(region, read, hidden, args, kwargs)
         if read is None:
             return self._replay_together(region, hidden)
         batch = None if self._is_paused() else read(hidden, args, kwargs)
