@@ -116,7 +116,7 @@ def plan_buckets(
         capacity_limit: Capacity that memory allows; larger ones are cut to it.
         exact_below: Sizes up to this get a capacity of exactly their size, as nothing else may hold them.
         headroom: Without `largest`, how far capacities reach beyond the largest size, as a factor.
-        last_alike: Returns the largest size up to a capacity that shares buckets with a size, which is no larger.
+        last_alike: Returns a capacity where it holds a size, which is no larger, else a size before it that does.
 
     Raises:
         ValueError: No size and no `largest`, so there is nothing to plan from.

@@ -44,7 +44,7 @@ class Menu:
         exact_below: Shapes of up to this many tokens must fill a bucket exactly.
         capacities: Those that the user named, ascending; empty where all may be recorded.
         weights: How many weights of this rank a token is multiplied with.
-        last_alike: Returns the largest size up to a capacity that shares buckets with a size, which is no larger.
+        last_alike: Returns a capacity where it holds a size, which is no larger, else a size before it that does.
     """
 
     buckets_of: Callable[[int], Sequence[Bucket]]
