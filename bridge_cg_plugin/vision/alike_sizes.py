@@ -7,7 +7,7 @@ Qwen2.5-VL's MLP, and in convolutions, these kernels add up in different orders.
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,41 +27,54 @@ NEAREST = 4
 
 @dataclass(frozen=True, slots=True)
 class RowProduct:
-    """A product of rows with a weight.
+    """A product of rows with a weight: what the order of additions depends on besides the number of rows.
+
+    It keeps no module: one may be replaced, and a loop may take its weights to another device.
 
     Attributes:
-        module: A linear layer, or a convolution whose kernel covers a row; images are in channels-last format.
+        weight: Shape of the weight; images are in channels-last format.
+        strides: Of the weight.
+        bias: Shape of the bias, if there is one.
+        dtype: Of all.
+        device: Of all.
+        step: Stride of a convolution, whose kernel covers a row; None of a linear layer.
         tokens: Tokens of one row.
     """
 
-    module: UpstreamModule
+    weight: torch.Size
+    strides: tuple[int, ...]
+    bias: torch.Size | None
+    dtype: torch.dtype
+    device: torch.device
+    step: tuple[int, ...] | None
     tokens: int
 
-    @property
-    def kind(self) -> Hashable:
-        """What the order of additions depends on besides the number of rows."""
-        weight, bias = self.module.weight, self.module.bias
-        return weight.shape, weight.stride(), weight.dtype, bias is None, self.tokens
+    @classmethod
+    def of(cls, module: UpstreamModule, tokens: int) -> Self:
+        """Return the product of a linear layer, or of a convolution; `tokens` as in the attributes."""
+        weight, bias = module.weight, module.bias
+        shape, step = None if bias is None else bias.shape, getattr(module, "stride", None)
+        return cls(weight.shape, weight.stride(), shape, weight.dtype, weight.device, step, tokens)
 
     def operands(self, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return so many rows, a weight and a bias, drawn alike at every call; random states stay as they are.
 
-        The module's own would show no order where they are zero, as adapters are at first, or NaN, and may be away.
+        The module's own would show no order where they are zero, as adapters are at first, or NaN.
         """
-        weight, bias = self.module.weight, self.module.bias
-        generator = torch.Generator(weight.device).manual_seed(0)
-        like = {"dtype": weight.dtype, "device": weight.device, "generator": generator}
-        rows = torch.randn(count, *weight.shape[1:], **like)
-        drawn = torch.empty_like(weight).copy_(torch.randn(weight.shape, **like))
+        generator = torch.Generator(self.device).manual_seed(0)
+        like: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "generator": generator}
+        rows = torch.randn(count, *self.weight[1:], **like)
+        weight = torch.empty_strided(self.weight, self.strides, dtype=self.dtype, device=self.device)
+        weight.copy_(torch.randn(self.weight, **like))
         rows = rows.to(memory_format=torch.channels_last) if rows.dim() == 4 else rows
-        return rows, drawn, None if bias is None else torch.randn(bias.shape, **like)
+        return rows, weight, None if self.bias is None else torch.randn(self.bias, **like)
 
     def __call__(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the products of rows, as the module computes them."""
-        if weight.dim() == 2:
+        if self.step is None:
             return functional.linear(rows, weight, bias)
         convolve = functional.conv2d if weight.dim() == 4 else functional.conv3d
-        found: Tensor = convolve(rows, weight, bias, self.module.stride)
+        found: Tensor = convolve(rows, weight, bias, self.step)
         return found.flatten(1)
 
 
@@ -84,7 +97,7 @@ class AlikeSizes:
     """Sizes that round alike, found by trying every size that is asked about once.
 
     Args:
-        products: Those of an encoder; one of each kind is tried.
+        products: Those of an encoder; equal ones are tried once.
         unit: Sizes are multiples of it.
         autocasts: What autocast has cast to in microbatches, None without it; others are added. Without any, that at a
             question counts.
@@ -94,20 +107,20 @@ class AlikeSizes:
         self, products: Iterable[RowProduct], unit: int, autocasts: set[torch.dtype | None] | None = None
     ) -> None:
         self._unit = unit
-        self._products = {product.kind: product for product in products}
-        self._device = next((product.module.weight.device.type for product in self._products.values()), "cpu")
+        self._products = dict.fromkeys(products)
+        self._device = next((product.device.type for product in self._products), "cpu")
         self._autocasts = set() if autocasts is None else autocasts
         self._forget()
 
     def _forget(self) -> None:
-        self._types = {product.module.weight.dtype for product in self._products.values()}
+        self._types = {product.dtype for product in self._products}
         self._orders: dict[Hashable, list[_Order]] = {}
         self._order_of: dict[tuple[Hashable, int], _Order] = {}
 
     def add(self, products: Iterable[RowProduct]) -> None:
         """Try these products, too: the encoder has changed. With new ones, all sizes are tried again."""
         known = len(self._products)
-        self._products |= {product.kind: product for product in products}
+        self._products |= dict.fromkeys(products)
         if len(self._products) > known:
             self._forget()
 
@@ -167,7 +180,7 @@ class AlikeSizes:
 
     def _same(self, autocast: torch.dtype | None, one: int, other: int) -> bool:
         with torch.autocast(self._device, autocast, enabled=autocast is not None):
-            return all(_rounds_alike(product, *sorted((one, other))) for product in self._products.values())
+            return all(_rounds_alike(product, *sorted((one, other))) for product in self._products)
 
 
 def _roundest(low: int, high: int) -> int:

@@ -46,7 +46,7 @@ def begins(monkeypatch):
 
 
 def sizes_of(*tokens):
-    return AlikeSizes([RowProduct(nn.Linear(INNER, 8), each) for each in tokens], unit=4)
+    return AlikeSizes([RowProduct.of(nn.Linear(INNER, 8), each) for each in tokens], unit=4)
 
 
 def same(begins, one, other):
@@ -69,7 +69,7 @@ def test_sizes_are_alike_though_those_between_are_not(monkeypatch, unit):
         return size // 96 % 3
 
     monkeypatch.setattr(functional, "linear", lambda x, *others: LINEAR(x, *others) * (1 + order(len(x))))
-    sizes, asked = AlikeSizes([RowProduct(nn.Linear(8, 8), 1)], unit), range(unit, 1200, 3 * unit)
+    sizes, asked = AlikeSizes([RowProduct.of(nn.Linear(8, 8), 1)], unit), range(unit, 1200, 3 * unit)
     for capacity in [*asked[1::2], *asked[::2]]:
         for tokens in range(unit, capacity, 5 * unit):
             assert sizes.alike(tokens, capacity) == (order(tokens) == order(capacity))
@@ -87,9 +87,9 @@ def test_products_of_one_shape_are_tried_once(monkeypatch):
     calls = []
     monkeypatch.setattr(functional, "linear", lambda *args: calls.append(1) or LINEAR(*args))
     layers = [nn.Linear(8, 8) for _ in range(5)]
-    AlikeSizes([RowProduct(layer, 1) for layer in layers], unit=4).last(4, 1024)
+    AlikeSizes([RowProduct.of(layer, 1) for layer in layers], unit=4).last(4, 1024)
     for_five = len(calls)
-    AlikeSizes([RowProduct(layers[0], 1)], unit=4).last(4, 1024)
+    AlikeSizes([RowProduct.of(layers[0], 1)], unit=4).last(4, 1024)
     assert len(calls) == 2 * for_five
 
 
@@ -102,13 +102,13 @@ def tried(monkeypatch):
 
 
 def test_a_large_size_is_tried_with_its_neighbours_alone(tried):
-    assert AlikeSizes([RowProduct(nn.Linear(8, 8), 1)], unit=4).last(20_000, 20_032) == 20_032
+    assert AlikeSizes([RowProduct.of(nn.Linear(8, 8), 1)], unit=4).last(20_000, 20_032) == 20_032
     assert len(tried) < 200 and min(tried) > 19_000 and max(tried) < 21_000
 
 
 def test_many_large_sizes_take_few_products(tried):
     """A look at every size between them took 14,000 here, a minute of an H100 for Qwen2.5-VL."""
-    sizes = AlikeSizes([RowProduct(nn.Linear(8, 8), 1)], unit=4)
+    sizes = AlikeSizes([RowProduct.of(nn.Linear(8, 8), 1)], unit=4)
     seen = [40_000 + 404 * number for number in range(60)]
     plan_buckets(seen, last_alike=sizes.last)
     assert len(tried) < 4 * len(seen)
@@ -119,7 +119,7 @@ def test_sizes_of_many_orders_take_few_products(monkeypatch):
     monkeypatch.setattr(
         functional, "linear", lambda x, *others: tried.append(1) or LINEAR(x, *others) * (1 + len(x) // 16)
     )
-    sizes = AlikeSizes([RowProduct(nn.Linear(8, 8), 1)], unit=4)
+    sizes = AlikeSizes([RowProduct.of(nn.Linear(8, 8), 1)], unit=4)
     seen = range(300, 16_000, 80)
     plan_buckets(seen, last_alike=sizes.last)
     assert len(tried) < 32 * len(seen)
@@ -141,7 +141,7 @@ def test_orders_that_take_turns_share_few_buckets():
 
 
 def test_sizes_that_no_bucket_may_hold_are_not_tried(tried):
-    sizes = AlikeSizes([RowProduct(nn.Linear(8, 8), 1)], unit=4)
+    sizes = AlikeSizes([RowProduct.of(nn.Linear(8, 8), 1)], unit=4)
     demand = Demand(plain_menu(last_alike=sizes.last, unit=4), limit=512)
     demand.saw(Rows(20_000))
     assert not demand.begin(3) and demand.missed(Rows(20_000)) is Fallback.TOO_MANY_TOKENS
@@ -150,7 +150,7 @@ def test_sizes_that_no_bucket_may_hold_are_not_tried(tried):
 
 def test_nothing_is_tried_inside_a_capture(tried, monkeypatch):
     """Neither random numbers can be drawn there nor results be read on the host."""
-    sizes = AlikeSizes([RowProduct(nn.Linear(8, 8), 1)], unit=4)
+    sizes = AlikeSizes([RowProduct.of(nn.Linear(8, 8), 1)], unit=4)
     sizes.last(64, 256)
     del tried[:]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -161,13 +161,16 @@ def test_nothing_is_tried_inside_a_capture(tried, monkeypatch):
     assert sizes.last(64, 512) == 512
 
 
-@pytest.mark.parametrize("value", [0.0, float("nan"), None])
+@pytest.mark.parametrize("value", [0.0, float("nan"), None, "meta"])
 def test_orders_do_not_depend_on_what_weights_hold(begins, value):
-    """Adapters begin with zeros; a loop may have taken the memory of weights away."""
+    """Adapters begin with zeros; a loop may have taken the memory of weights away, or a module that was replaced."""
     layer = nn.Linear(INNER, 8)
-    sizes = AlikeSizes([RowProduct(layer, 1)], unit=4)
-    for parameter in layer.parameters():
-        parameter.untyped_storage().resize_(0) if value is None else parameter.data.fill_(value)
+    sizes = AlikeSizes([RowProduct.of(layer, 1)], unit=4)
+    if value == "meta":
+        layer.to(value)
+    else:
+        for parameter in layer.parameters():
+            parameter.untyped_storage().resize_(0) if value is None else parameter.data.fill_(value)
     assert sizes.last(4, 1024) == begins[0] - 4
 
 
@@ -177,11 +180,11 @@ def test_products_of_each_type_are_tried(monkeypatch):
 
     monkeypatch.setattr(functional, "linear", linear)
     layers = [nn.Linear(8, 8).double(), nn.Linear(8, 8)]
-    assert AlikeSizes([RowProduct(layer, 1) for layer in layers], unit=4).last(4, 1024) == 64
+    assert AlikeSizes([RowProduct.of(layer, 1) for layer in layers], unit=4).last(4, 1024) == 64
 
 
 def test_autocast_that_casts_nothing_is_not_tried(tried):
-    sizes = AlikeSizes([RowProduct(nn.Linear(8, 8).bfloat16(), 1)], unit=4)
+    sizes = AlikeSizes([RowProduct.of(nn.Linear(8, 8).bfloat16(), 1)], unit=4)
     sizes.last(64, 256)
     del tried[:]
     with torch.autocast("cpu", torch.bfloat16):
@@ -202,15 +205,15 @@ def test_products_are_those_of_the_modules():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", True)
         products = list(row_products(model))
-    kinds = nn.Linear | nn.Conv2d | nn.Conv3d
-    assert [product.module for product in products] == [each for each in model.modules() if isinstance(each, kinds)]
-    for product in products:
+    modules = [each for each in model.modules() if isinstance(each, nn.Linear | nn.Conv2d | nn.Conv3d)]
+    of_embeddings, layers = {model.downsample, *model.merger.modules()}, {*model.blocks.modules()}
+    for product, module in zip(products, modules, strict=True):
+        assert product == RowProduct.of(module, product.tokens)
         rows, weight, bias = product.operands(3)
-        module = product.module
         assert weight.stride() == module.weight.stride() and (bias is None) == (module.bias is None)
         assert_close(product(rows, module.weight, module.bias), module(rows).reshape(3, -1), 1e-6)
-    assert [product.tokens for product in products if product.module is model.downsample] == [4]
-    assert {product.tokens for product in products if product.module in set(model.blocks.modules())} == {1}
+        assert module not in of_embeddings or product.tokens == 4
+        assert module not in layers or product.tokens == 1
     assert list(row_products(model)) == []  # none on a GPU
 
 
@@ -231,7 +234,7 @@ def test_quantized_layers_are_not_tried(monkeypatch, weight):
     layer = model.blocks[0].mlp.down_proj
     layer.weight = nn.Parameter(weight, requires_grad=False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert layer not in [product.module for product in row_products(model)]
+    assert not {RowProduct.of(layer, tokens) for tokens in (1, 4)} & {*row_products(model)}
 
 
 observed = st.lists(st.integers(1, 800).map(lambda n: 4 * n), min_size=1, max_size=40)
@@ -285,7 +288,7 @@ def test_a_bucket_that_rounds_otherwise_is_refused(begins):
 
 
 @contextmanager
-def every_product(found=lambda model: [RowProduct(model.blocks[0].mlp.down_proj, 1)]):
+def every_product(found=lambda model: [RowProduct.of(model.blocks[0].mlp.down_proj, 1)]):
     """Let Qwen2.5-VL's encoder be tried on a CPU, too."""
     products = QWEN25_VL.products
     object.__setattr__(QWEN25_VL, "products", found)
@@ -323,13 +326,13 @@ def test_a_new_capture_tries_the_layers_that_there_are_then(begins):
     model, options = new_qwen25(**WIDTHS), {"buckets": "auto", "capture_mode": "at_once", "kernels": "exact"}
     expected = [run_qwen25(model, rows)[0] for rows in ROWS]
     layer, model.blocks[0].mlp.down_proj = model.blocks[0].mlp.down_proj, nn.Linear(INNER, 32)
-    tried = [RowProduct(nn.Linear(8, 8), 1)]
+    tried = [RowProduct.of(nn.Linear(8, 8), 1)]
     with every_product(lambda model: tried), graphs_on(model, capture=False, **options) as graphs:
         for rows in ROWS:
             run_qwen25(model, rows)
         assert graphs.capture()
         model.blocks[0].mlp.down_proj = layer
-        tried[:] = [RowProduct(layer, 1)]
+        tried[:] = [RowProduct.of(layer, 1)]
         assert graphs.capture()
         for rows, outputs in zip(ROWS, expected, strict=True):
             assert_close(run_qwen25(model, rows), [outputs], 1e-5)
@@ -352,7 +355,7 @@ def test_products_of_adapters_that_come_later_are_tried(begins, mode, reason):
     options = {"buckets": "auto", "capture_mode": mode, "kernels": "exact", "strict": False, "max_frames": "auto"}
 
     def products(model):
-        return [RowProduct(layer, 1) for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]
+        return [RowProduct.of(layer, 1) for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]
 
     with every_product(products), graphs_on(model, capture=False, **options) as graphs:
         for _ in range(8):

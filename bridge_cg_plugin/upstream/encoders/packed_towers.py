@@ -109,7 +109,7 @@ def row_products(model: UpstreamModule) -> Iterator[RowProduct]:
         if not isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
             continue
         if module.weight.is_cuda and not _is_quantized(module.weight):
-            yield RowProduct(module, 1 if name.startswith(OF_PATCHES) else cells)
+            yield RowProduct.of(module, 1 if name.startswith(OF_PATCHES) else cells)
 
 
 def _is_quantized(weight: Tensor) -> bool:
