@@ -7,6 +7,7 @@ Qwen2.5-VL's MLP, and in convolutions, these kernels add up in different orders.
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import Any, Self
 
 import torch
@@ -169,8 +170,7 @@ class AlikeSizes:
             if is_capturing():
                 return None
             orders = self._orders.setdefault(autocast, [])
-            orders.sort(key=lambda order: abs(order.next_to(size) - size))
-            near = orders[:NEAREST]
+            near = nsmallest(NEAREST, orders, key=lambda order: abs(order.next_to(size) - size))
             order = next((each for each in near if self._same(autocast, size, each.next_to(size))), None)
             if order is None:
                 orders.append(order := _Order())
@@ -206,9 +206,7 @@ class RoundedAsEager(ObjectProxy):  # type: ignore[type-arg]  # older releases t
         look: Called when the encoder may have changed.
     """
 
-    def __init__(
-        self, program: RegionProgram, alike: Callable[[int, int], bool], look: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, program: RegionProgram, alike: Callable[[int, int], bool], look: Callable[[], None]) -> None:
         super().__init__(program)
         self._self_alike, self._self_look = alike, look
 

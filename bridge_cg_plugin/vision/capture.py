@@ -129,10 +129,10 @@ class EncoderCapture:
 
     def _begin(self, manager: Manager, limit: float) -> None:
         """Capture what microbatches have asked for most; others follow while training runs."""
-        program = self.encoder_program()
+        program, planned = self.encoder_program(), self._program(planned=True)
         parts = () if self._options.whole_encoder else self._parts()
         unit, frames = self._adapter.unit, self.plan.max_frames()
-        menu = menu_of(self._options, unit, self._planned_program(), parts, frames, self._buckets_of, self._last_alike)
+        menu = menu_of(self._options, unit, planned, parts, frames, self._buckets_of, self._last_alike)
         self.demand = Demand(menu, min(limit, self.plan.largest))
         for shape in self.plan.last:
             self.demand.saw(shape)
@@ -224,18 +224,16 @@ class EncoderCapture:
 
     def encoder_program(self) -> RegionProgram:
         """Return the whole encoder as a region."""
-        program = self._adapter.program(self._options.exact_below, self.kernels)
-        return program if self._alike is None else RoundedAsEager(program, self._alike.alike_now, self._look)
+        return self._program()
 
-    def _look(self) -> None:
-        """Look which products there are now: a model that has changed gets recordings without being planned anew."""
-        if self._alike is not None:
-            self._alike.add(self._family.products(self._model))
-
-    def _planned_program(self) -> RegionProgram:
-        """Return the whole encoder as buckets are chosen for it, between two microbatches."""
-        program = self._adapter.program(self._options.exact_below, self.kernels)
-        return program if self._alike is None else RoundedAsEager(program, self._alike.alike)
+    def _program(self, planned: bool = False) -> RegionProgram:
+        """Return the whole encoder, or what buckets are chosen for between two microbatches."""
+        program, sizes = self._adapter.program(self._options.exact_below, self.kernels), self._alike
+        if sizes is None:
+            return program
+        alike = sizes.alike if planned else sizes.alike_now
+        # A model that has changed gets recordings without being planned anew.
+        return RoundedAsEager(program, alike, lambda: sizes.add(self._family.products(self._model)))
 
     def _alike_sizes(self) -> AlikeSizes | None:
         """Return which sizes may share a bucket; None where all may, or where the user named the buckets."""

@@ -280,7 +280,7 @@ def test_a_bucket_that_rounds_otherwise_is_refused(begins):
         def refuse(self, batch, bucket):
             return Fallback.TOO_MANY_FRAMES if bucket.limits else None
 
-    program = RoundedAsEager(Program(), sizes_of(1).alike)
+    program = RoundedAsEager(Program(), sizes_of(1).alike, lambda: None)
     assert program.name == "vision_encoder" and isinstance(program, Program)
     assert program.refuse(Rows(64), Bucket(64)) is program.refuse(Rows(104), Bucket(256)) is None
     assert program.refuse(Rows(64), Bucket(256)) is Fallback.OTHER_ROUNDING
@@ -302,16 +302,25 @@ ROWS = [[[1, 8, 8]], [[1, 10, 8]], [[1, 8, 12]], [[1, 10, 10]], [[1, 12, 10]], [
 WIDTHS = {"intermediate_size": INNER}
 
 
+def automatic(mode):
+    """Return options of exact graphs whose buckets nobody named."""
+    return {"buckets": "auto", "capture_mode": mode, "kernels": "exact", "strict": False, "max_frames": "auto"}
+
+
+def warm_up_and_capture(graphs, run):
+    """Let `run` ask for all sizes often, then capture."""
+    for _ in range(8):
+        for rows in ROWS:
+            run(graphs.model, rows)
+    assert graphs.capture()
+
+
 @pytest.mark.parametrize("mode", ["at_once", "on_demand"])
 def test_an_encoder_rounds_as_eager_at_every_size(begins, mode):
     model = new_qwen25(**WIDTHS)
     expected = [run_qwen25(model, rows)[0] for rows in ROWS]
-    options = {"buckets": "auto", "capture_mode": mode, "kernels": "exact", "strict": False, "max_frames": "auto"}
-    with every_product(), graphs_on(model, capture=False, **options) as graphs:
-        for _ in range(8):
-            for rows in ROWS:
-                run_qwen25(model, rows)
-        assert graphs.capture()
+    with every_product(), graphs_on(model, capture=False, **automatic(mode)) as graphs:
+        warm_up_and_capture(graphs, run_qwen25)
         for _ in range(30):
             with graphs.step():
                 for rows, outputs in zip(ROWS, expected, strict=True):
@@ -352,16 +361,12 @@ class Adapted(nn.Module):
 )
 def test_products_of_adapters_that_come_later_are_tried(begins, mode, reason):
     model = new_qwen25(intermediate_size=24)
-    options = {"buckets": "auto", "capture_mode": mode, "kernels": "exact", "strict": False, "max_frames": "auto"}
 
     def products(model):
         return [RowProduct.of(layer, 1) for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]
 
-    with every_product(products), graphs_on(model, capture=False, **options) as graphs:
-        for _ in range(8):
-            for rows in ROWS:
-                run_qwen25(model, rows)
-        assert graphs.capture()
+    with every_product(products), graphs_on(model, capture=False, **automatic(mode)) as graphs:
+        warm_up_and_capture(graphs, run_qwen25)
         model.blocks[0].mlp.gate_proj = Adapted(model.blocks[0].mlp.gate_proj)
         with graphs.paused():
             expected = [run_qwen25(model, rows)[0] for rows in ROWS]
@@ -408,13 +413,9 @@ def test_autocast_has_orders_of_its_own(begins_under_autocast):
 def test_sizes_get_buckets_by_the_orders_of_the_autocast_of_microbatches(begins_under_autocast, mode):
     """Buckets are chosen between two of them, where there is none."""
     model = new_qwen25(**WIDTHS)
-    options = {"buckets": "auto", "capture_mode": mode, "kernels": "exact", "strict": False, "max_frames": "auto"}
     expected = [run_under_autocast(model, rows) for rows in ROWS]
-    with every_product(), graphs_on(model, capture=False, **options) as graphs:
-        for _ in range(8):
-            for rows in ROWS:
-                run_under_autocast(model, rows)
-        assert graphs.capture()
+    with every_product(), graphs_on(model, capture=False, **automatic(mode)) as graphs:
+        warm_up_and_capture(graphs, run_under_autocast)
         for _ in range(30):
             before = graphs.statistics()
             with graphs.step():

@@ -10,8 +10,6 @@ from ...upstream_types import UpstreamModule
 from ..wrappers import unwrapped
 from .reduction_order import ReductionOrder
 
-GROUPS = "param_to_bucket_group"
-
 
 def parameter_gather(chunks: Sequence[nn.Module], model: nn.Module) -> Callable[[], None] | None:
     """Return what a replay must call first under `overlap_param_gather`: wait for a model's parameters.
@@ -99,7 +97,7 @@ def reduction_order(chunks: Sequence[nn.Module], model: nn.Module) -> ReductionO
 
 def data_parallel(chunks: Sequence[nn.Module]) -> list[UpstreamModule]:
     """Return the data parallelism of a model's chunks, which other wrappers may be around."""
-    return [module for chunk in chunks for module in unwrapped(chunk) if vars(module).get(GROUPS)]
+    return [module for chunk in chunks for module in unwrapped(chunk) if vars(module).get("param_to_bucket_group")]
 
 
 def bucket_groups(chunks: Sequence[nn.Module], model: nn.Module) -> tuple[UpstreamModule, list[Any]] | None:
