@@ -4,6 +4,7 @@ Matrix libraries choose a kernel by the number of rows. With sides that are no m
 Qwen2.5-VL's MLP, and in convolutions, these kernels add up in different orders.
 """
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,8 @@ class AlikeSizes:
         self._types = {product.dtype for product in self._products}
         self._orders: dict[Hashable, list[_Order]] = {}
         self._order_of: dict[tuple[Hashable, int], _Order] = {}
+        # The least tokens that memory was not enough for: running out of it again would take long.
+        self._too_many = math.inf
 
     def add(self, products: Iterable[RowProduct]) -> None:
         """Try these products, too: the encoder has changed. With new ones, all sizes are tried again."""
@@ -179,8 +182,15 @@ class AlikeSizes:
         return self._order_of[asked]
 
     def _same(self, autocast: torch.dtype | None, one: int, other: int) -> bool:
-        with torch.autocast(self._device, autocast, enabled=autocast is not None):
-            return all(_rounds_alike(product, *sorted((one, other))) for product in self._products)
+        size, larger = sorted((one, other))
+        if larger >= self._too_many:
+            return False
+        try:
+            with torch.autocast(self._device, autocast, enabled=autocast is not None):
+                return all(_rounds_alike(product, size, larger) for product in self._products)
+        except torch.OutOfMemoryError:
+            self._too_many = larger
+            return False
 
 
 def _roundest(low: int, high: int) -> int:

@@ -1,6 +1,7 @@
 """Sizes share a bucket where eager adds up their matrix products in one order."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +160,29 @@ def test_nothing_is_tried_inside_a_capture(tried, monkeypatch):
     assert not tried
     monkeypatch.undo()
     assert sizes.last(64, 512) == 512
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """How many rows it is enough for, and those that it was not enough for."""
+    found, product = SimpleNamespace(rows=1000, lacked=[]), RowProduct.__call__
+
+    def multiplied(self, rows, *others):
+        if len(rows) > found.rows:
+            found.lacked.append(len(rows))
+            raise torch.OutOfMemoryError
+        return product(self, rows, *others)
+
+    monkeypatch.setattr(RowProduct, "__call__", multiplied)
+    return found
+
+
+def test_sizes_that_memory_is_not_enough_for_are_not_alike(memory):
+    """They are not tried again: who runs out of memory first frees what the allocator keeps."""
+    sizes = AlikeSizes([RowProduct.of(nn.Linear(8, 8), 1)], unit=4)
+    assert not sizes.alike(512, 2000) and sizes.alike(512, 512) and sizes.alike(600, 900)
+    assert not any(sizes.alike(600, tokens) or sizes.alike(tokens, 4000) for tokens in range(2000, 4000, 4))
+    assert memory.lacked == [2000]
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), None, "meta"])
@@ -422,6 +446,21 @@ def test_sizes_get_buckets_by_the_orders_of_the_autocast_of_microbatches(begins_
                 for rows, outputs in zip(ROWS, expected, strict=True):
                     assert_close([run_under_autocast(model, rows)], [outputs], 2e-2)
         assert graphs.statistics().fallbacks == before.fallbacks
+
+
+@pytest.mark.parametrize("mode", ["at_once", "on_demand"])
+def test_an_encoder_runs_on_where_memory_is_not_enough_to_try_sizes(memory, mode):
+    model, memory.rows = new_qwen25(**WIDTHS), 0
+    expected = [run_qwen25(model, rows)[0] for rows in ROWS]
+    with every_product(), graphs_on(model, capture=False, **automatic(mode)) as graphs:
+        for rows in ROWS[::5] * 8:
+            run_qwen25(model, rows)
+        assert graphs.capture()
+        for rows, outputs in zip(ROWS, expected, strict=True):
+            assert_close(run_qwen25(model, rows), [outputs], 1e-5)
+        found = graphs.statistics()
+        reason = {"at_once": Fallback.OTHER_ROUNDING, "on_demand": Fallback.NOT_CAPTURED_YET}[mode]
+        assert memory.lacked and found.replays == 2 and set(found.fallbacks) == {reason}
 
 
 @pytest.mark.parametrize(
