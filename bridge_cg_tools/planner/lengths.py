@@ -140,6 +140,8 @@ def _length(row: Any, field: str | None, where: str) -> int:
             found = f"it must have a field of {', '.join(names)}, and has {', '.join(row)}"
             raise PlanError(f"Cannot plan from {where}: {found}. Use --field.")
         value = row[name]
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, (list, tuple)):
         value = len(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -148,8 +150,15 @@ def _length(row: Any, field: str | None, where: str) -> int:
 
 
 def _pack(row: dict[str, Any], where: str) -> Pack:
-    """Return a pack as Bridge trains on it: a document has one token less, which is only a label."""
-    bounds = [*(int(start) for start in row[STARTS]), len(row["input_ids"])]
+    """Return a pack as Bridge trains on it: a document has one token less, which is only a label.
+
+    Raises:
+        PlanError: The row is no pack.
+    """
+    try:
+        bounds = [*(int(start) for start in row[STARTS]), len(row["input_ids"])]
+    except (KeyError, TypeError, ValueError):
+        raise PlanError(f"Cannot plan from {where}: {STARTS} must list whole numbers, beside input_ids.") from None
     lengths = tuple(after - before - 1 for before, after in pairwise(bounds))
     if not lengths or min(lengths) < 0:
         raise PlanError(f"Cannot plan from {where}: {STARTS}={bounds[:-1]} must ascend to its {bounds[-1]} tokens.")

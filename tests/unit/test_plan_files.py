@@ -65,6 +65,20 @@ def test_bridges_packed_files(tmp_path):
         assert read_documents(tmp_path / name).packs == ((3, 4),), name
 
 
+@pytest.mark.parametrize(
+    "rows, lengths",
+    [([5, 6], (5, 6)), ([[1, 1, 1]], (3,)), (5, (5,)), ([{"length": 5}, {"input_ids": [1, 1]}], (5, 2))],
+    ids=["lengths", "tokens", "one length", "fields"],
+)
+def test_lengths_of_numpys_own_types(tmp_path, rows, lengths):
+    numpy = pytest.importorskip("numpy")
+    held = numpy.array(rows)
+    if held.dtype == object:
+        held[:] = [{name: numpy.array(value) for name, value in row.items()} for row in rows]
+    numpy.save(tmp_path / "a.npy", held, allow_pickle=True)
+    assert read_documents(tmp_path / "a.npy").lengths == lengths
+
+
 BAD_FILES = {
     "missing.json": (None, "does not exist"),
     "a.txt": ("3", r"it must be \.json"),
@@ -78,6 +92,9 @@ BAD_FILES = {
     "a.jsonl": ('{"words": 3}', "row 0: it must have a field of length.*and has words. Use --field"),
     "b.jsonl": ('{"length": 3}\n{"input_ids": [1, 2], "seq_start_id": [0]}', "packs and single documents"),
     "c.jsonl": ('{"input_ids": [1, 2], "seq_start_id": [0, 5]}', "must ascend to its 2 tokens"),
+    "d.jsonl": ('{"input_ids": [1, 2], "seq_start_id": ["a"]}', "row 0: seq_start_id must list whole numbers"),
+    "e.jsonl": ('{"input_ids": [1, 2], "seq_start_id": 0}', "row 0: seq_start_id must list whole numbers"),
+    "f.jsonl": ('{"seq_start_id": [0]}', "row 0: seq_start_id must list whole numbers, beside input_ids"),
     "bad.parquet": ("no parquet", "^Cannot read"),
     "empty.npy": ("", "^Cannot read .*empty.npy: No data left in file"),
 }

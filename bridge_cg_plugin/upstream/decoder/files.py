@@ -9,4 +9,5 @@ def load_packed_numpy(path: Path) -> Sequence[Any]:
     """Return the rows of a file that Bridge packed, through Bridge's own restricted reader."""
     from megatron.bridge.utils.safe_pickle import safe_load_npy
 
-    return list(safe_load_npy(path.read_bytes()))
+    rows = safe_load_npy(path.read_bytes())
+    return list(rows) if rows.ndim else [rows.item()]
