@@ -119,7 +119,7 @@ class VisionWorkload(Workload):
             self.exchange.forget_times()
         most = f"{self.planned.plan.max_frames()} {'clips' if self.family.encodes == 'audio' else 'frames'}"
         later = "" if self.planned.demand is None else ", others as microbatches ask for them"
-        found = self.buckets if self.buckets is not None and self.buckets.capacities else "no bucket yet"
+        found = "no bucket yet" if self.buckets is None else self.buckets
         announce(f"{self.title}: {found}{later}; {self.manager.slots} slot(s), up to {most}")
         return 0.0
 

@@ -267,6 +267,12 @@ def test_buckets_are_planned_from_what_warm_up_showed(bare):
         assert replayed(graphs) == 1
 
 
+def test_without_a_bucket_to_begin_with_the_announcement_says_so(bare, capsys):
+    with graphs_on(bare, pack((50,) * 7), cuda_graph_packed_buckets="auto") as graphs:
+        assert graphs.workload.notes()["plan"] == "no bucket yet"
+    assert "graphs: no bucket yet; 1 slot(s), up to 6 documents" in capsys.readouterr().out
+
+
 def test_packs_that_cannot_be_padded_have_buckets_of_the_usual_sizes(bare):
     sizes = (300, 310, 300, 320, 310, 300)
     with graphs_on(bare, *(pack((n,)) for n in sizes), capture=False, cuda_graph_packed_buckets="auto") as graphs:

@@ -87,6 +87,8 @@ class BucketPlan:
     observed: int
 
     def __str__(self) -> str:
+        if not self.capacities:
+            return "no bucket yet"
         buckets = f"buckets {', '.join(map(str, self.capacities))} tokens"
         if not self.observed:
             return buckets
