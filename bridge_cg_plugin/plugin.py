@@ -3,13 +3,12 @@
 import os
 from typing import Any
 
-from .announce import LOGGER
+from .announce import LOGGER, warn
+from .switches import ALLOWED, switched_on
 from .upstream.seams.activation import activate, deactivate, status
 
 __all__ = ["SWITCH", "activate", "autoload", "deactivate", "enable", "release_memory", "status"]
 SWITCH = "BRIDGE_CG_PLUGIN"
-# Values of the variable that keep the plugin off.
-OFF = ("0", "false", "off")
 
 
 def enable(model: Any, *options: Any) -> None:
@@ -49,9 +48,11 @@ def release_memory() -> int:
 
 def autoload() -> None:
     """Entry point that PyTorch calls at its import: activate unless the environment disables it; never raises."""
-    if os.environ.get(SWITCH, "1").strip().lower() in OFF:
-        return
     try:
-        activate()
+        on = switched_on(SWITCH, True)
+        if on is None:
+            warn(f"{SWITCH}={os.environ[SWITCH]!r} is no switch, so the plugin stays on. It must be {ALLOWED}")
+        if on is not False:
+            activate()
     except Exception:
         LOGGER.exception("bridge_cg_plugin could not be activated; training runs without it")

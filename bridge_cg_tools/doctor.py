@@ -13,7 +13,14 @@ from typing import Any
 
 import bridge_cg_plugin
 from bridge_cg_plugin import plugin
-from bridge_cg_plugin.upstream.environment import WATCHDOG_MINUTES
+from bridge_cg_plugin.switches import ALLOWED, switched_on
+from bridge_cg_plugin.upstream.environment import (
+    OPTIONS,
+    RELEASE_MEMORY,
+    WATCHDOG_MINUTES,
+    check_process,
+    memory_may_leave,
+)
 
 from . import probe
 from .answers import wrapped
@@ -33,6 +40,8 @@ GROUP = "torch.backends"
 TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 VARIABLES = (
     plugin.SWITCH,
+    OPTIONS,
+    RELEASE_MEMORY,
     WATCHDOG_MINUTES,
     TORCH_AUTOLOAD,
     "PYTORCH_CUDA_ALLOC_CONF",
@@ -180,8 +189,12 @@ def _loads_itself(found: Diagnosis) -> bool:
     """Whether the plugin is on here, or will be where PyTorch is imported."""
     if "torch" in sys.modules:
         return bool(plugin.status()["active"])
-    off = found.environment.get(plugin.SWITCH, "1").strip().lower() in plugin.OFF
-    return bool(found.entry_points) and found.environment.get(TORCH_AUTOLOAD) != "0" and not off
+    off = switched_on(plugin.SWITCH, True) is False
+    return bool(found.entry_points) and _pytorch_loads_plugins(found) and not off
+
+
+def _pytorch_loads_plugins(found: Diagnosis) -> bool:
+    return found.environment.get(TORCH_AUTOLOAD, "1") == "1"  # PyTorch takes every other value as 0
 
 
 def _look_at_torch(found: Diagnosis, started: probe.Started, seconds: float, wants_gpu: bool) -> None:
@@ -216,11 +229,11 @@ def _look_at_libraries(found: Diagnosis, importing: Popen[str], seconds: float) 
 def _look_at_autoload(found: Diagnosis) -> None:
     if not found.entry_points:
         found.problems.append(Problem("the plugin is not installed, so it does not load itself", "pip install it"))
-    if found.environment.get(TORCH_AUTOLOAD) == "0":
-        found.problems.append(
-            Problem(f"{TORCH_AUTOLOAD}=0: PyTorch loads no plugins", "unset it or call bridge_cg_plugin.activate()")
-        )
-    if not found.active:
+    loads = _pytorch_loads_plugins(found)
+    if not loads:
+        what = f"{TORCH_AUTOLOAD}={found.environment[TORCH_AUTOLOAD]}: PyTorch loads no plugins"
+        found.problems.append(Problem(what, "unset it or call bridge_cg_plugin.activate()"))
+    if not found.active and (loads or switched_on(plugin.SWITCH, True) is False):
         found.problems.append(
             Problem("the plugin is off", f"unset {plugin.SWITCH} or call bridge_cg_plugin.activate()")
         )
@@ -291,13 +304,17 @@ def _look_at_encoders(found: Diagnosis) -> None:
 
 def _look_at_environment(found: Diagnosis) -> None:
     from bridge_cg_plugin.options import OptionError
-    from bridge_cg_plugin.upstream.environment import check_process
+    from bridge_cg_plugin.options.normalization import normalize
 
-    try:
-        check_process()
-    except OptionError as error:
-        what, _, remedy = str(error).rpartition(". ")
-        found.problems.append(Problem(what, remedy))
+    if switched_on(plugin.SWITCH, True) is None:
+        what = f"{plugin.SWITCH}={os.environ[plugin.SWITCH]!r} is no switch, so the plugin stays on"
+        found.problems.append(Problem(what, f"set it to {ALLOWED}"))
+    for check in (check_process, memory_may_leave, lambda: normalize(os.environ.get(OPTIONS, ""))):
+        try:
+            check()
+        except OptionError as error:
+            what, _, remedy = str(error).rpartition(". ")
+            found.problems.append(Problem(what, remedy))
 
 
 def _features(found: Diagnosis) -> list[str]:

@@ -5,6 +5,7 @@ import os
 import sys
 
 from ..options import OptionError
+from ..switches import switched_on
 from .seams.registry.core_offload import TE_OFFLOAD
 
 WEIGHTS_STAY = "NVTE_CPU_OFFLOAD_V1"
@@ -79,9 +80,10 @@ def memory_may_leave() -> bool:
     """Whether memory of graphs may leave the device between steps: off until it has run on a GPU.
 
     Raises:
-        OptionError: The variable holds neither 0 nor 1.
+        OptionError: The variable holds what is no switch.
     """
-    value = os.environ.get(RELEASE_MEMORY, "").strip() or "0"
-    if value not in ("0", "1"):
-        raise OptionError(RELEASE_MEMORY, value, "0 or 1", "Correct it, or unset it: graphs' memory then stays.")
-    return value == "1"
+    may_leave = switched_on(RELEASE_MEMORY, False)
+    if may_leave is None:
+        value, remedy = os.environ[RELEASE_MEMORY], "Correct it, or unset it: graphs' memory then stays."
+        raise OptionError(RELEASE_MEMORY, value, "0 or 1", remedy)
+    return may_leave

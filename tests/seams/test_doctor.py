@@ -8,6 +8,7 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin import plugin
+from bridge_cg_plugin.upstream.environment import OPTIONS, RELEASE_MEMORY
 from bridge_cg_plugin.upstream.hooks.loops import train_loop
 from bridge_cg_plugin.upstream.seams import encoder_group, known_encoders
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
@@ -83,6 +84,28 @@ def test_a_plugin_that_is_off_is_a_problem():
 def test_a_pytorch_that_loads_no_plugins_is_a_problem(monkeypatch):
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     assert any("TORCH_DEVICE_BACKEND_AUTOLOAD=0" in p for p in problems())
+
+
+def test_a_pytorch_that_loads_no_plugins_is_one_problem(monkeypatch):
+    bridge_cg_plugin.deactivate()
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "false")
+    (problem,) = problems()
+    assert problem.startswith("TORCH_DEVICE_BACKEND_AUTOLOAD=false: PyTorch loads no plugins")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "remedy"),
+    [
+        (plugin.SWITCH, "banana", "set it to 0, false, off"),
+        (RELEASE_MEMORY, "banana", "Correct it, or unset it"),
+        (OPTIONS, "vision_cuda_graph_imp=none", "Did you mean vision_cuda_graph_impl?"),
+    ],
+)
+def test_a_value_of_the_plugins_own_variables_that_cannot_be_read_is_a_problem(monkeypatch, variable, value, remedy):
+    monkeypatch.setenv(variable, value)
+    assert diagnose().environment[variable] == value
+    (problem,) = problems()
+    assert value.split("=")[0] in problem and remedy in problem
 
 
 def test_an_uninstalled_plugin_is_a_problem(monkeypatch):

@@ -9,6 +9,7 @@ from bridge_cg_plugin.graphs.memory import returning_storages
 from bridge_cg_plugin.graphs.memory.returning_storages import ReturningStorages
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.environment import memory_may_leave
 from bridge_cg_plugin.upstream.hooks.helpers import vision_helper
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.loops import emptied_cache, resized_storages
@@ -133,6 +134,12 @@ def test_another_value_of_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", "yes")
     with pytest.raises(OptionError, match="BRIDGE_CG_RELEASE_MEMORY=.*0 or 1"):
         call(Policy(), 1)
+
+
+def test_its_switch_is_spelled_as_the_plugins_own(monkeypatch):
+    for value, may_leave in {"true": True, " ON ": True, "off": False, "false": False, "": False}.items():
+        monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", value)
+        assert memory_may_leave() is may_leave, value
 
 
 def test_the_function_that_empties_the_cache_is_put_back(asked_for):

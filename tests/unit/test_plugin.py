@@ -7,6 +7,7 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin import plugin
+from bridge_cg_plugin.switches import ALLOWED
 from bridge_cg_plugin.upstream.seams.activation import PATCHED
 from bridge_cg_plugin.upstream.seams.registry import patch_modules
 
@@ -55,6 +56,28 @@ assert not any(name.split(".")[0] == "megatron" for name in sys.modules)
 @pytest.mark.parametrize("value", ["0", " OFF "])
 def test_the_environment_switches_it_off(value):
     python("import torch, bridge_cg_plugin; assert not bridge_cg_plugin.status()['active']", BRIDGE_CG_PLUGIN=value)
+
+
+def test_an_unknown_value_keeps_it_on_and_is_named_once():
+    code = "import torch, bridge_cg_plugin; print(bridge_cg_plugin.status()['active'])"
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "BRIDGE_CG_PLUGIN": "banana"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert said.stdout == "True\n"
+    (line,) = [line for line in said.stderr.splitlines() if "BRIDGE_CG_PLUGIN" in line]
+    assert "'banana'" in line and "stays on" in line and ALLOWED in line
+
+
+@pytest.mark.parametrize("value", ["1", "True", " on ", ""])
+def test_a_value_that_means_on_is_taken_without_a_word(value, monkeypatch, caplog):
+    monkeypatch.setenv(plugin.SWITCH, value)
+    monkeypatch.setattr(plugin, "activate", lambda: None)
+    plugin.autoload()
+    assert not caplog.records
 
 
 def test_an_error_in_activation_breaks_nothing(monkeypatch, caplog):
