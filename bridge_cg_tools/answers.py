@@ -2,14 +2,21 @@
 
 import ctypes
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Tell = Callable[[str], None]
 STDOUT, STDERR = 1, 2
 WIDTH = 80
+# Columns of tables that go to a file or another program; lines of a screen, which no table asks for.
+PIPED_WIDTH, HEIGHT = 160, 25
 
 
 class AnswerError(Exception):
@@ -92,6 +99,24 @@ def open_closed() -> None:
                 os.dup2(nowhere, descriptor)
                 os.close(nowhere)
             setattr(sys, name, os.fdopen(descriptor, "w"))
+
+
+def table_console() -> "Console":
+    """Return what prints tables: as wide as COLUMNS is, else as the terminal, else `PIPED_WIDTH`.
+
+    Raises:
+        ImportError: rich is not installed.
+    """
+    from rich.console import Console
+
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdigit() and int(columns) > 0:
+        width = int(columns)
+    elif sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    else:
+        width = PIPED_WIDTH
+    return Console(width=width, height=HEIGHT)  # with both, rich takes no TERM=dumb for 80 columns
 
 
 def wrapped(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_cg_plugin.recipes import GPUS
 
-from ..answers import Tell, named_failure
+from ..answers import Tell, named_failure, table_console
 from ..gpus import other_gpu
 from .errors import PlanError
 from .images import VisionPlan
@@ -18,7 +18,6 @@ from .plan import PackedPlan, Percentiles
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDTH = 120
 EXTRA = "pip install 'bridge-cg-plugin[plan]'"
 
 
@@ -49,11 +48,9 @@ def print_plan(plan: PackedPlan | VisionPlan, tell: Tell) -> None:
         AnswerError: Standard output does not take it.
     """
     try:
-        from rich.console import Console
+        console = table_console()
     except ImportError:
         raise PlanError(f"Cannot print tables without rich: {EXTRA}, or use --json.") from None
-    console = Console()
-    console.width = max(console.width, WIDTH)
     with named_failure(), console.capture() as shown:  # which ends with a write of nothing
         _show(plan, console)
     tell(shown.get().removesuffix("\n"))
@@ -68,6 +65,8 @@ def _show(plan: PackedPlan | VisionPlan, console: "Console") -> None:
     console.print(sizes)
     if isinstance(plan, PackedPlan):
         table = Table("max_packed_seqs", "buckets", "ms", "on graphs", "padding", "GiB a slot", "eager because")
+        for column in table.columns:
+            column.overflow = "fold"
         for choice in plan.choices:
             reasons = ", ".join(f"{reason} {count}" for reason, count in choice.fallbacks) or "none"
             table.add_row(
@@ -93,7 +92,7 @@ def _show(plan: PackedPlan | VisionPlan, console: "Console") -> None:
     if isinstance(plan, VisionPlan) and plan.gpu is not None:
         console.print(_of_gpu(plan.gpu, plan.origin))
     for name, value in settings(plan).items():
-        console.print(f"model.{name}={value}".replace(" ", ""), highlight=False, markup=False)
+        console.print(f"model.{name}={value}".replace(" ", ""), highlight=False, markup=False, soft_wrap=True)
 
 
 def _of_gpu(gpu: str, origin: str) -> str:

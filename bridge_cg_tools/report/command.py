@@ -7,13 +7,10 @@ from pathlib import Path
 
 from bridge_cg_plugin.options import OptionError
 
-from ..answers import Tell, named_failure, say
+from ..answers import Tell, named_failure, say, table_console
 from .page import Page, make_page
 from .render import to_html, to_json, to_markdown, to_terminal
 from .sources import read_runs
-
-# Columns of output that goes to a file or another program.
-PIPED_WIDTH = 160
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -62,11 +59,10 @@ def print_page(page: Page, tell: Tell = say) -> None:
         AnswerError: Standard output does not take it.
     """
     try:
-        from rich.console import Console
+        console = table_console()
     except ModuleNotFoundError as error:
         why = f"rich is not installed ({error}). Install it (pip install rich), or pass --json."
         raise OptionError.because("json", why) from None
-    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     with named_failure(), console.capture() as shown:  # which ends with a write of nothing
         to_terminal(page, console)
     tell(shown.get().removesuffix("\n"))

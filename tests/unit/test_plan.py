@@ -109,6 +109,17 @@ def test_the_command_prints_a_table_and_what_to_set(histogram, capsys):
     assert "model.cuda_graph_max_packed_seqs=" in out and "model.cuda_graph_packed_buckets=[" in out
 
 
+@pytest.mark.parametrize("columns", [70, 200])
+def test_a_table_is_as_wide_as_columns_and_loses_nothing(columns, histogram, capsys, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["plan", "packed", histogram, "--pack-size", "2048"]) == 0
+    out = capsys.readouterr().out
+    tables = [line for line in out.splitlines() if line.startswith(("│", "┃"))]
+    assert 70 <= max(map(len, tables)) <= columns and "…" not in out
+    assert "model.cuda_graph_packed_buckets=[448,576,704,896,1088,1344,1664,2048]" in out.splitlines()
+
+
 def test_what_the_command_recommends_is_accepted(histogram, capsys):
     from bridge_cg_plugin.options import graph_options
 
