@@ -4,8 +4,10 @@ import copy
 import gc
 import pickle
 import statistics
+import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -16,7 +18,9 @@ from megatron.core import tensor_parallel
 from torch import nn
 
 import bridge_cg_plugin
+from bridge_cg_plugin.graphs import modules
 from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.recordings import side_stream
 from bridge_cg_plugin.options import OptionError, vision_options
 from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
@@ -25,7 +29,7 @@ from bridge_cg_plugin.upstream.hooks.loops.any_loop import HELD, LOOPS, _with_gr
 from bridge_cg_plugin.upstream.hooks.loops.loop_driver import WARMUP_CALLS
 from tests.unit.towers import assert_close
 
-from .loops import FIELDS, Policy, assert_equal, call, in_one_process
+from .loops import FIELDS, Policy, assert_equal, call, in_one_process, on_cpu
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +90,24 @@ def test_policy_and_reference_in_one_process_have_graphs_of_their_own():
         call(policy, 2, seed=seed)
     assert {id(graphs.model) for graphs in active_graphs()} == {id(policy.vision_model), id(reference.vision_model)}
     assert all(graphs.statistics().replays > 0 for graphs in active_graphs())
+
+
+def test_models_of_two_threads_are_recorded_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(torch, "zeros", on_cpu)
+    monkeypatch.setattr("tests.seams.loops.mock.patch.object", lambda *replaced: nullcontext())  # not for two threads
+    pairs = [(Policy(seed), Policy(seed, vision_cuda_graph_impl="none")) for seed in range(2)]
+    together = threading.Barrier(2)
+
+    def train(model, eager):
+        together.wait()
+        for seed in range(5):
+            assert_equal(call(model, 3, seed=seed), call(eager, 3, seed=seed))
+
+    with ThreadPoolExecutor(2) as threads:
+        for training in [threads.submit(train, *pair) for pair in pairs]:
+            training.result()
+    assert all(graphs.statistics().replays == 12 for graphs in active_graphs())
+    assert modules._walked is None and side_stream.current_side_stream() is None
 
 
 def log_probabilities(model, seed):

@@ -19,7 +19,7 @@ from ..reports.ranges import named_range
 from .compiling import TURNS
 from .executor import Executor
 from .generators import put_back
-from .recording import Mode, Recording, RegionBody
+from .recording import ONE_THREAD, Mode, Recording, RegionBody
 from .warm_up import record_warmed_up
 
 # What is recorded in a slot.
@@ -127,6 +127,7 @@ class Recorder:
             CaptureError: Anything inside went wrong.
         """
         with (
+            ONE_THREAD,
             TURNS.recording(),
             self._piece.around(),
             as_capture_error(f"bucket {bucket}"),

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +25,8 @@ from .parameters import ParameterAliases
 from .side_stream import Root, SideStream
 
 MAIN_STREAM = ReplayStream()
+# What stands in for others while a region is recorded, as kernels and a side stream, does so for the whole process.
+ONE_THREAD = RLock()
 
 
 @dataclass(slots=True)
@@ -119,6 +122,7 @@ class RegionBody:
             self._side.begin(side_outputs=self.activations is None)
         handed = () if self._sinks is None else self._sinks.handed
         with (
+            ONE_THREAD,
             torch.set_grad_enabled(self._sinks is not None),
             _own_autocast_cache(),
             self._passing(),
@@ -159,6 +163,7 @@ class RegionBody:
         pairs = [(r, g) for r, g in zip(roots, self.output_gradients, strict=True) if r is not None]
         restoring = nullcontext() if self.activations is None else self.activations.restoring()
         with (
+            ONE_THREAD,
             torch.autocast(self._device_type, enabled=False),  # as users call backward: behind the forward's autocast
             self._passing(),
             self._sinks.attached(aliases),
