@@ -110,7 +110,7 @@ def table_console() -> "Console":
     from rich.console import Console
 
     columns = os.environ.get("COLUMNS", "")
-    if columns.isdigit() and int(columns) > 0:
+    if columns.isdecimal() and int(columns) > 0:
         width = int(columns)
     elif sys.stdout.isatty():
         width = shutil.get_terminal_size().columns

@@ -53,7 +53,7 @@ def processes_here() -> int:
     """Return how many processes of this run share the host, as launchers say it."""
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"):
         given = os.environ.get(name, "")
-        if given.isdigit() and int(given) > 0:
+        if given.isdecimal() and int(given) > 0:
             return int(given)
     return 1
 

@@ -143,7 +143,7 @@ def read_images(path: Path) -> list[Image]:
 
 def _named(size: str, path: Path) -> Image:
     parts = size.lower().split("x")
-    if len(parts) not in (2, 3) or not all(part.isdigit() and int(part) for part in parts):
+    if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part) for part in parts):
         raise PlanError(f"Cannot plan from {path}: {size!r} must be WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES.")
     return Image(*map(int, parts))
 

@@ -169,6 +169,7 @@ def test_vision_buckets_from_a_histogram(tmp_path):
     "name, text, message",
     [
         ("a.json", '{"448": 2}', "WIDTHxHEIGHT"),
+        ("a.json", '{"²x5": 2}', "WIDTHxHEIGHT"),
         ("a.json", '{"4x4": "x"}', "a whole number"),
         ("a.json", "[]", "a histogram"),
         ("a.json", "{}", "no images"),

@@ -117,7 +117,7 @@ def parse_language_model(text: str) -> tuple[int, int]:
         ValueError: It is written otherwise, or the width has no model.
     """
     layers, _, width = text.partition("x")
-    if not (layers.isdigit() and int(layers) and width.isdigit() and int(width) in LANGUAGE_MODELS):
+    if not (layers.isdecimal() and int(layers) and width.isdecimal() and int(width) in LANGUAGE_MODELS):
         widths = ", ".join(map(str, LANGUAGE_MODELS))
         raise ValueError(
             f"Cannot use --language-model {text}: it must be LAYERSxWIDTH with a width of {widths}. Write 4x2048, say."
