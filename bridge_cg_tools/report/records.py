@@ -10,13 +10,14 @@ from typing import Any
 from bridge_cg_plugin.options import OptionError
 
 from .gpus import peak_tflops
-from .kinds import KINDS
-from .runs import Run, counts_of
+from .kinds import KINDS, GraphKind
+from .runs import GraphCounts, Run, counts_of
 from .texts import text_of
 
 _WRITERS = "examples.photographs, bench_step and compare.py"
 _NEEDED = {"case": str, "mode": str, "versions": dict}
 _SERIES = ("losses", "grad_norms", "step_ms")
+_TEXTS = ("error", "wrong", "gpu", "date", "command")
 _FIGURES = ("samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu", "peak_gb")
 
 
@@ -55,7 +56,30 @@ def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
         values = record.get(name) or []
         if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
             raise _refused(path, number, f"{name!r} is no list of numbers")
+    if wrong := _wrong_field(record):
+        raise _refused(path, number, wrong)
     return record
+
+
+def _wrong_field(record: Mapping[str, Any]) -> str:
+    """Return which of the fields that a record may lack has another form than here; empty if none."""
+    for name in ("ms", *_FIGURES):
+        if not isinstance(record.get(name), int | float | None):
+            return f"{name!r} is no number"
+    for name in _TEXTS:
+        if not isinstance(record.get(name), str | None):
+            return f"{name!r} is no text"
+    for kind in KINDS:
+        try:
+            _graphs(record, kind)
+        except (AttributeError, KeyError, TypeError) as error:
+            return f"{kind.field!r} has no statistics of this version ({type(error).__name__}: {error})"
+    return ""
+
+
+def _graphs(record: Mapping[str, Any], kind: GraphKind) -> dict[str, GraphCounts]:
+    statistics = record.get(kind.field)
+    return {kind.name: counts_of(statistics)} if statistics else {}
 
 
 def _refused(path: Path, number: int, why: str) -> OptionError:
@@ -63,7 +87,7 @@ def _refused(path: Path, number: int, why: str) -> OptionError:
 
 
 def _run(record: Mapping[str, Any]) -> Run:
-    gpu = record.get("gpu", "none")
+    gpu = record.get("gpu") or "none"
     return Run(
         case=record["case"],
         mode=record["mode"],
@@ -73,12 +97,12 @@ def _run(record: Mapping[str, Any]) -> Run:
         ms=record.get("ms"),
         **{name: record.get(name) for name in _FIGURES},
         peak_tflops=peak_tflops(gpu),
-        graphs={kind.name: counts_of(record[kind.field]) for kind in KINDS if record.get(kind.field)},
-        error=record.get("error", ""),
-        wrong=record.get("wrong", ""),
+        graphs={name: counts for kind in KINDS for name, counts in _graphs(record, kind).items()},
+        error=record.get("error") or "",
+        wrong=record.get("wrong") or "",
         gpu="" if gpu == "none" else gpu,
-        date=record.get("date", ""),
-        command=record.get("command", ""),
+        date=record.get("date") or "",
+        command=record.get("command") or "",
         versions=record["versions"],
     )
 

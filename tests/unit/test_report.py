@@ -259,6 +259,12 @@ def test_a_folder_of_records_is_read(tmp_path):
         ("[]", "it is no JSON object"),
         ('{"mode": "eager", "versions": {}}', "'case' is missing or no str"),
         ('{"case": "a", "mode": "eager", "versions": {}, "losses": ["x"]}', "'losses' is no list of numbers"),
+        ('{"case": "a", "mode": "eager", "versions": {}, "losses": [1], "ms": "3"}', "'ms' is no number"),
+        ('{"case": "a", "mode": "eager", "versions": {}, "losses": [1], "gpu": 7}', "'gpu' is no text"),
+        (
+            '{"case": "a", "mode": "plugin", "versions": {}, "losses": [1], "graphs": {"buckets": {}}}',
+            "'graphs' has no statistics of this version .KeyError: 'replays'.",
+        ),
     ],
 )
 def test_a_broken_record_is_refused_with_its_line(tmp_path, line, says):
@@ -266,6 +272,12 @@ def test_a_broken_record_is_refused_with_its_line(tmp_path, line, says):
     path.write_text('{"case": "a", "mode": "eager", "versions": {}, "losses": [1.0]}\n' + line + "\n")
     with pytest.raises(OptionError, match=says):
         read_runs([str(path)])
+
+
+def test_an_unknown_gpu_or_date_is_left_out(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"case": "a", "mode": "eager", "versions": {}, "losses": [1.0], "gpu": null, "date": null}\n')
+    assert [(run.gpu, run.date) for run in read_runs([str(path)])] == [("", "")]
 
 
 def test_records_of_no_training_run_are_refused():
