@@ -251,6 +251,15 @@ def test_without_a_gpu_nothing_runs(monkeypatch, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("below", ["", "folder"])
+def test_a_folder_that_takes_no_files_is_refused_before_anything_trains(monkeypatch, tmp_path, capsys, below):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(compare, "refusal", lambda *_: "")
+    monkeypatch.setattr(compare, "require_gpu", lambda: None)
+    assert compare.main(["--recipe", RECIPE, "--out", str(tmp_path / "file" / below)]) == 2
+    assert capsys.readouterr().err.startswith(f"Cannot write to --out {tmp_path / 'file'}")
+
+
 # The time left
 
 

@@ -24,6 +24,7 @@ from bridge_cg_tools.benchmarks.runs import recipe_arguments
 from bridge_cg_tools.benchmarks.runs.comparison import (
     ITERATIONS,
     field_of,
+    make_folder,
     make_runs,
     plan,
     refusal,
@@ -99,14 +100,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         plots.require()
         require_gpu()
+        if refused := refusal(args, rest):
+            print(refused, file=sys.stderr)
+            return 2
+        make_folder(args.out)
     except OptionError as error:
         print(as_typed(error, given), file=sys.stderr)
         return 2
-    refused = refusal(args, rest)
-    if refused:
-        print(refused, file=sys.stderr)
-        return 2
-    args.out.mkdir(parents=True, exist_ok=True)
     records = make_runs(runs, args, Watch([run.mode for run in runs], args.steps))
     with contextlib.redirect_stdout(sys.stderr):  # what importing the stack says
         page = write(records, args.out)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.choice import SETTING
 from bridge_cg_plugin.options.flags import take_flags
 from bridge_cg_plugin.options.language_model import IMPL
@@ -132,6 +133,20 @@ def _plugins_command(args: argparse.Namespace, rest: Sequence[str]) -> list[str]
     plugins = words_of("plugin", rest, takes_images(args, rest))
     start = ["--launcher", "torchrun", "--gpus_per_node", str(args.gpus_per_node)]
     return ["--recipe", args.recipe, *start, *plugins, f"{ITERATIONS}={args.steps}"]
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder of what is written.
+
+    Raises:
+        OptionError: Nothing can be written there.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OptionError.because("out", f"Cannot write to --out {out}: {error.strerror}.") from None
 
 
 def make_runs(runs: Sequence[PlannedRun], args: argparse.Namespace, watch: Watch) -> list[dict[str, Any]]:
