@@ -67,6 +67,16 @@ def say(*lines: str) -> None:
         _drop_held()
 
 
+def answered(*lines: str) -> int:
+    """Print an answer; returns the exit status: 2 where it cannot be written, else 0."""
+    try:
+        say(*lines)
+    except AnswerError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
 @contextmanager
 def named_failure() -> Iterator[None]:
     """Name what standard output fails with inside the block, such as a full disk.

@@ -123,6 +123,7 @@ PRINTED = [
     ["recipes", "qwen3_vl"],
     ["audit"],
     ["explain", "cuda_graph_impl=none"],
+    ["compare", "--recipe", "qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config", "--gpus_per_node=4", "--dry-run"],
 ]
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
+from bridge_cg_tools.answers import answered
 from bridge_cg_tools.benchmarks.runs import recipe_arguments
 from bridge_cg_tools.benchmarks.runs.comparison import (
     ITERATIONS,
@@ -96,8 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(refused, file=sys.stderr)
             return 2
         if args.dry_run:
-            print("\n".join(f"{run.mode}: {shlex.join(run.command)}" for run in runs))
-            return 0
+            return answered(*(f"{run.mode}: {shlex.join(run.command)}" for run in runs))
         plots.require()
         require_gpu()
         if refused := refusal(args, rest):

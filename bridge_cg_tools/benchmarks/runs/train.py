@@ -20,6 +20,7 @@ from bridge_cg_plugin.announce import rank
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
 from bridge_cg_plugin.upstream.hooks.configuration.bridge_checks import environment
+from bridge_cg_tools.answers import answered
 from bridge_cg_tools.benchmarks.runs import first_look
 from bridge_cg_tools.benchmarks.runs.imports import quick_imports, quiet
 from bridge_cg_tools.benchmarks.runs.recipe import Prepared, prepare, require_gpu, train
@@ -53,10 +54,12 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
     except OptionError as error:
         print(as_typed(error, given), file=sys.stderr)
         return 2
+    answer = f"{parsed.recipe}: {run.mode}() with {run.step}\n{run.summary}"
+    if parsed.dry_run:
+        return answered(answer) if rank() == 0 else 0
     if rank() == 0:
-        print(f"{parsed.recipe}: {run.mode}() with {run.step}\n{run.summary}", flush=True)
-    if not parsed.dry_run:
-        train(run)
+        print(answer, flush=True)
+    train(run)
     return 0
 
 
