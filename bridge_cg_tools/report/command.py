@@ -86,7 +86,8 @@ def write_page(
     for path, text in texts.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            named = text.encode(errors="surrogateescape").decode(errors="replace")  # of files with names of any bytes
+            path.write_text(named, encoding="utf-8")
         except OSError as error:
             raise OptionError.because("file", f"Cannot write {path}: {error.strerror}.") from None
     return list(texts)

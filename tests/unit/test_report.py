@@ -1,7 +1,9 @@
 """`bridge-cg report`: what is read from records, event files and logs, and the command."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -375,6 +377,18 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "Step time" in said and "SAME mixed 0.6.2: plugin" in said
     assert out.read_text().startswith("<!doctype html>") and text.read_text().startswith("# pretrain.jsonl")
+
+
+@pytest.mark.parametrize("name", ["\u4e2d.jsonl".encode(), b"\xff.jsonl"], ids=["text", "no_text"])
+def test_pages_are_utf_8_whatever_the_language(tmp_path, name):
+    given, page = os.fsencode(tmp_path) + b"/" + name, tmp_path / "page.html"
+    Path(os.fsdecode(given)).write_bytes(PRETRAIN.read_bytes())
+    words = ["report", given, "--html", str(page), "--markdown", str(tmp_path / "page.md"), "--json"]
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "bridge_cg_tools.cli", *words]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env={**os.environ, **ascii_alone})
+    shown = name.decode(errors="replace")
+    assert all(shown in (tmp_path / file).read_text("utf-8") for file in ("page.html", "page.md"))
 
 
 def test_the_command_prints_json_alone(capsys):
