@@ -27,7 +27,7 @@ from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.hooks.loops.any_loop import HELD, LOOPS, _with_graphs
 from bridge_cg_plugin.upstream.hooks.loops.loop_driver import WARMUP_CALLS
-from tests.unit.towers import assert_close
+from tests.unit.towers import assert_close, new_tower
 
 from .loops import FIELDS, Policy, assert_equal, call, in_one_process, on_cpu
 
@@ -90,6 +90,18 @@ def test_policy_and_reference_in_one_process_have_graphs_of_their_own():
         call(policy, 2, seed=seed)
     assert {id(graphs.model) for graphs in active_graphs()} == {id(policy.vision_model), id(reference.vision_model)}
     assert all(graphs.statistics().replays > 0 for graphs in active_graphs())
+
+
+def test_an_encoder_in_the_place_of_another_gets_graphs_of_its_own():
+    model, eager = Policy(), Policy(vision_cuda_graph_impl="none")
+    for each in (model, eager):
+        call(each, 2)
+        call(each, 2)
+        each.vision_model = new_tower(7)
+    for seed in range(4):
+        assert_equal(call(model, 2, seed=seed), call(eager, 2, seed=seed))
+    (graphs,) = active_graphs()
+    assert graphs.model is model.vision_model and graphs.statistics().replays == 6
 
 
 def test_models_of_two_threads_are_recorded_one_after_the_other(monkeypatch):

@@ -14,6 +14,7 @@ from ....options.language_model import IMPL
 from ....options.normalization import options_of
 from ....options.packed import MAX_PACKED_SEQS
 from ....options.sources import collect
+from ...encoders.registry import find_encoders
 from ...environment import memory_may_leave
 from ...parallel.data_parallel import data_parallel
 from ...wrappers import config_of, unwrapped
@@ -65,6 +66,11 @@ def set_options(config: Any, *options: Any) -> None:
         config.cuda_graph_warmup_steps = steps
 
 
+def _parts_of(chunks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return what may be on graphs: a loop may put others in their place between two calls."""
+    return [*(found.model for found in find_encoders(chunks)), *find_decoders(chunks)]
+
+
 class LoopDriver:
     """Graphs of one model over a loop's schedule calls: helpers, warm-up, capture, steps.
 
@@ -98,7 +104,7 @@ class LoopDriver:
         self._warmup = getattr(config, "cuda_graph_warmup_steps", WARMUP_CALLS)
         self._calls = 0
         self._data_parallel = data_parallel(chunks)
-        self._others = others
+        self._others, self._parts = others, _parts_of(chunks)
         helpers: list[Any] = []
         # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
         stages = getattr(config, "pipeline_model_parallel_size", None) or 1
@@ -130,9 +136,12 @@ class LoopDriver:
         return options_of(collect(self.config)) != self._options and not self._in_step
 
     def serves(self, chunks: Sequence[nn.Module]) -> bool:
-        """Whether replays wait for the data parallelism around these chunks, and what others had on graphs still is."""
+        """Whether graphs are of what these chunks hold now, below data parallelism that replays wait for."""
+        if self._in_step:
+            return True
         known = all(each in self._data_parallel for each in data_parallel(chunks))
-        return self._in_step or (known and (not self._others or self._others <= modules_on_graphs(chunks)))
+        shared = not self._others or self._others <= modules_on_graphs(chunks)
+        return known and shared and self._parts == _parts_of(chunks)
 
     @property
     def _in_step(self) -> bool:
