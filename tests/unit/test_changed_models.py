@@ -92,6 +92,22 @@ def test_a_tower_with_adapters_switched_off_equals_eager_and_gets_graphs_of_its_
         assert statistics.fallbacks == {"model_changed": 1} and statistics.replays == 5
 
 
+@pytest.mark.parametrize("executor", [ReferenceExecutor, TapeExecutor])
+def test_a_tower_trains_nothing_while_its_adapters_are_switched_off(executor):
+    tower, lora = with_adapters()
+    pixels, grid = draw([[1, 4, 4], [1, 2, 6]])
+    scale = torch.ones((), requires_grad=True)
+    with graphs_on(tower, executor=executor()) as graphs:
+        for _ in range(3):
+            with lora.disable_adapter(tower):
+                outputs = tower(pixels, grid)[0]
+                with graphs.paused():
+                    assert_close([outputs], [tower(pixels, grid)[0]])
+            (outputs * scale).sum().backward()
+            assert all(parameter.grad is None for parameter in tower.parameters())
+        assert graphs.statistics().fallbacks == {"model_changed": 1} and graphs.statistics().replays == 2
+
+
 def test_adapters_added_to_a_frozen_tower_after_capture():
     tower = new_tower().requires_grad_(False)
     pixels, grid = draw([[1, 4, 4]])
