@@ -1,0 +1,122 @@
+"""What puts a model of any loop on graphs: `enable` and the environment, each with the options that it says."""
+
+import pytest
+import torch
+from torch import nn
+
+import bridge_cg_plugin
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
+
+from .loops import FIELDS, Policy, assert_equal, call, in_one_process
+
+
+@pytest.fixture(autouse=True)
+def loop(active, monkeypatch):
+    yield from in_one_process(monkeypatch)
+
+
+def plain(**fields):
+    """Return a model whose config knows nothing of the plugin."""
+    model = Policy()
+    for name in (*FIELDS, "vision_cuda_graph_modules"):
+        vars(model.config).pop(name, None)
+    vars(model.config).update(cuda_graph_warmup_steps=1, **fields)
+    return model
+
+
+def test_enable_puts_a_model_on_graphs():
+    model = plain()
+    call(model, 1)
+    assert not active_graphs()
+    bridge_cg_plugin.enable([model], "vision_cuda_graph_impl=transformer_engine", {"vision_cuda_graph_strict": True})
+    for seed in range(3):
+        call(model, 2, seed=seed)
+    assert active_graphs()[0].captured and active_graphs()[0].workload.strict
+
+
+def test_enable_says_how_many_calls_run_eager():
+    model = plain()
+    bridge_cg_plugin.enable(model, "vision_cuda_graph_impl=transformer_engine cuda_graph_warmup_steps=2")
+    for seed in range(2):
+        call(model, 1, seed=seed)
+        assert not active_graphs()[0].captured
+    call(model, 1)
+    assert active_graphs()[0].captured
+
+
+def test_other_options_for_a_model_on_graphs_hold_from_its_next_call():
+    model, eager, found = Policy(), Policy(vision_cuda_graph_impl="none"), []
+    wrapper = nn.Module()
+    wrapper.module = model  # as DDP holds it
+    for option in ("buckets=32,128", "buckets=64,128", "buckets=64,128", "impl=none", "impl=transformer_engine"):
+        bridge_cg_plugin.enable(wrapper, f"vision_cuda_graph_{option}")
+        for seed in range(3):
+            assert_equal(call(model, 2, seed=seed), call(eager, 2, seed=seed))
+        found.append([(graphs.workload.options.buckets, graphs.step_number) for graphs in active_graphs()])
+    assert found == [[((32, 128), 3)], [((64, 128), 3)], [((64, 128), 6)], [], [((64, 128), 3)]]
+
+
+def test_the_environment_says_it_for_every_model(monkeypatch):
+    monkeypatch.setenv("BRIDGE_CG_OPTIONS", "vision_cuda_graph_impl=transformer_engine vision_cuda_graph_buckets=32,64")
+    policy, reference = plain(), plain()
+    for model in (policy, reference):
+        call(model, 1)
+    assert [graphs.workload.options.buckets for graphs in active_graphs()] == [(32, 64)] * 2
+
+
+def test_what_a_model_was_told_wins_over_the_environment(monkeypatch, capsys):
+    variable = "vision_cuda_graph_impl=transformer_engine vision_cuda_graph_buckets=32,64 cuda_graph_warmup_steps=2"
+    monkeypatch.setenv("BRIDGE_CG_OPTIONS", variable)
+    held, told, off = plain(vision_cuda_graph_buckets=[64, 128]), plain(), plain(vision_cuda_graph_buckets=[16])
+    for model, option in ((told, "buckets=128"), (off, "impl=none")):
+        wrapper = nn.Module()
+        wrapper.module = model  # as DDP holds it
+        bridge_cg_plugin.enable(wrapper, f"vision_cuda_graph_{option}")
+    for model in (held, told, off):
+        call(model, 1)
+    assert [graphs.workload.options.buckets for graphs in active_graphs()] == [(64, 128), (128,)]
+    assert capsys.readouterr().out.count("set already: vision_cuda_graph_buckets") == 2
+
+
+def test_a_misspelt_option_of_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("BRIDGE_CG_OPTIONS", "vision_cuda_graph_imp=transformer_engine")
+    with pytest.raises(OptionError, match="vision_cuda_graph_imp") as refused:
+        call(plain(), 1)
+    assert "BRIDGE_CG_OPTIONS" in "".join(refused.value.__notes__)
+
+
+class Other(Policy):
+    """A model whose encoder is of another kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.vision_model = nn.Linear(2, 2)
+
+    def forward(self, rows, seed):
+        return self.vision_model(torch.ones(1, 2)).sum()
+
+
+@pytest.mark.parametrize("options", ["", " cuda_graph_max_packed_seqs=4 cuda_graph_impl=transformer_engine"])
+def test_a_model_without_what_graphs_know_runs_eager_and_says_so_once(monkeypatch, caplog, options):
+    monkeypatch.setenv("BRIDGE_CG_OPTIONS", "vision_cuda_graph_impl=transformer_engine" + options)
+    model = Other()
+    for seed in range(3):
+        losses, _ = call(model, 1, seed=seed)
+        assert losses[0].isfinite()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "Other has no vision encoder" in said and ("and no decoder" in said) == bool(options)
+    assert not active_graphs()
+
+
+@pytest.mark.parametrize("impl", ["full_iteration", "transformer_engine"])
+def test_enable_refuses_graphs_that_bridges_loop_alone_drives(impl):
+    model = plain()
+    with pytest.raises(OptionError, match="in a loop other than Bridge's"):
+        bridge_cg_plugin.enable(model, f"vision_cuda_graph_impl=transformer_engine cuda_graph_impl={impl}")
+    bridge_cg_plugin.enable(model, "cuda_graph_impl=transformer_engine cuda_graph_max_packed_seqs=4")
+
+
+def test_enable_wants_a_model_with_a_config():
+    with pytest.raises(OptionError, match="config"):
+        bridge_cg_plugin.enable(nn.Linear(2, 2), "vision_cuda_graph_impl=transformer_engine")
