@@ -66,7 +66,7 @@ def set_options(config: Any, *options: Any) -> None:
         config.cuda_graph_warmup_steps = steps
 
 
-def _parts_of(chunks: Sequence[nn.Module]) -> list[nn.Module]:
+def _found_in(chunks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return what may be on graphs: a loop may put others in their place between two calls."""
     return [*(found.model for found in find_encoders(chunks)), *find_decoders(chunks)]
 
@@ -104,7 +104,7 @@ class LoopDriver:
         self._warmup = getattr(config, "cuda_graph_warmup_steps", WARMUP_CALLS)
         self._calls = 0
         self._data_parallel = data_parallel(chunks)
-        self._others, self._parts = others, _parts_of(chunks)
+        self._others, self._found = others, _found_in(chunks)
         helpers: list[Any] = []
         # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
         stages = getattr(config, "pipeline_model_parallel_size", None) or 1
@@ -141,7 +141,7 @@ class LoopDriver:
             return True
         known = all(each in self._data_parallel for each in data_parallel(chunks))
         shared = not self._others or self._others <= modules_on_graphs(chunks)
-        return known and shared and self._parts == _parts_of(chunks)
+        return known and shared and self._found == _found_in(chunks)
 
     @property
     def _in_step(self) -> bool:
