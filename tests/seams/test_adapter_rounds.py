@@ -77,6 +77,20 @@ class FlatBuffers:
             self.gradients.zero_()
 
 
+class OtherPlaces:
+    """Copies tensors to addresses that none of them had before: by chance, recordings would find theirs again."""
+
+    def __init__(self):
+        self._had = set()
+
+    def copy(self, tensor):
+        copies = [tensor.clone()]
+        while tensor.numel() and copies[-1].data_ptr() in self._had:
+            copies.append(tensor.clone())
+        self._had.add(copies[-1].data_ptr())
+        return copies[-1]
+
+
 class Adapted:
     """A policy with adapters in buffers of data parallelism, which leave and return beside frozen weights."""
 
@@ -88,7 +102,7 @@ class Adapted:
         generator = torch.Generator().manual_seed(0)
         for parameter in self.trained:
             parameter.data.normal_(std=0.3, generator=generator)
-        self.buffers = FlatBuffers(self.trained)
+        self.buffers, self._places = FlatBuffers(self.trained), OtherPlaces()
 
     def leave(self):
         self.buffers.leave()
@@ -97,7 +111,7 @@ class Adapted:
     def back(self, gradients):
         self.buffers.back(gradients)
         for parameter in self.frozen:
-            parameter.data = parameter.data.clone()
+            parameter.data = self._places.copy(parameter.data)
 
     def run(self, kind, seed):
         """Return losses, and of an update the gradients."""

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from collections import deque
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import product
@@ -22,7 +21,7 @@ from tests.unit.packs import DEFAULTS, EXPERTS, new_model, pack
 from tests.unit.towers import draw, loss_of, new_tower
 
 from .loops import FIELDS, Policy, assert_equal, in_one_process, run_schedule
-from .test_adapter_rounds import PASSES, FlatBuffers, Place
+from .test_adapter_rounds import PASSES, FlatBuffers, OtherPlaces, Place
 
 PACKED = {**DEFAULTS, "cuda_graph_impl": "transformer_engine"}
 ROUTERS = {**EXPERTS, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
@@ -96,9 +95,7 @@ class Rounds:
         self.model, self._adapters = model, adapters
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self.buffers = FlatBuffers(self._trained)
-        # Keeps the system from giving the same memory again.
-        self._before = deque(maxlen=4)
+        self.buffers, self._places = FlatBuffers(self._trained), OtherPlaces()
 
     def leave(self):
         self.buffers.leave()
@@ -111,14 +108,13 @@ class Rounds:
     def back(self, gradients):
         self.buffers.back(gradients)
         for parameter, host in zip(self._frozen, self._host_frozen, strict=True):
-            parameter.data = host.clone()
-        self._before.append((self._host_frozen, list(self.model.buffers())))
+            parameter.data = self._places.copy(host)
         del self._host_frozen
         self._replace_buffers()
 
     def _replace_buffers(self):
         for module in self.model.modules():
-            module._buffers.update({name: b.clone() for name, b in module._buffers.items() if b is not None})
+            module._buffers.update({name: self._places.copy(b) for name, b in module._buffers.items() if b is not None})
 
     def run(self, kind, seed):
         """Return losses, and of an update the gradients."""
