@@ -5,7 +5,7 @@ import os
 import sys
 
 from ..options import OptionError
-from ..switches import switched_on
+from ..switches import ALLOWED, switched_on
 from .seams.registry.core_offload import TE_OFFLOAD
 
 WEIGHTS_STAY = "NVTE_CPU_OFFLOAD_V1"
@@ -85,5 +85,5 @@ def memory_may_leave() -> bool:
     may_leave = switched_on(RELEASE_MEMORY, False)
     if may_leave is None:
         value, remedy = os.environ[RELEASE_MEMORY], "Correct it, or unset it: graphs' memory then stays."
-        raise OptionError(RELEASE_MEMORY, value, "0 or 1", remedy)
+        raise OptionError(RELEASE_MEMORY, value, ALLOWED, remedy)
     return may_leave

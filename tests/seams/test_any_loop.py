@@ -104,6 +104,15 @@ def test_an_encoder_in_the_place_of_another_gets_graphs_of_its_own():
     assert graphs.model is model.vision_model and graphs.statistics().replays == 6
 
 
+def test_a_decoder_in_the_place_of_another_leaves_the_encoders_graphs_as_they_are():
+    model, found = Policy(), []
+    for seed in range(4):
+        model.decoder = nn.ModuleDict({"layers": nn.ModuleList([nn.Identity()])})
+        call(model, 2, seed=seed)
+        found += active_graphs()
+    assert len(set(found)) == 1 and found[0].statistics().replays == 6
+
+
 def test_models_of_two_threads_are_recorded_one_after_the_other(monkeypatch):
     monkeypatch.setattr(torch, "zeros", on_cpu)
     monkeypatch.setattr("tests.seams.loops.mock.patch.object", lambda *replaced: nullcontext())  # not for two threads

@@ -66,9 +66,10 @@ def set_options(config: Any, *options: Any) -> None:
         config.cuda_graph_warmup_steps = steps
 
 
-def _found_in(chunks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return what may be on graphs: a loop may put others in their place between two calls."""
-    return [*(found.model for found in find_encoders(chunks)), *find_decoders(chunks)]
+def _found_in(chunks: Sequence[nn.Module], vision: bool, packed: bool) -> list[nn.Module]:
+    """Return what is to be on graphs: a loop may put others in their place between two calls."""
+    encoders = [found.model for found in find_encoders(chunks)] if vision else []
+    return encoders + (find_decoders(chunks) if packed else [])
 
 
 class LoopDriver:
@@ -104,7 +105,8 @@ class LoopDriver:
         self._warmup = getattr(config, "cuda_graph_warmup_steps", WARMUP_CALLS)
         self._calls = 0
         self._data_parallel = data_parallel(chunks)
-        self._others, self._found = others, _found_in(chunks)
+        self._others, self._wanted = others, (vision, packed)
+        self._found = _found_in(chunks, *self._wanted)
         helpers: list[Any] = []
         # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
         stages = getattr(config, "pipeline_model_parallel_size", None) or 1
@@ -141,7 +143,7 @@ class LoopDriver:
             return True
         known = all(each in self._data_parallel for each in data_parallel(chunks))
         shared = not self._others or self._others <= modules_on_graphs(chunks)
-        return known and shared and self._found == _found_in(chunks)
+        return known and shared and self._found == _found_in(chunks, *self._wanted)
 
     @property
     def _in_step(self) -> bool:
