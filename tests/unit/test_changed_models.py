@@ -210,6 +210,24 @@ def test_recordings_of_the_last_two_places_of_memory_are_kept(places):
         assert executor.recorded == expected_count
 
 
+@pytest.mark.parametrize("modules", [None, ("attn",)])
+def test_recordings_of_two_places_are_kept_where_gradients_have_no_main_grad(modules):
+    tower, reference = new_tower(), new_tower()
+    memory = [[p.detach().clone() for p in tower.parameters()] for _ in range(2)]
+    executor, counts = CountingTape(), []
+    with graphs_on(tower, buckets=(16,), executor=executor, modules=modules) as graphs:
+        bytes_before = graphs.statistics().gradient_bytes
+        for number in range(6):
+            for parameter, data in zip(tower.parameters(), memory[number % 2], strict=True):
+                parameter.data = data
+            actual, expected = (results(model, [[1, 4, 4]], number) for model in (tower, reference))
+            assert_close(actual[0], expected[0])
+            assert_close(actual[1], expected[1])
+            counts.append(executor.recorded)
+        assert counts[1] == counts[-1] and not graphs.statistics().fallbacks
+        assert graphs.statistics().gradient_bytes == bytes_before
+
+
 def move_parameters(tower, flat):
     for parameter in tower.parameters():
         parameter.data = parameter.data.clone()

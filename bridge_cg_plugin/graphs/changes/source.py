@@ -135,14 +135,15 @@ class Source:
         self.recordings = {place: made for place, made in self.recordings.items() if place[0] != slot.index}
 
     def take_place_of(self, moved: "Source") -> None:
-        """Keep what was recorded before memory was moved, unless it would keep memory from being freed."""
+        """Keep what was recorded before memory was moved, unless its gradients would need memory of their own."""
         moved.earlier = None
         moved.recorded_by_other_ranks = self.recorded_by_other_ranks
         for source in (self, moved):
             source.forget_elsewhere()
         if moved._reads_alike(self):
             self.recordings |= moved._without_forward_only()
-        if moved.same_tensors(self) and not moved.sinks.static_bytes:
+        shares = (self._layouts, self._types) == (moved._layouts, moved._types) and self.sinks.shares(moved.sinks)
+        if moved.same_tensors(self) and (shares or not moved.sinks.static_bytes):
             self.earlier = moved
         else:
             moved.recordings.clear()

@@ -11,6 +11,7 @@ from ..changes.source import Recorded, Source
 from ..errors import named
 from ..fallback import Fallback
 from ..planning.buckets import Bucket
+from ..replays.gradients import static_bytes_of
 from ..replays.slot import ChainSlot, Slot, Turn
 from ..reports.ranges import named_range
 from .executor import Executor
@@ -287,5 +288,5 @@ class Chain:
         pools = dict.fromkeys(made.pool for gradients in (True, False) for _, made in self._held(index, gradients))
         shared = {id(slot.shared): slot.shared.arena(index) for slot in slots if slot.shared is not None}
         arenas = [self.common(index).border, *shared.values(), *(slot.arena for slot in slots)]
-        returned = sum(source.sinks.static_bytes for _, source in self._every_source())
+        returned = static_bytes_of(source.sinks for _, source in self._every_source())
         return sum(map(self._executor.pool_bytes, pools)) + sum(a.nbytes for a in arenas) + returned

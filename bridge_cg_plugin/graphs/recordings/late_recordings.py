@@ -15,7 +15,7 @@ from ..fallback import Fallback
 from ..piece import SINGLE_RANK
 from ..planning.buckets import Bucket
 from ..rank_consensus import RankConsensus, SingleRank
-from ..replays.gradients import NO_BACKWARD
+from ..replays.gradients import NO_BACKWARD, static_bytes_of
 from ..replays.slot import Slot
 from ..reports.statistics import RegionStatistics
 from .capture import is_capturing
@@ -73,7 +73,7 @@ class LateRecordings:
         statistics, offloading = self._statistics, self._recorder.offloading
         shared, pinned = self._shared_bytes()
         statistics.static_bytes = shared + sum(slot.arena.nbytes for slot in self._every_slot())
-        statistics.gradient_bytes = sum(source.sinks.static_bytes for source in self._sources)
+        statistics.gradient_bytes = static_bytes_of(source.sinks for source in self._sources)
         statistics.pinned_bytes = pinned if offloading is None else offloading.pinned_bytes
         for counts in statistics.buckets.values():
             counts.memory = 0

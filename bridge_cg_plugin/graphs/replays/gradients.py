@@ -3,7 +3,7 @@
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import chain, repeat
 from typing import Any, Protocol
@@ -219,12 +219,19 @@ class GradientSinks:
     def prepare(self) -> None:
         """Take the memory of gradients that recordings return to autograd."""
         if not self._static:
-            self._static = {p: _empty(p) for p in self._returned}
+            self._static.update((p, _empty(p)) for p in self._returned)
+
+    def shares(self, other: "GradientSinks") -> bool:
+        """Whether gradients lie where another object has them: from now on, if both return the same."""
+        same = len(self._returned) == len(other._returned) and all(map(operator.is_, self._returned, other._returned))
+        if same and not self._static:
+            self._static = other._static
+        return self._static is other._static
 
     @property
     def static_bytes(self) -> int:
         """Device memory of gradients that are returned."""
-        return sum(gradient.nbytes for gradient in self._static.values())
+        return static_bytes_of((self,))
 
     def replaced(self) -> bool:
         """Whether a parameter's `main_grad` is another tensor than when this object was made."""
@@ -306,6 +313,12 @@ class GradientSinks:
     def clear(self) -> None:
         """Take the flags back that replays set, also those that a failed backward left behind."""
         self._hooks.clear()
+
+
+def static_bytes_of(sinks: Iterable[GradientSinks]) -> int:
+    """Return the device memory of gradients that any of these objects return, in bytes."""
+    shared = {id(each._static): each._static for each in sinks}
+    return sum(gradient.nbytes for static in shared.values() for gradient in static.values())
 
 
 def _empty(parameter: nn.Parameter) -> Tensor:
