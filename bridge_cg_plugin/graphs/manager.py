@@ -36,6 +36,8 @@ from .workload import Call, Eager, Workload
 
 # Training steps whose tokens are kept, to see how far ranks are apart.
 LAST_STEPS = 100
+# Moves of a model's memory after which it is taken to move all the time.
+MANY_MOVES = 16
 
 
 class GraphManager:
@@ -269,6 +271,11 @@ class GraphManager:
             self._own.pauses[self.step_number] += pause
         self._noted_seconds = self._seconds()
 
+    def _note_moves(self) -> None:
+        if max((region.sources.moves for region in self._regions if region.captured), default=0) >= MANY_MOVES:
+            where = f"memory of parameters, buffers or gradients was moved {MANY_MOVES} times"
+            self._warn_once(f"{where}, and graphs are captured again each time, for which steps wait")
+
     def record(
         self, pieces: Sequence[Piece], demand: Demand | None = None, limit: MemoryLimit = UNLIMITED
     ) -> list[Region]:
@@ -434,6 +441,7 @@ class GraphManager:
             finally:
                 self.in_step = False
                 self._note_pause()
+                self._note_moves()
 
     def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""

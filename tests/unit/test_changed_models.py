@@ -10,6 +10,7 @@ from megatron.bridge.peft.lora import LoRA
 
 from bridge_cg_plugin.graphs.changes.source import SAMPLE
 from bridge_cg_plugin.graphs.errors import ReplayError
+from bridge_cg_plugin.graphs.manager import MANY_MOVES
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
 from ..main_grads import give_main_grads
@@ -226,6 +227,18 @@ def test_recordings_of_two_places_are_kept_where_gradients_have_no_main_grad(mod
             counts.append(executor.recorded)
         assert counts[1] == counts[-1] and not graphs.statistics().fallbacks
         assert graphs.statistics().gradient_bytes == bytes_before
+
+
+@pytest.mark.parametrize("modules", [None, ("attn",)])
+def test_memory_that_moves_all_the_time_is_told_once(modules, caplog):
+    tower = new_tower()
+    with graphs_on(tower, buckets=(16,), modules=modules) as graphs:
+        for number in range(MANY_MOVES + 3):
+            assert ("moved" in caplog.text) == (number > MANY_MOVES)
+            with graphs.step():
+                results(tower, [[1, 4, 4]], number)
+            move_parameters(tower, None)
+    assert sum("graphs are captured again each time" in record.message for record in caplog.records) == 1
 
 
 def move_parameters(tower, flat):

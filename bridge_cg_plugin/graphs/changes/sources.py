@@ -88,6 +88,7 @@ class Sources:
 
     Attributes:
         current: The source that was found last.
+        moves: How often memory was moved to where nothing is recorded.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Sources:
         self._holders = watch.holders(every_module(program.modules()))
         self._hooks = ParameterHooks()
         self._asked: dict[Hashable, _Asked] = {}
-        self._adopted = 0
+        self._adopted = self.moves = 0
         # Parameters of dropped sources that others took the place of, and whether one of them was met again.
         self._left: list[ref[nn.Parameter]] = []
         self._come_back = False
@@ -305,6 +306,8 @@ class Sources:
         if earlier is not None and earlier.lies_as(fresh):
             earlier.recorded_by_other_ranks, earlier.warm = fresh.recorded_by_other_ranks, fresh.warm
             fresh = earlier
+        else:
+            self.moves += 1
         fresh.take_place_of(stale)
         self._replace_all([fresh if source is stale else source for source in self._all])
         return fresh
