@@ -80,6 +80,22 @@ def test_a_second_backward_is_refused():
         loss.backward()
 
 
+def test_gradients_that_are_differentiated_are_refused():
+    region, other = toy_region(), toy_region()
+    parameters = list(region.program.model.parameters())
+    gradients = torch.autograd.grad(loss_of(region.run(toy_batch())), parameters, create_graph=True)
+    penalty = sum(gradient.square().sum() for gradient in gradients)
+    with pytest.raises(ReplayError, match="create_graph"):
+        (penalty + loss_of(other.run(toy_batch()))).backward()
+
+
+def test_gradients_of_a_graph_that_is_kept_are_those_of_eager():
+    region, batch = toy_region(), toy_batch()
+    expected = eager_results(region.program.model, batch)[1]
+    wanted = [*region.program.model.parameters(), batch.x]
+    assert_same(torch.autograd.grad(loss_of(region.run(batch)), wanted, create_graph=True), expected)
+
+
 def test_a_late_second_backward_is_refused_and_harms_no_one():
     region, batch = toy_region(), toy_batch((4, 4), 5)
     expected = eager_results(region.program.model, batch)[1]

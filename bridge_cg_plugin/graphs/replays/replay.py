@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ..changes.source import Recorded, Source
 from ..errors import ReplayError
@@ -116,8 +116,16 @@ class _Replay(Function):
         return _forward(call.recorded, call.rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *output_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return _Replay._backward(ctx, output_gradients)
+        receivers = () if ctx.call is None else ctx.call.receivers
+        with torch.no_grad():
+            gradients = _Replay._backward(ctx, output_gradients)
+        return _undifferentiable(gradients, (*receivers, *output_gradients))
+
+    @staticmethod
+    def _backward(ctx: Any, output_gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         call: _Call | None = ctx.call
         if call is None:
             raise second_backward()
@@ -147,3 +155,25 @@ class _Replay(Function):
         # dispatchers keep the probabilities of the last microbatch, and with them all of its nodes.
         ctx.call = None
         return None, *inputs, *parameters
+
+
+class _Undifferentiable(Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient.view_as(gradient) for gradient in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise ReplayError(
+            "the gradients of a graphed microbatch cannot be differentiated (create_graph=True keeps an autograd "
+            "graph, a CUDA graph has none); run such a microbatch eager"
+        )
+
+
+def _undifferentiable(
+    gradients: Sequence[Tensor | None], depends_on: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Return gradients that raise where they are differentiated: as constants they would drop out silently."""
+    there = [gradient for gradient in gradients if gradient is not None]
+    marked = iter(_Undifferentiable.apply(len(there), *there, *depends_on) if there else ())
+    return tuple(None if gradient is None else next(marked) for gradient in gradients)
