@@ -89,6 +89,13 @@ def test_gradients_that_are_differentiated_are_refused():
         (penalty + loss_of(other.run(toy_batch()))).backward()
 
 
+def test_a_backward_for_a_batch_of_gradients_is_refused():
+    region = toy_region()
+    losses = loss_of(region.run(toy_batch())) * torch.ones(2)
+    with pytest.raises(ReplayError, match="is_grads_batched"):
+        torch.autograd.grad(losses, list(region.program.model.parameters()), torch.eye(2), is_grads_batched=True)
+
+
 def test_gradients_of_a_graph_that_is_kept_are_those_of_eager():
     region, batch = toy_region(), toy_batch()
     expected = eager_results(region.program.model, batch)[1]

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import Function
 
 from ..changes.source import Recorded, Source
@@ -142,7 +143,7 @@ class _Replay(Function):
         slot.order_after_last_use()
         if call.observer is not None:
             call.observer.before_backward(output_gradients)
-        write_each(call.recorded.output_gradients, output_gradients)
+        _write(call, output_gradients)
         gradients = _backward_in_range(call) if ranges.on else call.recorded.recording.backward()
         if call.observer is not None:
             call.observer.after_backward(gradients)
@@ -155,6 +156,23 @@ class _Replay(Function):
         # dispatchers keep the probabilities of the last microbatch, and with them all of its nodes.
         ctx.call = None
         return None, *inputs, *parameters
+
+
+def _write(call: _Call, output_gradients: Sequence[Tensor | None]) -> None:
+    """Write gradients of the real rows into the recording's buffers."""
+    try:
+        write_each(call.recorded.output_gradients, output_gradients)
+    except RuntimeError as error:
+        if any(gradient is not None and _is_batch(gradient) for gradient in output_gradients):
+            raise ReplayError(
+                f"{call.name}: a graphed microbatch has one backward, for one gradient, not for a batch of them "
+                "(is_grads_batched=True, vectorize=True or torch.func.vmap); run such a microbatch eager"
+            ) from error
+        raise
+
+
+def _is_batch(gradient: Tensor) -> bool:
+    return is_legacy_batchedtensor(gradient) or is_batchedtensor(gradient)
 
 
 class _Undifferentiable(Function):
