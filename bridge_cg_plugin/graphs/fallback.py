@@ -129,6 +129,12 @@ class Fallback(StrEnum):
         "saves none",
         "checkpoint only what follows, or pass `use_reentrant=True`",
     )
+    OPERATIONS_SEEN = (
+        "operations_seen",
+        "inside `torch.jit.trace`, a transform of `torch.func`, forward-mode AD, a `TorchDispatchMode` or a "
+        "`TorchFunctionMode`: a replay shows them no operations",
+        "none needed; outside of it graphs continue",
+    )
     # A model that is not what was recorded
     MODEL_CHANGED = (
         "model_changed",

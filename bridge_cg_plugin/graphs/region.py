@@ -29,6 +29,7 @@ from .replays.slot import Slot
 from .reports import ranges
 from .reports.progress import Progress
 from .reports.statistics import BucketStatistics, RegionStatistics
+from .seen_operations import operations_are_seen
 
 # Where a batch is replayed: its recording, the sources, source, slot and bucket of that, and whether a backward may
 # follow.
@@ -413,6 +414,8 @@ class Region:
 
     def _source(self, sources: Sources, gradients: bool, asks: bool = True) -> Source | Fallback:
         """Return the source that the model is now, or why there is none."""
+        if operations_are_seen():
+            return Fallback.OPERATIONS_SEEN
         try:
             source = sources.find(gradients, self.is_idle, asks)
         except Exception as error:

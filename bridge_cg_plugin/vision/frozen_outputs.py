@@ -21,6 +21,7 @@ from ..graphs.planning.buckets import round_up
 from ..graphs.recordings.generators import provide_aside
 from ..graphs.region import Region
 from ..graphs.replays.inputs import want_gradients
+from ..graphs.seen_operations import operations_are_seen
 from ..graphs.workload import Manager
 from ..options import VisionGraphOptions
 from .adapter import EncoderBatch
@@ -196,7 +197,7 @@ class FrozenOutputs:
     def replay(self, region: Region, batch: EncoderBatch) -> Outputs | None:
         """Return a batch's outputs, kept or replayed; None where it is to run eager."""
         maker = self._maker(region)
-        if maker is None or want_gradients((batch.pixels,)):
+        if maker is None or want_gradients((batch.pixels,)) or operations_are_seen():
             return self._replay(region, batch)
         key, origin = self._key(*maker, batch), _Origin(maker[0].number, region.sources.training)
         kept, usable = self._store.find(key, origin)

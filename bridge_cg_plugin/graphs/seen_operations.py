@@ -1,0 +1,31 @@
+"""Whether something sees, changes or writes down the operations of a call, of which a replay shows none."""
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+_tracing_state = torch._C._get_tracing_state
+_in_transform = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+
+
+def operations_are_seen() -> bool:
+    """Whether `torch.jit.trace`, a transform of `torch.func`, forward-mode AD or one of PyTorch's modes is around.
+
+    The mode of `torch.device` and of `torch.set_default_device` says only where tensors are made.
+    """
+    return (
+        _dispatch_modes() > 0
+        or _in_transform()
+        or _tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or (_function_modes() > 0 and not all(map(_only_places, _get_current_function_mode_stack())))
+    )
+
+
+def _only_places(mode: Any) -> bool:
+    return isinstance(mode, DeviceContext)

@@ -1,0 +1,124 @@
+"""What sees, changes or writes down the operations of a call gets eager's, in the whole encoder and in its parts."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..tape import TapeExecutor
+from .hugging_face_towers import draw_images, new_siglip, run_siglip
+from .towers import assert_close, draw, forward, graphs_on, loss_of, new_tower
+
+IMAGES = 3
+
+
+def new_encoder():
+    """Return a tower whose attention knows forward-mode AD."""
+    model = new_siglip()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def hidden(model, images):
+    return model(pixel_values=images, return_dict=True).last_hidden_state
+
+
+def traced_by_jit(model):
+    trace = torch.jit.trace(model, draw_images(IMAGES), check_trace=False, strict=False)
+    return [trace(draw_images(IMAGES, seed=1))["last_hidden_state"]]
+
+
+def traced_by_fx(model):
+    trace = torch.fx.experimental.proxy_tensor.make_fx(lambda images: hidden(model, images))(draw_images(IMAGES))
+    return [trace(draw_images(IMAGES, seed=1))]
+
+
+def exported(model):
+    program = torch.export.export(model, (draw_images(IMAGES),), strict=False)
+    return [program.module()(draw_images(IMAGES, seed=1)).last_hidden_state]
+
+
+def differentiated(model):
+    return [torch.func.grad(lambda scale: loss_of([hidden(model, draw_images(IMAGES)) * scale]))(torch.tensor(2.0))]
+
+
+def mapped(model):
+    return [torch.func.vmap(lambda images: hidden(model, images))(draw_images(2 * IMAGES).unflatten(0, (2, IMAGES)))]
+
+
+def with_tangents(model):
+    images = draw_images(IMAGES)
+    with forward_ad.dual_level():
+        return list(forward_ad.unpack_dual(hidden(model, forward_ad.make_dual(images, images))))
+
+
+class Larger(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 1.01 if func is nn.functional.layer_norm else result
+
+
+class LargerProducts(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 1.01 if func is torch.ops.aten.addmm.default else result
+
+
+def in_mode(mode):
+    def run(model):
+        with mode():
+            return run_siglip(model, IMAGES)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        traced_by_jit,
+        traced_by_fx,
+        exported,
+        differentiated,
+        mapped,
+        with_tangents,
+        in_mode(Larger),
+        in_mode(LargerProducts),
+    ],
+)
+@torch.no_grad()
+def test_what_sees_operations_gets_those_of_eager(run):
+    model, reference = new_encoder(), new_encoder()
+    with graphs_on(model, buckets=(16,), executor=TapeExecutor()) as graphs:
+        assert_close(run(model), run(reference))
+        assert graphs.statistics().fallbacks.keys() == {"operations_seen"}
+        for _ in range(2):
+            assert_close(run_siglip(model, IMAGES), run_siglip(reference, IMAGES))
+        assert graphs.statistics().replays == 1
+
+
+@pytest.mark.parametrize("modules", [("attn",), ("attn", "mlp")])
+def test_parts_show_a_mode_the_operations_of_eager(modules):
+    model, reference = new_tower(), new_tower()
+    with graphs_on(model, executor=TapeExecutor(), modules=modules) as graphs:
+        with Larger():
+            assert_close(forward(model, [[1, 4, 4]]), forward(reference, [[1, 4, 4]]))
+        assert graphs.statistics().fallbacks.keys() == {"operations_seen"} and not graphs.statistics().replays
+
+
+def test_outputs_that_are_kept_are_not_those_of_a_mode(frozen_store_of_its_own):
+    model, reference = (new_tower().requires_grad_(False) for _ in range(2))
+    with graphs_on(model, executor=TapeExecutor(), frozen_outputs_gb=0.1) as graphs:
+        for _ in range(2):
+            forward(model, [[1, 4, 4]])
+        with Larger():
+            assert_close(forward(model, [[1, 4, 4]]), forward(reference, [[1, 4, 4]]))
+        assert graphs.workload.frozen.found == 1
+
+
+def test_the_mode_of_a_default_device_leaves_replays():
+    model, (pixels, grid) = new_tower(), draw([[1, 4, 4]])
+    with graphs_on(model, executor=TapeExecutor()) as graphs, torch.device("cpu"):
+        model(pixels, grid)
+        assert graphs.statistics().replays == 1
