@@ -135,6 +135,11 @@ class Fallback(StrEnum):
         "`TorchFunctionMode`: a replay shows them no operations",
         "none needed; outside of it graphs continue",
     )
+    ONE_GRAPH = (
+        "one_graph",
+        "compiled with `fullgraph=True` or traced by `torch.export`, which take no replay; counted once for each trace",
+        "compile without `fullgraph=True`",
+    )
     # A model that is not what was recorded
     MODEL_CHANGED = (
         "model_changed",

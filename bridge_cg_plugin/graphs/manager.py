@@ -32,6 +32,7 @@ from .reports.progress import Progress
 from .reports.ranges import named_range
 from .reports.report import merge_statistics, render
 from .reports.statistics import RegionStatistics
+from .seen_operations import is_one_graph
 from .workload import Call, Eager, Workload
 
 # Training steps whose tokens are kept, to see how far ranks are apart.
@@ -98,7 +99,7 @@ class GraphManager:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward: a replay where possible, eager otherwise."""
         if torch.compiler.is_dynamo_compiling():  # what a loop compiles around the module must not trace captures
-            return self._untraced(*args, **kwargs)
+            return (self._instance.original if self._is_in_one_graph() else self._untraced)(*args, **kwargs)
         call = self.workload.read(*args, **kwargs)
         eager = partial(self.eager_forward, *args, **kwargs)
         balanced = self.workload.balanced
@@ -107,6 +108,14 @@ class GraphManager:
             with named_range(f"microbatch, {self.workload.noun}, {call.tokens} tokens"):
                 return run(call, eager)
         return run(call, eager)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _is_in_one_graph(self) -> bool:
+        """Whether torch.compile traces a graph now that has no place for a replay; counted where there are graphs."""
+        found = is_one_graph()
+        if found and self.captured:
+            self.fell_back(Fallback.ONE_GRAPH)
+        return found
 
     def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""

@@ -115,7 +115,7 @@ class Parts:
     ) -> tuple[Tensor, ...] | None:
         """Return the outputs of a part's replay; None where it runs eager."""
         if torch.compiler.is_dynamo_compiling():  # as in `GraphManager`, where a loop compiles around the part alone
-            return self._untraced(region, read, hidden, args, kwargs)
+            return None if region.is_in_one_graph() else self._untraced(region, read, hidden, args, kwargs)
         if read is None:
             return self._replay_together(region, hidden)
         batch = None if self._is_paused() else read(hidden, args, kwargs)

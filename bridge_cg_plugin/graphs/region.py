@@ -29,7 +29,7 @@ from .replays.slot import Slot
 from .reports import ranges
 from .reports.progress import Progress
 from .reports.statistics import BucketStatistics, RegionStatistics
-from .seen_operations import operations_are_seen
+from .seen_operations import is_one_graph, operations_are_seen
 
 # Where a batch is replayed: its recording, the sources, source, slot and bucket of that, and whether a backward may
 # follow.
@@ -351,6 +351,14 @@ class Region:
     def refuse(self, batch: Any, reason: Fallback) -> None:
         """Count a batch that runs eager."""
         self.statistics.fell_back(self.program.name, reason, self.program.size(batch))
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def is_in_one_graph(self) -> bool:
+        """Whether torch.compile traces a graph now that has no place for a replay; counted."""
+        found = is_one_graph()
+        if found:
+            self.statistics.fell_back(self.program.name, Fallback.ONE_GRAPH)
+        return found
 
     def is_free(self, index: int) -> bool:
         """Whether no microbatch holds the slot with this number."""

@@ -29,3 +29,14 @@ def operations_are_seen() -> bool:
 
 def _only_places(mode: Any) -> bool:
     return isinstance(mode, DeviceContext)
+
+
+def is_one_graph() -> bool:
+    """Whether what torch.compile traces now must be one graph, as by `fullgraph=True` and `torch.export`.
+
+    It runs while torch.compile traces its caller, which must mark it with `torch.compiler.assume_constant_result`.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer = InstructionTranslator.current_tx()
+    return tracer.one_graph or getattr(tracer, "error_on_graph_break", False)

@@ -122,3 +122,35 @@ def test_the_mode_of_a_default_device_leaves_replays():
     with graphs_on(model, executor=TapeExecutor()) as graphs, torch.device("cpu"):
         model(pixels, grid)
         assert graphs.statistics().replays == 1
+
+
+def compiled(model):
+    return lambda images: hidden(torch.compile(model, backend="eager", fullgraph=True), images)
+
+
+def exported_strictly(model):
+    return lambda images: torch.export.export(model, (images,), strict=True).module()(images).last_hidden_state
+
+
+@pytest.mark.parametrize("traced", [compiled, exported_strictly])
+def test_what_is_compiled_as_one_graph_runs_eager(traced, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    torch.compiler.reset()
+    model, reference = new_encoder(), new_encoder()
+    with graphs_on(model, buckets=(16,), executor=TapeExecutor()) as graphs:
+        assert_close([traced(model)(draw_images(IMAGES))], [hidden(reference, draw_images(IMAGES))])
+        assert graphs.statistics().fallbacks.keys() == {"one_graph"}
+        run_siglip(model, IMAGES)
+        assert graphs.statistics().replays == 1
+
+
+def test_a_part_of_a_layer_compiled_as_one_graph_runs_eager(monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    monkeypatch.setattr("warnings.warn", lambda *args, **kwargs: None)  # which torch.compile cannot trace
+    torch.compiler.reset()
+    model, reference = new_tower(), new_tower()
+    hidden_states = torch.randn(16, 1, 32)
+    with graphs_on(model, executor=TapeExecutor(), modules=("mlp",)) as graphs:
+        run = torch.compile(model.decoder.layers[0]._forward_mlp, backend="eager", fullgraph=True)
+        assert_close([run(hidden_states)], [reference.decoder.layers[0]._forward_mlp(hidden_states)])
+        assert graphs.statistics().fallbacks.keys() == {"one_graph"}
