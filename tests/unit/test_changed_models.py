@@ -7,6 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from megatron.bridge.peft.lora import LoRA
+from torch.nn.utils import parametrize
 
 from bridge_cg_plugin.graphs.changes.source import SAMPLE
 from bridge_cg_plugin.graphs.errors import ReplayError
@@ -410,6 +411,31 @@ class Gained(torch.nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("inner"), name)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, weight):
+        return self.scale * weight
+
+
+def test_parametrized_weights_that_are_cached_around_a_capture_are_not_part_of_it():
+    tower, reference = new_tower(), new_tower()
+    for model in (tower, reference):
+        parametrize.register_parametrization(model.decoder.layers[0].mlp.linear_fc2, "weight", Scaled())
+    with parametrize.cached(), graphs_on(tower, buckets=(16,), executor=TapeExecutor()) as graphs:
+        for seed in range(3):
+            actual, expected = (results(model, [[1, 4, 4]], seed) for model in (tower, reference))
+            assert_close(actual[0], expected[0])
+            assert_close(actual[1], expected[1])
+            parametrize._cache.clear()  # as where `cached` ends after each step
+            with torch.no_grad():
+                for parameter in (*tower.parameters(), *reference.parameters()):
+                    parameter.mul_(1.1)
+        assert graphs.statistics().replays == 3
 
 
 @pytest.mark.parametrize("field", ["qk_clip", "log_max_attention_logit"])

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.nn.utils import parametrize
 
 from ..modules import every_module, walked_once
 from ..planning.buckets import Bucket
@@ -125,6 +126,7 @@ class RegionBody:
             ONE_THREAD,
             torch.set_grad_enabled(self._sinks is not None),
             _own_autocast_cache(),
+            _own_parametrizations(),
             self._passing(),
             self._aliases.active(handed) as aliases,
             _own_saved_tensors(),
@@ -255,6 +257,17 @@ def _own_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
+
+
+@contextmanager
+def _own_parametrizations() -> Iterator[None]:
+    """Compute parametrized weights in this pass: one that `parametrize.cached` kept would be recorded as a constant."""
+    before = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = before
 
 
 def _own_saved_tensors() -> AbstractContextManager[None]:
