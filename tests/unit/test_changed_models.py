@@ -413,6 +413,33 @@ class Gained(torch.nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
 
+class Counting(torch.nn.Module):
+    """A linear layer whose output grows with the passes that it counts in a buffer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, hidden):
+        self.passes += 1
+        output, bias = self.inner(hidden)
+        return output * self.passes, bias
+
+
+@pytest.mark.parametrize("options", [{}, {"modules": ("mlp",)}])
+def test_passes_of_a_capture_leave_buffers_as_they_were(options):
+    tower, reference = new_tower(), new_tower()
+    for model in (tower, reference):
+        model.decoder.layers[0].mlp.linear_fc2 = Counting(model.decoder.layers[0].mlp.linear_fc2)
+    with graphs_on(tower, buckets=(16,), executor=TapeExecutor(), **options) as graphs:
+        for seed in range(3):
+            actual, expected = (results(model, [[1, 4, 4]], seed) for model in (tower, reference))
+            assert_close(actual[0], expected[0])
+            assert_close(actual[1], expected[1])
+        assert not graphs.statistics().fallbacks
+
+
 class Scaled(torch.nn.Module):
     def __init__(self):
         super().__init__()

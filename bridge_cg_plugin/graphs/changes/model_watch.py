@@ -92,6 +92,9 @@ class ModelWatch:
         patched: Attributes that the plugin patches on a module, as (module, name).
         called: Modules whose own hooks run around a replay as well, because they are called in the usual way.
         exempt: What is no difference.
+
+    Attributes:
+        roots: See above.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class ModelWatch:
         exempt: Exempt = NOTHING_EXEMPT,
     ) -> None:
         self._generation = 0
-        self._roots, self._called, self._own_hook = tuple(roots), tuple(called), exempt.own_hook
+        self.roots, self._called, self._own_hook = tuple(roots), tuple(called), exempt.own_hook
         self._ignored = LEFT_BY_HOOKS | exempt.bookkeeping
         self._patched = {Entry(id(vars(module)), name) for module, name in patched}
         # A module that leaves the model may come back: its tables are followed for as long as somebody holds them.
@@ -129,7 +132,7 @@ class ModelWatch:
         """Follow the modules that the model consists of now."""
         self._tree_changed = False
         self._tree = {}
-        for root in self._roots:
+        for root in self.roots:
             for name, module in root.named_modules():
                 self._tree.setdefault(module, name or type(module).__name__)
         followed = [table for module, name in self._tree.items() for table in module_tables(module, name)]

@@ -12,6 +12,7 @@ from ..changes.model_watch import ModelWatch
 from ..changes.source import Recorded, Source
 from ..changes.tables import Entry
 from ..errors import CaptureError, OutOfMemoryInCapture, first_line
+from ..modules import KeptBuffers
 from ..piece import Piece
 from ..planning.buckets import Bucket
 from ..replays.slot import Slot
@@ -24,6 +25,8 @@ from .warm_up import record_warmed_up
 
 # What is recorded in a slot.
 Place = tuple[Bucket, Mode]
+
+NO_BUFFERS = KeptBuffers(())
 
 
 class Recorder:
@@ -46,6 +49,7 @@ class Recorder:
         self.executor, self.name, self.evaluation = executor, piece.program.name, piece.evaluation
         self._program, self._piece, self._watch = piece.program, piece, watch
         self.offloading, self.chain = piece.offloading, piece.chain
+        self._buffers = NO_BUFFERS
         self._always_changed: set[Entry] = set()
 
     def slot(self, index: int, buckets: Sequence[Bucket]) -> Slot:
@@ -133,7 +137,11 @@ class Recorder:
             as_capture_error(f"bucket {bucket}"),
             put_back(self.executor.generators()),  # ranks draw alike, and one of them may record alone
         ):
-            yield
+            self._buffers = KeptBuffers(self._watch.roots)  # all parts of a chain are recorded inside
+            try:
+                yield
+            finally:
+                self._buffers = NO_BUFFERS
 
     def warmed_up(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, briefly: bool) -> RegionBody:
         """Return work that ran outside a capture and can be recorded."""
@@ -156,7 +164,7 @@ class Recorder:
             CaptureError: Passes change what a replay would not.
         """
         with self._watch.undone_by_errors() as held:
-            with self._watch.passing() as changed:
+            with self._buffers.put_back(), self._watch.passing() as changed:
                 yield
             changed += held.changed()
             if briefly and (first := [entry for entry in changed if entry not in self._always_changed]):
