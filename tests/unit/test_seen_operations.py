@@ -87,6 +87,7 @@ def in_mode(mode):
         in_mode(LargerProducts),
     ],
 )
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @torch.no_grad()
 def test_what_sees_operations_gets_those_of_eager(run):
     model, reference = new_encoder(), new_encoder()
