@@ -2,6 +2,8 @@ import copy
 import functools
 import inspect
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -200,6 +202,28 @@ def test_upstreams_own_padding_is_never_used(active):
     model.config.max_vision_cuda_graph_seq_length = 16
     with pytest.raises(AttributeError, match="cu_seqlens_q"):  # upstream's own path drops the boundaries
         model(*draw([[1, 4, 4]]))
+
+
+@has_helper
+def test_upstreams_own_padding_is_never_used_in_any_thread(active):
+    model, asked, both, gone = new_tower().train(), [], threading.Barrier(2), threading.Event()
+    model.config = copy.copy(model.config)  # the layers keep theirs
+    model.config.cuda_graph_impl = "transformer_engine"
+
+    def ask(*_):
+        if both.wait(10) == 0:
+            assert gone.wait(10)
+        asked.append(model._uses_vision_cuda_graph())
+
+    def run():
+        model(*draw([[1, 4, 4]]))
+        gone.set()
+
+    model.merger.register_forward_pre_hook(ask)
+    with ThreadPoolExecutor(2) as threads:
+        for each in [threads.submit(run) for _ in range(2)]:
+            each.result()
+    assert asked == [False, False] and "_uses_vision_cuda_graph" not in vars(model)
 
 
 def test_warm_up_keeps_attention_inside_each_image(active):

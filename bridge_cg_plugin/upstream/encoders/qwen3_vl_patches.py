@@ -1,6 +1,8 @@
 """Patches of Bridge's Qwen3-VL vision model: it never pads, and its config has graphs on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 from ...options import PROVIDER_FIELDS, vision_options
@@ -8,23 +10,40 @@ from ..seams.patches import Patch
 from ..seams.registry import seam
 
 PADDING_SWITCH = seam("vision_padding_switch").target.rpartition(".")[2]
+_ONE_THREAD = Lock()
 
 
 def _never_pads(old: Callable[..., Any]) -> Callable[..., Any]:
     """Upstream's own padding and masking for graphs drops the attention boundaries: forward never takes that path."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        vars(self)[PADDING_SWITCH] = _no
-        try:
+        with _not_padding(self):
             return old(self, *args, **kwargs)
-        finally:
-            del vars(self)[PADDING_SWITCH]
 
     return forward
 
 
-def _no() -> bool:
-    return False
+class _No:
+    """Answers the model's question whether to pad, for all its passes that are under way in some thread."""
+
+    passes = 0
+
+    def __call__(self) -> bool:
+        return False
+
+
+@contextmanager
+def _not_padding(model: Any) -> Iterator[None]:
+    with _ONE_THREAD:
+        no = vars(model).setdefault(PADDING_SWITCH, _No())
+        no.passes += 1
+    try:
+        yield
+    finally:
+        with _ONE_THREAD:
+            no.passes -= 1
+            if not no.passes:
+                del vars(model)[PADDING_SWITCH]
 
 
 def _may_pad(old: Callable[..., Any]) -> bool:
