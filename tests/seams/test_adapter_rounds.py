@@ -10,6 +10,7 @@ from bridge_cg_plugin.graphs.memory.returning_storages import ReturningStorages
 from bridge_cg_plugin.upstream.hooks.helpers import vision_helper
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.loops import emptied_cache, resized_storages
+from tests.held_addresses import HeldAddresses
 from tests.main_grads import give_main_grads
 from tests.returning import Returning
 
@@ -28,18 +29,22 @@ def loop(active, monkeypatch):
 
 
 class Place:
-    """Addresses of a large storage, which the system gives again."""
+    """Addresses of a large storage, held for it while it has no memory."""
 
-    address = 0
+    address = nbytes = 0
+    held = None
 
     def __init__(self, device):
         self.device = device
 
-    def freed(self): ...
+    def freed(self):
+        self.held = HeldAddresses(self.address, self.nbytes)
 
     def fill(self, storage, nbytes, resize):
+        if self.held is not None:
+            self.held.let_go()
         resize(storage, nbytes)
-        self.address, others = self.address or storage.data_ptr(), []
+        self.address, self.nbytes, others = self.address or storage.data_ptr(), nbytes, []
         while storage.data_ptr() != self.address:
             resize(storage, 0)
             others.append(torch.empty(nbytes, dtype=torch.uint8))  # which has what the system gives first
