@@ -1,0 +1,172 @@
+"""Memory of weights and gradients that moves under a model's graphs: each microbatch equals eager, or is an error."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from bridge_cg_plugin.graphs.changes.source import SAMPLE
+from bridge_cg_plugin.graphs.errors import ReplayError
+from bridge_cg_plugin.graphs.manager import MANY_MOVES
+
+from ..main_grads import give_main_grads
+from ..other_memory import are_intact, fill_elsewhere
+from ..tape import CountingTape, TapeExecutor
+from .changes import accumulates
+from .towers import assert_close, forward, graphs_on, loss_of, new_tower, results
+
+
+def test_gradient_buffers_that_are_freed_and_taken_again_get_the_gradient():
+    """As megatron-core's `DDP.offload_grad_buffers` and `restore_grad_buffers`."""
+    tower, reference = new_tower(), new_tower()
+    flat = with_main_grads(tower)
+    expected = with_main_grads(reference)
+    with graphs_on(tower, executor=TapeExecutor()) as graphs:
+        canaries = []
+        for step in range(4):
+            for model in (tower, reference):
+                loss_of(forward(model, [[1, 4, 4]], seed=step)).backward()
+            assert_close([flat], [expected])
+            storage = flat.untyped_storage()
+            size = storage.nbytes()
+            storage.resize_(0)
+            canaries.append(torch.full_like(expected, 3.0))
+            storage.resize_(size)
+            flat.zero_(), expected.zero_()
+        assert all((canary == 3.0).all() for canary in canaries)
+        assert graphs.statistics().replays == 4 and not graphs.statistics().fallbacks
+
+
+def free_gradients(tower, flat):
+    """Free the buffer of gradients, which gets other memory; return what somebody else makes of what it had."""
+    storage = flat.untyped_storage()
+    size, address = storage.nbytes(), flat.data_ptr()
+    storage.resize_(0)
+    return fill_elsewhere(storage, size, {address})
+
+
+def test_memory_that_moves_between_forward_and_backward_is_an_error_and_is_not_written():
+    tower = new_tower()
+    flat = with_main_grads(tower)
+    with graphs_on(tower, executor=TapeExecutor()):
+        outputs = forward(tower, [[1, 4, 4]])
+        others = free_gradients(tower, flat)
+        with pytest.raises(ReplayError, match="between the forward and the backward"):
+            loss_of(outputs).backward()
+        assert are_intact(others)
+
+
+@settings(max_examples=15, deadline=None)
+@given(places=st.lists(st.integers(0, 2), min_size=2, max_size=8))
+@example(places=[1, 0, 1, 0, 1])
+def test_recordings_of_the_last_two_places_of_memory_are_kept(places):
+    tower, reference = new_tower(), new_tower()
+    flat, expected = with_main_grads(tower), with_main_grads(reference)
+    memory = [[p.detach().clone() for p in tower.parameters()] for _ in range(3)]
+    executor, expected_count, kept = CountingTape(), 0, []
+    with graphs_on(tower, buckets=(16,), executor=executor) as graphs:
+        executor.recorded = 0
+        for number, place in enumerate(places):
+            for parameter, data in zip(tower.parameters(), memory[place], strict=True):
+                parameter.data = data
+            for model in (tower, reference):
+                with graphs.step():
+                    loss_of(forward(model, [[1, 4, 4]], seed=number)).backward()
+            assert_close([flat], [expected])
+            expected_count += place not in kept
+            kept = [place, *[other for other in kept if other != place]][:2]
+        statistics = graphs.statistics()
+        assert not statistics.fallbacks and statistics.replays == len(places)
+        assert executor.recorded == expected_count
+
+
+@pytest.mark.parametrize("modules", [None, ("attn",)])
+def test_recordings_of_two_places_are_kept_where_gradients_have_no_main_grad(modules):
+    tower, reference = new_tower(), new_tower()
+    memory = [[p.detach().clone() for p in tower.parameters()] for _ in range(2)]
+    executor, counts = CountingTape(), []
+    with graphs_on(tower, buckets=(16,), executor=executor, modules=modules) as graphs:
+        bytes_before = graphs.statistics().gradient_bytes
+        for number in range(6):
+            for parameter, data in zip(tower.parameters(), memory[number % 2], strict=True):
+                parameter.data = data
+            actual, expected = (results(model, [[1, 4, 4]], number) for model in (tower, reference))
+            assert_close(actual[0], expected[0])
+            assert_close(actual[1], expected[1])
+            counts.append(executor.recorded)
+        assert counts[1] == counts[-1] and not graphs.statistics().fallbacks
+        assert graphs.statistics().gradient_bytes == bytes_before
+
+
+@pytest.mark.parametrize("modules", [None, ("attn",)])
+def test_memory_that_moves_all_the_time_is_told_once(modules, caplog):
+    tower = new_tower()
+    with graphs_on(tower, buckets=(16,), modules=modules) as graphs:
+        for number in range(MANY_MOVES + 3):
+            assert ("moved" in caplog.text) == (number > MANY_MOVES)
+            with graphs.step():
+                results(tower, [[1, 4, 4]], number)
+            move_parameters(tower, None)
+    assert sum("graphs are captured again each time" in record.message for record in caplog.records) == 1
+
+
+def move_parameters(tower, flat):
+    for parameter in tower.parameters():
+        parameter.data = parameter.data.clone()
+    return []
+
+
+def replace_gradients(tower, flat):
+    for parameter in tower.parameters():
+        parameter.main_grad = parameter.main_grad.view_as(parameter.main_grad)
+    return []
+
+
+def take_gradients_away(tower, flat):
+    for parameter in tower.parameters():
+        del parameter.main_grad
+    return []
+
+
+@pytest.mark.parametrize("change", [free_gradients, move_parameters, replace_gradients, take_gradients_away])
+def test_memory_that_moves_inside_a_step_is_an_error_and_is_not_written(change):
+    tower = new_tower()
+    assert len(list(tower.parameters())) > SAMPLE
+    flat = with_main_grads(tower)
+    with graphs_on(tower, executor=TapeExecutor()) as graphs, graphs.step():
+        loss_of(forward(tower, [[1, 4, 4]])).backward()
+        outputs = forward(tower, [[1, 4, 4]])
+        others = change(tower, flat)
+        written = flat.clone()
+        with pytest.raises(ReplayError, match="between the forward and the backward"):
+            loss_of(outputs).backward()
+        assert graphs.statistics().replays == 2
+        assert are_intact(others) and torch.equal(flat.view(torch.int32), written.view(torch.int32))
+
+
+def test_gradients_without_main_grad_lie_in_memory_that_all_recordings_share():
+    tower = new_tower()
+    with graphs_on(tower, slots=2) as graphs:
+        (source,) = graphs._regions[0].sources
+        kept = {id(g) for r in source.recordings.values() if r.recording._body.has_backward for g in returned(r)}
+        weights = sum(p.nbytes for p in tower.parameters())
+        assert len(kept) == sum(1 for _ in tower.parameters())
+        assert graphs.statistics().gradient_bytes == weights
+
+
+def with_main_grads(model) -> torch.Tensor:
+    """Give every parameter a `main_grad` in one buffer, which a hook adds to as data parallelism does."""
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    give_main_grads(model.parameters(), flat)
+    model.nodes = []
+    for parameter in model.parameters():
+        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        node.register_hook(accumulates(parameter))
+        model.nodes.append(node)
+    return flat
+
+
+def returned(recorded):
+    """Return the gradients that a recording hands to autograd."""
+    recorded.recording.forward()
+    return [g for g in recorded.recording.backward().parameters if g is not None]
