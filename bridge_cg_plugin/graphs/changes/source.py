@@ -142,7 +142,7 @@ class Source:
             source.forget_elsewhere()
         if moved._reads_alike(self):
             self.recordings |= moved._without_forward_only()
-        shares = (self._layouts, self._types) == (moved._layouts, moved._types) and self.sinks.shares(moved.sinks)
+        shares = (self._layouts, self._types) == (moved._layouts, moved._types) and self.sinks.share_with(moved.sinks)
         if moved.same_tensors(self) and (shares or not moved.sinks.static_bytes):
             self.earlier = moved
         else:

@@ -221,8 +221,8 @@ class GradientSinks:
         if not self._static:
             self._static.update((p, _empty(p)) for p in self._returned)
 
-    def shares(self, other: "GradientSinks") -> bool:
-        """Whether gradients lie where another object has them: from now on, if both return the same."""
+    def share_with(self, other: "GradientSinks") -> bool:
+        """Have gradients where another object has them, if both return the same; returns whether they lie there."""
         same = len(self._returned) == len(other._returned) and all(map(operator.is_, self._returned, other._returned))
         if same and not self._static:
             self._static = other._static
