@@ -12,7 +12,6 @@ from ..changes.model_watch import ModelWatch
 from ..changes.source import Recorded, Source
 from ..changes.tables import Entry
 from ..errors import CaptureError, OutOfMemoryInCapture, first_line
-from ..modules import KeptBuffers
 from ..piece import Piece
 from ..planning.buckets import Bucket
 from ..replays.slot import Slot
@@ -20,6 +19,7 @@ from ..reports.ranges import named_range
 from .compiling import TURNS
 from .executor import Executor
 from .generators import put_back
+from .kept_buffers import KeptBuffers
 from .recording import ONE_THREAD, Mode, Recording, RegionBody
 from .warm_up import record_warmed_up
 
