@@ -7,6 +7,7 @@ replay overwrites all of its pool but what was held when it was recorded.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nan, no_grad
@@ -142,7 +143,8 @@ class PooledRecording(Replayed):
             with self._backward.recording():
                 gradients = self._body.backward()
                 self._made.append(gradients)
-            self._gradients = type(gradients)(self._in_pool(gradients.inputs), self._in_pool(gradients.parameters))
+            kept = {name: self._in_pool(getattr(gradients, name)) for name in ("inputs", "parameters")}
+            self._gradients = replace(gradients, **kept)
         self._body.forget()
 
 

@@ -153,3 +153,24 @@ def test_a_capture_that_fails_beside_side_work_leaves_the_next_one_possible(
     assert tower_module.largest_relative(outputs, expected) == 0.0
     assert tower_module.largest_relative(replayed, first) <= 3e-2
     assert helper.graphs.statistics().replays == 1
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_weights_that_only_unread_outputs_need_get_no_gradient(tower_module, model, graphs_of, streams):
+    helper = graphs_of(buckets=(1024,), streams=streams, kernels="exact")
+    batch = tower_module.make_batch(ONE, model)
+
+    def gradients(read):
+        model.zero_grad()
+        outputs = tower_module.forward(model, batch)
+        torch.autograd.backward([outputs[i] for i in read], [batch.gradients[i] for i in read])
+        return [parameter.grad for parameter in model.parameters()]
+
+    for read in ([0], [1], range(len(batch.gradients))):
+        with helper.graphs.paused():
+            expected = gradients(read)
+        found = gradients(read)
+        assert [g is None for g in found] == [g is None for g in expected], read
+        pairs = [(a, b) for a, b in zip(found, expected, strict=True) if b is not None]
+        assert tower_module.largest_relative(*zip(*pairs, strict=True)) <= 3e-2, read
+    assert helper.graphs.statistics().replays == 3

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,8 @@ class _StaticGradients:
     def backward(self) -> Gradients:
         fresh = self._recording.backward()
         if self._kept is None:
-            self._kept = Gradients(tuple(map(_copy, fresh.inputs)), tuple(map(_copy, fresh.parameters)))
+            kept = {name: tuple(map(_copy, getattr(fresh, name))) for name in ("inputs", "parameters")}
+            self._kept = replace(fresh, **kept)
         for kept, new in zip(self._kept.inputs + self._kept.parameters, fresh.inputs + fresh.parameters, strict=True):
             if kept is not None:
                 kept.copy_(new)

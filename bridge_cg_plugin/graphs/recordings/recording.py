@@ -5,6 +5,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import repeat
 from threading import RLock
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,7 @@ from .activations import Activations
 from .capture import capture_graph
 from .layer_kinds import one_layer_of_each_kind
 from .parameters import ParameterAliases
+from .reach import reach_of
 from .side_stream import Root, SideStream
 
 MAIN_STREAM = ReplayStream()
@@ -32,10 +34,27 @@ ONE_THREAD = RLock()
 
 @dataclass(slots=True)
 class Gradients:
-    """What a backward leaves behind, in static memory: overwritten by the next backward of the same slot."""
+    """What a backward leaves behind, in static memory: overwritten by the next backward of the same slot.
+
+    Attributes:
+        inputs: Gradients of the differentiable inputs.
+        parameters: Gradients of the parameters that autograd must hand on.
+        reach: Of each output, the places among inputs and then parameters that a backward from it reaches.
+    """
 
     inputs: tuple[Tensor | None, ...]
     parameters: tuple[Tensor | None, ...]
+    reach: tuple[frozenset[int], ...]
+
+    def through(self, output_gradients: Sequence[Tensor | None]) -> "Gradients":
+        """Return what eager's backward gives: nothing for what only outputs without a gradient need, not zeros."""
+        if not any(map(operator.is_, output_gradients, repeat(None))):
+            return self
+        given = (of_output for of_output, g in zip(self.reach, output_gradients, strict=True) if g is not None)
+        reached = frozenset().union(*given)
+        kept = [g if place in reached else None for place, g in enumerate(self.inputs + self.parameters)]
+        split = len(self.inputs)
+        return Gradients(tuple(kept[:split]), tuple(kept[split:]), self.reach)
 
 
 class Mode(NamedTuple):
@@ -163,6 +182,9 @@ class RegionBody:
         roots, leaves, aliases = self._live
         targets = [*leaves, *(aliases[p] for p in self._sinks.parameters)]
         pairs = [(r, g) for r, g in zip(roots, self.output_gradients, strict=True) if r is not None]
+        main_grads = (*repeat(None, len(leaves)), *self._sinks.main_grads)
+        handed_on = {i: t for i, (t, g) in enumerate(zip(targets, main_grads, strict=True)) if g is None}
+        reach = reach_of(roots, handed_on, {} if self._side is None else self._side.links())
         restoring = nullcontext() if self.activations is None else self.activations.restoring()
         with (
             ONE_THREAD,
@@ -178,7 +200,7 @@ class RegionBody:
         gradients, split = tuple(map(_sum, zip(*found, strict=True))), len(leaves)
         inputs = enumerate(gradients[:split])
         at_border = tuple(None if g is None else self._at_border(f"input_gradient:{i}", g) for i, g in inputs)
-        return Gradients(at_border, self._sinks.returned(gradients[split:]))
+        return Gradients(at_border, self._sinks.returned(gradients[split:]), reach)
 
     def _differentiated(
         self, pairs: Sequence[tuple[Root, Tensor]], targets: Sequence[Tensor]

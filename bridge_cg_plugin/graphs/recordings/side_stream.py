@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 # Where a backward begins: an output, or its place in the autograd graph where the output's memory is not kept.
 Root = Tensor | GradientEdge
@@ -44,10 +44,13 @@ class SideOutput:
     Args:
         start: The input of its computation, a leaf.
         end: The output.
+        before: What `start` is a copy of, on the main stream's graph.
     """
 
-    def __init__(self, start: Tensor, end: Tensor) -> None:
+    def __init__(self, start: Tensor, end: Tensor, before: Tensor) -> None:
         self.start, self.end = start, end
+        # No tensor: its memory is free as soon as nothing else needs it.
+        self.before = get_gradient_edge(before).node if before.requires_grad else None
         self.gradients: SideResult[tuple[Tensor | None, ...]] | None = None
 
     def add_gradient(self, of_others: Tensor) -> Tensor:
@@ -161,12 +164,16 @@ class SideStream:
         if not torch.is_grad_enabled():
             return self.run(lambda: work(x), x)
         start = x.detach().requires_grad_(x.requires_grad)
-        output = SideOutput(start, self.run(lambda: work(start), start))
+        output = SideOutput(start, self.run(lambda: work(start), start), x)
         if output.end.requires_grad:
             self._outputs.append(output)
         if x.requires_grad:
             x.register_hook(output.add_gradient)
         return output.end
+
+    def links(self) -> dict[Node, Node]:
+        """Return the nodes at which graphs of side outputs end, each with where the main stream's graph goes on."""
+        return {get_gradient_edge(o.start).node: o.before for o in self._outputs if o.before is not None}
 
     def differentiate(
         self, pairs: Sequence[tuple[Root, Tensor]], targets: Sequence[Tensor]

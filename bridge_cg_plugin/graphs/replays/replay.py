@@ -144,7 +144,8 @@ class _Replay(Function):
         if call.observer is not None:
             call.observer.before_backward(output_gradients)
         _write(call, output_gradients)
-        gradients = _backward_in_range(call) if ranges.on else call.recorded.recording.backward()
+        recorded = _backward_in_range(call) if ranges.on else call.recorded.recording.backward()
+        gradients = recorded.through(output_gradients)
         if call.observer is not None:
             call.observer.after_backward(gradients)
         inputs = tuple(
