@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import chain, cycle
 from pathlib import Path
 from threading import Lock, Semaphore
 from typing import Any
@@ -82,7 +82,8 @@ class Training:
 def trainings_of(item: pytest.Item) -> list[Training]:
     """Return the training runs that a test waits for: its parameters, and those that these wait for."""
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    found = [value for value in values if isinstance(value, Training)]
+    given = chain.from_iterable(value if isinstance(value, tuple) else (value,) for value in values)
+    found = [value for value in given if isinstance(value, Training)]
     return [run for each in found for run in (each, each.after) if run is not None]
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
 
 from tests.gpu.tower_case import (
+    EAGER_RUNS_WITH_EXPERTS,
     END,
     FEW_EXPERTS,
     IMAGE,
@@ -47,4 +48,6 @@ def inputs(images: list[tuple[int, int]], tokens: Tensor, generator: torch.Gener
     return drawn
 
 
-TOWER = Tower(provider, PATCH_BUCKETS, one_or_two(SIZES), image_tokens, inputs)
+TOWER = Tower(
+    provider, PATCH_BUCKETS, one_or_two(SIZES), image_tokens, inputs, eager_runs=EAGER_RUNS_WITH_EXPERTS
+)

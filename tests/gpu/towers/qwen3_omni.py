@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
 
 from tests.gpu.tower_case import (
+    EAGER_RUNS_WITH_EXPERTS,
     END,
     FEW_EXPERTS,
     IMAGE,
@@ -77,5 +78,12 @@ def inputs(items: list[Item], tokens: Tensor, generator: torch.Generator) -> Inp
 
 
 TOWER = Tower(
-    provider, PATCH_BUCKETS, draw, placeholders, inputs, forward_step=qwen3_omni_step.forward_step, encoders=2
+    provider,
+    PATCH_BUCKETS,
+    draw,
+    placeholders,
+    inputs,
+    forward_step=qwen3_omni_step.forward_step,
+    encoders=2,
+    eager_runs=EAGER_RUNS_WITH_EXPERTS,
 )
