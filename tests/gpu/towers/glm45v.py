@@ -48,6 +48,4 @@ def inputs(images: list[tuple[int, int]], tokens: Tensor, generator: torch.Gener
     return drawn
 
 
-TOWER = Tower(
-    provider, PATCH_BUCKETS, one_or_two(SIZES), image_tokens, inputs, eager_runs=EAGER_RUNS_WITH_EXPERTS
-)
+TOWER = Tower(provider, PATCH_BUCKETS, one_or_two(SIZES), image_tokens, inputs, eager_runs=EAGER_RUNS_WITH_EXPERTS)
