@@ -20,6 +20,8 @@ from .report import command as reports
 
 # Commands with a parser of their own, and the names of their modules.
 TRAINING = ("train", "compare")
+# How alike a word and a choice are at least, to be misspelt: a100 and h100 are two GPUs.
+SPELLING = 0.8
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,7 +30,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the process with what cannot be used, and the nearest word that can."""
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        near = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1) if wrong else []
+        choices = re.findall(r"[\w-]+", wrong[2]) if wrong else []
+        near = difflib.get_close_matches(wrong[1], choices, n=1, cutoff=SPELLING) if wrong else []
         super().error(f"{message}. Did you mean {near[0]}?" if near else message)
 
 

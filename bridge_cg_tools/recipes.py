@@ -1,6 +1,7 @@
 """The command `bridge-cg recipes`."""
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 
@@ -14,14 +15,15 @@ def run(part: str, as_json: bool, tell: Tell) -> int:
     """Print the names that contain a text; returns 2 if there are none, else 0.
 
     Args:
-        part: The text.
+        part: The text, in any case and with any separators.
         as_json: Whether to print JSON.
         tell: Prints the answer.
     """
-    presets = sorted(name for name in RECIPES if part in name)
-    others = sorted(name for name in recipes_of_bridge() if part in name)
+    presets = sorted(name for name in RECIPES if _letters(part) in _letters(name))
+    others = sorted(name for name in recipes_of_bridge() if _letters(part) in _letters(name))
     if not presets and not others:
-        print(f"Cannot find a recipe with {part!r} in its name.", file=sys.stderr)
+        remedy = "Write another part of it; bridge-cg recipes lists all."
+        print(f"Cannot find a recipe with {part!r} in its name. {remedy}", file=sys.stderr)
         return 2
     if as_json:
         tell(json.dumps({"presets": presets, "recipes": others}))
@@ -33,6 +35,10 @@ def run(part: str, as_json: bool, tell: Tell) -> int:
 def recipes_of_bridge() -> set[str]:
     """Return the names of the installed Bridge's recipes."""
     return RecipeFiles().names()
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[\W_]", "", text).lower()
 
 
 def _listed(names: Sequence[str]) -> list[str]:

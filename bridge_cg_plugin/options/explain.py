@@ -180,11 +180,13 @@ def further(options: Any, group: Group, said: Collection[str] = ()) -> list[str]
 
 def _activations(options: VisionGraphOptions | PackedOptions) -> list[str]:
     """Return what is said of activations: nothing where they stay."""
-    chosen = options.offload_above_gb is not None
-    target = [f"activations leave the device as {options.offload_above_gb:g} GiB a slot ask"] if chosen else []
+    most = options.offload_above_gb
     offloaded = [f"activations of {_listed(list(options.offload))} go to the host"] if options.offload else []
     recomputed = [f"outputs of {_listed(list(options.recompute))} are recomputed"] if options.recompute else []
-    return [*target, *(f"of them only: {part}" if chosen else part for part in (*offloaded, *recomputed))]
+    if most is None:
+        return [*offloaded, *recomputed]
+    target = f"activations are offloaded or recomputed to fit {most:g} GiB a slot"
+    return [target, *(f"of them only: {part}" for part in (*offloaded, *recomputed))]
 
 
 def _packed(options: PackedOptions) -> list[str]:

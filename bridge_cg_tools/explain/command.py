@@ -67,6 +67,7 @@ _UPSTREAMS = (
     "(docs/upstream_graphs.md)."
 )
 _NO_FIGURES = "Times and memory depend on the encoder: write a recipe's name first."
+_NO_GRAPHS = "No graphs are on. Add cuda_graphs=exact to see what can run on them."
 _LAYOUT = tuple(dict.fromkeys(field for layout in LAYOUTS for field in layout))
 _OWN_FLAGS = ("--graphs", "--gpu", "--nodes", "--gpus_per_node", "--json", *(f"--{field}" for field in _LAYOUT))
 
@@ -217,7 +218,7 @@ def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> Answer:
     if (options.enabled or options.packed.enabled) and facts.te_rng_tracker is None:
         missing = f"{_TRACKER}=true is missing: training refuses graphs without it. bridge-cg train and presets set it"
         options = replace(options, warnings=(*options.warnings, missing))
-    return Answer(options=options, notes=(_NO_FIGURES,) if options.vision.enabled else ())
+    return Answer(options=options, notes=(*((_NO_FIGURES,) if options.vision.enabled else ()), *_switch_on(options)))
 
 
 def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place: Place) -> Answer:
@@ -254,8 +255,13 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         step=whole_step(config, options, place.kind, place.gpus),
         has_model=hasattr(config, "model"),
         layout=layout,
-        notes=tuple(notes),
+        notes=(*notes, *_switch_on(options)),
     )
+
+
+def _switch_on(options: GraphOptions) -> tuple[str, ...]:
+    """Return how to switch graphs on, where nobody chose to have them on or off."""
+    return () if options.enabled or options.chosen else (_NO_GRAPHS,)
 
 
 def require_bridge(recipe: str, otherwise: str = "") -> None:

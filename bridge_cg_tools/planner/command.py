@@ -57,10 +57,10 @@ def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
     packed.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .png, .svg or .pdf")
     vision = kinds.add_parser("vision", help="vision buckets from image sizes")
     vision.add_argument("data", type=Path, help='histogram .json {"640x480": count}, or .jsonl with width and height')
-    vision.add_argument("--images-per-microbatch", type=int, default=1)
+    vision.add_argument("--images-per-microbatch", type=int, default=1, metavar="N", help="1 if left out")
     of_images = "a recipe of Bridge's or a preset: its encoder, patches and limits of images; Qwen3-VL's if left out"
     vision.add_argument("--recipe", metavar="NAME", help=of_images)
-    vision.add_argument("--max-pixels", type=int, help="of the model's processor")
+    vision.add_argument("--max-pixels", type=int, metavar="N", help="largest image of the model's processor")
     add_gpu(vision, "the GPU: its limit of the largest bucket")
     for command in (packed, vision):
         command.add_argument("--cost-model", type=Path, metavar="FILE", help="JSON that bench_packed.py wrote")

@@ -82,6 +82,15 @@ def test_in_words(capsys):
     ]
 
 
+@pytest.mark.parametrize("words", [[], ["cuda_graph_impl=none"], ["some_recipe_config"]])
+def test_without_graphs_the_setting_that_switches_them_on_is_named(capsys, one_recipe, words):
+    hint = "No graphs are on. Add cuda_graphs=exact to see what can run on them."
+    assert hint in explain(capsys, *words)[1].splitlines()
+    for chosen in ("cuda_graphs=off", "cuda_graphs=exact"):
+        status, out, _ = explain(capsys, *words, chosen)
+        assert status == 0 and hint not in out
+
+
 def test_what_else_was_set_is_said_too(capsys):
     words = [
         "vision_cuda_graph_impl=transformer_engine",

@@ -37,7 +37,22 @@ def test_recipes_by_a_part_of_their_name(capsys):
     assert main(["recipes", "--json", "small_vision"]) == 0
     assert json.loads(capsys.readouterr().out)["presets"] == ["qwen3_vl_small_vision_graphs_pretrain_mock_config"]
     assert main(["recipes", "no_such_name"]) == 2
-    assert capsys.readouterr().err == "Cannot find a recipe with 'no_such_name' in its name.\n"
+    remedy = "Write another part of it; bridge-cg recipes lists all."
+    assert capsys.readouterr().err == f"Cannot find a recipe with 'no_such_name' in its name. {remedy}\n"
+
+
+@pytest.mark.parametrize("part", ["Qwen3-VL-8B", "qwen3vl_8b", "QWEN3 VL 8B"])
+def test_recipes_are_found_in_any_spelling(capsys, part):
+    assert main(["recipes", "--json", "qwen3_vl_8b"]) == 0
+    expected = capsys.readouterr().out
+    assert main(["recipes", "--json", part]) == 0 and capsys.readouterr().out == expected
+
+
+def test_another_kind_of_gpu_is_no_misspelling(capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", "some_recipe", "--graphs", "a100"])
+    said = capsys.readouterr().err
+    assert "choose from 'h100', 'h200', 'b200'" in said and "Did you mean" not in said
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])
