@@ -355,8 +355,14 @@ def figures():
     less = measured("offload")["1x2048", "mixed_25"]
     graphs = [(case, r["ms"]) for (case, mode), r in bench.items() if mode in GRAPHS and case in CASES]
     over = [min(ms for of, ms in graphs if of == case) / bench[case, "limit"]["ms"] for case in CASES]
+    steps = measured("whole_step")
+    of_two = [r["ms"] for (case, mode), r in steps.items() if case == "8b_sft_tp2" and mode.startswith("eager")]
+    slowest = round(max(of_two), -1)
     siglip = (measured("encoders")[f"siglip_{n}_images_27layers", "plugin"]["ratio"] for n in (2, 4))
     return [
+        f"recipe takes {steps['8b_sft_tp2', 'plugin']['ms']:.0f} ms on two H200",
+        f"to {slowest:.0f} ms depending on the host",
+        f"with LoRA on one GPU {steps['8b_lora', 'plugin']['ms']:.0f}, eager {steps['8b_lora', 'eager1']['ms']:.0f} to",
         f"busy for {small['gpu_busy_ms']:.0f} of {small['ms']:.0f} ms",
         f"the speedup is {eager_ms / replayed['ms']:.1f} with {replayed['padding_share']:.1%} padding",
         f"In {replayed['microbatches']} microbatches of the COCO sizes, captures took {replayed['capture_s']:.0f} s on "
