@@ -3,9 +3,7 @@
 import copy
 import gc
 import pickle
-import statistics
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -21,12 +19,14 @@ import bridge_cg_plugin
 from bridge_cg_plugin.graphs import modules
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings import side_stream
+from bridge_cg_plugin.graphs.recordings.compiling import KernelCompiler
 from bridge_cg_plugin.options import OptionError, vision_options
 from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.hooks.loops.any_loop import HELD, LOOPS, _with_graphs
 from bridge_cg_plugin.upstream.hooks.loops.loop_driver import WARMUP_CALLS
+from tests.python_calls import python_calls
 from tests.unit.towers import assert_close, new_tower
 
 from .loops import Policy, assert_equal, call, in_one_process, on_cpu
@@ -295,7 +295,8 @@ def test_reports_are_printed_at_exit(capsys):
     assert "vision CUDA graphs" in capsys.readouterr().out
 
 
-def test_a_model_that_is_dropped_is_freed_and_reported(capsys):
+def test_a_model_that_is_dropped_is_freed_and_reported(capsys, monkeypatch):
+    monkeypatch.setattr(KernelCompiler, "saw", lambda *_: None)  # its thread has the model for a while
     model = Policy()
     model.vision_model.config.no_sync_func = (
         model.eval
@@ -393,17 +394,7 @@ def test_deactivated_nothing_is_captured():
     bridge_cg_plugin.activate()
 
 
-def median_us(function, arguments, calls=5000):
-    """Return the median time of a call in microseconds."""
-    took = []
-    for _ in range(calls):
-        began = time.perf_counter_ns()
-        function(**arguments)
-        took.append(time.perf_counter_ns() - began)
-    return statistics.median(took) / 1e3
-
-
-def test_a_schedule_call_without_graphs_costs_under_ten_microseconds_more():
+def test_a_schedule_call_without_graphs_costs_five_microseconds_more():
     wrapper = nn.Module()
     wrapper.module = nn.Module()
     wrapper.module.module = Policy(vision_cuda_graph_impl="none")  # under DDP and Float16Module
@@ -414,4 +405,4 @@ def test_a_schedule_call_without_graphs_costs_under_ten_microseconds_more():
     wrapped = _with_graphs("schedule_alone", stub)
     arguments = {"model": [wrapper], "num_microbatches": 2}
     assert wrapped(**arguments) == [wrapper] and not active_graphs()
-    assert median_us(wrapped, arguments) - median_us(stub, arguments) < 10  # 5 on an idle machine
+    assert python_calls(lambda: wrapped(**arguments)) <= 60  # 50 took 5 microseconds on an idle machine

@@ -5,8 +5,8 @@ from torch import nn
 from bridge_cg_plugin.vision import frozen_outputs
 from bridge_cg_plugin.vision.kernels.fingerprint import fingerprint
 
+from ..python_calls import python_calls
 from .frozen_towers import IMAGES, OTHERS, activate, counts, frozen_tower, on_graphs
-from .test_host_time import python_calls
 from .towers import assert_close, draw, forward, new_tower, poison
 
 pytestmark = pytest.mark.usefixtures("frozen_store_of_its_own")

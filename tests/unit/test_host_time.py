@@ -1,6 +1,5 @@
 """What a replayed microbatch costs the host, counted: calls of PyTorch and of Python, whatever a machine's speed."""
 
-import sys
 from contextlib import contextmanager
 from unittest import mock
 
@@ -14,6 +13,7 @@ from bridge_cg_tools.benchmarks.models.tower import MainGrads, make_batch, step
 from bridge_cg_tools.benchmarks.vision.host import Marked, Marks
 
 from ..pooled import PooledExecutor
+from ..python_calls import python_calls
 from . import packs
 from .towers import graphs_on
 
@@ -41,22 +41,6 @@ class Calls(TorchDispatchMode):
     def launches(self) -> list[str]:
         """Those that run something on the device."""
         return [name for name in self.names if not name.endswith(("::view", "::slice", "::detach", "::empty_like"))]
-
-
-def python_calls(run) -> int:
-    """Return how many functions, Python's and C's, are called from Python."""
-    count = 0
-
-    def note(frame, event, argument):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 @contextmanager
