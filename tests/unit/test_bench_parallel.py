@@ -5,6 +5,7 @@ import itertools
 import threading
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -307,16 +308,24 @@ def test_what_has_no_time_left_leaves_no_record(started, tmp_path, capsys):
     assert "not through when the time was used up: TP2 eager1, TP2 plugin, TP2 eager2, TP2 eager3; give more" in said
 
 
-def test_runs_that_are_not_through_in_time_are_named_and_others_recorded(started, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass where a test says so."""
+    made = SimpleNamespace(now=0.0, monotonic=lambda: made.now)
+    monkeypatch.setattr(layouts_bench, "time", made)
+    return made
+
+
+def test_runs_that_are_not_through_in_time_are_named_and_others_recorded(started, clock, tmp_path, monkeypatch, capsys):
     class Process(layouts_bench.TrainingProcess):
         def train(self, mode, words, limit_s):
             if "--tensor-parallel" in words and mode == "graphs":
-                time.sleep(limit_s + 0.01)
+                clock.now += limit_s
                 raise TrainingFailed("process 0 of 2 ended with status -9: training")
             return super().train(mode, words, limit_s)
 
     monkeypatch.setattr(layouts_bench, "TrainingProcess", Process)
-    words = ["--gpus", "4", "--steps", "8", "--seconds", "1.5", "--out", str(tmp_path / "r.jsonl")]
+    words = ["--gpus", "4", "--steps", "8", "--seconds", "600", "--out", str(tmp_path / "r.jsonl")]
     assert bench_parallel.main([*words, "--layouts", "DP2", "TP2"]) == 1
     assert {record["case"] for record in read_records(tmp_path / "r.jsonl")} == {"DP2"}
     assert "time was used up: TP2 plugin, TP2 eager2, TP2 eager3; give" in capsys.readouterr().out
@@ -324,7 +333,7 @@ def test_runs_that_are_not_through_in_time_are_named_and_others_recorded(started
 
 @pytest.mark.parametrize("ended", [("eager1", "plugin", "eager2"), ("eager1", "plugin"), ("eager1", "eager2")])
 def test_a_layout_is_recorded_by_the_runs_that_ended_if_they_have_a_spread(
-    started, tmp_path, monkeypatch, capsys, ended
+    started, clock, tmp_path, monkeypatch, capsys, ended
 ):
     class Process(layouts_bench.TrainingProcess):
         def __init__(self, log, *place):
@@ -334,11 +343,11 @@ def test_a_layout_is_recorded_by_the_runs_that_ended_if_they_have_a_spread(
         def train(self, mode, words, limit_s):
             if self.mode in ended:
                 return super().train(mode, words, limit_s)
-            time.sleep(limit_s + 0.01)
+            clock.now += limit_s
             raise TrainingFailed("process 0 of 2 ended with status -9: training")
 
     monkeypatch.setattr(layouts_bench, "TrainingProcess", Process)
-    words = ["--gpus", "8", "--steps", "8", "--seconds", "1.5", "--out", str(tmp_path / "r.jsonl")]
+    words = ["--gpus", "8", "--steps", "8", "--seconds", "600", "--out", str(tmp_path / "r.jsonl")]
     words += ["--layouts", "DP2", "--logs", str(tmp_path), "--eager-runs", "3"]
     complete = len(ended) == 3
     assert bench_parallel.main(words) == int(not complete)

@@ -42,14 +42,21 @@ def test_a_step_waits_for_the_recordings_of_all_its_parts(tower, modules, monkey
         assert found.capture_seconds >= found.pause_seconds == found.longest_pause
 
 
-def test_seconds_of_capture_are_all_that_training_waits_for(tower):
-    begun = threading.Event()
+def test_seconds_of_capture_are_all_that_training_waits_for(tower, monkeypatch):
+    begun, waits, wait_for = threading.Event(), threading.Event(), TURNS._changed.wait_for
 
     def compile_one():
         with TURNS.compiling():
             begun.set()
+            assert waits.wait(10)
             time.sleep(0.4)
 
+    def noted(condition):
+        if threading.current_thread() is threading.main_thread():
+            waits.set()
+        return wait_for(condition)
+
+    monkeypatch.setattr(TURNS._changed, "wait_for", noted)
     with graphs_on(tower, capture=False, **ON_DEMAND) as graphs:
         tower(*draw(SMALL))
         threading.Thread(target=compile_one).start()

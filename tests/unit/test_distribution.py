@@ -68,7 +68,10 @@ def sdist(tmp_path_factory):
     """The source distribution, unpacked; it is built in a copy, since builds write beside the sources."""
     copy, folder = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("sdist")
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns(".*"))
+        # Other processes write bytecode meanwhile.
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        (copy / name / "__pycache__").mkdir()
+        (copy / name / "__pycache__" / "stale.pyc").touch()
     for name in FILES:
         shutil.copy(ROOT / name, copy / name)
     with tarfile.open(build("sdist", copy, folder / "made")) as archive:
