@@ -43,7 +43,8 @@ def _idle(options: GraphOptions, facts: Facts) -> Iterator[tuple[str, str]]:
     if offload.delta_bytes_across_pp_ranks and facts.pipeline_stages == 1:
         yield told[CORE_FIELDS["delta_bytes_across_pp_ranks"]], "there is one pipeline stage"
     if offload.fraction == 0:
-        yield told[CORE_FIELDS["modules"]], f"{CORE_FIELDS['fraction']}=0 offloads nothing"
+        said = told.get(CORE_FIELDS["modules"], told[CORE_FIELDS["enabled"]])
+        yield said, f"{CORE_FIELDS['fraction']}=0 offloads nothing"
     for norm in _norms_in_linear_layers(offload, facts):
         yield f"{norm} in {CORE_FIELDS['modules']}", IN_LINEAR_LAYERS
 

@@ -25,6 +25,9 @@ IDLE = {
     f"{CORE}core_attn,moe_act activation_offload_fraction=0": (
         "offload_modules=core_attn,moe_act: no effect, activation_offload_fraction=0 offloads nothing"
     ),
+    "fine_grained_activation_offloading=true activation_offload_fraction=0": (
+        "fine_grained_activation_offloading=True: no effect, activation_offload_fraction=0 offloads nothing"
+    ),
     f"{CORE}core_attn,attn_norm multi_latent_attention=false": f"attn_norm in offload_modules: no effect, {IN_LINEAR}",
     f"{CORE}core_attn,attn_norm multi_latent_attention=true mla_down_proj_fusion=true": (
         f"attn_norm in offload_modules: no effect, {IN_LINEAR}"
