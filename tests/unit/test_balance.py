@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -57,10 +57,13 @@ def test_a_plan_levels_what_pays_and_keeps_every_image(grids, share):
 
 
 @given(GRIDS)
+@example([(), ((1, 2, 2),) * 2, ((1, 2, 2),) * 2])
 def test_no_single_move_between_the_largest_and_the_smallest_would_help_a_plan(grids):
     plan = plan_moves(grids, 1e-9)
     encoders = plan.encoders if plan is not None else [[rank] * len(rows) for rank, rows in enumerate(grids)]
     loads = loads_of(grids, encoders)
+    if plan is None and loads.count(max(loads)) > 1:
+        return  # whatever moves, another rank keeps as many
     most, least = loads.index(max(loads)), loads.index(min(loads))
     held = [
         row
