@@ -1,8 +1,10 @@
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.recordings.recording import Gradients
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.vision.check import CheckFailedError, relative_difference
 
@@ -111,6 +113,15 @@ def test_a_wrong_gradient_alone_is_found(monkeypatch):
         assert graphs.workload.checks[0].forward <= 1e-5
         assert graphs.workload.checks[0].gradient == pytest.approx(0.01, rel=0.1)
         assert graphs.workload.checks[0].parameter == 3
+
+
+def test_a_gradient_that_only_eager_has_is_found(monkeypatch):
+    def nothing(gradients, given):
+        return replace(gradients, parameters=(None,) * len(gradients.parameters))
+
+    monkeypatch.setattr(Gradients, "through", nothing)
+    with graphs_on(new_tower(), **STRICT) as graphs, pytest.raises(CheckFailedError, match="gradients 1.00e"):
+        train_step(graphs)
 
 
 def test_a_nan_fails_the_check():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from .test_gradients import FITTING, TOO_LARGE, DataParallel, eager_loss, region_loss
-from .toy import Toy, assert_same, toy_batch, toy_region
+from .toy import Toy, assert_same, loss_of, toy_batch, toy_region
 
 
 class Waiting:
@@ -184,3 +184,20 @@ def test_a_users_hook_put_on_before_capture_fires():
     region_loss(region, toy_batch(FITTING)).backward()
     assert seen == [1]
     assert parallel.fired == ["out.weight"]
+
+
+@pytest.mark.parametrize("reduction", [None, Waiting()], ids=["alone", "reduced"])
+@pytest.mark.parametrize("parallel", [False, True], ids=["plain", "parallel"])
+def test_users_hooks_get_zeros_where_eager_does_not_call_them(parallel, reduction):
+    """Of weights that only an unread output needs, and of those that nothing needs."""
+    model, batch = Toy(), toy_batch(FITTING)
+    model.unused = nn.Linear(2, 2)
+    side = DataParallel(model) if parallel else None
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 2)
+    (expected,) = torch.autograd.grad(loss_of(model(batch.x, batch.offsets)[:1]), [model.mix.weight])
+    region = toy_region(model, reduction=reduction)
+    loss_of(region.run(batch)[:1]).backward()
+    found = {name: p.main_grad if side else p.grad for name, p in model.named_parameters()}
+    assert not any(gradient.any() for name, gradient in found.items() if name.startswith(("pair", "unused")))
+    assert_same([found["mix.weight"]], [expected])

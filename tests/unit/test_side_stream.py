@@ -1,6 +1,8 @@
 """Side work: what runs when, what is kept how long, and that a region with it computes the same."""
 
+import gc
 import itertools
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -264,6 +266,26 @@ def test_side_outputs_equal_eager(frozen, requires_grad):
         outputs = region.run(batch)
         assert_same(outputs, expected)
         assert_same(torch.autograd.grad(loss_of(outputs), wanted), gradients)
+
+
+def test_no_side_output_waits_for_a_garbage_collection():
+    """Its memory would be missing in the pool for whatever is captured next."""
+    region, made = side_output_region(), []
+    forward = region.program.forward
+
+    def noted(buffers, bucket):
+        outputs = forward(buffers, bucket)
+        made.extend(map(weakref.ref, outputs))
+        return outputs
+
+    region.program.forward = noted
+    gc.disable()
+    try:
+        region.capture()
+        loss_of(region.run(toy_batch())).backward()
+        assert made and not any(output() is not None for output in made)
+    finally:
+        gc.enable()
 
 
 def test_side_outputs_are_differentiated_first_and_waited_for_at_their_input(machine):

@@ -48,7 +48,7 @@ class Gradients:
 
     def through(self, output_gradients: Sequence[Tensor | None]) -> "Gradients":
         """Return what eager's backward gives: nothing for what only outputs without a gradient need, not zeros."""
-        if not any(map(operator.is_, output_gradients, repeat(None))):
+        if all(g is not None for g in output_gradients):
             return self
         given = (of_output for of_output, g in zip(self.reach, output_gradients, strict=True) if g is not None)
         reached = frozenset().union(*given)
@@ -184,7 +184,7 @@ class RegionBody:
         pairs = [(r, g) for r, g in zip(roots, self.output_gradients, strict=True) if r is not None]
         main_grads = (*repeat(None, len(leaves)), *self._sinks.main_grads)
         handed_on = {i: t for i, (t, g) in enumerate(zip(targets, main_grads, strict=True)) if g is None}
-        reach = reach_of(roots, handed_on, {} if self._side is None else self._side.links())
+        reach = reach_of(roots, handed_on, {} if self._side is None else self._side.links)
         restoring = nullcontext() if self.activations is None else self.activations.restoring()
         with (
             ONE_THREAD,

@@ -44,13 +44,10 @@ class SideOutput:
     Args:
         start: The input of its computation, a leaf.
         end: The output.
-        before: What `start` is a copy of, on the main stream's graph.
     """
 
-    def __init__(self, start: Tensor, end: Tensor, before: Tensor) -> None:
+    def __init__(self, start: Tensor, end: Tensor) -> None:
         self.start, self.end = start, end
-        # No tensor: its memory is free as soon as nothing else needs it.
-        self.before = get_gradient_edge(before).node if before.requires_grad else None
         self.gradients: SideResult[tuple[Tensor | None, ...]] | None = None
 
     def add_gradient(self, of_others: Tensor) -> Tensor:
@@ -69,6 +66,10 @@ class SideStream:
 
     Args:
         stream: Where work runs; None runs it at once, for the reference executor.
+
+    Attributes:
+        links: The nodes at which graphs of side outputs end, each with where the main stream's graph goes on. A side
+            output must not hold the latter, whose hook holds it: their memory would wait for a garbage collection.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
@@ -79,6 +80,7 @@ class SideStream:
         self._before: tuple[torch.cuda.Event | None, list[tuple[Tensor, ...]]] = (None, [])
         self._inside = self._forked = self._side_outputs = False
         self._outputs: list[SideOutput] = []
+        self.links: dict[Node, Node] = {}
 
     @property
     def runs_now(self) -> bool:
@@ -102,7 +104,7 @@ class SideStream:
     def forget(self) -> None:
         """Drop what a forward left for its backward."""
         self._uses.clear()
-        self._outputs = []
+        self._outputs, self.links = [], {}
 
     def note_use(self, parameter: Tensor) -> None:
         """Count a use of a parameter in the forward."""
@@ -164,16 +166,13 @@ class SideStream:
         if not torch.is_grad_enabled():
             return self.run(lambda: work(x), x)
         start = x.detach().requires_grad_(x.requires_grad)
-        output = SideOutput(start, self.run(lambda: work(start), start), x)
+        output = SideOutput(start, self.run(lambda: work(start), start))
         if output.end.requires_grad:
             self._outputs.append(output)
         if x.requires_grad:
+            self.links[get_gradient_edge(start).node] = get_gradient_edge(x).node
             x.register_hook(output.add_gradient)
         return output.end
-
-    def links(self) -> dict[Node, Node]:
-        """Return the nodes at which graphs of side outputs end, each with where the main stream's graph goes on."""
-        return {get_gradient_edge(o.start).node: o.before for o in self._outputs if o.before is not None}
 
     def differentiate(
         self, pairs: Sequence[tuple[Root, Tensor]], targets: Sequence[Tensor]
@@ -190,7 +189,7 @@ class SideStream:
         Raises:
             RuntimeError: A side output is not an output of the region.
         """
-        side_outputs, self._outputs = self._outputs, []
+        side_outputs, self._outputs, self.links = self._outputs, [], {}
         left, found = list(pairs), []
         for side_output in reversed(side_outputs):
             place = next((i for i, (output, _) in enumerate(left) if output is side_output.end), None)

@@ -290,12 +290,12 @@ class GradientSinks:
             self._hooks.pending.ran(node, self._accumulated)
             self._tell()
             kept = map(gradients.__getitem__, self._returned_places)
-            return None, *(None if g is None else g.clone() for g in kept)
+            return None, *map(_given, self._returned, kept)
         torch.autograd.Variable._execution_engine.queue_callback(self.clear)
         placeholders = map(Tensor.detach, self._placeholders)  # nobody else holds these, so autograd steals them
         return tuple(
-            next(placeholders) if main_grad is not None else None if g is None else g.clone()
-            for g, main_grad in zip(gradients, self.main_grads, strict=True)
+            next(placeholders) if main_grad is not None else _given(parameter, g)
+            for parameter, g, main_grad in zip(self.parameters, gradients, self.main_grads, strict=True)
         )
 
     def _tell(self) -> None:
@@ -324,6 +324,16 @@ def static_bytes_of(sinks: Iterable[GradientSinks]) -> int:
 def _empty(parameter: nn.Parameter) -> Tensor:
     """Return a plain tensor for a gradient: one like a parameter of another class would be of that class."""
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
+
+
+def _given(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
+    """Return what autograd gets of a gradient: a copy, or zeros for hooks, which it would call with None.
+
+    Eager does not call them, but of a replay's node autograd runs all that follows, and few hooks take None.
+    """
+    if gradient is not None:
+        return gradient.clone()
+    return _empty(parameter).zero_() if parameter._backward_hooks else None
 
 
 def _keeper(static: Tensor, small: "SmallGradients") -> Callable[[Tensor | None], Tensor | None]:
