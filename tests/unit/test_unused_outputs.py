@@ -2,11 +2,19 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.side_stream import output_on_side_stream
 
+from ..pooled import PooledExecutor
+from ..regions import new_region
 from ..tape import TapeExecutor
 from .towers import forward, graphs_on, loss_of, new_tower
+from .toy import WIDTH, ToyProgram, assert_same, toy_batch
 
 ROWS = [(1, 8, 8), (2, 4, 8)]
 READ = {"embeddings": [0], "the first feature": [1], "features": [1, 2], "all": [0, 1, 2]}
@@ -37,3 +45,60 @@ def test_weights_that_only_unread_outputs_need_get_no_gradient(executor, streams
         for read in READ.values():
             assert_eagers(tower, graphs, read)
         assert graphs.statistics().replays == len(READ) and not graphs.statistics().fallbacks
+
+
+CUT = 3  # a step that no gradient passes
+PLACES = st.integers(0, 5)
+
+
+class Web(nn.Module):
+    """Steps that each take an earlier value; outputs may be the input, the same tensor twice, or need no gradient."""
+
+    def __init__(self, steps, outputs, frozen) -> None:
+        super().__init__()
+        self.steps, self.outputs = steps, outputs
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(CUT))
+        for layer in frozen:
+            self.layers[layer].requires_grad_(False)
+
+    def forward(self, x, offsets):
+        values = [x]
+        for layer, place in self.steps:
+            value = values[place % len(values)]
+            values.append(value.detach() if layer == CUT else torch.tanh(self.layers[layer](value)))
+        side = output_on_side_stream(self.layers[0], values[-1])
+        return side, values[-1], *(values[place % len(values)] for place in self.outputs)
+
+
+class WebProgram(ToyProgram):
+    def output_rows(self, batch):
+        return (len(batch.x),) * (2 + len(self.model.outputs))
+
+
+def gradients_through(outputs, model, x, read):
+    model.zero_grad()
+    x.grad = None
+    loss_of([outputs[i] for i in read]).backward()
+    return [tensor.grad for tensor in (*model.parameters(), x)]
+
+
+@pytest.mark.parametrize("executor", [ReferenceExecutor, TapeExecutor, PooledExecutor])
+@given(
+    steps=st.lists(st.tuples(st.integers(0, CUT), PLACES), max_size=6),
+    outputs=st.lists(PLACES, max_size=3),
+    frozen=st.sets(st.integers(0, CUT - 1), max_size=2),
+    side_stream=st.booleans(),
+    requires_grad=st.booleans(),
+    data=st.data(),
+)
+def test_gradients_and_their_absence_are_eagers(executor, steps, outputs, frozen, side_stream, requires_grad, data):
+    model, batch = Web(steps, outputs, frozen), toy_batch(requires_grad=requires_grad)
+    region = new_region(WebProgram(model), executor(), [Bucket(8)], has_side_stream=lambda bucket: side_stream)
+    region.capture()
+    for _ in range(2):
+        made = model(batch.x, batch.offsets)
+        differentiable = [i for i, output in enumerate(made) if output.requires_grad]
+        read = data.draw(st.sets(st.sampled_from(differentiable), min_size=1)) if differentiable else ()
+        if read:
+            expected = gradients_through(made, model, batch.x, read)
+            assert_same(gradients_through(region.run(batch), model, batch.x, read), expected)

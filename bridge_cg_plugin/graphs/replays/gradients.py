@@ -290,11 +290,11 @@ class GradientSinks:
             self._hooks.pending.ran(node, self._accumulated)
             self._tell()
             kept = map(gradients.__getitem__, self._returned_places)
-            return None, *map(_given, self._returned, kept)
+            return None, *map(_handed_on, self._returned, kept)
         torch.autograd.Variable._execution_engine.queue_callback(self.clear)
         placeholders = map(Tensor.detach, self._placeholders)  # nobody else holds these, so autograd steals them
         return tuple(
-            next(placeholders) if main_grad is not None else _given(parameter, g)
+            next(placeholders) if main_grad is not None else _handed_on(parameter, g)
             for parameter, g, main_grad in zip(self.parameters, gradients, self.main_grads, strict=True)
         )
 
@@ -326,10 +326,10 @@ def _empty(parameter: nn.Parameter) -> Tensor:
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
 
 
-def _given(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
-    """Return what autograd gets of a gradient: a copy, or zeros for hooks, which it would call with None.
+def _handed_on(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
+    """Return what autograd gets for a parameter: a copy of its gradient; zeros for hooks, which cannot take None.
 
-    Eager does not call them, but of a replay's node autograd runs all that follows, and few hooks take None.
+    Without a gradient, eager's backward does not reach the parameter; a replay's reaches all, and calls their hooks.
     """
     if gradient is not None:
         return gradient.clone()
