@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from bridge_cg_plugin.recipes import RECIPES
 
@@ -19,8 +19,7 @@ def run(part: str, as_json: bool, tell: Tell) -> int:
         as_json: Whether to print JSON.
         tell: Prints the answer.
     """
-    presets = sorted(name for name in RECIPES if _letters(part) in _letters(name))
-    others = sorted(name for name in recipes_of_bridge() if _letters(part) in _letters(name))
+    presets, others = (_matching(part, names) for names in (RECIPES, recipes_of_bridge()))
     if not presets and not others:
         remedy = "Write another part of it; bridge-cg recipes lists all."
         print(f"Cannot find a recipe with {part!r} in its name. {remedy}", file=sys.stderr)
@@ -35,6 +34,11 @@ def run(part: str, as_json: bool, tell: Tell) -> int:
 def recipes_of_bridge() -> set[str]:
     """Return the names of the installed Bridge's recipes."""
     return RecipeFiles().names()
+
+
+def _matching(part: str, names: Iterable[str]) -> list[str]:
+    letters = _letters(part)
+    return sorted(name for name in names if letters in _letters(name))
 
 
 def _letters(text: str) -> str:
