@@ -3,21 +3,25 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
+
+# By the module's id, and the name: the first of those that stand in for one method now.
+_replaced: "WeakValueDictionary[tuple[int, str], InstanceMethod]" = WeakValueDictionary()
 
 
 class _Method(partial[Any]):
     """What takes a method's place; in a copy of the module, the module's own method is there instead.
 
     Attributes:
-        original: The module's own method, bound.
+        replaced: What holds the module's own method.
     """
 
-    original: Callable[..., Any]
+    replaced: "InstanceMethod"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.original,)
+        return _itself, (self.replaced.original,)
 
 
 def _itself(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,20 +37,44 @@ class InstanceMethod:
         method: What takes its place.
 
     Attributes:
-        original: The method from before, bound.
+        attribute: What was on the instance before; None where the class's method was called.
     """
 
     def __init__(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         self.module, self.name, self._method = module, name, _Method(method)
-        self._replaced = module.__dict__.get(name)
-        self._method.original = self.original = getattr(module, name)
+        self.attribute = module.__dict__.get(name)
+        self._method.replaced = self
         setattr(module, name, self._method)
+        _replaced.setdefault((id(module), name), self)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The method from before, bound: the class's as it is now, where none was on the instance."""
+        if self.attribute is not None:
+            return self.attribute
+        method: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
+        return method
 
     def restore(self) -> None:
         """Put back what was on the instance, nothing included, unless somebody replaced the method since."""
+        if _replaced.get(key := (id(self.module), self.name)) is self:
+            del _replaced[key]
         if self.module.__dict__.get(self.name) is not self._method:
             return
-        if self._replaced is not None:
-            setattr(self.module, self.name, self._replaced)
+        if self.attribute is not None:
+            setattr(self.module, self.name, self.attribute)
         else:
             del self.module.__dict__[self.name]
+
+
+def own_attribute(owner: object, name: str) -> Any:
+    """Return what an object's `__dict__` holds under a name, beneath what stands in for a method; None without it."""
+    first = _replaced.get((id(owner), name))
+    return vars(owner).get(name) if first is None else first.attribute
+
+
+def own_method(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Return a module's own method, bound, beneath what stands in for it."""
+    first = _replaced.get((id(module), name))
+    method: Callable[..., Any] = getattr(module, name) if first is None else first.original
+    return method

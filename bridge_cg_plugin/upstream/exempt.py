@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from ..graphs.changes.model_watch import Exempt
+from .seams.contract import places
+from .seams.own_code import own_code
 
 # A schedule passes layers the microbatch's number and a pipeline stage its input, which graphs get as a tensor. When
 # attention first gets lengths, it forgets the names of those that it does not pass on.
@@ -44,4 +46,4 @@ def label(module: nn.Module, name: str, value: Any) -> bool:
     return not getattr(state, "debug_enabled", None)
 
 
-EXEMPT = Exempt(BOOKKEEPING, own_hook, label)
+EXEMPT = Exempt(BOOKKEEPING, own_hook, label, places, own_code)

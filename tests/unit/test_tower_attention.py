@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from bridge_cg_plugin.attention_bounds import CUDNN_FROM, cudnn_pays
 from bridge_cg_plugin.options import VisionGraphOptions
@@ -23,6 +22,8 @@ from bridge_cg_plugin.vision.kernels import cudnn_graphs
 from bridge_cg_plugin.vision.kernels.packed_attention import segment_mask
 from bridge_cg_plugin.vision.recorded_kernels import RecordedKernels
 from tests.scripts import interpreted
+
+from .hugging_face_towers import new_glm45v
 
 PACKED = (QWEN25_VL, GLM45V, QWEN25_OMNI, QWEN3_OMNI, PIXTRAL)
 
@@ -106,18 +107,13 @@ def test_cudnn_attends_in_long_segments_where_it_scans_few_rows_in_vain():
     assert not cudnn_pays(400, 64, 8192), "windows"
 
 
-class Glm4vVisionAttention(nn.Module):
-    def __init__(self, implementation):
-        super().__init__()
-        self.config = SimpleNamespace(_attn_implementation=implementation)
-
-
 @pytest.mark.parametrize(
     ("kernels", "implementation", "as_alone"),
     [("exact", "sdpa", True), ("exact", "flash_attention_2", False), ("fast", "sdpa", False)],
 )
 def test_exact_kernels_split_keys_where_eager_lets_pytorch_choose(kernels, implementation, as_alone):
-    module = Glm4vVisionAttention(implementation)
+    module = new_glm45v(depth=1).blocks[0].attn
+    module.config = SimpleNamespace(_attn_implementation=implementation)
     recorded = RecordedKernels(VisionGraphOptions(impl="transformer_engine", kernels=kernels), GLM45V)
     with recorded([module]):
         attends = module.forward.keywords.get("attend")

@@ -25,21 +25,27 @@ HOLD_TABLES = frozenset((*PARTS, *HOOKS, CONFIG))
 # What is followed itself where an attribute holds it.
 FOLLOWED = (dict, *UNWATCHED)
 _forward_of = operator.attrgetter(FORWARD)
+# Names, as a table, the functions that recorded work stands for; no object has this id.
+CODE = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """What may change of a model without changing what it computes.
+    """What may change of a model without changing what it computes, and upstream's functions that may not.
 
     Attributes:
         bookkeeping: Names of attributes that a train loop writes for its own use.
         own_hook: Whether a module's hook is the model's own code, which is recorded, or does its work elsewhere.
         label: Whether a module's attribute, given with its name and value, only tells the module from others.
+        code: Returns functions that recorded work stands for, by a name for messages; no watcher sees them replaced.
+        own_code: Returns one that some modules need and that is not upstream's, in words; None without one.
     """
 
     bookkeeping: frozenset[str] = frozenset()
     own_hook: Callable[[Callable[..., Any]], bool] = lambda hook: False
     label: Callable[[nn.Module, str, Any], bool] = lambda module, name, value: False
+    code: Callable[[], dict[Hashable, Any]] = dict
+    own_code: Callable[[Iterable[nn.Module]], str | None] = lambda modules: None
 
 
 NOTHING_EXEMPT = Exempt()
@@ -95,6 +101,7 @@ class ModelWatch:
 
     Attributes:
         roots: See above.
+        own_code: See `Exempt`.
     """
 
     def __init__(
@@ -125,6 +132,9 @@ class ModelWatch:
         self._types: tuple[type, ...] = ()
         self._forwards: list[Callable[..., Any]] = []
         self._first_forwards: dict[type, Callable[..., Any]] = {}
+        self._read_code, self.own_code = exempt.code, exempt.own_code
+        self._code = self._read_code()
+        self._first_code = dict(self._code)
         self._follow()
         self._at_first = self._followed
 
@@ -260,8 +270,9 @@ class ModelWatch:
         if lengths != self._lengths or forwards != self._forwards:
             self._lengths, self._forwards = lengths, forwards
             self._generation += 1
-        elif contents and not self._looked and self._held.changed():
+        elif contents and not self._looked and (self._held.changed() or self._read_code() != self._code):
             self._held = Held(self._values_of_lists)
+            self._code = self._read_code()
             self._generation += 1
         self._looked = self._looked or (contents and self._looks_once)
         return self._generation
@@ -289,6 +300,9 @@ class ModelWatch:
         for kind, forward in self._first_forwards.items():
             if _forward_of(kind) is not forward:
                 differences[Entry(id(kind), FORWARD)] = _forward_of(kind)
+        for place, function in self._code.items():  # of a module that was imported since, as it is first seen
+            if self._first_code.setdefault(place, function) != function:
+                differences[Entry(CODE, place)] = function
         return differences
 
     def _counts(self, entry: Entry, old: Any, now: Any) -> bool:
@@ -365,11 +379,11 @@ class ModelWatch:
     def tables_of(self, modules: Iterable[nn.Module]) -> frozenset[int]:
         """Return what is followed of modules, without those below them, as `Entry.table` names it."""
         found = {id(table.values) for module in modules for table in module_tables(module, "")}
-        return frozenset(found.union(id(type(module)) for module in modules))
+        return frozenset(found.union((CODE,), (id(type(module)) for module in modules)))
 
     def described(self, entries: Iterable[Entry]) -> str:
         """Return in words what changed at some entries."""
-        kinds = {id(kind): kind.__name__ for kind in self._first_forwards}
+        kinds = {id(kind): kind.__name__ for kind in self._first_forwards} | {CODE: "upstream's code"}
         said = []
         for entry in entries:
             table = self._tables.get(entry.table)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...announce import announce, warn
-from ..errors import CaptureError
+from ..errors import CaptureError, Refused
 from ..fallback import Fallback
 from ..memory.returning_tensors import ReturningTensors
 from ..modules import every_module
@@ -335,6 +335,8 @@ class Sources:
         seen = self._look()
         if (name := self._watch.trained_attribute(self._modules())) is not None:
             raise CaptureError(f"{name} requires a gradient and is no parameter, so a replay would give it none")
+        if (found := self._watch.own_code(every_module(self._program.modules()))) is not None:
+            raise Refused(Fallback.OWN_CODE, found)
         with torch.inference_mode(False):
             return Source(
                 self._program,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...announce import warn
-from ...graphs.errors import CaptureError
+from ...graphs.errors import CaptureError, Refused
 from ...graphs.fallback import Fallback
 from ...graphs.recordings.compiling import Compilation
 from ...language.experts.exchange import ExpertExchange
@@ -34,6 +34,8 @@ from ..kernels.saved_tensors import known_activations
 from ..kernels.transformer_engine import accumulating, forget_attention_selection, fused_accumulation
 from ..parallel.process_groups import expert_group
 from ..random_states import usable_random_states
+from ..seams.contract import PACKED_ROTARY
+from ..seams.own_code import foreign_function
 from ..seams.registry import seam
 from ..seams.registry.models import ATTENTION as QWEN_ATTENTION
 from .attention_statistics import refuse_statistics
@@ -274,11 +276,12 @@ class TransformerBlockFamily:
 
         Raises:
             CaptureError: Somebody reads statistics that a replay does not leave, dropout draws from random states that
-                a graph cannot use, or fp8 was switched on after capture.
+                a graph cannot use, fp8 was switched on after capture, or other code rotates queries and keys.
         """
         if computes_in_fp8(self._decoder.config) and not self._quantized:
             raise CaptureError("fp8 was switched on after capture")
         refuse_statistics(modules)
+        self._refuse_own_rotation()
         forget_attention_selection()
         with ExitStack() as stack:
             stack.enter_context(usable_random_states(modules))
@@ -291,6 +294,11 @@ class TransformerBlockFamily:
                 stack.enter_context(fused_rotary(modules))
                 stack.enter_context(fused_head_norms(modules))
             yield
+
+    def _refuse_own_rotation(self) -> None:
+        homes = PACKED_ROTARY if self.per_position else ()
+        for found in filter(None, (foreign_function(home, PACKED_ROTARY) for home in homes)):
+            raise Refused(Fallback.OWN_CODE, found)
 
 
 def _weights(module: nn.Module) -> int:

@@ -21,6 +21,7 @@ from ...vision.kernels.packed_attention import PackedSegments
 from ..attributes import overridden
 from ..kernels.layers import kernels_available
 from ..kernels.saved_tensors import known_activations
+from ..seams.own_code import as_shipped
 from .hugging_face import held_as
 from .packed_towers import (
     PackedTowerAdapter,
@@ -118,7 +119,7 @@ _attending = attending("Glm4vVisionAttention", joint_attention)
 def recording_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let attention take `PackedSegments`, and position embeddings be sampled by a kernel with PyTorch's bits."""
     with _attending(modules):
-        if not kernels_available():
+        if not kernels_available() or not as_shipped(functional, "grid_sample"):
             yield
             return
         with overridden(functional, "grid_sample", partial(_grid_sample, functional.grid_sample)):

@@ -29,6 +29,7 @@ from ...vision.kernels.aligned_linear import aligned_linear, is_misaligned
 from ...vision.kernels.packed_attention import DTYPES, PackedSegments
 from ..attributes import overridden
 from ..kernels.layers import kernels_available
+from ..seams.own_code import as_shipped
 from .hugging_face import refuse_checkpointing, result, returns_an_object
 from .patch_gradients import patch_gradients
 
@@ -198,7 +199,8 @@ def aligned_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let the backward of linear layers multiply aligned matrices, and sum a bias's gradient by the plugin's kernel."""
     with ExitStack() as stack:
         for module in every_module(modules):
-            if type(module) is nn.Linear and (is_misaligned(module) or _sums_bias(module)):
+            plain = type(module) is nn.Linear and as_shipped(module, "forward")
+            if plain and (is_misaligned(module) or _sums_bias(module)):
                 stack.enter_context(overridden(module, "forward", partial(_aligned_forward, module)))
         yield
 
@@ -213,7 +215,7 @@ def rmsnorm_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in every_module(modules):
             weight, kind = module._parameters.get("weight"), cast(Any, type(module))
-            if weight is not None and has_kernels(weight) and is_rms_norm(kind):
+            if weight is not None and has_kernels(weight) and is_rms_norm(kind) and as_shipped(module, "forward"):
                 stack.enter_context(overridden(module, "forward", partial(_rms_norm_forward, module)))
         yield
 

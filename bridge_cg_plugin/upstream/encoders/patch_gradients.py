@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ...graphs.modules import every_module
 from ..attributes import overridden
+from ..seams.own_code import as_shipped
 
 
 @contextmanager
@@ -30,8 +31,8 @@ def patch_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def takes_patches(module: nn.Module) -> TypeGuard[nn.Conv2d | nn.Conv3d]:
-    """Whether a module is PyTorch's convolution whose windows lie side by side, each used once."""
-    if not isinstance(module, nn.Conv2d | nn.Conv3d):
+    """Whether a module is PyTorch's convolution as shipped, whose windows lie side by side, each used once."""
+    if not isinstance(module, nn.Conv2d | nn.Conv3d) or not as_shipped(module, "forward", "_conv_forward"):
         return False
     kernel, none, one = module.kernel_size, (0,) * len(module.kernel_size), (1,) * len(module.kernel_size)
     return (module.stride, module.padding, module.dilation, module.groups) == (kernel, none, one, 1)

@@ -19,7 +19,7 @@ from ...vision.adapter import EncoderFamily, MovableImages, OtherAttention, Reco
 from ...vision.batch import VisionBatch, patch_shape, patches_misfit, read_patches
 from ...vision.encoders.grid_program import GridProgram
 from ...vision.encoders.layout import TokenPositions, rotary_angles, segment_offsets, token_positions
-from ...vision.encoders.position_embedding import embeddings, learned, scatter
+from ...vision.encoders.position_embedding import embedded, embeddings, learned, scatter
 from ...vision.guard import images, poisoned
 from ...vision.host_grids import HostGrids
 from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
@@ -29,6 +29,7 @@ from ..kernels.saved_tensors import known_activations
 from ..kernels.side_products import side_weight_gradients, side_workspace
 from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
 from ..random_states import usable_random_states
+from ..seams.own_code import as_shipped
 from .direct_attention import (
     attention_without_draws,
     direct_attention,
@@ -72,13 +73,17 @@ class Qwen3VLEncoder(GridProgram):
         model = self.model
         _, largest = bucket.limits
         guarded, table = buffers["grid"], model.pos_embed.weight
-        grid = images(guarded)
+        grid, is_table = images(guarded), as_shipped(model.pos_embed, "forward")
         locating = start_on_side_stream(lambda: self._located(grid, guarded, bucket), grid, guarded, table)
-        trains = torch.is_grad_enabled() and table.requires_grad
+        trains = is_table and torch.is_grad_enabled() and table.requires_grad
         places = run_on_side_stream(lambda: scatter(table, grid, bucket.tokens), grid) if trains else None
         hidden = model.patch_embed(buffers["pixels"])
         located = locating.result()
-        hidden = hidden + learned(table, located.embeddings, located.positions, places)
+        values = located.embeddings
+        if not is_table:
+            values = embedded(model.pos_embed, model.num_grid_per_side, table.dtype, located.positions)
+            values = poisoned(values, guarded)
+        hidden = hidden + learned(table, values, located.positions, places)
         hidden, deepstack = model.decoder(
             hidden_states=hidden[:, None],
             attention_mask=None,

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
 from ...graphs.fallback import Fallback
+from ...graphs.instance import own_method
 from ...graphs.planning.buckets import GRANULARITY, Bucket, round_up
 from ...graphs.program import Buffers, RegionProgram, TensorSpec
 from ...graphs.rows import write_rows
@@ -74,8 +75,8 @@ class RadioLayers:
         return TensorSpec((*shape, self.layers.config.hidden_size), self._dtype, differentiable=True)
 
     def run(self, hidden: Tensor, segments: Any = None) -> Tensor:
-        """Call the layers' own forward, for which the instance's stands in while graphs are on."""
-        found: Tensor = type(self.layers).forward(self.layers, hidden, None, packed_seq_params=segments)
+        """Call the layers' own forward."""
+        found: Tensor = own_method(self.layers, "forward")(hidden, None, packed_seq_params=segments)
         return found
 
     def size(self, batch: EmbeddedImages) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...graphs.fallback import Fallback
+from ...graphs.instance import own_method
 from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers, RegionProgram, TensorSpec
 from ...graphs.rows import write_rows
@@ -63,8 +64,7 @@ class SiglipEncoder:
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Outputs: hidden states `[images, patches, width]`, and the pooled ones with a head."""
-        # The instance's forward stands in for this one while graphs are on.
-        return siglip_outputs(type(self.model).forward(self.model, buffers["pixels"], return_dict=True))
+        return siglip_outputs(own_method(self.model, "forward")(buffers["pixels"], return_dict=True))
 
     def recording(self) -> AbstractContextManager[None]:
         """See `RegionProgram`."""

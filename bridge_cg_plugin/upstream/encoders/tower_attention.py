@@ -16,6 +16,7 @@ from ...upstream_types import UpstreamModule
 from ...vision.adapter import OtherAttention, RecordingKernels
 from ...vision.kernels.packed_attention import PackedSegments, packed_attention, segment_mask, taken_apart
 from ..attributes import overridden
+from ..seams.own_code import as_shipped
 from .direct_attention import FLASH_FROM, Located, flash_attention_refusal, segment_attention_refusal
 from .packed_towers import Rotation
 
@@ -140,7 +141,7 @@ def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
     def kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
         with ExitStack() as stack:
             for module in every_module(modules):
-                if type(module).__name__ == attention:
+                if type(module).__name__ == attention and as_shipped(module, "forward"):
                     stack.enter_context(overridden(module, "forward", partial(forward, module)))
             yield
 

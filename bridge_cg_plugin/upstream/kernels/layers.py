@@ -16,6 +16,8 @@ from ...graphs.modules import every_module
 from ...offload.registry import derive
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
+from ..seams.contract import BIAS_DROPOUT_ADD, SWAPS, is_shipped
+from ..seams.own_code import as_shipped, foreign_function
 from ..seams.registry.engine import EXTENSIONS, MLP, TE_LAYERNORM, TE_LAYERNORM_LINEAR
 from .attention_choice import fused_attention_refusal
 
@@ -41,7 +43,7 @@ def fused_layernorm_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
         for owner in (extension, importlib.import_module(TE_LAYERNORM)):
             stack.enter_context(overridden(owner, "layernorm_bwd", kernel))
         for module in every_module(modules):
-            if begins_with_layernorm(module):
+            if begins_with_layernorm(module) and as_shipped(module, "forward"):
                 stack.callback(module.register_forward_pre_hook(functools.partial(_begin_branch, stream)).remove)
         yield
 
@@ -80,10 +82,11 @@ def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let layers add biases together with what follows, and one segment's attention run unpacked."""
     from ...vision.kernels.reduction import deferred_sums
 
+    adds = foreign_function(BIAS_DROPOUT_ADD, SWAPS) is None
     with deferred_sums(modules), ExitStack() as stack:
         for module in every_module(modules):
             for name in ("self_attn_bda", "mlp_bda"):
-                if callable(vars(module).get(name)):
+                if adds and is_shipped(vars(module).get(name)):
                     stack.enter_context(overridden(module, name, _bias_residual(vars(module)[name])))
             if is_te_attention(module) and not deterministic() and fused_attention_refusal() is None:
                 stack.enter_context(overridden(module, "forward", functools.partial(_attention_forward, module)))
@@ -140,9 +143,13 @@ def _bias_residual(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_te_attention(module: nn.Module) -> bool:
-    """Whether a module is megatron-core's attention by Transformer Engine, no class derived from it."""
+    """Whether a module is megatron-core's attention by Transformer Engine as shipped, no class derived from it."""
     extensions = sys.modules.get(EXTENSIONS)
-    return extensions is not None and type(module) is extensions.TEDotProductAttention
+    if extensions is None or type(module) is not extensions.TEDotProductAttention:
+        return False
+    kernels = filter(None, map(module._modules.get, ("fused_attention", "flash_attention")))
+    base = extensions.TEDotProductAttention.__base__
+    return all(as_shipped(each, "forward") for each in (module, *kernels)) and is_shipped(vars(base).get("forward"))
 
 
 def _attention_forward(
@@ -174,7 +181,7 @@ def _attention_forward(
 def adds_bias_before_activation(module: UpstreamModule) -> bool:
     """Whether a module is megatron-core's MLP in the form `fc2(activation(fc1(x) + bias))`."""
     mlp = sys.modules.get(MLP)
-    if mlp is None or type(module).forward is not mlp.MLP.forward:
+    if mlp is None or not isinstance(module, mlp.MLP) or not as_shipped(module, "forward"):
         return False
     others = ("gated_linear_unit", "bias_activation_fusion", "use_te_activation_func")
     return not any(getattr(module.config, name, True) for name in others)

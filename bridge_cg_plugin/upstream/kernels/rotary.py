@@ -14,6 +14,8 @@ from ...offload import never_offload
 from ...offload.registry import rewrite
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
+from ..seams.contract import ROTARY_HOMES, SWAPS
+from ..seams.own_code import as_shipped, foreign_function
 from ..seams.registry import seam
 from ..seams.registry.models import ATTENTION
 
@@ -24,7 +26,7 @@ ROTARY = seam("rotary_kernel").target
 def fused_rotary(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let the attention modules below `modules` rotate queries and keys with the plugin's kernels."""
     attention = sys.modules.get(ATTENTION)
-    if attention is None:
+    if attention is None or any(foreign_function(home, SWAPS) for home in ROTARY_HOMES):
         yield
         return
     rotation = _Rotation(getattr(attention, ROTARY))
@@ -33,7 +35,8 @@ def fused_rotary(modules: Sequence[nn.Module]) -> Iterator[None]:
         for module in every_module(modules):
             if rotates_at_projection(module):
                 projected = functools.partial(rotation.projected, module)
-                stack.enter_context(overridden(module, "forward", functools.partial(rotation.attention, module)))
+                attend = functools.partial(rotation.attention, module, module.forward)
+                stack.enter_context(overridden(module, "forward", attend))
                 stack.enter_context(overridden(module, "get_query_key_value_tensors", projected))
         yield
 
@@ -46,7 +49,7 @@ def is_bridges_attention(module: UpstreamModule) -> bool:
 
 def rotates_at_projection(module: UpstreamModule) -> bool:
     """Whether attention is Bridge's, and its projection gives query, key and value head by head, and no more."""
-    if not is_bridges_attention(module):
+    if not (is_bridges_attention(module) and as_shipped(module, "get_query_key_value_tensors")):
         return False
     config = module.config
     one_group_a_head = module.num_query_groups_per_partition == module.num_attention_heads_per_partition
@@ -65,14 +68,16 @@ class _Rotation:
         self._angles: Tensor | None = None
         self._done: int | None = None
 
-    def attention(self, module: UpstreamModule, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attention(
+        self, module: UpstreamModule, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         """Stand in for the attention module's forward: keep the angles for the projection."""
         angles = kwargs.get("rotary_pos_emb")
         packed = kwargs.get("packed_seq_params") is not None and hidden_states.shape[1] == 1
         usual = packed and isinstance(angles, Tensor) and angles.shape[-1] == module.hidden_size_per_attention_head
         self._angles = angles if usual else None
         try:
-            return type(module).forward(module, hidden_states, *args, **kwargs)
+            return forward(hidden_states, *args, **kwargs)
         finally:
             self._angles = self._done = None
 

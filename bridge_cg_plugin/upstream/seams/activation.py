@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from ...announce import LOGGER
+from .contract import CONTRACT, remember
 from .encoder_group import other_providers
 from .encoders import models
 
@@ -70,8 +71,8 @@ def activate() -> None:
         from wrapt import register_post_import_hook
 
         _patch_other_providers()
-        for name in PATCHED:
-            register_post_import_hook(patch_module, name)
+        for name in dict.fromkeys((*CONTRACT, *PATCHED)):
+            register_post_import_hook(_imported, name)
         _hooked = True
         return
     for name in PATCHED:
@@ -129,6 +130,13 @@ def broken_seams() -> dict[str, str]:
     if _on:
         activate()
     return {name: found.reason for name, found in seam_states().items() if found.state == "broken"}
+
+
+def _imported(module: ModuleType) -> None:
+    """Note what a module of upstream ships before anybody can patch it, then apply the plugin's own patches."""
+    remember(module)
+    if module.__name__ in PATCHED:
+        patch_module(module)
 
 
 def patch_module(module: ModuleType) -> None:

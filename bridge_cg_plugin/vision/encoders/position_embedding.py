@@ -5,6 +5,7 @@ order. Its backward so sums over frames first, rounds, and then scatters into th
 here from the layout of a padded batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +58,21 @@ def interpolate(table: Tensor, grid: Tensor, positions: TokenPositions) -> Tenso
 def embeddings(table: Tensor, positions: TokenPositions) -> Tensor:
     """Return the values of `interpolate`, unknown to autograd."""
     with torch.no_grad():
-        indices, weights = position_interpolation(positions, _side(table), table.dtype)
-        terms = functional.embedding(indices, table) * weights[:, :, None]
-        return terms[0] + terms[1] + terms[2] + terms[3]
+        return embedded(lambda rows: functional.embedding(rows, table), _side(table), table.dtype, positions)
+
+
+def embedded(embed: Callable[[Tensor], Tensor], side: int, dtype: torch.dtype, positions: TokenPositions) -> Tensor:
+    """Return every token's position embedding by a module's own code, `[capacity, width]`; zero for padding.
+
+    Args:
+        embed: Takes `[neighbours, capacity]` int64 rows of the table.
+        side: The table has `side * side` rows.
+        dtype: Of its embeddings.
+        positions: Of the padded batch's tokens.
+    """
+    indices, weights = position_interpolation(positions, side, dtype)
+    terms = embed(indices) * weights[:, :, None]
+    return terms[0] + terms[1] + terms[2] + terms[3]
 
 
 def scatter(table: Tensor, grid: Tensor, capacity: int) -> Scatter:

@@ -1,0 +1,186 @@
+"""The contract: a graph stands for upstream's own code, so it is used only where that code is in place.
+
+The tables name each function of upstream that recorded work does not run as it is. Its shipped object is what its
+module held when the import ended, before anybody could patch it; names are no proof, as `functools.wraps` copies them.
+What recorded work calls as it is, adapters and wrapped layers among it, needs no entry. Imports neither torch nor
+Megatron.
+"""
+
+import functools
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_QWEN3_VL = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
+_CORE, _TE = "megatron.core", "transformer_engine.pytorch"
+_HF = "transformers.models"
+_ROPE, BIAS_DROPOUT_ADD = f"{_CORE}.models.common.embeddings.rope_utils", f"{_CORE}.fusions.fused_bias_dropout"
+_MOE = f"{_CORE}.transformer.moe"
+HF_MODELS, ATTENTION_FUNCTIONS = "transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"
+EAGER_ATTENTION = "eager_attention_forward"
+_VISION_LAYOUT = ("get_vision_cu_seqlens", "get_vision_position_ids")
+
+
+def _tower(tower: str, attention: str, *functions: str) -> tuple[str, ...]:
+    """Return what stands for a tower of Hugging Face's: its forward, attention, and functions that these call."""
+    return (f"{tower}.forward", f"{attention}.forward", EAGER_ATTENTION, *functions)
+
+
+def _methods(kind: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{kind}.{name}" for name in names)
+
+
+_EXCHANGE = (
+    *("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"),
+    *("combine_preprocess", "token_combine", "combine_postprocess"),
+)
+# Where one of these is not upstream's, the region runs eager.
+OUTLINES: dict[str, tuple[str, ...]] = {
+    f"{_QWEN3_VL}.vision_model": (
+        *_methods("Qwen3VLVisionModel", "forward", "rot_pos_emb", "fast_pos_embed_interpolate"),
+        *("Qwen3VLVisionModel.build_packed_seq_params", "_vision_forward_packed_attention_setup"),
+    ),
+    f"{_QWEN3_VL}.utils": ("Qwen3VLVisionRotaryEmbedding.forward",),
+    f"{_QWEN3_VL}.transformer_block": ("Qwen3VLTransformerBlock._deepstack_process",),
+    f"{_HF}.qwen2_5_vl.modeling_qwen2_5_vl": _tower(
+        "Qwen2_5_VisionTransformerPretrainedModel",
+        "Qwen2_5_VLVisionAttention",
+        *("apply_rotary_pos_emb_vision", "rotate_half", "get_vision_window_index", *_VISION_LAYOUT),
+    ),
+    f"{_HF}.qwen2_5_omni.modeling_qwen2_5_omni": _tower(
+        "Qwen2_5OmniVisionEncoder",
+        "Qwen2_5OmniVisionAttention",
+        *("apply_rotary_pos_emb_vision", "rotate_half", "get_vision_window_index", *_VISION_LAYOUT),
+    ),
+    f"{_HF}.glm4v.modeling_glm4v": _tower(
+        "Glm4vVisionModel",
+        "Glm4vVisionAttention",
+        *("apply_rotary_pos_emb_vision", "rotate_half", *_VISION_LAYOUT),
+    ),
+    f"{_HF}.qwen3_omni_moe.modeling_qwen3_omni_moe": (
+        *_tower("Qwen3OmniMoeVisionEncoder", "Qwen3OmniMoeVisionAttention", "apply_rotary_pos_emb_vision"),
+        *("rotate_half", "get_vision_bilinear_indices_and_weights", *_VISION_LAYOUT),
+        *("Qwen3OmniMoeAudioEncoder.forward", "Qwen3OmniMoeAudioAttention.forward"),
+        *("chunk_and_pad_features", "get_audio_cu_seqlens", "get_valid_indices", "_get_feat_extract_output_lengths"),
+    ),
+    f"{_HF}.pixtral.modeling_pixtral": _tower(
+        "PixtralVisionModel",
+        "PixtralAttention",
+        *("apply_rotary_pos_emb", "rotate_half", "generate_block_attention_mask", "position_ids_in_meshgrid"),
+    ),
+    f"{_MOE}.moe_layer": _methods(
+        "MoELayer",
+        *("forward", "route", "preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess"),
+        "shared_experts_compute",
+    ),
+    f"{_MOE}.token_dispatcher": tuple(
+        method
+        for kind in ("MoEAllGatherTokenDispatcher", "MoEAlltoAllTokenDispatcher", "MoEFlexTokenDispatcher")
+        for method in _methods(kind, *_EXCHANGE)
+    )
+    + ("permute", "unpermute"),
+    f"{_MOE}.experts": ("TEGroupedMLP.forward", "SequentialMLP.forward"),
+}
+# Likewise, of packs whose tokens are rotated by these.
+PACKED_ROTARY = {
+    f"{_CORE}.transformer.attention": ("apply_rotary_pos_emb",),
+    _ROPE: ("_apply_rotary_pos_emb_thd", "_get_thd_freqs_on_this_cp_rank"),
+}
+# Where one of these is not upstream's, recorded work runs the module's own code in place of the plugin's kernel.
+SWAPS: dict[str, tuple[str, ...]] = {
+    "torch.nn.modules.sparse": ("Embedding.forward",),
+    "torch.nn.modules.linear": ("Linear.forward",),
+    "torch.nn.modules.conv": (
+        *_methods("Conv2d", "forward", "_conv_forward"),
+        *_methods("Conv3d", "forward", "_conv_forward"),
+    ),
+    "torch.nn.functional": ("grid_sample", "linear"),
+    f"{_QWEN3_VL}.attention": ("apply_rotary_pos_emb_absolute",),
+    f"{_QWEN3_VL}.rope": ("apply_rotary_pos_emb_thd_absolute", "_apply_rotary_pos_emb_bshd"),
+    _ROPE: ("_rotate_half",),
+    f"{_CORE}.transformer.attention": ("SelfAttention.get_query_key_value_tensors",),
+    f"{_CORE}.transformer.mlp": ("MLP.forward",),
+    BIAS_DROPOUT_ADD: (
+        *("get_bias_dropout_add", "bias_dropout_add_unfused", "_bias_dropout_add_func"),
+        *("bias_dropout_add_fused_train", "bias_dropout_add_fused_inference"),
+    ),
+    f"{_MOE}.router": ("TopKRouter._apply_expert_bias",),
+    f"{_CORE}.tensor_parallel.layers": ("ColumnParallelLinear.forward", "RowParallelLinear.forward"),
+    f"{_CORE}.extensions.transformer_engine": (
+        *("TEDotProductAttention.forward", "TELinear.forward", "TEColumnParallelLinear.forward"),
+        *("TERowParallelLinear.forward", "TEGroupedLinear.forward", "TELayerNormColumnParallelLinear.forward"),
+        *("TEColumnParallelGroupedLinear.forward", "TERowParallelGroupedLinear.forward"),
+    ),
+    f"{_TE}.attention.dot_product_attention.dot_product_attention": ("DotProductAttention.forward",),
+    f"{_TE}.attention.dot_product_attention.backends": ("FusedAttention.forward", "FlashAttention.forward"),
+    f"{_TE}.module.layernorm_linear": ("LayerNormLinear.forward", "_LayerNormLinear.forward"),
+    f"{_TE}.module.grouped_linear": ("GroupedLinear.forward",),
+    f"{_TE}.ops.basic.layer_norm": ("LayerNorm.op_forward", "LayerNorm.op_backward"),
+    f"{_HF}.qwen2_5_vl.modeling_qwen2_5_vl": ("Qwen2_5_VLRMSNorm.forward",),
+    f"{_HF}.qwen2_5_omni.modeling_qwen2_5_omni": ("Qwen2_5OmniRMSNorm.forward",),
+    f"{_HF}.glm4v.modeling_glm4v": ("Glm4vRMSNorm.forward",),
+    f"{_HF}.pixtral.modeling_pixtral": ("PixtralRMSNorm.forward",),
+    HF_MODELS: (ATTENTION_FUNCTIONS,),
+    "transformers.integrations.sdpa_attention": ("sdpa_attention_forward", "use_gqa_in_sdpa"),
+}
+# Where Qwen3-VL's rotation is.
+ROTARY_HOMES = (f"{_QWEN3_VL}.attention", f"{_QWEN3_VL}.rope", _ROPE)
+
+
+def _joined(*tables: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    names = dict.fromkeys(name for table in tables for name in table)
+    return {name: tuple(target for table in tables for target in table.get(name, ())) for name in names}
+
+
+CONTRACT = _joined(OUTLINES, PACKED_ROTARY, SWAPS)
+_PACKAGE = str(Path(__file__).parents[2])
+# By module and target: the shipped object. By the same as one name: where it is found now.
+_shipped: dict[tuple[str, str], Any] = {}
+_spaces: dict[str, tuple[Mapping[str, Any], str]] = {}
+
+
+def remember(module: ModuleType) -> None:
+    """Note what a module of upstream has shipped; called when its import ends. The first look counts."""
+    for target in CONTRACT.get(module.__name__, ()):
+        owner, _, name = target.rpartition(".")
+        space = vars(vars(module).get(owner, object)) if owner else vars(module)
+        if name in space:
+            _shipped.setdefault((module.__name__, target), upstreams(_entries(space, name)))
+            _spaces[f"{module.__name__}.{target}"] = space, name
+
+
+def places() -> dict[Hashable, Any]:
+    """Return what the contract's places hold now, by name."""
+    return {place: _entries(*where) for place, where in _spaces.items()}
+
+
+def shipped(module: str, target: str) -> Any:
+    """Return what a module shipped at a place of the contract; None where it ships nothing there."""
+    return _shipped.get((module, target))
+
+
+def is_shipped(function: Any) -> bool:
+    """Whether a function is one that upstream shipped at a place of the contract."""
+    return any(held is function for held in _shipped.values())
+
+
+def _entries(space: Mapping[str, Any], name: str) -> Any:
+    """Return what a module's or a class's `__dict__` holds; of a registry of functions its entries."""
+    held = space.get(name)
+    return tuple(held.items()) if name == ATTENTION_FUNCTIONS and held is not None else held
+
+
+def upstreams(value: Any) -> Any:
+    """Return what a replacement of the plugin's own replaced; any other value is itself."""
+    while is_ours(value):
+        value = getattr(value, "__wrapped__", None)
+    return value
+
+
+def is_ours(value: Any) -> bool:
+    """Whether code of this package runs when a value is called: its file proves it, names do not."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    return code is not None and str(code.co_filename).startswith(_PACKAGE)

@@ -1,0 +1,119 @@
+"""Whether upstream's functions, of a model and of modules of Python, are those that were shipped; see `contract`."""
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ...graphs.instance import own_attribute
+from .contract import ATTENTION_FUNCTIONS, EAGER_ATTENTION, HF_MODELS, OUTLINES, is_ours, shipped, upstreams
+
+# Attributes of modules that hold what is called and is no module.
+_HELPERS = ("token_dispatcher",)
+
+
+def as_shipped(owner: Any, *names: str) -> bool:
+    """Whether functions of an object, or of a module of Python, are upstream's own; see `foreign`."""
+    return foreign(owner, *names) is None
+
+
+def foreign(owner: Any, *names: str) -> str | None:
+    """Return a function that is not the one that upstream shipped, and what is in its place; None where all are.
+
+    Args:
+        owner: An object whose methods these are, or a module of Python.
+        names: Of the functions, each at a place of the contract.
+    """
+    for name in names:
+        label, found = _found(owner, name)
+        if found is not None:
+            return f"{label}.{name} is {_described(found)}"
+    return None
+
+
+def _found(owner: Any, name: str) -> tuple[str, Any]:
+    """Return a name for the owner, and what is not upstream's there; None where it is upstream's, or missing."""
+    if isinstance(owner, ModuleType):
+        found = upstreams(vars(owner).get(name))
+        return owner.__name__, None if found is shipped(owner.__name__, name) else found
+    kind = type(owner)
+    own = own_attribute(owner, name)
+    if own is not None and not is_ours(own) and getattr(own, "__func__", None) is not getattr(kind, name, own):
+        return kind.__name__, own
+    base = next((base for base in kind.__mro__ if name in vars(base)), None)
+    if base is None:
+        return kind.__name__, None
+    found = upstreams(vars(base)[name])
+    return kind.__name__, None if found is shipped(base.__module__, f"{base.__qualname__}.{name}") else found
+
+
+def _described(value: Any) -> str:
+    """Return what a function is and where its code lies."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    if code is None:
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+    return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def own_code(modules: Iterable[Any]) -> str | None:
+    """Return a function that a region would go around though it is not upstream's, in words; None without one.
+
+    Args:
+        modules: All modules of the region.
+    """
+    functions: dict[str, None] = {}
+    for module in _with_helpers(modules):
+        for home, names in _outline_of(type(module)):
+            functions[home] = None
+            found = foreign(module, *names)
+            if found is not None:
+                return found
+        found = _attention_function(module)
+        if found is not None:
+            return found
+    return next(filter(None, map(foreign_function, functions)), None)
+
+
+def foreign_function(home: str, table: Mapping[str, tuple[str, ...]] = OUTLINES) -> str | None:
+    """Return a function of a module of Python that is not the one that it shipped, in words; None without one.
+
+    Args:
+        home: The module.
+        table: Names the functions.
+    """
+    names = (target for target in table[home] if "." not in target)
+    return foreign(sys.modules[home], *names) if home in sys.modules else None
+
+
+def _with_helpers(modules: Iterable[Any]) -> Iterator[Any]:
+    for module in modules:
+        yield module
+        yield from (vars(module)[name] for name in _HELPERS if name in vars(module))
+
+
+@functools.cache
+def _outline_of(kind: type) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the modules of Python that have classes of a class in an outline, and the methods that it names."""
+    found = []
+    for base in kind.__mro__:
+        prefix = f"{base.__qualname__}."
+        targets = OUTLINES.get(base.__module__, ())
+        names = tuple(target.removeprefix(prefix) for target in targets if target.startswith(prefix))
+        if names:
+            found.append((base.__module__, names))
+    return found
+
+
+def _attention_function(module: Any) -> str | None:
+    """Return the function by which a module of Hugging Face's attends, if it is not one that was shipped."""
+    attends = any(EAGER_ATTENTION in OUTLINES[home] for home, _ in _outline_of(type(module)))
+    chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    functions = getattr(sys.modules.get(HF_MODELS), ATTENTION_FUNCTIONS, {})
+    if not attends or chosen not in functions:
+        return None
+    found, ours = functions[chosen], dict(shipped(HF_MODELS, ATTENTION_FUNCTIONS) or ())
+    return None if ours.get(chosen) is found else f"the attention function {chosen!r} is {_described(found)}"
