@@ -145,8 +145,7 @@ class Fallback(StrEnum):
         "own_code",
         "a function of upstream that a graph computes in its own way, or goes around, is not upstream's: wrapped, "
         "patched, overridden or registered by other code; the warning names it",
-        "none needed, results are eager's; to have graphs, remove what is in its place, or put it into a module that "
-        "the encoder or its layers call",
+        "to have graphs, remove what is in its place, or put it into a module that the encoder or its layers call",
     )
     MODEL_CHANGED = (
         "model_changed",

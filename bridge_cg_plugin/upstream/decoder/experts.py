@@ -23,6 +23,7 @@ from ...options.experts import EXPERTS
 from ...options.language_model import MODULES
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
+from ..seams.own_code import refuse_own_code
 from ..seams.registry import seam
 from .routers import REMEDY, CapturedRouter, check_fields
 
@@ -51,6 +52,7 @@ class CapturedExperts:
 
     Raises:
         OptionError: They are of a kind, or set in a way, that is not recorded; names it.
+        Refused: Somebody replaced a function of theirs.
     """
 
     def __init__(self, layer: UpstreamModule, tables: Tables, exchange: ExpertExchange | None = None) -> None:
@@ -199,6 +201,7 @@ def _linear_layers(experts: UpstreamModule) -> tuple[_Linear, _Linear]:
 
     Raises:
         OptionError: Experts or their linear layers are of another kind.
+        Refused: Somebody replaced their forward.
     """
     kind = type(experts).__name__
     if kind not in (GROUPED, SEQUENTIAL):
@@ -208,6 +211,8 @@ def _linear_layers(experts: UpstreamModule) -> tuple[_Linear, _Linear]:
     first, second = (_Linear([getattr(each, layer) for each in held], names) for layer in ("linear_fc1", "linear_fc2"))
     for linear in (first, second):
         linear.check()
+    for module in (*held, *first.modules, *second.modules):
+        refuse_own_code(module, "forward")
     return first, second
 
 

@@ -14,6 +14,7 @@ from ...options.experts import BALANCING, BALANCING_TYPE, FUSION, ROUTERS
 from ...options.language_model import MODULES
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
+from ..seams.own_code import refuse_own_code
 from ..seams.registry import seam
 from .layers import check_router, is_pure, unmet
 
@@ -30,10 +31,12 @@ class CapturedRouter:
 
     Raises:
         OptionError: It is of a kind, or set in a way, that is not recorded; names it.
+        Refused: Somebody replaced what counts its tokens.
     """
 
     def __init__(self, router: UpstreamModule) -> None:
         check_router(router)
+        refuse_own_code(router, BIAS)
         config = router.config
         check_fields(config, ROUTERS)
         kinds = [router.routing_type] if isinstance(router.routing_type, str) else router.routing_type

@@ -18,7 +18,7 @@ from ...upstream_types import UpstreamModule
 from ..attributes import overridden
 from ..seams.contract import BIAS_DROPOUT_ADD, SWAPS, is_shipped
 from ..seams.own_code import as_shipped, foreign_function
-from ..seams.registry.engine import EXTENSIONS, MLP, TE_LAYERNORM, TE_LAYERNORM_LINEAR
+from ..seams.registry.engine import EXTENSIONS, MLP, TE_ATTENTION, TE_LAYERNORM, TE_LAYERNORM_LINEAR
 from .attention_choice import fused_attention_refusal
 
 TE_EXTENSION = "transformer_engine_torch"
@@ -86,7 +86,7 @@ def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     with deferred_sums(modules), ExitStack() as stack:
         for module in every_module(modules):
             for name in ("self_attn_bda", "mlp_bda"):
-                if adds and is_shipped(vars(module).get(name)):
+                if adds and is_shipped(BIAS_DROPOUT_ADD, vars(module).get(name)):
                     stack.enter_context(overridden(module, name, _bias_residual(vars(module)[name])))
             if is_te_attention(module) and not deterministic() and fused_attention_refusal() is None:
                 stack.enter_context(overridden(module, "forward", functools.partial(_attention_forward, module)))
@@ -148,8 +148,8 @@ def is_te_attention(module: nn.Module) -> bool:
     if extensions is None or type(module) is not extensions.TEDotProductAttention:
         return False
     kernels = filter(None, map(module._modules.get, ("fused_attention", "flash_attention")))
-    base = extensions.TEDotProductAttention.__base__
-    return all(as_shipped(each, "forward") for each in (module, *kernels)) and is_shipped(vars(base).get("forward"))
+    base = extensions.TEDotProductAttention.__base__.forward
+    return all(as_shipped(each, "forward") for each in (module, *kernels)) and is_shipped(TE_ATTENTION, base)
 
 
 def _attention_forward(

@@ -7,6 +7,7 @@ Megatron.
 """
 
 import functools
+import sys
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -108,9 +109,8 @@ SWAPS: dict[str, tuple[str, ...]] = {
     f"{_MOE}.router": ("TopKRouter._apply_expert_bias",),
     f"{_CORE}.tensor_parallel.layers": ("ColumnParallelLinear.forward", "RowParallelLinear.forward"),
     f"{_CORE}.extensions.transformer_engine": (
-        *("TEDotProductAttention.forward", "TELinear.forward", "TEColumnParallelLinear.forward"),
-        *("TERowParallelLinear.forward", "TEGroupedLinear.forward", "TELayerNormColumnParallelLinear.forward"),
-        *("TEColumnParallelGroupedLinear.forward", "TERowParallelGroupedLinear.forward"),
+        *("TEDotProductAttention.forward", "TELinear.forward", "TEGroupedLinear.forward"),
+        "TELayerNormColumnParallelLinear.forward",
     ),
     f"{_TE}.attention.dot_product_attention.dot_product_attention": ("DotProductAttention.forward",),
     f"{_TE}.attention.dot_product_attention.backends": ("FusedAttention.forward", "FlashAttention.forward"),
@@ -138,10 +138,12 @@ _PACKAGE = str(Path(__file__).parents[2])
 # By module and target: the shipped object. By the same as one name: where it is found now.
 _shipped: dict[tuple[str, str], Any] = {}
 _spaces: dict[str, tuple[Mapping[str, Any], str]] = {}
+_remembered: set[str] = set()
 
 
 def remember(module: ModuleType) -> None:
     """Note what a module of upstream has shipped; called when its import ends. The first look counts."""
+    _remembered.add(module.__name__)
     for target in CONTRACT.get(module.__name__, ()):
         owner, _, name = target.rpartition(".")
         space = vars(vars(module).get(owner, object)) if owner else vars(module)
@@ -156,13 +158,18 @@ def places() -> dict[Hashable, Any]:
 
 
 def shipped(module: str, target: str) -> Any:
-    """Return what a module shipped at a place of the contract; None where it ships nothing there."""
+    """Return what a module shipped at a place of the contract; None where it ships nothing there.
+
+    A module that was imported while the plugin was off has shipped what it holds at the first look.
+    """
+    if module not in _remembered and module in sys.modules:
+        remember(sys.modules[module])
     return _shipped.get((module, target))
 
 
-def is_shipped(function: Any) -> bool:
-    """Whether a function is one that upstream shipped at a place of the contract."""
-    return any(held is function for held in _shipped.values())
+def is_shipped(module: str, function: Any) -> bool:
+    """Whether a function is one that a module shipped at a place of the contract."""
+    return function is not None and any(shipped(module, target) is function for target in CONTRACT[module])
 
 
 def _entries(space: Mapping[str, Any], name: str) -> Any:

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ...graphs.errors import Refused
+from ...graphs.fallback import Fallback
 from ...graphs.instance import own_attribute
 from .contract import ATTENTION_FUNCTIONS, EAGER_ATTENTION, HF_MODELS, OUTLINES, is_ours, shipped, upstreams
 
@@ -17,6 +19,17 @@ _HELPERS = ("token_dispatcher",)
 def as_shipped(owner: Any, *names: str) -> bool:
     """Whether functions of an object, or of a module of Python, are upstream's own; see `foreign`."""
     return foreign(owner, *names) is None
+
+
+def refuse_own_code(owner: Any, *names: str) -> None:
+    """Refuse an object with a function that is not upstream's; see `foreign`.
+
+    Raises:
+        Refused: It has one.
+    """
+    found = foreign(owner, *names)
+    if found is not None:
+        raise Refused(Fallback.OWN_CODE, found)
 
 
 def foreign(owner: Any, *names: str) -> str | None:

@@ -1,0 +1,233 @@
+"""Other people's code in a model: on graphs as it is, or eager with the reason; never ignored."""
+
+import functools
+import sys
+from types import MethodType
+
+import pytest
+import torch
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import attention as qwen_attention
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model import Qwen3VLVisionModel
+from megatron.core.transformer import attention as core_attention
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.upstream.seams.own_code import as_shipped, foreign
+
+from ..tape import TapeExecutor
+from . import hugging_face_towers as towers
+from . import packs
+from .towers import assert_close, forward, graphs_on, new_tower, results
+
+GRID = [[1, 4, 4], [1, 6, 8]]
+
+
+def doubled(function):
+    """Wrap a function as decorators do, its name and all."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        made = function(*args, **kwargs)
+        return (made[0] * 2, *made[1:]) if isinstance(made, tuple) else made * 2
+
+    return wrapper
+
+
+def wrap(owner, name="forward"):
+    setattr(owner, name, doubled(getattr(owner, name)))
+
+
+def subclassed(module, **methods):
+    module.__class__ = type("Mine", (type(module),), methods)
+
+
+def triple(self, grid):
+    return super(type(self), self).fast_pos_embed_interpolate(grid) * 3
+
+
+OUTLINES = {
+    "forward on the instance": lambda t: wrap(t),
+    "forward as a method": lambda t: setattr(t, "forward", MethodType(doubled(Qwen3VLVisionModel.forward), t)),
+    "method on the instance": lambda t: wrap(t, "rot_pos_emb"),
+    "a subclass": lambda t: subclassed(t, fast_pos_embed_interpolate=triple),
+    "rotary frequencies": lambda t: wrap(t.rotary_pos_emb),
+}
+
+
+@pytest.mark.parametrize("change", OUTLINES.values(), ids=OUTLINES)
+def test_an_encoder_whose_outline_is_changed_runs_eager(change):
+    tower = new_tower()
+    change(tower)
+    expected = forward(tower, GRID)
+    with graphs_on(tower, capture=False, strict=False, executor=TapeExecutor()) as graphs:
+        assert not graphs.capture() and "test_own_code.py:" in graphs.failure
+        assert_close(forward(tower, GRID), expected, 0)
+        assert graphs.statistics().fallbacks == {"own_code": 1}
+
+
+def test_a_strict_run_ends_with_what_was_found_where():
+    tower = new_tower()
+    wrap(tower, "build_packed_seq_params")
+    with (
+        pytest.raises(
+            CaptureError, match=r"Qwen3VLVisionModel.build_packed_seq_params is doubled.*test_own_code.py:\d"
+        ),
+        graphs_on(tower),
+    ):
+        pass
+
+
+def test_a_subclass_that_changes_nothing_of_the_outline_is_on_graphs():
+    tower = new_tower()
+    subclassed(tower, set_input_tensor=lambda self, tensor: None, extra=lambda self: 1)
+    assert_on_graphs(tower)
+
+
+def test_a_wrapper_around_an_encoder_on_graphs_runs_and_the_encoder_replays():
+    tower = new_tower()
+    with graphs_on(tower, executor=TapeExecutor()) as graphs:
+        wrap(tower)
+        actual = forward(tower, GRID)
+        assert graphs.statistics().replays == 1
+        with graphs.paused():
+            assert_close(actual, forward(tower, GRID))
+        vars(tower)["forward"] = vars(tower)["forward"].__wrapped__
+
+
+class Scaled(nn.Embedding):
+    def forward(self, rows):
+        return super().forward(rows) * 3
+
+
+def lora(*targets):
+    settings = LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False)
+    return lambda tower: inject_adapter_in_model(settings, tower)
+
+
+CAPTURED = {
+    "position embedding": lambda t: setattr(t.pos_embed, "__class__", Scaled),
+    "position embedding's adapter": lora("pos_embed"),
+    "patch convolution's adapter": lora("proj"),
+    "patch convolution": lambda t: wrap(t.patch_embed.proj),
+    "MLP": lambda t: wrap(t.decoder.layers[0].mlp),
+    "attention": lambda t: wrap(t.decoder.layers[0].self_attention),
+    "projection": lambda t: wrap(t.decoder.layers[0].self_attention, "get_query_key_value_tensors"),
+    "merger": lambda t: wrap(t.merger),
+    "layers": lambda t: wrap(t.decoder),
+}
+
+
+@pytest.mark.parametrize("kernels", ["exact", "fast"])
+@pytest.mark.parametrize("change", CAPTURED.values(), ids=CAPTURED)
+def test_own_code_that_the_region_calls_is_captured(change, kernels):
+    tower = new_tower()
+    change(tower)
+    assert_on_graphs(tower, kernels=kernels)
+
+
+def assert_on_graphs(tower, **options):
+    """Compare outputs and gradients of an encoder on graphs with eager's."""
+    for parameter in tower.parameters():
+        parameter.requires_grad_(True)
+    expected = results(tower, GRID)
+    with graphs_on(tower, executor=TapeExecutor(), **options) as graphs:
+        actual = results(tower, GRID)
+        assert graphs.statistics().replays == 1 and not graphs.statistics().fallbacks
+    assert_close(actual[0], expected[0])
+    assert_close(actual[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Qwen3VLVisionModel, "rot_pos_emb"),
+        (sys.modules[Qwen3VLVisionModel.__module__], "_vision_forward_packed_attention_setup"),
+    ],
+    ids=["method", "function"],
+)
+def test_a_patch_after_the_capture_is_noticed_and_graphs_return_without_it(owner, name, monkeypatch):
+    if not hasattr(owner, name):
+        pytest.skip("this release has none")
+    tower = new_tower()
+    with graphs_on(tower, executor=TapeExecutor(), strict=False) as graphs, monkeypatch.context() as patched:
+        kept = getattr(owner, name)
+        patched.setattr(owner, name, lambda *args, **kwargs: kept(*args, **kwargs))
+        for _ in range(3):
+            forward(tower, GRID)
+        assert graphs.statistics().fallbacks == {"model_changed": 1, "own_code": 2}
+        patched.undo()
+        forward(tower, GRID)
+        assert graphs.statistics().replays == 1
+
+
+def sharp(module, query, key, value, mask=None, **kwargs):
+    mask = kwargs.pop("attention_mask", mask)
+    return sdpa_attention_forward(module, query, key, value, mask, **{**kwargs, "scaling": 4.0})
+
+
+@pytest.mark.parametrize("registered", ["under its own name", "in the place of PyTorch's"])
+def test_an_attention_function_that_somebody_registered_runs(registered, monkeypatch):
+    tower, batch = towers.new_qwen25(), towers.draw_windows([[1, 8, 8]])
+    if registered == "under its own name":
+        AttentionInterface.register("sharp", sharp)
+        tower.set_attn_implementation("sharp")
+    else:
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", sharp)
+    expected = tower(batch[0], grid_thw=batch[1]).pooler_output
+    with graphs_on(tower, capture=False, strict=False) as graphs:
+        assert not graphs.capture() and "attention function" in graphs.failure
+        assert_close([tower(batch[0], grid_thw=batch[1]).pooler_output], [expected], 0)
+
+
+def test_adapters_on_every_linear_of_a_tower_are_on_graphs():
+    tower, batch = towers.new_qwen25(), towers.draw_windows([[1, 8, 8]])
+    lora("qkv", "proj", "gate_proj", "up_proj", "down_proj", "mlp.0", "mlp.2")(tower)
+    expected = tower(batch[0], grid_thw=batch[1]).pooler_output
+    with graphs_on(tower, executor=TapeExecutor()) as graphs:
+        assert_close([tower(batch[0], grid_thw=batch[1]).pooler_output], [expected])
+        assert graphs.statistics().replays == 1
+
+
+PACKED = {
+    "rotation": (core_attention, "apply_rotary_pos_emb", {}),
+    "experts": (MoELayer, "forward", packs.EXPERTS),
+    "an exchange": (MoELayer, "combine", packs.EXPERTS),
+}
+
+
+@pytest.mark.parametrize(("owner", "name", "model"), PACKED.values(), ids=PACKED)
+def test_a_packed_decoder_with_own_code_runs_eager(owner, name, model, monkeypatch):
+    if not hasattr(owner, name):
+        pytest.skip("this release has none")
+    kept = getattr(owner, name)
+    monkeypatch.setattr(owner, name, functools.wraps(kept)(lambda *args, **kwargs: kept(*args, **kwargs)))
+    options = {"cuda_graph_modules": []} if model else {}
+    with packs.ON_CPU():
+        decoder = packs.new_model(**model)
+        graphed = packs.graphs_on(
+            decoder, packs.pack((100, 150)), capture=False, cuda_graph_packed_strict=False, **options
+        )
+        with graphed as graphs:
+            assert not graphs.capture()
+            packs.losses_and_gradients(decoder, packs.pack((200, 120)))
+            assert graphs.statistics().fallbacks == {"own_code": 1}
+
+
+def test_names_are_no_proof_and_the_plugins_own_wrappers_are_known(monkeypatch):
+    assert as_shipped(qwen_attention, "apply_rotary_pos_emb_absolute")
+    monkeypatch.setattr(
+        qwen_attention, "apply_rotary_pos_emb_absolute", doubled(qwen_attention.apply_rotary_pos_emb_absolute)
+    )
+    assert "doubled" in foreign(qwen_attention, "apply_rotary_pos_emb_absolute")
+    tower = new_tower()
+    assert as_shipped(tower, "forward"), "the plugin patches the class"
+    with graphs_on(tower):
+        assert as_shipped(tower, "forward"), "and the instance"
+    convolution = torch.nn.Conv3d(1, 1, 1)
+    convolution.forward = convolution.forward
+    assert as_shipped(convolution, "forward"), "its own method, bound"
