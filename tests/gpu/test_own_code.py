@@ -1,0 +1,111 @@
+"""Other people's code in Bridge's encoder, with the kernels and graphs of a GPU: equal to eager, on graphs or not."""
+
+import functools
+
+import pytest
+
+from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_tools.benchmarks.models import tower
+
+from ..seams.test_contract import missing
+from ..traced import functions_run
+from .conftest import LAYERS
+
+pytestmark = pytest.mark.gpu
+GRIDS = [(1, 28, 28)], [(4, 10, 14), (1, 28, 20)]
+
+
+def doubled(owner, name="forward"):
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        made = function(*args, **kwargs)
+        return (made[0] * 2, *made[1:]) if isinstance(made, tuple) else made * 2
+
+    setattr(owner, name, wrapper)
+
+
+def layer_scale(training, fused):
+    return lambda x, residual, probability: residual + 0.1 * (x[0] if x[1] is None else x[0] + x[1])
+
+
+def scale_layers(model):
+    for layer in model.decoder.layers:
+        layer.self_attn_bda = layer.mlp_bda = layer_scale
+
+
+CAPTURED = {
+    "nothing": lambda t: None,
+    "layer scale": scale_layers,
+    "MLP": lambda t: doubled(t.decoder.layers[0].mlp),
+    "attention": lambda t: doubled(t.decoder.layers[0].self_attention),
+    "core attention": lambda t: doubled(t.decoder.layers[0].self_attention.core_attention),
+    "projection": lambda t: doubled(t.decoder.layers[0].self_attention, "get_query_key_value_tensors"),
+    "linear": lambda t: doubled(t.decoder.layers[0].mlp.linear_fc1),
+    "patch convolution": lambda t: doubled(t.patch_embed.proj),
+    "position embedding": lambda t: doubled(t.pos_embed),
+}
+REFUSED = {"encoder": doubled, "rotary frequencies": lambda t: doubled(t.rotary_pos_emb)}
+
+
+def on_graphs(model, kernels="auto"):
+    options = VisionGraphOptions(impl="transformer_engine", buckets=(1024, 2048), kernels=kernels)
+    helper = VisionTECudaGraphHelper(model, model.config, options=options)
+    helper.create_cudagraphs()
+    return helper
+
+
+def compare(model, helper):
+    """Return the largest relative difference of outputs over two microbatches, and how many were replayed."""
+    worst = 0.0
+    for grid in GRIDS:
+        batch = tower.make_batch(grid, model)
+        actual = [output.detach() for output in tower.forward(model, batch)]
+        with helper.graphs.paused():
+            expected = [output.detach() for output in tower.forward(model, batch)]
+        worst = max(worst, tower.largest_relative(actual, expected))
+    return worst, helper.graphs.statistics().replays
+
+
+@pytest.mark.parametrize("kernels", ["auto", "exact"])
+@pytest.mark.parametrize("change", CAPTURED.values(), ids=CAPTURED)
+def test_own_code_is_captured(change, kernels):
+    model = tower.build_tower(layers=LAYERS)
+    change(model)
+    helper = on_graphs(model, kernels)
+    try:
+        assert helper.graphs.failure is None
+        worst, replays = compare(model, helper)
+        assert worst <= 1e-3 and replays == len(GRIDS)
+    finally:
+        helper.delete_cuda_graphs()
+
+
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
+def test_an_encoder_with_another_outline_runs_eager(change):
+    model = tower.build_tower(layers=2)
+    change(model)
+    helper = on_graphs(model)
+    assert "test_own_code.py" in helper.graphs.failure
+    assert compare(model, helper) == (0.0, 0)
+
+
+@pytest.mark.parametrize("kernels", ["fast", "exact"])
+def test_the_contract_names_what_kernels_of_a_gpu_go_around(kernels):
+    model = tower.build_tower(layers=2)
+    batch = tower.make_batch(GRIDS[1], model)
+
+    def train():
+        sum(output.float().sum() for output in tower.forward(model, batch)).backward()
+
+    train()
+    eager = functions_run(train)
+    helpers = []
+    recorded = functions_run(lambda: helpers.append(on_graphs(model, kernels)))
+    try:
+        assert helpers[0].graphs.failure is None
+        assert missing(eager - recorded) == []
+    finally:
+        helpers[0].delete_cuda_graphs()
