@@ -12,7 +12,7 @@ from ..seams.test_contract import missing
 from ..traced import functions_run
 from .conftest import LAYERS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tower_module")]
 GRIDS = [(1, 28, 28)], [(4, 10, 14), (1, 28, 20)]
 
 
