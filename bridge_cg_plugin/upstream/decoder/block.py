@@ -35,7 +35,7 @@ from ..kernels.transformer_engine import accumulating, forget_attention_selectio
 from ..parallel.process_groups import expert_group
 from ..random_states import usable_random_states
 from ..seams.contract import PACKED_ROTARY
-from ..seams.own_code import foreign_function
+from ..seams.own_code import foreign_function, refuse_own_code
 from ..seams.registry import seam
 from ..seams.registry.models import ATTENTION as QWEN_ATTENTION
 from .attention_statistics import refuse_statistics
@@ -157,7 +157,7 @@ class TransformerBlockFamily:
 
     def _visual(self, kwargs: Mapping[str, Any]) -> tuple[Tensor, Sequence[Tensor]] | None:
         mask, embeddings = (kwargs.get(name) for name in VISUAL)
-        if not self._decoder.pre_process or mask is None or not embeddings:
+        if not self._decoder.pre_process or mask is None or embeddings is None or not len(embeddings):
             return None
         return mask, embeddings
 
@@ -250,6 +250,7 @@ class TransformerBlockFamily:
             for layer in self._inside:  # looked up each time: the model may have changed since the last recording
                 stack.enter_context(CapturedExperts(layer, self._tables, self.exchange).recorded(_used(pack)))
             if pack.additions:
+                refuse_own_code(self._decoder, DEEPSTACK)
                 stack.enter_context(overridden(self._decoder, DEEPSTACK, _add))
                 visual = dict(zip(VISUAL, (None, pack.additions), strict=True))
             if not self._decoder.pre_process:
@@ -296,7 +297,9 @@ class TransformerBlockFamily:
             yield
 
     def _refuse_own_rotation(self) -> None:
-        homes = PACKED_ROTARY if self.per_position else ()
+        if not self.per_position:  # Qwen3-VL's attention rotates by a function of its own
+            return
+        homes = PACKED_ROTARY if self.absolute else (ROTARY.module,)  # fused, megatron-core calls its own kernel
         for found in filter(None, (foreign_function(home, PACKED_ROTARY) for home in homes)):
             raise Refused(Fallback.OWN_CODE, found)
 

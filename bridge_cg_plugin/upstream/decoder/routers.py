@@ -31,12 +31,12 @@ class CapturedRouter:
 
     Raises:
         OptionError: It is of a kind, or set in a way, that is not recorded; names it.
-        Refused: Somebody replaced what counts its tokens.
+        Refused: Somebody replaced what masks or counts its tokens.
     """
 
     def __init__(self, router: UpstreamModule) -> None:
         check_router(router)
-        refuse_own_code(router, BIAS)
+        refuse_own_code(router, BIAS, "routing")
         config = router.config
         check_fields(config, ROUTERS)
         kinds = [router.routing_type] if isinstance(router.routing_type, str) else router.routing_type

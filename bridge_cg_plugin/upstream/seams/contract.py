@@ -80,8 +80,11 @@ OUTLINES: dict[str, tuple[str, ...]] = {
         for kind in ("MoEAllGatherTokenDispatcher", "MoEAlltoAllTokenDispatcher", "MoEFlexTokenDispatcher")
         for method in _methods(kind, *_EXCHANGE)
     )
-    + ("permute", "unpermute"),
-    f"{_MOE}.experts": ("TEGroupedMLP.forward", "SequentialMLP.forward"),
+    + ("MoEAlltoAllTokenDispatcher.preprocess", "permute", "unpermute"),
+    f"{_MOE}.experts": (
+        *("TEGroupedMLP.forward", "SequentialMLP.forward"),
+        *("weighted_bias_swiglu_impl", "weighted_bias_quick_geglu_impl"),
+    ),
 }
 # Likewise, of packs whose tokens are rotated by these.
 PACKED_ROTARY = {
@@ -106,7 +109,7 @@ SWAPS: dict[str, tuple[str, ...]] = {
         *("get_bias_dropout_add", "bias_dropout_add_unfused", "_bias_dropout_add_func"),
         *("bias_dropout_add_fused_train", "bias_dropout_add_fused_inference"),
     ),
-    f"{_MOE}.router": ("TopKRouter._apply_expert_bias",),
+    f"{_MOE}.router": ("TopKRouter.routing", "TopKRouter._apply_expert_bias"),
     f"{_CORE}.tensor_parallel.layers": ("ColumnParallelLinear.forward", "RowParallelLinear.forward"),
     f"{_CORE}.extensions.transformer_engine": (
         *("TEDotProductAttention.forward", "TELinear.forward", "TEGroupedLinear.forward"),
