@@ -109,6 +109,36 @@ def test_a_model_without_what_graphs_know_runs_eager_and_says_so_once(monkeypatc
     assert not active_graphs()
 
 
+def ask_by_enable(model, patch):
+    bridge_cg_plugin.enable(model, "cuda_graphs=exact")
+
+
+def ask_by_environment(model, patch):
+    patch.setenv("BRIDGE_CG_OPTIONS", "cuda_graphs=exact")
+
+
+def ask_in_config(model, patch):
+    model.config.cuda_graphs = "exact"
+
+
+@pytest.mark.parametrize("ask", [ask_by_enable, ask_by_environment, ask_in_config])
+@pytest.mark.parametrize(
+    "fields, encoder", [({}, "the whole encoder"), ({"recompute_granularity": "full"}, "eager (model.recompute_gran")]
+)
+def test_the_one_setting_is_what_this_loop_can_have_in_one_line(monkeypatch, capsys, ask, fields, encoder):
+    model, eager = plain(**fields), plain(**fields)
+    ask(model, monkeypatch)
+    found = [call(model, 2, seed=seed) for seed in range(3)]
+    graphs = [graphs.captured and graphs.workload.options.kernels for graphs in active_graphs()]
+    assert graphs == (["exact"] if encoder == "the whole encoder" else [])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "cuda_graphs=exact: " in line]
+    assert f"vision encoder: {encoder}" in line
+    assert "language model: eager (the model has no language model that graphs support)" in line
+    monkeypatch.delenv("BRIDGE_CG_OPTIONS", raising=False)
+    for seed, each in enumerate(found):
+        assert_equal(each, call(eager, 2, seed=seed))
+
+
 @pytest.mark.parametrize("impl", ["full_iteration", "transformer_engine"])
 def test_enable_refuses_graphs_that_bridges_loop_alone_drives(impl):
     model = plain()
