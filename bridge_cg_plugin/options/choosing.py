@@ -6,12 +6,13 @@ from typing import Any
 
 from .choice import ALL_PARTS, CHOICE, LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER, Part
 from .combinations import check_options
+from .combinations.language_model import DRIVEN_BY_BRIDGE
 from .errors import OptionError
 from .facts import Facts, facts_of
 from .graph_options import GraphOptions
 from .language_model import IMPL, MODULES, SCOPE
 from .migration import SWITCHES
-from .packed import MAX_PACKED_SEQS, PACKED
+from .packed import MAX_PACKED_SEQS
 from .sources import LANGUAGE_MODEL_FIELDS, Written
 from .values import is_unset, parse_flag
 from .vision import PROVIDER_FIELDS, VISION
@@ -60,9 +61,11 @@ def choose(written: Written, make: Make) -> tuple[Written, tuple[Part, ...]]:
     refuse_other_trackers(written)
     parts: list[Part] = []
     facts = replace(facts_of(written), te_rng_tracker=True, nan_check=False)
+    if facts.loop_parts is not None:
+        written = _without_idle(written)
     # How packs are captured matters with graphs of the language model only, which are chosen after the encoder's.
     free = not any(_is_set(written, switch) for switch in (IMPL, *SWITCHES))
-    packs = {name: value for name, value in written.fields.items() if free and name in PACKED.names}
+    packs = {name: value for name, value in written.fields.items() if free and name == MAX_PACKED_SEQS}
     written = _without(written, packs)
     if VISION_IMPL in written.fields or written.model is None:
         written = _taken(written, facts, VISION_ENCODER, _vision(setting), (VISION_IMPL,), parts, make)
@@ -82,6 +85,12 @@ def _eager(written: Written) -> Written:
     off = {name: "none" for name in (VISION_IMPL, IMPL) if name in written.fields or written.model is None}
     kept = _without(written, (*LANGUAGE_MODEL_FIELDS, MAX_PACKED_SEQS))
     return replace(written, fields={**kept.fields, **off})
+
+
+def _without_idle(written: Written) -> Written:
+    """Return the fields without graphs that a model's config holds, which only Bridge's loop drives."""
+    held = written.fields.get(IMPL) in DRIVEN_BY_BRIDGE and is_unset(written.fields.get(MAX_PACKED_SEQS))
+    return _without(written, set(LANGUAGE_MODEL_FIELDS) - written.explicit) if held else written
 
 
 def _without(written: Written, names: Collection[str]) -> Written:

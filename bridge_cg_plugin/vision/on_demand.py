@@ -75,7 +75,9 @@ def _missed(demand: Demand, batch: EncoderBatch) -> Fallback:
 
 def _part_missed(demand: Demand, program: RegionProgram, bucket_of: Callable[[Bucket], Bucket], batch: Any) -> Fallback:
     tokens = program.size(batch)
-    return demand.missed(Shape(tokens, batch.segments, tokens), lambda _, bucket: program.refuse(batch, bucket_of(bucket)))
+    return demand.missed(
+        Shape(tokens, batch.segments, tokens), lambda _, bucket: program.refuse(batch, bucket_of(bucket))
+    )
 
 
 def _of_part(part: LayerPart, bucket: Bucket) -> Bucket:

@@ -92,7 +92,9 @@ class EncoderPlan:
         Raises:
             CaptureError: Named limits are not of this encoder.
         """
-        usual = [Bucket(capacity, limits) for limits in self._adapter.bounds(capacity, self.max_frames(shapes), directly)]
+        usual = [
+            Bucket(capacity, limits) for limits in self._adapter.bounds(capacity, self.max_frames(shapes), directly)
+        ]
         named = sorted(named_buckets(self._options.bucket_limits, capacity), key=replay_cost)
         if wrong := [bucket for bucket in named if len(bucket.limits) != len(usual[0].limits)]:
             raise CaptureError(

@@ -7,7 +7,10 @@ from torch import nn
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.loops import loop_driver
+from bridge_cg_plugin.upstream.hooks.loops.any_loop import LOOPS
 
+from ..unit import packs
 from .loops import FIELDS, Policy, assert_equal, call, in_one_process
 
 
@@ -137,6 +140,24 @@ def test_the_one_setting_is_what_this_loop_can_have_in_one_line(monkeypatch, cap
     monkeypatch.delenv("BRIDGE_CG_OPTIONS", raising=False)
     for seed, each in enumerate(found):
         assert_equal(each, call(eager, 2, seed=seed))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_of_a_language_model_packs_are_what_a_loop_can_have(monkeypatch, capsys, caplog, refused):
+    def refuse(*args, **kwargs):
+        raise OptionError.because("layers", "Cannot use layers of this kind.")
+
+    model = packs.new_model()
+    bridge_cg_plugin.enable(model, "cuda_graphs=exact")
+    said = capsys.readouterr().out
+    assert "vision encoder: eager (the model has no vision encoder that graphs support)" in said
+    assert "language model: all layers as one region over packed sequences" in said
+    if refused:
+        monkeypatch.setattr(loop_driver, "PackedCudaGraphHelper", refuse)
+    driver = LOOPS.driver_of(model, 1)
+    assert [graphs.model for graphs in driver.graphs] == ([] if refused else [model.decoder])
+    expected = "[rank 0] cuda_graphs=exact: the language model runs eager. Cannot use layers of this kind."
+    assert [record.getMessage() for record in caplog.records if "eager" in record.getMessage()] == [expected] * refused
 
 
 @pytest.mark.parametrize("impl", ["full_iteration", "transformer_engine"])

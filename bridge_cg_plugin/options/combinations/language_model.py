@@ -9,6 +9,8 @@ from ..vision import PROVIDER_FIELDS
 from .rule import Combination
 
 VISION_IMPL = PROVIDER_FIELDS["impl"]
+# Graphs that other loops do not drive, unless they are of packs.
+DRIVEN_BY_BRIDGE = ("transformer_engine", "full_iteration")
 
 
 def _names(options: GraphOptions) -> str:
@@ -126,11 +128,7 @@ LANGUAGE_MODEL = (
     Combination(
         "language-model graphs other than those of packs in a loop other than Bridge's",
         "Only Bridge's own loop drives them",
-        lambda o, f: (
-            f.loop_parts is not None
-            and o.language_model.impl in ("transformer_engine", "full_iteration")
-            and not o.packed.enabled
-        ),
+        lambda o, f: f.loop_parts is not None and o.language_model.impl in DRIVEN_BY_BRIDGE and not o.packed.enabled,
         lambda o, f: (
             IMPL,
             o.language_model.impl,

@@ -29,6 +29,8 @@ from .returning_buffers import ReturningBuffers
 
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.
 WARMUP_CALLS = 3
+# Attribute of a config: the one setting by which its graphs were chosen.
+CHOSEN = "_bridge_cg_chosen"
 ON_DEMAND: Literal["on_demand"] = "on_demand"
 
 
@@ -51,7 +53,9 @@ def graph_config(model: nn.Module | Sequence[nn.Module]) -> Any:
 def set_options(model: nn.Module | Sequence[nn.Module], config: Any, *options: Any) -> None:
     """Set graph options on a model's `graph_config`; see `bridge_cg_plugin.enable`."""
     loop = Written(settings={LOOP_PARTS: _parts_of(model, config)})
-    apply_options(graph_options(config, loop, *options), config)
+    wanted = graph_options(config, loop, *options)
+    apply_options(wanted, config)
+    setattr(config, CHOSEN, wanted.choice.setting)
     steps = facts_of(collect(*options)).warmup_steps
     if steps is not None:
         config.cuda_graph_warmup_steps = steps
@@ -132,9 +136,10 @@ class LoopDriver:
         try:
             return [make()]
         except OptionError as error:
-            if self._options.choice.setting is None:
+            setting = getattr(self.config, CHOSEN, None)
+            if setting is None:
                 raise
-            warn(f"{SETTING}={self._options.choice.setting}: the {part} runs eager. {error}")
+            warn(f"{SETTING}={setting}: the {part} runs eager. {error}")
             return []
 
     def _name_what_is_missing(self, chunks: Sequence[nn.Module], no_encoder: bool, packed: bool) -> None:
