@@ -1,11 +1,12 @@
 """What `cuda_graphs` comes to on a model, part by part, and why."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from .choice import ALL_PARTS, CHOICE, LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER, Part
 from .combinations import check_options
+from .combinations.language_model import DRIVEN_BY_BRIDGE
 from .errors import OptionError
 from .facts import Facts, facts_of
 from .graph_options import GraphOptions
@@ -21,6 +22,7 @@ UNTRIED = "no graphs of such layers were tried on a GPU"
 # Experts in a region take memory that grows with the ranks that share them.
 MOST_EXPERT_RANKS = 2
 MUCH_MEMORY = f"experts of so many ranks take much memory in a graph; {MODULES}=[] captures them"
+NOT_FOUND = "the model has no {} that graphs support"
 READS_COUNTS = f"{IMPL}=full_iteration with experts: the host reads the number of tokens of each expert"
 READS_IMAGES = f"{IMPL}=full_iteration on this model: megatron-core would capture the images of one step for all"
 TRACKERS = ("te_rng_tracker", "use_te_rng_tracker")
@@ -59,11 +61,19 @@ def choose(written: Written, make: Make) -> tuple[Written, tuple[Part, ...]]:
     refuse_other_trackers(written)
     parts: list[Part] = []
     facts = replace(facts_of(written), te_rng_tracker=True, nan_check=False)
+    if facts.loop_parts is not None:
+        written = _without_idle(written)
+    # How packs are captured matters with graphs of the language model only, which are chosen after the encoder's.
+    free = not any(_is_set(written, switch) for switch in (IMPL, *SWITCHES))
+    packs = {name: value for name, value in written.fields.items() if free and name == MAX_PACKED_SEQS}
+    written = _without(written, packs)
     if VISION_IMPL in written.fields or written.model is None:
         written = _taken(written, facts, VISION_ENCODER, _vision(setting), (VISION_IMPL,), parts, make)
-    written = _taken(
-        written, facts, LANGUAGE_MODEL_PART, _language_model(facts, written.model), (IMPL, *SWITCHES), parts, make
-    )
+    written = replace(written, fields={**written.fields, **packs})
+    candidates = _language_model(facts, written)
+    written = _taken(written, facts, LANGUAGE_MODEL_PART, candidates, (IMPL, *SWITCHES), parts, make)
+    if written.fields.get(IMPL) in (None, "none"):
+        written = _without(written, packs)
     settings = dict.fromkeys(TRACKERS, True)
     if written.fields.get(IMPL) == "full_iteration":
         settings["check_for_nan_in_loss"] = False
@@ -73,9 +83,18 @@ def choose(written: Written, make: Make) -> tuple[Written, tuple[Part, ...]]:
 def _eager(written: Written) -> Written:
     """Return the fields with all graphs off, and without what would only say how they are captured."""
     off = {name: "none" for name in (VISION_IMPL, IMPL) if name in written.fields or written.model is None}
-    gone = (*LANGUAGE_MODEL_FIELDS, MAX_PACKED_SEQS)
-    kept = {name: value for name, value in written.fields.items() if name not in gone}
-    return replace(written, fields={**kept, **off})
+    kept = _without(written, (*LANGUAGE_MODEL_FIELDS, MAX_PACKED_SEQS))
+    return replace(written, fields={**kept.fields, **off})
+
+
+def _without_idle(written: Written) -> Written:
+    """Return the fields without graphs that a model's config holds, which only Bridge's loop drives."""
+    held = written.fields.get(IMPL) in DRIVEN_BY_BRIDGE and is_unset(written.fields.get(MAX_PACKED_SEQS))
+    return _without(written, set(LANGUAGE_MODEL_FIELDS) - written.explicit) if held else written
+
+
+def _without(written: Written, names: Collection[str]) -> Written:
+    return replace(written, fields={name: value for name, value in written.fields.items() if name not in names})
 
 
 def refuse_other_trackers(written: Written) -> None:
@@ -102,10 +121,10 @@ def _vision(setting: str) -> Iterator[_Candidate]:
     yield _Candidate({VISION_IMPL: "transformer_engine", **kernels}, "the whole encoder")
 
 
-def _language_model(facts: Facts, model: Any) -> Iterator[_Candidate]:
+def _language_model(facts: Facts, written: Written) -> Iterator[_Candidate]:
     """Yield what may be captured of a language model, the fastest first; all of it ran on a GPU (docs/benchmarks)."""
-    layers = not _has_linear_attention(model)
-    if facts.packed_data:
+    layers = not _has_linear_attention(written.model)
+    if facts.packed_data or facts.loop_parts is not None or not is_unset(written.fields.get(MAX_PACKED_SEQS)):
         yield from _packed(facts) if layers else ()
         return
     unless = READS_COUNTS if facts.moe else READS_IMAGES if facts.other_tower else ""
@@ -145,6 +164,9 @@ def _taken(
     held = [switch for switch in switches if _is_set(written, switch)]
     if held:
         parts.append(Part(name, f"{held[0]}={written.fields[held[0]]}", "as it was set"))
+        return written
+    if facts.loop_parts is not None and name not in facts.loop_parts:
+        parts.append(Part(name, "eager", NOT_FOUND.format(name)))
         return written
     why = reason = None
     for candidate in candidates:

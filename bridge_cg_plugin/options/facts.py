@@ -9,6 +9,8 @@ from .offload import CORE_FIELDS
 from .sources import Written
 from .values import is_unset, parse_flag, words
 
+# What a loop other than Bridge's adds to the settings of a model.
+LOOP_PARTS = "loop_parts"
 # Newer and older releases' names.
 PACKING_FIELDS = ("enable_in_batch_packing", "pack_sequences_in_batch")
 OFFLINE_PACKING = "enable_offline_packing"
@@ -80,6 +82,7 @@ class Facts:
         sequence_parallel: Whether tensor-parallel ranks are set to divide sequences; with experts they do anyway.
         deepstack: Whether layers of the language model take features of the vision encoder.
         encoder_trained: Whether anything of the vision encoder and its mergers is trained.
+        loop_parts: Parts that a loop other than Bridge's can have on graphs of this model; None in Bridge's own loop.
         explicit: Fields that a person wrote.
     """
 
@@ -127,6 +130,7 @@ class Facts:
     sequence_parallel: bool | None = None
     deepstack: bool | None = None
     encoder_trained: bool | None = None
+    loop_parts: tuple[str, ...] | None = None
     explicit: frozenset[str] = frozenset()
 
 
@@ -188,6 +192,7 @@ def facts_of(written: Written) -> Facts:
         sequence_parallel=_flag(settings, "sequence_parallel"),
         deepstack=_deepstack(written.model),
         encoder_trained=_encoder_trained(settings),
+        loop_parts=settings.get(LOOP_PARTS),
         explicit=written.explicit,
     )
 

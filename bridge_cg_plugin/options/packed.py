@@ -28,7 +28,8 @@ class PackedOptions:
         "N",
         "graphs of packed sequences with up to this many documents, or auto",
         "A smaller number is faster, a larger one has fewer fallbacks. `auto` is 1.5 times the most documents of "
-        "warm-up steps, plus one for padding. `bridge-cg plan packed` recommends a number. None captures no packs",
+        "warm-up steps, plus one for padding; buckets captured on demand double it for packs with more. "
+        "`bridge-cg plan packed` recommends a number. None captures no packs",
         field="cuda_graph_max_packed_seqs",
         flags=("max_packed_seqs", "cuda_graph_max_packed_seqs"),
     )

@@ -113,7 +113,8 @@ class VisionGraphOptions:
         whole_number(1, "auto"),
         "N",
         "most images and video frames of one microbatch, or auto",
-        "`auto` is 64, or twice the most of warm-up steps if that is more, rounded up to a multiple of 16",
+        "`auto` is 64, or twice the most of warm-up steps if that is more, rounded up to a multiple of 16. Buckets "
+        "captured on demand double it for microbatches with more",
         tuning=True,
     )
     buckets_max_gb: float | None = option(

@@ -26,9 +26,10 @@ from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderBatch, EncoderFamily, LayerPart
 from .alike_sizes import AlikeSizes, RoundedAsEager
-from .on_demand import growth_of, growth_of_part, menu_of
+from .on_demand import buckets_of_parts, growth_of, growth_of_part, menu_of
 from .plan import MEMORY_MARGIN, EncoderPlan
 from .recorded_kernels import RecordedKernels
+from .shape import Shape
 
 LIMIT_ATTEMPTS = 4
 
@@ -131,8 +132,8 @@ class EncoderCapture:
         """Capture what microbatches have asked for most; others follow while training runs."""
         program, planned = self.encoder_program(), self._program(planned=True)
         parts = () if self._options.whole_encoder else self._parts()
-        unit, frames = self._adapter.unit, self.plan.max_frames()
-        menu = menu_of(self._options, unit, planned, parts, frames, self._buckets_of, self._last_alike)
+        buckets_of = self._buckets_of if self._options.whole_encoder else partial(buckets_of_parts, self.plan, parts)
+        menu = menu_of(self._options, self._adapter.unit, planned, buckets_of, self._last_alike)
         self.demand = Demand(menu, min(limit, self.plan.largest))
         for shape in self.plan.last:
             self.demand.saw(shape)
@@ -153,9 +154,9 @@ class EncoderCapture:
         """Return the whole encoder, or a part of every layer, with the buckets to begin with."""
         if self._options.whole_encoder:
             return [self._piece(manager, program, demand.buckets, growth=growth_of(demand))]
-        frames, pieces, chain = self.plan.max_frames(), [], self._chain(manager)
+        pieces, chain = [], self._chain(manager)
         for part in parts:
-            growth = growth_of_part(demand, part, frames)
+            growth = growth_of_part(demand, part)
             buckets = [growth.bucket_of(bucket) for bucket in demand.buckets]
             pieces.append(self._piece(manager, part.program, buckets, part.site, growth, chain))
         return pieces
@@ -263,8 +264,8 @@ class EncoderCapture:
         offloading = offloading_of(self._options, PROVIDER_FIELDS, manager)
         return None if offloading is None else Chain(manager.executor, offloading)
 
-    def _buckets_of(self, capacity: int) -> list[Bucket]:
-        return self.plan.buckets_of(capacity, self.kernels.attends_directly)
+    def _buckets_of(self, capacity: int, shapes: Sequence[Shape] = ()) -> list[Bucket]:
+        return self.plan.buckets_of(capacity, self.kernels.attends_directly, shapes)
 
     def _parts(self) -> Sequence[LayerPart]:
         """Return that part of every layer which the options name.

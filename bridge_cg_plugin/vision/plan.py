@@ -2,11 +2,11 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..attention_bounds import deterministic, replay_cost
 from ..graphs.errors import CaptureError
-from ..graphs.planning.buckets import Bucket, BucketPlan, any_size, named_buckets, plan_buckets
+from ..graphs.planning.buckets import Bucket, BucketPlan, any_size, named_buckets, plan_buckets, raised
 from ..graphs.planning.demand import WINDOW
 from ..graphs.program import RegionProgram
 from ..graphs.recordings.executor import Executor
@@ -81,17 +81,20 @@ class EncoderPlan:
             last_alike=last_alike,
         )
 
-    def buckets_of(self, capacity: int, directly: bool) -> list[Bucket]:
+    def buckets_of(self, capacity: int, directly: bool, shapes: Iterable[Shape] = ()) -> list[Bucket]:
         """Return the whole encoder's buckets of a capacity, cheapest first: with limits that were named, or all useful.
 
         Args:
             capacity: Tokens.
             directly: Whether cuDNN's attention is called directly.
+            shapes: Microbatches after warm-up.
 
         Raises:
             CaptureError: Named limits are not of this encoder.
         """
-        usual = [Bucket(capacity, limits) for limits in self._adapter.bounds(capacity, self.max_frames(), directly)]
+        usual = [
+            Bucket(capacity, limits) for limits in self._adapter.bounds(capacity, self.max_frames(shapes), directly)
+        ]
         named = sorted(named_buckets(self._options.bucket_limits, capacity), key=replay_cost)
         if wrong := [bucket for bucket in named if len(bucket.limits) != len(usual[0].limits)]:
             raise CaptureError(
@@ -110,12 +113,17 @@ class EncoderPlan:
         chosen_once = options.buckets == "auto" and not options.on_demand
         return chosen_once and options.max_seq_length is None and options.headroom > 1
 
-    def max_frames(self) -> int:
-        """Return how many frames the most permissive bounds take."""
+    def max_frames(self, shapes: Iterable[Shape] = ()) -> int:
+        """Return how many frames the most permissive bounds take.
+
+        Args:
+            shapes: Microbatches after warm-up.
+        """
         if self._options.max_frames != "auto":
             return self._options.max_frames
         wanted = 2 * self._frames
-        return max(DEFAULT_MAX_FRAMES, -(-wanted // MAX_FRAMES_STEP) * MAX_FRAMES_STEP)
+        planned = max(DEFAULT_MAX_FRAMES, -(-wanted // MAX_FRAMES_STEP) * MAX_FRAMES_STEP)
+        return raised(planned, max((shape.frames for shape in shapes), default=0))
 
     def capacity_limit(self, executor: Executor, program: Callable[[], RegionProgram], directly: bool) -> float:
         """Return the most tokens that a bucket may have on this rank, infinity where nothing limits it.

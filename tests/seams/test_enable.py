@@ -7,7 +7,10 @@ from torch import nn
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.loops import loop_driver
+from bridge_cg_plugin.upstream.hooks.loops.any_loop import LOOPS
 
+from ..unit import packs
 from .loops import FIELDS, Policy, assert_equal, call, in_one_process
 
 
@@ -107,6 +110,54 @@ def test_a_model_without_what_graphs_know_runs_eager_and_says_so_once(monkeypatc
     (said,) = [record.getMessage() for record in caplog.records]
     assert "Other has no vision encoder" in said and ("and no decoder" in said) == bool(options)
     assert not active_graphs()
+
+
+def ask_by_enable(model, patch):
+    bridge_cg_plugin.enable(model, "cuda_graphs=exact")
+
+
+def ask_by_environment(model, patch):
+    patch.setenv("BRIDGE_CG_OPTIONS", "cuda_graphs=exact")
+
+
+def ask_in_config(model, patch):
+    model.config.cuda_graphs = "exact"
+
+
+@pytest.mark.parametrize("ask", [ask_by_enable, ask_by_environment, ask_in_config])
+@pytest.mark.parametrize(
+    "fields, encoder", [({}, "the whole encoder"), ({"recompute_granularity": "full"}, "eager (model.recompute_gran")]
+)
+def test_the_one_setting_is_what_this_loop_can_have_in_one_line(monkeypatch, capsys, ask, fields, encoder):
+    model, eager = plain(**fields), plain(**fields)
+    ask(model, monkeypatch)
+    found = [call(model, 2, seed=seed) for seed in range(3)]
+    graphs = [graphs.captured and graphs.workload.options.kernels for graphs in active_graphs()]
+    assert graphs == (["exact"] if encoder == "the whole encoder" else [])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "cuda_graphs=exact: " in line]
+    assert f"vision encoder: {encoder}" in line
+    assert "language model: eager (the model has no language model that graphs support)" in line
+    monkeypatch.delenv("BRIDGE_CG_OPTIONS", raising=False)
+    for seed, each in enumerate(found):
+        assert_equal(each, call(eager, 2, seed=seed))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_of_a_language_model_packs_are_what_a_loop_can_have(monkeypatch, capsys, caplog, refused):
+    def refuse(*args, **kwargs):
+        raise OptionError.because("layers", "Cannot use layers of this kind.")
+
+    model = packs.new_model()
+    bridge_cg_plugin.enable(model, "cuda_graphs=exact")
+    said = capsys.readouterr().out
+    assert "vision encoder: eager (the model has no vision encoder that graphs support)" in said
+    assert "language model: all layers as one region over packed sequences" in said
+    if refused:
+        monkeypatch.setattr(loop_driver, "PackedCudaGraphHelper", refuse)
+    driver = LOOPS.driver_of(model, 1)
+    assert [graphs.model for graphs in driver.graphs] == ([] if refused else [model.decoder])
+    expected = "[rank 0] cuda_graphs=exact: the language model runs eager. Cannot use layers of this kind."
+    assert [record.getMessage() for record in caplog.records if "eager" in record.getMessage()] == [expected] * refused
 
 
 @pytest.mark.parametrize("impl", ["full_iteration", "transformer_engine"])

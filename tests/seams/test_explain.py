@@ -272,6 +272,29 @@ def test_a_recipe_with_upstreams_own_graphs_is_told(capsys, one_recipe, monkeypa
     assert "This recipe switches upstream's own vision graphs on." in " ".join(out.split())
 
 
+@pytest.mark.parametrize(
+    "words, graphs, why",
+    [
+        (["cuda_graph_max_packed_seqs=64"], "graphs", "up to 64 documents"),
+        (["model.cpu_offloading=true"], "eager", "model.cpu_offloading=True"),
+        (["model.cpu_offloading=true", "cuda_graph_max_packed_seqs=64"], "eager", "model.cpu_offloading=True"),
+        (["mixed_precision=bf16_with_mxfp8_mixed"], "eager", "model.fp8_recipe='mxfp8'"),
+        (
+            ["mixed_precision=bf16_with_fp8_current_scaling_mixed", "tensor_model_parallel_size=2"],
+            "eager",
+            "model.tensor_model_parallel_size=2",
+        ),
+        (["mixed_precision=bf16-with-fp8-current-scaling-mixed", "tensor_model_parallel_size=1"], "graphs", "packed"),
+    ],
+)
+def test_what_the_one_setting_cannot_have_is_eager_with_its_reason(capsys, bridge, words, graphs, why):
+    if not hasattr(bridge, "qwen3_vl_8b_sft_config"):
+        pytest.skip("the recipe comes with a later megatron-bridge")
+    found = table(capsys, "qwen3_vl_8b_sft_config", "cuda_graphs=exact", *words)
+    assert found["vision encoder"]["runs"] == "graphs"
+    assert found["language model"]["runs"] == graphs and why in found["language model"]["why"]
+
+
 def test_a_model_without_images_has_no_encoder(capsys, one_recipe):
     assert "encoder:" not in explain(capsys, "some_recipe_config")[1]
     assert json.loads(explain(capsys, "--json", "some_recipe_config")[1])["encoder"] == ""

@@ -31,6 +31,10 @@ VISION = ["--vision_cuda_graph_impl", "transformer_engine", "--max-vision-cuda-g
 BATCH = ("train.micro_batch_size=2", "train.global_batch_size=6")
 SLURM = ("--launcher", "slurm", "--account", "a", "--partition", "p", "--gpus-per-node", "8")
 DETERMINISTIC = ("model.deterministic_mode=true", "model.cross_entropy_loss_fusion=false")
+FP8_OVER_TWO = (
+    *("cuda_graphs=exact", "mixed_precision=bf16_with_fp8_current_scaling_mixed"),
+    "model.tensor_model_parallel_size=2",
+)
 CHECKPOINT = "checkpoint.pretrained_checkpoint=/"
 
 
@@ -109,6 +113,9 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
         ),
         ([CHECKPOINT, *BATCH, "--gpus-per-node", "6", "model.tensor_model_parallel_size=2"], ""),
         ([CHECKPOINT, *BATCH, "train.micro_batch_size=0"], "train.micro_batch_size must be at least 1, not 0"),
+        ([CHECKPOINT, "cuda_graphs=exact", "model.cpu_offloading=true"], ""),
+        ([CHECKPOINT, "cuda_graphs=exact", "mixed_precision=bf16_with_mxfp8_mixed"], ""),
+        ([CHECKPOINT, *FP8_OVER_TWO], ""),
         ([CHECKPOINT, "optimizer.min_lr=1"], "optimizer.min_lr must be at most optimizer.lr=5e-05, not 1"),
         ([CHECKPOINT, "model.num_layers=0"], "model.num_layers must be at least 1, not 0"),
         (

@@ -125,7 +125,7 @@ class ModelWorkload(Workload):
         demand = growth = None
         if self._grows:
             menu = Menu(
-                buckets_of=lambda capacity: [Bucket(capacity)],
+                buckets_of=lambda capacity, _: [Bucket(capacity)],
                 refuse=lambda shape, bucket: None,
                 cost=lambda bucket: bucket.tokens,
                 capacities=CAPACITIES,

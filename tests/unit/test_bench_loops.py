@@ -146,10 +146,10 @@ def demand_of(options):
     def refuse(shape, bucket):
         return refuse_images(shape, options.exact_below, bucket)
 
-    def buckets_of(capacity):
+    def buckets_of(capacity, _):
         return [Bucket(capacity, limits) for limits in frame_limits(capacity, options.max_frames)]
 
-    menu = menu_of(options, 4, SimpleNamespace(refuse=refuse), (), options.max_frames, buckets_of)
+    menu = menu_of(options, 4, SimpleNamespace(refuse=refuse), buckets_of)
     return Demand(menu, min(options.max_seq_length, DETERMINISTIC_TOKENS))
 
 

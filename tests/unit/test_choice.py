@@ -129,6 +129,8 @@ def test_off_needs_nothing_else_to_be_removed(model, said):
         ({"moe_router_force_load_balancing": True}, "all layers as one region", ""),
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "eager", "recompute"),
         ({"multi_latent_attention": True}, "eager", "multi_latent_attention"),
+        ({"cpu_offloading": True}, "eager", "cpu_offloading"),
+        ({"cpu_offloading": True, "pack_sequences_in_batch": False, "num_moe_experts": 8}, "eager", "cpu_offloading"),
         ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "all layers as one region", ""),
         ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "eager", "fp8_recipe"),
     ],
@@ -186,7 +188,16 @@ def test_what_was_set_stays(held):
 
 def test_a_field_of_a_part_that_was_set_stays():
     options, _ = chosen({**PACKED, "cuda_graph_max_packed_seqs": 4, "vision_cuda_graph_buckets": [1024]})
-    assert options.packed.max_packed_seqs == 4 and options.vision.buckets == (1024,)
+    assert options.packed.max_packed_seqs == 4 and options.vision.buckets == (1024,) and options.vision.enabled
+
+
+@pytest.mark.parametrize("data", [DENSE, PACKED])
+def test_a_number_of_documents_asks_for_packs_and_keeps_nothing_else_from_graphs(data):
+    options, parts = chosen({**data, "cuda_graph_max_packed_seqs": 64})
+    assert [part.why for part in parts.values()] == ["", ""] and options.packed.max_packed_seqs == 64
+    options, parts = chosen({**data, "cuda_graph_max_packed_seqs": 64, "cpu_offloading": True})
+    assert options.vision.enabled and not options.packed.enabled and parts["language model"].graphs == "eager"
+    graph_options({**data, "cuda_graph_max_packed_seqs": 64, "cpu_offloading": True})
 
 
 def test_whole_layers_that_a_recipe_names_beside_graphs_that_are_off_stand_in_no_ones_way():

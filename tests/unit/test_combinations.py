@@ -6,6 +6,8 @@ import pytest
 
 from bridge_cg_plugin.options import OptionError, facts_of, graph_options, normalize
 from bridge_cg_plugin.options.combinations import COMBINATIONS
+from bridge_cg_plugin.options.facts import LOOP_PARTS
+from bridge_cg_plugin.options.sources import Written
 
 from .option_words import FP8, FULL, LOCAL, OFFLOAD, PACKED, TE, VISION, nemotron, offloading, tower_of_hugging_face
 
@@ -17,6 +19,11 @@ REFUSED = {
         f"{TE} inference_cuda_graph_scope=layer",
         "inference_cuda_graph_scope",
     ),
+    "language-model graphs other than those of packs in a loop other than Bridge's": (
+        Written({"cuda_graph_impl": "full_iteration"}, settings={LOOP_PARTS: ()}),
+        "cuda_graph_impl",
+    ),
+    "graphs of single layers or of packs with `cpu_offloading`": (f"{TE} cpu_offloading=true", "model.cpu_offloading"),
     "`moe` with `moe_router`": (f"{TE} cuda_graph_modules=moe,moe_router", "cuda_graph_modules"),
     "`moe_preprocess` without `moe_router`": (f"{TE} cuda_graph_modules=moe_preprocess", "cuda_graph_modules"),
     "MoE modules on a model without MoE layers": (

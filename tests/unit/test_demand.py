@@ -25,7 +25,7 @@ class Rows(NamedTuple):
 def plain_menu(**settings):
     return Menu(
         **{
-            "buckets_of": lambda capacity: [Bucket(capacity)],
+            "buckets_of": lambda capacity, _: [Bucket(capacity)],
             "refuse": lambda shape, bucket: None,
             "cost": lambda bucket: bucket.tokens,
             **settings,
@@ -38,7 +38,7 @@ def image_menu():
         return refuse_images(shape, EXACT_BELOW, bucket)
 
     return Menu(
-        buckets_of=lambda capacity: [Bucket(capacity, limits) for limits in scanned_limits(capacity, 64)],
+        buckets_of=lambda capacity, _: [Bucket(capacity, limits) for limits in scanned_limits(capacity, 64)],
         refuse=refuse,
         cost=replay_cost,
         unit=4,

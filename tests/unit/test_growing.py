@@ -51,6 +51,20 @@ def test_what_warm_up_did_not_show_runs_eager_once_and_is_recorded_before_the_ne
         assert list(graphs.statistics().pauses) == [2] and graphs.statistics().longest_pause > 0
 
 
+@pytest.mark.parametrize("modules", MODULES)
+@pytest.mark.parametrize("frames", [65, 90, 300])
+def test_frames_grow_as_tokens_do(tower, modules, frames):
+    graphs, stack = grown(tower, SMALL, modules=modules, max_frames="auto")
+    with stack:
+        for seed in range(4):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, [[frames, 2, 2]], seed)
+                assert_equals_eager(tower, graphs, SMALL, seed)
+        regions = len(graphs._regions)
+        assert graphs.statistics().fallbacks == {"not_captured_yet": regions}
+        assert graphs.statistics().replays == 7 * regions
+
+
 def test_a_limit_takes_no_memory_and_bounds_what_is_recorded(tower):
     graphs, stack = grown(tower, SMALL, max_seq_length=256)
     with stack:
@@ -367,6 +381,17 @@ def test_packs(modules):
                 assert_close(actual[1], expected[1])
         assert set(graphs.statistics().fallbacks) <= {"not_captured_yet"}
         assert graphs.statistics().replays >= 4 * len(graphs._regions)
+
+
+def test_documents_grow_as_tokens_do():
+    model = packs.new_model()
+    options = {"cuda_graph_max_packed_seqs": "auto", "cuda_graph_packed_buckets": "auto"}
+    options |= {"cuda_graph_packed_tuning": {"capture_mode": "on_demand"}, "cuda_graph_impl": "transformer_engine"}
+    with packs.graphs_on(model, packs.pack((300,)), **options) as graphs:
+        for seed in range(3):
+            with graphs.step():
+                packs.losses_and_gradients(model, packs.pack((12,) * 25, seed))
+        assert graphs.statistics().fallbacks == {"not_captured_yet": 1}
 
 
 def grow_with_other_ranks(fails_on_rank):

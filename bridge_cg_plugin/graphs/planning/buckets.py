@@ -40,6 +40,13 @@ def any_size(tokens: int, capacity: int) -> int:
     return capacity
 
 
+def raised(limit: int, needed: int) -> int:
+    """Return a limit, doubled until it is at least what is needed."""
+    while limit < needed:
+        limit *= 2
+    return limit
+
+
 def named_buckets(limits: Iterable[tuple[int, ...]] | None, capacity: int) -> list[Bucket]:
     """Return the buckets of a capacity that were named with their limits; none where none was."""
     return [Bucket(tokens, tuple(bounds)) for tokens, *bounds in limits or () if tokens == capacity]

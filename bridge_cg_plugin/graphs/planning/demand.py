@@ -37,7 +37,7 @@ class Menu:
     """What may be recorded for a module.
 
     Attributes:
-        buckets_of: Returns the buckets of a capacity, cheapest first.
+        buckets_of: Returns the buckets of a capacity, cheapest first, with limits for these shapes.
         refuse: Returns why a shape may not use a bucket that has room for its tokens, or None if it may.
         cost: Returns what a replay of a bucket takes, in tokens.
         unit: Capacities are multiples of it.
@@ -47,7 +47,7 @@ class Menu:
         last_alike: Returns a capacity where it holds a size, which is no larger, else a size before it that does.
     """
 
-    buckets_of: Callable[[int], Sequence[Bucket]]
+    buckets_of: Callable[[int, Sequence[Any]], Sequence[Bucket]]
     refuse: Refuse
     cost: Callable[[Bucket], float]
     unit: int = 1
@@ -226,7 +226,8 @@ class Demand:
             if size <= self._limit and size < self._too_many
             for capacity in menu.capacities_for(size, count >= OFTEN)
         }
-        return [bucket for c in sorted(found) if c > 0 for bucket in menu.buckets_of(c)]
+        fitting = {c: [shape for shape in shapes if shape.tokens <= c] for c in sorted(found) if c > 0}
+        return [bucket for c, those in fitting.items() for bucket in menu.buckets_of(c, those)]
 
     def _within_limit(self, capacity: int, size: int) -> int:
         """Return a capacity, or the largest one within the limit if that takes the size as well; else 0."""

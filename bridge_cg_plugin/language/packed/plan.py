@@ -2,13 +2,13 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from ...attention_bounds import replay_cost
-from ...graphs.planning.buckets import EXACT_BELOW, Bucket, BucketPlan, named_buckets, plan_buckets
+from ...graphs.planning.buckets import EXACT_BELOW, Bucket, BucketPlan, named_buckets, plan_buckets, raised
 from ...graphs.planning.demand import Menu
 from ...options import PACKED_FIELDS, OptionError, PackedOptions
 from .batch import JointShape, PackedBatch, PackShape
@@ -33,13 +33,18 @@ class Observed:
     @property
     def documents(self) -> int:
         """Documents, of the rank that has most."""
-        return max(len(shape.lengths) for shape in self.shape.each)
+        return most_documents([self.shape])
 
     @property
     def kind(self) -> Kind:
         """What all packs of a recording share."""
         first = self.shape.each[0]
         return first.layout, first.rotated, self.width, self.dtype
+
+
+def most_documents(shapes: Iterable[PackShape | JointShape]) -> int:
+    """Return the documents of the pack that has most, of the rank that has most; 0 without packs."""
+    return max((len(each.lengths) for shape in shapes for each in shape.each), default=0)
 
 
 class PackPlan:
@@ -83,10 +88,12 @@ class PackPlan:
 
     def buckets(self, plan: BucketPlan) -> list[Bucket]:
         """Return the buckets of planned capacities."""
-        return [bucket for capacity in plan.capacities for bucket in self._buckets_of(self.documents, capacity)]
+        return [bucket for capacity in plan.capacities for bucket in self._buckets_of(capacity)]
 
-    def _buckets_of(self, documents: int, capacity: int) -> list[Bucket]:
+    def _buckets_of(self, capacity: int, shapes: Iterable[PackShape | JointShape] = ()) -> list[Bucket]:
         """Return the buckets of a capacity, cheapest first: with limits that were named, or all useful."""
+        chosen = self._options.max_packed_seqs == "auto"
+        documents = raised(self.documents, most_documents(shapes)) if chosen else self.documents
         named = sorted(named_buckets(self._options.bucket_limits, capacity), key=replay_cost)
         return named or pack_buckets([capacity], documents, self._options.max_seqlen)
 
@@ -103,7 +110,7 @@ class PackPlan:
         """Return what may be recorded on demand for a program."""
         options = self._options
         return Menu(
-            buckets_of=partial(self._buckets_of, self.documents),
+            buckets_of=self._buckets_of,
             refuse=program.refuse,
             cost=replay_cost,
             unit=self._unit,

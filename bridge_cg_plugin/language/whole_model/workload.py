@@ -164,7 +164,7 @@ class LanguageModelWorkload(Workload):
 def _menu(examples: dict[Bucket, Microbatch]) -> Menu:
     """Return what may be recorded: the shapes that there are examples of, each for itself."""
     return Menu(
-        buckets_of=lambda tokens: [bucket for bucket in examples if bucket.tokens == tokens],
+        buckets_of=lambda tokens, _: [bucket for bucket in examples if bucket.tokens == tokens],
         refuse=lambda shape, bucket: None if shape == bucket else Fallback.OTHER_SHAPES,
         cost=_tokens,
         exact_below=math.inf,

@@ -4,10 +4,13 @@ from ..facts import Facts
 from ..graph_options import GraphOptions
 from ..language_model import IMPL, INFERENCE, INFERENCE_SCOPES, MODULES, SCOPE, CudaGraphModule
 from ..migration import module_names
+from ..packed import MAX_PACKED_SEQS
 from ..vision import PROVIDER_FIELDS
 from .rule import Combination
 
 VISION_IMPL = PROVIDER_FIELDS["impl"]
+# Graphs that other loops do not drive, unless they are of packs.
+DRIVEN_BY_BRIDGE = ("transformer_engine", "full_iteration")
 
 
 def _names(options: GraphOptions) -> str:
@@ -123,6 +126,17 @@ LANGUAGE_MODEL = (
         ),
     ),
     Combination(
+        "language-model graphs other than those of packs in a loop other than Bridge's",
+        "Only Bridge's own loop drives them",
+        lambda o, f: f.loop_parts is not None and o.language_model.impl in DRIVEN_BY_BRIDGE and not o.packed.enabled,
+        lambda o, f: (
+            IMPL,
+            o.language_model.impl,
+            f"none, or transformer_engine with {MAX_PACKED_SEQS}, in a loop other than Bridge's",
+            f"Set {IMPL}=none.",
+        ),
+    ),
+    Combination(
         "full recompute with per-layer graphs",
         "The activations of captured layers are in graph memory",
         lambda o, f: f.recompute_granularity == "full" and o.language_model.per_layer,
@@ -131,6 +145,17 @@ LANGUAGE_MODEL = (
             "full",
             f"null or selective with {IMPL}={o.language_model.impl}",
             "Recompute parts outside the captured modules.",
+        ),
+    ),
+    Combination(
+        "graphs of single layers or of packs with `cpu_offloading`",
+        "megatron-core moves the activations of layers between two layers, but those of a graph stay in its memory",
+        lambda o, f: f.cpu_offloading and o.language_model.per_layer,
+        lambda o, f: (
+            "model.cpu_offloading",
+            True,
+            f"false with {IMPL}={o.language_model.impl}",
+            "Switch one of both off.",
         ),
     ),
     Combination(

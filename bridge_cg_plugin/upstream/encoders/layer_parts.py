@@ -32,6 +32,11 @@ class LayerBatch:
 
     hidden: Tensor
 
+    @property
+    def segments(self) -> int:
+        """Segments that the part sees."""
+        return 1
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch(LayerBatch):
@@ -44,6 +49,11 @@ class AttentionBatch(LayerBatch):
 
     angles: Tensor
     offsets: Tensor
+
+    @property
+    def segments(self) -> int:
+        """Segments that the part sees."""
+        return self.offsets.shape[0] - 1
 
 
 class _LayerPart[Batch: LayerBatch]:

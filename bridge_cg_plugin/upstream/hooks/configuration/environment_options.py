@@ -15,6 +15,7 @@ from ....options.sources import Written, collect, fields_of, set_together
 from ....options.values import is_unset
 from ...environment import OPTIONS
 from .graph_fields import apply_options
+from .precision import collect_for_start
 from .provider_fields import EVERY
 
 WARMUP = "cuda_graph_warmup_steps"
@@ -35,7 +36,7 @@ def apply_environment(config: Any) -> bool:
     """
 
     def apply(fields: dict[str, Any], steps: dict[str, int]) -> None:
-        apply_options(normalize(config, Written(fields))[0], config)
+        apply_options(normalize(collect_for_start(config), Written(fields))[0], config)
         for name, value in steps.items():
             setattr(config.model, name, value)
 

@@ -66,8 +66,13 @@ def _apply_choice(options: GraphOptions, config: Any) -> None:
         config.rerun_state_machine.check_for_nan_in_loss = False
     if options.packed.enabled:
         _pad_offline_packs(config)
-    off = options.choice.setting == "off"
-    announce(f"{SETTING}: {options.chosen[0]}" if off else chosen_table(options, WIDTH))
+    setting = options.choice.setting
+    if setting == "off":
+        announce(f"{SETTING}: {options.chosen[0]}")
+    elif hasattr(config, "model"):
+        announce(chosen_table(options, WIDTH))
+    else:
+        announce(f"{SETTING}={setting}: {'; '.join(map(str, options.chosen))}")
 
 
 def _pad_offline_packs(config: Any) -> None:

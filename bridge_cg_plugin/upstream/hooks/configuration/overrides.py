@@ -20,6 +20,7 @@ from ....options.values import is_unset
 from .environment_options import apply_environment
 from .field_values import check_value
 from .graph_fields import apply_options, describe_release
+from .precision import collect_for_start
 from .training_config import check_configuration
 
 ApplyWords = Callable[[Any, Sequence[str]], None]
@@ -54,12 +55,12 @@ def apply_overrides(
     if any(word.startswith("dataset.seq_length=") for word in others):
         _follow_dataset(config, others)
     if not (flags or of_graphs):
-        return normalize(config)[0]
+        return normalize(collect_for_start(config))[0]
     trackers = _tracker_words(others)
     settings = {} if trackers else dict.fromkeys(_TRACKER, True)
     if _NAN_CHECK not in map(_leaf, others):
         settings[_NAN_CHECK] = False
-    options, written = normalize(config, settings, trackers, flags, of_graphs)
+    options, written = normalize(collect_for_start(config), settings, trackers, flags, of_graphs)
     # First, as no combination with a field that the model lacks is of help.
     field_values(options, describe_release(getattr(config, "model", None) or config))
     check_options(options, facts_of(written))
@@ -77,7 +78,7 @@ def resolve(
     check_trackers(words)
     options = apply_overrides(config, flags, words, apply)
     if apply_environment(config):
-        options = normalize(config)[0]
+        options = normalize(collect_for_start(config))[0]
     check_configuration(config)
     return options
 
@@ -114,7 +115,7 @@ def apply_flags(config: Any, *sources: Any) -> GraphOptions:
     Raises:
         OptionError: The options cannot work; nothing was set.
     """
-    return _apply(normalize(config, *sources)[0], config)
+    return _apply(normalize(collect_for_start(config), *sources)[0], config)
 
 
 def apply_to_bridges(config: Any, before: Written, written: Written, flags: Mapping[str, Any]) -> None:
@@ -137,7 +138,7 @@ def apply_to_bridges(config: Any, before: Written, written: Written, flags: Mapp
     refuse_other_trackers(together)
     chosen = not is_unset(together.fields.get(SETTING)) and together.explicit - {SETTING} - set(SETTINGS)
     if flags or chosen or settle(together)[0] != together:
-        held = replace(collect(config), fields=before.fields)  # other settings as they are now
+        held = replace(collect_for_start(config), fields=before.fields)  # other settings as they are now
         options = normalize(held, written, flags)[0]
         check_options(options, facts_of(Written(settings=written.settings)))
         _apply(options, config)

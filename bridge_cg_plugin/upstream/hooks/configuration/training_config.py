@@ -34,6 +34,7 @@ from ...seams.releases import RELEASES
 from ...seams.seam import Feature
 from .environment_options import apply_environment
 from .graph_fields import apply_options, describe_release
+from .precision import collect_for_start
 
 # Options of a region that the shared one of offloading sets.
 REGION = ("offload", "offload_min_bytes")
@@ -73,7 +74,7 @@ def check_configuration(config: Any) -> None:
     Raises:
         OptionError: Training would refuse the configuration.
     """
-    written = _without_idle_fields(collect(config))
+    written = _without_idle_fields(collect_for_start(config))
     options = options_of(written)
     if options.enabled or options.packed.enabled or options.offload.parts:
         check_options(options, _facts(written, options), harmless=False)
@@ -90,7 +91,7 @@ def check_training_config(config: Any) -> None:
     """
     apply_environment(config)
     _resolve_choice(config)
-    written = _without_idle_fields(collect(config))
+    written = _without_idle_fields(collect_for_start(config))
     options = options_of(written)
     if not (options.enabled or options.packed.enabled or options.offload.parts):
         if options.vision.deepstack_gradient_allreduce:
@@ -111,7 +112,7 @@ def check_training_config(config: Any) -> None:
 def _resolve_choice(config: Any) -> None:
     """Set the fields that the one setting for all graphs comes to."""
     if getattr(config.model, SETTING, None) is not None:
-        apply_options(normalize(config)[0], config)
+        apply_options(normalize(collect_for_start(config))[0], config)
 
 
 def _share_offload(model: Any, options: GraphOptions) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from ....graphs.joint_step import before_evaluation
 from ....options import PROVIDER_FIELDS
+from ....options.choice import SETTING
 from ....options.language_model import IMPL
 from ....options.packed import MAX_PACKED_SEQS
 from ...environment import OPTIONS
@@ -108,7 +109,7 @@ class Loops:
         held = vars(unwrapped(first)[-1]).get(HELD)
         return held.driver if held is not None and held.driver in self._drivers else None
 
-    def follow_options(self, config: Any) -> None:
+    def _follow_options(self, config: Any) -> None:
         """Drop graphs of a model whose config has other options now; its next call begins anew."""
         for driver in [driver for driver in self._drivers if driver.config is config and driver.is_outdated()]:
             self._end(driver)
@@ -118,20 +119,33 @@ class Loops:
         driver.end()
 
     def tell(self, model: nn.Module | Sequence[nn.Module]) -> None:
-        """Set the options of the environment on a model's config, once, where it has the default.
+        """Set what the environment and the one setting of a model's config come to on this config, once.
 
         Raises:
             OptionError: They cannot work, or the model has no config.
         """
         config = config_of(model)
-        if not os.environ.get(OPTIONS) or (config is not None and self._told.get(id(config)) is config):
+        asked = getattr(config, SETTING, None) is not None
+        if not (asked or os.environ.get(OPTIONS)) or (config is not None and self._told.get(id(config)) is config):
             return
         from ..configuration.environment_options import take_environment
         from .loop_driver import graph_config, set_options
 
         config = graph_config(model)
         self._told[id(config)] = config
-        take_environment(config, lambda fields, steps: set_options(config, {**fields, **steps}))
+        taken = take_environment(config, lambda fields, steps: set_options(model, config, {**fields, **steps}))
+        if asked and not taken:
+            set_options(model, config)
+
+    def set(self, model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
+        """Set graph options on a model's config; see `enable`."""
+        from .loop_driver import graph_config, set_options
+
+        config = graph_config(model)
+        self.tell(model)
+        set_options(model, config, *options)
+        self._told[id(config)] = config
+        self._follow_options(config)
 
     def leave_to_bridge(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Stand back from a model that Bridge's own loop trains."""
@@ -173,12 +187,7 @@ LOOPS = Loops()
 
 def enable(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
     """Set graph options on a model's config, also of one that has graphs; see `bridge_cg_plugin.enable`."""
-    from .loop_driver import graph_config, set_options
-
-    config = graph_config(model)
-    LOOPS.tell(model)
-    set_options(config, *options)
-    LOOPS.follow_options(config)
+    LOOPS.set(model, *options)
 
 
 atexit.register(LOOPS.report)

@@ -1,7 +1,8 @@
 """One model's graphs over the schedule calls of a training loop."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -10,10 +11,10 @@ from ....announce import announce, warn
 from ....graphs.joint_step import joint_step
 from ....graphs.manager import GraphManager
 from ....options import OptionError, check_options, facts_of, graph_options
-from ....options.language_model import IMPL
+from ....options.choice import LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER
+from ....options.facts import LOOP_PARTS
 from ....options.normalization import options_of
-from ....options.packed import MAX_PACKED_SEQS
-from ....options.sources import collect
+from ....options.sources import Written, collect
 from ...encoders.registry import find_encoders
 from ...environment import memory_may_leave
 from ...parallel.data_parallel import data_parallel
@@ -28,8 +29,8 @@ from .returning_buffers import ReturningBuffers
 
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.
 WARMUP_CALLS = 3
-# Graphs of a language model that nothing makes in other loops.
-DRIVEN_BY_BRIDGE = ("transformer_engine", "full_iteration")
+# Attribute of a config: the one setting by which its graphs were chosen.
+CHOSEN = "_bridge_cg_chosen"
 ON_DEMAND: Literal["on_demand"] = "on_demand"
 
 
@@ -49,21 +50,23 @@ def graph_config(model: nn.Module | Sequence[nn.Module]) -> Any:
     return config
 
 
-def set_options(config: Any, *options: Any) -> None:
-    """Set graph options on a `graph_config`; see `bridge_cg_plugin.enable`."""
-    wanted = graph_options(config, *options)
-    impl = wanted.language_model.impl
-    if impl in DRIVEN_BY_BRIDGE and not wanted.packed.enabled:
-        raise OptionError(
-            IMPL,
-            impl,
-            f"none, or transformer_engine with {MAX_PACKED_SEQS}, in a loop other than Bridge's",
-            f"Bridge's own loop alone drives other graphs of a language model; set {IMPL}=none.",
-        )
+def set_options(model: nn.Module | Sequence[nn.Module], config: Any, *options: Any) -> None:
+    """Set graph options on a model's `graph_config`; see `bridge_cg_plugin.enable`."""
+    loop = Written(settings={LOOP_PARTS: _parts_of(model, config)})
+    wanted = graph_options(config, loop, *options)
     apply_options(wanted, config)
+    setattr(config, CHOSEN, wanted.choice.setting)
     steps = facts_of(collect(*options)).warmup_steps
     if steps is not None:
         config.cuda_graph_warmup_steps = steps
+
+
+def _parts_of(model: nn.Module | Sequence[nn.Module], config: Any) -> tuple[str, ...]:
+    """Return the parts of a model that graphs support; other stages of a pipeline may have either."""
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    elsewhere = (getattr(config, "pipeline_model_parallel_size", None) or 1) > 1
+    found = {VISION_ENCODER: find_encoders(chunks), LANGUAGE_MODEL_PART: find_decoders(chunks)}
+    return tuple(name for name, modules in found.items() if modules or elsewhere)
 
 
 def _found_in(chunks: Sequence[nn.Module], vision: bool, packed: bool) -> list[nn.Module]:
@@ -120,12 +123,24 @@ class LoopDriver:
         encoders = encoders_to_capture(chunks, config) if vision else []
         for found in encoders:
             if found.model not in others:
-                helpers.append(VisionTECudaGraphHelper(chunks, encoder_config(found), found=found, **settings))
+                make = partial(VisionTECudaGraphHelper, chunks, encoder_config(found), found=found, **settings)
+                helpers += self._made(VISION_ENCODER, make)
         if packed and others.isdisjoint(find_decoders(chunks)):
-            helpers.append(PackedCudaGraphHelper(chunks, config, **settings))
+            helpers += self._made(LANGUAGE_MODEL_PART, partial(PackedCudaGraphHelper, chunks, config, **settings))
         self._helpers = helpers
         if stages == 1:
             self._name_what_is_missing(chunks, vision and not encoders, packed)
+
+    def _made(self, part: str, make: Callable[[], Any]) -> list[Any]:
+        """Return a helper; none, with one warning, for a part that the one setting chose and this model cannot have."""
+        try:
+            return [make()]
+        except OptionError as error:
+            setting = getattr(self.config, CHOSEN, None)
+            if setting is None:
+                raise
+            warn(f"{SETTING}={setting}: the {part} runs eager. {error}")
+            return []
 
     def _name_what_is_missing(self, chunks: Sequence[nn.Module], no_encoder: bool, packed: bool) -> None:
         missing = ["vision encoder"] * no_encoder + ["decoder"] * (packed and not find_decoders(chunks))
