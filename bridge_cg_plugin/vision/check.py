@@ -75,7 +75,7 @@ class ReplayCheck:
 
     def before_backward(self, output_gradients: Sequence[Tensor | None]) -> None:
         """Run eager forward and backward and set its gradients aside. See `BackwardObserver`."""
-        self._before = [None if g is None else g.clone() for g in self._source.sinks.main_grads]
+        self._before = [None if g is None else g.clone() for g in self._source.sinks.given]
         with torch.enable_grad(), self._source.aliases.active(self._source.sinks.handed) as aliases:
             with self._source.autocasting():
                 outputs = self._eager(self._batch)
@@ -88,7 +88,7 @@ class ReplayCheck:
             gradients = torch.autograd.grad([o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True)
         self._expected = []
         for target, gradient, main, before in zip(
-            targets, gradients, self._source.sinks.main_grads, self._before, strict=True
+            targets, gradients, self._source.sinks.given, self._before, strict=True
         ):
             added = target.grad_added_to_main_grad  # by a fused GEMM
             if main is not None and before is not None and added:
@@ -100,9 +100,9 @@ class ReplayCheck:
         """Compare the replay's gradients; one that only one side has counts as zeros. See `BackwardObserver`."""
         worst, place = 0.0, None
         for index, (expected, main, before, returned) in enumerate(
-            zip(self._expected, self._source.sinks.main_grads, self._before, gradients.parameters, strict=True)
+            zip(self._expected, self._source.sinks.given, self._before, gradients.parameters, strict=True)
         ):
-            actual = returned if main is None or before is None else main - before
+            actual = returned if returned is not None or main is None or before is None else main - before
             if expected is None and actual is None:
                 continue
             difference = relative_difference(*(torch.zeros(()) if g is None else g for g in (actual, expected)))

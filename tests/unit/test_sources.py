@@ -16,6 +16,7 @@ from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.rank_consensus import Agreed
 
+from ..main_grads import hook_main_grads
 from ..regions import new_region
 from ..rows_program import RowsProgram
 from ..tape import TapeExecutor
@@ -65,8 +66,7 @@ def region_of(model, **options):
 
 
 def with_main_grads(model):
-    for parameter in model.parameters():
-        parameter.main_grad = torch.zeros_like(parameter)
+    model.nodes = hook_main_grads(model.parameters())
     return model
 
 
@@ -183,6 +183,18 @@ def test_a_parameter_that_takes_the_identity_of_one_that_is_gone_is_another():
         del made
         assert region.run(x) is None
         torch.testing.assert_close(region.run(x)[0], model(x))
+
+
+def test_no_parameter_has_a_weak_reference():
+    """`torch.utils.swap_tensors` refuses those that have."""
+    model = with_main_grads(two_layers())
+    region, x, kept = region_of(model), batch(), list(model.parameters())
+    for turn in range(4):
+        model[0].linear.weight = nn.Parameter(torch.full((WIDTH, WIDTH), float(turn)))
+        kept.append(model[0].linear.weight)
+        for _ in range(3):
+            region.run(x)
+    assert not any(map(weakref.getweakrefs, kept))
 
 
 def test_parameters_that_come_back_in_turn_keep_their_graphs():

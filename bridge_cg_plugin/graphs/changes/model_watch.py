@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.nn.modules import module as torch_module
 
 from .contents import UNWATCHED, Contents, Held
 from .dict_watch import WATCHER
+from .identity import Identity
 from .tables import CONFIG, HOOKS, OF_EVERY_MODULE, PARTS, Entry, Table, module_tables
 from .values import CONTAINERS, MISSING, plain, tensors_in, token, word
 
@@ -51,7 +52,7 @@ class Exempt:
 NOTHING_EXEMPT = Exempt()
 
 
-class _Left(ref[nn.Parameter]):
+class _Left(Identity):
     """A parameter that left its place, whose memory may be much: nothing keeps it for the watch."""
 
 
@@ -68,7 +69,7 @@ class _Old(NamedTuple):
 
     def is_back(self, now: Any) -> bool:
         """Whether a value is the former one."""
-        return self.value() is now if isinstance(self.value, _Left) else token(now) == self.token
+        return self.value.is_of(now) if isinstance(self.value, _Left) else token(now) == self.token
 
     def word(self) -> str:
         """Return the former value for a message."""

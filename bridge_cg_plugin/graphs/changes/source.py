@@ -7,7 +7,7 @@ from itertools import count, cycle, repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..fallback import Fallback
@@ -17,6 +17,7 @@ from ..recordings.parameters import ParameterAliases
 from ..recordings.recording import Mode, Recording
 from ..replays.gradients import GradientSinks, ParameterHooks, Reduction
 from ..replays.slot import Slot, Turn
+from .identity import storage_of
 
 _requires_grad, _dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 # Parameters that a look inside a step takes.
@@ -117,8 +118,8 @@ class Source:
         self._read = _Memory(self.reads)
         self._layouts = self._read.layouts()
         self._types = list(map(_dtype, self.reads))
-        self._storages = list(map(_storage_of, self.reads))
-        self._writes = _Memory([g for g in self.sinks.main_grads if g is not None])
+        self._storages = list(map(storage_of, self.reads))
+        self._writes = _Memory([g for g in self.sinks.given if g is not None])
         self._found_none = self.gradients_left()
         # A list: a generator would hold this object, and with it the memory of its recordings.
         self._samples = cycle(list(self._some()))
@@ -280,11 +281,6 @@ class _Memory:
     def elsewhere(self) -> list[bool]:
         """Return whether each tensor is at another address."""
         return list(map(operator.ne, self._find(), self.addresses))
-
-
-def _storage_of(tensor: Tensor) -> StorageWeakRef | None:
-    """Return what stands for a tensor's storage and keeps no memory; None for a tensor that has others inside."""
-    return StorageWeakRef(tensor.untyped_storage()) if type(tensor) in (Tensor, nn.Parameter) else None
 
 
 def _has(tensor: Tensor, storage: StorageWeakRef | None) -> bool:

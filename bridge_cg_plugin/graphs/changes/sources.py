@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import NamedTuple
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from ..memory.returning_tensors import ReturningTensors
 from ..modules import every_module
 from ..program import RegionProgram
 from ..replays.gradients import ParameterHooks, Reduction
+from .identity import Identity
 from .model_watch import Differences, ModelWatch
 from .source import Source, State, autocast_dtype
 from .values import token
@@ -64,13 +65,13 @@ class _Asked(NamedTuple):
     """
 
     times: int
-    values: tuple[ref[Tensor | nn.Module], ...]
+    values: tuple[Identity, ...]
 
     def again(self, own: Differences) -> "_Asked":
         """Return what is known after the state was asked for once more, with these values."""
-        times = 0 if any(value() is None for value in self.values) else self.times
+        times = 0 if any(value.is_gone() for value in self.values) else self.times
         known_by_identity = (v for v in own.values() if isinstance(v, (Tensor, nn.Module)) and token(v) == id(v))
-        return _Asked(times + 1, tuple(map(ref, known_by_identity)))
+        return _Asked(times + 1, tuple(map(Identity, known_by_identity)))
 
 
 NEVER = _Asked(0, ())
@@ -107,7 +108,7 @@ class Sources:
         self._asked: dict[Hashable, _Asked] = {}
         self._adopted = self.moves = 0
         # Parameters of dropped sources that others took the place of, and whether one of them was met again.
-        self._left: list[ref[nn.Parameter]] = []
+        self._left: list[Identity] = []
         self._come_back = False
         self._warned: set[str] = set()
         self._looks_once = self._looked = False
@@ -380,12 +381,12 @@ class Sources:
         present = {
             id(parameter) for module in every_module(self._program.modules()) for _, parameter in _parameters_of(module)
         }
-        left = [parameter for reference in self._left if (parameter := reference()) is not None]
-        self._come_back = self._come_back or any(id(parameter) in present for parameter in left)
+        left = [each for each in self._left if not each.is_gone()]
+        self._come_back = self._come_back or any(each.number in present for each in left)
         if self._come_back:
             return self._all
         replaced = {source: source.aliases.replaced() for source in self._all if source is not self.current}
-        self._left = [ref(parameter) for parameters in (left, *replaced.values()) for parameter in parameters]
+        self._left = [*left, *(Identity(parameter) for parameters in replaced.values() for parameter in parameters)]
         return [source for source in self._all if not replaced.get(source)]
 
     def _trained(self) -> tuple[bool, ...]:

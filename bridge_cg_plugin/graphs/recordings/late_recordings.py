@@ -15,7 +15,8 @@ from ..fallback import Fallback
 from ..piece import SINGLE_RANK
 from ..planning.buckets import Bucket
 from ..rank_consensus import RankConsensus, SingleRank
-from ..replays.gradients import NO_BACKWARD, static_bytes_of
+from ..replays.gradients import static_bytes_of
+from ..replays.pending import NO_BACKWARD
 from ..replays.slot import Slot
 from ..reports.statistics import RegionStatistics
 from .capture import is_capturing
