@@ -46,7 +46,6 @@ class Manager(Protocol):
         model: The module.
         executor: Makes recordings.
         slots: Microbatches between forward and backward at once.
-        failure: Why the last capture failed, None if it did not.
         step_number: Number of the training step under way, from 1.
         in_step: Whether a training step is under way.
         surroundings: What is around the module in this run.
@@ -57,7 +56,6 @@ class Manager(Protocol):
     model: nn.Module
     executor: Executor
     slots: int
-    failure: str | None
     step_number: int
     in_step: bool
     surroundings: Surroundings
@@ -67,6 +65,10 @@ class Manager(Protocol):
     @property
     def captured(self) -> bool:
         """Whether graphs exist."""
+
+    @property
+    def capture_due(self) -> bool:
+        """Whether there are no graphs and a capture is worth a try."""
 
     @property
     def is_paused(self) -> bool:

@@ -323,14 +323,7 @@ class ModelWatch:
 
     def foreign_hook(self, modules: Iterable[nn.Module]) -> str | None:
         """Return a hook on one of these modules, or on all, that a replay would not run, in words; None without one."""
-        bypassed = [(self._name(m), m) for m in modules if m not in self._called]
-        hooked = [(name, getattr(m, hooks)) for name, m in bypassed for hooks in HOOKS]
-        hooked += [("every module", getattr(torch_module, hooks)) for hooks in GLOBAL_HOOKS]
-        for name, hooks in hooked:
-            for hook in hooks.values():
-                if not self._own_hook(hook):
-                    return f"{name} has the hook {getattr(hook, '__qualname__', type(hook).__qualname__)}"
-        return None
+        return foreign_hook([(self._name(m), m) for m in modules if m not in self._called], self._own_hook)
 
     def trained_attribute(self, modules: Iterable[nn.Module]) -> str | None:
         """Return a tensor that requires a gradient and is no parameter, in words; None without one.
@@ -400,6 +393,17 @@ class ModelWatch:
 
     def _left_for_others(self, entry: Entry) -> bool:
         return entry.key in self._ignored or entry.key == TRAINING or entry in self._patched
+
+
+def foreign_hook(modules: Iterable[tuple[str, nn.Module]], own_hook: Callable[[Callable[..., Any]], bool]) -> str | None:
+    """Return a hook on one of some named modules, or on all, that is not the model's own, in words; None without one."""
+    hooked = [(name, getattr(m, hooks)) for name, m in modules for hooks in HOOKS]
+    hooked += [("every module", getattr(torch_module, hooks)) for hooks in GLOBAL_HOOKS]
+    for name, hooks in hooked:
+        for hook in hooks.values():
+            if not own_hook(hook):
+                return f"{name} has the hook {getattr(hook, '__qualname__', type(hook).__qualname__)}"
+    return None
 
 
 @contextmanager
