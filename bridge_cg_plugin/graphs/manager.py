@@ -26,6 +26,8 @@ from .planning.room import UNLIMITED, MemoryLimit
 from .recordings.capture import collected_later
 from .recordings.compiling import TURNS
 from .recordings.executor import Executor
+from .recordings.generators import put_back
+from .recordings.kept_buffers import KeptBuffers
 from .region import Region
 from .reports import ranges
 from .reports.progress import Progress
@@ -123,6 +125,14 @@ class GraphManager:
         """Run the module's own forward."""
         with nullcontext() if self._watch is None else self._watch.passing():
             return self._instance.original(*args, **kwargs)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Run passes of the captured module inside that leave nothing behind: no values, no attributes, no draws."""
+        generators = {*self.executor.generators(), torch.default_generator}
+        undone = nullcontext() if self._watch is None else self._watch.undone()
+        with put_back(tuple(generators)), KeptBuffers((self.model,)).put_back(), undone:
+            yield
 
     def run(self, call: Call, eager: Eager) -> Any:
         """Replay a call where possible, else run it eager and count why.

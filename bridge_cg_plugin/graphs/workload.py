@@ -81,6 +81,9 @@ class Manager(Protocol):
     def run(self, call: Call, eager: Eager) -> Any:
         """Replay a call where possible, else run it eager and count why."""
 
+    def undone(self) -> AbstractContextManager[None]:
+        """Return what passes run in that leave nothing behind."""
+
     def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
 

@@ -227,6 +227,16 @@ class ModelWatch:
                     self._follow_unwatched()
 
     @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Put back what modules hold after passes inside, which are no training."""
+        before = Contents(self._tree)
+        try:
+            yield
+        finally:
+            with WATCHER.silent():
+                before.put_back()
+
+    @contextmanager
     def undone_by_errors(self) -> Iterator["Contents"]:
         """Put back what modules hold where something is raised inside: a capture that fails has computed nothing.
 
