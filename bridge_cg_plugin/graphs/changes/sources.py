@@ -323,7 +323,7 @@ class Sources:
             differences = self._watch.differences()
             tables = self._watch.tables_of(self._modules()) if differences else ()
             own = {entry: value for entry, value in differences.items() if entry.table in tables}
-            state = frozenset((entry, token(value)) for entry, value in own.items())
+            state = frozenset(self._watch.tokens(own).items())
             hook = self._watch.foreign_hook(every_module(self._program.modules()))
             self._seen = _State(generation, state, own, hook, self._watch.training)
         return self._seen
