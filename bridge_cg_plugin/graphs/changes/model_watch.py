@@ -217,7 +217,7 @@ class ModelWatch:
             training: Mode of all modules inside; None leaves each in its own.
         """
         changed: list[Entry] = []
-        before = [] if self._passing else self._held.now()
+        held, before = self._held, [] if self._passing else self._held.now()
         self._passing += 1
         try:
             with _training_mode(self._tree, training):
@@ -227,7 +227,7 @@ class ModelWatch:
             if not self._passing:
                 touched, self._touched = self._touched, {}
                 changed += (entry for entry, old in touched.items() if not old.is_back(self._value(entry)))
-                inside = self._held.changed(before)
+                inside = held.changed(before)
                 self._volatile.update(changed, (e for e, value in self._inside.items() if id(value) in inside))
                 if not self._inside.keys().isdisjoint(self._volatile):
                     self._generation += 1
