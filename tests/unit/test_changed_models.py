@@ -247,7 +247,12 @@ class Plain:
 
 HELD = [Settings, Slotted, Plain, lambda: SimpleNamespace(scale=2.0), lambda: numpy.array([2.0])]
 HELD += [lambda: functools.partial(print, scale=2.0)]
-WITHIN = [lambda held: held, lambda held: {"a": {"b": held}}, lambda held: ([held],), lambda held: SimpleNamespace(a=held)]
+WITHIN = [
+    lambda held: held,
+    lambda held: {"a": {"b": held}},
+    lambda held: ([held],),
+    lambda held: SimpleNamespace(a=held),
+]
 
 
 def read(held):
@@ -282,11 +287,10 @@ def test_what_objects_in_attributes_hold_is_part_of_the_model(within, in_step):
     for make in HELD:
         tower, held = new_tower(), WITHIN[within](make())
         tower.decoder.layers[0].mlp.linear_fc2 = reading = Reading(tower.decoder.layers[0].mlp.linear_fc2, held)
-        changes = [lambda scale: write(held, scale), lambda scale: setattr(reading.config.inner, "scale", scale)]
         with graphs_on(tower, buckets=(16,), executor=TapeExecutor()) as graphs:
-            for change in changes:
+            for changed in (held, reading.config.inner):
                 for scale in (5.0, 2.0):
-                    change(scale)
+                    write(changed, scale)
                     for _ in range(2):
                         with graphs.step() if in_step else nullcontext(), torch.no_grad():
                             actual = tower(*draw([[1, 4, 4]]))[0]
@@ -311,9 +315,8 @@ def test_a_module_of_another_class_is_another_model():
             found = region.run(x)
             if found is not None:
                 torch.testing.assert_close(found[0], region_model(x))
+            del found
     assert region.statistics.fallbacks == {"model_changed": 1}
-
-
 
 
 def test_packed_layers_with_adapters_switched_off_equal_eager():

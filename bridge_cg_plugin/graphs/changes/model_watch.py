@@ -433,7 +433,9 @@ class ModelWatch:
         return entry.key in self._ignored or entry.key == TRAINING or entry in self._patched
 
 
-def foreign_hook(modules: Iterable[tuple[str, nn.Module]], own_hook: Callable[[Callable[..., Any]], bool]) -> str | None:
+def foreign_hook(
+    modules: Iterable[tuple[str, nn.Module]], own_hook: Callable[[Callable[..., Any]], bool]
+) -> str | None:
     """Return a hook on one of some named modules, or on all, that is not the model's own, in words; None without one."""
     hooked = [(name, getattr(m, hooks)) for name, m in modules for hooks in HOOKS]
     hooked += [("every module", getattr(torch_module, hooks)) for hooks in GLOBAL_HOOKS]

@@ -404,7 +404,10 @@ class Sources:
         alike = [source for source in alike if source.numerics == numerics]
         if not alike:
             _, products, convolutions = numerics
-            return Fallback.NUMERICS_CHANGED, f"fp32 products are computed in {products}, convolutions in {convolutions}"
+            return (
+                Fallback.NUMERICS_CHANGED,
+                f"fp32 products are computed in {products}, convolutions in {convolutions}",
+            )
         if all(source.trained_otherwise() for source in alike):
             return Fallback.PARAMETERS_CHANGED, "other parameters require a gradient"
         return Fallback.PARAMETER_HOOKS, "other parameters have a hook"
