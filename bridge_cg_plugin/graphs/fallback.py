@@ -190,8 +190,8 @@ class Fallback(StrEnum):
     )
     NUMERICS_CHANGED = (
         "numerics_changed",
-        "deterministic algorithms, fp32 matrix precision or parameters' types differ from the capture",
-        "set them as at capture; graphs then continue",
+        "deterministic algorithms, fp32 precision or parameters' types differ from the capture",
+        "none needed for another precision: the second such microbatch gets graphs; set the others as at capture",
     )
     # Calls and batches of another kind
     CALL_ARGUMENTS = (

@@ -1,6 +1,7 @@
 """The run-time check: a microbatch's replay is compared with eager, outputs and gradients."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,7 @@ class ReplayCheck:
 
     Args:
         eager: Runs the encoder eager on a batch.
+        undone: Entered around passes that are to leave nothing behind.
         tolerance: Largest accepted relative L2 difference.
         stop: Whether a failure raises.
         results: Finished checks are appended here.
@@ -49,11 +51,12 @@ class ReplayCheck:
     def __init__(
         self,
         eager: EagerForward,
+        undone: Callable[[], AbstractContextManager[None]],
         tolerance: float,
         stop: bool,
         results: list[CheckResult],
     ) -> None:
-        self._eager = eager
+        self._eager, self._undone = eager, undone
         self._source: Source  # set by `compare_outputs`, which comes before the backward
         self._tolerance, self._stop, self._results = tolerance, stop, results
         self._expected: list[Tensor | None] = []
@@ -67,7 +70,7 @@ class ReplayCheck:
     def compare_outputs(self, outputs: Sequence[Tensor], source: Source) -> None:
         """Compare the outputs of a replay of a recording that was made from `source`."""
         self._source = source
-        with torch.no_grad():
+        with self._undone(), torch.no_grad():
             expected = self._eager(self._batch)
         self._forward = max(relative_difference(a, b) for a, b in zip(outputs, expected, strict=True))
         if not any(o.requires_grad for o in outputs):
@@ -76,7 +79,11 @@ class ReplayCheck:
     def before_backward(self, output_gradients: Sequence[Tensor | None]) -> None:
         """Run eager forward and backward and set its gradients aside. See `BackwardObserver`."""
         self._before = [None if g is None else g.clone() for g in self._source.sinks.given]
-        with torch.enable_grad(), self._source.aliases.active(self._source.sinks.handed) as aliases:
+        with (
+            self._undone(),
+            torch.enable_grad(),
+            self._source.aliases.active(self._source.sinks.handed) as aliases,
+        ):
             with self._source.autocasting():
                 outputs = self._eager(self._batch)
             pairs = [

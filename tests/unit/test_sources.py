@@ -378,6 +378,26 @@ def test_other_numerics_run_eager_until_they_are_back():
     assert region.run(x) is not None
 
 
+@pytest.mark.parametrize("newer", [False, True])
+def test_another_precision_that_lasts_gets_recordings_of_its_own(newer):
+    """PyTorch's older getter raises once the newer setting was written."""
+    model = two_layers()
+    region, x = region_of(model), batch()
+    products = torch.backends.mkldnn.matmul if newer else SimpleNamespace()
+    before = torch.get_float32_matmul_precision()
+    try:
+        if newer:
+            products.fp32_precision = "bf16"
+        else:
+            torch.set_float32_matmul_precision("medium")
+        assert region.run(x) is None and region.run(x) is not None
+    finally:
+        if newer:
+            products.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision(before)
+    assert region.run(x) is not None and region.statistics.fallbacks == {"numerics_changed": 1}
+
+
 def test_a_hook_on_a_module_outside_of_a_part_is_nobodys_concern():
     model = two_layers()
     watch = ModelWatch((model,))

@@ -1,34 +1,51 @@
-"""What lists, sets and dicts of modules hold, compared by identity and put back."""
+"""What attributes of modules hold, compared by identity and put back."""
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from .tables import Entry, module_tables
-from .values import MISSING, NESTED
+from .values import MISSING, NESTED, elements, readers
 
 # No watcher sees them change.
 UNWATCHED = (list, set)
-_NESTING = (list, tuple, set, frozenset, dict)
+# The most containers and objects that are looked at inside one value.
+MOST_INSIDE = 256
 
 
 class Held:
-    """What lists and sets hold, and those inside them, compared by identity: a model may have hundreds.
+    """What some values hold, and containers and objects inside them, compared by identity: a model may have hundreds.
 
     Args:
-        values: The lists and sets.
+        values: Containers and objects.
     """
 
-    def __init__(self, values: Iterable[list[Any] | set[Any]]) -> None:
-        self._containers = tuple(found for each in values for found in _containers(each))
-        self._elements = list(chain.from_iterable(map(_elements, self._containers)))
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._values = {id(each): each for each in values}
+        self._readers = [
+            [read for container in _containers(each) for read in readers(container)] for each in self._values.values()
+        ]
+        self._elements = self.now()
 
-    def changed(self) -> bool:
-        """Whether an element is another object now."""
-        return not _same(list(chain.from_iterable(map(_elements, self._containers))), self._elements)
+    def now(self) -> list[list[Any]]:
+        """Return what each of the values holds."""
+        return [list(chain.from_iterable([read() for read in each])) for each in self._readers]
+
+    def changed(self, before: Sequence[Sequence[Any]] | None = None) -> set[int]:
+        """Return the identities of those values that hold another object than before, or than at first."""
+        before = self._elements if before is None else before
+        return {
+            number for number, now, then in zip(self._values, self.now(), before, strict=True) if not _same(now, then)
+        }
+
+
+def is_followed(value: Any) -> bool:
+    """Whether something inside a value can change that no watcher sees: a dict of a module's own is watched."""
+    inside = (each for each in _containers(value) if not isinstance(each, (tuple, frozenset)))
+    return any(each is not value or not isinstance(each, dict) for each in inside)
 
 
 class Contents:
@@ -60,23 +77,31 @@ class Contents:
                 if table.get(key, MISSING) is not value:
                     table[key] = value
         for entry in self.changed():
-            values, elements = self._others[entry]
+            values, held = self._others[entry]
             values.clear()
-            values.extend(elements) if isinstance(values, list) else values.update(elements)
+            values.extend(held) if isinstance(values, list) else values.update(held)
 
 
 def _same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(objects) == len(others) and all(map(operator.is_, objects, others))
+    if len(objects) != len(others):
+        return False
+    if all(map(operator.is_, objects, others)):
+        return True
+    different = [pair for pair in zip(objects, others, strict=True) if pair[0] is not pair[1]]
+    return all(type(now) is bytes and now == then for now, then in different)  # an array's content
 
 
 def _elements(container: Any) -> Iterable[Any]:
-    return chain(container, container.values()) if type(container) is dict else container
+    return elements(container) or ()
 
 
-def _containers(value: Any, depth: int = NESTED) -> Iterator[Any]:
-    """Return a container and those that it holds, as deep as `token` looks into it."""
-    if not (depth and type(value) in _NESTING):
-        return
-    yield value
-    for element in _elements(value):
-        yield from _containers(element, depth - 1)
+def _containers(value: Any) -> list[Any]:
+    """Return a container or an object and those that it holds, as deep as `token` looks into it."""
+    found, level = [], [value]
+    for _ in range(NESTED):
+        level = [each for each in level if readers(each)]
+        found += level
+        if not level or len(found) > MOST_INSIDE:
+            break
+        level = list(chain.from_iterable(map(_elements, level)))
+    return found[:MOST_INSIDE]
