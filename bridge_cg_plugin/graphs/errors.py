@@ -2,6 +2,8 @@
 
 import traceback
 
+from .fallback import Fallback
+
 
 class GraphError(RuntimeError):
     """Base of the engine's errors."""
@@ -15,12 +17,30 @@ class OutOfMemoryInCapture(CaptureError):
     """The device had too little memory left for a graph's activations."""
 
 
+class Refused(CaptureError):
+    """The model computes something that a replay would not.
+
+    Args:
+        reason: What microbatches that run eager are counted under.
+        what: What was found, and where.
+    """
+
+    def __init__(self, reason: Fallback, what: str) -> None:
+        super().__init__(f"{what}; {reason.remedy}")
+        self.reason = reason
+
+
 class OtherRankFailed(CaptureError):
     """Another rank of the group could not capture; the message names it and its reason."""
 
 
 class ReplayError(GraphError):
     """A replay was asked for in a way that cannot give right results: a backward twice, or after the model changed."""
+
+
+def reason_of(error: BaseException) -> Fallback:
+    """Return what microbatches are counted under that run eager because a capture raised an error."""
+    return error.reason if isinstance(error, Refused) else Fallback.CAPTURE_FAILED
 
 
 def first_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..announce import warn
 from .changes.model_watch import ModelWatch
-from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, named, release_frames
+from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, named, reason_of, release_frames
 from .fallback import Fallback
 from .instance import InstanceMethod
 from .memory.virtual_memory import DeviceMemoryError
@@ -71,6 +71,7 @@ class GraphManager:
         self.slots = self.surroundings.slots
         self.consensus, self.bucket_consensus = self.surroundings.consensus, self.surroundings.bucket_consensus
         self.failure: str | None = None
+        self._failed_for = Fallback.CAPTURE_FAILED
         self.step_number, self.in_step = 0, False
         self.turn, self.recorded = 0, False
         self.at_detach = ExitStack()
@@ -181,7 +182,7 @@ class GraphManager:
         if self.failure is None:
             self.workload.observe(call)
         elif call.counts:
-            self.fell_back(Fallback.CAPTURE_FAILED, call.tokens)
+            self.fell_back(self._failed_for, call.tokens)
 
     def _refuse(self, call: Call, reason: Fallback) -> None:
         self._note_eager()
@@ -349,7 +350,7 @@ class GraphManager:
         out_of_memory = isinstance(error, (OutOfMemoryInCapture, torch.OutOfMemoryError))
         remedies = [self.workload.out_of_memory_remedy] if out_of_memory else []
         remedy = "".join(f" {sentence}" for sentence in [*getattr(error, "__notes__", []), *remedies])
-        self.failure = named(error)
+        self.failure, self._failed_for = named(error), reason_of(error)
         if self.workload.strict:
             raise CaptureError(f"{title} could not be captured: {self.failure}.{remedy}") from error
         release_frames(error)

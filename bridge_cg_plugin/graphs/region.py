@@ -13,7 +13,7 @@ from ..announce import warn
 from .changes.model_watch import ModelWatch
 from .changes.source import Recorded, Source
 from .changes.sources import Sources
-from .errors import CaptureError, named
+from .errors import CaptureError, named, reason_of
 from .fallback import Fallback
 from .piece import Piece, Surroundings
 from .planning.buckets import Bucket, choose
@@ -431,7 +431,7 @@ class Region:
             if self._strict or not (self._is_single_rank() or isinstance(error, CaptureError)):
                 raise CaptureError(f"{self.program.name}: {named(error)}") from error
             self._warn_once(f"{self.program.name} cannot be captured as it is now, it runs eager: {named(error)}")
-            return Fallback.CAPTURE_FAILED
+            return reason_of(error)
         if source is Fallback.MEMORY_MOVED and not self._is_single_rank():
             raise CaptureError(
                 f"{self.program.name}: memory of parameters or of their main_grad was moved while a microbatch is "

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
+from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture, Refused, reason_of
+from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.manager import GraphManager
 from bridge_cg_plugin.graphs.parts import Parts
 from bridge_cg_plugin.graphs.recordings import capture
@@ -38,6 +39,7 @@ class Strange(Exception):
 
 ERRORS = (
     CaptureError("made to fail"),
+    Refused(Fallback.MODEL_CHANGED, "made to fail"),
     torch.OutOfMemoryError("made to fail"),
     RuntimeError("made to fail"),
     Strange("made to fail"),
@@ -166,12 +168,12 @@ def calls_of(case):
         return dict(executor.calls)
 
 
-def assert_left_as_it_was(case, model, graphs, before, expected):
+def assert_left_as_it_was(case, model, graphs, before, expected, reason=Fallback.CAPTURE_FAILED):
     """The failed capture is reported, the model is as before and computes what it did."""
     assert not graphs.captured and "made to fail" in graphs.failure
     assert state_of(model) == before
     assert_close(case.run(model), expected, 0.0)
-    assert graphs.statistics().fallbacks["capture_failed"] == 1
+    assert graphs.statistics().fallbacks[reason] == 1
 
 
 def fail_at(case, method, call, error):
@@ -181,7 +183,7 @@ def fail_at(case, method, call, error):
     with case.graphs(model, FaultyExecutor(method, call, error)) as graphs:
         before = state_of(model)
         assert graphs.capture() is False
-        assert_left_as_it_was(case, model, graphs, before, expected)
+        assert_left_as_it_was(case, model, graphs, before, expected, reason_of(error))
         graphs.executor = ReferenceExecutor()
         assert graphs.capture() and graphs.failure is None
         assert_close(case.run(model), expected)

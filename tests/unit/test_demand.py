@@ -130,9 +130,9 @@ def test_a_bucket_that_failed_is_not_asked_for_again_nor_a_larger_one():
     demand.begin(1)
     shown(demand, *[8192] * 3)
     failed = demand.next()
-    demand.refuse(failed)
+    demand.refuse(failed, Fallback.MODEL_CHANGED)
     shown(demand, *[9000] * 5)
-    assert demand.next() is None and demand.missed(Rows(9000)) is Fallback.CAPTURE_FAILED
+    assert demand.next() is None and demand.missed(Rows(9000)) is Fallback.MODEL_CHANGED
 
 
 def test_a_bucket_that_failed_is_not_waited_for():

@@ -8,7 +8,8 @@ import weakref
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.errors import CaptureError, OtherRankFailed
+from bridge_cg_plugin.graphs.errors import CaptureError, OtherRankFailed, Refused
+from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.joint_step import before_evaluation
 from bridge_cg_plugin.graphs.planning import growing
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
@@ -185,14 +186,26 @@ def test_nothing_is_recorded_while_a_microbatch_is_in_flight(tower):
         assert len(capacities(graphs)) == 2
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_recording_that_fails_leaves_the_run_on_the_graphs_that_it_has(tower, caplog, monkeypatch, strict):
+NO_MEMORY = CaptureError("no memory")
+
+
+@pytest.mark.parametrize(
+    "strict, error, reason",
+    [
+        (False, NO_MEMORY, Fallback.CAPTURE_FAILED),
+        (True, NO_MEMORY, Fallback.CAPTURE_FAILED),
+        (False, Refused(Fallback.MODEL_CHANGED, "no memory"), Fallback.MODEL_CHANGED),
+    ],
+)
+def test_a_recording_that_fails_leaves_the_run_on_the_graphs_that_it_has(
+    tower, caplog, monkeypatch, strict, error, reason
+):
     graphs, stack = grown(tower, SMALL, strict=strict)
     record = LateRecordings.record
 
     def fail(self, source, bucket, mode):
         record(self, source, bucket, mode)
-        raise CaptureError("no memory")
+        raise error
 
     with stack, caplog.at_level(logging.WARNING):
         with graphs.step():
@@ -208,7 +221,7 @@ def test_a_recording_that_fails_leaves_the_run_on_the_graphs_that_it_has(tower, 
                 assert_equals_eager(tower, graphs, LARGE, seed)
                 assert_equals_eager(tower, graphs, SMALL, seed)
         assert capacities(graphs) == [64] and graphs.statistics().replays == 3
-        assert graphs.statistics().fallbacks == {"not_captured_yet": 1, "capture_failed": 3}
+        assert graphs.statistics().fallbacks == {"not_captured_yet": 1, reason: 3}
         assert graphs.statistics().static_bytes == static_bytes
         assert sum("could not be captured" in record.message for record in caplog.records) == 1
 

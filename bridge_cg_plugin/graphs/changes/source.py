@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..fallback import Fallback
 from ..planning.buckets import Bucket
 from ..program import RegionProgram
 from ..recordings.parameters import ParameterAliases
@@ -104,7 +105,7 @@ class Source:
         self._trained = list(map(_requires_grad, self.aliases.originals))
         self.recordings: dict[tuple[int, Bucket, Mode], Recorded] = {}
         # Shared: a rank whose memory was moved must not try again what others do not.
-        self.failed: dict[tuple[Bucket, Mode], str] = {} if instead_of is None else instead_of.failed
+        self.failed: dict[tuple[Bucket, Mode], Fallback] = {} if instead_of is None else instead_of.failed
         self.recorded_by_other_ranks: frozenset[tuple[int, Bucket, Mode]] = frozenset()
         self.warm: set[Mode] = set()
         self.earlier: Source | None = None

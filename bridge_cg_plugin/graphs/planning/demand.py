@@ -111,9 +111,9 @@ class Demand:
     def __init__(self, menu: Menu, limit: float = math.inf) -> None:
         self._menu, self._limit = menu, limit
         # The least tokens that memory was not enough for.
-        self._too_many = math.inf
+        self._too_many, self._failed_for = math.inf, Fallback.CAPTURE_FAILED
         self.buckets: list[Bucket] = []
-        self._refused: set[Bucket] = set()
+        self._refused: dict[Bucket, Fallback] = {}
         self._modes = {training: _Lately() for training in (False, True)}
         self.turn_to(training=True)
 
@@ -131,22 +131,24 @@ class Demand:
             refuse: As that of the menu, by which further buckets are chosen; None is that one.
         """
         refuse = refuse or self._menu.refuse
-        reason = Fallback.CAPTURE_FAILED if shape.tokens >= self._too_many else Fallback.TOO_MANY_TOKENS
+        failed = self._failed_for if shape.tokens >= self._too_many else None
+        reason = Fallback.TOO_MANY_TOKENS
         for bucket in self._candidates({shape: 1}):
             refusal = refuse(shape, bucket)
             if refusal is None and not self.refuses(bucket):
                 self._lately.missed = True
                 return Fallback.NOT_CAPTURED_YET
-            if reason is not Fallback.CAPTURE_FAILED:
-                reason = refusal or Fallback.CAPTURE_FAILED
-        return reason
+            if refusal is None:
+                failed = failed or self._refused.get(bucket, self._failed_for)
+            reason = refusal or reason
+        return failed or reason
 
-    def refuse(self, bucket: Bucket) -> None:
-        """Note that a bucket cannot be recorded, nor a larger one where it would be the largest."""
-        self._refused.add(bucket)
+    def refuse(self, bucket: Bucket, reason: Fallback = Fallback.CAPTURE_FAILED) -> None:
+        """Note why a bucket cannot be recorded, nor a larger one where it would be the largest."""
+        self._refused[bucket] = reason
         self.drop(bucket)  # other ranks may have recorded it
         if bucket.tokens > max((each.tokens for each in self.buckets), default=0):
-            self._too_many = bucket.tokens
+            self._too_many, self._failed_for = bucket.tokens, reason
 
     def refuses(self, bucket: Bucket) -> bool:
         """Whether a bucket could not be recorded, or memory was not enough for less."""

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from ...announce import announce, warn
-from ..errors import CaptureError, OtherRankFailed, named
+from ..errors import CaptureError, OtherRankFailed, named, reason_of
 from ..piece import Growth
 from ..rank_consensus import RankConsensus
 from ..recordings.executor import give_back_after
@@ -85,13 +85,15 @@ class Growing:
         elif not self._recorded(partial(self._recapture, found), f"bucket {found[0][1][1]} once more, in less memory"):
             self._quiet = -SETTLED
 
-    def _recorded(self, work: Callable[[], None], what: str, undo: Callable[[], bool] = lambda: False) -> bool:
+    def _recorded(
+        self, work: Callable[[], None], what: str, undo: Callable[[Exception], bool] = lambda error: False
+    ) -> bool:
         """Do some work on all ranks alike; returns whether it was done.
 
         Args:
             work: The work.
             what: Names it.
-            undo: Called if it failed; returns whether it can be tried again.
+            undo: Called with the error if it failed; returns whether it can be tried again.
         """
         if not self._consensus.agree(self._idle).smallest:
             return False
@@ -101,7 +103,7 @@ class Growing:
                 self._consensus.agree(partial(_done, work))
         except Exception as error:
             executor = self._regions[0][0].executor
-            if undo():
+            if undo(error):
                 give_back_after(error, executor)
                 return False
             if self._strict:
@@ -121,14 +123,14 @@ class Growing:
             region.add(growth.bucket_of(bucket), training)
         self.demand.buckets.append(bucket)
 
-    def _make_room(self, bucket: Bucket) -> bool:
+    def _make_room(self, bucket: Bucket, error: Exception) -> bool:
         """Forget a bucket that failed; returns whether others were dropped, so that it can be tried again.
 
         Otherwise no larger one is tried where it was the largest.
         """
         self._room.drop(bucket)
         if not self._dropped(bucket):
-            self.demand.refuse(bucket)
+            self.demand.refuse(bucket, reason_of(error))
             return False
         while self._dropped(bucket):
             pass
@@ -187,7 +189,7 @@ def _fulfill(wishes: Sequence[tuple[Region, Wish]]) -> None:
         region.record_wish(wish)
 
 
-def _take_back(wishes: Sequence[tuple[Region, Wish]]) -> bool:
+def _take_back(wishes: Sequence[tuple[Region, Wish]], _: Exception) -> bool:
     for region, wish in wishes:
         region.take_back(wish)
     return False

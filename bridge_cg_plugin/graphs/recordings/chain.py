@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from ..changes.source import Recorded, Source
-from ..errors import named
+from ..errors import reason_of
 from ..fallback import Fallback
 from ..planning.buckets import Bucket
 from ..replays.gradients import static_bytes_of
@@ -157,7 +157,8 @@ class Chain:
         self._drop(index, places)
         for source in (part.source() for part in self._parts):
             if isinstance(source, Source):
-                source.failed.update(dict.fromkeys(places, named(error)))
+                for place in places:
+                    source.failed.setdefault(place, reason_of(error))
 
     def _record(
         self,

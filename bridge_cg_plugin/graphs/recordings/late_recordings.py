@@ -10,7 +10,7 @@ from torch import Tensor
 from ...announce import warn
 from ..changes.source import Recorded, Source
 from ..changes.sources import LASTING, Sources
-from ..errors import CaptureError, OtherRankFailed, named
+from ..errors import CaptureError, OtherRankFailed, named, reason_of
 from ..fallback import Fallback
 from ..piece import SINGLE_RANK
 from ..planning.buckets import Bucket
@@ -133,11 +133,11 @@ class LateRecordings:
         recorded = source.recordings.get((slot.index, bucket, mode))
         wish = slot.index, bucket, mode
         if recorded is None:
-            failed = _has_failed(source, wish)
-            if not failed and self._awaits_a_step(source, wish):
+            failed = _failed_for(source, wish)
+            if failed is None and self._awaits_a_step(source, wish):
                 self.wishes[wish] = source.number
                 return Fallback.NOT_CAPTURED_YET
-            not_now = Fallback.CAPTURE_FAILED if failed else Fallback.NOT_CAPTURED_YET
+            not_now = failed or Fallback.NOT_CAPTURED_YET
             may = records or self._may_always_record(slot, mode)
             refusal = self._record_now(source, slot, bucket, mode) if may else not_now
             if refusal is not None:
@@ -198,7 +198,7 @@ class LateRecordings:
         try:
             self._add(source, self._every_slot()[index], bucket, mode)
         except CaptureError as error:
-            source.failed[bucket, mode] = named(error)
+            source.failed[bucket, mode] = reason_of(error)
             raise
 
     def take_back(self, source: Source, wish: Wish) -> None:
@@ -206,7 +206,7 @@ class LateRecordings:
         index, bucket, mode = wish
         self.wishes.pop(wish, None)  # where the recording of an earlier part failed, this one's was not begun
         error = CaptureError("not all ranks could record it")
-        source.failed.setdefault((bucket, mode), named(error))
+        source.failed.setdefault((bucket, mode), reason_of(error))
         self._take_back(source, self._every_slot()[index], bucket, mode, error)
         self._tidy()
 
@@ -320,8 +320,8 @@ class LateRecordings:
 
     def _record_now(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> Fallback | None:
         """Record what a batch asks for; returns why it cannot be or is not yet."""
-        if _has_failed(source, (slot.index, bucket, mode)):
-            return Fallback.CAPTURE_FAILED
+        if (failed := _failed_for(source, (slot.index, bucket, mode))) is not None:
+            return failed
         planned = self._grows and self._recorder.evaluation and mode == EVALUATION and slot is not self.forward_slot
         at_once = planned or self._at_once(source, (slot.index, bucket, mode))
         if not at_once and not self._asked_before((mode, slot is self.forward_slot)):
@@ -354,14 +354,14 @@ class LateRecordings:
         Raises:
             CaptureError: The region is strict.
         """
-        source.failed[bucket, mode] = named(error)
+        source.failed[bucket, mode] = reason = reason_of(error)
         said = f"{self._recorder.name}: bucket {bucket} could not be captured"
         if self._strict:
             raise CaptureError(f"{said}: {named(error)}") from error
         if not isinstance(error, OtherRankFailed):  # the rank that failed reports it
             warn(f"{said}, it runs eager: {named(error)}")
         give_back_after(error, self._recorder.executor)
-        return Fallback.CAPTURE_FAILED
+        return reason
 
     def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, only_here: bool = False) -> float:
         largest = max((_tokens(place) for each in self._sources for place in each.in_slot(slot)), default=0)
@@ -381,9 +381,9 @@ class LateRecordings:
         return 0.0
 
 
-def _has_failed(source: Source, wish: Wish) -> bool:
-    """Whether a recording failed and is not tried again; not where others have one, as in another slot or before."""
-    return wish[1:] in source.failed and wish not in source.recorded_by_other_ranks
+def _failed_for(source: Source, wish: Wish) -> Fallback | None:
+    """Return why a recording is not tried again; None where others have one, as in another slot or before."""
+    return None if wish in source.recorded_by_other_ranks else source.failed.get(wish[1:])
 
 
 def _tokens(place: Wish) -> int:
