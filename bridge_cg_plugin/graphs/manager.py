@@ -18,6 +18,7 @@ from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, named, 
 from .fallback import Fallback
 from .instance import InstanceMethod
 from .memory.virtual_memory import DeviceMemoryError
+from .modules import every_module
 from .parts import Parts
 from .piece import Piece, Surroundings
 from .planning.demand import Demand
@@ -27,7 +28,7 @@ from .recordings.capture import collected_later
 from .recordings.compiling import TURNS
 from .recordings.executor import Executor
 from .recordings.generators import put_back
-from .recordings.kept_buffers import KeptBuffers
+from .recordings.kept_tensors import KeptTensors
 from .region import Region
 from .reports import ranges
 from .reports.progress import Progress
@@ -130,8 +131,9 @@ class GraphManager:
     def undone(self) -> Iterator[None]:
         """Run passes of the captured module inside that leave nothing behind: no values, no attributes, no draws."""
         generators = {*self.executor.generators(), torch.default_generator}
-        undone = nullcontext() if self._watch is None else self._watch.undone()
-        with put_back(tuple(generators)), KeptBuffers((self.model,)).put_back(), undone:
+        watch = self._followed(())
+        kept = KeptTensors(watch.tensors_of(every_module(watch.roots)))
+        with put_back(tuple(generators)), kept.put_back(), watch.undone():
             yield
 
     def run(self, call: Call, eager: Eager) -> Any:

@@ -26,6 +26,8 @@ look_not_into("megatron.core.timers", "megatron.core.process_groups_config")
 # Transformer Engine numbers the modules of a process, for its debugger.
 LABEL, NUMBERED, ENGINE = "name", re.compile(r"Layer_\d+"), "transformer_engine."
 DEBUGGER = "transformer_engine.debug.pytorch.debug_state"
+# The all-to-all dispatcher keeps `probs` and `routing_map` of a pass, for one; statistics and caches are globals.
+PACKAGES = frozenset(("megatron", "transformer_engine"))
 # Where hooks are made that are part of a module's forward, or that gather parameters, for which replays wait, or that
 # collect outputs in those calls alone that ask for them.
 OWN_HOOKS = (
@@ -55,4 +57,4 @@ def label(module: nn.Module, name: str, value: Any) -> bool:
     return not getattr(state, "debug_enabled", None)
 
 
-EXEMPT = Exempt(BOOKKEEPING, own_hook, label, places, own_code)
+EXEMPT = Exempt(BOOKKEEPING, own_hook, label, PACKAGES, places, own_code)

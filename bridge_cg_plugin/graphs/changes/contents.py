@@ -1,13 +1,14 @@
 """What attributes of modules hold, compared by identity and put back."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from itertools import chain
 from typing import Any
 
 from torch import nn
 
-from .tables import Entry, module_tables
+from .tables import OF_EVERY_MODULE, Entry, module_tables
 from .values import MISSING, NESTED, elements, readers
 
 # No watcher sees them change.
@@ -57,29 +58,31 @@ class Contents:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._dicts = [(table.values, dict(table.values)) for m in modules for table in module_tables(m, "")]
-        self._others = {
-            Entry(id(vars(module)), name): (value, list(value))
+        self._others = [
+            (Entry(id(vars(module)), name), container, copy(container), list(_elements(container)))
             for module in modules
             for name, value in vars(module).items()
-            if isinstance(value, UNWATCHED)
-        }
+            if name not in OF_EVERY_MODULE
+            for container in _unwatched(value)
+        ]
 
     def changed(self) -> list[Entry]:
-        """Return the attributes whose list or set holds other elements now."""
-        return [entry for entry, (values, before) in self._others.items() if not _same(list(values), before)]
+        """Return the attributes in which a container that no watcher sees holds other elements now."""
+        changed = (e for e, now, _, before in self._others if not _same(list(_elements(now)), before))
+        return list(dict.fromkeys(changed))
 
     def put_back(self) -> None:
-        """Let dicts, lists and sets hold what they held."""
+        """Let dicts, lists and sets hold what they held, in each other, too."""
         for table, before in self._dicts:
             for key in table.keys() - before.keys():
                 del table[key]
             for key, value in before.items():
                 if table.get(key, MISSING) is not value:
                     table[key] = value
-        for entry in self.changed():
-            values, held = self._others[entry]
-            values.clear()
-            values.extend(held) if isinstance(values, list) else values.update(held)
+        for _, container, before, held in self._others:
+            if not _same(list(_elements(container)), held):
+                container.clear()
+                container.extend(before) if isinstance(container, list) else container.update(before)
 
 
 def _same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -93,6 +96,14 @@ def _same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _elements(container: Any) -> Iterable[Any]:
     return elements(container) or ()
+
+
+def _unwatched(value: Any) -> Iterator[Any]:
+    """Return a list or a set, and what can be changed inside it or inside a dict or a tuple."""
+    if isinstance(value, UNWATCHED):
+        yield value
+    inside = (each for each in _containers(value) if each is not value)
+    yield from (each for each in inside if type(each) in (list, set, dict))
 
 
 def _containers(value: Any) -> list[Any]:

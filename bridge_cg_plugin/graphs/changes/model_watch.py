@@ -4,6 +4,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -36,6 +37,7 @@ class Exempt:
         bookkeeping: Names of attributes that a train loop writes for its own use.
         own_hook: Whether a module's hook is the model's own code, which is recorded, or does its work elsewhere.
         label: Whether a module's attribute, given with its name and value, only tells the module from others.
+        packages: Of Python, whose own globals and objects other than modules keep tensors of a pass for its backward.
         code: Returns functions that recorded work stands for, by a name for messages; no watcher sees them replaced.
         own_code: Returns one that some modules need and that is not upstream's, in words; None without one.
     """
@@ -43,6 +45,7 @@ class Exempt:
     bookkeeping: frozenset[str] = frozenset()
     own_hook: Callable[[Callable[..., Any]], bool] = lambda hook: False
     label: Callable[[nn.Module, str, Any], bool] = lambda module, name, value: False
+    packages: frozenset[str] = frozenset()
     code: Callable[[], dict[Hashable, Any]] = dict
     own_code: Callable[[Iterable[nn.Module]], str | None] = lambda modules: None
 
@@ -101,7 +104,7 @@ class ModelWatch:
         exempt: What is no difference.
 
     Attributes:
-        roots: See above.
+        roots, exempt: See above.
         own_code: See `Exempt`.
     """
 
@@ -113,7 +116,8 @@ class ModelWatch:
         exempt: Exempt = NOTHING_EXEMPT,
     ) -> None:
         self._generation = 0
-        self.roots, self._called, self._own_hook = tuple(roots), tuple(called), exempt.own_hook
+        self.roots, self.exempt = tuple(roots), exempt
+        self._called, self._own_hook = tuple(called), exempt.own_hook
         self._ignored = LEFT_BY_HOOKS | exempt.bookkeeping
         self._patched = {Entry(id(vars(module)), name) for module, name in patched}
         # A module that leaves the model may come back: its tables are followed for as long as somebody holds them.
@@ -237,23 +241,23 @@ class ModelWatch:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Put back what modules hold after passes inside, which are no training."""
-        before = Contents(self._tree)
+        before = self.contents()
         try:
             yield
         finally:
             with WATCHER.silent():
                 before.put_back()
 
-    @contextmanager
-    def undone_by_errors(self) -> Iterator["Contents"]:
-        """Put back what modules hold where something is raised inside: a capture that fails has computed nothing.
+    def contents(self) -> Contents:
+        """Return what modules hold now."""
+        return Contents(self._tree)
 
-        Yields:
-            What the modules held before.
-        """
-        before = Contents(self._tree)
+    @contextmanager
+    def undone_by_errors(self) -> Iterator[None]:
+        """Put back what modules hold where something is raised inside: a capture that fails has computed nothing."""
+        before = self.contents()
         try:
-            yield before
+            yield
         except BaseException:
             with WATCHER.silent():
                 before.put_back()
@@ -362,7 +366,7 @@ class ModelWatch:
 
     def foreign_hook(self, modules: Iterable[nn.Module]) -> str | None:
         """Return a hook on one of these modules, or on all, that a replay would not run, in words; None without one."""
-        return foreign_hook([(self._name(m), m) for m in modules if m not in self._called], self._own_hook)
+        return foreign_hook([(self.name(m), m) for m in modules if m not in self._called], self._own_hook)
 
     def trained_attribute(self, modules: Iterable[nn.Module]) -> str | None:
         """Return a tensor that requires a gradient and is no parameter, in words; None without one.
@@ -377,13 +381,14 @@ class ModelWatch:
                     if not (isinstance(value, torch.Tensor) and value.requires_grad) or self._left_by_passes(entry):
                         continue
                     if value.is_leaf or entry in differences:
-                        return f"{self._name(module)}.{name}"
+                        return f"{self.name(module)}.{name}"
         return None
 
     def _left_by_passes(self, entry: Entry) -> bool:
         return entry.key in self._ignored or entry in self._volatile
 
-    def _name(self, module: nn.Module) -> str:
+    def name(self, module: nn.Module) -> str:
+        """Return a module's name for messages."""
         return self._tree.get(module, type(module).__name__)
 
     def differences(self) -> Differences:
@@ -426,9 +431,23 @@ class ModelWatch:
                 said.append(f"{name}: {entry.key} changed")
         return "; ".join(said[:3]) + (f" and {len(said) - 3} more" if len(said) > 3 else "")
 
-    def plain(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Return those of some entries that hold a plain value and that somebody else does not write."""
-        return [e for e in entries if plain(self._value(e)) and not self._left_for_others(e)]
+    def ignores(self, name: str) -> bool:
+        """Whether somebody else reads or writes an attribute."""
+        return name in self._ignored
+
+    def place(self, frame: FrameType | None) -> str:
+        """Return in words where in the model a frame runs."""
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and owner in self._tree:
+                return f"{self.name(owner)} ({frame.f_code.co_filename}:{frame.f_lineno})"
+            frame = frame.f_back
+        return "the model"
+
+    def left(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Return those of some entries that hold a plain value or tensors, and that somebody else does not write."""
+        values = ((entry, self._value(entry)) for entry in entries if not self._left_for_others(entry))
+        return [entry for entry, value in values if plain(value) or any(True for _ in tensors_in(value))]
 
     def _left_for_others(self, entry: Entry) -> bool:
         return entry.key in self._ignored or entry.key == TRAINING or entry in self._patched
@@ -437,7 +456,7 @@ class ModelWatch:
 def foreign_hook(
     modules: Iterable[tuple[str, nn.Module]], own_hook: Callable[[Callable[..., Any]], bool]
 ) -> str | None:
-    """Return a hook on one of some named modules, or on all, that is not the model's own, in words; None without one."""
+    """Return a hook on one of these modules, or on all, that is not the model's own, in words; None without one."""
     hooked = [(name, getattr(m, hooks)) for name, m in modules for hooks in HOOKS]
     hooked += [("every module", getattr(torch_module, hooks)) for hooks in GLOBAL_HOOKS]
     for name, hooks in hooked:
