@@ -36,6 +36,7 @@ class Scaled(nn.Module):
         super().__init__()
         self.config, self.gain = config, 1.0
         self.marks, self.scales = [], {"first": 1.0}
+        self.last_mean = torch.zeros(())
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("scale", torch.ones(WIDTH))
 
@@ -45,7 +46,7 @@ class Scaled(nn.Module):
     def inner(self, x: Tensor) -> Tensor:
         gain = self.gain * self.config.power * self.scales["first"] + len(self.marks)
         hidden = torch.tanh(self.first(x)) * self.scale * gain
-        self.last_mean = hidden.detach().mean()  # as statistics that a forward leaves behind
+        self.last_mean.copy_(hidden.detach().mean())  # as statistics that a forward leaves behind
         return self.second(hidden if self.training else 0.5 * hidden)
 
     def linears(self) -> list[nn.Module]:
