@@ -50,9 +50,8 @@ class InstanceMethod:
     @property
     def original(self) -> Callable[..., Any]:
         """The method from before, bound: the class's as it is now, where none was on the instance."""
-        if self.attribute is not None:
-            return self.attribute
-        method: Callable[..., Any] = getattr(type(self.module), self.name).__get__(self.module)
+        of_class: Any = getattr(type(self.module), self.name)
+        method: Callable[..., Any] = of_class.__get__(self.module) if self.attribute is None else self.attribute
         return method
 
     def restore(self) -> None:

@@ -131,7 +131,7 @@ class ModelWatch:
         self._tree: dict[nn.Module, str] = {}
         self._inside: dict[Entry, Any] = {}
         self._lists: tuple[list[Any] | set[Any], ...] = ()
-        self._contents: dict[Entry, Hashable] = {}
+        self._contents: dict[Entry, Any] = {}
         self._lengths: list[int] = []
         self._held = Held(())
         self._types: tuple[type, ...] = ()

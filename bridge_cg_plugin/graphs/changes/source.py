@@ -141,7 +141,7 @@ class Source:
         self._trained = list(map(_requires_grad, self.aliases.originals))
         self.recordings: dict[tuple[int, Bucket, Mode], Recorded] = {}
         # Shared: a rank whose memory was moved must not try again what others do not.
-        self.failed = Failures(TRIED_AGAIN) if instead_of is None else instead_of.failed
+        self.failed: Failures = Failures(TRIED_AGAIN) if instead_of is None else instead_of.failed
         self.recorded_by_other_ranks: frozenset[tuple[int, Bucket, Mode]] = frozenset()
         self.warm: set[Mode] = set()
         self.earlier: Source | None = None

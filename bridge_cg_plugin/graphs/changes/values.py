@@ -85,7 +85,8 @@ def readers(value: Any) -> tuple[Reader, ...]:
         return (lambda: (value.func, *value.args, *value.keywords, *value.keywords.values()),)
     if hasattr(kind, "__array_interface__"):
         return (lambda: (value.tobytes(),),) if value.nbytes <= MOST_BYTES else ()
-    slots = _fields(kind)
+    of_any: Any = kind
+    slots = _fields(of_any)
     if slots is None:
         return ()
     read = (lambda: [getattr(value, name, MISSING) for name in slots],) if slots else ()
@@ -130,7 +131,8 @@ def token(value: Any, depth: int = NESTED, settings: bool = False) -> Hashable:
     tokens = (token(each, depth - 1, settings) for each in held)
     if isinstance(value, _SETS):
         return type(value), frozenset(tokens)
-    if _fields(type(value)) is None or isinstance(value, _RECORDS):
+    kind: Any = type(value)
+    if _fields(kind) is None or isinstance(value, _RECORDS):
         return type(value), tuple(tokens)
     names = tuple(getattr(value, "__dict__", ()))
     same = None if settings or is_dataclass(value) else id(value)

@@ -200,8 +200,9 @@ def aligned_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let the backward of linear layers multiply aligned matrices, and sum a bias's gradient by the plugin's kernel."""
     with ExitStack() as stack:
         for module in every_module(modules):
-            plain = type(module) is nn.Linear and as_shipped(module, "forward")
-            if plain and (is_misaligned(module) or _sums_bias(module)):
+            if type(module) is not nn.Linear or not as_shipped(module, "forward"):
+                continue
+            if is_misaligned(module) or _sums_bias(module):
                 stack.enter_context(overridden(module, "forward", partial(_aligned_forward, module)))
         yield
 

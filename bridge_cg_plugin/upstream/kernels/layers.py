@@ -148,8 +148,9 @@ def is_te_attention(module: nn.Module) -> bool:
     if extensions is None or type(module) is not extensions.TEDotProductAttention:
         return False
     kernels = filter(None, map(module._modules.get, ("fused_attention", "flash_attention")))
-    base = extensions.TEDotProductAttention.__base__.forward
-    return all(as_shipped(each, "forward") for each in (module, *kernels)) and is_shipped(TE_ATTENTION, base)
+    (base, *_) = extensions.TEDotProductAttention.__bases__
+    shipped = is_shipped(TE_ATTENTION, vars(base).get("forward"))
+    return shipped and all(as_shipped(each, "forward") for each in (module, *kernels))
 
 
 def _attention_forward(

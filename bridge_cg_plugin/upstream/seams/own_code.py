@@ -80,7 +80,8 @@ def own_code(modules: Iterable[Any]) -> str | None:
     """
     functions: dict[str, None] = {}
     for module in _with_helpers(modules):
-        for home, names in _outline_of(type(module)):
+        kind: Any = type(module)
+        for home, names in _outline_of(kind):
             functions[home] = None
             found = foreign(module, *names)
             if found is not None:
@@ -123,7 +124,8 @@ def _outline_of(kind: type) -> list[tuple[str, tuple[str, ...]]]:
 
 def _attention_function(module: Any) -> str | None:
     """Return the function by which a module of Hugging Face's attends, if it is not one that was shipped."""
-    attends = any(EAGER_ATTENTION in OUTLINES[home] for home, _ in _outline_of(type(module)))
+    kind: Any = type(module)
+    attends = any(EAGER_ATTENTION in OUTLINES[home] for home, _ in _outline_of(kind))
     chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
     functions = getattr(sys.modules.get(HF_MODELS), ATTENTION_FUNCTIONS, {})
     if not attends or chosen not in functions:
