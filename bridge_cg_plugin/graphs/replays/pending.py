@@ -57,15 +57,14 @@ class PendingReplays:
 
     def done(self) -> tuple[nn.Parameter, ...]:
         """Return the parameters to which the backward under way has added by replays; nothing while one is to come."""
-        if self.to_come():
+        to_come = self._accumulated.data  # type: ignore[attr-defined] # its own dict: no call of Python's
+        if to_come and self.to_come():
             return ()
         done, self._done = self._done, []
         return tuple(dict.fromkeys(chain(*done))) if done[1:] else done[0]
 
     def to_come(self) -> bool:
         """Whether the backward under way will yet replay one of which autograd does not know the parameters."""
-        if not self._accumulated.data:  # type: ignore[attr-defined] # its own dict: no call of Python's
-            return False
         return torch._C._current_graph_task_id() != NO_BACKWARD and any(map(WILL_RUN, self._accumulated))
 
     def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
