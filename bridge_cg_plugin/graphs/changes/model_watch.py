@@ -436,7 +436,7 @@ class ModelWatch:
 def foreign_hook(
     modules: Iterable[tuple[str, nn.Module]], own_hook: Callable[[Callable[..., Any]], bool]
 ) -> str | None:
-    """Return a hook on one of some named modules, or on all, that is not the model's own, in words; None without one."""
+    """Return a hook on a named module, or on every one, that is not the model's own, in words; None without one."""
     hooked = [(name, getattr(m, hooks)) for name, m in modules for hooks in HOOKS]
     hooked += [("every module", getattr(torch_module, hooks)) for hooks in GLOBAL_HOOKS]
     for name, hooks in hooked:
