@@ -9,7 +9,7 @@ from torch import nn
 
 from ..graphs.changes.model_watch import Exempt
 from ..graphs.changes.values import look_not_into
-from .seams.contract import places
+from .seams.contract import PLACES, held_now
 from .seams.own_code import own_code
 
 # A schedule passes layers the microbatch's number and a pipeline stage its input, which graphs get as a tensor. When
@@ -57,4 +57,4 @@ def label(module: nn.Module, name: str, value: Any) -> bool:
     return not getattr(state, "debug_enabled", None)
 
 
-EXEMPT = Exempt(BOOKKEEPING, own_hook, label, PACKAGES, places, own_code)
+EXEMPT = Exempt(BOOKKEEPING, own_hook, label, PACKAGES, held_now, PLACES, own_code)

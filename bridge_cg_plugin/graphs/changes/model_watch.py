@@ -38,7 +38,8 @@ class Exempt:
         own_hook: Whether a module's hook is the model's own code, which is recorded, or does its work elsewhere.
         label: Whether a module's attribute, given with its name and value, only tells the module from others.
         packages: Of Python, whose own globals and objects other than modules keep tensors of a pass for its backward.
-        code: Returns functions that recorded work stands for, by a name for messages; no watcher sees them replaced.
+        code: Returns functions that recorded work stands for, each at its place; no watcher sees them replaced.
+        names: Of these places, for messages. Both grow while modules are imported.
         own_code: Returns one that some modules need and that is not upstream's, in words; None without one.
     """
 
@@ -46,7 +47,8 @@ class Exempt:
     own_hook: Callable[[Callable[..., Any]], bool] = lambda hook: False
     label: Callable[[nn.Module, str, Any], bool] = lambda module, name, value: False
     packages: frozenset[str] = frozenset()
-    code: Callable[[], dict[Hashable, Any]] = dict
+    code: Callable[[], list[Any]] = list
+    names: Sequence[str] = ()
     own_code: Callable[[Iterable[nn.Module]], str | None] = lambda modules: None
 
 
@@ -139,7 +141,7 @@ class ModelWatch:
         self._first_forwards: dict[type, Callable[..., Any]] = {}
         self._read_code, self.own_code = exempt.code, exempt.own_code
         self._code = self._read_code()
-        self._first_code = dict(self._code)
+        self._first_code = list(self._code)
         self._follow()
         self._at_first = self._followed
 
@@ -172,9 +174,12 @@ class ModelWatch:
         followed: dict[int, bool] = {}
         self._inside = {}
         for module in self._tree:
+            upstreams = type(module).__module__.partition(".")[0] in self.exempt.packages
             for name, value in vars(module).items():
                 entry = Entry(id(vars(module)), name)
                 if plain(value) or name in OF_EVERY_MODULE or self._left_by_passes(entry):
+                    continue
+                if upstreams and isinstance(value, (dict, tuple)):  # a watcher sees the former, nobody writes inside
                     continue
                 if id(value) not in followed:
                     followed[id(value)] = is_followed(value)
@@ -331,9 +336,10 @@ class ModelWatch:
         for kind, forward in self._first_forwards.items():
             if _forward_of(kind) is not forward:
                 differences[Entry(id(kind), FORWARD)] = _forward_of(kind)
-        for place, function in self._code.items():  # of a module that was imported since, as it is first seen
-            if self._first_code.setdefault(place, function) != function:
-                differences[Entry(CODE, place)] = function
+        self._first_code += self._code[len(self._first_code) :]  # of modules that were imported since
+        for place, first, now in zip(self.exempt.names, self._first_code, self._code, strict=False):
+            if first != now:
+                differences[Entry(CODE, place)] = now
         return differences
 
     def tokens(self, entries: Mapping[Entry, Any]) -> dict[Entry, Hashable]:

@@ -7,8 +7,9 @@ Megatron.
 """
 
 import functools
+import operator
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -138,26 +139,31 @@ def _joined(*tables: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]
 
 CONTRACT = _joined(OUTLINES, PACKED_ROTARY, SWAPS)
 _PACKAGE = str(Path(__file__).parents[2])
-# By module and target: the shipped object. By the same as one name: where it is found now.
+# The shipped object by module and target; of each, in order, its name and what returns what is there now.
 _shipped: dict[tuple[str, str], Any] = {}
-_spaces: dict[str, tuple[Mapping[str, Any], str]] = {}
+PLACES: list[str] = []
+_reads: list[Callable[[], Any]] = []
 _remembered: set[str] = set()
 
 
 def remember(module: ModuleType) -> None:
     """Note what a module of upstream has shipped; called when its import ends. The first look counts."""
+    if module.__name__ in _remembered:
+        return
     _remembered.add(module.__name__)
     for target in CONTRACT.get(module.__name__, ()):
         owner, _, name = target.rpartition(".")
         space = vars(vars(module).get(owner, object)) if owner else vars(module)
         if name in space:
-            _shipped.setdefault((module.__name__, target), upstreams(_entries(space, name)))
-            _spaces[f"{module.__name__}.{target}"] = space, name
+            read = functools.partial(_entries, space[name]) if name == ATTENTION_FUNCTIONS else None
+            _reads.append(read or functools.partial(space.get, name))
+            PLACES.append(f"{module.__name__}.{target}")
+            _shipped[module.__name__, target] = upstreams(_reads[-1]())
 
 
-def places() -> dict[Hashable, Any]:
-    """Return what the contract's places hold now, by name."""
-    return {place: _entries(*where) for place, where in _spaces.items()}
+def held_now() -> list[Any]:
+    """Return what the contract's places hold now, in the order of `PLACES`."""
+    return list(map(operator.call, _reads))
 
 
 def shipped(module: str, target: str) -> Any:
@@ -175,10 +181,9 @@ def is_shipped(module: str, function: Any) -> bool:
     return function is not None and any(shipped(module, target) is function for target in CONTRACT[module])
 
 
-def _entries(space: Mapping[str, Any], name: str) -> Any:
-    """Return what a module's or a class's `__dict__` holds; of a registry of functions its entries."""
-    held = space.get(name)
-    return tuple(held.items()) if name == ATTENTION_FUNCTIONS and held is not None else held
+def _entries(registry: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return what a registry of functions holds."""
+    return tuple(registry.items())
 
 
 def upstreams(value: Any) -> Any:
