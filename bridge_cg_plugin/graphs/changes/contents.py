@@ -26,21 +26,30 @@ class Held:
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._values = {id(each): each for each in values}
-        self._readers = [
-            [read for container in _containers(each) for read in readers(container)] for each in self._values.values()
+        read = [
+            (number, reader)
+            for number, value in self._values.items()
+            for container in _containers(value)
+            for reader in readers(container)
         ]
-        self._elements = self.now()
+        self._owners, self._readers = [number for number, _ in read], [reader for _, reader in read]
+        self._first = self.now()
+
+    # Before every replay outside of steps: no line of Python for each.
 
     def now(self) -> list[list[Any]]:
-        """Return what each of the values holds."""
-        return [list(chain.from_iterable([read() for read in each])) for each in self._readers]
+        """Return what is held, container by container."""
+        return list(map(list, map(operator.call, self._readers)))
 
     def changed(self, before: Sequence[Sequence[Any]] | None = None) -> set[int]:
         """Return the identities of those values that hold another object than before, or than at first."""
-        before = self._elements if before is None else before
-        return {
-            number for number, now, then in zip(self._values, self.now(), before, strict=True) if not _same(now, then)
-        }
+        now, before = self.now(), self._first if before is None else before
+        if list(map(len, now)) == list(map(len, before)) and all(
+            map(operator.is_, chain.from_iterable(now), chain.from_iterable(before))
+        ):
+            return set()
+        found = zip(self._owners, now, before, strict=True)
+        return {owner for owner, elements, earlier in found if not _same(elements, earlier)}
 
 
 def is_followed(value: Any) -> bool:

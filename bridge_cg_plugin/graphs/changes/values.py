@@ -81,7 +81,7 @@ def readers(value: Any) -> tuple[Reader, ...]:
         return value.keys, value.values
     if issubclass(kind, (*_SEQUENCES, *_SETS)):
         return (value.__iter__,)
-    if issubclass(kind, partial):
+    if kind is partial:
         return (lambda: (value.func, *value.args, *value.keywords, *value.keywords.values()),)
     if hasattr(kind, "__array_interface__"):
         return (lambda: (value.tobytes(),),) if value.nbytes <= MOST_BYTES else ()
