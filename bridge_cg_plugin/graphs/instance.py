@@ -15,13 +15,13 @@ class _Method(partial[Any]):
     """What takes a method's place; in a copy of the module, the module's own method is there instead.
 
     Attributes:
-        replaced: What holds the module's own method.
+        original: The module's own method, bound.
     """
 
-    replaced: "InstanceMethod"
+    original: Callable[..., Any]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.replaced.original,)
+        return _itself, (self.original,)
 
 
 def _itself(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +43,7 @@ class InstanceMethod:
     def __init__(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         self.module, self.name, self._method = module, name, _Method(method)
         self.attribute = module.__dict__.get(name)
-        self._method.replaced = self
+        self._method.original = self.original
         setattr(module, name, self._method)
         _replaced.setdefault((id(module), name), self)
 

@@ -179,7 +179,7 @@ class ModelWatch:
                 entry = Entry(id(vars(module)), name)
                 if plain(value) or name in OF_EVERY_MODULE or self._left_by_passes(entry):
                     continue
-                if upstreams and isinstance(value, (dict, tuple)):  # a watcher sees the former, nobody writes inside
+                if upstreams and name != CONFIG and not isinstance(value, UNWATCHED):  # upstream's own, nested deep
                     continue
                 if id(value) not in followed:
                     followed[id(value)] = is_followed(value)
