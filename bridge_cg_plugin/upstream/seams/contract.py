@@ -10,6 +10,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -182,8 +183,10 @@ def is_shipped(module: str, function: Any) -> bool:
 
 
 def _entries(registry: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return what a registry of functions holds."""
-    return tuple(registry.items())
+    """Return what a registry of functions holds, those of one object behind those of all."""
+    parts = [getattr(registry, name, None) for name in ("_global_mapping", "_local_mapping")]
+    found = chain.from_iterable(registry.items() if part is None else part.items() for part in parts)
+    return tuple(found)
 
 
 def upstreams(value: Any) -> Any:
