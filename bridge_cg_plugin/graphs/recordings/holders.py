@@ -3,7 +3,6 @@
 import gc
 import types
 from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,19 +22,6 @@ def tensors_of_storages(storages: Set[int]) -> list[Tensor]:
     """Return the tensors of this process, as Python has them, whose memory is one of some storages."""
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
     return [each for each in tensors if _storage(each) in storages]
-
-
-@contextmanager
-def all_tracked() -> Iterator[None]:
-    """Let Python find all referrers inside, also those that a train loop has frozen: it forgets these otherwise."""
-    frozen = gc.get_freeze_count()
-    if frozen:
-        gc.unfreeze()
-    try:
-        yield
-    finally:
-        if frozen:
-            gc.freeze()
 
 
 def _storage(tensor: Tensor) -> int:

@@ -5,6 +5,7 @@ without operations makes and no attribute holds, and generators that C code call
 of the device that is read on the host fails the capture itself.
 """
 
+import gc
 import pickle
 import random
 import sys
@@ -24,7 +25,7 @@ from ...announce import LOGGER
 from ..changes.model_watch import ModelWatch
 from ..errors import Refused, named
 from ..fallback import Fallback
-from .holders import all_tracked, holder_of, tensors_of_storages
+from .holders import holder_of, tensors_of_storages
 
 # Tool numbers of `sys.monitoring` that no kind of tool has for itself.
 FREE_TOOLS = (3, 4)
@@ -151,7 +152,7 @@ def watched_pass(watch: ModelWatch, generators: Sequence[torch.Generator]) -> It
         raise Refused(Fallback.DRAWS_ON_HOST, draws[0])
     if not (left := operations.left()):
         return
-    with all_tracked():
-        where = holder_of(tensors_of_storages(left), watch)
+    gc.unfreeze()  # Python finds no referrers among frozen objects; to freeze again would keep all that is there now
+    where = holder_of(tensors_of_storages(left), watch)
     if where is not None:
         raise Refused(Fallback.LEAVES_TENSORS, f"each forward leaves a tensor in {where}")
