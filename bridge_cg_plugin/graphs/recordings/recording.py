@@ -111,7 +111,6 @@ class RegionBody:
         state: Number of what the model is; see `Source`.
         output_gradients: Buffers that the backward reads.
         activations: What keeps the tensors that autograd saves; None leaves them where they are.
-        looked_at: Entered around the pass over one layer of each kind that follows a whole warm-up pass.
     """
 
     def __init__(
@@ -133,7 +132,6 @@ class RegionBody:
         self.output_gradients: tuple[Tensor, ...] = ()
         self.bucket, self.state = bucket, 0
         self.activations: Activations | None = None
-        self.looked_at: Callable[[], AbstractContextManager[None]] = nullcontext
         self._device_type = next(iter(buffers.values())).device.type
         self._live: tuple[list[Root | None], list[Tensor], dict[nn.Parameter, nn.Parameter]] | None = None
 
