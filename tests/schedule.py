@@ -17,6 +17,7 @@ FORKED = (
     "unit/test_segment_attention",
     "unit/test_split_keys",
     "unit/test_tower_attention",
+    "seams/test_contract",
     "seams/test_data_workers",
     "seams/test_direct_attention",
     "seams/test_layer_kernels",

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.instance import InstanceMethod
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.encoders.direct_attention import direct_attention_refusal
@@ -287,7 +288,7 @@ def test_random_states_stay_where_they_are_unless_attention_drops(attention, mon
         yield
 
     monkeypatch.setattr(direct_attention, "drawing_aside", aside)
-    attention.forward = lambda query, *args, **kwargs: (len(args), kwargs)
+    below = InstanceMethod(attention, "forward", lambda query, *args, **kwargs: (len(args), kwargs))
     with direct_attention.attention_without_draws([attention]):
         assert attention.forward(*qkv(), None, attn_mask_type="no_mask") == (3, {"attn_mask_type": "no_mask"})
         assert entered == ["cpu"]
@@ -297,6 +298,7 @@ def test_random_states_stay_where_they_are_unless_attention_drops(attention, mon
         attention.eval()
         attention.forward(*qkv(), None)
         assert entered == ["cpu"] * 2
+    below.restore()
 
 
 @pytest.mark.parametrize("gib", [None, 1.0])
@@ -318,9 +320,10 @@ def test_random_states_are_left_alone_where_outputs_are_kept(gib):
 def test_towers_that_attend_by_transformer_engine_leave_random_states_alone(family, attention, monkeypatch):
     entered = []
     monkeypatch.setattr(direct_attention, "drawing_aside", lambda device: nullcontext(entered.append(device.type)))
-    attention.forward = lambda query, *args, **kwargs: None
+    below = InstanceMethod(attention, "forward", lambda query, *args, **kwargs: None)
     bare = dataclasses.replace(family, kernels=nullcontext, reordering_kernels=nullcontext)
     options = VisionGraphOptions(impl="transformer_engine", frozen_outputs_gb=1.0)
     with RecordedKernels(options, bare)([attention]):
         attention.forward(*qkv())
     assert entered == ["cpu"]
+    below.restore()

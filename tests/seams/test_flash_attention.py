@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.instance import InstanceMethod
 from bridge_cg_plugin.upstream.encoders import direct_attention
 from tests.seams.test_direct_attention import attention, mask, packed, qkv  # noqa: F401
 
@@ -182,10 +183,12 @@ def calls(monkeypatch):
 
 
 def attend(attention, parts=None, **kwargs):  # noqa: F811
-    attention.forward = lambda *args, **kwargs: "before"
+    below = InstanceMethod(attention, "forward", lambda *args, **kwargs: "before")
     with direct_attention.flash_attention([attention]):
         given = {"attn_mask_type": mask(), "packed_seq_params": packed(largest=1024), **kwargs}
-        return attention.forward(*(parts or qkv()), None, **given)
+        found = attention.forward(*(parts or qkv()), None, **given)
+    below.restore()
+    return found
 
 
 def test_long_segments_are_attended_by_flash(attention, calls):  # noqa: F811

@@ -296,7 +296,6 @@ def test_the_main_job_validates_with_full_iteration(active):
         ("recompute_granularity", "selective"),
         ("num_moe_experts", 8),
         ("mtp_num_layers", 1),
-        ("fp8", "hybrid"),
     ],
 )
 def test_full_iteration_that_cannot_work_on_a_model_that_takes_images(config, name, value):
@@ -304,6 +303,16 @@ def test_full_iteration_that_cannot_work_on_a_model_that_takes_images(config, na
     language_model_graphs(config, "full_iteration", cuda_graph_modules=[])
     setattr(config.model, name, value)
     refused(config, f"model.{name}")
+
+
+def test_full_iteration_of_a_model_that_takes_images_in_fp8(config):
+    config.rerun_state_machine.check_for_nan_in_loss = False
+    language_model_graphs(config, "full_iteration", cuda_graph_modules=[])
+    config.mixed_precision = "bf16_with_fp8_delayed_scaling_mixed"
+    refused(config, "model.fp8")
+    config.mixed_precision = "bf16_mixed"  # which Bridge sets on the model in place of its own
+    config.model.fp8 = "hybrid"
+    check_training_config(config)
 
 
 @pytest.mark.parametrize("name", ["full_iteration", "deepstack_addition"])

@@ -448,7 +448,7 @@ def test_importing_the_options_imports_no_torch_and_no_megatron():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     encoders = [f"encoders.{module.name}" for module in pkgutil.iter_modules(encoders_folder.__path__)]
-    seams = [f"upstream.seams.{name}" for name in ("encoder_group", "encoders", *encoders, "activation")]
+    seams = [f"upstream.seams.{name}" for name in ("contract", "encoder_group", "encoders", *encoders, "activation")]
     switch = ["announce", "switches", "upstream", "upstream.seams", *seams, "plugin"]
     heavy, light = map(ast.literal_eval, out.splitlines()[:2])
     assert heavy == [] and sorted(light) == sorted(f"bridge_cg_plugin.{name}" for name in switch)
