@@ -1,8 +1,10 @@
-"""Gradients of many parameters in one buffer, as megatron-core's data parallelism keeps them."""
+"""Gradients in `main_grad`, as megatron-core's data parallelism keeps them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 
 def give_main_grads(parameters: Iterable[nn.Parameter], flat: Tensor) -> None:
@@ -12,3 +14,23 @@ def give_main_grads(parameters: Iterable[nn.Parameter], flat: Tensor) -> None:
         parameter.main_grad = flat[start : start + parameter.numel()].view_as(parameter)
         parameter.grad_added_to_main_grad = False
         start += parameter.numel()
+
+
+def hook_main_grads(parameters: Iterable[nn.Parameter]) -> list[Node]:
+    """Let hooks add gradients to `main_grad`, zeros where there is none; they end with the nodes that are returned."""
+    nodes = []
+    for parameter in parameters:
+        if not hasattr(parameter, "main_grad"):
+            parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
+        nodes.append(get_gradient_edge(parameter).node)
+        nodes[-1].register_hook(_accumulates(parameter))
+    return nodes
+
+
+def _accumulates(parameter: nn.Parameter) -> Callable[..., None]:
+    def accumulate(*unused: object) -> None:
+        if parameter.grad is not None and not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return accumulate

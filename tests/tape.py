@@ -8,7 +8,7 @@ wrote holds NaN, where a graph's holds anything.
 
 from functools import cache
 
-from torch import Tensor, nan, no_grad
+from torch import Tensor, nan, no_grad, ops
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
@@ -46,6 +46,8 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is ops.aten._local_scalar_dense.default:
+            raise RuntimeError("a value is read on the host while a graph is captured")
         made = func(*args, **kwargs)
         is_view, in_place = results_of(func)
         if not is_view:

@@ -123,6 +123,16 @@ class Fallback(StrEnum):
         "capture failed for all or for this bucket; the warning and `not captured:` in the report give the reason",
         "do what the warning names",
     )
+    LEAVES_TENSORS = (
+        "leaves_tensors",
+        "each forward leaves a tensor or a value in an attribute or a global, which a replay would not do",
+        "return it from the forward, or update a buffer in place",
+    )
+    DRAWS_ON_HOST = (
+        "draws_on_host",
+        "each forward draws random numbers on the host, which a replay would not do",
+        "draw on the device with `torch`, or outside of the forward",
+    )
     IN_CHECKPOINT = (
         "in_checkpoint",
         "inside a checkpoint with `use_reentrant=False`, which counts the tensors that each forward saves: a replay "
@@ -190,8 +200,8 @@ class Fallback(StrEnum):
     )
     NUMERICS_CHANGED = (
         "numerics_changed",
-        "deterministic algorithms, fp32 matrix precision or parameters' types differ from the capture",
-        "set them as at capture; graphs then continue",
+        "deterministic algorithms, fp32 precision or parameters' types differ from the capture",
+        "none needed for another precision: the second such microbatch gets graphs; set the others as at capture",
     )
     # Calls and batches of another kind
     CALL_ARGUMENTS = (

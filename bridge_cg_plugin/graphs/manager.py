@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from ..announce import warn
-from .changes.model_watch import ModelWatch
+from .changes.model_watch import ModelWatch, foreign_hook
 from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, named, reason_of, release_frames
 from .fallback import Fallback
 from .instance import InstanceMethod
 from .memory.virtual_memory import DeviceMemoryError
+from .modules import every_module
 from .parts import Parts
 from .piece import Piece, Surroundings
 from .planning.demand import Demand
@@ -26,12 +27,15 @@ from .planning.room import UNLIMITED, MemoryLimit
 from .recordings.capture import collected_later
 from .recordings.compiling import TURNS
 from .recordings.executor import Executor
+from .recordings.generators import put_back
+from .recordings.kept_tensors import KeptTensors
 from .region import Region
 from .reports import ranges
 from .reports.progress import Progress
 from .reports.ranges import named_range
 from .reports.report import merge_statistics, render
 from .reports.statistics import RegionStatistics
+from .retries import Retry
 from .seen_operations import is_one_graph
 from .workload import Call, Eager, Workload
 
@@ -71,7 +75,7 @@ class GraphManager:
         self.slots = self.surroundings.slots
         self.consensus, self.bucket_consensus = self.surroundings.consensus, self.surroundings.bucket_consensus
         self.failure: str | None = None
-        self._failed_for = Fallback.CAPTURE_FAILED
+        self._failed_for, self._retry = Fallback.CAPTURE_FAILED, Retry(turns=1)
         self.step_number, self.in_step = 0, False
         self.turn, self.recorded = 0, False
         self.at_detach = ExitStack()
@@ -123,6 +127,15 @@ class GraphManager:
         """Run the module's own forward."""
         with nullcontext() if self._watch is None else self._watch.passing():
             return self._instance.original(*args, **kwargs)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Run passes of the captured module inside that leave nothing behind: no values, no attributes, no draws."""
+        generators = {*self.executor.generators(), torch.default_generator}
+        watch = self._followed(())
+        kept = KeptTensors(watch.tensors_of(every_module(watch.roots)))
+        with put_back(tuple(generators)), kept.put_back(), watch.undone():
+            yield
 
     def run(self, call: Call, eager: Eager) -> Any:
         """Replay a call where possible, else run it eager and count why.
@@ -259,6 +272,7 @@ class GraphManager:
             self._fail(error)
             return False
         self.failure, self._noted_seconds = None, self._seconds()
+        self._retry = Retry(turns=1)
         return True
 
     @contextmanager
@@ -347,17 +361,18 @@ class GraphManager:
         self.workload.forget()
 
     def _fail(self, error: Exception) -> None:
-        title, noun = self.workload.title, self.workload.noun
+        title, noun, before = self.workload.title, self.workload.noun, self.failure
         out_of_memory = isinstance(error, (OutOfMemoryInCapture, torch.OutOfMemoryError))
         remedies = [self.workload.out_of_memory_remedy] if out_of_memory else []
         remedy = "".join(f" {sentence}" for sentence in [*getattr(error, "__notes__", []), *remedies])
         self.failure, self._failed_for = named(error), reason_of(error)
+        self._retry.failed()
         if self.workload.strict:
             raise CaptureError(f"{title} could not be captured: {self.failure}.{remedy}") from error
         release_frames(error)
         gc.collect()  # a model may keep what its last pass made in a circle
         self.executor.tidy()
-        if isinstance(error, OtherRankFailed):
+        if isinstance(error, OtherRankFailed) or self.failure == before:
             return  # the rank that failed reports it
         warn(f"{title} could not be captured, the {noun} runs eager: {self.failure}.{remedy}")
 
@@ -368,6 +383,22 @@ class GraphManager:
             if not region.captured:
                 return False
         return self._regions != []
+
+    @property
+    def capture_due(self) -> bool:
+        """Whether there are no graphs and a capture is worth a try, once warm-up steps have run.
+
+        One that failed is tried again after one step, two, four and so on. For ranks that capture together that is
+        all; a rank alone tries at once where it failed for a hook that is gone.
+        """
+        if self.captured:
+            return False
+        alone = not (self.consensus.ranks or self.bucket_consensus.ranks)
+        return self._retry.due or (alone and self._failed_for is Fallback.FORWARD_HOOKS and self._hook_is_gone())
+
+    def _hook_is_gone(self) -> bool:
+        bypassed = [(name, module) for name, module in self.model.named_modules() if module is not self.model]
+        return foreign_hook(bypassed, self.surroundings.exempt.own_hook) is None
 
     @property
     def patched(self) -> tuple[tuple[nn.Module, str], ...]:
@@ -403,6 +434,7 @@ class GraphManager:
             CaptureError: It could not be recorded, and the user asked for a strict run.
         """
         self._stays_away = False
+        self._retry.turn()
         there = not (self.captured and self.executor.memory_away) or self._take_back()
         self._grow(may_record and there)
         ranges.look()

@@ -240,12 +240,12 @@ class Region:
         """Record what a training step missed.
 
         Raises:
-            CaptureError: It failed, and is not tried again.
+            CaptureError: It failed.
         """
         self._captured().late.record_wish(wish)
 
     def take_back(self, wish: Wish) -> None:
-        """Forget what was recorded for a wish that not all ranks could record; it is not tried again."""
+        """Forget what was recorded for a wish that not all ranks could record."""
         made = self._captured()
         source = self._source(made.sources, gradients=True)
         if isinstance(source, Source):

@@ -46,7 +46,6 @@ class Manager(Protocol):
         model: The module.
         executor: Makes recordings.
         slots: Microbatches between forward and backward at once.
-        failure: Why the last capture failed, None if it did not.
         step_number: Number of the training step under way, from 1.
         in_step: Whether a training step is under way.
         surroundings: What is around the module in this run.
@@ -57,7 +56,6 @@ class Manager(Protocol):
     model: nn.Module
     executor: Executor
     slots: int
-    failure: str | None
     step_number: int
     in_step: bool
     surroundings: Surroundings
@@ -69,6 +67,10 @@ class Manager(Protocol):
         """Whether graphs exist."""
 
     @property
+    def capture_due(self) -> bool:
+        """Whether there are no graphs and a capture is worth a try."""
+
+    @property
     def is_paused(self) -> bool:
         """Whether the module runs eager for a while."""
 
@@ -78,6 +80,9 @@ class Manager(Protocol):
 
     def run(self, call: Call, eager: Eager) -> Any:
         """Replay a call where possible, else run it eager and count why."""
+
+    def undone(self) -> AbstractContextManager[None]:
+        """Return what passes run in that leave nothing behind."""
 
     def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""

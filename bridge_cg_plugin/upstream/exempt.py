@@ -8,15 +8,26 @@ from typing import Any
 from torch import nn
 
 from ..graphs.changes.model_watch import Exempt
+from ..graphs.changes.values import look_not_into
 from .seams.contract import PLACES, held_now
 from .seams.own_code import own_code
 
 # A schedule passes layers the microbatch's number and a pipeline stage its input, which graphs get as a tensor. When
-# attention first gets lengths, it forgets the names of those that it does not pass on.
-BOOKKEEPING = frozenset(("current_microbatch", "is_first_microbatch", "input_tensor", "kept_packed_seq_params"))
+# attention first gets lengths, it forgets the names of those that it does not pass on. A configuration holds functions
+# of the loop.
+BOOKKEEPING = frozenset(
+    (
+        *("current_microbatch", "is_first_microbatch", "input_tensor", "kept_packed_seq_params"),
+        *("timers", "grad_scale_func", "finalize_model_grads_func"),
+        *("no_sync_func", "grad_sync_func", "param_sync_func"),
+    )
+)
+look_not_into("megatron.core.timers", "megatron.core.process_groups_config")
 # Transformer Engine numbers the modules of a process, for its debugger.
 LABEL, NUMBERED, ENGINE = "name", re.compile(r"Layer_\d+"), "transformer_engine."
 DEBUGGER = "transformer_engine.debug.pytorch.debug_state"
+# The all-to-all dispatcher keeps `probs` and `routing_map` of a pass, for one; statistics and caches are globals.
+PACKAGES = frozenset(("megatron", "transformer_engine"))
 # Where hooks are made that are part of a module's forward, or that gather parameters, for which replays wait, or that
 # collect outputs in those calls alone that ask for them.
 OWN_HOOKS = (
@@ -46,4 +57,4 @@ def label(module: nn.Module, name: str, value: Any) -> bool:
     return not getattr(state, "debug_enabled", None)
 
 
-EXEMPT = Exempt(BOOKKEEPING, own_hook, label, held_now, PLACES, own_code)
+EXEMPT = Exempt(BOOKKEEPING, own_hook, label, PACKAGES, held_now, PLACES, own_code)

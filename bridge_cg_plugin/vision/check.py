@@ -1,6 +1,7 @@
 """The run-time check: a microbatch's replay is compared with eager, outputs and gradients."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,7 @@ class ReplayCheck:
 
     Args:
         eager: Runs the encoder eager on a batch.
+        undone: Entered around passes that are to leave nothing behind.
         tolerance: Largest accepted relative L2 difference.
         stop: Whether a failure raises.
         results: Finished checks are appended here.
@@ -49,11 +51,12 @@ class ReplayCheck:
     def __init__(
         self,
         eager: EagerForward,
+        undone: Callable[[], AbstractContextManager[None]],
         tolerance: float,
         stop: bool,
         results: list[CheckResult],
     ) -> None:
-        self._eager = eager
+        self._eager, self._undone = eager, undone
         self._source: Source  # set by `compare_outputs`, which comes before the backward
         self._tolerance, self._stop, self._results = tolerance, stop, results
         self._expected: list[Tensor | None] = []
@@ -67,7 +70,7 @@ class ReplayCheck:
     def compare_outputs(self, outputs: Sequence[Tensor], source: Source) -> None:
         """Compare the outputs of a replay of a recording that was made from `source`."""
         self._source = source
-        with torch.no_grad():
+        with self._undone(), torch.no_grad():
             expected = self._eager(self._batch)
         self._forward = max(relative_difference(a, b) for a, b in zip(outputs, expected, strict=True))
         if not any(o.requires_grad for o in outputs):
@@ -75,8 +78,12 @@ class ReplayCheck:
 
     def before_backward(self, output_gradients: Sequence[Tensor | None]) -> None:
         """Run eager forward and backward and set its gradients aside. See `BackwardObserver`."""
-        self._before = [None if g is None else g.clone() for g in self._source.sinks.main_grads]
-        with torch.enable_grad(), self._source.aliases.active(self._source.sinks.handed) as aliases:
+        self._before = [None if g is None else g.clone() for g in self._source.sinks.given]
+        with (
+            self._undone(),
+            torch.enable_grad(),
+            self._source.aliases.active(self._source.sinks.handed) as aliases,
+        ):
             with self._source.autocasting():
                 outputs = self._eager(self._batch)
             pairs = [
@@ -88,7 +95,7 @@ class ReplayCheck:
             gradients = torch.autograd.grad([o for o, _ in pairs], targets, [g for _, g in pairs], allow_unused=True)
         self._expected = []
         for target, gradient, main, before in zip(
-            targets, gradients, self._source.sinks.main_grads, self._before, strict=True
+            targets, gradients, self._source.sinks.given, self._before, strict=True
         ):
             added = target.grad_added_to_main_grad  # by a fused GEMM
             if main is not None and before is not None and added:
@@ -100,9 +107,9 @@ class ReplayCheck:
         """Compare the replay's gradients; one that only one side has counts as zeros. See `BackwardObserver`."""
         worst, place = 0.0, None
         for index, (expected, main, before, returned) in enumerate(
-            zip(self._expected, self._source.sinks.main_grads, self._before, gradients.parameters, strict=True)
+            zip(self._expected, self._source.sinks.given, self._before, gradients.parameters, strict=True)
         ):
-            actual = returned if main is None or before is None else main - before
+            actual = returned if returned is not None or main is None or before is None else main - before
             if expected is None and actual is None:
                 continue
             difference = relative_difference(*(torch.zeros(()) if g is None else g for g in (actual, expected)))

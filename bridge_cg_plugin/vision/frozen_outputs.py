@@ -16,7 +16,7 @@ from torch import Tensor
 from ..announce import warn
 from ..graphs.changes.likeness import likeness
 from ..graphs.changes.source import Source
-from ..graphs.changes.sources import are_deterministic, matmul_precision
+from ..graphs.changes.sources import are_deterministic
 from ..graphs.planning.buckets import round_up
 from ..graphs.recordings.generators import provide_aside
 from ..graphs.region import Region
@@ -246,7 +246,7 @@ class FrozenOutputs:
     def _key(self, source: Source, trained: bool, batch: EncoderBatch) -> _Key:
         read = batch.tensors
         content = begun(read)  # the GPU goes on while the host looks at the encoder
-        numerics = source.autocast, matmul_precision(), are_deterministic()
+        numerics = source.numerics, are_deterministic()
         encoder = self._likeness_of(source), self._options, numerics, self._weights_of(source, trained)
         images = tuple((each.dtype, tuple(each.shape)) for each in read), batch.rows, content()
         return _Key(encoder, images)

@@ -110,7 +110,8 @@ class EncoderRuns:
     def _checked(self, region: Region, batch: EncoderBatch) -> tuple[Tensor, ...] | None:
         """Replay a batch and compare it with eager."""
         options, step = self._options, self._manager.step_number
-        check = ReplayCheck(self._run, options.check_tolerance, options.check_action == "stop", self.checks)
+        stop = options.check_action == "stop"
+        check = ReplayCheck(self._run, self._manager.undone, options.check_tolerance, stop, self.checks)
         check.start(step, batch)
         outputs = region.run(batch, check)
         if outputs is not None:

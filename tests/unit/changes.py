@@ -21,7 +21,7 @@ from bridge_cg_plugin.offload.planner import Allowed
 from bridge_cg_plugin.offload.registry import OTHER
 
 from ..leaving import LeavingExecutor
-from ..main_grads import give_main_grads
+from ..main_grads import give_main_grads, hook_main_grads
 from ..rows_program import RowsProgram
 
 WIDTH, LAYERS, CAPACITIES, SLOTS = 6, 2, (4, 8), 2
@@ -36,6 +36,7 @@ class Scaled(nn.Module):
         super().__init__()
         self.config, self.gain = config, 1.0
         self.marks, self.scales = [], {"first": 1.0}
+        self.last_mean = torch.zeros(())
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("scale", torch.ones(WIDTH))
 
@@ -45,7 +46,7 @@ class Scaled(nn.Module):
     def inner(self, x: Tensor) -> Tensor:
         gain = self.gain * self.config.power * self.scales["first"] + len(self.marks)
         hidden = torch.tanh(self.first(x)) * self.scale * gain
-        self.last_mean = hidden.detach().mean()  # as statistics that a forward leaves behind
+        self.last_mean.copy_(hidden.detach().mean())  # as statistics that a forward leaves behind
         return self.second(hidden if self.training else 0.5 * hidden)
 
     def linears(self) -> list[nn.Module]:
@@ -78,27 +79,12 @@ class Model(nn.Module):
         followed = [p for n, p in self.named_parameters() if not n.endswith("second.bias")]
         self.flat = torch.zeros(sum(p.numel() for p in followed))
         give_main_grads(followed, self.flat)
-        self.nodes = []
-        for parameter in followed:
-            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-            node.register_hook(accumulates(parameter))
-            self.nodes.append(node)
+        self.nodes = hook_main_grads(followed)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def accumulates(parameter: nn.Parameter) -> Callable[..., None]:
-    """Return a hook for a parameter's node that moves gradients to `main_grad` as data parallelism does."""
-
-    def accumulate(*unused: object) -> None:
-        if parameter.grad is not None and not parameter.grad_added_to_main_grad:
-            parameter.main_grad.add_(parameter.grad)
-        parameter.grad = None
-
-    return accumulate
 
 
 class Rows(NamedTuple):

@@ -76,6 +76,33 @@ def test_a_check_changes_no_gradient(parallel):
     assert_close(*([getattr(p, name) for p in m.parameters()] for m in (model, eager)))
 
 
+class Counting(torch.nn.Module):
+    """Counts passes in a buffer and draws what it does not use."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, hidden):
+        self.passes += 1
+        torch.rand(3)
+        return self.inner(hidden)
+
+
+def test_a_check_leaves_buffers_and_random_states_as_replays_do():
+    found = []
+    for options in ({}, STRICT):
+        torch.manual_seed(0)
+        model = new_tower()
+        model.decoder.layers[0].mlp.linear_fc2 = counting = Counting(model.decoder.layers[0].mlp.linear_fc2)
+        with graphs_on(model, **options) as graphs:
+            for _ in range(3):
+                train_step(graphs)
+            found.append((float(counting.passes), torch.get_rng_state()))
+    assert found[0][0] == found[1][0] == 3 and torch.equal(found[0][1], found[1][1])
+
+
 def test_a_wrong_replay_warns_and_goes_on(caplog):
     with graphs_on(new_tower(), check_interval=1, check_tolerance=1e-4) as graphs:
         corrupt_inputs(graphs)

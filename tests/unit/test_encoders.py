@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -328,6 +329,37 @@ def test_a_call_for_more_than_the_usual_result_runs_eager(case):
         assert len(model(*given, output_hidden_states=True).hidden_states) > 1
         assert isinstance(model(*given, return_dict=False), tuple)
         assert graphs.statistics().fallbacks == {"call_arguments": 2}
+
+
+@cases({**WITH_GRIDS, "siglip": IMAGES, "qwen3-omni-audio": AUDIO})
+def test_a_configuration_that_asks_for_another_result_runs_eager(case):
+    model = case.new()
+    given = case.draw(case.sizes[1])
+    with graphs_on(model, **case.largest) as graphs:
+        model.config.return_dict = False
+        for _ in range(6):
+            graphs.begin_step()
+            assert isinstance(model(*given), tuple)
+        assert graphs.statistics().fallbacks == {"call_arguments": 6}
+
+
+@cases(WITH_GRIDS)
+@pytest.mark.parametrize("read", [False, True], ids=["unread", "read"])
+def test_the_last_hidden_states_are_those_of_eager(case, read):
+    model, given, found = case.new(), case.draw(case.sizes[4]), []
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    with graphs_on(model, **case.largest) as graphs:
+        for pause in (nullcontext, graphs.paused):
+            with pause():
+                returned = model(*given)
+            merged, hidden = returned.pooler_output, returned.last_hidden_state
+            gradients = torch.autograd.grad(loss_of([merged, hidden] if read else [merged]), wanted, allow_unused=True)
+            found.append(
+                (list(returned), [returned[0].detach(), merged.detach(), *(g for g in gradients if g is not None)])
+            )
+        assert graphs.statistics().replays == 1
+    assert found[0][0] == found[1][0]
+    assert_close(found[0][1], found[1][1])
 
 
 def test_a_pooling_head_is_part_of_the_region():

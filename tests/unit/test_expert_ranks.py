@@ -23,6 +23,7 @@ from bridge_cg_plugin.upstream.parallel.process_groups import (
     sharing_groups,
     without_collectives,
 )
+from tests.main_grads import hook_main_grads
 from tests.ranks import run_ranks
 from tests.routers import take_statistics
 
@@ -160,8 +161,7 @@ def test_a_mixture_of_losses_goes_to_main_grad(tmp_path):
 def accumulate():
     model, packs = rank_model(), own_packs(2)
     expected = [losses_and_gradients(model, arguments)[1] for arguments in packs]
-    for parameter in model.parameters():
-        parameter.main_grad = torch.zeros_like(parameter)
+    model.nodes = hook_main_grads(model.decoder.parameters())
     with on_graphs(model, packs[0]):
         for arguments in packs:
             losses = model(**arguments)
@@ -224,8 +224,7 @@ def test_a_rank_whose_model_differs_makes_all_eager(tmp_path):
 def parameter_changed_on_one_rank(freezes):
     model, packs = rank_model(), own_packs(3)
     parameter = model.decoder.layers[0].input_layernorm.weight
-    for each in model.parameters():
-        each.main_grad = torch.zeros_like(each)
+    model.nodes = hook_main_grads(model.decoder.parameters())
     with on_graphs(model, cuda_graph_packed_strict=False) as graphs:
         for number, arguments in enumerate(packs):
             hook = None

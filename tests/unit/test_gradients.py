@@ -1,14 +1,17 @@
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
-from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
 from bridge_cg_plugin.graphs.replays.gradients import SMALL, GradientSinks, ParameterHooks, SmallGradients
 
+from ..main_grads import hook_main_grads
 from .toy import Toy, assert_same, loss_of, poison, toy_batch, toy_region
 
 
@@ -17,7 +20,7 @@ class DataParallel:
 
     def __init__(self, model, only=None) -> None:
         self.model, self.fired, self.arrived = model, [], []
-        self._nodes = []
+        self.nodes = []
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad or (only is not None and name not in only):
                 continue
@@ -25,7 +28,7 @@ class DataParallel:
             parameter.grad_added_to_main_grad = False
             node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
             node.register_hook(self._hook(name, parameter))
-            self._nodes.append(node)
+            self.nodes.append(node)
 
     def _hook(self, name, parameter):
         def hook(*unused):
@@ -36,6 +39,11 @@ class DataParallel:
             parameter.grad = None
 
         return hook
+
+    def drop(self):
+        """Take the hooks off, which end with their nodes, and leave `main_grad`."""
+        self.nodes.clear()
+        return self
 
     @property
     def main_grads(self):
@@ -326,35 +334,113 @@ def test_gradients_of_every_size_reach_main_grad():
     model = torch.nn.ParameterDict({name: torch.zeros(size) for name, size in (("bias", 8), ("weight", SMALL + 1))})
     for parameter in model.values():
         parameter.main_grad = torch.ones_like(parameter)
+    nodes = hook_main_grads(model.values())
     aliases = {p: torch.nn.Parameter(p.detach()) for p in model.values()}
     sinks = GradientSinks(list(model.values()))
     with sinks.attached(aliases):
         loss = sum((alias * 3).sum() for alias in aliases.values())
         torch.autograd.grad(loss, list(aliases.values()))
-    assert all((p.main_grad == 4).all() for p in model.values())
+    assert nodes and all((p.main_grad == 4).all() for p in model.values())
 
 
 def test_placeholders_are_handed_over_without_a_copy():
     model = Toy()
-    model.mix.weight = torch.nn.Parameter(model.mix.weight.detach().t())  # not contiguous
-    for parameter in model.parameters():
-        parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float64)
+    model.mix.weight = nn.Parameter(model.mix.weight.detach().t())  # not contiguous
+    parallel, seen = DataParallel(model), {}
+    for parameter, node in zip(model.parameters(), parallel.nodes, strict=True):
+        node.register_prehook(lambda gradients, p=parameter: seen.update({p: gradients[0]}))
     region = toy_region(model)
     loss_of(region.run(toy_batch())).backward()
-    assert all(p.grad.data_ptr() in region.sources._hooks.zeros.addresses for p in model.parameters())
-    assert all(p.grad.stride() == p.stride() and not p.grad.any() for p in model.parameters())
+    assert all(seen[p].data_ptr() in region.sources._hooks.zeros.addresses for p in model.parameters())
+    assert all(seen[p].stride() == p.stride() and not seen[p].any() for p in model.parameters())
+
+
+class Left(DataParallel):
+    """Hooks that leave `.grad` to the loop, which adds to `main_grad` what is there at the end of a step."""
+
+    def _hook(self, name, parameter):
+        return lambda *unused: self.fired.append(name)
+
+
+MIXES = [(FITTING, TOO_LARGE, FITTING, FITTING, TOO_LARGE), (TOO_LARGE, FITTING), (FITTING, FITTING)]
+
+
+@pytest.mark.parametrize("lengths", MIXES)
+@pytest.mark.parametrize("hooks", [None, Left, DataParallel], ids=["none", "leaving", "adding"])
+def test_a_loop_that_leaves_gradients_between_microbatches(lengths, hooks):
+    """Nothing is lost or counted twice in `main_grad` and `.grad` together; without hooks, each is as in eager."""
+    sides = [Toy(), Toy()]
+    sides[1].load_state_dict(sides[0].state_dict())
+    parallel = [(hooks or DataParallel)(model) for model in sides]
+    if hooks is None:
+        parallel = [side.drop() for side in parallel]
+    region = toy_region(sides[1])
+    for step in range(2):
+        for model in sides:
+            model.zero_grad(set_to_none=True)
+            torch._foreach_zero_([p.main_grad for p in model.parameters()])
+        for seed, item in enumerate(lengths):
+            batch = toy_batch(item, 10 * step + seed)
+            loss_of(sides[0](batch.x, batch.offsets)).backward()
+            region_loss(region, batch).backward()
+            assert_same(*(list(map(_collected, model.parameters())) for model in sides))
+            if hooks is None:
+                assert_same(*([p.grad for p in model.parameters()] for model in sides))
+    assert region.statistics.replays == 2 * lengths.count(FITTING)
+
+
+def _collected(parameter):
+    return parameter.main_grad if parameter.grad is None else parameter.main_grad + parameter.grad
+
+
+class _Fused(torch.autograd.Function):
+    """`x @ weight.T` that adds the weight's gradient to `main_grad`, as Transformer Engine does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.weight.main_grad.add_(gradient.T @ ctx.saved_tensors[0])
+        ctx.weight.grad_added_to_main_grad = True
+        return gradient @ ctx.weight, torch.full_like(ctx.weight, 7.0)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_module_that_adds_to_main_grad_in_eager_does_so_in_its_recording(hooked):
+    reference, parallel, _ = pair()
+    both = (parallel, reference)
+    for side in both:
+        mix = side.model.mix
+        mix.forward = lambda x, mix=mix: _Fused.apply(x, mix.weight) + mix.bias
+        if not hooked:
+            side.drop()
+    region = toy_region(parallel.model)
+    for seed, item in enumerate((FITTING, TOO_LARGE, FITTING)):
+        for side in both:
+            side.model.mix.weight.grad_added_to_main_grad = False
+        eager_loss(reference, toy_batch(item, seed)).backward()
+        region_loss(region, toy_batch(item, seed)).backward()
+        assert_same(parallel.main_grads, reference.main_grads)
+        if not hooked:
+            assert parallel.flags == reference.flags
+            others = [[p for p in side.model.parameters() if p is not side.model.mix.weight] for side in both]
+            assert_same(*([p.grad for p in parameters] for parameters in others))
+    assert region.statistics.replays == 2
 
 
 @pytest.mark.parametrize("reduction, elements", [(None, 4 * 4), (object(), 1)], ids=["autograd", "reduction"])
 def test_placeholders_take_memory_only_where_autograd_gets_them(reduction, elements):
     """A reduction is notified directly; the largest weight of a tower alone is 40 MiB."""
     model = nn.Linear(4, 4)
-    for parameter in model.parameters():
-        parameter.main_grad = torch.zeros_like(parameter)
+    nodes = hook_main_grads(model.parameters())
     hooks = ParameterHooks()
     GradientSinks(list(model.parameters()), reduction, hooks)
     (storage,) = itertools.chain(*hooks.zeros._flat.values())
-    assert storage.numel() == elements
+    assert nodes and storage.numel() == elements
 
 
 class _WithoutBiasGradient(torch.autograd.Function):
@@ -385,3 +471,90 @@ def test_a_parameter_that_is_used_and_gets_no_gradient():
     for one in (reference, parallel):
         eager_loss(one, batch).backward()
     assert_same(parallel.main_grads, reference.main_grads)
+
+
+def _asked(model, name):
+    return [dict(model.named_parameters())[name]]
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_gradients_of_the_input_alone_leave_main_grad(reduced):
+    reference, parallel, region = pair()
+    if reduced:
+        region = toy_region(parallel.model, reduction=Silent())
+    for gradient in parallel.main_grads:
+        gradient.fill_(3.0)
+    found = []
+    for loss in (partial(eager_loss, reference), partial(region_loss, region)):
+        batch = toy_batch(FITTING)
+        batch.x.requires_grad_()
+        found.append(torch.autograd.grad(loss(batch), [batch.x]))
+    assert region.statistics.replays == 1
+    assert_same(*found)
+    assert all((g == 3).all() for g in parallel.main_grads)
+    for gradient in reference.main_grads:
+        gradient.fill_(3.0)
+    eager_loss(reference, toy_batch(FITTING)).backward()
+    region_loss(region, toy_batch(FITTING)).backward()
+    assert_same(parallel.main_grads, reference.main_grads)
+
+
+@pytest.mark.parametrize("name", ["mix.weight", "pair.bias"])
+def test_gradients_of_some_parameters(name):
+    reference, parallel, region = pair()
+    sides = [(reference, eager_loss(reference, toy_batch())), (parallel, region_loss(region, toy_batch()))]
+    assert_same(*(torch.autograd.grad(loss, _asked(side.model, name)) for side, loss in sides))
+    assert not any(g.any() for side, _ in sides for g in side.main_grads)
+    sides = [(reference, eager_loss(reference, toy_batch())), (parallel, region_loss(region, toy_batch()))]
+    for side, loss in sides:
+        loss.backward(inputs=_asked(side.model, name))
+    assert_same(parallel.main_grads, reference.main_grads)
+    assert parallel.fired == reference.fired == [name]
+    assert region.statistics.replays == 2
+
+
+class Silent:
+    """A reduction that waits for nothing."""
+
+    def waits(self):
+        return False
+
+
+ASKS = [
+    torch.autograd.grad,
+    lambda loss, wanted: loss.backward(inputs=wanted),
+    lambda loss, wanted: torch.autograd.grad(loss, list(map(get_gradient_edge, wanted)), allow_unused=True),
+]
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_gradients_of_parameters_that_a_reduction_waits_for_are_refused(ask):
+    """Autograd does not know of them: it would give None, or nothing."""
+    before = torch.autograd._engine_run_backward
+    _, parallel, _ = pair()
+    region = toy_region(parallel.model, reduction=Silent())
+    with pytest.raises(ReplayError, match="backward\\(inputs=\\)"):
+        ask(region_loss(region, toy_batch()), list(parallel.model.parameters())[:1])
+    assert not any(g.any() for g in parallel.main_grads)
+    loss, other = region_loss(region, toy_batch()), eager_loss(parallel, toy_batch(TOO_LARGE))
+    (found,) = torch.autograd.grad(other, [parallel.model.mix.weight])  # no replay is behind it
+    assert found.any()
+    loss.backward()
+    assert all(g.any() for g in parallel.main_grads)
+    region.reset()
+    assert torch.autograd._engine_run_backward is before
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_parameters_can_be_swapped(parallel):
+    model = Toy()
+    side = DataParallel(model) if parallel else None
+    region = toy_region(model)
+    region_loss(region, toy_batch()).backward()
+    for parameter in model.parameters():
+        other = nn.Parameter(parameter.detach() * 2)
+        if parallel:
+            side.nodes.clear()
+        torch.utils.swap_tensors(parameter, other)
+    expected = model(toy_batch().x, toy_batch().offsets)
+    assert_same([loss_of(region.run(toy_batch()) or expected)], [loss_of(expected)])

@@ -7,7 +7,7 @@ from torch import nn
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 
-from ..main_grads import give_main_grads
+from ..main_grads import give_main_grads, hook_main_grads
 from ..other_memory import are_intact, fill_elsewhere
 from ..regions import new_region
 from ..rows_program import RowsProgram
@@ -23,6 +23,7 @@ class Gradients:
         self.flat, self._others = torch.zeros(before + sum(p.numel() for p in model.parameters())), []
         self._nbytes, self._addresses = self.flat.nbytes, {self.flat.data_ptr()}
         give_main_grads(model.parameters(), self.flat[before:])
+        self._nodes = hook_main_grads(model.parameters())
 
     def leave(self):
         self.flat.untyped_storage().resize_(0)

@@ -259,7 +259,7 @@ def test_a_further_bucket_is_warmed_up_by_one_layer_of_each_kind(case, monkeypat
     with packs.ON_CPU(), graphs_on(model):
         pass
     passes = eager + 3  # the first bucket's warm-up, and both recordings
-    assert len(calls) == passes * len(layers) + kinds
+    assert len(calls) == passes * len(layers) + 2 * kinds  # the first bucket's look at a pass is brief, too
 
 
 def test_what_each_layer_does_at_its_first_pass_is_done_before_it_is_recorded(monkeypatch):
@@ -277,8 +277,8 @@ def test_what_each_layer_does_at_its_first_pass_is_done_before_it_is_recorded(mo
     monkeypatch.setattr(type(layers[0]), "forward", noting)
     with vision_graphs(model) as graphs:
         assert graphs.captured, graphs.failure
-        # The others' first passes were a recording in vain, which computes nothing: they do it again.
-        assert first_passes == [*layers, *layers[1:]]
+        # Of a recording in vain, which computes nothing, and of its warm-up nothing stays: all do it again.
+        assert first_passes == [*layers, *layers]
         replayed = towers.results(model, IMAGES[:1])
         towers.assert_close([*replayed[0], *replayed[1]], [*outputs, *gradients])
         assert graphs.statistics().replays

@@ -9,10 +9,9 @@ from bridge_cg_plugin.graphs.changes.source import SAMPLE
 from bridge_cg_plugin.graphs.errors import ReplayError
 from bridge_cg_plugin.graphs.manager import MANY_MOVES
 
-from ..main_grads import give_main_grads
+from ..main_grads import give_main_grads, hook_main_grads
 from ..other_memory import are_intact, fill_elsewhere
 from ..tape import CountingTape, TapeExecutor
-from .changes import accumulates
 from .towers import assert_close, forward, graphs_on, loss_of, new_tower, results
 
 
@@ -158,11 +157,7 @@ def with_main_grads(model) -> torch.Tensor:
     """Give every parameter a `main_grad` in one buffer, which a hook adds to as data parallelism does."""
     flat = torch.zeros(sum(p.numel() for p in model.parameters()))
     give_main_grads(model.parameters(), flat)
-    model.nodes = []
-    for parameter in model.parameters():
-        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-        node.register_hook(accumulates(parameter))
-        model.nodes.append(node)
+    model.nodes = hook_main_grads(model.parameters())
     return flat
 
 

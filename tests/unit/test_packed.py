@@ -13,6 +13,7 @@ from bridge_cg_plugin.language.packed.fit import pack_buckets
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_tools.planner.plan import place
 
+from ..main_grads import hook_main_grads
 from .packs import (
     WARMUP,
     eager,
@@ -216,8 +217,7 @@ def test_gradients_are_added_to_main_grad():
     batches = [pack((100, 180)), pack((300,))]
     with graphs_on(model, pack(WARMUP)) as graphs:
         expected = [eager(model, graphs, batch)[1] for batch in batches]
-    for parameter in model.parameters():
-        parameter.main_grad = torch.zeros_like(parameter)
+    model.nodes = hook_main_grads(model.decoder.parameters())
     with graphs_on(model, pack(WARMUP)):
         for batch in batches:
             losses = model(**batch)
@@ -328,7 +328,7 @@ def test_weight_gradients_are_added_inside_products_of_recorded_work_only(monkey
     seen = []
     for product in products:
         product.fuse_wgrad_accumulation, product.is_first_microbatch = False, True
-        product.weight.main_grad = torch.zeros_like(product.weight)
+    fresh.nodes = hook_main_grads(product.weight for product in products)
     for kind in {type(product) for product in products}:
         monkeypatch.setattr(kind, "forward", noting(kind.forward, seen))
     tuning = {} if fused is None else {"gradient_accumulation_fusion": fused}

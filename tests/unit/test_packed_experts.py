@@ -8,6 +8,7 @@ from bridge_cg_plugin.options import OptionError, experts
 from bridge_cg_plugin.upstream.decoder import routers as packed_routers
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 from bridge_cg_plugin.upstream.decoder.experts import NEEDED
+from tests.main_grads import hook_main_grads
 from tests.routers import take_statistics
 
 from .packs import EXPERTS, ON_CPU, graphs_on, losses_and_gradients, new_model, pack
@@ -76,8 +77,7 @@ def assert_replays_are_eagers(model, packs, expected):
 def test_gradients_are_added_to_main_grad():
     model = new_model(**EXPERTS)
     expected = [losses_and_gradients(model, arguments)[1] for arguments in PACKS[:2]]
-    for parameter in model.parameters():
-        parameter.main_grad = torch.zeros_like(parameter)
+    model.nodes = hook_main_grads(model.decoder.parameters())
     with ON_CPU(), on_graphs(model):
         for arguments in PACKS[:2]:
             losses = model(**arguments)

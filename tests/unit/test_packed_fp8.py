@@ -69,6 +69,7 @@ class QuantizingLinear(nn.Module):
         ends_backward: Whether its backward updates delayed scales, as that of the first such module does.
     """
 
+    __module__ = "transformer_engine.pytorch.module.linear"
     ends_backward = False
 
     def __init__(self, weight, contexts):

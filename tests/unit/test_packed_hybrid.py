@@ -13,6 +13,7 @@ from bridge_cg_plugin.upstream.decoder import block as packed_decoder
 from bridge_cg_plugin.upstream.hooks.data import pack_indices
 from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper
 
+from ..main_grads import hook_main_grads
 from .hybrids import hybrid_pack, new_hybrid, stand_ins
 from .packs import EXPERTS, ends, graphs_on, losses_and_gradients
 from .towers import assert_close, poison
@@ -164,8 +165,7 @@ def test_gradients_are_added_to_main_grad():
     model = new_hybrid()
     with graphs_on(model, hybrid_pack(WARMUP)) as graphs:
         expected = eager(model, graphs, hybrid_pack((100, 180)))[1]
-    for parameter in model.parameters():
-        parameter.main_grad = torch.zeros_like(parameter)
+    model.nodes = hook_main_grads(model.decoder.parameters())
     with graphs_on(model, hybrid_pack(WARMUP)):
         losses = model(**hybrid_pack((100, 180)))
         (losses * torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)).sum().backward()

@@ -16,6 +16,7 @@ from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.rank_consensus import Agreed
 
+from ..main_grads import hook_main_grads
 from ..regions import new_region
 from ..rows_program import RowsProgram
 from ..tape import TapeExecutor
@@ -65,8 +66,7 @@ def region_of(model, **options):
 
 
 def with_main_grads(model):
-    for parameter in model.parameters():
-        parameter.main_grad = torch.zeros_like(parameter)
+    model.nodes = hook_main_grads(model.parameters())
     return model
 
 
@@ -183,6 +183,18 @@ def test_a_parameter_that_takes_the_identity_of_one_that_is_gone_is_another():
         del made
         assert region.run(x) is None
         torch.testing.assert_close(region.run(x)[0], model(x))
+
+
+def test_no_parameter_has_a_weak_reference():
+    """`torch.utils.swap_tensors` refuses those that have."""
+    model = with_main_grads(two_layers())
+    region, x, kept = region_of(model), batch(), list(model.parameters())
+    for turn in range(4):
+        model[0].linear.weight = nn.Parameter(torch.full((WIDTH, WIDTH), float(turn)))
+        kept.append(model[0].linear.weight)
+        for _ in range(3):
+            region.run(x)
+    assert not any(map(weakref.getweakrefs, kept))
 
 
 def test_parameters_that_come_back_in_turn_keep_their_graphs():
@@ -364,6 +376,26 @@ def test_other_numerics_run_eager_until_they_are_back():
     finally:
         torch.set_float32_matmul_precision(before)
     assert region.run(x) is not None
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_another_precision_that_lasts_gets_recordings_of_its_own(newer):
+    """PyTorch's older getter raises once the newer setting was written."""
+    model = two_layers()
+    region, x = region_of(model), batch()
+    products = torch.backends.mkldnn.matmul if newer else SimpleNamespace()
+    before = torch.get_float32_matmul_precision()
+    try:
+        if newer:
+            products.fp32_precision = "bf16"
+        else:
+            torch.set_float32_matmul_precision("medium")
+        assert region.run(x) is None and region.run(x) is not None
+    finally:
+        if newer:
+            products.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision(before)
+    assert region.run(x) is not None and region.statistics.fallbacks == {"numerics_changed": 1}
 
 
 def test_a_hook_on_a_module_outside_of_a_part_is_nobodys_concern():

@@ -60,7 +60,7 @@ def test_hooks_are_called_once_around_a_recordings_warm_up(monkeypatch):
     executor, forward = hooked(calls)
     monkeypatch.setattr(ToyProgram, "forward", forward)
     toy_region(capacities=(8,), executor=executor, evaluation=False)
-    assert calls == ["before", "pass", "after", "pass"]
+    assert calls == ["before", "pass", "pass", "after", "pass"]
 
 
 def test_the_second_hook_is_called_after_a_failure_too(monkeypatch):

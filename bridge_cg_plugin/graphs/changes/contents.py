@@ -1,34 +1,60 @@
-"""What lists, sets and dicts of modules hold, compared by identity and put back."""
+"""What attributes of modules hold, compared by identity and put back."""
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from itertools import chain
 from typing import Any
 
 from torch import nn
 
-from .tables import Entry, module_tables
-from .values import MISSING, NESTED
+from .tables import OF_EVERY_MODULE, Entry, module_tables
+from .values import MISSING, NESTED, elements, readers
 
 # No watcher sees them change.
 UNWATCHED = (list, set)
-_NESTING = (list, tuple, set, frozenset, dict)
+# The most containers and objects that are looked at inside one value.
+MOST_INSIDE = 256
 
 
 class Held:
-    """What lists and sets hold, and those inside them, compared by identity: a model may have hundreds.
+    """What some values hold, and containers and objects inside them, compared by identity: a model may have hundreds.
 
     Args:
-        values: The lists and sets.
+        values: Containers and objects.
     """
 
-    def __init__(self, values: Iterable[list[Any] | set[Any]]) -> None:
-        self._containers = tuple(found for each in values for found in _containers(each))
-        self._elements = list(chain.from_iterable(map(_elements, self._containers)))
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._values = {id(each): each for each in values}
+        read = [
+            (number, reader)
+            for number, value in self._values.items()
+            for container in _containers(value)
+            for reader in readers(container)
+        ]
+        self._owners, self._readers = [number for number, _ in read], [reader for _, reader in read]
+        self._first = self.now()
 
-    def changed(self) -> bool:
-        """Whether an element is another object now."""
-        return not _same(list(chain.from_iterable(map(_elements, self._containers))), self._elements)
+    # Before every replay outside of steps: no line of Python for each.
+
+    def now(self) -> list[list[Any]]:
+        """Return what is held, container by container."""
+        return list(map(list, map(operator.call, self._readers)))
+
+    def changed(self, before: Sequence[Sequence[Any]] | None = None) -> set[int]:
+        """Return the identities of those values that hold another object than before, or than at first."""
+        now, before = self.now(), self._first if before is None else before
+        same = list(map(len, now)) == list(map(len, before))
+        if same and all(map(operator.is_, chain.from_iterable(now), chain.from_iterable(before))):
+            return set()
+        found = zip(self._owners, now, before, strict=True)
+        return {owner for owner, elements, earlier in found if not _same(elements, earlier)}
+
+
+def is_followed(value: Any) -> bool:
+    """Whether something inside a value can change that no watcher sees: a dict of a module's own is watched."""
+    inside = (each for each in _containers(value) if not isinstance(each, (tuple, frozenset)))
+    return any(each is not value or not isinstance(each, dict) for each in inside)
 
 
 class Contents:
@@ -40,43 +66,61 @@ class Contents:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._dicts = [(table.values, dict(table.values)) for m in modules for table in module_tables(m, "")]
-        self._others = {
-            Entry(id(vars(module)), name): (value, list(value))
+        self._others = [
+            (Entry(id(vars(module)), name), container, copy(container), list(_elements(container)))
             for module in modules
             for name, value in vars(module).items()
-            if isinstance(value, UNWATCHED)
-        }
+            if name not in OF_EVERY_MODULE
+            for container in _unwatched(value)
+        ]
 
     def changed(self) -> list[Entry]:
-        """Return the attributes whose list or set holds other elements now."""
-        return [entry for entry, (values, before) in self._others.items() if not _same(list(values), before)]
+        """Return the attributes in which a container that no watcher sees holds other elements now."""
+        changed = (e for e, now, _, before in self._others if not _same(list(_elements(now)), before))
+        return list(dict.fromkeys(changed))
 
     def put_back(self) -> None:
-        """Let dicts, lists and sets hold what they held."""
+        """Let dicts, lists and sets hold what they held, in each other, too."""
         for table, before in self._dicts:
             for key in table.keys() - before.keys():
                 del table[key]
             for key, value in before.items():
                 if table.get(key, MISSING) is not value:
                     table[key] = value
-        for entry in self.changed():
-            values, elements = self._others[entry]
-            values.clear()
-            values.extend(elements) if isinstance(values, list) else values.update(elements)
+        for _, container, before, held in self._others:
+            if not _same(list(_elements(container)), held):
+                container.clear()
+                container.extend(before) if isinstance(container, list) else container.update(before)
 
 
 def _same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(objects) == len(others) and all(map(operator.is_, objects, others))
+    if len(objects) != len(others):
+        return False
+    if all(map(operator.is_, objects, others)):
+        return True
+    different = [pair for pair in zip(objects, others, strict=True) if pair[0] is not pair[1]]
+    return all(type(now) is bytes and now == then for now, then in different)  # an array's content
 
 
 def _elements(container: Any) -> Iterable[Any]:
-    return chain(container, container.values()) if type(container) is dict else container
+    return elements(container) or ()
 
 
-def _containers(value: Any, depth: int = NESTED) -> Iterator[Any]:
-    """Return a container and those that it holds, as deep as `token` looks into it."""
-    if not (depth and type(value) in _NESTING):
-        return
-    yield value
-    for element in _elements(value):
-        yield from _containers(element, depth - 1)
+def _unwatched(value: Any) -> Iterator[Any]:
+    """Return a list or a set, and what can be changed inside it or inside a dict or a tuple."""
+    if isinstance(value, UNWATCHED):
+        yield value
+    inside = (each for each in _containers(value) if each is not value)
+    yield from (each for each in inside if type(each) in (list, set, dict))
+
+
+def _containers(value: Any) -> list[Any]:
+    """Return a container or an object and those that it holds, as deep as `token` looks into it."""
+    found, level = [], [value]
+    for _ in range(NESTED):
+        level = [each for each in level if readers(each)]
+        found += level
+        if not level or len(found) > MOST_INSIDE:
+            break
+        level = list(chain.from_iterable(map(_elements, level)))
+    return found[:MOST_INSIDE]

@@ -4,26 +4,26 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from .contents import UNWATCHED, Contents, Held
+from .contents import UNWATCHED, Contents, Held, is_followed
 from .dict_watch import WATCHER
+from .identity import Identity
 from .tables import CONFIG, HOOKS, OF_EVERY_MODULE, PARTS, Entry, Table, module_tables
-from .values import CONTAINERS, MISSING, plain, tensors_in, token, word
+from .values import CONTAINERS, MISSING, plain, readers, settings_token, tensors_in, token, word
 
-TRAINING, FORWARD = "training", "forward"
+TRAINING, FORWARD, CLASS = "training", "forward", "__class__"
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 # What PyTorch notes of a module's hooks and leaves behind when they are gone.
 LEFT_BY_HOOKS = frozenset(("_is_full_backward_hook",))
 # Attributes that hold watched dicts.
 HOLD_TABLES = frozenset((*PARTS, *HOOKS, CONFIG))
-# What is followed itself where an attribute holds it.
-FOLLOWED = (dict, *UNWATCHED)
 _forward_of = operator.attrgetter(FORWARD)
 # Names, as a table, the functions that recorded work stands for; no object has this id.
 CODE = 0
@@ -37,6 +37,7 @@ class Exempt:
         bookkeeping: Names of attributes that a train loop writes for its own use.
         own_hook: Whether a module's hook is the model's own code, which is recorded, or does its work elsewhere.
         label: Whether a module's attribute, given with its name and value, only tells the module from others.
+        packages: Of Python, whose own globals and objects other than modules keep tensors of a pass for its backward.
         code: Returns functions that recorded work stands for, each at its place; no watcher sees them replaced.
         names: Of these places, for messages. Both grow while modules are imported.
         own_code: Returns one that some modules need and that is not upstream's, in words; None without one.
@@ -45,6 +46,7 @@ class Exempt:
     bookkeeping: frozenset[str] = frozenset()
     own_hook: Callable[[Callable[..., Any]], bool] = lambda hook: False
     label: Callable[[nn.Module, str, Any], bool] = lambda module, name, value: False
+    packages: frozenset[str] = frozenset()
     code: Callable[[], list[Any]] = list
     names: Sequence[str] = ()
     own_code: Callable[[Iterable[nn.Module]], str | None] = lambda modules: None
@@ -53,7 +55,7 @@ class Exempt:
 NOTHING_EXEMPT = Exempt()
 
 
-class _Left(ref[nn.Parameter]):
+class _Left(Identity):
     """A parameter that left its place, whose memory may be much: nothing keeps it for the watch."""
 
 
@@ -70,7 +72,9 @@ class _Old(NamedTuple):
 
     def is_back(self, now: Any) -> bool:
         """Whether a value is the former one."""
-        return self.value() is now if isinstance(self.value, _Left) else token(now) == self.token
+        if isinstance(self.value, _Left):
+            return self.value.is_of(now)
+        return self.value is now or token(now) == self.token
 
     def word(self) -> str:
         """Return the former value for a message."""
@@ -102,7 +106,7 @@ class ModelWatch:
         exempt: What is no difference.
 
     Attributes:
-        roots: See above.
+        roots, exempt: See above.
         own_code: See `Exempt`.
     """
 
@@ -114,7 +118,8 @@ class ModelWatch:
         exempt: Exempt = NOTHING_EXEMPT,
     ) -> None:
         self._generation = 0
-        self.roots, self._called, self._own_hook = tuple(roots), tuple(called), exempt.own_hook
+        self.roots, self.exempt = tuple(roots), exempt
+        self._called, self._own_hook = tuple(called), exempt.own_hook
         self._ignored = LEFT_BY_HOOKS | exempt.bookkeeping
         self._patched = {Entry(id(vars(module)), name) for module, name in patched}
         # A module that leaves the model may come back: its tables are followed for as long as somebody holds them.
@@ -126,9 +131,9 @@ class ModelWatch:
         self._touched: dict[Entry, _Old] = {}
         self._seen: _Seen | None = None
         self._tree: dict[nn.Module, str] = {}
-        self._lists: dict[Entry, list[Any] | set[Any]] = {}
-        self._values_of_lists: tuple[list[Any] | set[Any], ...] = ()
-        self._contents: dict[Entry, Hashable] = {}
+        self._inside: dict[Entry, Any] = {}
+        self._lists: tuple[list[Any] | set[Any], ...] = ()
+        self._contents: dict[Entry, Any] = {}
         self._lengths: list[int] = []
         self._held = Held(())
         self._types: tuple[type, ...] = ()
@@ -136,7 +141,7 @@ class ModelWatch:
         self._first_forwards: dict[type, Callable[..., Any]] = {}
         self._read_code, self.own_code = exempt.code, exempt.own_code
         self._code = self._read_code()
-        self._first_code, self._names = list(self._code), exempt.names
+        self._first_code = list(self._code)
         self._follow()
         self._at_first = self._followed
 
@@ -165,19 +170,28 @@ class ModelWatch:
         return table
 
     def _follow_unwatched(self) -> None:
-        """Follow what no watcher sees change: lists and sets, and the classes' `forward`."""
-        self._lists = {
-            entry: value
-            for module in self._tree
-            for name, value in vars(module).items()
-            if isinstance(value, UNWATCHED) and name not in OF_EVERY_MODULE
-            if not self._left_by_passes(entry := Entry(id(vars(module)), name))
-        }
-        for entry, values in self._lists.items():
-            self._contents.setdefault(entry, token(values))
-        self._values_of_lists = tuple(self._lists.values())
-        self._lengths = list(map(len, self._values_of_lists))
-        self._held = Held(self._values_of_lists)
+        """Follow what no watcher sees change: what attributes hold, the modules' classes and their `forward`."""
+        followed: dict[int, bool] = {}
+        self._inside = {}
+        for module in self._tree:
+            upstreams = type(module).__module__.partition(".")[0] in self.exempt.packages
+            for name, value in vars(module).items():
+                entry = Entry(id(vars(module)), name)
+                if plain(value) or name in OF_EVERY_MODULE or self._left_by_passes(entry):
+                    continue
+                if upstreams and name != CONFIG and not isinstance(value, UNWATCHED):  # upstream's own, nested deep
+                    continue
+                if id(value) not in followed:
+                    followed[id(value)] = is_followed(value)
+                if followed[id(value)]:
+                    self._inside[entry] = value
+            self._contents.setdefault(Entry(id(vars(module)), CLASS), type(module))
+        for entry, stands in self.tokens(self._inside).items():
+            self._contents.setdefault(entry, stands)
+        self._lists = tuple(value for value in self._inside.values() if isinstance(value, UNWATCHED))
+        self._lengths = list(map(len, self._lists))
+        self._held = Held(self._inside.values())
+        self._classes = list(map(type, self._tree))
         self._types = tuple(dict.fromkeys(map(type, self._tree)))
         self._forwards = list(map(_forward_of, self._types))
         for kind, forward in zip(self._types, self._forwards, strict=True):
@@ -190,11 +204,11 @@ class ModelWatch:
         self._at_first = self._followed = ()
         self._tables.clear()
         self._before, self._tree, self._types = {}, {}, ()
-        self._lists, self._values_of_lists, self._held = {}, (), Held(())
+        self._inside, self._lists, self._classes, self._held = {}, (), [], Held(())
 
     @contextmanager
     def looked_at_once(self) -> Iterator[None]:
-        """Inside, where nothing changes the model, only the first look is at what is in lists and sets."""
+        """Inside, where nothing changes the model, only the first look is at what attributes hold."""
         before, self._looks_once = self._looks_once, True
         try:
             yield
@@ -213,7 +227,7 @@ class ModelWatch:
             training: Mode of all modules inside; None leaves each in its own.
         """
         changed: list[Entry] = []
-        before = {} if self._passing else dict(zip(self._lists, map(len, self._values_of_lists), strict=True))
+        held, before = self._held, [] if self._passing else self._held.now()
         self._passing += 1
         try:
             with _training_mode(self._tree, training):
@@ -223,21 +237,32 @@ class ModelWatch:
             if not self._passing:
                 touched, self._touched = self._touched, {}
                 changed += (entry for entry, old in touched.items() if not old.is_back(self._value(entry)))
-                grown = [e for e, length in before.items() if e in self._lists and len(self._lists[e]) != length]
-                self._volatile.update(changed, grown)
-                if grown or not self._lists.keys().isdisjoint(changed):
+                inside = held.changed(before)
+                self._volatile.update(changed, (e for e, value in self._inside.items() if id(value) in inside))
+                if not self._inside.keys().isdisjoint(self._volatile):
+                    self._generation += 1
                     self._follow_unwatched()
 
     @contextmanager
-    def undone_by_errors(self) -> Iterator["Contents"]:
-        """Put back what modules hold where something is raised inside: a capture that fails has computed nothing.
-
-        Yields:
-            What the modules held before.
-        """
-        before = Contents(self._tree)
+    def undone(self) -> Iterator[None]:
+        """Put back what modules hold after passes inside, which are no training."""
+        before = self.contents()
         try:
-            yield before
+            yield
+        finally:
+            with WATCHER.silent():
+                before.put_back()
+
+    def contents(self) -> Contents:
+        """Return what modules hold now."""
+        return Contents(self._tree)
+
+    @contextmanager
+    def undone_by_errors(self) -> Iterator[None]:
+        """Put back what modules hold where something is raised inside: a capture that fails has computed nothing."""
+        before = self.contents()
+        try:
+            yield
         except BaseException:
             with WATCHER.silent():
                 before.put_back()
@@ -254,7 +279,7 @@ class ModelWatch:
                 self._touched[entry] = _Old.of(old)
         elif not (key in self._ignored or entry in self._patched or (entry in self._volatile and not plain(old))):
             self._generation += 1
-            self._tree_changed |= table.submodules or key in HOLD_TABLES or isinstance(old, FOLLOWED)
+            self._tree_changed |= table.submodules or key in HOLD_TABLES or bool(readers(old))
             self._before.setdefault(entry, _Old.of(old, self._contents.get(entry)))
 
     def _value(self, entry: Entry) -> Any:
@@ -265,24 +290,29 @@ class ModelWatch:
         """Look at what no watcher sees; returns a number that grows whenever something may have changed.
 
         Args:
-            contents: Also look at what is in lists and sets, besides how many elements they have.
+            contents: Also look at what attributes hold and of which classes modules are, besides how long lists are.
         """
-        lengths = list(map(len, self._values_of_lists))
+        lengths = list(map(len, self._lists))
         forwards = list(map(_forward_of, self._types))
         if lengths != self._lengths or forwards != self._forwards:
             self._lengths, self._forwards = lengths, forwards
             self._generation += 1
-        elif contents and not self._looked and (self._held.changed() or self._read_code() != self._code):
-            self._held = Held(self._values_of_lists)
+        elif contents and not self._looked and self._differs():
+            self._held = Held(self._inside.values())
             self._code = self._read_code()
+            self._tree_changed |= list(map(type, self._tree)) != self._classes
             self._generation += 1
         self._looked = self._looked or (contents and self._looks_once)
         return self._generation
 
+    def _differs(self) -> bool:
+        held, classes = self._held.changed(), list(map(type, self._tree))
+        return bool(held) or classes != self._classes or self._read_code() != self._code
+
     def _look(self) -> "_Seen":
         if self._seen is None or self._seen.generation != self._generation:
             differences = self._compare()
-            if self._tree_changed or any(isinstance(value, FOLLOWED) for value in differences.values()):
+            if self._tree_changed or any(map(readers, differences.values())):
                 self._follow()
                 differences = self._compare()
             self._seen = _Seen(self._generation, differences, self._modes())
@@ -296,17 +326,33 @@ class ModelWatch:
                 del self._before[entry]
             elif self._counts(entry, old.value, now):
                 differences[entry] = now
-        for entry, values in self._lists.items():
-            if token(values) != self._contents[entry]:
-                differences[entry] = values
+        for entry, stands in self.tokens(self._inside).items():
+            if stands != self._contents[entry]:
+                differences[entry] = self._inside[entry]
+        for module in self._tree:
+            entry = Entry(id(vars(module)), CLASS)
+            if self._contents.get(entry) is not type(module):
+                differences[entry] = type(module)
         for kind, forward in self._first_forwards.items():
             if _forward_of(kind) is not forward:
                 differences[Entry(id(kind), FORWARD)] = _forward_of(kind)
         self._first_code += self._code[len(self._first_code) :]  # of modules that were imported since
-        for place, first, now in zip(self._names, self._first_code, self._code, strict=False):
+        for place, first, now in zip(self.exempt.names, self._first_code, self._code, strict=False):
             if first != now:
                 differences[Entry(CODE, place)] = now
         return differences
+
+    def tokens(self, entries: Mapping[Entry, Any]) -> dict[Entry, Hashable]:
+        """Return what stands for the values at some entries; many modules may hold one of them."""
+        known: dict[tuple[int, bool], Hashable] = {}
+        tokens = {}
+        for entry, value in entries.items():
+            key = id(value), entry.key == CONFIG
+            if key not in known:
+                settings = entry.key == CONFIG and bool(readers(value)) and hasattr(value, "__dict__")
+                known[key] = settings_token(value, self._ignored) if settings else token(value)
+            tokens[entry] = known[key]
+        return tokens
 
     def _counts(self, entry: Entry, old: Any, now: Any) -> bool:
         table = self._tables[entry.table]
@@ -326,14 +372,7 @@ class ModelWatch:
 
     def foreign_hook(self, modules: Iterable[nn.Module]) -> str | None:
         """Return a hook on one of these modules, or on all, that a replay would not run, in words; None without one."""
-        bypassed = [(self._name(m), m) for m in modules if m not in self._called]
-        hooked = [(name, getattr(m, hooks)) for name, m in bypassed for hooks in HOOKS]
-        hooked += [("every module", getattr(torch_module, hooks)) for hooks in GLOBAL_HOOKS]
-        for name, hooks in hooked:
-            for hook in hooks.values():
-                if not self._own_hook(hook):
-                    return f"{name} has the hook {getattr(hook, '__qualname__', type(hook).__qualname__)}"
-        return None
+        return foreign_hook([(self.name(m), m) for m in modules if m not in self._called], self._own_hook)
 
     def trained_attribute(self, modules: Iterable[nn.Module]) -> str | None:
         """Return a tensor that requires a gradient and is no parameter, in words; None without one.
@@ -348,13 +387,14 @@ class ModelWatch:
                     if not (isinstance(value, torch.Tensor) and value.requires_grad) or self._left_by_passes(entry):
                         continue
                     if value.is_leaf or entry in differences:
-                        return f"{self._name(module)}.{name}"
+                        return f"{self.name(module)}.{name}"
         return None
 
     def _left_by_passes(self, entry: Entry) -> bool:
         return entry.key in self._ignored or entry in self._volatile
 
-    def _name(self, module: nn.Module) -> str:
+    def name(self, module: nn.Module) -> str:
+        """Return a module's name for messages."""
         return self._tree.get(module, type(module).__name__)
 
     def differences(self) -> Differences:
@@ -397,12 +437,39 @@ class ModelWatch:
                 said.append(f"{name}: {entry.key} changed")
         return "; ".join(said[:3]) + (f" and {len(said) - 3} more" if len(said) > 3 else "")
 
-    def plain(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Return those of some entries that hold a plain value and that somebody else does not write."""
-        return [e for e in entries if plain(self._value(e)) and not self._left_for_others(e)]
+    def ignores(self, name: str) -> bool:
+        """Whether somebody else reads or writes an attribute."""
+        return name in self._ignored
+
+    def place(self, frame: FrameType | None) -> str:
+        """Return in words where in the model a frame runs."""
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and owner in self._tree:
+                return f"{self.name(owner)} ({frame.f_code.co_filename}:{frame.f_lineno})"
+            frame = frame.f_back
+        return "the model"
+
+    def left(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Return those of some entries that hold a plain value or tensors, and that somebody else does not write."""
+        values = ((entry, self._value(entry)) for entry in entries if not self._left_for_others(entry))
+        return [entry for entry, value in values if plain(value) or any(True for _ in tensors_in(value))]
 
     def _left_for_others(self, entry: Entry) -> bool:
         return entry.key in self._ignored or entry.key == TRAINING or entry in self._patched
+
+
+def foreign_hook(
+    modules: Iterable[tuple[str, nn.Module]], own_hook: Callable[[Callable[..., Any]], bool]
+) -> str | None:
+    """Return a hook on one of these modules, or on all, that is not the model's own, in words; None without one."""
+    hooked = [(name, getattr(m, hooks)) for name, m in modules for hooks in HOOKS]
+    hooked += [("every module", getattr(torch_module, hooks)) for hooks in GLOBAL_HOOKS]
+    for name, hooks in hooked:
+        for hook in hooks.values():
+            if not own_hook(hook):
+                return f"{name} has the hook {getattr(hook, '__qualname__', type(hook).__qualname__)}"
+    return None
 
 
 @contextmanager

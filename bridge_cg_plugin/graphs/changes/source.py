@@ -1,31 +1,68 @@
 """What recordings were made from: if it does not hold any more, they compute something else than the model."""
 
 import operator
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, cycle, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..fallback import Fallback
 from ..planning.buckets import Bucket
 from ..program import RegionProgram
 from ..recordings.parameters import ParameterAliases
 from ..recordings.recording import Mode, Recording
 from ..replays.gradients import GradientSinks, ParameterHooks, Reduction
 from ..replays.slot import Slot, Turn
+from ..retries import Failures
+from .identity import storage_of
 
 _requires_grad, _dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 # Parameters that a look inside a step takes.
 SAMPLE = 48
+# Microbatches that ask for a recording that failed, before it is first tried again.
+TRIED_AGAIN = 16
+
+
+# What PyTorch 2.9 and later read a precision with; the older getter raises where somebody used the newer setting.
+_PRECISION = getattr(torch._C, "_get_fp32_precision_getter", None)
+_BACKENDS = {"cuda": "cuda", "cpu": "mkldnn"}
+
+
+def precision_getters(device_type: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return what reads the precision of fp32 matrix products and that of convolutions on a device."""
+    if _PRECISION is None:
+        return torch._C._get_float32_matmul_precision, torch._C._get_cudnn_allow_tf32
+    backend = _BACKENDS.get(device_type, device_type)
+    return partial(_PRECISION, backend, "matmul"), partial(_PRECISION, backend, "conv")
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return what autocast casts to in this thread; None without autocast."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+class Numerics(NamedTuple):
+    """Settings by which kernels are chosen, besides deterministic algorithms.
+
+    Attributes:
+        autocast: What autocast casts to; None without it.
+        products: Precision of fp32 matrix products, as PyTorch names it.
+        convolutions: That of fp32 convolutions.
+    """
+
+    autocast: torch.dtype | None
+    products: str
+    convolutions: str
+
+    @classmethod
+    def of(cls, autocast: torch.dtype | None, *precisions: Any) -> "Numerics":
+        """Return settings as they were read: precision that nobody has set is IEEE's."""
+        products, convolutions = ("ieee" if name == "none" else str(name) for name in precisions)
+        return cls(autocast, products, convolutions)
 
 
 _numbers = count()
@@ -61,7 +98,7 @@ class Source:
     Args:
         program: The piece of the model.
         state: The state of its modules.
-        autocast: What autocast casts to; None without it.
+        numerics: The settings that recordings are made with.
         reduction: What waits for gradients; None hands every gradient over to autograd.
         hooks: The region's hooks on parameters.
         device_type: Of the region.
@@ -76,7 +113,7 @@ class Source:
         aliases: Stand-ins for the parameters.
         sinks: Where parameter gradients go.
         recordings: By the slot's number, bucket and mode.
-        failed: Why a bucket could not be captured in a mode.
+        failed: Why a bucket could not be captured in a mode, by both.
         recorded_by_other_ranks: What ranks whose memory was not moved need not recapture.
         lasting: See above.
         moved_here: Whether it took the place of another one because this rank's memory was moved.
@@ -88,7 +125,7 @@ class Source:
         self,
         program: RegionProgram,
         state: State,
-        autocast: torch.dtype | None,
+        numerics: Numerics,
         reduction: Reduction | None,
         hooks: ParameterHooks,
         device_type: str,
@@ -97,7 +134,7 @@ class Source:
         lasting: bool = False,
         instead_of: "Source | None" = None,
     ) -> None:
-        self.state, self.autocast, self._held = state, autocast, tuple(held)
+        self.state, self.numerics, self._held = state, numerics, tuple(held)
         self.lasting, self.moved_here, self._device_type = lasting, instead_of is not None, device_type
         self.number: int = next(_numbers) if instead_of is None else instead_of.number
         self.aliases = ParameterAliases(program.modules())
@@ -105,7 +142,7 @@ class Source:
         self._trained = list(map(_requires_grad, self.aliases.originals))
         self.recordings: dict[tuple[int, Bucket, Mode], Recorded] = {}
         # Shared: a rank whose memory was moved must not try again what others do not.
-        self.failed: dict[tuple[Bucket, Mode], Fallback] = {} if instead_of is None else instead_of.failed
+        self.failed: Failures = Failures(TRIED_AGAIN) if instead_of is None else instead_of.failed
         self.recorded_by_other_ranks: frozenset[tuple[int, Bucket, Mode]] = frozenset()
         self.warm: set[Mode] = set()
         self.earlier: Source | None = None
@@ -117,15 +154,16 @@ class Source:
         self._read = _Memory(self.reads)
         self._layouts = self._read.layouts()
         self._types = list(map(_dtype, self.reads))
-        self._storages = list(map(_storage_of, self.reads))
-        self._writes = _Memory([g for g in self.sinks.main_grads if g is not None])
+        self._storages = list(map(storage_of, self.reads))
+        self._writes = _Memory([g for g in self.sinks.given if g is not None])
         self._found_none = self.gradients_left()
         # A list: a generator would hold this object, and with it the memory of its recordings.
         self._samples = cycle(list(self._some()))
 
     def autocasting(self) -> torch.autocast:
         """Return the autocast that recordings were made in: a backward runs outside of it."""
-        return torch.autocast(self._device_type, self.autocast, enabled=self.autocast is not None)
+        autocast = self.numerics.autocast
+        return torch.autocast(self._device_type, autocast, enabled=autocast is not None)
 
     def in_slot(self, slot: Slot) -> list[tuple[int, Bucket, Mode]]:
         """Return the recordings in a slot: number of the slot, bucket and mode."""
@@ -280,11 +318,6 @@ class _Memory:
     def elsewhere(self) -> list[bool]:
         """Return whether each tensor is at another address."""
         return list(map(operator.ne, self._find(), self.addresses))
-
-
-def _storage_of(tensor: Tensor) -> StorageWeakRef | None:
-    """Return what stands for a tensor's storage and keeps no memory; None for a tensor that has others inside."""
-    return StorageWeakRef(tensor.untyped_storage()) if type(tensor) in (Tensor, nn.Parameter) else None
 
 
 def _has(tensor: Tensor, storage: StorageWeakRef | None) -> bool:

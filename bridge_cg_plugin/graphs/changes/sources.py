@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import NamedTuple
-from weakref import WeakSet, ref
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +15,21 @@ from ..memory.returning_tensors import ReturningTensors
 from ..modules import every_module
 from ..program import RegionProgram
 from ..replays.gradients import ParameterHooks, Reduction
+from .identity import Identity
 from .model_watch import Differences, ModelWatch
-from .source import Source, State, autocast_dtype
+from .source import Numerics, Source, State, autocast_dtype, precision_getters
 from .values import token
 
 # Microbatches of one state after which it gets recordings of its own: it lasts, or comes back.
 LASTING = 2
-# States whose recordings are kept, and after how many new ones a model is taken to change all the time.
-MOST_SOURCES, MOST_ADOPTED = 4, 16
+# States whose recordings are kept. After each `MANY_ADOPTED` new ones a state must last twice as long, unless there
+# were `PAYS` microbatches to each: so a model that changes all the time costs few captures, and none once it does not.
+MOST_SOURCES, MANY_ADOPTED, PAYS = 4, 16, 256
 # States that were asked for and are remembered: a model may never be in one of them again.
 MOST_ASKED = 64
+# Changes that are told.
+MOST_TOLD = 16
 LASTS = "graphs of its own are captured if this lasts"
-# Settings of the process by which kernels are chosen, besides autocast.
-matmul_precision = torch._C._get_float32_matmul_precision
 are_deterministic = torch._C._get_deterministic_algorithms
 
 
@@ -64,13 +66,13 @@ class _Asked(NamedTuple):
     """
 
     times: int
-    values: tuple[ref[Tensor | nn.Module], ...]
+    values: tuple[Identity, ...]
 
     def again(self, own: Differences) -> "_Asked":
         """Return what is known after the state was asked for once more, with these values."""
-        times = 0 if any(value() is None for value in self.values) else self.times
+        times = 0 if any(value.is_gone() for value in self.values) else self.times
         known_by_identity = (v for v in own.values() if isinstance(v, (Tensor, nn.Module)) and token(v) == id(v))
-        return _Asked(times + 1, tuple(map(ref, known_by_identity)))
+        return _Asked(times + 1, tuple(map(Identity, known_by_identity)))
 
 
 NEVER = _Asked(0, ())
@@ -101,23 +103,24 @@ class Sources:
     ) -> None:
         self._program, self._watch, self._reduction = program, watch, reduction
         self._device_type, self._returning = device.type, returning
+        self._products, self._convolutions = precision_getters(device.type)
         # A part's forward also reads attributes of the layer that it belongs to.
         self._holders = watch.holders(every_module(program.modules()))
         self._hooks = ParameterHooks()
         self._asked: dict[Hashable, _Asked] = {}
-        self._adopted = self.moves = 0
+        self._adopted = self._microbatches = self.moves = 0
         # Parameters of dropped sources that others took the place of, and whether one of them was met again.
-        self._left: list[ref[nn.Parameter]] = []
+        self._left: list[Identity] = []
         self._come_back = False
         self._warned: set[str] = set()
         self._looks_once = self._looked = False
-        self._numerics = matmul_precision(), are_deterministic()
+        self._deterministic = are_deterministic()
         self._types = [(m, name, p.dtype) for m in every_module(program.modules()) for name, p in _parameters_of(m)]
-        self._found_at: tuple[int, torch.dtype | None] | None = None
+        self._found_at: tuple[object, ...] = ()
         self._seen: _State | None = None
         watch.look()
         if (hook := self._look().foreign_hook) is not None:
-            raise CaptureError(f"{hook}, which a graph would not run; remove it before capture")
+            raise Refused(Fallback.FORWARD_HOOKS, f"{hook}, which a graph would not run")
         self.current = self._new(lasting=False)
         self._all = [self.current]
         _everyone.add(self)
@@ -171,18 +174,18 @@ class Sources:
         Raises:
             CaptureError: The model is in a state that cannot be recorded.
         """
-        autocast = autocast_dtype(self._device_type)
+        self._microbatches += asks
         generation = self._watch.look(contents=not self._looked)
-        if (matmul_precision(), are_deterministic()) != self._numerics:
-            now = matmul_precision(), are_deterministic()
-            what = f"float32 matmul precision and deterministic algorithms are {now}, not {self._numerics}"
-            self._warn(Fallback.NUMERICS_CHANGED, what, "until they are as at capture")
+        settings = self._settings()
+        if are_deterministic() != self._deterministic:
+            what = f"deterministic algorithms are {'off' if self._deterministic else 'on'}"
+            self._warn("deterministic", what, "until they are as at capture")
             return Fallback.NUMERICS_CHANGED
-        if self._found_at == (generation, autocast):
+        if self._found_at == (generation, settings):
             found = self._as_recorded(self.current, gradients, idle)
             if found is not None:
                 return found
-        return self._look_around(autocast, gradients, idle, asks)
+        return self._look_around(Numerics.of(*settings), gradients, idle, asks)
 
     def known(self) -> Source | None:
         """Return a source of the state that the model is in, None without one; asks for none and looks at no memory."""
@@ -202,19 +205,19 @@ class Sources:
 
     def _known(self) -> Iterator[tuple[int, Source]]:
         """Yield the sources of the state that the model is in, with their numbers from 1; see `known`."""
-        autocast = autocast_dtype(self._device_type)
+        numerics = self._numerics()
         self._watch.look()
-        if (matmul_precision(), are_deterministic()) != self._numerics:
+        if are_deterministic() != self._deterministic:
             return
         look = self._look()
         if look.foreign_hook is not None:
             return
         for number, source in enumerate(self._all, 1):
-            if (source.state, source.autocast) == (look.state, autocast) and not source.retyped():
+            if (source.state, source.numerics) == (look.state, numerics) and not source.retyped():
                 yield number, source
 
     def _look_around(
-        self, autocast: torch.dtype | None, gradients: bool, idle: Callable[[], bool], asks: bool
+        self, numerics: Numerics, gradients: bool, idle: Callable[[], bool], asks: bool
     ) -> Source | Fallback:
         """Return what `find` does, without what it found last."""
         hook, state = self._look().foreign_hook, self._look().state
@@ -222,14 +225,14 @@ class Sources:
             self._warn(Fallback.FORWARD_HOOKS, f"{hook}, which a graph would not run", "until it is removed")
             return Fallback.FORWARD_HOOKS
         for source in self._all:
-            if source.state == state and source.autocast == autocast:
+            if source.state == state and source.numerics == numerics:
                 found = self._as_recorded(source, gradients, idle)
                 if found is not None:
                     return found
         if (what := self._retyped()) is not None:
             self._warn(Fallback.NUMERICS_CHANGED, what, "until it is as at capture")
             return Fallback.NUMERICS_CHANGED
-        return self._ask(state, autocast) if asks else self._reason(state, autocast)[0]
+        return self._ask(state, numerics) if asks else self._reason(state, numerics)[0]
 
     def _retyped(self) -> str | None:
         """Return in words a parameter of another type than at capture, for which static inputs were made."""
@@ -298,7 +301,7 @@ class Sources:
 
     def _choose(self, source: Source) -> None:
         self.current = source
-        self._found_at = self._watch.look(contents=False), source.autocast
+        self._found_at = self._watch.look(contents=False), self._settings()
 
     def _instead_of(self, stale: Source) -> Source:
         """Return the source before one whose memory was moved, if all lies there again, else one without recordings."""
@@ -316,13 +319,20 @@ class Sources:
         self._all = sources
         self._hooks.keep(frozenset(p for source in sources for p in source.aliases.originals))
 
+    def _settings(self) -> tuple[Any, ...]:
+        """Return settings by which kernels are chosen, as PyTorch has them."""
+        return autocast_dtype(self._device_type), self._products(), self._convolutions()
+
+    def _numerics(self) -> Numerics:
+        return Numerics.of(*self._settings())
+
     def _look(self) -> "_State":
         generation = self._watch.look(contents=False)
         if self._seen is None or self._seen.generation != generation:
             differences = self._watch.differences()
             tables = self._watch.tables_of(self._modules()) if differences else ()
             own = {entry: value for entry, value in differences.items() if entry.table in tables}
-            state = frozenset((entry, token(value)) for entry, value in own.items())
+            state = frozenset(self._watch.tokens(own).items())
             hook = self._watch.foreign_hook(every_module(self._program.modules()))
             self._seen = _State(generation, state, own, hook, self._watch.training)
         return self._seen
@@ -341,7 +351,7 @@ class Sources:
             return Source(
                 self._program,
                 seen.state,
-                autocast_dtype(self._device_type),
+                self._numerics(),
                 self._reduction,
                 self._hooks,
                 self._device_type,
@@ -351,21 +361,20 @@ class Sources:
                 instead_of,
             )
 
-    def _ask(self, state: State, autocast: torch.dtype | None) -> Source | Fallback:
+    def _ask(self, state: State, numerics: Numerics) -> Source | Fallback:
         """Return recordings' new source once the model has been asked for in this state often enough."""
-        reason, what = self._reason(state, autocast)
-        if self._adopted >= MOST_ADOPTED:
-            self._warn("all the time", f"the model changes all the time, last: {what}", "from now on")
-            return reason
-        key = (state, autocast, self._trained(), frozenset(map(id, self._hooks.foreign())))
+        reason, what = self._reason(state, numerics)
+        key = (state, numerics, self._trained(), frozenset(map(id, self._hooks.foreign())))
         if len(self._asked) == MOST_ASKED and key not in self._asked:
             self._asked.clear()
         self._asked[key] = self._asked.get(key, NEVER).again(self._look().own)
         self._warn(what, what)
-        if self._asked[key].times < LASTING:
+        if self._asked[key].times < LASTING << self._adopted // MANY_ADOPTED:
             return reason
         fresh = self._new()
-        self._adopted += 1
+        del self._asked[key]
+        self._adopted = max(0, self._adopted - self._microbatches // PAYS) + 1
+        self._microbatches = 0
         self._replace_all([*self._kept()[-MOST_SOURCES + 1 :], fresh])
         self._choose(fresh)
         announce(f"{self._program.name}: graphs are captured for this state of the model as well: {what}")
@@ -380,33 +389,40 @@ class Sources:
         present = {
             id(parameter) for module in every_module(self._program.modules()) for _, parameter in _parameters_of(module)
         }
-        left = [parameter for reference in self._left if (parameter := reference()) is not None]
-        self._come_back = self._come_back or any(id(parameter) in present for parameter in left)
+        left = [each for each in self._left if not each.is_gone()]
+        self._come_back = self._come_back or any(each.number in present for each in left)
         if self._come_back:
             return self._all
         replaced = {source: source.aliases.replaced() for source in self._all if source is not self.current}
-        self._left = [ref(parameter) for parameters in (left, *replaced.values()) for parameter in parameters]
+        self._left = [*left, *(Identity(parameter) for parameters in replaced.values() for parameter in parameters)]
         return [source for source in self._all if not replaced.get(source)]
 
     def _trained(self) -> tuple[bool, ...]:
         modules = every_module(self._program.modules())
         return tuple(parameter.requires_grad for module in modules for _, parameter in _parameters_of(module))
 
-    def _reason(self, state: State, autocast: torch.dtype | None) -> tuple[Fallback, str]:
+    def _reason(self, state: State, numerics: Numerics) -> tuple[Fallback, str]:
         """Return why no source describes the model, as a reason and in words."""
         alike = [source for source in self._all if source.state == state]
         if not alike:
             changes = self._watch.described(self._look().own)
             return Fallback.MODEL_CHANGED, changes or "the model is as when its watch began"
-        alike = [source for source in alike if source.autocast == autocast]
+        alike = [source for source in alike if source.numerics.autocast == numerics.autocast]
         if not alike:
-            return Fallback.AUTOCAST_CHANGED, f"autocast is {autocast or 'off'}"
+            return Fallback.AUTOCAST_CHANGED, f"autocast is {numerics.autocast or 'off'}"
+        alike = [source for source in alike if source.numerics == numerics]
+        if not alike:
+            _, products, convolutions = numerics
+            return (
+                Fallback.NUMERICS_CHANGED,
+                f"fp32 products are computed in {products}, convolutions in {convolutions}",
+            )
         if all(source.trained_otherwise() for source in alike):
             return Fallback.PARAMETERS_CHANGED, "other parameters require a gradient"
         return Fallback.PARAMETER_HOOKS, "other parameters have a hook"
 
     def _warn(self, what: str, text: str, after: str = LASTS) -> None:
         """Say something once, and no more than a few of the changes that come and go."""
-        if what not in self._warned and (after != LASTS or len(self._warned) < MOST_ADOPTED):
+        if what not in self._warned and (after != LASTS or len(self._warned) < MOST_TOLD):
             self._warned.add(what)
             warn(f"{self._program.name}: {text}; microbatches run eager, {after}")

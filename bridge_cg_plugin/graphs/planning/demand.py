@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..fallback import Fallback
+from ..retries import Retry
 from .buckets import GRANULARITY, Bucket, any_size, round_up
 
 # Microbatches that a choice rests on.
@@ -28,6 +29,8 @@ LADDER, OFTEN = 1.125, 3
 BEGIN_WITH = 3
 # Steps between two looks at what is padded, while nothing is worth recording: doubled each time, up to this.
 LONGEST_WAIT = 64
+# Steps after which buckets that could not be recorded are first tried again.
+TRIED_AGAIN = 64
 # Returns why a shape may not use a bucket that has room for its tokens, or None if it may.
 Refuse = Callable[[Any, Bucket], Fallback | None]
 
@@ -114,6 +117,7 @@ class Demand:
         self._too_many, self._failed_for = math.inf, Fallback.CAPTURE_FAILED
         self.buckets: list[Bucket] = []
         self._refused: dict[Bucket, Fallback] = {}
+        self._retry = Retry(TRIED_AGAIN)
         self._modes = {training: _Lately() for training in (False, True)}
         self.turn_to(training=True)
 
@@ -144,8 +148,9 @@ class Demand:
         return failed or reason
 
     def refuse(self, bucket: Bucket, reason: Fallback = Fallback.CAPTURE_FAILED) -> None:
-        """Note why a bucket cannot be recorded, nor a larger one where it would be the largest."""
+        """Note why a bucket cannot be recorded now, nor a larger one where it would be the largest."""
         self._refused[bucket] = reason
+        self._retry.failed()
         self.drop(bucket)  # other ranks may have recorded it
         if bucket.tokens > max((each.tokens for each in self.buckets), default=0):
             self._too_many, self._failed_for = bucket.tokens, reason
@@ -184,6 +189,9 @@ class Demand:
 
     def due(self) -> bool:
         """Whether it is time to look; called once a step."""
+        self._retry.turn()
+        if self._refused and self._retry.due:
+            self._too_many, self._refused = math.inf, {}
         lately = self._lately
         lately.waited += 1
         return lately.missed or lately.waited > lately.wait

@@ -137,7 +137,7 @@ class Chain:
             only_here: Whether this rank's memory moved: others keep what they have, and it records no more than that.
 
         Raises:
-            CaptureError: It failed, and is not to be tried again.
+            CaptureError: It failed.
         """
         now = [(part, part.source()) for part in self._parts]
         parts = [(part, source) for part, source in now if isinstance(source, Source)]
@@ -158,7 +158,7 @@ class Chain:
         for source in (part.source() for part in self._parts):
             if isinstance(source, Source):
                 for place in places:
-                    source.failed.setdefault(place, reason_of(error))
+                    source.failed.note(place, reason_of(error))
 
     def _record(
         self,

@@ -26,9 +26,6 @@ from .recording import (
 )
 from .side_stream import SideStream
 
-# The first pass of a process compiles kernels, loads libraries and takes workspaces; cuDNN may build another plan once
-# gradients flow: a second pass, over one layer of each kind, sees none of it.
-WARMUP_PASSES, FURTHER_PASSES = 2, 1
 # Of streams, and so of the kernels recorded on them. Main work that has concurrent side work goes first.
 PRIORITY, MAIN_PRIORITY = 0, -1
 
@@ -211,7 +208,6 @@ class CudaGraphExecutor:
         self._generators = generators
         self.isolated = isolated
         self._hooks = pre_warmup_hook, post_warmup_hook
-        self._warm: set[tuple[str, bool]] = set()
         self._releasable = releasable_pools(self.device, self) if releasable else None
         self._weights = JointMemories()
 
@@ -230,11 +226,8 @@ class CudaGraphExecutor:
 
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:
         """See `Executor`."""
-        kind = body.name, body.has_backward
         with around(*self._hooks), self._aside(body):
-            for earlier in range(FURTHER_PASSES if kind in self._warm else WARMUP_PASSES):
-                run_once(body, make_output_gradients, briefly or earlier > 0)
-        self._warm.add(kind)
+            run_passes(body, make_output_gradients, briefly)
 
     def observe(self, body: RegionBody, activations: Activations) -> None:
         """See `Executor`."""
@@ -341,7 +334,7 @@ class ReferenceExecutor(StayingMemory):
         with around(*self._hooks):
             try:
                 with self.isolated():
-                    run_once(body, make_output_gradients, briefly)
+                    run_passes(body, make_output_gradients, briefly)
             finally:
                 body.forget()
 
@@ -382,6 +375,19 @@ class ReferenceExecutor(StayingMemory):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
+
+
+def run_passes(body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool) -> None:
+    """Run what warms a recording up: a whole pass and one over one layer of each kind, or the latter alone.
+
+    The first pass of a process compiles kernels, loads libraries and takes workspaces; a model's first fills caches;
+    cuDNN may build another plan once gradients flow. The second one, which sees none of it, is looked at.
+    """
+    run_once(body, make_output_gradients, briefly)
+    if not briefly:
+        with body.looked_at():
+            run_once(body, make_output_gradients, briefly=True)
+            body.forget()
 
 
 def run_once(body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:

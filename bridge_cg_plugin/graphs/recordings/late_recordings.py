@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from ...announce import warn
-from ..changes.source import Recorded, Source
+from ..changes.source import TRIED_AGAIN, Recorded, Source
 from ..changes.sources import LASTING, Sources
 from ..errors import CaptureError, OtherRankFailed, named, reason_of
 from ..fallback import Fallback
 from ..piece import SINGLE_RANK
 from ..planning.buckets import Bucket
 from ..rank_consensus import RankConsensus, SingleRank
-from ..replays.gradients import NO_BACKWARD, static_bytes_of
+from ..replays.gradients import static_bytes_of
+from ..replays.pending import NO_BACKWARD
 from ..replays.slot import Slot
 from ..reports.statistics import RegionStatistics
+from ..retries import Retry
 from .capture import is_capturing
 from .executor import give_back_after
 from .recorder import Recorder
@@ -65,7 +67,7 @@ class LateRecordings:
         self.wishes: dict[Wish, int] = {}
         self._consensus, self._strict, self._before_replay = consensus, strict, before_replay
         self.forward_slot: Slot | None = None
-        self._no_forward_slot = False
+        self._forward_slot_failed = Retry(TRIED_AGAIN)
         self._asked: Counter[Hashable] = Counter()
 
     def count_memory(self) -> None:
@@ -126,13 +128,15 @@ class LateRecordings:
         try:
             slot = self._free_slot(source, bucket, mode, index)
         except Exception as error:  # no memory for one more slot
-            self.forward_slot, self._no_forward_slot = None, True
+            self.forward_slot = None
+            self._forward_slot_failed.failed()
             return self._failed(source, bucket, mode, error)
         if slot is None:
             return Fallback.NO_FREE_SLOT
         recorded = source.recordings.get((slot.index, bucket, mode))
         wish = slot.index, bucket, mode
         if recorded is None:
+            source.failed.ask((bucket, mode))
             failed = _failed_for(source, wish)
             if failed is None and self._awaits_a_step(source, wish):
                 self.wishes[wish] = source.number
@@ -189,7 +193,7 @@ class LateRecordings:
         """Record what a training step missed.
 
         Raises:
-            CaptureError: It failed, and is not tried again.
+            CaptureError: It failed.
         """
         source, (index, bucket, mode) = self._sources.current, wish
         del self.wishes[wish]
@@ -198,15 +202,15 @@ class LateRecordings:
         try:
             self._add(source, self._every_slot()[index], bucket, mode)
         except CaptureError as error:
-            source.failed[bucket, mode] = reason_of(error)
+            source.failed.note((bucket, mode), reason_of(error))
             raise
 
     def take_back(self, source: Source, wish: Wish) -> None:
-        """Forget what was recorded for a wish that not all ranks could record; it is not tried again."""
+        """Forget what was recorded for a wish that not all ranks could record."""
         index, bucket, mode = wish
         self.wishes.pop(wish, None)  # where the recording of an earlier part failed, this one's was not begun
         error = CaptureError("not all ranks could record it")
-        source.failed.setdefault((bucket, mode), reason_of(error))
+        source.failed.note((bucket, mode), reason_of(error))
         self._take_back(source, self._every_slot()[index], bucket, mode, error)
         self._tidy()
 
@@ -305,7 +309,8 @@ class LateRecordings:
 
         It is made once such passes come again: a reference pass between a policy's forward and its backward.
         """
-        missing = self.forward_slot is None and not self._no_forward_slot
+        self._forward_slot_failed.turn()
+        missing = self.forward_slot is None and self._forward_slot_failed.due
         if missing and (lasting or self._asked_before("forward-only slot")):
             self._consensus.agree(self._add_forward_only_slot)
         return self.forward_slot
@@ -354,7 +359,7 @@ class LateRecordings:
         Raises:
             CaptureError: The region is strict.
         """
-        source.failed[bucket, mode] = reason = reason_of(error)
+        source.failed.note((bucket, mode), reason := reason_of(error))
         said = f"{self._recorder.name}: bucket {bucket} could not be captured"
         if self._strict:
             raise CaptureError(f"{said}: {named(error)}") from error
@@ -382,8 +387,8 @@ class LateRecordings:
 
 
 def _failed_for(source: Source, wish: Wish) -> Fallback | None:
-    """Return why a recording is not tried again; None where others have one, as in another slot or before."""
-    return None if wish in source.recorded_by_other_ranks else source.failed.get(wish[1:])
+    """Return why a recording is not tried now; None where others have one, as in another slot or before."""
+    return None if wish in source.recorded_by_other_ranks else source.failed.reason(wish[1:])
 
 
 def _tokens(place: Wish) -> int:

@@ -4,10 +4,19 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ...upstream_types import MegatronParameter
 from ..changes.dict_watch import WATCHER
 from ..modules import every_module
+
+# Marks an alias whose gradient autograd hands on.
+HANDED = "_handed_on"
+
+
+def sum_of(weight: MegatronParameter) -> Tensor | None:
+    """Return the `main_grad` to which the plugin may add a weight's gradient while it is recorded."""
+    return None if hasattr(weight, HANDED) else getattr(weight, "main_grad", None)
 
 
 class ParameterAliases:
@@ -42,11 +51,11 @@ class ParameterAliases:
         """Put the aliases in the modules for the duration; yields original -> alias.
 
         Args:
-            handed: Parameters whose gradient must not go to `main_grad` inside: their aliases have none.
+            handed: Parameters whose gradient the plugin must not add to `main_grad` inside: see `sum_of`.
         """
         aliases = {p: _alias(p) for p in self.originals}
         for parameter in handed:
-            aliases[parameter].__dict__.pop("main_grad", None)
+            aliases[parameter].__dict__[HANDED] = True
         try:
             with WATCHER.silent():
                 for module, name, parameter in self._places:

@@ -11,7 +11,9 @@ from ...announce import LOGGER
 from ..changes.model_watch import ModelWatch
 from ..changes.source import Recorded, Source
 from ..changes.tables import Entry
-from ..errors import CaptureError, OutOfMemoryInCapture, first_line
+from ..errors import CaptureError, OutOfMemoryInCapture, Refused, first_line
+from ..fallback import Fallback
+from ..modules import every_module
 from ..piece import Piece
 from ..planning.buckets import Bucket
 from ..replays.slot import Slot
@@ -19,14 +21,15 @@ from ..reports.ranges import named_range
 from .compiling import TURNS
 from .executor import Executor
 from .generators import put_back
-from .kept_buffers import KeptBuffers
+from .kept_tensors import KeptTensors
 from .recording import ONE_THREAD, Mode, Recording, RegionBody
 from .warm_up import record_warmed_up
+from .watched_pass import watched_pass
 
 # What is recorded in a slot.
 Place = tuple[Bucket, Mode]
 
-NO_BUFFERS = KeptBuffers(())
+NOTHING = KeptTensors(())
 
 
 class Recorder:
@@ -49,7 +52,7 @@ class Recorder:
         self.executor, self.name, self.evaluation = executor, piece.program.name, piece.evaluation
         self._program, self._piece, self._watch = piece.program, piece, watch
         self.offloading, self.chain = piece.offloading, piece.chain
-        self._buffers = NO_BUFFERS
+        self._kept = NOTHING
         self._always_changed: set[Entry] = set()
 
     def slot(self, index: int, buckets: Sequence[Bucket]) -> Slot:
@@ -136,12 +139,14 @@ class Recorder:
             self._piece.around(),
             as_capture_error(f"bucket {bucket}"),
             put_back(self.executor.generators()),  # ranks draw alike, and one of them may record alone
+            self._watch.undone_by_errors(),
         ):
-            self._buffers = KeptBuffers(self._watch.roots)  # all parts of a chain are recorded inside
+            # All parts of a chain are recorded inside.
+            self._kept = KeptTensors(self._watch.tensors_of(every_module(self._watch.roots)))
             try:
                 yield
             finally:
-                self._buffers = NO_BUFFERS
+                self._kept = NOTHING
 
     def warmed_up(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, briefly: bool) -> RegionBody:
         """Return work that ran outside a capture and can be recorded."""
@@ -153,22 +158,23 @@ class Recorder:
 
         self._piece.compile(bucket.tokens)
         self._program.load_example(slot.buffers[bucket], bucket)
+        body.looked_at = partial(watched_pass, self._watch, self.executor.generators())
         self.executor.warm_up(body, output_gradients, briefly)
         return body
 
     @contextmanager
     def checked(self, briefly: bool) -> Iterator[None]:
-        """Record inside; what modules hold is put back where that fails.
+        """Record inside; tensors of modules hold what they held before all passes.
 
         Raises:
             CaptureError: Passes change what a replay would not.
         """
-        with self._watch.undone_by_errors() as held:
-            with self._buffers.put_back(), self._watch.passing() as changed:
-                yield
-            changed += held.changed()
-            if briefly and (first := [entry for entry in changed if entry not in self._always_changed]):
-                raise CaptureError(f"layers' first passes change attributes: {self._watch.described(first)}")
+        held = self._watch.contents()
+        with self._kept.put_back(), self._watch.passing() as changed:
+            yield
+        changed += held.changed()
+        if briefly and (first := [entry for entry in changed if entry not in self._always_changed]):
+            raise CaptureError(f"layers' first passes change attributes: {self._watch.described(first)}")
         self._always_changed.update(changed)
         self._check_changed(changed)
 
@@ -192,18 +198,17 @@ class Recorder:
         return recorded
 
     def _check_changed(self, changed: Sequence[Entry]) -> None:
-        """Refuse a model whose every pass leaves another plain value in an attribute, which a replay would not.
+        """Refuse a model whose every pass leaves another value or tensor in an attribute, which a replay would not.
 
-        Other values are named in the log: an attribute with the last pass's output, say.
+        Other objects are named in the log.
         """
         if changed:
             LOGGER.info(
                 "%s: replays do not set what a forward does: %s", self._program.name, self._watch.described(changed)
             )
-        if plain := self._watch.plain(changed):
-            raise CaptureError(
-                f"each forward changes an attribute, which a graph does not: {self._watch.described(plain)}"
-            )
+        if left := self._watch.left(changed):
+            what = f"each forward changes an attribute, which a graph does not: {self._watch.described(left)}"
+            raise Refused(Fallback.LEAVES_TENSORS, what)
 
     def _body(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> RegionBody:
         """Return the work; modules that are in another mode than is recorded are switched while it runs."""

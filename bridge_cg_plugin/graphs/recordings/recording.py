@@ -48,7 +48,7 @@ class Gradients:
 
     def through(self, output_gradients: Sequence[Tensor | None]) -> "Gradients":
         """Return what eager's backward gives: nothing for what only outputs without a gradient need, not zeros."""
-        if all(g is not None for g in output_gradients):
+        if not [None for g in output_gradients if g is None]:
             return self
         given = (of_output for of_output, g in zip(self.reach, output_gradients, strict=True) if g is not None)
         reached = frozenset().union(*given)
@@ -111,6 +111,7 @@ class RegionBody:
         state: Number of what the model is; see `Source`.
         output_gradients: Buffers that the backward reads.
         activations: What keeps the tensors that autograd saves; None leaves them where they are.
+        looked_at: Entered around the pass over one layer of each kind that follows a whole warm-up pass.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class RegionBody:
         self.output_gradients: tuple[Tensor, ...] = ()
         self.bucket, self.state = bucket, 0
         self.activations: Activations | None = None
+        self.looked_at: Callable[[], AbstractContextManager[None]] = nullcontext
         self._device_type = next(iter(buffers.values())).device.type
         self._live: tuple[list[Root | None], list[Tensor], dict[nn.Parameter, nn.Parameter]] | None = None
 

@@ -1,13 +1,12 @@
 """Where a recorded backward puts the gradients of a region's parameters."""
 
+import itertools
 import operator
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ...upstream_types import MegatronParameter
 from ..changes.dict_watch import WATCHER
+from .pending import WILL_RUN, PendingReplays
 
 # Elements up to which a gradient waits for the end of the backward, to be added with others in one kernel.
 SMALL = 1 << 16
-# What PyTorch calls the backward under way where there is none.
-NO_BACKWARD = -1
-# Whether the backward under way runs a node of the autograd graph.
-WILL_RUN = torch._C._will_engine_execute_node
 
 
 class Reduction(Protocol):
@@ -38,8 +34,7 @@ class Reduction(Protocol):
 class ParameterHooks:
     """The hooks on a region's parameters: the plugin has one on each, to distinguish replayed from eager gradients.
 
-    Recordings of several sources share them. A hook that somebody else put on a parameter must see the gradient itself;
-    hooks on a parameter's node of the autograd graph, as data parallelism has them, cannot be seen.
+    Recordings of several sources share them. A hook that somebody else put on a parameter must see the gradient itself.
     """
 
     def __init__(self) -> None:
@@ -76,6 +71,7 @@ class ParameterHooks:
         """Take the hooks off the parameters."""
         self.clear()
         self.keep(NO_PARAMETERS)
+        self.pending.release()
 
     def _note(self, hooks: dict[Any, Any], key: Hashable) -> None:
         self._changed = True
@@ -97,9 +93,14 @@ class ParameterHooks:
             self._marked.append(parameter)
 
     def clear(self) -> None:
-        """Take the flags back that replays set, also those that a failed backward left behind."""
+        """Take the flags back that replays set, also those that a failed backward left behind.
+
+        A placeholder that is still there as `.grad` becomes zeros of its own, to which autograd may add.
+        """
         for parameter in self._marked:
             parameter.grad_added_to_main_grad = False
+            if (left := parameter.grad) is not None and left.data_ptr() in self.zeros.addresses:
+                parameter.grad = left.clone()
         self._marked = []
 
 
@@ -107,10 +108,10 @@ class _Marker:
     """The plugin's hook on a parameter, called with a backward pass's sum before data parallelism's hook."""
 
     def __init__(self, hooks: ParameterHooks, parameter: nn.Parameter) -> None:
-        self._hooks, self._parameter = hooks, weakref.ref(parameter)
+        self._hooks, self._parameter = hooks, parameter
 
     def __call__(self, gradient: Tensor | None) -> None:
-        self._hooks.arrived(self._parameter(), gradient)
+        self._hooks.arrived(self._parameter, gradient)
 
 
 NO_PARAMETERS: frozenset[nn.Parameter] = frozenset()
@@ -121,6 +122,19 @@ def hooked(parameter: nn.Parameter) -> bool:
     return any(not isinstance(hook, _Marker) for table in _tables_of(parameter) for hook in table.values())
 
 
+def accumulated_by_hook(parameter: nn.Parameter) -> bool:
+    """Whether a parameter's gradient accumulator has a hook, as data parallelism's, which adds `.grad` to `main_grad`.
+
+    An accumulator that nobody holds has none: autograd makes another one for each backward.
+    """
+    handle = get_gradient_edge(parameter).node.register_hook(lambda *unused: None)
+    try:
+        hooks = handle.hooks_dict_ref()
+        return hooks is not None and len(hooks) > 1
+    finally:
+        handle.remove()
+
+
 def _tables_of(parameter: nn.Parameter) -> Iterator[dict[Any, Any]]:
     """Return the hooks on a parameter, before and after accumulation: PyTorch keeps a table from the first hook on."""
     for table in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
@@ -128,57 +142,17 @@ def _tables_of(parameter: nn.Parameter) -> Iterator[dict[Any, Any]]:
             yield table
 
 
-class PendingReplays:
-    """Replayed backwards that are to come, of all recordings of a region, and those of the backward under way.
-
-    The reduction is notified once per backward, when the last replay has added its part.
-    """
-
-    def __init__(self) -> None:
-        self._accumulated: WeakKeyDictionary[Node, frozenset[nn.Parameter]] = WeakKeyDictionary()
-        self._done: list[tuple[nn.Parameter, ...]] = []
-        self._backward = NO_BACKWARD
-
-    def expect(self, node: Node, accumulated: frozenset[nn.Parameter]) -> None:
-        """Note that a replay's backward is to come, and the parameters to whose `main_grad` it adds."""
-        self._accumulated[node] = accumulated
-
-    def ran(self, node: Node, accumulated: tuple[nn.Parameter, ...]) -> None:
-        """Note that the backward under way has replayed it."""
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:  # the one before may have failed
-            self._backward, self._done = backward, []
-        self._accumulated.pop(node, None)
-        if not self._done or self._done[-1] is not accumulated:
-            self._done.append(accumulated)
-
-    def done(self) -> tuple[nn.Parameter, ...]:
-        """Return the parameters to which the backward under way has added by replays; nothing while one is to come."""
-        if self.to_come():
-            return ()
-        done, self._done = self._done, []
-        return tuple(dict.fromkeys(chain(*done))) if done[1:] else done[0]
-
-    def to_come(self) -> bool:
-        """Whether the backward under way will yet replay one of which autograd does not know the parameters."""
-        if not self._accumulated.data:  # type: ignore[attr-defined] # its own dict: no call of Python's
-            return False
-        return torch._C._current_graph_task_id() != NO_BACKWARD and any(map(WILL_RUN, self._accumulated))
-
-    def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
-        """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
-        if torch._C._current_graph_task_id() == NO_BACKWARD:
-            return False
-        return any(WILL_RUN(node) and not added.isdisjoint(parameters) for node, added in self._accumulated.items())
-
-
 class GradientSinks:
     """Routes each trainable parameter's gradient to where eager training would put it.
 
-    The recorded backward adds a gradient to the parameter's `main_grad`. Autograd gets a placeholder and the flag
+    The recorded backward adds a gradient to the parameter's `main_grad` where data parallelism would: with a reduction,
+    or where a hook on the gradient accumulator does so. Autograd gets a placeholder and the flag
     `grad_added_to_main_grad`, as with Transformer Engine's fused accumulation. Placeholders of hundreds of parameters
-    take milliseconds: with a reduction, that is notified directly instead. A parameter without `main_grad`, or with a
-    user's hook, gets its gradient from autograd, in memory that all recordings share.
+    take milliseconds: with a reduction, that is notified directly instead. Any other parameter, or one with a user's
+    hook, gets its gradient from autograd, in memory that all recordings share; a module that adds to `main_grad`
+    itself does so in its recording, too.
+
+    A backward for some inputs alone (`torch.autograd.grad`, `backward(inputs=)`) gets all gradients from autograd.
 
     Args:
         parameters: The region's trainable parameters.
@@ -187,6 +161,8 @@ class GradientSinks:
 
     Attributes:
         given: The `main_grad` of each parameter when this object was made.
+        handed: Parameters with a `main_grad` that get their gradient from autograd.
+        anchor_node: A node that every backward through a replay runs, but one for some inputs alone.
     """
 
     def __init__(
@@ -196,13 +172,17 @@ class GradientSinks:
         hooks: ParameterHooks | None = None,
     ) -> None:
         self.parameters = tuple(parameters)
-        self.handed = frozenset(p for p in self.parameters if getattr(p, "main_grad", None) is not None and hooked(p))
         self._reduction, self._hooks = reduction, hooks or ParameterHooks()
         self.given = tuple(getattr(p, "main_grad", None) for p in self.parameters)
+        given = [p for p, g in zip(self.parameters, self.given, strict=True) if g is not None]
+        self._hooked = frozenset(filter(hooked, given))
+        left = () if reduction is not None else itertools.filterfalse(accumulated_by_hook, given)
+        self.handed = self._hooked.union(left)
         self.main_grads: tuple[Tensor | None, ...] = tuple(
             None if p in self.handed else g for p, g in zip(self.parameters, self.given, strict=True)
         )
         self._accumulated = tuple(p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is not None)
+        self._sums = tuple(g for g in self.main_grads if g is not None)
         self._added_to = frozenset(self._accumulated)
         self._zeros = self._hooks.zeros
         self._zeros.reserve(self._accumulated, scalars=reduction is not None)
@@ -211,10 +191,12 @@ class GradientSinks:
         self._returned_places = [place for place, g in enumerate(self.main_grads) if g is None]
         self._returned = tuple(map(self.parameters.__getitem__, self._returned_places))
         self._static: dict[nn.Parameter, Tensor] = {}
-        self._anchor = torch.zeros((), requires_grad=True)
+        self._fused: set[nn.Parameter] = set()
+        anchor = torch.zeros((), requires_grad=True)
+        self.anchor_node = get_gradient_edge(anchor).node
+        self._known, self._unknown = (anchor, *self.parameters), (anchor, *self._returned)
         if hooks is not None:
-            followed = [p for p, g in zip(self.parameters, self.given, strict=True) if g is not None]
-            hooks.put_on(followed)
+            hooks.put_on(given)
 
     def prepare(self) -> None:
         """Take the memory of gradients that recordings return to autograd."""
@@ -241,9 +223,9 @@ class GradientSinks:
     def hooked_otherwise(self) -> bool:
         """Whether other parameters have a hook of somebody else than when this object was made."""
         found = self._hooks.foreign()
-        if not (found or self.handed):
+        if not (found or self._hooked):
             return False
-        return found.intersection(self.parameters) != self.handed
+        return found.intersection(self.parameters) != self._hooked
 
     @contextmanager
     def attached(self, aliases: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
@@ -255,7 +237,7 @@ class GradientSinks:
             if main_grad is not None:
                 receive = _adder(alias, main_grad, self._zeros.scalar(alias), small)
             elif parameter in self._static:
-                receive = _keeper(self._static[parameter], small)
+                receive = self._keeper(parameter, alias, small)
             else:
                 continue
             handles.append(alias.register_hook(receive))
@@ -266,37 +248,98 @@ class GradientSinks:
             for handle in handles:
                 handle.remove()
 
+    def _keeper(
+        self, parameter: nn.Parameter, alias: MegatronParameter, small: "SmallGradients"
+    ) -> Callable[[Tensor | None], Tensor | None]:
+        """Return a hook that keeps a gradient in static memory; a backward in several calls adds up.
+
+        A small gradient may be written up to the end of the backward: it is read then.
+        """
+        static, started = self._static[parameter], False
+
+        def keep(gradient: Tensor | None) -> Tensor | None:
+            nonlocal started
+            if alias.grad_added_to_main_grad:  # by its module, as in eager
+                self._fused.add(parameter)
+            if gradient is None or parameter in self._fused:
+                return gradient
+            if gradient.numel() <= SMALL:
+                small.keep(static if started else static.zero_(), gradient)
+            else:
+                static.add_(gradient) if started else static.copy_(gradient)
+            started = True
+            return static
+
+        return keep
+
     def returned(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Return the gradients that autograd must hand on; None where `main_grad` has it already or there is none."""
         return tuple(
-            None if g is None or main_grad is not None else self._static.get(p, g)
+            None if g is None or main_grad is not None or p in self._fused else self._static.get(p, g)
             for p, g, main_grad in zip(self.parameters, gradients, self.main_grads, strict=True)
         )
 
     def receivers(self) -> tuple[Tensor, ...]:
-        """Return the tensors through which autograd is to know a replay's backward: all parameters, or an anchor."""
-        return self.parameters if self._reduction is None else (self._anchor, *self._returned)
+        """Return the tensors through which autograd is to know a replay's backward: an anchor and parameters."""
+        return self._known if self._reduction is None else self._unknown
 
     def expect(self, node: Node, receivers: Sequence[Tensor]) -> None:
         """Note that a replay's backward is to come, with its node and what `receivers` returned for it."""
-        if receivers is not self.parameters:
+        if receivers is self._unknown:
             self._hooks.pending.expect(node, self._added_to)
 
+    def set_aside(self) -> list[Tensor]:
+        """Zero each `main_grad`, for one replay's gradients alone, and return what was there."""
+        before = list(map(Tensor.clone, self._sums))
+        for each in self._sums:
+            each.zero_()
+        return before
+
+    def put_back(self, before: Sequence[Tensor]) -> None:
+        """Have in each `main_grad` what `set_aside` returned."""
+        for each, values in zip(self._sums, before, strict=True):
+            each.copy_(values)
+
     def hand_over(
-        self, gradients: Sequence[Tensor | None], receivers: Sequence[Tensor], node: Node
+        self, gradients: Sequence[Tensor | None], receivers: Sequence[Tensor], node: Node, partial: bool
     ) -> tuple[Tensor | None, ...]:
-        """Return what a replayed backward gives autograd for each receiver: placeholders, or copies."""
-        if receivers is not self.parameters:
-            self._hooks.pending.ran(node, self._accumulated)
-            self._tell()
+        """Return what a replayed backward gives autograd for each receiver: placeholders, or copies.
+
+        Args:
+            gradients: Those that the recording returned.
+            receivers: What `receivers` returned for the replay.
+            node: The replay's.
+            partial: Whether `main_grad` holds nothing but the replay's gradients, and will not keep them.
+        """
+        if receivers is self._unknown:
+            self._hooks.pending.ran(node, self._accumulated, partial)
+            if not partial:
+                self._tell()
             kept = map(gradients.__getitem__, self._returned_places)
-            return None, *map(_handed_on, self._returned, kept)
+            return None, *map(self._handed_on, self._returned, kept)
         torch.autograd.Variable._execution_engine.queue_callback(self.clear)
-        placeholders = map(Tensor.detach, self._placeholders)  # nobody else holds these, so autograd steals them
-        return tuple(
-            next(placeholders) if main_grad is not None else _handed_on(parameter, g)
+        # Autograd steals what nobody else holds.
+        placeholders: Iterator[Tensor] = map(Tensor.detach, self._placeholders)
+        if partial:
+            placeholders = (g.to(p.dtype, copy=True) for p, g in zip(self._accumulated, self._sums, strict=True))
+        return None, *(
+            next(placeholders) if main_grad is not None else self._handed_on(parameter, g)
             for parameter, g, main_grad in zip(self.parameters, gradients, self.main_grads, strict=True)
         )
+
+    def _handed_on(self, parameter: MegatronParameter, gradient: Tensor | None) -> Tensor | None:
+        """Return what autograd gets for a parameter: a copy of its gradient; zeros for hooks, which cannot take None.
+
+        Without a gradient, eager's backward does not reach the parameter; a replay's reaches all, and calls their
+        hooks. Zeros, marked as eager marks them, also stand for a gradient that a module has added to `main_grad`.
+        """
+        if gradient is not None:
+            return gradient.clone()
+        if parameter in self._fused:
+            parameter.grad_added_to_main_grad = True
+        elif not parameter._backward_hooks:
+            return None
+        return _empty(parameter).zero_()
 
     def _tell(self) -> None:
         """Tell the reduction that gradients are there, once the last of a backward's replays has added its own.
@@ -324,37 +367,6 @@ def static_bytes_of(sinks: Iterable[GradientSinks]) -> int:
 def _empty(parameter: nn.Parameter) -> Tensor:
     """Return a plain tensor for a gradient: one like a parameter of another class would be of that class."""
     return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device)
-
-
-def _handed_on(parameter: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
-    """Return what autograd gets for a parameter: a copy of its gradient; zeros for hooks, which cannot take None.
-
-    Without a gradient, eager's backward does not reach the parameter; a replay's reaches all, and calls their hooks.
-    """
-    if gradient is not None:
-        return gradient.clone()
-    return _empty(parameter).zero_() if parameter._backward_hooks else None
-
-
-def _keeper(static: Tensor, small: "SmallGradients") -> Callable[[Tensor | None], Tensor | None]:
-    """Return a hook that keeps a gradient in static memory; a backward in several calls adds up.
-
-    A small gradient may be written up to the end of the backward: it is read then.
-    """
-    started = False
-
-    def keep(gradient: Tensor | None) -> Tensor | None:
-        nonlocal started
-        if gradient is None:
-            return None
-        if gradient.numel() <= SMALL:
-            small.keep(static if started else static.zero_(), gradient)
-        else:
-            static.add_(gradient) if started else static.copy_(gradient)
-        started = True
-        return static
-
-    return keep
 
 
 def _adder(

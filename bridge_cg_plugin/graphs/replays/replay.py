@@ -17,6 +17,7 @@ from ..recordings.recording import Gradients
 from ..reports import ranges
 from ..reports.ranges import named_range
 from ..rows import copies, write_each
+from .pending import WILL_RUN
 from .slot import Lease, Slot, second_backward
 
 
@@ -144,14 +145,22 @@ class _Replay(Function):
         if call.observer is not None:
             call.observer.before_backward(output_gradients)
         _write(call, output_gradients)
-        recorded = _backward_in_range(call) if ranges.on else call.recorded.recording.backward()
-        gradients = recorded.through(output_gradients)
-        if call.observer is not None:
-            call.observer.after_backward(gradients)
-        inputs = tuple(
-            None if g is None else g[:rows].clone() for g, rows in zip(gradients.inputs, call.input_rows, strict=True)
-        )
-        parameters = call.source.sinks.hand_over(gradients.parameters, call.receivers, ctx)
+        sinks = call.source.sinks
+        partial = not WILL_RUN(sinks.anchor_node)
+        before = sinks.set_aside() if partial else ()
+        try:
+            recorded = _backward_in_range(call) if ranges.on else call.recorded.recording.backward()
+            gradients = recorded.through(output_gradients)
+            if call.observer is not None:
+                call.observer.after_backward(gradients)
+            inputs = tuple(
+                None if g is None else g[:rows].clone()
+                for g, rows in zip(gradients.inputs, call.input_rows, strict=True)
+            )
+            parameters = sinks.hand_over(gradients.parameters, call.receivers, ctx, partial)
+        finally:
+            if partial:
+                sinks.put_back(before)
         call.lease.release()
         # An autograd graph may outlive its step, and garbage collection does not look into it: megatron-core's token
         # dispatchers keep the probabilities of the last microbatch, and with them all of its nodes.

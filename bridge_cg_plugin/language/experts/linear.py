@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...graphs.recordings.parameters import sum_of
 from ...upstream_types import MegatronParameter
 from .exchange import ExpertExchange, summed_in
 from .products import add_weight_gradients, combine, multiply, new_weight_gradients
@@ -100,7 +101,7 @@ def _combined(values: Tensor, places: Tensor, exchange: ExpertExchange | None) -
 
 def _weight_gradients(weights: Sequence[MegatronParameter], sides: Sides, tables: Tables) -> Sequence[Tensor | None]:
     """Return the gradients; those added to `main_grad` are empty, by the convention of fused accumulation."""
-    sums = [main_grad for weight in weights if (main_grad := getattr(weight, "main_grad", None)) is not None]
+    sums = [main_grad for weight in weights if (main_grad := sum_of(weight)) is not None]
     if len(sums) < len(weights):
         return new_weight_gradients(*sides)
     add_weight_gradients(*sides, tables, sums)

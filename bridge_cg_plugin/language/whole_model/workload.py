@@ -66,7 +66,7 @@ class LanguageModelWorkload(Workload):
             may_record: Whether something may be recorded before it once there are graphs.
         """
         manager, due = self.manager, self._example is not None and self.steps >= self._warmup_steps
-        if due and not manager.captured and not manager.failure:
+        if due and manager.capture_due:
             manager.capture()
         before = manager.statistics().replays
         with manager.step(may_record):

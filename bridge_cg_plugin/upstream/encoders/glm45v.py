@@ -43,7 +43,7 @@ class Glm45VEncoder(GridProgram):
     """
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
-        """See `RegionProgram`. Output: embeddings `[tokens / merge**2, width]`."""
+        """See `RegionProgram`. Outputs: embeddings `[tokens / merge**2, width]`; what they are made from."""
         model, grid = self.model, images(buffers["grid"])
         segments = frame_segments(grid, bucket)
         positions = token_positions(grid, bucket.tokens, self.merge)
@@ -53,7 +53,8 @@ class Glm45VEncoder(GridProgram):
         rotated = rotation(angles)
         for block in model.blocks:
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotated)
-        return (model.merger(self._merged(model.post_layernorm(hidden))),)
+        hidden = self._merged(model.post_layernorm(hidden))
+        return model.merger(hidden), hidden
 
     def _located(self, hidden: Tensor, grid: Tensor, segments: PackedSegments, positions: TokenPositions) -> Tensor:
         """Add position embeddings. Upstream counts padding to an image behind the last one, here one of one patch."""
@@ -71,7 +72,7 @@ class Glm45VEncoder(GridProgram):
 
     def output_rows(self, batch: VisionBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""
-        return (batch.tokens // self.merge**2,)
+        return (batch.tokens // self.merge**2,) * 2
 
 
 class Glm45VAdapter(PackedTowerAdapter):

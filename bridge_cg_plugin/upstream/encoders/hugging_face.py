@@ -26,10 +26,21 @@ def held_as(attribute: str, tower: str) -> Callable[[nn.Module], nn.Module | Non
     return find
 
 
-def returns_an_object(others: dict[str, Any]) -> bool:
-    """Whether further arguments of a Hugging Face module ask for its usual result and for nothing else."""
-    asked = {name for name, value in others.items() if value is not None and value is not False}
-    return asked <= {"return_dict"} and others.get("return_dict") is not False
+# What arguments ask for of a module's result, and its configuration where they do not.
+OF_RESULT = ("return_dict", "output_hidden_states", "output_attentions")
+
+
+def returns_an_object(model: UpstreamModule, others: dict[str, Any]) -> bool:
+    """Whether a call of a Hugging Face module asks for its usual result and for nothing else.
+
+    Args:
+        model: The module.
+        others: Further arguments.
+    """
+    by_default = {name: getattr(model.config, name, None) for name in OF_RESULT}
+    asked = {**by_default, **{name: value for name, value in others.items() if value is not None}}
+    as_object = asked.pop("return_dict") is not False
+    return as_object and all(value is None or value is False for value in asked.values())
 
 
 def result(**tensors: Any) -> Any:

@@ -71,7 +71,7 @@ class PackedTowerAdapter:
         out_of_bounds = self.out_of_bounds(batch, misfit)
         if out_of_bounds is not None:
             raise BatchError(out_of_bounds)
-        return encoder_call(batch, returns_an_object(others), misfit)
+        return encoder_call(batch, returns_an_object(self._model, others), misfit)
 
     def out_of_bounds(self, batch: VisionBatch, misfit: str | None) -> str | None:
         """Return why eager would read out of bounds on the device, None where it does not.
@@ -88,11 +88,12 @@ class PackedTowerAdapter:
 
     def outputs(self, returned: Any) -> tuple[Tensor, ...]:
         """See `EncoderAdapter`."""
-        return (returned.pooler_output,)
+        return returned.pooler_output, returned.last_hidden_state
 
     def returned(self, outputs: Sequence[Tensor]) -> Any:
         """See `EncoderAdapter`."""
-        return result(pooler_output=outputs[0])
+        merged, hidden = outputs
+        return result(last_hidden_state=hidden, pooler_output=merged)
 
     def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
         """See `EncoderAdapter`: kernels look at every frame as if it were the largest, and leave where it is not."""

@@ -24,7 +24,7 @@ from ...vision.guard import images, poisoned, write_guarded
 from ...vision.host_grids import Grid, HostGrids
 from ...vision.kernels.packed_attention import PackedSegments
 from ..kernels.saved_tensors import known_activations
-from .hugging_face import held_as, refuse_checkpointing
+from .hugging_face import held_as, refuse_checkpointing, returns_an_object
 from .packed_towers import Rotation, frame_segments, refuse_precision, reordering_kernels
 from .tower_attention import Attend, attend, attending, attending_by_cudnn, attending_by_flash, attending_by_mask
 
@@ -190,9 +190,9 @@ class PixtralAdapter:
             _refuse_large(rows, config.image_size // config.patch_size)
         sizes = image_sizes if isinstance(image_sizes, Tensor) else None
         batch = PaddedImages(pixel_values, sizes, rows, config.patch_size)
-        asked = {name for name, value in others.items() if value is not None and value is not False}
-        usual = asked <= {"return_dict", "output_hidden_states"} and others.get("output_hidden_states") is True
-        return encoder_call(batch, usual and others.get("return_dict") is not False, misfit)
+        hidden = others.get("output_hidden_states") is True
+        usual = hidden and returns_an_object(self._model, {**others, "output_hidden_states": False})
+        return encoder_call(batch, usual, misfit)
 
     def run(self, forward: Callable[..., Any], batch: PaddedImages) -> Any:
         """See `EncoderAdapter`."""

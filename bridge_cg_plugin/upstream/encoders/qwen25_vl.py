@@ -42,7 +42,7 @@ class Qwen25VLEncoder(GridProgram):
         self._side: int = model.window_size // self.merge // model.patch_size
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
-        """See `RegionProgram`. Output: embeddings `[tokens / merge**2, width]`."""
+        """See `RegionProgram`. Outputs: embeddings `[tokens / merge**2, width]`; hidden states, in order of windows."""
         model, grid = self.model, images(buffers["grid"])
         frames, windows = frame_segments(grid, bucket), self._windows(grid, bucket)
         cells = bucket.tokens // self.merge**2
@@ -53,7 +53,7 @@ class Qwen25VLEncoder(GridProgram):
         for index, block in enumerate(model.blocks):
             segments = frames if index in model.fullatt_block_indexes else windows
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotated)
-        return (permuted(model.merger(hidden), order.place, order.order),)
+        return permuted(model.merger(hidden), order.place, order.order), hidden
 
     def _windows(self, grid: Tensor, bucket: Bucket) -> PackedSegments:
         """Return where windows lie."""
@@ -64,7 +64,7 @@ class Qwen25VLEncoder(GridProgram):
 
     def output_rows(self, batch: VisionBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""
-        return (batch.tokens // self.merge**2,)
+        return batch.tokens // self.merge**2, batch.tokens
 
 
 class Qwen25VLAdapter(PackedTowerAdapter):

@@ -35,7 +35,7 @@ class Qwen3OmniEncoder(GridProgram):
     """
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
-        """See `RegionProgram`. Outputs: embeddings, then deepstack features, `[tokens / merge**2, width]` each."""
+        """See `RegionProgram`. Outputs: embeddings, deepstack features, `[tokens / merge**2, width]`; hidden states."""
         model, grid = self.model, images(buffers["grid"])
         segments = frame_segments(grid, bucket)
         positions = token_positions(grid, bucket.tokens, self.merge)
@@ -48,7 +48,7 @@ class Qwen3OmniEncoder(GridProgram):
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotated)
             if index in places:
                 deepstack.append(model.deepstack_merger_list[places.index(index)](hidden))
-        return model.merger(hidden), *deepstack
+        return model.merger(hidden), *deepstack, hidden
 
     def _embeddings(self, positions: TokenPositions, guarded: Tensor) -> Tensor:
         """Return every token's position embedding, `[capacity, width]` fp32; zero for padding."""
@@ -60,7 +60,7 @@ class Qwen3OmniEncoder(GridProgram):
     def output_rows(self, batch: VisionBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""
         features = {index for index in self.model.deepstack_visual_indexes if index < len(self.model.blocks)}
-        return (batch.tokens // self.merge**2,) * (1 + len(features))
+        return (batch.tokens // self.merge**2,) * (1 + len(features)) + (batch.tokens,)
 
 
 class Qwen3OmniAdapter(PackedTowerAdapter):
@@ -70,15 +70,16 @@ class Qwen3OmniAdapter(PackedTowerAdapter):
     region = Qwen3OmniEncoder
 
     def outputs(self, returned: Any) -> tuple[Tensor, ...]:
-        """See `EncoderAdapter`: embeddings, then deepstack features."""
-        return returned.pooler_output, *returned.deepstack_features
+        """See `EncoderAdapter`: embeddings, deepstack features, hidden states."""
+        return returned.pooler_output, *returned.deepstack_features, returned.last_hidden_state
 
     def returned(self, outputs: Sequence[Tensor]) -> Any:
         """See `EncoderAdapter`."""
         from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import BaseModelOutputWithDeepstackFeatures
 
         kind: Any = BaseModelOutputWithDeepstackFeatures
-        return kind(pooler_output=outputs[0], deepstack_features=list(outputs[1:]))
+        merged, *deepstack, hidden = outputs
+        return kind(last_hidden_state=hidden, pooler_output=merged, deepstack_features=deepstack)
 
 
 QWEN3_OMNI = EncoderFamily(

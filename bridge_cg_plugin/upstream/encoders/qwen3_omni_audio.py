@@ -157,7 +157,7 @@ class Qwen3OmniAudioAdapter:
         misfit = _misfit(input_features, feature_lens, self._model.num_mel_bins)
         lengths = () if misfit is not None else grids.values(feature_lens)
         batch = AudioBatch(input_features, feature_lens, tuple((1, 1, length) for length in lengths), self._chunking)
-        return encoder_call(batch, returns_an_object(others), misfit or _lengths_misfit(batch))
+        return encoder_call(batch, returns_an_object(self._model, others), misfit or _lengths_misfit(batch))
 
     def run(self, forward: Callable[..., Any], batch: AudioBatch) -> Any:
         """See `EncoderAdapter`."""

@@ -109,7 +109,7 @@ class SiglipAdapter:
         check_device(pixel_values, self._model.embeddings.patch_embedding.weight.device)
         if interpolate_pos_encoding:
             return encoder_call(batch, usual=False)
-        return encoder_call(batch, returns_an_object(others), misfit)
+        return encoder_call(batch, returns_an_object(self._model, others), misfit)
 
     def run(self, forward: Callable[..., Any], batch: ImageBatch) -> Any:
         """See `EncoderAdapter`."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...graphs.modules import every_module
+from ...graphs.recordings.parameters import sum_of
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
 from ..seams.registry.engine import TE_ATTENTION, TE_LAYERNORM_LINEAR, TE_LINEAR
@@ -60,15 +61,13 @@ def fused_accumulation(modules: Sequence[nn.Module]) -> Iterator[None]:
     The sum keeps the fp32 product that a separate addition first rounds to the weight's dtype. What was set before
     comes back.
     """
-    with _small_placeholders(), ExitStack() as stack:
+    with ExitStack() as stack:
         for module in every_module(modules):
             weight = module._parameters.get("weight")
             fusable = hasattr(module, "fuse_wgrad_accumulation") and weight is not None and weight.requires_grad
-            if not fusable or getattr(weight, "main_grad", None) is None:
-                continue
-            stack.enter_context(overridden(module, "fuse_wgrad_accumulation", True))
-            # A first microbatch overwrites main_grad; a recording serves every microbatch.
-            stack.enter_context(overridden(module, "is_first_microbatch", False))
+            if fusable and sum_of(weight) is not None:
+                stack.enter_context(overridden(module, "fuse_wgrad_accumulation", True))
+        stack.enter_context(accumulating(modules))
         yield
 
 

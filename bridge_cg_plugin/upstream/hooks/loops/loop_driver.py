@@ -175,7 +175,7 @@ class LoopDriver:
         self._buffers.put_back()
         if self._calls >= self._warmup:
             for graphs, helper in self._graphed():
-                if not graphs.captured and graphs.failure is None:
+                if graphs.capture_due:
                     helper.create_cudagraphs()
         self._calls += 1
         with joint_step(self.graphs):

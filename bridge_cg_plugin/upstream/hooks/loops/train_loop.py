@@ -62,13 +62,14 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def capture_missed(model: nn.Module | Sequence[nn.Module], state: Any) -> None:
-    """Capture what the loop did not: it does so before one iteration only, which `iterations_to_skip` may skip."""
+    """Capture what the loop did not: it does so before one iteration only, where it may fail or be skipped."""
     chunks = [model] if isinstance(model, nn.Module) else model
     for helper in active_helpers():
         graphs = helper.graphs
-        if graphs is None or helper.asked or not any(graphs.model in chunk.modules() for chunk in chunks):
+        if graphs is None or not any(graphs.model in chunk.modules() for chunk in chunks):
             continue
-        if graphs.step_number >= getattr(state.cfg.model, "cuda_graph_warmup_steps", float("inf")):
+        warm = graphs.step_number >= getattr(state.cfg.model, "cuda_graph_warmup_steps", float("inf"))
+        if (warm and not helper.asked) or (graphs.failure is not None and graphs.capture_due):
             helper.create_cudagraphs()
 
 

@@ -1,0 +1,158 @@
+"""A warm-up pass that is looked at: no replay leaves a tensor somewhere or draws on the host, as the pass may do.
+
+It is one behind the first, which fills caches, over one layer of each kind. Not seen are tensors that compiled code
+without operations makes and no attribute holds, and generators that C code calls, as in `map(rng.random, ...)`. A value
+of the device that is read on the host fails the capture itself.
+"""
+
+import gc
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from threading import get_ident
+from types import BuiltinMethodType, CodeType, FrameType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ...announce import LOGGER
+from ..changes.model_watch import ModelWatch
+from ..errors import Refused, named
+from ..fallback import Fallback
+from .holders import holder_of, tensors_of_storages
+
+# Tool numbers of `sys.monitoring` that no kind of tool has for itself.
+FREE_TOOLS = (3, 4)
+
+
+class Operations(TorchDispatchMode):
+    """The operations of a pass on this thread.
+
+    Args:
+        generators: What work that is recorded may draw random numbers from.
+        place: Returns in words where in the model a frame runs.
+
+    Attributes:
+        draws: What drew on the host, in words.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator], place: Callable[[FrameType | None], str]) -> None:
+        super().__init__()
+        self._generators, self._place = generators, place
+        self._made: dict[int, StorageWeakRef] = {}
+        self.draws: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and note what it makes and draws."""
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        results = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
+        with suppress(NotImplementedError, RuntimeError):  # tensors without a storage
+            given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+            for storage in (each.untyped_storage() for each in results):
+                if storage._cdata not in given:
+                    self._made[storage._cdata] = StorageWeakRef(storage)
+        if torch.Tag.nondeterministic_seeded in func.tags and self._is_of_host(kwargs.get("generator"), results):
+            self.draws.append(f"{self._place(sys._getframe(1))} calls {func}")
+        return made
+
+    def _is_of_host(self, generator: torch.Generator | None, results: Sequence[Tensor]) -> bool:
+        """Whether an operation that draws does so on the host, from what no recording draws from."""
+        if any(result.device.type != "cpu" for result in results):
+            return False
+        return (torch.default_generator if generator is None else generator) not in self._generators
+
+    def left(self) -> Set[int]:
+        """Return the storages that were made and are still there."""
+        return {number for number, storage in self._made.items() if not storage.expired()}
+
+
+class HostGenerators:
+    """Generators of Python and NumPy from which calls on this thread draw inside.
+
+    Args:
+        place: Returns in words where in the model a frame runs.
+    """
+
+    def __init__(self, place: Callable[[FrameType | None], str]) -> None:
+        self._place, self._thread = place, get_ident()
+        numpy = sys.modules.get("numpy")
+        others = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+        self._kinds: tuple[type, ...] = (random.Random, *others)
+        self._called: dict[int, tuple[Any, object, str]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at calls inside; without effect where other tools use up all numbers."""
+        monitoring = sys.monitoring
+        tool = next((number for number in FREE_TOOLS if monitoring.get_tool(number) is None), None)
+        if tool is None:
+            yield
+            return
+        monitoring.use_tool_id(tool, __name__)
+        try:
+            monitoring.register_callback(tool, monitoring.events.CALL, self._note)
+            monitoring.set_events(tool, monitoring.events.CALL)
+            yield
+        finally:
+            monitoring.set_events(tool, 0)
+            monitoring.free_tool_id(tool)
+
+    def _note(self, code: CodeType, offset: int, function: object, first: object) -> None:
+        if get_ident() != self._thread:
+            return
+        bound = isinstance(function, (BuiltinMethodType, MethodType))
+        generator = function.__self__ if bound else first  # type: ignore[attr-defined]
+        if isinstance(generator, self._kinds) and id(generator) not in self._called:
+            self._called[id(generator)] = generator, _state(generator), self._place(sys._getframe(1))
+
+    def draws(self) -> list[str]:
+        """Return in words where a generator was drawn from."""
+        called = self._called.values()
+        return [f"{place} draws from {type(each).__name__}" for each, before, place in called if _state(each) != before]
+
+
+def _state(generator: Any) -> object:
+    """Return what a draw changes of a generator; of one without a state something that equals nothing."""
+    try:
+        return generator.getstate() if isinstance(generator, random.Random) else pickle.dumps(generator)
+    except NotImplementedError:
+        return object()
+
+
+@contextmanager
+def watched_pass(watch: ModelWatch, generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Look at a pass inside, at whose end all that it computed is let go of.
+
+    What is raised inside, as by an operation that takes no mode, tells nothing about a capture: it is logged.
+
+    Args:
+        watch: Follows the model.
+        generators: What work that is recorded may draw random numbers from.
+
+    Raises:
+        Refused: A tensor outlives the pass, or it draws on the host.
+    """
+    operations, others = Operations(generators, watch.place), HostGenerators(watch.place)
+    try:
+        with others.watching(), operations:
+            yield
+    except Exception as error:
+        LOGGER.info("a pass cannot be looked at: %s", named(error))
+        return
+    if draws := operations.draws + others.draws():
+        raise Refused(Fallback.DRAWS_ON_HOST, draws[0])
+    if not (left := operations.left()):
+        return
+    gc.unfreeze()  # Python finds no referrers among frozen objects; to freeze again would keep all that is there now
+    where = holder_of(tensors_of_storages(left), watch)
+    if where is not None:
+        raise Refused(Fallback.LEAVES_TENSORS, f"each forward leaves a tensor in {where}")

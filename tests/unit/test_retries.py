@@ -1,0 +1,68 @@
+"""When what failed is tried again."""
+
+import pytest
+
+from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.planning.demand import TRIED_AGAIN, Demand, Menu
+from bridge_cg_plugin.graphs.retries import Failures, Retry
+
+from ..tape import TapeExecutor
+from .towers import draw, graphs_on, new_tower
+
+
+@pytest.mark.parametrize("first", [1, 3, 16])
+def test_many_turns_see_few_tries_and_none_is_the_last(first):
+    retry, tries = Retry(first), []
+    for turn in range(1000):
+        if retry.due:
+            tries.append(turn)
+            retry.failed()
+        retry.turn()
+    waits = [later - earlier for earlier, later in zip(tries, tries[1:], strict=False)]
+    assert waits == [first << number for number in range(len(waits))] and tries[-1] > 400
+
+
+def test_a_recording_that_failed_is_asked_for_again_less_and_less_often():
+    failures, tries = Failures(2), 0
+    for _ in range(100):
+        failures.ask("bucket")
+        if failures.reason("bucket") is None:
+            tries += 1
+            failures.note("bucket", Fallback.CAPTURE_FAILED)
+            failures.note("bucket", Fallback.MODEL_CHANGED)  # the same failure, seen by another part
+            assert failures.reason("bucket") is Fallback.CAPTURE_FAILED
+    assert tries == 6
+
+
+def test_a_bucket_that_could_not_be_recorded_is_tried_again_some_steps_later():
+    menu = Menu(
+        buckets_of=lambda capacity: [Bucket(capacity)],
+        refuse=lambda shape, bucket: None,
+        cost=lambda bucket: bucket.tokens,
+    )
+    demand, bucket = Demand(menu), Bucket(64)
+    demand.refuse(bucket)
+    for _ in range(TRIED_AGAIN - 1):
+        demand.due()
+        assert demand.refuses(bucket)
+    demand.due()
+    assert not demand.refuses(bucket)
+
+
+def test_a_capture_refused_for_a_hook_is_due_once_the_hook_is_gone():
+    tower = new_tower()
+    handle = tower.decoder.layers[0].register_forward_hook(lambda *_: None)
+    with graphs_on(tower, capture=False, strict=False, executor=TapeExecutor()) as graphs:
+        for _ in range(5):
+            assert graphs.capture_due
+            assert not graphs.capture() and not graphs.capture_due
+            tower(*draw([[1, 4, 4]]))
+            for _ in range(64):
+                if not graphs.capture_due:
+                    graphs.begin_step()
+        graphs.capture()
+        handle.remove()
+        assert graphs.capture_due and graphs.capture() and not graphs.capture_due
+        tower(*draw([[1, 4, 4]]))
+        assert graphs.statistics().fallbacks == {"forward_hooks": 5} and graphs.statistics().replays == 1
