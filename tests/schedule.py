@@ -6,7 +6,6 @@ from pathlib import PurePath
 FORKED = (
     "unit/test_bicubic",
     "unit/test_expert_kernels",
-    "unit/test_fingerprint",
     "unit/test_head_norms",
     "unit/test_interpreted_activations",
     "unit/test_interpreted_experts",
@@ -31,7 +30,6 @@ LONGEST = (
     "unit/test_vision",
     "unit/test_encoders",
     "unit/test_processes",
-    "unit/test_balance",
     "unit/test_growing",
     "unit/test_bench_vision",
     "unit/test_packed_hybrid",

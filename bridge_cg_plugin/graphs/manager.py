@@ -108,12 +108,10 @@ class GraphManager:
             return (self._traced if self._is_in_one_graph() else self._untraced)(*args, **kwargs)
         call = self.workload.read(*args, **kwargs)
         eager = partial(self.eager_forward, *args, **kwargs)
-        balanced = self.workload.balanced
-        run = self.run if balanced is None else balanced
         if ranges.on:
             with named_range(f"microbatch, {self.workload.noun}, {call.tokens} tokens"):
-                return run(call, eager)
-        return run(call, eager)
+                return self.run(call, eager)
+        return self.run(call, eager)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _is_in_one_graph(self) -> bool:

@@ -120,7 +120,6 @@ class Workload(ABC):
         strict: Whether a failed capture raises instead of leaving the module eager.
         counts_tokens: Whether the tokens of each training step are counted.
         together: Whether parts of the module replay a microbatch all or none, in one slot.
-        balanced: Runs a call with the manager's `run` where other ranks may do its work; None where none does.
     """
 
     manager: Manager
@@ -131,7 +130,6 @@ class Workload(ABC):
     strict: bool = False
     counts_tokens: bool = False
     together: bool = False
-    balanced: Callable[[Call, Eager], Any] | None = None
 
     def attach(self, manager: Manager) -> None:
         """Note whose workload this is; called once, before the module's first call."""

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from .errors import OptionError
+from .gone import GONE, refuse_gone
 from .values import Parser, is_unset
 
 _KEY = "option"
@@ -169,6 +170,9 @@ class Group:
         found = {}
         for key, value in given.items():
             name = str(key).replace("-", "_")
+            if (gone := f"{self.tuning}.{name}") in GONE:
+                refuse_gone(gone, value)
+                continue
             if name not in fields:
                 near = difflib.get_close_matches(name, fields, n=1, cutoff=0.6)
                 what = "tuning value" if near else f"tuning value; there are {', '.join(fields)}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from .errors import OptionError
 from .experts import SETTINGS as OF_EXPERTS
+from .gone import GONE, refuse_gone
 from .groups import GROUPS, TUNING, split_name, tuning_of
 from .language_model import IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE
 from .migration import SWITCHES
@@ -253,6 +254,8 @@ def _from_leaves(leaves: Sequence[tuple[str, Any]], check: bool = True) -> Writt
             fields[name] = value
         elif name in SETTINGS:
             settings[name] = value
+        elif name in GONE:
+            refuse_gone(name, value)
         elif check:
             _refuse_lookalike(name, value)
     return Written(fields, frozenset(fields) | settings.keys(), settings)
@@ -288,6 +291,8 @@ def _from_object(source: Any) -> Written:
         for name in SETTINGS:
             if hasattr(section, name) and not settings.get(name):
                 settings[name] = getattr(section, name)
+    for name in GONE:
+        refuse_gone(name, getattr(model, name, None))
     return Written(fields_of(model), frozenset(), settings, model)
 
 

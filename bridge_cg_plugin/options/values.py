@@ -112,13 +112,10 @@ def whole_number(minimum: int, alternative: str | None = None) -> Parser:
     return Parser(allowed, parse)
 
 
-def real_number(allowed: str, accepts: Callable[[float], bool], alternative: str | None = None) -> Parser:
-    """Return a parser of numbers that `accepts` accepts, or the word `alternative`; `allowed` says which in words."""
-    allowed += f' or "{alternative}"' if alternative else ""
+def real_number(allowed: str, accepts: Callable[[float], bool]) -> Parser:
+    """Return a parser of numbers that `accepts` accepts; `allowed` says which in words."""
 
     def parse(field: str, value: Any) -> Any:
-        if isinstance(value, str) and value == alternative:
-            return alternative
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError):
@@ -131,7 +128,6 @@ def real_number(allowed: str, accepts: Callable[[float], bool], alternative: str
 
 
 positive_number = real_number("a number above 0", lambda number: 0 < number < float("inf"))
-part_or_auto = real_number("a number above 0 and below 1", lambda number: 0 < number < 1, "auto")
 factor = real_number("a number of at least 1", lambda number: 1 <= number < float("inf"))
 
 

@@ -21,7 +21,6 @@ from .values import (
     flag,
     one_of,
     parse_choice,
-    part_or_auto,
     positive_number,
     whole_number,
     words,
@@ -216,24 +215,6 @@ class VisionGraphOptions:
         "algorithms and tensor parallelism, where all must decide alike",
         tuning=True,
     )
-    frozen_outputs_gb: float | None = option(
-        None,
-        positive_number,
-        "GIB",
-        "host memory for outputs of a frozen encoder, which then encodes the same images once",
-        "For loops that show a batch to a policy several times and to a reference model "
-        "([other loops](other_loops.md#one-batch-several-passes)). Images and weights are compared by a fingerprint of "
-        "their content. None keeps nothing",
-        tuning=True,
-    )
-    balance: float | Literal["auto"] | None = option(
-        None,
-        part_or_auto,
-        "PART",
-        "move images between data-parallel ranks if that takes this part off the largest rank, or saves time (auto)",
-        "Decided for each microbatch, by patches; `auto` decides by times measured in the run "
-        "([balance](parallel.md#images-of-other-ranks)). None moves nothing",
-    )
     offload: tuple[str, ...] | None = offload_option(
         "The copies are part of the graphs ([offloading](offload.md)). `layernorm` is inputs and outputs of the "
         "layers' norms. None is no part, or any part with `vision_cuda_graph_offload_above_gb`"
@@ -349,7 +330,7 @@ def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding"
 
 
 def audio_options(options: VisionGraphOptions) -> VisionGraphOptions:
-    """Return options for the audio encoder of a model: those that name sizes of images or move them are left out."""
+    """Return options for the audio encoder of a model: those that name sizes of images are left out."""
     return replace(
         options,
         buckets="auto",
@@ -357,7 +338,6 @@ def audio_options(options: VisionGraphOptions) -> VisionGraphOptions:
         max_frames="auto",
         exact_below=0,
         capture_mode="on_demand",
-        balance=None,
         bucket_limits=None,
     )
 

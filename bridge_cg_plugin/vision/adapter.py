@@ -59,28 +59,6 @@ def encoder_call(batch: EncoderBatch, usual: bool, misfit: str | None = None, in
     return Call(batch, refusal, batch.tokens, misfit, True, batch.shape if refusal is None else None)
 
 
-@dataclass(frozen=True, slots=True)
-class MovableImages:
-    """What travels between ranks that encode each other's images.
-
-    Attributes:
-        unit: Patches of one embedding.
-        patch_width: Values of a patch.
-        widths: Columns of the encoder's outputs.
-        weight: A weight of the encoder; its type and device are the patches'.
-    """
-
-    unit: int
-    patch_width: int
-    widths: tuple[int, ...]
-    weight: Tensor
-
-    @property
-    def bytes_per_patch(self) -> int:
-        """Bytes of a patch's pixels, its share of embeddings, and their gradients."""
-        return (self.patch_width + 2 * sum(self.widths) // self.unit) * self.weight.element_size()
-
-
 class EncoderAdapter(Protocol):
     """One vision model as its graphs see it.
 
@@ -180,13 +158,11 @@ class EncoderFamily:
         compilations: Called with the modules and a number of tokens: yields what compiles these kernels, in any thread.
         direct_attention: Calls cuDNN's attention with a bucket's own bounds.
         flash_attention: Calls FlashAttention where segments may be long; it rounds otherwise than eager's attention.
-        undrawing_attention: Likewise, where outputs are kept; attention without dropout leaves random states alone.
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
         before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
         known_activations: Entered like kernels where activations leave the device: notes what they are.
         layer_parts: Returns the attention or the MLP of every layer as a region of its own; None where the encoder's
             layers have no such parts.
-        movable: Says what of an encoder's images travels to other ranks; None where images stay on theirs.
         driven_by_bridge: Whether a release's train loop that drives vision graphs finds this encoder.
         encodes: "vision" or "audio". A model may have one encoder of each; both are captured.
     """
@@ -201,11 +177,9 @@ class EncoderFamily:
     compilations: Callable[[Sequence[nn.Module], int], Iterator[Compilation]] = lambda modules, tokens: iter(())
     direct_attention: OtherAttention = NO_OTHER_ATTENTION
     flash_attention: OtherAttention = NO_OTHER_ATTENTION
-    undrawing_attention: RecordingKernels = nullcontext
     fused_accumulation: RecordingKernels = nullcontext
     before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
     known_activations: RecordingKernels = nullcontext
     layer_parts: LayerParts | None = None
-    movable: Callable[[nn.Module], MovableImages] | None = None
     driven_by_bridge: bool = False
     encodes: Literal["vision", "audio"] = "vision"

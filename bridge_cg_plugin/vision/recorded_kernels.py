@@ -74,7 +74,6 @@ class RecordedKernels:
         entered += [family.reordering_kernels if self.fast else family.exact_kernels]
         entered += [family.direct_attention.kernels] if self.attends_directly else []
         entered += [family.flash_attention.kernels] if self._attends_by_flash else []  # over cuDNN's, so last
-        entered += [family.undrawing_attention] if options.frozen_outputs_gb is not None else []
         entered += [family.known_activations] if options.moves_activations else []
         with ExitStack() as stack:
             for kernels in entered:

@@ -12,13 +12,10 @@ from ..graphs.region import Region
 from ..graphs.workload import Call, Eager, Manager, Workload
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import EncoderFamily
-from .balance.calls import BalancedCalls
-from .balance.exchange import ImageExchange
 from .batch import BatchError
 from .capture import EncoderCapture
 from .check import CheckResult
 from .eager_costs import Clock
-from .frozen_outputs import FrozenOutputs
 from .host_grids import HostGrids
 from .runs import EncoderRuns
 
@@ -31,14 +28,12 @@ class VisionWorkload(Workload):
         options: What the user asked for.
         family: The encoder's upstream side.
         grids: Host copies of grids.
-        exchange: Levels the work of data-parallel ranks, where it was asked for.
         clock: Times microbatches for `options.cost_fallback`; None takes device events, and no times without a GPU.
 
     Attributes:
         adapter: The encoder's.
         planned: What is captured, and how.
         runs: How a microbatch is replayed or run eager.
-        frozen: Outputs that are computed once; None where nothing is kept.
     """
 
     noun = "encoder"
@@ -55,7 +50,6 @@ class VisionWorkload(Workload):
         options: VisionGraphOptions,
         family: EncoderFamily,
         grids: HostGrids | None = None,
-        exchange: ImageExchange | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.options, self.family = options, family
@@ -64,19 +58,13 @@ class VisionWorkload(Workload):
         self.grids = grids or HostGrids()
         self.adapter = family.adapt(model)
         self.planned = EncoderCapture(model, options, family, self.adapter)
-        self.exchange, self._clock = exchange, clock
-        self.balanced: BalancedCalls | None = None
-        self.frozen: FrozenOutputs | None = None
+        self._clock = clock
 
     def attach(self, manager: Manager) -> None:
         """See `Workload`."""
         super().attach(manager)
         self.planned.begin(manager.executor.device)
         self.runs = EncoderRuns(manager, self.options, self.family, self.adapter, self._clock)
-        if self.options.frozen_outputs_gb is not None:
-            self.frozen = FrozenOutputs(manager, self.options, self.runs.replay)
-        if self.exchange is not None:
-            self.balanced = BalancedCalls(self.exchange, self.adapter, manager)
 
     def detach(self) -> None:
         """See `Workload`."""
@@ -115,8 +103,6 @@ class VisionWorkload(Workload):
         self.manager.consensus.agree(self._tell)
 
     def _tell(self) -> float:
-        if self.exchange is not None:
-            self.exchange.forget_times()
         most = f"{self.planned.plan.max_frames()} {'clips' if self.family.encodes == 'audio' else 'frames'}"
         later = "" if self.planned.demand is None else ", others as microbatches ask for them"
         found = "no bucket yet" if self.buckets is None else self.buckets
@@ -134,7 +120,7 @@ class VisionWorkload(Workload):
 
     def replay(self, region: Region, batch: Any) -> tuple[Tensor, ...] | None:
         """See `Workload`."""
-        return (self.runs if self.frozen is None else self.frozen).replay(region, batch)
+        return self.runs.replay(region, batch)
 
     def run_eager(self, call: Call, eager: Eager) -> Any:
         """See `Workload`.
@@ -165,10 +151,6 @@ class VisionWorkload(Workload):
         if self.checks:
             worst = max(max(c.forward, c.gradient or 0.0) for c in self.checks)
             notes["checks"] = f"{len(self.checks)} replays compared with eager, largest difference {worst:.2e}"
-        if self.frozen is not None:
-            notes["frozen outputs"] = self.frozen.note()
-        if self.exchange is not None:
-            notes["balance"] = self.exchange.note()
         if self.grids.device_reads:
             notes["grid reads"] = f"{self.grids.device_reads} grids were read from the device"
         return notes

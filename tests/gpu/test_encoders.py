@@ -125,20 +125,6 @@ def test_replays_equal_eager_to_the_bit(encoder, streams):
     helper.delete_cuda_graphs()
 
 
-@encoders("nemotron_vl")
-def test_tiles_that_a_frozen_tower_has_encoded_are_kept(encoder):
-    model = encoder.model.requires_grad_(False).eval()  # in training, positions are cropped at random
-    batch = encoder.batch(2)
-    expected = forward(encoder.kind, model, batch)
-    helper = encoder.on_graphs(frozen_outputs_gb=1.0)
-    asked = helper.graphs.workload.frozen
-    for _ in range(3):
-        with helper.graphs.step():
-            assert all(map(torch.equal, forward(encoder.kind, model, batch), expected))
-    assert (asked.found, asked.replays, asked.drawn) == (2, 1, 0)
-    helper.delete_cuda_graphs()
-
-
 @encoders(*PACKED, "ministral3", AUDIO, first=("ministral3", AUDIO))
 @pytest.mark.parametrize("kernels", ["exact", "fast"])
 def test_replays_are_as_near_to_fp32_as_eager(encoder, kernels):

@@ -26,8 +26,6 @@ TP2, PP2, CP2 = ("--tensor-parallel", "2"), ("--pipeline-parallel", "2"), ("--co
 INTERLEAVED = (*PP2, "--pipeline-chunks", "2", "--language-model", "8x2048")
 LAYOUTS = {
     "DP2": DP2,
-    "DP2, images moved": (*DP2, "vision_cuda_graph_balance=0.05"),
-    "DP2, images moved where it pays": (*DP2, "vision_cuda_graph_balance=auto"),
     "TP2": TP2,
     "PP2": PP2,
     "PP2VP2": INTERLEAVED,

@@ -3,17 +3,14 @@
 import dataclasses
 import importlib
 import inspect
-from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.instance import InstanceMethod
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.encoders.direct_attention import direct_attention_refusal
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL, pack_segments
-from bridge_cg_plugin.upstream.encoders.radio import PACKED_RADIO, RADIO
 from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
 from bridge_cg_plugin.vision.adapter import OtherAttention
 from bridge_cg_plugin.vision.recorded_kernels import RecordedKernels
@@ -277,53 +274,3 @@ def test_a_refusal_is_said_in_one_line_and_graphs_are_as_without(capsys, monkeyp
         "Transformer Engine's"
     ]
     assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
-
-
-def test_random_states_stay_where_they_are_unless_attention_drops(attention, monkeypatch):
-    entered = []
-
-    @contextmanager
-    def aside(device):
-        entered.append(device.type)
-        yield
-
-    monkeypatch.setattr(direct_attention, "drawing_aside", aside)
-    below = InstanceMethod(attention, "forward", lambda query, *args, **kwargs: (len(args), kwargs))
-    with direct_attention.attention_without_draws([attention]):
-        assert attention.forward(*qkv(), None, attn_mask_type="no_mask") == (3, {"attn_mask_type": "no_mask"})
-        assert entered == ["cpu"]
-        attention.attention_dropout = 0.1
-        attention.forward(*qkv(), None)
-        assert entered == ["cpu"]
-        attention.eval()
-        attention.forward(*qkv(), None)
-        assert entered == ["cpu"] * 2
-    below.restore()
-
-
-@pytest.mark.parametrize("gib", [None, 1.0])
-def test_random_states_are_left_alone_where_outputs_are_kept(gib):
-    entered = []
-
-    @contextmanager
-    def undrawing(modules):
-        entered.append(modules)
-        yield
-
-    family = dataclasses.replace(QWEN3_VL, undrawing_attention=undrawing)
-    options = VisionGraphOptions(impl="transformer_engine", frozen_outputs_gb=gib)
-    with RecordedKernels(options, family)([]):
-        assert len(entered) == (gib is not None)
-
-
-@pytest.mark.parametrize("family", [QWEN3_VL, RADIO, PACKED_RADIO], ids=lambda family: family.name)
-def test_towers_that_attend_by_transformer_engine_leave_random_states_alone(family, attention, monkeypatch):
-    entered = []
-    monkeypatch.setattr(direct_attention, "drawing_aside", lambda device: nullcontext(entered.append(device.type)))
-    below = InstanceMethod(attention, "forward", lambda query, *args, **kwargs: None)
-    bare = dataclasses.replace(family, kernels=nullcontext, reordering_kernels=nullcontext)
-    options = VisionGraphOptions(impl="transformer_engine", frozen_outputs_gb=1.0)
-    with RecordedKernels(options, bare)([attention]):
-        attention.forward(*qkv())
-    assert entered == ["cpu"]
-    below.restore()

@@ -44,7 +44,6 @@ VALUES = {
     "gradient_accumulation_fusion": False,
     "gradient_hooks": "always",
     "cost_fallback": False,
-    "balance": 0.25,
     "offload": ["attention", "mlp"],
     "recompute": ["gelu"],
     "offload_above_gb": 6.5,

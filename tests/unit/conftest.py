@@ -5,8 +5,6 @@ Tests of graphs that share memory run over pools; see `tests/pooled.py`.
 
 import pytest
 
-from bridge_cg_plugin.vision import frozen_outputs
-
 from ..executors import choose
 
 IN_POOLS = ("test_chain",)
@@ -50,9 +48,3 @@ def executor_kind(request):
     choose(kind)
     yield kind
     choose("reference")
-
-
-@pytest.fixture
-def frozen_store_of_its_own(monkeypatch):
-    """Let no test find what another one's encoder, not collected yet, has kept."""
-    monkeypatch.setattr(frozen_outputs, "_shared", None)

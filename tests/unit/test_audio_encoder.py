@@ -207,17 +207,3 @@ def test_buckets_that_are_captured_on_demand_pad_seconds():
         assert graphs.capture()
         run(model, [950])
         assert graphs.workload.buckets.capacities == (12 * ROOM,) and graphs.statistics().replays == 1
-
-
-def test_clips_of_a_frozen_encoder_are_encoded_once():
-    """Features are laid out frame by frame, as Bridge's model has them: not contiguous."""
-    model = new_qwen3_omni_audio().requires_grad_(False)
-    features, lengths = draw_clips([230, 100])
-    expected = model(features, feature_lens=lengths).last_hidden_state
-    others = model(features, feature_lens=lengths.flip(0)).last_hidden_state
-    with graphs_on(model, buckets=BUCKETS, frozen_outputs_gb=1.0) as graphs:
-        for _ in range(3):
-            poison(graphs, float("nan"))
-            assert_close([model(features, feature_lens=lengths).last_hidden_state], [expected], TOLERANCE)
-        assert_close([model(features, feature_lens=lengths.flip(0)).last_hidden_state], [others], TOLERANCE)
-        assert (graphs.workload.frozen.found, graphs.workload.frozen.replays) == (2, 2)

@@ -97,22 +97,6 @@ REFUSED = {
         nemotron(cpu_offloading=True),
         "model.cpu_offloading",
     ),
-    "`vision_cuda_graph_balance` with context parallelism": (
-        f"{VISION} vision_cuda_graph_balance=0.1 context_parallel_size=2",
-        "vision_cuda_graph_balance",
-    ),
-    "`vision_cuda_graph_balance=auto` with tensor parallelism": (
-        f"{VISION} vision_cuda_graph_balance=auto tensor_model_parallel_size=2",
-        "vision_cuda_graph_balance",
-    ),
-    "`vision_cuda_graph_tuning.frozen_outputs_gb` with graphs of parts of layers": (
-        f"{VISION} vision_cuda_graph_modules=attn vision_cuda_graph_tuning.frozen_outputs_gb=1",
-        "vision_cuda_graph_tuning.frozen_outputs_gb",
-    ),
-    "`vision_cuda_graph_tuning.frozen_outputs_gb` with tensor parallelism": (
-        f"{VISION} vision_cuda_graph_tuning.frozen_outputs_gb=1 tensor_model_parallel_size=2",
-        "vision_cuda_graph_tuning.frozen_outputs_gb",
-    ),
     "the run-time check with graphs of parts of layers": (
         f"{VISION} vision_cuda_graph_modules=attn vision_cuda_graph_check_interval=5",
         "vision_cuda_graph_check_interval",

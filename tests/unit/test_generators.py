@@ -240,57 +240,6 @@ def test_where_nothing_more_can_be_captured_eager_work_draws_from_where_it_was(g
     assert gpu.default.draw() == (1, 4) and gpu.tracked.draw() == (2, 4)
 
 
-def draws_aside(gpu):
-    with generators.drawing_aside(gpu.stream.device):
-        return gpu.default.draw()
-
-
-def fails_aside(gpu):
-    with generators.drawing_aside(gpu.stream.device):
-        fails(gpu)
-
-
-def test_what_is_drawn_aside_moves_nobody_elses_numbers(gpu):
-    generators.provide_aside(gpu.stream.device)
-    graph = gpu.capture(lambda: (draws_aside(gpu), gpu.draw()))
-    for turn in range(2):
-        drawn = graph.replay()
-        assert len(drawn) == 3 and {(1, 8 * turn), (2, 8 * turn)} <= set(drawn)
-        draws_aside(gpu)
-        assert gpu.draw() == [(1, 8 * turn + 4), (2, 8 * turn + 4)]
-
-
-def test_a_graph_that_draws_aside_alone_leaves_the_default_generator_where_it_is(gpu):
-    generators.provide_aside(gpu.stream.device)
-    generators.provide_aside(gpu.stream.device)  # another encoder's
-    graph = gpu.capture(lambda: draws_aside(gpu))
-    before = gpu.default.get_state()
-    assert len(graph.replay()) == 1
-    assert gpu.default.get_state() == before
-
-
-def test_where_nobody_provided_for_it_the_default_generator_is_drawn_from(gpu):
-    graph = gpu.capture(lambda: draws_aside(gpu))
-    assert graph.replay() == [(1, 0)] and draws_aside(gpu) == (1, 4)
-
-
-def test_a_capture_that_fails_while_it_draws_aside_leaves_generators_usable(gpu):
-    generators.provide_aside(gpu.stream.device)
-    fail(gpu, fails_aside)
-    assert gpu.draw() == [(1, 0), (2, 0)]
-    graph = gpu.capture(lambda: draws_aside(gpu))
-    assert len(graph.replay()) == 1 and gpu.draw() == [(1, 4), (2, 4)]
-
-
-def test_nothing_is_provided_without_a_gpu():
-    generators.provide_aside(torch.device("cpu"))
-    assert not generators.generators_aside(torch.device("cpu"))
-    before = torch.get_rng_state()
-    with generators.drawing_aside(torch.device("cpu")):
-        torch.rand(1)
-    assert not torch.equal(torch.get_rng_state(), before)
-
-
 class Dropping(nn.Module):
     """Drops elements; its last pass of some fails where it is told so."""
 

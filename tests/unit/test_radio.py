@@ -114,20 +114,6 @@ def test_parts_of_the_tower_are_trained(frozen):
         assert graphs.statistics().replays
 
 
-def test_frozen_layers_below_which_something_is_trained_keep_no_outputs():
-    model = new_radio(interpolate_only_cpe=True)
-    model.decoder.requires_grad_(False)
-    expected = results(run_tiles, model, 2)
-    with graphs_on(model, frozen_outputs_gb=1.0, **TILES) as graphs:
-        for _ in range(3):
-            assert_equal_results(results(run_tiles, model, 2), expected)
-        assert graphs.workload.frozen.found == 0
-        with torch.no_grad():
-            for _ in range(3):
-                assert_close(run_tiles(model, 2), expected[0], TOLERANCE)
-        assert graphs.workload.frozen.found == 2
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_tower_that_stays_in_evaluation_is_trained(packed):
     """As Nemotron Omni's: layers with gradients, in evaluation mode."""

@@ -108,16 +108,6 @@ def test_parts_show_a_mode_the_operations_of_eager(modules):
         assert graphs.statistics().fallbacks.keys() == {"operations_seen"} and not graphs.statistics().replays
 
 
-def test_outputs_that_are_kept_are_not_those_of_a_mode(frozen_store_of_its_own):
-    model, reference = (new_tower().requires_grad_(False) for _ in range(2))
-    with graphs_on(model, executor=TapeExecutor(), frozen_outputs_gb=0.1) as graphs:
-        for _ in range(2):
-            forward(model, [[1, 4, 4]])
-        with Larger():
-            assert_close(forward(model, [[1, 4, 4]]), forward(reference, [[1, 4, 4]]))
-        assert graphs.workload.frozen.found == 1
-
-
 def test_the_mode_of_a_default_device_leaves_replays():
     model, (pixels, grid) = new_tower(), draw([[1, 4, 4]])
     with graphs_on(model, executor=TapeExecutor()) as graphs, torch.device("cpu"):

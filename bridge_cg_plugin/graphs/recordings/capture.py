@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError, OutOfMemoryInCapture, first_line
-from .generators import CapturedStates, default_generator, generators_aside
+from .generators import CapturedStates, default_generator
 
 
 def is_capturing() -> bool:
@@ -47,7 +47,6 @@ def capture_graph(
     device = stream.device
     stream.wait_stream(torch.cuda.current_stream(device))
     torch.cuda.synchronize(device)
-    generators = *generators, *generators_aside(device)
     states = CapturedStates((default_generator(device), *generators), stream)
     try:
         for generator in generators:

@@ -14,40 +14,6 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
-# By the index of a GPU, generators whose numbers nobody uses: for work that asks for a random state and draws nothing.
-_aside: dict[int, torch.Generator] = {}
-
-
-def provide_aside(device: torch.device) -> None:
-    """Let `drawing_aside` work on a GPU, in graphs that are captured from now on."""
-    if device.type == "cuda" and not generators_aside(device):
-        _aside[device.index] = default_generator(device).clone_state()
-
-
-def generators_aside(device: torch.device) -> tuple[torch.Generator, ...]:
-    """Return what captures may draw from inside `drawing_aside`."""
-    return (_aside[device.index],) if device.type == "cuda" and device.index in _aside else ()
-
-
-@contextmanager
-def drawing_aside(device: torch.device) -> Iterator[None]:
-    """Leave the default generator where it is, whatever is drawn inside; without effect where nobody provided for it.
-
-    What is drawn inside is the same again and again: nobody may use it.
-    """
-    aside = generators_aside(device)
-    if not aside:
-        yield
-        return
-    default = default_generator(device)
-    kept = default.graphsafe_get_state()
-    default.graphsafe_set_state(aside[0])
-    try:
-        yield
-    finally:
-        default.graphsafe_set_state(kept)
-
-
 @contextmanager
 def put_back(generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Let generators be afterwards where they were before, whatever was drawn inside and whether or not that failed."""

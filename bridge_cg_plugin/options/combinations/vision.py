@@ -8,7 +8,6 @@ from .images import whole_language_model
 from .rule import Combination
 
 VISION_IMPL = PROVIDER_FIELDS["impl"]
-FROZEN_OUTPUTS = PROVIDER_FIELDS["frozen_outputs_gb"]
 
 
 def _recompute_of_vision(options: GraphOptions, facts: Facts) -> bool:
@@ -64,28 +63,6 @@ VISION = (
         lambda o, f: ("model.cpu_offloading", True, f"false with {_ON_THIS_MODEL}", "Switch one of both off."),
     ),
     Combination(
-        "`vision_cuda_graph_balance` with context parallelism",
-        "Ranks that share a sequence repeat its images, or divide them with vision_dp_when_cp",
-        lambda o, f: o.vision.enabled and o.vision.balance is not None and (f.context_ranks or 1) > 1,
-        lambda o, f: (
-            PROVIDER_FIELDS["balance"],
-            o.vision.balance,
-            f"null with context_parallel_size={f.context_ranks}",
-            f"Unset {PROVIDER_FIELDS['balance']}.",
-        ),
-    ),
-    Combination(
-        "`vision_cuda_graph_balance=auto` with tensor parallelism",
-        "Ranks that share layers must encode the same images, but they measure different times",
-        lambda o, f: o.vision.enabled and o.vision.balance == "auto" and (f.tensor_ranks or 1) > 1,
-        lambda o, f: (
-            PROVIDER_FIELDS["balance"],
-            o.vision.balance,
-            f"a number above 0 and below 1 with tensor_model_parallel_size={f.tensor_ranks}",
-            f"Write {PROVIDER_FIELDS['balance']}=0.1, say.",
-        ),
-    ),
-    Combination(
         "graphs of parts of layers of a vision encoder other than Qwen3-VL's and Qwen3.5-VL's",
         "Parts of layers can be captured in the layers of these two only",
         lambda o, f: o.vision.enabled and f.other_tower and not o.vision.whole_encoder,
@@ -105,28 +82,6 @@ VISION = (
             o.language_model.impl,
             f"none or transformer_engine with {_ON_THIS_MODEL}",
             "Change either.",
-        ),
-    ),
-    Combination(
-        "`vision_cuda_graph_tuning.frozen_outputs_gb` with graphs of parts of layers",
-        "The outputs of the whole encoder are kept, and parts of layers replay one by one",
-        lambda o, f: o.vision.enabled and o.vision.frozen_outputs_gb and not o.vision.whole_encoder,
-        lambda o, f: (
-            FROZEN_OUTPUTS,
-            o.vision.frozen_outputs_gb,
-            f"null with {PROVIDER_FIELDS['modules']}={list(o.vision.modules)}",
-            "Use it with the whole encoder as one region.",
-        ),
-    ),
-    Combination(
-        "`vision_cuda_graph_tuning.frozen_outputs_gb` with tensor parallelism",
-        "Ranks that share layers must all replay or none, but each looks up its own outputs",
-        lambda o, f: o.vision.enabled and o.vision.frozen_outputs_gb and (f.tensor_ranks or 1) > 1,
-        lambda o, f: (
-            FROZEN_OUTPUTS,
-            o.vision.frozen_outputs_gb,
-            f"null with tensor_model_parallel_size={f.tensor_ranks}",
-            "Leave it out.",
         ),
     ),
     Combination(

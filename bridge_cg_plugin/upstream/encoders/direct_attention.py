@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ...attention_bounds import UNPACKED_FROM, deterministic
 from ...graphs.modules import every_module
-from ...graphs.recordings.generators import drawing_aside
 from ...upstream_types import UpstreamModule
 from ..attributes import overridden
 from ..kernels.attention_choice import HOPPER, fused_attention_refusal
@@ -88,17 +87,6 @@ def flash_attention(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
-def attention_without_draws(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let Transformer Engine's attention below `modules` leave the default generator where it is.
-
-    Its calls of cuDNN ask for a random state without dropout, too, so a replay moves the generator on for nothing.
-    Dropout draws as before.
-    """
-    with _attending(modules, _forward_without_draws):
-        yield
-
-
-@contextmanager
 def _attending(modules: Sequence[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
     """Replace the `forward` of attention modules by `forward(module, its forward until now, ...)`."""
     with ExitStack() as stack:
@@ -166,14 +154,6 @@ def _flash_forward(
         return original(query, key, value, *args, **kwargs)
     offsets, largest, scale = packed.cu_seqlens_q, packed.max_seqlen_q, attention.softmax_scale
     return flash.flash_attention(query, key, value, offsets, largest, scale).view(tokens, -1)
-
-
-def _forward_without_draws(
-    attention: UpstreamModule, original: Callable[..., Tensor], query: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
-    drops = attention.training and attention.attention_dropout > 0
-    with nullcontext() if drops else drawing_aside(query.device):
-        return original(query, *args, **kwargs)
 
 
 def _attends_directly(

@@ -15,7 +15,7 @@ from ...graphs.program import Buffers
 from ...graphs.recordings.side_stream import run_on_side_stream, start_on_side_stream
 from ...graphs.workload import Call
 from ...upstream_types import UpstreamModule
-from ...vision.adapter import EncoderFamily, MovableImages, OtherAttention, RecordingKernels, encoder_call
+from ...vision.adapter import EncoderFamily, OtherAttention, RecordingKernels, encoder_call
 from ...vision.batch import VisionBatch, patch_shape, patches_misfit, read_patches
 from ...vision.encoders.grid_program import GridProgram
 from ...vision.encoders.layout import TokenPositions, rotary_angles, segment_offsets, token_positions
@@ -31,7 +31,6 @@ from ..kernels.transformer_engine import accumulate_from_now_on, forget_attentio
 from ..random_states import usable_random_states
 from ..seams.own_code import as_shipped
 from .direct_attention import (
-    attention_without_draws,
     direct_attention,
     direct_attention_refusal,
     flash_attention,
@@ -167,18 +166,6 @@ class Qwen3VLAdapter:
         return Qwen3VLEncoder(self._model, exact_below, kernels)
 
 
-def movable_images(model: UpstreamModule) -> MovableImages:
-    """Return what of a vision model's images travels to other ranks: patches; embeddings with deepstack features."""
-    config = model.config
-    outputs = 1 + len(model.decoder.deepstack_merger_list)
-    return MovableImages(
-        unit=config.spatial_merge_size**2,
-        patch_width=config.in_channels * config.temporal_patch_size * config.patch_size**2,
-        widths=(config.out_hidden_size,) * outputs,
-        weight=model.patch_embed.proj.weight,
-    )
-
-
 def pack_segments(offsets: Tensor, largest: int) -> Any:
     """Return megatron-core's metadata for packed segments.
 
@@ -244,11 +231,9 @@ QWEN3_VL = EncoderFamily(
     compilations=compilations,
     direct_attention=OtherAttention(direct_attention, direct_attention_refusal),
     flash_attention=OtherAttention(flash_attention, flash_attention_refusal),
-    undrawing_attention=attention_without_draws,
     fused_accumulation=accumulating_products,
     before_eager=accumulate_from_now_on,
     layer_parts=partial(layer_parts, pack_segments),
-    movable=movable_images,
     driven_by_bridge=True,
     known_activations=known_activations,
 )

@@ -37,7 +37,6 @@ from ..kernels.splits import splits_without_copies
 from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection
 from ..random_states import usable_random_states
 from .direct_attention import (
-    attention_without_draws,
     direct_attention,
     direct_attention_refusal,
     flash_attention,
@@ -374,7 +373,6 @@ def _family(name: str, packed: bool, adapt: Callable[[UpstreamModule], Any], **o
         fused_accumulation=accumulating_products,
         before_eager=accumulate_from_now_on,
         known_activations=known_activations,
-        undrawing_attention=attention_without_draws,
         **others,
     )
 

@@ -19,7 +19,6 @@ from ...environment import check_process
 from ...exempt import EXEMPT
 from ...host_batch import GRIDS
 from ...parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
-from ...parallel.image_groups import image_exchange
 from ...parallel.process_groups import consensus_of, shared_group, tensor_group, without_collectives
 from ...parallel.schedules import microbatches_in_flight
 from ..data.early_reads import EarlyReads
@@ -80,13 +79,12 @@ class VisionTECudaGraphHelper(GraphHelper):
         release_module(vision_model)
         tensor = tensor_group(vision_model)
         chunks = [model] if isinstance(model, nn.Module) else model
-        exchange = image_exchange(vision_model, family, self.options.balance)
         gather = parameter_gather(chunks, vision_model)
         order = reduction_order(chunks, vision_model)
         reduction = gradient_reduction(chunks, vision_model, order)
         in_flight = partial(microbatches_in_flight, source, num_microbatches)
         slots = self.options.slots
-        workload = VisionWorkload(vision_model, self.options, family, GRIDS, exchange)
+        workload = VisionWorkload(vision_model, self.options, family, GRIDS)
         graphs = GraphManager(
             vision_model,
             workload,
@@ -100,9 +98,8 @@ class VisionTECudaGraphHelper(GraphHelper):
                 bucket_consensus=consensus_of(tensor),
             ),
         )
-        if exchange is not None or gather is not None:
-            take_part = None if workload.balanced is None else workload.balanced.without_images
-            graphs.at_detach.callback(TextOnlyMicrobatches(holder, vision_model, gather, take_part).remove)
+        if gather is not None:
+            graphs.at_detach.callback(TextOnlyMicrobatches(holder, vision_model, gather).remove)
         graphs.at_detach.callback(EarlyReads(holder).remove)
         self._take(graphs, in_flight if slots == "auto" else None, order)
 
