@@ -151,7 +151,6 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch):
     made = Gpu()
-    monkeypatch.setattr(generators, "_aside", {})
     for module in (capture, generators):
         monkeypatch.setattr(module, "torch", made.torch)
     return made
