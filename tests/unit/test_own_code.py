@@ -1,5 +1,6 @@
 """Other people's code in a model: on graphs as it is, or eager with the reason; never ignored."""
 
+import copy
 import functools
 import sys
 from types import MethodType
@@ -9,6 +10,7 @@ import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import attention as qwen_attention
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model import Qwen3VLVisionModel
 from megatron.core.transformer import attention as core_attention
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
@@ -22,7 +24,7 @@ from bridge_cg_plugin.upstream.seams.own_code import as_shipped, foreign
 from ..tape import TapeExecutor
 from . import hugging_face_towers as towers
 from . import packs
-from .towers import assert_close, forward, graphs_on, new_tower, results
+from .towers import assert_close, draw, forward, graphs_on, new_tower, results
 
 GRID = [[1, 4, 4], [1, 6, 8]]
 
@@ -231,3 +233,62 @@ def test_names_are_no_proof_and_the_plugins_own_wrappers_are_known(monkeypatch):
     convolution = torch.nn.Conv3d(1, 1, 1)
     convolution.forward = convolution.forward
     assert as_shipped(convolution, "forward"), "its own method, bound"
+
+
+class Annotated(nn.Module):
+    """Runs a module inside a range of a profiler."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.config = module, module.config
+
+    def forward(self, *args, **kwargs):
+        with torch.profiler.record_function("encoder"):
+            return self.module(*args, **kwargs)
+
+
+def in_float16_module(tower):
+    tower.config.fp16, tower.config.bf16 = False, False
+    config = copy.copy(tower.config)
+    config.bf16 = True
+    return Float16Module(config, tower.bfloat16())
+
+
+def compiled(tower):
+    tower.compile(backend="eager")
+    return tower
+
+
+def with_hooks_of_a_profiler(tower):
+    tower.register_forward_pre_hook(lambda module, args: None)
+    tower.register_forward_hook(lambda module, args, output: None)
+    return tower
+
+
+WRAPPERS = {
+    "Float16Module": in_float16_module,
+    "compile()": compiled,
+    "a module with a range": Annotated,
+    "hooks with a range": with_hooks_of_a_profiler,
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPERS.values(), ids=WRAPPERS)
+def test_what_is_around_a_region_leaves_it_on_graphs(wrapped):
+    tower, (pixels, grid) = new_tower(), draw(GRID)
+    model = wrapped(tower)
+    expected = model(pixels, grid)[0].float()
+    with graphs_on(model) as graphs:
+        assert_close([model(pixels, grid)[0].float()], [expected], 1e-2)
+        assert graphs.statistics().replays == 1 and not graphs.statistics().fallbacks
+
+
+def test_what_is_put_around_a_region_on_graphs_leaves_it_there():
+    tower, ran = new_tower(), []
+    expected = forward(tower, GRID)
+    with graphs_on(tower) as graphs:
+        annotated = tower.forward
+        tower.forward = lambda *args, **kwargs: (ran.append(True), annotated(*args, **kwargs))[1]
+        assert_close(forward(tower, GRID), expected)
+        assert ran == [True] and graphs.statistics().replays == 1
+        tower.forward = annotated
