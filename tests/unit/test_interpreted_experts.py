@@ -12,6 +12,7 @@ from bridge_cg_plugin.language.experts import device, kernels
 from bridge_cg_plugin.language.packed import workload
 from bridge_cg_plugin.offload.schedule import Fate
 from tests.unit.packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack
+from tests.main_grads import hook_main_grads
 from tests.unit.packs import EXPERTS
 from tests.unit.towers import assert_close, poison
 
@@ -20,8 +21,7 @@ kernels.tiling_of = kernels.tiling_of_gradients = lambda *unused: kernels.Tiling
 model = new_model(layers=1, **EXPERTS, **{"moe_z_loss_coeff": 0.1})
 arguments = pack((5, 20, 4))
 losses, gradients = losses_and_gradients(model, arguments)
-for parameter in model.parameters():
-    parameter.main_grad = torch.zeros_like(parameter)
+nodes = hook_main_grads(model.parameters())
 device.runs_kernels = lambda tensor: True
 options = {"cuda_graph_packed_buckets": [32], "cuda_graph_packed_tuning": {"slots": 1, "evaluation": False}}
 with ON_CPU(), graphs_on(model, arguments, cuda_graph_modules=[], **options) as graphs:
