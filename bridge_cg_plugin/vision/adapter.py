@@ -187,7 +187,7 @@ class EncoderFamily:
         layer_parts: Returns the attention or the MLP of every layer as a region of its own; None where the encoder's
             layers have no such parts.
         movable: Says what of an encoder's images travels to other ranks; None where images stay on theirs.
-        driven_by_bridge: Whether a release's train loop that drives vision graphs finds this encoder.
+        driven_by_bridge: Whether Bridge's train loop drives graphs of this encoder itself.
         encodes: "vision" or "audio". A model may have one encoder of each; both are captured.
     """
 
