@@ -10,7 +10,7 @@ from typing import Any
 from bridge_cg_plugin.upstream.seams.features import feature_states
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
-from bridge_cg_plugin.upstream.seams.releases import is_known
+from bridge_cg_plugin.upstream.seams.releases import is_known, too_old
 from bridge_cg_plugin.upstream.seams.source_reader import (
     ReadModule,
     SourceReader,
@@ -60,7 +60,7 @@ def audit(sources: Sequence[str]) -> Audit:
         sources: Wheels, folders with unpacked packages, or "installed"; together they are one release.
 
     Raises:
-        AuditError: A source is neither, or has no module of upstream.
+        AuditError: A source is neither, or has no module of upstream, or the release is too old.
     """
     readers: list[ReadModule] = []
     found = Audit()
@@ -70,6 +70,8 @@ def audit(sources: Sequence[str]) -> Audit:
         found.versions = {**versions, **found.versions}
     reader = SourceReader(lambda module: next((text for read in readers if (text := read(module))), None))
     release = found.versions.get("bridge", "")
+    if why := too_old(release):
+        raise AuditError(f"Cannot audit {', '.join(sources)}: {why}.")
     found.known = is_known(release)
     for seam in SEAMS:
         state, reason = compare(seam, reader, release)

@@ -257,8 +257,14 @@ def _look_at_seams(found: Diagnosis, imports: bool) -> None:
     from bridge_cg_plugin.upstream.seams.activation import seam_states
     from bridge_cg_plugin.upstream.seams.audited import combination_status
     from bridge_cg_plugin.upstream.seams.features import feature_states, features_of
-    from bridge_cg_plugin.upstream.seams.releases import RELEASES, is_known
+    from bridge_cg_plugin.upstream.seams.releases import RELEASES, is_known, too_old
 
+    release = found.versions["megatron-bridge"] or ""
+    found.known_release = is_known(release)
+    if why := too_old(release):
+        what, _, remedy = why.partition(": ")
+        found.problems.append(Problem(f"{what}, so the plugin stays off", remedy))
+        return
     if imports:
         _import_what_is_patched(found)
     elif found.active:
@@ -276,8 +282,6 @@ def _look_at_seams(found: Diagnosis, imports: bool) -> None:
     }
     broken = {name: s for name, s in states.items() if s.state == "broken"}
     found.features = {str(feature): asdict(state) for feature, state in feature_states(broken, found.active).items()}
-    release = found.versions["megatron-bridge"]
-    found.known_release = is_known(release or "")
     combination = combination_status(found.versions)
     found.combination = {"state": combination.state, "reason": combination.reason}
     table = ", ".join(r.bridge for r in RELEASES)
@@ -344,7 +348,7 @@ def _summary(found: Diagnosis) -> list[str]:
     if found.combination:
         verb = "is" if found.combination["state"] == "unknown" else "was"
         lines.append(f"  this combination {verb} {found.combination['state']}: {found.combination['reason']}")
-    if not found.known_release:
+    if found.seams and not found.known_release:
         lines.append("  this megatron-bridge is not in the version table: what fits is used, what does not is refused")
     lines.append(f"plugin {'on' if found.active else 'off'}, entry points: {', '.join(found.entry_points) or 'none'}")
     lines.append(f"GPU: {', '.join(f'{k} {v}' for k, v in found.gpu.items()) if found.gpu else 'none'}")

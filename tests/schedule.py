@@ -38,7 +38,6 @@ LONGEST = (
     "unit/test_packed_routers",
     "unit/test_packed_experts",
     "unit/test_watchdog",
-    "unit/test_watchdog_process",
     "unit/test_stages",
     "unit/test_packed_ranks",
     "unit/test_ranks",

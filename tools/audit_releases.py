@@ -42,7 +42,7 @@ RECORD = ROOT / "bridge_cg_plugin" / "upstream" / "seams" / "audited.json"
 PAGE = ROOT / "docs" / "releases.md"
 TABLES = re.compile(r"(<!-- audited -->\n)(.*?)(<!-- /audited -->)", re.DOTALL)
 # The oldest release of each package that is audited.
-FLOORS = {BRIDGE: "0.4.0", CORE: "0.17.0", TRANSFORMER_ENGINE: "2.14.0", TRANSFORMERS: "5.0.0"}
+FLOORS = {BRIDGE: "0.5.0", CORE: "0.18.0", TRANSFORMER_ENGINE: "2.14.0", TRANSFORMERS: "5.0.0"}
 # The newest one, where it is not the newest on the index: Bridge accepts no later release.
 CEILINGS = {TRANSFORMERS: "5.12.1"}
 # What an audit reads of a seam.

@@ -239,13 +239,7 @@ def tables() -> dict[str, str]:
         ),
         "combinations": table(("refused", "reason"), [(c.what, c.reason) for c in COMBINATIONS]),
         "releases": table(
-            (
-                "release",
-                "full_iteration is written",
-                "inference scope is written",
-                "local graphs of modules",
-                "offload fields it lacks",
-            ),
+            ("release", "local graphs of modules", "offload fields it lacks"),
             [_release_row(release) for release in RELEASES],
         ),
     }
@@ -281,8 +275,6 @@ def _release_row(release: Any) -> tuple[str, ...]:
     lacking = [f"`{name}`" for name in CORE_FIELDS.values() if name not in release.fields]
     return (
         release.name,
-        "`cuda_graph_impl`" if release.splits_scope else "`cuda_graph_impl=local`, in `cuda_graph_scope`",
-        "`inference_cuda_graph_scope`" if release.splits_scope else "`full_iteration_inference` in `cuda_graph_scope`",
         "yes" if release.local_layers else "refused by Bridge",
         ", ".join(lacking) or "none",
     )

@@ -128,7 +128,7 @@ class LanguageModelGraphOptions:
         "`local`: per-layer graphs by megatron-core. `transformer_engine`: per-layer graphs by Transformer Engine. "
         "`full_iteration`: one graph of the whole step; on a model that takes images, of the whole language model",
         field=IMPL,
-        since="0.4",
+        since="0.5",
     )
     modules: tuple[CudaGraphModule, ...] = option(
         (),

@@ -62,7 +62,7 @@ class OffloadOptions:
         "The flag `--offload` sets both fields",
         field="fine_grained_activation_offloading",
         flags=(),
-        since="0.4",
+        since="0.5",
     )
     modules: tuple[str, ...] = option(
         (),
@@ -71,7 +71,7 @@ class OffloadOptions:
         f"offload inputs of parts of the language model's layers: {', '.join(MODULES)}; none is off",
         field="offload_modules",
         flags=("offload",),
-        since="0.4",
+        since="0.5",
     )
     min_tensor_size: int = option(
         1024 * 1024,
@@ -80,7 +80,7 @@ class OffloadOptions:
         "smallest tensor that is offloaded",
         field="min_offloaded_tensor_size",
         flags=("offload_min_tensor_size",),
-        since="0.4",
+        since="0.5",
     )
     delay_until_cuda_graph: bool = option(
         False,

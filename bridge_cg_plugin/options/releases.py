@@ -8,7 +8,7 @@ from .declaration import Group, Option, plain
 from .errors import OptionError
 from .graph_options import GraphOptions
 from .groups import GROUPS
-from .language_model import IMPL, INFERENCE, MODULES, SCOPE, InferenceCudaGraphScope, LanguageModelGraphOptions
+from .language_model import IMPL, INFERENCE, MODULES, SCOPE, LanguageModelGraphOptions
 from .migration import SWITCHES, module_names
 from .offload import MODULES as OFFLOAD_MODULES
 from .offload import OFFLOAD, OFFLOAD_FIELDS, OffloadOptions
@@ -16,7 +16,6 @@ from .packed import PACKED
 from .vision import VISION
 
 TE_RNG = "use_te_rng_tracker"
-_LATEST_OFFLOAD = {"fused_group_mlp"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +34,6 @@ class Release:
     local_layers: bool
     offload_modules: tuple[str, ...] = OFFLOAD_MODULES
 
-    @property
-    def splits_scope(self) -> bool:
-        """Whether modules, implementation and inference scope are fields of their own."""
-        return MODULES in self.fields
-
 
 def fields_since(release: str) -> frozenset[str]:
     """Return the fields about graphs that upstream's configurations have in a release, as "0.6"."""
@@ -47,7 +41,6 @@ def fields_since(release: str) -> frozenset[str]:
     return frozenset((SCOPE, *SWITCHES, TE_RNG, *(one.field for one in declared if one.since <= release)))
 
 
-_OLD_OFFLOAD = tuple(module for module in OFFLOAD_MODULES if module not in _LATEST_OFFLOAD)
 RELEASES = (
     Release(
         name="megatron-bridge 0.6.2 (megatron-core 0.19.2)",
@@ -58,13 +51,7 @@ RELEASES = (
         name="megatron-bridge 0.5.1 (megatron-core 0.18.2)",
         fields=fields_since("0.5"),
         local_layers=True,
-        offload_modules=_OLD_OFFLOAD,
-    ),
-    Release(
-        name="megatron-bridge 0.4.2 (megatron-core 0.17.1)",
-        fields=fields_since("0.4"),
-        local_layers=True,
-        offload_modules=_OLD_OFFLOAD,
+        offload_modules=tuple(module for module in OFFLOAD_MODULES if module != "fused_group_mlp"),
     ),
 )
 
@@ -101,14 +88,8 @@ def _language_model_values(options: LanguageModelGraphOptions, release: Release)
             f"Use it, or {' or '.join(able)}.",
         )
     off = {name: False for name in SWITCHES if name in release.fields}
-    if release.splits_scope:
-        values = {IMPL: options.impl, MODULES: names, INFERENCE: options.inference_scope.name}
-        return {**values, **off, **({SCOPE: None} if SCOPE in release.fields else {})}
-    if options.impl == "full_iteration":
-        return {IMPL: "local", SCOPE: [*names, "full_iteration"], **off}
-    if options.inference_scope is InferenceCudaGraphScope.block:
-        names = [*names, "full_iteration_inference"]
-    return {IMPL: options.impl, SCOPE: names, **off}
+    values = {IMPL: options.impl, MODULES: names, INFERENCE: options.inference_scope.name}
+    return {**values, **off, **({SCOPE: None} if SCOPE in release.fields else {})}
 
 
 def _values(group: Group, part: Any, release: Release) -> dict[str, Any]:

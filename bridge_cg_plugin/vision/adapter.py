@@ -163,7 +163,7 @@ class EncoderFamily:
         known_activations: Entered like kernels where activations leave the device: notes what they are.
         layer_parts: Returns the attention or the MLP of every layer as a region of its own; None where the encoder's
             layers have no such parts.
-        driven_by_bridge: Whether a release's train loop that drives vision graphs finds this encoder.
+        driven_by_bridge: Whether Bridge's train loop drives graphs of this encoder itself.
         encodes: "vision" or "audio". A model may have one encoder of each; both are captured.
     """
 

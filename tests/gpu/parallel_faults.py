@@ -92,7 +92,7 @@ TIMEOUT_MINUTES = 0.5
 def second_rank_stops() -> None:
     """Let rank 1 stop in a step on graphs, as if it waited for data for ever, with a short time-out of its peers.
 
-    NCCL's watchdog waits for longer than the plugin's grace, and its process's, before it ends a rank.
+    NCCL's watchdog waits for longer than the plugin's report may take before it ends a rank.
     """
     from bridge_cg_tools.benchmarks.photographs import training
 

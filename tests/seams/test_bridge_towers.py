@@ -22,8 +22,6 @@ from bridge_cg_plugin.upstream.hooks.helpers import vision_helper as helpers
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.hooks.loops import train_loop
 from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
-from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
 
 from ..unit import bridge_towers as towers
@@ -145,7 +143,7 @@ def test_steps_of_the_train_loop_drive_the_graphs(build, sample, sizes, family, 
     chunks[0].module = model
     state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver()
     for _ in range(3):
-        loop.before_step(chunks, state, bridge_drives=True)
+        loop.before_step(chunks, state)
         towers.loss_of(model, sample(sizes[0])).backward()
     (helper,) = (h for h in graph_helper.active_helpers() if h.graphs.model is model.get_submodule(attribute))
     statistics = helper.graphs.statistics()
@@ -154,10 +152,6 @@ def test_steps_of_the_train_loop_drive_the_graphs(build, sample, sizes, family, 
         each.delete_cuda_graphs()
 
 
-@pytest.mark.skipif(
-    not seam("train_find_encoder").expected_in(bridge_release()),
-    reason="this release's train loop looks for no encoder",
-)
 def test_bridges_train_loop_passes_a_model_without_a_vision_model(active):
     """Upstream's function says that it allows None and raises."""
     train = active[train_loop.TRAIN]
@@ -241,7 +235,7 @@ def test_steps_of_the_train_loop_drive_both_encoders(audio, samples, monkeypatch
     state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver()
     sample = heard_samples()[0] if samples == "both" else towers.qwen3_omni_sample([(8, 8)])
     for _ in range(3):
-        loop.before_step([model], state, bridge_drives=True)
+        loop.before_step([model], state)
         towers.loss_of(model, sample).backward()
     found = {helper.graphs.workload.title: helper.graphs.statistics() for helper in graph_helper.active_helpers()}
     assert found.keys() == ({"vision CUDA graphs", "audio CUDA graphs"} if audio else {"vision CUDA graphs"})
@@ -266,7 +260,7 @@ def test_audio_that_comes_after_warm_up_gets_graphs(monkeypatch):
     )
     state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver()
     for step in range(40):
-        loop.before_step([model], state, bridge_drives=True)
+        loop.before_step([model], state)
         sample = towers.qwen3_omni_sample([(8, 8)]) if step < 3 else towers.qwen3_omni_heard(730, [(8, 8)])
         for helper in graph_helper.active_helpers():
             helper.graphs.begin_step()

@@ -22,7 +22,6 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options.deepstack import ALLREDUCE
 from bridge_cg_plugin.options.facts import ENCODER_LAYERS
 from bridge_cg_plugin.upstream.hooks.helpers.full_iteration import CURRENT
-from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from tests.ranks import run_ranks
 
 from ..unit import vlm
@@ -200,9 +199,7 @@ def with_the_option():
 
 
 def without_deepstack(sequence_parallel):
-    """Return the same of a model without deepstack, where the release can build one."""
-    if bridge_release().startswith("0.4"):
-        return {}
+    """Return the same of a model without deepstack."""
     return {"no deepstack": gradients(new_model(sequence_parallel, deepstack=False))}
 
 
@@ -319,8 +316,6 @@ def test_with_the_option_losses_are_those_of_one_rank(whole, halves):
     ],
 )
 def test_what_is_right_as_released(whole, halves, way, expected):
-    if expected not in whole:
-        pytest.skip("Bridge 0.4 builds no Qwen3.5-VL with this release of transformers")
     assert above(distances(halves, way, whole[expected]), EQUAL) == {}
 
 

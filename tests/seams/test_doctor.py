@@ -135,6 +135,18 @@ def test_facts_of_a_gpu(monkeypatch, tmp_path):
     assert "Made up" in doctor.render(found)
 
 
+def test_a_release_that_is_too_old_is_one_problem(monkeypatch, capsys):
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.4.2" if name == "megatron-bridge" else version(name))
+    assert main(["doctor", "--no-gpu", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    what = "megatron-bridge 0.4.2 is too old for bridge_cg_plugin, so the plugin stays off"
+    assert {"what": what, "remedy": "use 0.5 or newer"} in found["problems"] and found["seams"] == {}
+    assert main(["doctor", "--no-gpu"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert what in out and "version table" not in out
+
+
 def test_an_unknown_release_is_said(monkeypatch):
     version = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: "9.9" if name == "megatron-bridge" else version(name))

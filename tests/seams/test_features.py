@@ -329,9 +329,7 @@ def wrapped(active, monkeypatch):
 def counted(monkeypatch):
     """What the plugin does before a step, and upstream's step, which does nothing."""
     steps = []
-    monkeypatch.setattr(
-        train_loop.STEP_DRIVER, "before_step", lambda model, state, drives: steps.append((model, state))
-    )
+    monkeypatch.setattr(train_loop.STEP_DRIVER, "before_step", lambda model, state: steps.append((model, state)))
     return steps
 
 

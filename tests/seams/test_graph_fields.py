@@ -31,7 +31,6 @@ from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import (
 )
 from bridge_cg_plugin.upstream.seams.releases import minor
 
-SPLIT = hasattr(enums, "CudaGraphModule")
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 4, "moe_layer_freq": [0, 1]}
 ABSENT = object()
 
@@ -72,7 +71,8 @@ SPELLED = [
     OLD.full_iteration,
     [OLD.full_iteration],
     [OLD.attn, OLD.full_iteration_inference],
-    *([[enums.CudaGraphModule.attn, "mlp"], enums.CudaGraphModule.mlp] if SPLIT else []),
+    [enums.CudaGraphModule.attn, "mlp"],
+    enums.CudaGraphModule.mlp,
     3,
 ]
 INPUTS = [
@@ -99,8 +99,7 @@ def correction(fields):
     switched = "enable_cuda_graph" in fields or "external_cuda_graph" in fields
     if impl == "none" and switched:
         return "a switch beside impl none is refused"
-    inert = {"full_iteration"} if SPLIT else {"full_iteration", "full_iteration_inference"}
-    if impl == "none" and inert & set(named):
+    if impl == "none" and "full_iteration" in named:
         return "full_iteration with impl none stays off"
     if impl is None and not switched and {"full_iteration", "full_iteration_inference"} & set(named):
         return "the old scope without an implementation chooses one"
@@ -122,45 +121,40 @@ def accepted():
 
 
 def as_core_says(config):
-    modules = config.cuda_graph_modules if SPLIT else config.cuda_graph_scope
-    scope = config.inference_cuda_graph_scope.name if SPLIT else None
-    return config.cuda_graph_impl, [m.name for m in modules], scope
+    modules = [module.name for module in config.cuda_graph_modules]
+    return config.cuda_graph_impl, modules, config.inference_cuda_graph_scope.name
 
 
 def as_we_say(fields, release):
     told = field_values(normalize(fields)[0], release)
-    modules = told["cuda_graph_modules"] if SPLIT else told["cuda_graph_scope"]
-    return told["cuda_graph_impl"], modules, told.get("inference_cuda_graph_scope")
+    return told["cuda_graph_impl"], told["cuda_graph_modules"], told["inference_cuda_graph_scope"]
 
 
 def test_agreement_with_megatron_cores_own_normalization():
-    release = next(r for r in RELEASES if r.splits_scope == SPLIT and r.local_layers)
+    release = next(r for r in RELEASES if r.local_layers)
     compared = 0
     for fields, config in accepted():
         if correction(fields) is None:
             assert as_we_say(fields, release) == as_core_says(config), fields
             compared += 1
-    assert compared > (300 if SPLIT else 50)
+    assert compared > 300
 
 
 def test_every_correction_is_met_by_an_input_that_core_accepts():
     met = {correction(fields) for fields, _ in accepted()} - {None}
-    expected = {
+    assert met == {
         "a switch beside impl none is refused",
         "full_iteration with impl none stays off",
         "the old scope without an implementation chooses one",
         "a repeated module counts once",
     }
-    older = {"two old words at once are refused", "full_iteration_inference without impl local is refused"}
-    assert met == (expected if SPLIT else expected | older)
 
 
 def test_correction_full_iteration_with_impl_none_stays_off():
     found = graph_options({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"})
     assert not found.enabled
-    assert core_config(cuda_graph_impl="none", cuda_graph_scope="full_iteration").cuda_graph_impl == (
-        "full_iteration" if SPLIT else "none"
-    )
+    config = core_config(cuda_graph_impl="none", cuda_graph_scope="full_iteration")
+    assert config.cuda_graph_impl == "full_iteration"
 
 
 def test_correction_the_old_scope_without_an_implementation_chooses_one():
@@ -186,8 +180,6 @@ def test_correction_full_iteration_inference_without_impl_local_is_refused():
     given = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "full_iteration_inference"}
     with pytest.raises(OptionError, match="cuda_graph_impl=transformer_engine"):
         graph_options(given)
-    if not SPLIT:  # a flag that silently does nothing
-        assert core_config(**given).cuda_graph_impl == "transformer_engine"
 
 
 def test_correction_two_old_words_at_once_are_refused():
@@ -227,11 +219,8 @@ def test_apply_then_read_back(options, provider):
     for config in (core_config(), provider):
         apply_options(options, config)
         assert read_options(config) == options
-        if SPLIT:
-            assert all(type(m) is enums.CudaGraphModule for m in config.cuda_graph_modules)
-            assert type(config.inference_cuda_graph_scope) is enums.InferenceCudaGraphScope
-        else:
-            assert all(type(m) is enums.CudaGraphScope for m in config.cuda_graph_scope)
+        assert all(type(m) is enums.CudaGraphModule for m in config.cuda_graph_modules)
+        assert type(config.inference_cuda_graph_scope) is enums.InferenceCudaGraphScope
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -313,10 +302,6 @@ def test_inference_with_full_iteration_makes_no_warm_up_passes():
     create = module.DynamicInferenceEngine.create_cuda_graphs
     config = core_config()
     apply_options(graph_options("cuda_graph_impl=full_iteration"), config)
-    if not SPLIT:  # this release goes on to passes whose graphs it never captures
-        with pytest.raises(AttributeError, match="context"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            create(inference_engine(config))
     with inference_graphs(config) as options:
         assert not options.language_model.enabled
         assert create(inference_engine(config)) is None

@@ -112,7 +112,7 @@ def test_steps_of_the_train_loop_drive_graphs_that_compute_what_eager_computes(m
     expected = results(model)
     state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver()
     for _ in range(3):
-        loop.before_step([model], state, bridge_drives=True)
+        loop.before_step([model], state)
         found = results(model)
         assert_close(found[0], expected[0], 1e-6)
         assert_close(found[1], expected[1], 1e-5)

@@ -18,7 +18,6 @@ from bridge_cg_plugin.upstream.parallel import virtual_stages
 from bridge_cg_plugin.upstream.seams import patches
 from bridge_cg_plugin.upstream.seams.patches import Patch, bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
-from bridge_cg_plugin.upstream.seams.registry.training import VISION_LOOP
 from bridge_cg_plugin.upstream.seams.seam import Seam
 
 from .conftest import is_importable
@@ -57,7 +56,7 @@ def fresh(patch):
 
 
 def made_up(target, make, module="m", kind="function", **changes):
-    changes.setdefault("since", "0.4.2")
+    changes.setdefault("since", "0.5.1")
     return Patch(
         Seam(name="p", module=module, target=target, kind=kind, touch="replaced", purpose="for a test", **changes), make
     )
@@ -124,8 +123,6 @@ def test_every_patch_fits_the_installed_bridge(active, patch):
 def test_what_this_release_lacks_is_what_the_table_says(active):
     lacking = {p.name for p in PATCHES if p.state == "native" and "came with" in p.reason}
     assert lacking == {p.name for p in PATCHES if not p.seam.expected_in(bridge_release())}
-    carries = bool({"train_helper"} - lacking)
-    assert {p.name: p.state for p in PATCHES}["vision_config"] == ("native" if carries else "active")
 
 
 def test_every_patched_seam_has_one_patch():
@@ -210,13 +207,12 @@ def test_a_target_of_another_kind_is_left_alone():
 
 # Every class has some `__init__`.
 @pytest.mark.parametrize("patch", [p for p in PATCHES if not p.target.endswith("__init__")], ids=lambda p: p.name)
-@pytest.mark.parametrize("release", ["0.4.2", "0.5.1", "0.6.2", "0.9.0", ""])
+@pytest.mark.parametrize("release", ["0.5.1", "0.6.2", "0.9.0", ""])
 def test_a_target_that_is_gone_is_broken_where_the_release_had_it(patch, release, monkeypatch):
     monkeypatch.setattr(patches, "bridge_release", lambda: release)
     other, module = fresh(patch), fake_module(patch, ABSENT)
     other.apply(module)
-    earlier = {VISION_LOOP: ("0.4.2",), "0.6.2": ("0.4.2", "0.5.1")}
-    came_later = release in earlier.get(patch.seam.since, ())
+    came_later = (release, patch.seam.since) == ("0.5.1", "0.6.2")
     assert other.state == ("native" if came_later else "broken")
     assert other.reason
     assert raw(patch, module) is ABSENT
@@ -225,8 +221,8 @@ def test_a_target_that_is_gone_is_broken_where_the_release_had_it(patch, release
 
 
 def test_an_owner_that_is_gone(monkeypatch):
-    monkeypatch.setattr(patches, "bridge_release", lambda: "0.4.2")
-    for since, state in (("0.5.1", "native"), ("0.4.2", "broken")):
+    monkeypatch.setattr(patches, "bridge_release", lambda: "0.5.1")
+    for since, state in (("0.6.2", "native"), ("0.5.1", "broken")):
         patch = made_up("Gone.method", lambda old: 1, since=since)
         patch.apply(ModuleType("m"))
         assert patch.state == state

@@ -14,7 +14,7 @@ from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.flags import take_flags
 from bridge_cg_plugin.options.language_model import IMPL, MODULES, SCOPE
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options, describe_release, read_options
+from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options, read_options
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import apply_overrides
 from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
 from bridge_cg_tools.cli import main as bridge_cg
@@ -82,14 +82,11 @@ FULL_BOTH = pytest.mark.parametrize("name", [IMPL, SCOPE])
 
 def in_own_words(model):
     """Return what the model says of full iteration, in the words of the installed release."""
-    if describe_release(model).splits_scope:
-        return model.cuda_graph_impl, list(model.cuda_graph_modules)
-    return model.cuda_graph_impl, [getattr(word, "name", word) for word in model.cuda_graph_scope]
+    return model.cuda_graph_impl, list(model.cuda_graph_modules)
 
 
 def check_full_iteration(config):
-    split = describe_release(config.model).splits_scope
-    assert in_own_words(config.model) == (("full_iteration", []) if split else ("local", ["full_iteration"]))
+    assert in_own_words(config.model) == ("full_iteration", [])
     assert read_options(config).language_model == FULL
     assert config.rng.te_rng_tracker is True and config.model.use_te_rng_tracker is True
     assert config.rerun_state_machine.check_for_nan_in_loss is False
@@ -114,15 +111,14 @@ def test_full_iteration_over_a_recipe_with_modules(with_modules, way, name, tmp_
 
 def test_what_is_dropped_is_announced_once(with_modules, monkeypatch):
     monkeypatch.setattr(importlib.import_module("bridge_cg_plugin.options.normalization"), "_warned", set())
-    held = MODULES if describe_release(with_modules.model).splits_scope else SCOPE
-    with pytest.warns(GraphOptionWarning, match=f"{held}=attn,mlp of the recipe is dropped: {IMPL}=full") as caught:
+    with pytest.warns(GraphOptionWarning, match=f"{MODULES}=attn,mlp of the recipe is dropped: {IMPL}=full") as caught:
         apply_overrides(with_modules, {IMPL: "full_iteration"})
     assert len(caught) == 1
 
 
 @every_way
 def test_modules_of_a_recipe_stay_with_an_implementation_that_has_them(recipe, way, tmp_path):
-    setattr(recipe.model, MODULES if describe_release(recipe.model).splits_scope else SCOPE, ["attn"])
+    recipe.model.cuda_graph_modules = ["attn"]
     way(recipe, IMPL, "transformer_engine", tmp_path)
     options = read_options(recipe).language_model
     assert (options.impl, [m.name for m in options.modules]) == ("transformer_engine", ["attn"])
@@ -236,11 +232,10 @@ def test_a_saved_model_in_bridges_yaml_is_a_recipe(with_modules, tmp_path):
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
     kind = type(with_modules.model)
-    held = MODULES if describe_release(with_modules.model).splits_scope else SCOPE
     path = tmp_path / "saved.yaml"
     path.write_text(
         f"model:\n  _target_: {kind.__module__}.{kind.__qualname__}\n  num_layers: 2\n  hidden_size: 64\n"
-        f"  num_attention_heads: 2\n  cuda_graph_impl: transformer_engine\n  {held}: [mlp]\n"
+        f"  num_attention_heads: 2\n  cuda_graph_impl: transformer_engine\n  {MODULES}: [mlp]\n"
     )
     process_config_with_overrides(with_modules, str(path), [f"--{IMPL}", "full_iteration"])
     check_full_iteration(with_modules)

@@ -8,16 +8,11 @@ from bridge_cg_plugin.options import OptionError, VisionGraphOptions, vision_opt
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
-from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 from ..unit import vlm
 from ..unit.towers import DEFAULTS, assert_close
 
 SAMPLES = [vlm.sample(images, seed) for seed, images in enumerate(([(4, 4)], [], [(2, 4), (4, 6)]))]
-
-pytestmark = pytest.mark.skipif(
-    bridge_release().startswith("0.4"), reason="Bridge 0.4 builds no Qwen3.5-VL with this release of transformers"
-)
 
 
 @pytest.mark.parametrize("modules", [(), ("attn",), ("mlp",)])

@@ -1,19 +1,19 @@
-"""Vision graphs on a release whose train loop drives none; what the loop's steps do is the same on all releases."""
+"""Graphs of an encoder that Bridge's train loop does not drive."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 from megatron.core import num_microbatches_calculator as calculator
 from torch import nn
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.encoders.qwen3_vl_patches import PATCHES
+from bridge_cg_plugin.upstream.encoders.registry import find_encoders
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
 from bridge_cg_plugin.upstream.hooks.helpers import vision_helper as helpers
-from bridge_cg_plugin.upstream.hooks.loops import train_loop
+from bridge_cg_plugin.upstream.hooks.loops import step_driver
 from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
 from bridge_cg_plugin.upstream.seams.registry.models import MODEL, VISION_CONFIG
 
@@ -39,8 +39,13 @@ class Chunk(nn.Module):
         self.module.config = provider
 
 
+def not_driven_by_bridge(model):
+    return [each._replace(family=replace(each.family, driven_by_bridge=False)) for each in find_encoders(model)]
+
+
 @pytest.fixture
 def loop(active, monkeypatch):
+    monkeypatch.setattr(step_driver, "find_encoders", not_driven_by_bridge)
     monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
     monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 3)
     yield StepDriver()
@@ -142,26 +147,11 @@ def test_a_run_that_broke_off_leaves_nothing_to_the_next(loop):
     assert "forward" not in vars(first[0].module.vision_model)
 
 
-def test_the_step_tells_the_loop_what_upstream_drives(loop, monkeypatch):
-    driven = []
-    monkeypatch.setattr(train_loop.STEP_DRIVER, "before_step", lambda *given: driven.append(given))
-    patched = next(p for p in train_loop.PATCHES if p.name == "train_step")
-    train_step = patched.make(lambda forward, data, model, optimizer, scheduler, global_state: "done")
-    for has_helper in (True, False):
-        monkeypatch.setattr(train_loop, "drives_vision_graphs", lambda has_helper=has_helper: has_helper)
-        assert train_step(None, None, "model", None, None, "state") == "done"
-    assert driven == [("model", "state", True), ("model", "state", False)]
-
-
-def test_the_loop_makes_nothing_where_upstream_drives_this_encoder(loop):
+def test_the_loop_makes_nothing_where_upstream_drives_this_encoder(loop, monkeypatch):
+    monkeypatch.setattr(step_driver, "find_encoders", find_encoders)
     state, provider = state_of()
-    loop.before_step([Chunk(provider)], state, bridge_drives=True)
+    loop.before_step([Chunk(provider)], state)
     assert graph_helper.active_helpers() == []
-
-
-def test_whether_upstream_drives_them_is_read_from_its_module(active):
-    has = hasattr(sys.modules[train_loop.TRAIN], "VisionTECudaGraphHelper")
-    assert train_loop.drives_vision_graphs() == has
 
 
 @pytest.fixture
@@ -192,12 +182,3 @@ def test_without_vision_graphs_the_vision_configuration_is_upstreams(active, hf_
     original = sys.modules[VISION_CONFIG].get_vision_model_config(hf, megatron_config=provider)
     assert config.cuda_graph_impl == original.cuda_graph_impl == "none"
     assert config.cuda_graph_scope == original.cuda_graph_scope
-
-
-def test_a_configuration_function_that_carries_the_fields_is_left_alone():
-    def carries(hf_config, megatron_config=None):
-        return hasattr(megatron_config, "vision_cuda_graph_impl")
-
-    needed = next(p.needed for p in PATCHES if p.name == "vision_config")
-    assert not needed(carries)
-    assert needed(lambda hf_config, megatron_config=None: torch)

@@ -17,8 +17,6 @@ from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.hooks.loops import rank_figures, train_loop
 from bridge_cg_plugin.upstream.parallel.data_parallel import gradient_reduction, parameter_gather
-from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from bridge_cg_plugin.upstream.seams.registry import seam
 
 from ..unit.towers import DEFAULTS, draw, new_tower
 
@@ -42,12 +40,6 @@ def helper(active):
         made.graphs = None
 
 
-has_helper = pytest.mark.skipif(
-    not seam("train_helper").expected_in(bridge_release()), reason="this release's train loop drives no vision graphs"
-)
-
-
-@has_helper
 def test_the_loop_drives_the_plugins_helper(active):
     train = active[TRAIN]
     assert train.VisionTECudaGraphHelper is VisionTECudaGraphHelper
@@ -65,7 +57,6 @@ def test_the_helper_has_upstreams_interface():
         assert callable(getattr(upstreams, name)) and callable(getattr(VisionTECudaGraphHelper, name))
 
 
-@has_helper
 def test_the_loop_calls_nothing_that_the_helper_lacks(active):
     source = inspect.getsource(inspect.unwrap(active[TRAIN].train))
     called = set(re.findall(r"\bvision_cuda_graph_helper\.(\w+)", source))
@@ -187,7 +178,6 @@ def test_deactivating_frees_the_graphs(helper):
     assert not helper.graphs_created()
 
 
-@has_helper
 def test_upstreams_own_padding_is_never_used(active):
     model = new_tower().train()
     model.config = copy.copy(model.config)  # the layers keep theirs
@@ -204,7 +194,6 @@ def test_upstreams_own_padding_is_never_used(active):
         model(*draw([[1, 4, 4]]))
 
 
-@has_helper
 def test_upstreams_own_padding_is_never_used_in_any_thread(active):
     model, asked, both, gone = new_tower().train(), [], threading.Barrier(2), threading.Event()
     model.config = copy.copy(model.config)  # the layers keep theirs

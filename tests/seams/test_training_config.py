@@ -194,15 +194,10 @@ def test_a_check_of_layer_graphs(config):
     refused(config, "vision_cuda_graph_check_interval")
 
 
-def own_name(model, name):
-    """The name that this release has for a field: 0.4 knows modules as cuda_graph_scope only."""
-    return "cuda_graph_scope" if name == "cuda_graph_modules" and not hasattr(model, name) else name
-
-
 def language_model_graphs(config, impl="transformer_engine", **fields):
     config.model.vision_cuda_graph_impl = "none"
     for name, value in {"cuda_graph_impl": impl, **fields}.items():
-        setattr(config.model, own_name(config.model, name), value)
+        setattr(config.model, name, value)
     return config
 
 
@@ -213,12 +208,11 @@ def test_the_vision_modules_are_set_under_the_name_that_bridge_reads(config):
 
 
 def test_language_model_graphs_beside_vision_graphs(config):
-    modules = own_name(config.model, "cuda_graph_modules")
     config.model.cuda_graph_impl = "transformer_engine"
-    setattr(config.model, modules, "attn,mlp")
+    config.model.cuda_graph_modules = "attn,mlp"
     check_training_config(config)
     config.model.finalize()
-    assert [m.name for m in getattr(config.model, modules)] == ["attn", "mlp"]
+    assert [m.name for m in config.model.cuda_graph_modules] == ["attn", "mlp"]
 
 
 def test_language_model_graphs_without_the_tracker(config):
@@ -352,8 +346,7 @@ def test_summed_deepstack_gradients_of_a_release_that_moved_a_part_they_need(con
 def test_what_upstream_runs_is_left_alone(config, fields):
     language_model_graphs(config, **fields)
     check_training_config(config)
-    kept = {own_name(config.model, name): value for name, value in fields.items() if name != "impl"}
-    assert all(getattr(config.model, name) == value for name, value in kept.items())
+    assert all(getattr(config.model, name) == value for name, value in fields.items() if name != "impl")
 
 
 def test_a_provider_that_is_no_gpt_model_keeps_its_tracker():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DECLARATION = """
-from bridge_cg_plugin.upstream.seams.encoders import Declaration, HubModels, Model, Step
+from bridge_cg_plugin.upstream.seams.encoders import Declaration, HubModels, Model
 
 
 def _seams(feature):
@@ -32,7 +32,7 @@ ENCODER = Declaration(
         module="tests.unit.mean_provider",
         provider="MeanProvider",
         hub=(HubModels("example/Mean-", encoder=(2, 8)),),
-        steps=(Step("example.mean_step", since="0.5.1"),),
+        steps=("example.mean_step",),
     ),
     region="mean:ENCODER",
     seams=_seams,
@@ -57,7 +57,7 @@ from tests.unit.mean_provider import MeanProvider
 assert patch_modules() == PATCHED
 assert seam("mean_tower").features == ("vision graphs of the mean",)
 assert seam("MeanProvider.config").attributes[0] == "vision_config" and seam("MeanProvider.init")
-assert seam("host_grids.mean_step").since == "0.5.1"
+assert seam("host_grids.mean_step").module == "example.mean_step"
 assert "vision graphs of the mean" in FEATURES and "vision graphs of the mean" in _ASKS
 assert encoder_of(MeanProvider()) == "the mean's, with an adapter for vision graphs"
 assert _family("example/Mean-1B").encoder == {"depth": 2, "hidden_size": 8}

@@ -35,7 +35,7 @@ from bridge_cg_plugin.options.offload import CORE_FIELDS
 from bridge_cg_plugin.options.releases import RELEASES, field_values
 from bridge_cg_plugin.upstream.seams import encoders as encoders_folder
 
-NEW, MIDDLE, OLD = RELEASES
+NEW, OLD = RELEASES
 M, S = CudaGraphModule, InferenceCudaGraphScope
 
 
@@ -52,70 +52,45 @@ def lm(impl="none", modules=(), scope=S.none):
     return LanguageModelGraphOptions(impl=impl, modules=modules, inference_scope=scope)
 
 
-# What a user writes, what it means, what release 0.4.2 is told (0.5.1 and 0.6.2 have a field per meaning).
+# What a user writes and what it means.
 SPELLINGS = [
-    ({}, lm(), "none", []),
-    ({"cuda_graph_impl": None, "cuda_graph_modules": None}, lm(), "none", []),
-    ({"enable_cuda_graph": True}, lm("local", (), S.layer), "local", []),
-    ({"enable_cuda_graph": "true", "cuda_graph_impl": "local"}, lm("local", (), S.layer), "local", []),
-    ({"external_cuda_graph": True}, lm("transformer_engine"), "transformer_engine", []),
-    ({"enable_cuda_graph": False, "external_cuda_graph": 0}, lm(), "none", []),
-    ({"cuda_graph_impl": "local"}, lm("local", (), S.layer), "local", []),
-    ({"cuda_graph_impl": "full_iteration"}, lm("full_iteration"), "local", ["full_iteration"]),
-    ({"cuda_graph_scope": "full_iteration"}, lm("full_iteration"), "local", ["full_iteration"]),
-    ({"cuda_graph_modules": "full_iteration"}, lm("full_iteration"), "local", ["full_iteration"]),
-    ({"cuda_graph_scope": [CudaGraphScope.full_iteration]}, lm("full_iteration"), "local", ["full_iteration"]),
-    (
-        {"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]},
-        lm("full_iteration"),
-        "local",
-        ["full_iteration"],
-    ),
-    ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, lm(), "none", []),
-    ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration_inference"}, lm(), "none", []),
-    (
-        {"cuda_graph_scope": "full_iteration_inference"},
-        lm("local", (), S.block),
-        "local",
-        ["full_iteration_inference"],
-    ),
-    (
-        {"cuda_graph_impl": "local", "inference_cuda_graph_scope": "block"},
-        lm("local", (), S.block),
-        "local",
-        ["full_iteration_inference"],
-    ),
+    ({}, lm()),
+    ({"cuda_graph_impl": None, "cuda_graph_modules": None}, lm()),
+    ({"enable_cuda_graph": True}, lm("local", (), S.layer)),
+    ({"enable_cuda_graph": "true", "cuda_graph_impl": "local"}, lm("local", (), S.layer)),
+    ({"external_cuda_graph": True}, lm("transformer_engine")),
+    ({"enable_cuda_graph": False, "external_cuda_graph": 0}, lm()),
+    ({"cuda_graph_impl": "local"}, lm("local", (), S.layer)),
+    ({"cuda_graph_impl": "full_iteration"}, lm("full_iteration")),
+    ({"cuda_graph_scope": "full_iteration"}, lm("full_iteration")),
+    ({"cuda_graph_modules": "full_iteration"}, lm("full_iteration")),
+    ({"cuda_graph_scope": [CudaGraphScope.full_iteration]}, lm("full_iteration")),
+    ({"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}, lm("full_iteration")),
+    ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"}, lm()),
+    ({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration_inference"}, lm()),
+    ({"cuda_graph_scope": "full_iteration_inference"}, lm("local", (), S.block)),
+    ({"cuda_graph_impl": "local", "inference_cuda_graph_scope": "block"}, lm("local", (), S.block)),
     (
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn,mlp"},
         lm("transformer_engine", (M.attn, M.mlp)),
-        "transformer_engine",
-        ["attn", "mlp"],
     ),
     (
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": CudaGraphScope.mlp},
         lm("transformer_engine", (M.mlp,)),
-        "transformer_engine",
-        ["mlp"],
     ),
     (
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "[attn, moe_router]"},
         lm("transformer_engine", (M.attn, M.moe_router)),
-        "transformer_engine",
-        ["attn", "moe_router"],
     ),
     (
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", M.attn, "CudaGraphModule.mlp"]},
         lm("transformer_engine", (M.attn, M.mlp)),
-        "transformer_engine",
-        ["attn", "mlp"],
     ),
-    ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "full"}, lm("transformer_engine"), None, []),
-    ({"cuda_graph_impl": " Transformer_Engine "}, lm("transformer_engine"), "transformer_engine", []),
+    ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": "full"}, lm("transformer_engine")),
+    ({"cuda_graph_impl": " Transformer_Engine "}, lm("transformer_engine")),
     (
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": [{"_target_": "x", "_name_": "attn"}]},
         lm("transformer_engine", (M.attn,)),
-        "transformer_engine",
-        ["attn"],
     ),
     (
         {
@@ -124,8 +99,6 @@ SPELLINGS = [
             "cuda_graph_modules": ["mlp", "attn"],
         },
         lm("transformer_engine", (M.mlp, M.attn)),
-        "transformer_engine",
-        ["mlp", "attn"],
     ),
 ]
 
@@ -135,21 +108,16 @@ def as_words(fields):
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda r: r.name.split()[1])
-@pytest.mark.parametrize("fields, expected, old_impl, old_scope", SPELLINGS, ids=str)
-def test_spellings(fields, expected, old_impl, old_scope, release):
+@pytest.mark.parametrize("fields, expected", SPELLINGS, ids=str)
+def test_spellings(fields, expected, release):
     found = make(fields)
     assert found.language_model == expected
     assert make(SimpleNamespace(**fields)).language_model == expected
     values = field_values(found, release)
-    if release is OLD:
-        assert values["cuda_graph_scope"] == old_scope
-        assert values["cuda_graph_impl"] == (old_impl or expected.impl)
-        assert "cuda_graph_modules" not in values and "inference_cuda_graph_scope" not in values
-    else:
-        assert values["cuda_graph_impl"] == expected.impl
-        assert values["cuda_graph_modules"] == [m.name for m in expected.modules]
-        assert values["inference_cuda_graph_scope"] == expected.inference_scope.name
-        assert values["cuda_graph_scope"] is None
+    assert values["cuda_graph_impl"] == expected.impl
+    assert values["cuda_graph_modules"] == [m.name for m in expected.modules]
+    assert values["inference_cuda_graph_scope"] == expected.inference_scope.name
+    assert values["cuda_graph_scope"] is None
     assert values["enable_cuda_graph"] is False and values["external_cuda_graph"] is False
     assert normalize(SimpleNamespace(**values))[0].language_model == expected
 
@@ -407,15 +375,15 @@ def test_typed_options_hold_typed_values_only(wrong):
 
 def test_values_that_a_release_cannot_do_name_the_release_that_can():
     local = make("cuda_graph_impl=local cuda_graph_modules=attn")
-    with pytest.raises(OptionError, match=r"0\.5\.1.*0\.4\.2"):
+    with pytest.raises(OptionError, match=r"Use it, or megatron-bridge 0\.5\.1"):
         field_values(local, NEW)
-    assert field_values(local, OLD)["cuda_graph_scope"] == ["attn"]
-    offload = GraphOptions(offload=OffloadOptions(enabled=True, modules=("qkv_linear",), max_inflight=1))
-    with pytest.raises(OptionError, match=r"0\.6\.2.*0\.5\.1"):
+    assert field_values(local, OLD)["cuda_graph_modules"] == ["attn"]
+    offload = GraphOptions(offload=OffloadOptions(enabled=True, modules=("qkv_linear",), delay_until_cuda_graph=True))
+    with pytest.raises(OptionError, match=r"Use megatron-bridge 0\.6\.2"):
         field_values(offload, OLD)
     fused = GraphOptions(offload=OffloadOptions(enabled=True, modules=("fused_group_mlp",)))
     with pytest.raises(OptionError, match=r"Use megatron-bridge 0\.6\.2"):
-        field_values(fused, MIDDLE)
+        field_values(fused, OLD)
     for release in RELEASES:
         with pytest.raises(OptionError, match="no such field"):
             field_values(GraphOptions(vision=VisionGraphOptions(impl="transformer_engine")), release)

@@ -130,13 +130,13 @@ def test_a_field_that_is_not_there_is_named():
 
 def test_records_of_another_release_stay(runs, tmp_path, monkeypatch):
     path = tmp_path / "pretrain.jsonl"
-    for release in ("0.6.2", "0.4.2", "0.4.2"):
+    for release in ("0.6.2", "0.5.1", "0.5.1"):
         origin = {"versions": {"megatron-bridge": release}}
         monkeypatch.setattr(comparison, "provenance", lambda *_, origin=origin: origin)
         runs([2.05] * 8)
         gpu.main(8, 2, [], path)
     found = [json.loads(line)["versions"]["megatron-bridge"] for line in path.read_text().splitlines()]
-    assert found == ["0.6.2"] * 3 + ["0.4.2"] * 3
+    assert found == ["0.6.2"] * 3 + ["0.5.1"] * 3
 
 
 def test_records_hold_every_run(runs, tmp_path):

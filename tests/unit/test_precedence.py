@@ -69,7 +69,7 @@ def test_an_implementation_of_the_user_is_taken_over_any_recipe(config, impl):
     "word, meaning", [("full_iteration", ("full_iteration", S.none)), ("full_iteration_inference", ("local", S.block))]
 )
 def test_local_of_the_user_keeps_what_a_recipes_old_word_says(impl, written, word, meaning):
-    """So upstream's recipes of full iteration are written, and so the plugin writes it on megatron-bridge 0.4."""
+    """So upstream's recipes of full iteration are written."""
     config = recipe(cuda_graph_impl=impl, cuda_graph_scope=[word])
     found = graph_options(config, written).language_model
     assert (found.impl, found.inference_scope) == meaning

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
-from bridge_cg_plugin.upstream.seams.releases import NEWEST, OLDEST, RELEASES, is_known, minor
+from bridge_cg_plugin.upstream.seams.releases import NEWEST, OLDEST, RELEASES, is_known, minor, too_old
 from bridge_cg_plugin.upstream.seams.seam import Feature, Found, Seam, drift
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,9 @@ def test_versions_are_compared_by_their_series():
     assert minor("0.19.2") == (0, 19) and minor("0.7.0rc1") == (0, 7) and minor("1.2+local") == (1, 2)
     assert minor("0.7rc1") == (0, 7) and minor("main") == (0, 0) and minor("") == (0, 0)
     assert all(is_known(release.bridge) for release in RELEASES)
-    assert is_known("0.6.9") and not is_known("0.7.0") and not is_known("0.3.9")
+    assert is_known("0.6.9") and not is_known("0.7.0") and not is_known("0.4.2")
+    assert too_old("0.4.2") == "megatron-bridge 0.4.2 is too old for bridge_cg_plugin: use 0.5 or newer"
+    assert not any(map(too_old, ("0.5.0", "0.6.9", "0.7.0", "1.0", "main", "")))
     assert sorted(RELEASES, key=lambda r: minor(r.bridge), reverse=True) == list(RELEASES)
 
 
@@ -79,17 +81,17 @@ def test_environments_are_made_once(tool, monkeypatch, capsys):
     for _ in range(2):
         assert tool.main([]) == 0
     assert made == list(tool.RELEASES[1:])
-    assert "megatron-bridge 0.4.2, core 0.17.1" in capsys.readouterr().out
-    (tool.folder_of(tool.OLDEST) / "megatron_core-0.17.1.dist-info" / "RECORD").unlink()
+    assert "megatron-bridge 0.5.1, core 0.18.2" in capsys.readouterr().out
+    (tool.folder_of(tool.OLDEST) / "megatron_core-0.18.2.dist-info" / "RECORD").unlink()
     tool.main([])
-    assert made[2:] == [tool.OLDEST]
+    assert made[1:] == [tool.OLDEST]
 
 
 def test_a_command_runs_with_its_release(tool, monkeypatch):
     monkeypatch.setattr(tool, "download", fake_wheels)
     tool.make_all()
     script = "from megatron.bridge import VERSION as b; from megatron.core import VERSION as c; print(b, c)"
-    for name in ("oldest", "0.4.2", "0.5.1"):
+    for name in ("oldest", "0.5.1"):
         release = tool.named(name)
         done = subprocess.run(
             [sys.executable, "-c", script], env=tool.environment(release), capture_output=True, text=True, cwd="/"
@@ -111,7 +113,7 @@ def test_a_download_that_fails_leaves_nothing_and_says_so(tool, monkeypatch, cap
 
 def test_an_unknown_release_is_refused(tool, capsys):
     assert tool.main(["on", "9.9", "python"]) == 1
-    assert "0.4.2" in capsys.readouterr().err
+    assert "0.5.1" in capsys.readouterr().err
     assert tool.main(["nonsense"]) == 2
 
 

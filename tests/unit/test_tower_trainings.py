@@ -178,7 +178,7 @@ def train(name, steps, **fields):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     state, driver, losses = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver(), []
     for step in range(steps):
-        driver.before_step([model], state, bridge_drives=True)
+        driver.before_step([model], state)
         torch.manual_seed(step)  # Nemotron VL's tower draws crops of its position embeddings
         for number in range(step * MICROBATCHES, (step + 1) * MICROBATCHES):
             loss = loss_of(name, model, data[number])

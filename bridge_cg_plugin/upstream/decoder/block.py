@@ -72,7 +72,7 @@ class TransformerBlockFamily:
     """See `DecoderFamily`.
 
     Args:
-        decoder: A `TransformerBlock`, or a `HybridStack` (`MambaStack` in older releases).
+        decoder: A `TransformerBlock`, or a `HybridStack`.
 
     Attributes:
         per_position: Whether rotary angles come with a row per position.

@@ -1,7 +1,6 @@
 """megatron-core's routers inside the graph of all layers: losses and statistics of the real tokens alone."""
 
 import importlib
-import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,7 +18,7 @@ from ..seams.registry import seam
 from .layers import check_router, is_pure, unmet
 
 BIAS = seam("packed_expert_bias").target.rpartition(".")[2]
-LOGGED, LOGGED_BEFORE = seam("packed_router_metrics"), seam("packed_router_metrics_before")
+LOGGED = seam("packed_router_metrics")
 REMEDY = f"Set {MODULES}=attn,moe_router, where experts stay eager."
 
 
@@ -119,11 +118,8 @@ def statistics_of(routers: Sequence[nn.Module]) -> list[Tensor]:
 
 def _logged() -> list[Tensor]:
     """Return the sums of routers' losses that megatron-core logs."""
-    if importlib.util.find_spec(LOGGED.module) is not None:
-        tracker = getattr(importlib.import_module(LOGGED.module), LOGGED.target)()
-        return [entry.values for entry in tracker.metrics.values()]
-    tracker = getattr(importlib.import_module(LOGGED_BEFORE.module), LOGGED_BEFORE.target)()
-    return [entry["values"] for entry in tracker.values()]
+    tracker = getattr(importlib.import_module(LOGGED.module), LOGGED.target)()
+    return [entry.values for entry in tracker.metrics.values()]
 
 
 def _padding(tokens: int, used: Tensor) -> Tensor:

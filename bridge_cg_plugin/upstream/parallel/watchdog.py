@@ -1,62 +1,35 @@
 """Watchdog: ends the process when a replay hangs because another rank did not join a collective.
 
 NCCL's watchdog ends a rank whose collective timed out, without naming the step or the graph. It does not see the
-collectives inside a replayed graph: without this watchdog, a rank that hangs in one would hang for ever.
+collectives inside a replayed graph: without this watchdog, a rank that hangs in one would hang for ever. The watchdog
+is one thread of Python, so it does not run while a call holds the interpreter's lock (GIL).
 """
 
+import faulthandler
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ..environment import watchdog_minutes
-from .failures import several_ranks
-from .watchdog_beats import Beats
-from .watchdog_exit import ReplayTimeout, end_process, warn_in_thread
-from .watchdog_process import COUNTED, WARN_AFTER, interval_between_checks, slow
+from ...announce import warn
+from ..environment import WATCHDOG_MINUTES, watchdog_minutes
 
-
-class Event(Protocol):
-    """A CUDA event, or a test's."""
-
-    def record(self) -> None:
-        """Move it behind what was launched so far."""
-
-    def query(self) -> bool:
-        """Whether the device is past it."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Since:
-    """What began when, on the watchdog's clock."""
-
-    what: str
-    began: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """A replay and the event behind it, which is recorded once."""
-
-    replay: str
-    event: Event
-
-
-def replay_limit_s(timeout_s: float) -> float:
-    """Return after how many seconds a replay counts as hung.
-
-    Args:
-        timeout_s: The time-out of the run's process groups.
-
-    Raises:
-        OptionError: The time in the environment is invalid.
-    """
-    minutes = watchdog_minutes()
-    return 60.0 * minutes if minutes else timeout_s
+# Exit status of a process that is ended here, the same as that of the `timeout` command.
+TIMEOUT_STATUS = 124
+# Seconds that a report may take; a locked logger or a full pipe must not keep the process.
+REPORT_S = 30.0
+# Part of the groups' time-out after which a rank is said to be slow, before NCCL ends it.
+WARN_AFTER = 0.5
+# Seconds between two checks; with a short limit, the limit over the number of checks.
+CHECK_S, CHECKS = 5.0, 40
+# At most so many intervals count between two checks: for the rest of the time this process did not run.
+COUNTED = 2
+STDERR = 2
 
 
 class Watchdog:
@@ -66,41 +39,36 @@ class Watchdog:
     of them completely. A launch's time is counted from the first check that found it.
 
     Args:
-        end: Called once for a replay that timed out, from the watchdog's thread.
+        end: Called once with the message about a replay that timed out, from the watchdog's thread.
         clock: Seconds.
         event: Makes an event.
-        allowed: Time-out of the process groups -> seconds that a replay may take.
-        warn: Writes a warning; it must not wait for a lock.
-        beats: Tells another process that this one runs Python; None where there is none.
+        slow: Called once with the message about a step that takes long; must not wait for a lock.
     """
 
     def __init__(
         self,
-        end: Callable[[ReplayTimeout], None],
+        end: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
-        event: Callable[[], Event] = torch.cuda.Event,
-        allowed: Callable[[float], float] = replay_limit_s,
-        warn: Callable[[str], None] = warn_in_thread,
-        beats: Beats | None = None,
+        event: Callable[[], torch.cuda.Event] = torch.cuda.Event,
+        slow: Callable[[str], Any] = lambda message: _in_thread(warn, message),
     ) -> None:
-        self._end, self._clock, self._make_event = end, clock, event
-        self._allowed, self._warn, self._beats = allowed, warn, beats
+        self._end, self._clock, self._make_event, self._slow = end, clock, event, slow
         self._limit_s = self._replay_limit_s = 0.0
-        self._doing: _Since | None = None
-        self._launch: _Launch | None = None
+        # What this rank does, and since when.
+        self._doing: tuple[str, float] | None = None
+        # The last replay, and an event behind it that is recorded once.
+        self._launch: tuple[str, torch.cuda.Event] | None = None
         self._warned = False
         self._thread: threading.Thread | None = None
-        # Whether the other process need not hear of the next launch.
-        self._told = True
         # Used by the watchdog's thread only.
-        self._seen: _Launch | None = None
+        self._seen: tuple[str, torch.cuda.Event] | None = None
         self._waited_s = self._checked = 0.0
         self._settled = False
 
     @property
     def interval_s(self) -> float:
         """Seconds between two checks."""
-        return interval_between_checks(self._limit_s, self._replay_limit_s)
+        return min(CHECK_S, self._limit_s / CHECKS, self._replay_limit_s / CHECKS)
 
     @contextmanager
     def during(self, doing: str, limit_s: float | None = None) -> Iterator[None]:
@@ -115,68 +83,47 @@ class Watchdog:
             OptionError: The time that the environment gives replays is invalid.
         """
         if limit_s is not None:
-            self._limit_s, self._replay_limit_s = limit_s, self._allowed(limit_s)
+            minutes = watchdog_minutes()
+            self._limit_s, self._replay_limit_s = limit_s, 60.0 * minutes if minutes else limit_s
         if not self._limit_s:
             yield
             return
-        before = self._doing
         if self._thread is None:
-            self._start()
-        self._turn_to(_Since(doing, self._clock()))
+            self._thread = threading.Thread(target=self._watch, name="bridge-cg-watchdog", daemon=True)
+            self._thread.start()
+        before, self._doing = self._doing, (doing, self._clock())
         try:
             yield
         finally:
-            self._turn_to(before)
+            self._doing = before
 
     def launched(self, replay: str) -> None:
         """Note that a replay with collectives was launched on the current stream."""
         event = self._make_event()
         event.record()
-        self._launch = _Launch(replay, event)
-        if not self._told and self._beats is not None:
-            self._told = True
-            self._beats.start()
-            self._beat()
+        self._launch = replay, event
 
     def check(self) -> None:
         """Report the last replay once if it timed out; warn once about a step that takes long."""
-        doing, now = self._doing, self._clock()
+        current, now = self._doing, self._clock()
         self._count(self._launch, now)
-        self._beat()
-        if doing is None:
+        if current is None:
             return
-        late = self._timed_out()
-        if late is not None:
+        doing, began = current
+        if self._seen is not None and self._timed_out(self._seen[1]):
             self._settled = True
-            self._end(ReplayTimeout(doing.what, late.replay, self._replay_limit_s))
-        elif now - doing.began > WARN_AFTER * self._limit_s and not self._warned:
+            self._end(
+                f"{doing}: the {self._seen[0]} has not ended for {self._replay_limit_s:.0f} s; another rank that "
+                "shares these layers did not come to its reductions"
+            )
+        elif now - began > WARN_AFTER * self._limit_s and not self._warned:
             self._warned = True
-            self._warn(slow(doing.what, now - doing.began, self._limit_s))
+            self._slow(
+                f"this rank has been in {doing} for {now - began:.0f} s; if it waits for another rank, it ends once a "
+                f"collective has waited for {self._limit_s:.0f} s"
+            )
 
-    def _start(self) -> None:
-        """Start the watchdog's thread; one of several ranks also has the other process from now on."""
-        self._thread = threading.Thread(target=self._watch, name="bridge-cg-watchdog", daemon=True)
-        self._thread.start()
-        if self._beats is not None and several_ranks():
-            self._beats.start()
-
-    def _turn_to(self, doing: _Since | None) -> None:
-        """Note what this rank is doing, also for the other process: the next call may keep all threads from running."""
-        self._doing, self._told = doing, False
-        self._beat()
-
-    def _beat(self) -> None:
-        """Tell the other process what this rank is doing and which replay may wait."""
-        if self._beats is None:
-            return
-        doing, launch = self._doing, self._launch
-        if launch is self._seen and self._settled:
-            launch = None
-        self._beats.send(
-            doing.what if doing else "", launch.replay if launch else "", self._replay_limit_s, self._limit_s
-        )
-
-    def _count(self, launch: _Launch | None, now: float) -> None:
+    def _count(self, launch: tuple[str, torch.cuda.Event] | None, now: float) -> None:
         """Add the time since the last check to the last launch's time."""
         passed_s, self._checked = now - self._checked, now
         if launch is self._seen:
@@ -184,27 +131,51 @@ class Watchdog:
         else:
             self._seen, self._waited_s, self._settled = launch, 0.0, False
 
-    def _timed_out(self) -> _Launch | None:
-        """Return the launch if it has not ended within the limit; its event is queried once."""
-        if self._seen is None or self._settled or self._waited_s <= self._replay_limit_s:
-            return None
+    def _timed_out(self, event: torch.cuda.Event) -> bool:
+        """Whether the launch has not ended within the limit; its event is queried once."""
+        if self._settled or self._waited_s <= self._replay_limit_s:
+            return False
         try:
-            self._settled = self._seen.event.query()
+            self._settled = event.query()
         except RuntimeError:  # the device failed, which the training thread sees too
             self._settled = True
-        return None if self._settled else self._seen
+        return not self._settled
 
     def _watch(self) -> None:
-        try:
-            while True:
-                time.sleep(self.interval_s)
-                self.check()
-        finally:  # an error ended this thread: nobody would beat
-            if self._beats is not None:
-                self._beats.stop()
+        while True:
+            time.sleep(self.interval_s)
+            self.check()
 
 
-WATCHDOG = Watchdog(end_process, beats=Beats())
+def end_process(message: str) -> None:
+    """Report a replay that hangs and end this process, unless the user wants to keep it.
+
+    Process groups are not aborted. The device would go on with what a broken reduction left, and an error handler of
+    the user's could save that.
+    """
+    if watchdog_minutes() == 0:
+        _in_thread(_report, f"this rank waits in {message}. {WATCHDOG_MINUTES}=0 keeps the process")
+        return
+    _in_thread(_report, f"this rank ends in {message}").join(REPORT_S)
+    os._exit(TIMEOUT_STATUS)
+
+
+def _report(message: str) -> None:
+    """Write what every thread does, then the message."""
+    faulthandler.dump_traceback(STDERR, all_threads=True)
+    warn(message)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def _in_thread(write: Callable[[str], None], message: str) -> threading.Thread:
+    """Write in a thread of its own: whoever holds a lock of the logger may be the one that waits for the device."""
+    thread = threading.Thread(target=write, args=(message,), name="bridge-cg-watchdog-report", daemon=True)
+    thread.start()
+    return thread
+
+
+WATCHDOG = Watchdog(end_process)
 
 
 def timeout_s(config: Any) -> float:

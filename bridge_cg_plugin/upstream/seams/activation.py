@@ -3,6 +3,7 @@
 Imports neither torch nor Megatron.
 """
 
+import functools
 import importlib
 import logging
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...announce import LOGGER
+from ...announce import LOGGER, warn
 from .contract import CONTRACT, remember
 from .encoder_group import other_providers
 from .encoders import models
@@ -40,7 +41,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     ),
     "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("hooks.configuration.provider_fields",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": (
-        *("encoders.qwen3_vl_patches", "encoders.deepstack", "hooks.data.between", "decoder.variable_lengths"),
+        *("encoders.deepstack", "hooks.data.between", "decoder.variable_lengths"),
     ),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("encoders.qwen3_vl_patches",),
     "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model": ("decoder.offload",),
@@ -53,7 +54,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "utils.overrides": ("hooks.configuration.performance_scripts",),
     "utils.utils": ("hooks.configuration.performance_scripts",),
     **{model.module: ("hooks.configuration.provider_fields",) for model in models()},
-    **{step.module: ("hooks.data.batches",) for model in models() for step in model.steps},
+    **{step: ("hooks.data.batches",) for model in models() for step in model.steps},
 }
 _on = False
 _hooked = False
@@ -146,6 +147,8 @@ def patch_module(module: ModuleType) -> None:
         return
     for name in PATCHED[module.__name__]:
         try:
+            if _stays_off():
+                return
             patches = importlib.import_module(f"bridge_cg_plugin.upstream.{name}").PATCHES
             for patch in patches:
                 if patch.module == module.__name__:
@@ -155,6 +158,18 @@ def patch_module(module: ModuleType) -> None:
                         _log(patch)
         except Exception:
             LOGGER.exception("bridge_cg_plugin could not patch %s", module.__name__)
+
+
+@functools.cache
+def _stays_off() -> bool:
+    """Whether the installed Bridge is too old to be patched; says so once."""
+    from .patches import bridge_release
+    from .releases import too_old
+
+    why = too_old(bridge_release())
+    if why:
+        warn(f"{why}. The plugin stays off")
+    return bool(why)
 
 
 def _log(patch: Any) -> None:

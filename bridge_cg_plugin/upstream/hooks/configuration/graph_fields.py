@@ -1,24 +1,31 @@
 """Graph options on the config objects of the installed release: apply, read back, change for a while."""
 
 import importlib.metadata
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ....announce import WIDTH, announce
-from ....options import GraphOptions, check_options, graph_options, normalize
+from ....options import GraphOptions, OptionError, check_options, graph_options, normalize
 from ....options.choice import SETTING
 from ....options.explain import chosen_table
 from ....options.language_model import INFERENCE, MODULES, SCOPE, LanguageModelGraphOptions
 from ....options.releases import RELEASES, TE_RNG, Release, field_values
 from ....options.sources import ATTRIBUTES
+from ...seams.patches import bridge_release
+from ...seams.releases import too_old
 
 _ABSENT = object()
 
 
 def describe_release(model: Any) -> Release:
-    """Return what this config object can say, found by looking at it and at the installed Bridge."""
+    """Return what this config object can say, found by looking at it and at the installed Bridge.
+
+    Raises:
+        OptionError: The installed Bridge is too old.
+    """
+    if why := too_old(bridge_release()):
+        raise OptionError.because("megatron-bridge", f"Cannot use graph options: {why}.")
     fields = frozenset(name for name in (*ATTRIBUTES, TE_RNG) if hasattr(model, name))
     known = next((r for r in RELEASES if r.fields - {TE_RNG} <= fields), RELEASES[0])
     versions = {name: importlib.metadata.version(name) for name in ("megatron-bridge", "megatron-core")}
@@ -31,8 +38,6 @@ def describe_release(model: Any) -> Release:
 
 
 def _trains_local_layers() -> bool:
-    if importlib.util.find_spec("megatron.bridge.utils.cuda_graph") is None:
-        return True
     from megatron.bridge.utils import cuda_graph
 
     return not hasattr(cuda_graph, "validate_cuda_graph_configuration")
@@ -130,7 +135,7 @@ def inference_graphs(config: Any) -> Iterator[GraphOptions]:
     """Give a config object, inside a `with` block, the graph options that inference can use.
 
     Only impl local has inference graphs. Every other implementation is off inside the block, so inference makes no
-    warm-up passes whose graphs are never captured; old releases make them for full_iteration, which they spell local.
+    warm-up passes whose graphs are never captured.
     """
     options = read_options(config)
     language_model = options.language_model

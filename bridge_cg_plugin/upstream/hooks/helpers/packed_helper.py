@@ -60,9 +60,6 @@ class PackedCudaGraphHelper:
         OptionError: An option cannot work with this model.
     """
 
-    # The end of training in Bridge 0.4.0 and 0.4.1 deletes the graphs of these layers. The plugin's are dropped before.
-    callables_per_chunk: Sequence[Sequence[nn.Module]] = ()
-
     def __init__(
         self,
         model: Sequence[nn.Module],

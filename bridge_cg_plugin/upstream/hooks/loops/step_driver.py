@@ -1,4 +1,4 @@
-"""Vision graphs that Bridge's train loop does not drive: captured at the start of its steps."""
+"""Graphs of encoders that Bridge's train loop does not drive: captured at the start of its steps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_config, enc
 
 
 class StepDriver:
-    """Drives helpers from `train_step`, as the train loops of later releases do for Qwen3-VL's encoder only.
+    """Drives helpers from `train_step`, as the train loop itself does for Qwen3-VL's encoder only.
 
     Helpers are created before the first step of a model that enables graphs. They capture after
     `cuda_graph_warmup_steps` steps. All training goes through `train_step`, which receives the model and the state; a
@@ -23,13 +23,12 @@ class StepDriver:
         self._found: list[nn.Module] = []
         self._steps = 0
 
-    def before_step(self, model: Sequence[nn.Module], state: Any, bridge_drives: bool = False) -> None:
+    def before_step(self, model: Sequence[nn.Module], state: Any) -> None:
         """Make the helpers or capture, if it is time.
 
         Args:
             model: The model's chunks.
             state: Bridge's global state.
-            bridge_drives: Whether the release's train loop makes helpers itself, for the encoders that it supports.
 
         Raises:
             OptionError: An option cannot work.
@@ -38,7 +37,7 @@ class StepDriver:
         provider = state.cfg.model
         if getattr(provider, PROVIDER_FIELDS["impl"], "none") in (None, "none"):
             return
-        found = [each.model for each in find_encoders(model) if not (bridge_drives and each.family.driven_by_bridge)]
+        found = [each.model for each in find_encoders(model) if not each.family.driven_by_bridge]
         if not found:
             return
         if found != self._found or any(helper.graphs is None for helper in self._helpers):

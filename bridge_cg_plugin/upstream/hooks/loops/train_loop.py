@@ -1,7 +1,6 @@
 """Bridge's train loop: whose helper it drives, steps, logging, the end of training."""
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +15,6 @@ from ...parallel.watchdog import WATCHDOG, timeout_s
 from ...seams.call_arguments import arguments_of
 from ...seams.patches import Patch
 from ...seams.registry import seam
-from ...seams.registry.training import TRAIN
 from ...wrappers import unwrapped
 from ..helpers.full_iteration import CURRENT
 from ..helpers.graph_helper import active_graphs, active_helpers, asks_for_graphs, drop_left_behind
@@ -31,11 +29,6 @@ LAST_FIGURES = LastFigures()
 SHORT_REPORTS = ShortReports()
 
 
-def drives_vision_graphs() -> bool:
-    """Whether this release's train loop makes a vision helper itself."""
-    return hasattr(sys.modules.get(TRAIN), seam("train_helper").target)
-
-
 def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
     argument = arguments_of(seam("train_step"), old)
 
@@ -45,7 +38,7 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
         model = argument("model", args, kwargs)
         LOOPS.leave_to_bridge(model)
         drop_left_behind()
-        STEP_DRIVER.before_step(model, state, drives_vision_graphs())
+        STEP_DRIVER.before_step(model, state)
         capture_missed(model, state)
         helpers = active_helpers()
         with ExitStack() as stack:

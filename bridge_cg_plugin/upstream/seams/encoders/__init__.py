@@ -16,21 +16,7 @@ if TYPE_CHECKING:
 
 type Seams = tuple[Seam, ...]
 MODELS = "megatron.bridge.models"
-
-
-class Step(NamedTuple):
-    """A forward step of Bridge's.
-
-    Attributes:
-        module: Where it is.
-        since: The first release of megatron-bridge that has it; empty for the oldest that is supported.
-    """
-
-    module: str
-    since: str = ""
-
-
-VLM_STEP = Step("megatron.bridge.training.vlm_step")
+VLM_STEP = "megatron.bridge.training.vlm_step"
 
 
 class HubModels(NamedTuple):
@@ -54,16 +40,14 @@ class Model(NamedTuple):
         module, provider: Of the provider's class.
         hub: Their names on the hub.
         config_field: The provider's field with the encoder's configuration.
-        steps: Forward steps that make their batches.
-        since: The first release of megatron-bridge that has them; empty for the oldest that is supported.
+        steps: Modules of the forward steps that make their batches.
     """
 
     module: str
     provider: str
     hub: tuple[HubModels, ...] = ()
     config_field: str = "vision_config"
-    steps: tuple[Step, ...] = (VLM_STEP,)
-    since: str = ""
+    steps: tuple[str, ...] = (VLM_STEP,)
 
 
 class Declaration(NamedTuple):

@@ -18,7 +18,6 @@ ENCODER = Declaration(
         hub=(HubModels(r"nvidia/Nemotron-3-Nano-Omni-\d+B-A\d+B", experts=128, encoder=(32, 1280)),),
         config_field="vision_model_type",
         steps=(),
-        since="0.5.1",
     ),
     region="radio:PACKED_RADIO",
     seams=_seams,

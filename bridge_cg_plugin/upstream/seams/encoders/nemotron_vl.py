@@ -53,7 +53,7 @@ def radio_seams(name: str, feature: str) -> Seams:
             touch="read",
             purpose="the layers get hidden states with class tokens and positions in them",
             features=(feature,),
-            uses=((_LAYERS, "self.decoder(x, attention_mask=attention_mask)"),),
+            uses=(_LAYERS,),
         ),
         Seam(
             name=f"{name}_tower_parts",
@@ -105,7 +105,6 @@ ENCODER = Declaration(
         hub=(HubModels(r"nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL", encoder=(32, 1280)),),
         config_field="vision_model_type",
         steps=(),
-        since="0.5.1",
     ),
     region="radio:RADIO",
     seams=_seams,

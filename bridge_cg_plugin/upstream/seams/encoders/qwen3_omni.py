@@ -1,6 +1,6 @@
 """Qwen3-Omni's vision tower, which computes what Qwen3-VL's does."""
 
-from . import MODELS, VLM_STEP, Declaration, HubModels, Model, Seams, Step
+from . import MODELS, VLM_STEP, Declaration, HubModels, Model, Seams
 
 _OMNI = f"{MODELS}.qwen_omni"
 THINKER = f"{_OMNI}.modeling_qwen3_omni.thinker_model"
@@ -21,7 +21,6 @@ def _seams(feature: str) -> Seams:
             purpose="the tower is found as `visual`",
             features=(feature,),
             uses=("self.visual(",),
-            since=MODEL.since,
         ),
         Seam(
             name="qwen3_omni_result",
@@ -32,7 +31,6 @@ def _seams(feature: str) -> Seams:
             purpose="embeddings and deepstack features are all that the model reads of the tower's result",
             features=(feature,),
             uses=("'pooler_output'", "'deepstack_features'"),
-            since=MODEL.since,
         ),
         *tower_seams(
             "qwen3_omni_tower",
@@ -71,7 +69,6 @@ MODEL = Model(
     provider="Qwen3OmniModelProvider",
     hub=(HubModels(r"Qwen/Qwen3-Omni-\d+B-A\d+B", experts=128),),
     config_field="thinker_config",
-    steps=(VLM_STEP, Step(f"{_OMNI}.qwen3_omni_step", since="0.5.1")),
-    since="0.5.1",
+    steps=(VLM_STEP, f"{_OMNI}.qwen3_omni_step"),
 )
 ENCODER = Declaration(name="Qwen3-Omni", model=MODEL, region="qwen3_omni:QWEN3_OMNI", seams=_seams)

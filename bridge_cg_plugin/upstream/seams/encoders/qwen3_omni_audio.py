@@ -22,7 +22,6 @@ def _tower(feature: str) -> Seams:
             purpose="the tower is found as `audio_model`, and its last hidden states are all that the model reads",
             features=(feature,),
             uses=("self.audio_model(", "feature_lens=audio_feature_lengths", "audio_outputs.last_hidden_state"),
-            since=MODEL.since,
         ),
         *region_seams(
             "qwen3_omni_audio",

@@ -4,7 +4,7 @@ from ..seam import Feature, Seam
 from .models import MODEL
 from .training import QWEN3_VL_STEP, RESTORED
 
-STEP = QWEN3_VL_STEP.module
+STEP = QWEN3_VL_STEP
 STEP_PACKING = "0.6.2"  # the first release whose step has a packing of its own
 
 SEAMS = (

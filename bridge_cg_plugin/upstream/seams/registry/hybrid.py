@@ -5,7 +5,6 @@ from .engine import CORE, DETACHED, RECORDED
 from .training import RESTORED
 
 STACK = f"{CORE}.models.hybrid.hybrid_block"
-STACK_SINCE = "0.5.1"  # before it is MambaStack of megatron.core.ssm.mamba_block, with the same forward
 MAMBA = f"{CORE}.ssm"
 
 SEAMS = (
@@ -19,7 +18,6 @@ SEAMS = (
         features=(Feature.PACKED_HYBRIDS,),
         undo=DETACHED,
         parameters=("hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params"),
-        since=STACK_SINCE,
     ),
     Seam(
         name="hybrid_block",
@@ -31,7 +29,6 @@ SEAMS = (
         features=(Feature.PACKED_HYBRIDS,),
         undo=RECORDED,
         attributes=("layers", "pre_process", "input_tensor", "pg_collection"),
-        since=STACK_SINCE,
     ),
     Seam(
         name="mamba_layer",

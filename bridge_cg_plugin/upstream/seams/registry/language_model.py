@@ -5,7 +5,7 @@ from .engine import CORE, LAYER, RECORDED
 from .models import ATTENTION, BLOCK, MODELLING, QWEN3_VL
 from .training import QWEN3_VL_STEP, RESTORED
 
-STEP = QWEN3_VL_STEP.module
+STEP = QWEN3_VL_STEP
 FULL_ITERATION = f"{CORE}.full_cuda_graph"
 LANGUAGE_MODEL = f"{MODELLING}.text_model"
 

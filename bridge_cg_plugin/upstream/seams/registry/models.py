@@ -1,9 +1,8 @@
 """Seams of Bridge's vision-language models: providers, and Qwen3-VL's vision model."""
 
 from ..encoders import MODELS, Model, models
-from ..releases import RELEASES
 from ..seam import Feature, Seam
-from .training import RESTORED, VISION_LOOP
+from .training import RESTORED
 
 QWEN_VL = f"{MODELS}.qwen_vl"
 QWEN3_VL_MODELS = (
@@ -24,9 +23,8 @@ VISION_CONFIG = f"{MODELLING}.transformer_config"
 OPTIONS = "vision graph options can be set, overridden and saved with the model's configuration"
 
 
-def field_seams(module: str, provider: str, since: str = "") -> tuple[Seam, Seam]:
+def field_seams(module: str, provider: str) -> tuple[Seam, Seam]:
     """Return the seams where a provider gets the options as fields: its constructor and its dataclass fields."""
-    since = since or RELEASES[-1].bridge
     return (
         Seam(
             name=f"{provider}.init",
@@ -38,7 +36,6 @@ def field_seams(module: str, provider: str, since: str = "") -> tuple[Seam, Seam
             features=(Feature.OPTIONS,),
             models=(provider,),
             undo=RESTORED,
-            since=since,
             patched_by="hooks.configuration.provider_fields",
         ),
         Seam(
@@ -51,7 +48,6 @@ def field_seams(module: str, provider: str, since: str = "") -> tuple[Seam, Seam
             features=(Feature.OPTIONS,),
             models=(provider,),
             undo=RESTORED,
-            since=since,
             patched_by="hooks.configuration.provider_fields",
         ),
     )
@@ -59,7 +55,7 @@ def field_seams(module: str, provider: str, since: str = "") -> tuple[Seam, Seam
 
 def _provider(model: Model) -> tuple[Seam, ...]:
     return (
-        *field_seams(model.module, model.provider, model.since),
+        *field_seams(model.module, model.provider),
         Seam(
             name=f"{model.provider}.config",
             module=model.module,
@@ -70,7 +66,6 @@ def _provider(model: Model) -> tuple[Seam, ...]:
             features=(Feature.VISION,),
             models=(model.provider,),
             attributes=(model.config_field, "provide", "cuda_graph_warmup_steps", "use_te_rng_tracker"),
-            since=model.since or RELEASES[-1].bridge,
         ),
     )
 
@@ -108,15 +103,14 @@ SEAMS = (
     ),
     Seam(
         name="vision_config",
-        module=MODEL,
+        module=VISION_CONFIG,
         target="get_vision_model_config",
         kind="function",
-        touch="extended",
+        touch="read",
         purpose="the vision encoder's configuration says that it is on graphs",
         features=(Feature.VISION_QWEN3_VL,),
-        undo=RESTORED,
         parameters=("hf_config", "megatron_config"),
-        patched_by="encoders.qwen3_vl_patches",
+        uses=("config.cuda_graph_impl = megatron_config.vision_cuda_graph_impl",),
     ),
     Seam(
         name="deepstack_forward",
@@ -169,7 +163,6 @@ SEAMS = (
         features=(Feature.VISION_QWEN3_VL,),
         undo="taken off when forward returns",
         parameters=("self",),
-        since=VISION_LOOP,
     ),
     Seam(
         name="vision_forward",

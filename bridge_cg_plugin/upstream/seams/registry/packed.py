@@ -125,7 +125,6 @@ SEAMS = (
         undo=RESTORED,
         parameters=("self",),
         uses=("self.language_model.config.variable_seq_lengths",),
-        since="0.5.1",
         patched_by="decoder.variable_lengths",
     ),
     Seam(
@@ -215,16 +214,6 @@ SEAMS = (
         kind="function",
         touch="called",
         purpose="passes before a capture log no losses",
-        features=(Feature.PACKED_EXPERTS,),
-        since="0.5.1",
-    ),
-    Seam(
-        name="packed_router_metrics_before",
-        module=f"{CORE}.transformer.moe.moe_utils",
-        target="get_moe_layer_wise_logging_tracker",
-        kind="function",
-        touch="called",
-        purpose="the same in releases before 0.5.1",
         features=(Feature.PACKED_EXPERTS,),
     ),
     Seam(

@@ -1,7 +1,6 @@
 """Seams of Bridge's train loop, configuration and batch steps."""
 
-from ..encoders import Step, declared
-from ..releases import RELEASES
+from ..encoders import declared
 from ..seam import GRAPHS, Feature, Seam
 
 TRAIN = "megatron.bridge.training.train"
@@ -11,19 +10,18 @@ INITIALIZE = "megatron.bridge.training.initialize"
 STATE = "megatron.bridge.training.state"
 RERUNS = "megatron.core.rerun_state_machine"
 VISUAL_INPUTS = "megatron.bridge.training.utils.visual_inputs"
-QWEN3_VL_STEP = Step("megatron.bridge.models.qwen_vl.qwen3_vl_step")
+QWEN3_VL_STEP = "megatron.bridge.models.qwen_vl.qwen3_vl_step"
 TOWER_FEATURES = tuple(encoder.feature for encoder in declared())
 RESTORED = "deactivate() puts the same object back"
 # What a configuration is checked for. Graphs that upstream runs itself train without the check.
 CHECKED = (*GRAPHS, Feature.CORE_OFFLOAD)
-VISION_LOOP = "0.5.1"  # the first release whose train loop drives vision graphs
 
 
-def _batches(step: Step, features: tuple[str, ...]) -> Seam:
+def _batches(step: str, features: tuple[str, ...]) -> Seam:
     """Return the seam of a forward step's module."""
     return Seam(
-        name=f"host_grids.{step.module.rpartition('.')[2]}",
-        module=step.module,
+        name=f"host_grids.{step.rpartition('.')[2]}",
+        module=step,
         target="get_batch_from_iterator",
         kind="function",
         touch="extended",
@@ -31,14 +29,13 @@ def _batches(step: Step, features: tuple[str, ...]) -> Seam:
         features=features,
         undo=RESTORED,
         parameters=("data_iterator",),
-        since=step.since or RELEASES[-1].bridge,
         patched_by="hooks.data.batches",
     )
 
 
 def _steps() -> tuple[Seam, ...]:
     """Return the seams of forward steps whose batches have images."""
-    found: dict[Step, list[str]] = {QWEN3_VL_STEP: [Feature.VISION_QWEN3_VL, Feature.PACKED_QWEN3_VL]}
+    found: dict[str, list[str]] = {QWEN3_VL_STEP: [Feature.VISION_QWEN3_VL, Feature.PACKED_QWEN3_VL]}
     for encoder in declared():
         if encoder.encodes == "vision":
             for step in encoder.model.steps:
@@ -58,7 +55,6 @@ SEAMS = (
         undo=RESTORED,
         parameters=("model", "vision_config", "vision_seq_length", "micro_batch_size", "num_microbatches"),
         attributes=("create_cudagraphs", "graphs_created", "cuda_graph_set_manual_hooks", "delete_cuda_graphs"),
-        since=VISION_LOOP,
         patched_by="hooks.loops.train_loop",
     ),
     Seam(
@@ -71,7 +67,6 @@ SEAMS = (
         features=(Feature.REPORTS,),
         undo=RESTORED,
         parameters=("vision_config",),
-        since=VISION_LOOP,
         patched_by="hooks.loops.train_loop",
     ),
     Seam(
@@ -84,7 +79,6 @@ SEAMS = (
         features=TOWER_FEATURES,
         undo=RESTORED,
         parameters=("model", "attr", "allow_none", "return_model_obj"),
-        since=VISION_LOOP,
         patched_by="hooks.loops.train_loop",
     ),
     Seam(
@@ -145,7 +139,6 @@ SEAMS = (
             "vision_cuda_graph_helper.graphs_created()",
             "vision_cuda_graph_helper.create_cudagraphs()",
         ),
-        since=VISION_LOOP,
     ),
     Seam(
         name="value_checks",
