@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from bridge_cg_tools.benchmarks.photographs.arguments import layout_of, parse, training_arguments
+from scripts.performance.photographs.arguments import layout_of, parse, training_arguments
 
 
 def main() -> int:
@@ -17,7 +17,7 @@ def main() -> int:
     args = parse()
     layout_of(args).check_processes(os.environ.get("WORLD_SIZE"))
     if args.train:
-        from bridge_cg_tools.benchmarks.photographs.training import train_once
+        from scripts.performance.photographs.training import train_once
 
         train_once(args)
         return 0

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from bridge_cg_tools.benchmarks.photographs.arguments import layout_in
-from bridge_cg_tools.benchmarks.photographs.comparison import compare
-from bridge_cg_tools.benchmarks.runs.layout import Layout
-from bridge_cg_tools.benchmarks.runs.processes import TrainingProcess
-from bridge_cg_tools.report.spread import outside_by_others
+from bridge_cg_plugin.cli.report.spread import outside_by_others
+from scripts.performance.photographs.arguments import layout_in
+from scripts.performance.photographs.comparison import compare
+from scripts.performance.runs.layout import Layout
+from scripts.performance.runs.processes import TrainingProcess
 
 # What one run takes of a GPU's memory, and how many share it at least.
 RUN_BYTES, FEWEST_AT_ONCE = 45 << 30, 2

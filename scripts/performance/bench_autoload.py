@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.measuring.autoload import measure, records
-from bridge_cg_tools.benchmarks.records.results import write_records
+from bridge_cg_plugin.cli.runs.results import write_records
+from scripts.performance.measuring.autoload import measure, records
 
 
 def main() -> int:

@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.records.results import output_path, put_record
-from bridge_cg_tools.benchmarks.vision.captures import measure
+from bridge_cg_plugin.cli.runs.results import output_path, put_record
+from scripts.performance.vision.captures import measure
 
 
 def main(words: list[str] | None = None) -> int:

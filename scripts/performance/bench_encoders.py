@@ -16,15 +16,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.records.results import put_record
-from bridge_cg_tools.benchmarks.vision.encoder_arguments import (
+from bridge_cg_plugin.cli.runs.results import put_record
+from scripts.performance.vision.encoder_arguments import (
     WAYS,
     encoder_parser,
     layers_of_encoders,
     modes_of,
     with_cases,
 )
-from bridge_cg_tools.benchmarks.vision.encoders import measure, print_record
+from scripts.performance.vision.encoders import measure, print_record
 
 RECORDS = "encoders.jsonl"
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"bench_encoders.py: {error}", file=sys.stderr)
         return 2
-    from bridge_cg_tools.benchmarks.models import tower
+    from scripts.performance.models import tower
 
     tower.start_process()
     for name, layers in depths.items():

@@ -14,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.measuring.experts import records, show_tilings
-from bridge_cg_tools.benchmarks.records.results import output_path, put_record
+from bridge_cg_plugin.cli.runs.results import output_path, put_record
+from scripts.performance.measuring.experts import records, show_tilings
 
 
 def main() -> int:

@@ -17,9 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.models import tower
-from bridge_cg_tools.benchmarks.models.workloads import CASES, workloads
-from bridge_cg_tools.benchmarks.vision.host import Training, devices, measure_steps
+from scripts.performance.models import tower
+from scripts.performance.models.workloads import CASES, workloads
+from scripts.performance.vision.host import Training, devices, measure_steps
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

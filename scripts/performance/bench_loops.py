@@ -31,13 +31,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from bridge_cg_plugin.cli.runs.results import output_path, put_record
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
-from bridge_cg_tools.benchmarks.loops.bench import CASES, SEED, Bench, Case
-from bridge_cg_tools.benchmarks.loops.records import in_words
-from bridge_cg_tools.benchmarks.loops.rounds import FIRST
-from bridge_cg_tools.benchmarks.measuring.machine import gpus_here
-from bridge_cg_tools.benchmarks.records.results import output_path, put_record
+from scripts.performance.loops.bench import CASES, SEED, Bench, Case
+from scripts.performance.loops.records import in_words
+from scripts.performance.loops.rounds import FIRST
+from scripts.performance.measuring.machine import gpus_here
 
 SHARED_MEMORY = Path("/dev/shm")
 FILES_BYTES = 4 << 30  # of a model
@@ -98,7 +98,7 @@ def measure(case: Case, args: argparse.Namespace, out: Path) -> list[dict[str, A
 
 def _files(folder: Path) -> Path:
     """Write the model's files while the runs' processes import; returns their folder."""
-    from bridge_cg_tools.benchmarks.loops.files import configuration, write_files
+    from scripts.performance.loops.files import configuration, write_files
 
     return write_files(folder, configuration(), SEED)
 

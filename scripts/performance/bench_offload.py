@@ -22,10 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.models.workloads import Grid, workloads
-from bridge_cg_tools.benchmarks.offload.bench import PACKS, SLOTS, Bench
-from bridge_cg_tools.benchmarks.offload.replays import FIXED, summary
-from bridge_cg_tools.benchmarks.records.results import output_path, put_record
+from bridge_cg_plugin.cli.runs.results import output_path, put_record
+from scripts.performance.models.workloads import Grid, workloads
+from scripts.performance.offload.bench import PACKS, SLOTS, Bench
+from scripts.performance.offload.replays import FIXED, summary
 
 TARGETS = "0.6,0.4,0.3,0.25"
 

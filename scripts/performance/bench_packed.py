@@ -21,11 +21,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.packed.bench import PLANNED
-from bridge_cg_tools.benchmarks.packed.cases import PLANS, run_cases
-from bridge_cg_tools.benchmarks.packed.limits import WANTED, failures
-from bridge_cg_tools.benchmarks.packed.plans import DISTRIBUTIONS, NAMES
-from bridge_cg_tools.benchmarks.records.results import output_path
+from bridge_cg_plugin.cli.runs.results import output_path
+from scripts.performance.packed.bench import PLANNED
+from scripts.performance.packed.cases import PLANS, run_cases
+from scripts.performance.packed.limits import WANTED, failures
+from scripts.performance.packed.plans import DISTRIBUTIONS, NAMES
 
 # mamba needs packages that are compiled.
 DEFAULT_MODELS = ("dense", "moe", "large")

@@ -22,8 +22,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.measuring.machine import gpus_here
-from bridge_cg_tools.benchmarks.packed.parallel import (
+from bridge_cg_plugin.cli.runs.results import output_path, provenance, put_cases, put_record
+from scripts.performance.measuring.machine import gpus_here
+from scripts.performance.packed.parallel import (
     EXPERTS,
     FOUR_GPUS,
     HYBRIDS,
@@ -34,7 +35,6 @@ from bridge_cg_tools.benchmarks.packed.parallel import (
     records_of,
     started,
 )
-from bridge_cg_tools.benchmarks.records.results import output_path, provenance, put_cases, put_record
 
 
 def main() -> int:

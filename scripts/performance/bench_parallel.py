@@ -35,11 +35,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.layouts.bench import FEWEST_EAGER_RUNS, Bench, check
-from bridge_cg_tools.benchmarks.layouts.jobs import LAYOUTS, MUST, waves
-from bridge_cg_tools.benchmarks.layouts.times import plan
-from bridge_cg_tools.benchmarks.measuring.machine import gpus_here
-from bridge_cg_tools.benchmarks.records.results import output_path
+from bridge_cg_plugin.cli.runs.results import output_path
+from scripts.performance.layouts.bench import FEWEST_EAGER_RUNS, Bench, check
+from scripts.performance.layouts.jobs import LAYOUTS, MUST, waves
+from scripts.performance.layouts.times import plan
+from scripts.performance.measuring.machine import gpus_here
 
 MOST_RANKS_PER_GPU = 4
 

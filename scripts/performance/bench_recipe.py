@@ -23,14 +23,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from bridge_cg_plugin.cli.runs.results import output_path, put_cases
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
-from bridge_cg_tools.benchmarks.measuring.machine import gpus_here
-from bridge_cg_tools.benchmarks.records.results import output_path, put_cases
-from bridge_cg_tools.benchmarks.runs import recipe_bench
-from bridge_cg_tools.benchmarks.runs.mock_images import COCO, MockImages, read_images
-from bridge_cg_tools.benchmarks.runs.recipe_bench import GRAPHS, PLUGIN, Bench
-from bridge_cg_tools.benchmarks.runs.recipe_cases import CASES, LORA, RecipeCase
+from scripts.performance.measuring.machine import gpus_here
+from scripts.performance.runs import recipe_bench
+from scripts.performance.runs.mock_images import COCO, MockImages, read_images
+from scripts.performance.runs.recipe_bench import GRAPHS, PLUGIN, Bench
+from scripts.performance.runs.recipe_cases import CASES, LORA, RecipeCase
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _write_files(recipe: str, folder: Path) -> None:
     """Write the model's files and what stands for a checkpoint, while the runs' processes import."""
-    from bridge_cg_tools.benchmarks.models.local_hub import write_checkpoint, write_hub
+    from scripts.performance.models.local_hub import write_checkpoint, write_hub
 
     write_hub(folder, [recipe_bench.model_of(recipe)])
     write_checkpoint(folder)

@@ -16,9 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.models.workloads import coco_microbatches
-from bridge_cg_tools.benchmarks.records.results import output_path, put_record
-from bridge_cg_tools.benchmarks.vision.sizes import MODES, measure
+from bridge_cg_plugin.cli.runs.results import output_path, put_record
+from scripts.performance.models.workloads import coco_microbatches
+from scripts.performance.vision.sizes import MODES, measure
 
 SHOWN = ("mode", "ms", "ratio", "padding_share", "eager_share", "capture_s", "longest_capture_s", "memory_gb")
 

@@ -20,8 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.photographs.comparison import SKIPPED
-from bridge_cg_tools.benchmarks.photographs.steps import (
+from bridge_cg_plugin.cli.runs.results import output_path, put_record, read_records
+from scripts.performance.photographs.comparison import SKIPPED
+from scripts.performance.photographs.steps import (
     IMAGES,
     LANGUAGE_MODELS,
     MODES,
@@ -30,7 +31,6 @@ from bridge_cg_tools.benchmarks.photographs.steps import (
     eager_of,
     record_of,
 )
-from bridge_cg_tools.benchmarks.records.results import output_path, put_record, read_records
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -19,14 +19,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.models.workloads import CASES, SWEEP, Grid, workloads
-from bridge_cg_tools.benchmarks.records.results import (
+from bridge_cg_plugin.cli.runs.results import (
     output_path,
     read_records,
 )
-from bridge_cg_tools.benchmarks.vision.tables import drop_records, print_table, write_limits
-from bridge_cg_tools.benchmarks.vision.task import Task
-from bridge_cg_tools.benchmarks.vision.workers import GROUPS, MODES, run_groups, worker
+from scripts.performance.models.workloads import CASES, SWEEP, Grid, workloads
+from scripts.performance.vision.tables import drop_records, print_table, write_limits
+from scripts.performance.vision.task import Task
+from scripts.performance.vision.workers import GROUPS, MODES, run_groups, worker
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.pages.cost_page import fitted
-from bridge_cg_tools.planner.rates import FILE
+from bridge_cg_plugin.cli.planner.rates import FILE
+from scripts.performance.pages.cost_page import fitted
 
 
 def main() -> None:

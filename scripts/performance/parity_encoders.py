@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from bridge_cg_plugin.cli.runs.results import put_record
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
-from bridge_cg_tools.benchmarks.records.results import put_record
-from bridge_cg_tools.benchmarks.vision.encoder_arguments import encoder_parser, layers_of_encoders
-from bridge_cg_tools.benchmarks.vision.encoder_parity import MIXES, MOST_TOKENS, failures, measure, print_record
-from bridge_cg_tools.benchmarks.vision.encoders import MODES
+from scripts.performance.models.encoders import ENCODERS
+from scripts.performance.vision.encoder_arguments import encoder_parser, layers_of_encoders
+from scripts.performance.vision.encoder_parity import MIXES, MOST_TOKENS, failures, measure, print_record
+from scripts.performance.vision.encoders import MODES
 
 RECORDS = "encoders_parity.jsonl"
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"parity_encoders.py: {error}", file=sys.stderr)
         return 2
-    from bridge_cg_tools.benchmarks.models import tower
+    from scripts.performance.models import tower
 
     tower.start_process()
     missed, count = [], 0

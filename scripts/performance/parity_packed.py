@@ -14,10 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.models import tower
-from bridge_cg_tools.benchmarks.packed import parity as parity
-from bridge_cg_tools.benchmarks.packed.comparison import Comparison, misses
-from bridge_cg_tools.benchmarks.records.results import output_path, put_record
+from bridge_cg_plugin.cli.runs.results import output_path, put_record
+from scripts.performance.models import tower
+from scripts.performance.packed import parity as parity
+from scripts.performance.packed.comparison import Comparison, misses
 
 
 def main() -> int:

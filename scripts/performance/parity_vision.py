@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.records.results import read_records, write_records
-from bridge_cg_tools.benchmarks.vision.parity import failures, measure, without_modes
+from bridge_cg_plugin.cli.runs.results import read_records, write_records
+from scripts.performance.vision.parity import failures, measure, without_modes
 
 
 def main() -> int:

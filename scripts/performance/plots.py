@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.pages.plots import FOLDER, draw
+from scripts.performance.pages.plots import FOLDER, draw
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,9 +16,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.models.workloads import workloads
-from bridge_cg_tools.benchmarks.records.results import output_path, put_record
-from bridge_cg_tools.benchmarks.vision.precision import ALLOWANCE, farther_than_eager, measure, print_record
+from bridge_cg_plugin.cli.runs.results import output_path, put_record
+from scripts.performance.models.workloads import workloads
+from scripts.performance.vision.precision import ALLOWANCE, farther_than_eager, measure, print_record
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -14,9 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.models.workloads import CASES, workloads
-from bridge_cg_tools.benchmarks.records.results import output_path, put_record
-from bridge_cg_tools.benchmarks.vision.profile import MODES, print_profile, profile_cases
+from bridge_cg_plugin.cli.runs.results import output_path, put_record
+from scripts.performance.models.workloads import CASES, workloads
+from scripts.performance.vision.profile import MODES, print_profile, profile_cases
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -19,9 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.offload.cases import CASES, flat_records, limit_records, misses, summary
-from bridge_cg_tools.benchmarks.offload.training import LOOKS
-from bridge_cg_tools.benchmarks.records.results import output_path, put_record
+from bridge_cg_plugin.cli.runs.results import output_path, put_record
+from scripts.performance.offload.cases import CASES, flat_records, limit_records, misses, summary
+from scripts.performance.offload.training import LOOKS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     import bridge_cg_plugin
-    from bridge_cg_tools.benchmarks.models.tower import start_process
+    from scripts.performance.models.tower import start_process
 
     bridge_cg_plugin.activate()
     start_process()

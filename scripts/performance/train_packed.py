@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.packed.runs import CASES, compare, train_all
-from bridge_cg_tools.benchmarks.records.results import output_path
+from bridge_cg_plugin.cli.runs.results import output_path
+from scripts.performance.packed.runs import CASES, compare, train_all
 
 
 def main() -> int:

@@ -4,9 +4,9 @@ from contextlib import contextmanager
 
 import torch
 
-from bridge_cg_tools.benchmarks.models import language_model as lm
-from bridge_cg_tools.benchmarks.models.tower import MainGrads, relative
-from bridge_cg_tools.benchmarks.packed import parity as parity
+from scripts.performance.models import language_model as lm
+from scripts.performance.models.tower import MainGrads, relative
+from scripts.performance.packed import parity as parity
 
 MAX_SEQS = 24
 BUCKETS = [1024, 2048]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
+from bridge_cg_plugin.cli.runs.results import check_record, read_records
 from scripts.performance import bench_encoders
+from scripts.performance.models.encoders import ENCODERS
 
 LAYERS = 4
 

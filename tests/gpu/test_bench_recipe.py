@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.models.arithmetic import TFLOPS
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
-from bridge_cg_tools.report.runs import WARM_UP
+from bridge_cg_plugin.cli.report.runs import WARM_UP
+from bridge_cg_plugin.cli.runs.results import check_record, read_records
 from scripts.performance import bench_recipe
+from scripts.performance.models.arithmetic import TFLOPS
 
 STEPS = WARM_UP + 4
 LEAST_GIB = 60  # of the GPU's memory

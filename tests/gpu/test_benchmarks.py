@@ -2,7 +2,7 @@
 
 import pytest
 
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
+from bridge_cg_plugin.cli.runs.results import check_record, read_records
 from scripts.performance import bench_vision
 
 

@@ -19,7 +19,7 @@ from bridge_cg_plugin.offload.registry import OTHER
 from bridge_cg_plugin.offload.schedule import Fate
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
-from bridge_cg_tools.benchmarks.offload.replays import on_device
+from scripts.performance.offload.replays import on_device
 from tests.saving import Saver, SaverProgram, batch_of, results
 
 from ..regions import new_region

@@ -4,8 +4,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from bridge_cg_tools.benchmarks.measuring.machine import gpus_here
-from bridge_cg_tools.benchmarks.packed import parallel as bench
+from scripts.performance.measuring.machine import gpus_here
+from scripts.performance.packed import parallel as bench
 
 MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if find_spec(name) is None]
 LAYOUTS = (*bench.LAYOUTS, *bench.EXPERTS, *(() if MISSING else bench.HYBRIDS))

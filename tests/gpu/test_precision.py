@@ -4,8 +4,8 @@ import statistics
 
 import pytest
 
-from bridge_cg_tools.benchmarks.models.reference import Fp32Tower
-from bridge_cg_tools.benchmarks.vision.precision import ALLOWANCE, errors_of
+from scripts.performance.models.reference import Fp32Tower
+from scripts.performance.vision.precision import ALLOWANCE, errors_of
 
 MIXES = {
     "one image": [(1, 28, 28)],

@@ -2,10 +2,10 @@
 
 import pytest
 
-from bridge_cg_tools.benchmarks.offload.cases import RUN_OUT
-from bridge_cg_tools.benchmarks.offload.training import PACKS
-from bridge_cg_tools.benchmarks.records.results import read_records
+from bridge_cg_plugin.cli.runs.results import read_records
 from scripts.performance import train_offload
+from scripts.performance.offload.cases import RUN_OUT
+from scripts.performance.offload.training import PACKS
 
 pytestmark = pytest.mark.usefixtures("tower_module")
 

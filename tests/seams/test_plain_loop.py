@@ -8,14 +8,14 @@ import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model import Qwen3VLModel
 
 import bridge_cg_plugin
+from bridge_cg_plugin.cli.runs.results import check_record, read_records
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.loops.any_loop import LOOPS
-from bridge_cg_tools.benchmarks.photographs import plain_runs
-from bridge_cg_tools.benchmarks.photographs.images import PhotographDataset
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
 from examples import plain_jobs, plain_loop
+from scripts.performance.photographs import plain_runs
+from scripts.performance.photographs.images import PhotographDataset
 
 STEPS = 8
 

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from bridge_cg_plugin.cli.runs.recipe import prepare
+from bridge_cg_plugin.cli.runs.recipe_arguments import read
 from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from bridge_cg_tools.benchmarks.models.local_hub import write_checkpoint
-from bridge_cg_tools.benchmarks.runs import mock_images, random_weights, recipe_bench, recipe_cases
-from bridge_cg_tools.benchmarks.runs.recipe import prepare
-from bridge_cg_tools.benchmarks.runs.recipe_arguments import read
 from scripts.performance import bench_recipe
+from scripts.performance.models.local_hub import write_checkpoint
+from scripts.performance.runs import mock_images, random_weights, recipe_bench, recipe_cases
 
 from .test_mock_presets import cache, offline  # noqa: F401
 from .test_recipes import launched

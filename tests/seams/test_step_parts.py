@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from bridge_cg_plugin.upstream.encoders.registry import FoundEncoder
-from bridge_cg_tools.benchmarks.measuring.step_times import MARKER
-from bridge_cg_tools.benchmarks.models.arithmetic import TowerShape, Trained, language_model_flops, step_flops
-from bridge_cg_tools.benchmarks.runs import step_parts
-from bridge_cg_tools.benchmarks.runs.recipe_cases import PROFILED
-from bridge_cg_tools.benchmarks.runs.step_parts import StepParts, trained
+from scripts.performance.measuring.step_times import MARKER
+from scripts.performance.models.arithmetic import TowerShape, Trained, language_model_flops, step_flops
+from scripts.performance.runs import step_parts
+from scripts.performance.runs.recipe_cases import PROFILED
+from scripts.performance.runs.step_parts import StepParts, trained
 
 WIDTH, GRID, STEPS = 8, (1, 4, 4), 2
 

@@ -3,8 +3,8 @@
 import threading
 import time
 
-from bridge_cg_tools.benchmarks.layouts import bench as layouts_bench
-from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
+from scripts.performance.layouts import bench as layouts_bench
+from scripts.performance.runs.processes import TrainingFailed
 
 
 def idle_trainings(monkeypatch):

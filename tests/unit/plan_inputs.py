@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from bridge_cg_tools.planner.defaults import DEFAULTS
+from bridge_cg_plugin.cli.planner.defaults import DEFAULTS
 
 COST = DEFAULTS["packed"]
 documents = st.lists(st.integers(1, 500), min_size=1, max_size=80)

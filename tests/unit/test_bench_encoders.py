@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from bridge_cg_tools.benchmarks.models import tower
-from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
-from bridge_cg_tools.benchmarks.vision import encoder_arguments
+from bridge_cg_plugin.cli.runs.results import check_record, read_records
 from scripts.performance import bench_encoders
+from scripts.performance.models import tower
+from scripts.performance.models.encoders import ENCODERS
+from scripts.performance.vision import encoder_arguments
 
 TWO = [(1, 8, 12), (1, 4, 6)]
 TINY = {

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from bridge_cg_tools.benchmarks.vision import host
 from scripts.performance import bench_host
+from scripts.performance.vision import host
 
 
 @pytest.fixture

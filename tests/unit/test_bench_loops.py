@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.attention_bounds import DETERMINISTIC_TOKENS, frame_limits
+from bridge_cg_plugin.cli.runs.results import check_record, provenance, read_records
 from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY, Bucket
 from bridge_cg_plugin.graphs.planning.demand import BEGIN_WITH, Demand
 from bridge_cg_plugin.options import vision_options
@@ -21,11 +22,12 @@ from bridge_cg_plugin.upstream.environment import RELEASE_MEMORY
 from bridge_cg_plugin.vision.fit import refuse_images
 from bridge_cg_plugin.vision.on_demand import menu_of
 from bridge_cg_plugin.vision.shape import Shape
-from bridge_cg_tools.benchmarks.loops import bench, records
-from bridge_cg_tools.benchmarks.loops.canary import LEAST_BYTES, Canary
-from bridge_cg_tools.benchmarks.loops.ray_stand_in import RayStandIn
-from bridge_cg_tools.benchmarks.loops.rounds import FIRST, PASSES, WARM_UP, Counts, Round, rounds_until, timed
-from bridge_cg_tools.benchmarks.loops.samples import (
+from scripts.performance import bench_loops
+from scripts.performance.loops import bench, records
+from scripts.performance.loops.canary import LEAST_BYTES, Canary
+from scripts.performance.loops.ray_stand_in import RayStandIn
+from scripts.performance.loops.rounds import FIRST, PASSES, WARM_UP, Counts, Round, rounds_until, timed
+from scripts.performance.loops.samples import (
     IMAGE,
     MERGED,
     MIXES,
@@ -34,11 +36,9 @@ from bridge_cg_tools.benchmarks.loops.samples import (
     draw_round,
     microbatches,
 )
-from bridge_cg_tools.benchmarks.loops.verl_setup import DETERMINISTIC, LORA, PACK_BUCKETS, PLAIN
-from bridge_cg_tools.benchmarks.pages.loops_page import loops_parts
-from bridge_cg_tools.benchmarks.records.results import check_record, provenance, read_records
-from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
-from scripts.performance import bench_loops
+from scripts.performance.loops.verl_setup import DETERMINISTIC, LORA, PACK_BUCKETS, PLAIN
+from scripts.performance.pages.loops_page import loops_parts
+from scripts.performance.runs.processes import TrainingFailed
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
 
@@ -410,10 +410,10 @@ class TestVerl:
     def test_verl_takes_a_batch_and_its_loss_is_that_of_its_tokens(self):
         code = """
 import json, torch
-from bridge_cg_tools.benchmarks.loops.samples import draw_round
-from bridge_cg_tools.benchmarks.loops.ray_stand_in import stand_in
+from scripts.performance.loops.samples import draw_round
+from scripts.performance.loops.ray_stand_in import stand_in
 stand_in()
-from bridge_cg_tools.benchmarks.loops import verl_batches, verl_engines
+from scripts.performance.loops import verl_batches, verl_engines
 samples = draw_round(0, 0)
 batch = verl_batches.batch_of(samples)
 ids = batch["input_ids"]
@@ -439,7 +439,7 @@ print(json.dumps([float(loss), wanted, rows == first]))
     def test_files_are_a_model(self, tmp_path):
         from transformers import AutoModelForImageTextToText
 
-        from bridge_cg_tools.benchmarks.loops.files import configuration, write_files
+        from scripts.performance.loops.files import configuration, write_files
 
         model = AutoModelForImageTextToText.from_pretrained(write_files(tmp_path, configuration(1, 128, 1), 0))
         assert model.config.tie_word_embeddings and len(model.model.visual.blocks) == 1

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.models import language_model
-from bridge_cg_tools.benchmarks.offload import packs
-from bridge_cg_tools.benchmarks.offload.replays import Replays
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
+from bridge_cg_plugin.cli.runs.results import check_record, read_records
 from scripts.performance import bench_offload
+from scripts.performance.models import language_model
+from scripts.performance.offload import packs
+from scripts.performance.offload.replays import Replays
 
 from .packs import EXPERTS, ON_CPU, new_model, pack
 

@@ -9,23 +9,23 @@ import pytest
 import torch
 
 from bridge_cg_plugin.attention_bounds import scan_cost
+from bridge_cg_plugin.cli.planner.cost import load_cost_model
+from bridge_cg_plugin.cli.planner.defaults import DEFAULTS
+from bridge_cg_plugin.cli.planner.plan import place
+from bridge_cg_plugin.cli.runs.results import check_record, provenance, read_records
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.language.packed.fit import pack_buckets
-from bridge_cg_tools.benchmarks.models import language_model
-from bridge_cg_tools.benchmarks.models.language_model import SHAPES, Pack, draw, split
-from bridge_cg_tools.benchmarks.packed import bench as packed_bench
-from bridge_cg_tools.benchmarks.packed import cases, limits
-from bridge_cg_tools.benchmarks.packed import plans as packed_plans
-from bridge_cg_tools.benchmarks.packed.bench import PLANNED
-from bridge_cg_tools.benchmarks.packed.costs import Measured, fit, non_negative
-from bridge_cg_tools.benchmarks.packed.limits import WANTED, failures
-from bridge_cg_tools.benchmarks.records.results import check_record, provenance, read_records
-from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
-from bridge_cg_tools.planner.cost import load_cost_model
-from bridge_cg_tools.planner.defaults import DEFAULTS
-from bridge_cg_tools.planner.plan import place
 from scripts.performance import bench_packed
+from scripts.performance.models import language_model
+from scripts.performance.models.language_model import SHAPES, Pack, draw, split
+from scripts.performance.packed import bench as packed_bench
+from scripts.performance.packed import cases, limits
+from scripts.performance.packed import plans as packed_plans
+from scripts.performance.packed.bench import PLANNED
+from scripts.performance.packed.costs import Measured, fit, non_negative
+from scripts.performance.packed.limits import WANTED, failures
+from scripts.performance.runs.processes import TrainingFailed
 
 from . import packs
 
@@ -181,7 +181,7 @@ class FakeBench:
 def run(monkeypatch, tmp_path, *words):
     monkeypatch.setattr(cases, "TrainingProcess", FakeProcess)
     monkeypatch.setattr(cases, "Bench", FakeBench)
-    monkeypatch.setattr("bridge_cg_tools.benchmarks.models.tower.start_process", lambda: None)
+    monkeypatch.setattr("scripts.performance.models.tower.start_process", lambda: None)
     monkeypatch.setattr("sys.argv", ["bench_packed.py", "--out", str(tmp_path / "r.jsonl"), *words])
     return bench_packed.main()
 
@@ -254,7 +254,7 @@ def small_plans(monkeypatch):
     monkeypatch.setattr(language_model, "build_model", lambda shape: packs.new_model())
     monkeypatch.setattr(language_model, "make_pack", lambda lengths, seed=1: small_pack(lengths))
     monkeypatch.setattr(cases, "TrainingProcess", FakeProcess)
-    monkeypatch.setattr("bridge_cg_tools.benchmarks.models.tower.start_process", lambda: None)
+    monkeypatch.setattr("scripts.performance.models.tower.start_process", lambda: None)
     with_packs(monkeypatch, (480,))
 
 
@@ -290,7 +290,7 @@ def Bench(name):
 
 
 def test_measured_shapes_give_a_cost_model_and_records_for_the_rates(monkeypatch, tmp_path):
-    from bridge_cg_tools.benchmarks.packed.observations import observations
+    from scripts.performance.packed.observations import observations
 
     small_plans(monkeypatch)
     costs = tmp_path / "costs.json"
@@ -303,7 +303,7 @@ def test_measured_shapes_give_a_cost_model_and_records_for_the_rates(monkeypatch
         check_record(one)
         assert one["predicted_ms"] > 0
     assert load_cost_model(costs, "packed").origin.startswith("bench_packed.py, dense")
-    monkeypatch.setattr("bridge_cg_tools.benchmarks.packed.observations.PARALLEL", "packed.jsonl")
+    monkeypatch.setattr("scripts.performance.packed.observations.PARALLEL", "packed.jsonl")
     found = observations(tmp_path)
     assert [(each.case, len(each.packs[0].lengths)) for each in found] == list(zip(expected, (1, 4, 5), strict=True))
     assert all(each.graphs_ms and each.eager_ms and each.memory_gb is not None for each in found)

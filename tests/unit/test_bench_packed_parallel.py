@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from bridge_cg_tools.benchmarks.packed import parallel as bench
-from bridge_cg_tools.benchmarks.packed import ranks
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
-from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
+from bridge_cg_plugin.cli.runs.results import check_record, read_records
 from scripts.performance import bench_packed_parallel
+from scripts.performance.packed import parallel as bench
+from scripts.performance.packed import ranks
+from scripts.performance.runs.processes import TrainingFailed
 
 
 def rank(**changes):

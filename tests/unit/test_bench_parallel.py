@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_tools.benchmarks.layouts import bench as layouts_bench
-from bridge_cg_tools.benchmarks.layouts import jobs as layout_runs
-from bridge_cg_tools.benchmarks.layouts import times as layout_times
-from bridge_cg_tools.benchmarks.measuring import machine
-from bridge_cg_tools.benchmarks.pages.layouts_page import layout_parts
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
-from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
+from bridge_cg_plugin.cli.runs.results import check_record, read_records
 from scripts.performance import bench_parallel
+from scripts.performance.layouts import bench as layouts_bench
+from scripts.performance.layouts import jobs as layout_runs
+from scripts.performance.layouts import times as layout_times
+from scripts.performance.measuring import machine
+from scripts.performance.pages.layouts_page import layout_parts
+from scripts.performance.runs.processes import TrainingFailed, TrainingProcess
 
 from .idle_trainings import idle_trainings
 

@@ -4,15 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from bridge_cg_plugin.cli.report.runs import WARM_UP
+from bridge_cg_plugin.cli.runs import recipe_arguments
+from bridge_cg_plugin.cli.runs.results import check_record, read_records
 from bridge_cg_plugin.options import normalize
 from bridge_cg_plugin.options.flags import given_flags
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import graph_words
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
-from bridge_cg_tools.benchmarks.runs import recipe_arguments, recipe_bench
-from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
-from bridge_cg_tools.benchmarks.runs.recipe_cases import CASES
-from bridge_cg_tools.report.runs import WARM_UP
 from scripts.performance import bench_recipe
+from scripts.performance.runs import recipe_bench
+from scripts.performance.runs.processes import TrainingFailed
+from scripts.performance.runs.recipe_cases import CASES
 
 STEPS = WARM_UP + 2
 GRAPHS = {"memory_bytes": 3 * 2**30, "capture_seconds": 2.5, "replays": 8}

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from bridge_cg_tools.benchmarks.models.arithmetic import (
+from bridge_cg_plugin.cli.runs import results
+from scripts.performance.models.arithmetic import (
     limit_ms,
 )
-from bridge_cg_tools.benchmarks.models.workloads import (
+from scripts.performance.models.workloads import (
     CASES,
     SWEEP,
     tokens_of,
     workloads,
 )
-from bridge_cg_tools.benchmarks.pages.markdown import fill, origin, stack
-from bridge_cg_tools.benchmarks.pages.memory_page import memory_parts
-from bridge_cg_tools.benchmarks.pages.performance_page import performance_parts
-from bridge_cg_tools.benchmarks.pages.results_page import PAGES
-from bridge_cg_tools.benchmarks.pages.upstream_page import upstream_parts
-from bridge_cg_tools.benchmarks.pages.vision_page import GRAPHS, encoder_parts, kernel_parts, vision_parts
-from bridge_cg_tools.benchmarks.records import results
+from scripts.performance.pages.markdown import fill, origin, stack
+from scripts.performance.pages.memory_page import memory_parts
+from scripts.performance.pages.performance_page import performance_parts
+from scripts.performance.pages.results_page import PAGES
+from scripts.performance.pages.upstream_page import upstream_parts
+from scripts.performance.pages.vision_page import GRAPHS, encoder_parts, kernel_parts, vision_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -411,7 +411,7 @@ def test_releases_of_the_stack_are_named_only_where_asked_for():
 
 
 def test_plots_are_drawn_from_records(folder):
-    from bridge_cg_tools.benchmarks.pages import plots
+    from scripts.performance.pages import plots
 
     written = plots.draw(folder)
     assert [path.name for path in written] == [name for name in plots.PLOTS if name != "whole_step.svg"]
@@ -426,13 +426,13 @@ def test_plots_are_drawn_from_records(folder):
 
 
 def test_nothing_is_drawn_without_records(tmp_path):
-    from bridge_cg_tools.benchmarks.pages import plots
+    from scripts.performance.pages import plots
 
     assert plots.draw(tmp_path) == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_share_of_the_limit_is_never_drawn_for_errors(folder):
-    from bridge_cg_tools.benchmarks.pages import plots
+    from scripts.performance.pages import plots
 
     found = plots.measured(results.read_records(folder / "vision_bench.jsonl"))
     assert found and all("error" not in r and math.isfinite(r["ms"]) for r in found)

@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from bridge_cg_tools.benchmarks.photographs import steps
-from bridge_cg_tools.benchmarks.photographs.comparison import SKIPPED
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
-from bridge_cg_tools.benchmarks.runs.outputs import error_in
-from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
+from bridge_cg_plugin.cli.runs.outputs import error_in
+from bridge_cg_plugin.cli.runs.results import check_record, read_records
 from scripts.performance import bench_step
+from scripts.performance.photographs import steps
+from scripts.performance.photographs.comparison import SKIPPED
+from scripts.performance.runs.processes import TrainingFailed
 
 LOSSES = [4.0, 3.0, 2.0, 1.0] * 2
 
@@ -189,7 +189,7 @@ def test_refused_command_lines(line, said, capsys):
 
 @pytest.fixture(scope="module")
 def training():
-    from bridge_cg_tools.benchmarks.photographs import training
+    from scripts.performance.photographs import training
 
     return training
 
@@ -198,7 +198,7 @@ def training():
 @pytest.mark.parametrize("images", steps.IMAGES)
 @pytest.mark.parametrize("language_model", steps.LANGUAGE_MODELS)
 def test_the_words_of_every_run_are_understood(training, mode, images, language_model):
-    from bridge_cg_tools.benchmarks.photographs.arguments import parse
+    from scripts.performance.photographs.arguments import parse
 
     told, words = steps.MODES[mode]
     line = ["--train", told, "--steps", "16", "--language-model", language_model, *steps.IMAGES[images], *words]

@@ -15,13 +15,13 @@ import torch
 
 import bridge_cg_plugin
 from bridge_cg_plugin.attention_bounds import scanned_limits
+from bridge_cg_plugin.cli.runs.results import check_record, read_records
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_tools.benchmarks.models import modes, tower
-from bridge_cg_tools.benchmarks.models.workloads import coco_microbatches
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
-from bridge_cg_tools.benchmarks.vision import captures, group, sizes, workers
-from bridge_cg_tools.benchmarks.vision.task import Task
 from scripts.performance import bench_captures, bench_sizes, bench_vision, profile_vision
+from scripts.performance.models import modes, tower
+from scripts.performance.models.workloads import coco_microbatches
+from scripts.performance.vision import captures, group, sizes, workers
+from scripts.performance.vision.task import Task
 
 SMALL = {"small": [(1, 4, 6)], "two": [(1, 4, 4), (2, 6, 4)]}
 

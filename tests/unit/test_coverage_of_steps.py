@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_tools.benchmarks.pages.results_page import captures
-from bridge_cg_tools.benchmarks.photographs.comparison import coverage_of, write
-from bridge_cg_tools.benchmarks.photographs.coverage import SETTLED_STEP, first_graphed_s, settled_graph_share
-from bridge_cg_tools.benchmarks.records.results import check_record
+from bridge_cg_plugin.cli.runs.results import check_record
+from scripts.performance.pages.results_page import captures
+from scripts.performance.photographs.comparison import coverage_of, write
+from scripts.performance.photographs.coverage import SETTLED_STEP, first_graphed_s, settled_graph_share
 
 
 def run_of(warmup, steps, capture_between=0.0, capture_inside=0.0, between=0.5, step_s=2.0):

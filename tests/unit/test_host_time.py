@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.graphs.replays.replay import _Replay
-from bridge_cg_tools.benchmarks.models.small_tower import build_tower
-from bridge_cg_tools.benchmarks.models.tower import MainGrads, make_batch, step
-from bridge_cg_tools.benchmarks.vision.host import Marked, Marks
+from scripts.performance.models.small_tower import build_tower
+from scripts.performance.models.tower import MainGrads, make_batch, step
+from scripts.performance.vision.host import Marked, Marks
 
 from ..pooled import PooledExecutor
 from ..python_calls import python_calls

@@ -2,10 +2,10 @@
 
 import pytest
 
-from bridge_cg_tools.benchmarks.pages.layouts_page import distances, how_often_farthest, layout_parts, scaling, shares
-from bridge_cg_tools.benchmarks.pages.markdown import fill
-from bridge_cg_tools.benchmarks.records.results import ROOT
+from bridge_cg_plugin.cli.runs.results import ROOT
 from scripts.performance import bench_parallel
+from scripts.performance.pages.layouts_page import distances, how_often_farthest, layout_parts, scaling, shares
+from scripts.performance.pages.markdown import fill
 
 from .idle_trainings import idle_trainings
 

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_tools.benchmarks.photographs import arguments as command
-from bridge_cg_tools.benchmarks.photographs import comparison, training
-from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
 from examples.photographs import gpu
+from scripts.performance.photographs import arguments as command
+from scripts.performance.photographs import comparison, training
+from scripts.performance.runs.processes import TrainingFailed
 
 
 def run_of(losses, replays=4):

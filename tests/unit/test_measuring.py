@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_tools.benchmarks.measuring.measure import family, kernels_of, median_times, overlap_us
-from bridge_cg_tools.benchmarks.models.arithmetic import (
+from scripts.performance.measuring.measure import family, kernels_of, median_times, overlap_us
+from scripts.performance.models.arithmetic import (
     TFLOPS,
     LanguageModelShape,
     TowerShape,
@@ -15,7 +15,7 @@ from bridge_cg_tools.benchmarks.models.arithmetic import (
     shape_of,
     step_flops,
 )
-from bridge_cg_tools.benchmarks.models.workloads import (
+from scripts.performance.models.workloads import (
     CASES,
     COCO_PIXELS,
     COCO_RATIOS,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from bridge_cg_tools.benchmarks.pages import packed_page
-from bridge_cg_tools.benchmarks.pages.markdown import fill
-from bridge_cg_tools.benchmarks.records.results import ROOT, check_record, provenance, put_record
+from bridge_cg_plugin.cli.runs.results import ROOT, check_record, provenance, put_record
+from scripts.performance.pages import packed_page
+from scripts.performance.pages.markdown import fill
 
 NAMES = ("packed_speed", "packed_plans", "packed_experts", "packed_parity", "packed_ranks", "packed_training")
 

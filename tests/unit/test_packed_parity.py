@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.loops.padded_packs import decoders_of, padded
-from bridge_cg_tools.benchmarks.models.language_model import Pack
-from bridge_cg_tools.benchmarks.models.tower import largest_relative, relatives
-from bridge_cg_tools.benchmarks.packed.parity import (
+from scripts.performance.loops.padded_packs import decoders_of, padded
+from scripts.performance.models.language_model import Pack
+from scripts.performance.models.tower import largest_relative, relatives
+from scripts.performance.packed.parity import (
     Fp32Reference,
     beyond_noise,
     deterministic,

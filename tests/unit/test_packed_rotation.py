@@ -18,9 +18,9 @@ from tests.interpreted import prepare
 prepare()
 from bridge_cg_plugin.upstream.encoders import packed_towers
 from bridge_cg_plugin.vision.kernels import rotary
-from bridge_cg_tools.benchmarks.models import tower
-from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
-from bridge_cg_tools.benchmarks.vision.encoder_parity import Comparison
+from scripts.performance.models import tower
+from scripts.performance.models.encoders import ENCODERS
+from scripts.performance.vision.encoder_parity import Comparison
 
 packed_towers.has_kernels = lambda tensor: True
 rounding = []

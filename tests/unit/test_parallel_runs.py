@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_tools.benchmarks.photographs import arguments as command
-from bridge_cg_tools.benchmarks.photographs import comparison
-from bridge_cg_tools.benchmarks.runs.hosts import placement, ranks_per_gpu
-from bridge_cg_tools.benchmarks.runs.layout import Layout
-from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
+from scripts.performance.photographs import arguments as command
+from scripts.performance.photographs import comparison
+from scripts.performance.runs.hosts import placement, ranks_per_gpu
+from scripts.performance.runs.layout import Layout
+from scripts.performance.runs.processes import TrainingFailed, TrainingProcess
 from tests.unit.stand_in_ranks import FAILING_STEPS
 
 STAND_IN = "tests.unit.stand_in_ranks"
@@ -82,7 +82,7 @@ def test_the_case_names_the_layout():
     ids=str,
 )
 def test_bridge_accepts_the_configuration_of_a_layout(layout):
-    from bridge_cg_tools.benchmarks.photographs import training
+    from scripts.performance.photographs import training
 
     depth = layout.fitting_layers(4)
     config = training.training_config(training.Run(layout=layout, small=True, language_model=(depth, 2048)))
@@ -144,7 +144,7 @@ def rank_result(rank, **changes):
 
 
 def test_results_come_from_the_ranks_that_know_them():
-    from bridge_cg_tools.benchmarks.photographs.training import merge_ranks
+    from scripts.performance.photographs.training import merge_ranks
 
     first = rank_result(0, losses=[float("nan")], graphs={"replays": 3}, step_tokens=[784], peak_gb=2.0)
     last = rank_result(1, losses=[2.5], peak_gb=3.0)
@@ -162,7 +162,7 @@ def processes(log, ranks, devices, **further):
 
 @pytest.fixture
 def two_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr("bridge_cg_tools.benchmarks.runs.processes.GRACE_S", 1.0)
+    monkeypatch.setattr("scripts.performance.runs.processes.GRACE_S", 1.0)
     process = processes(tmp_path / "run.log", 2, (2, 3))
     process.wait_until_ready()
     yield process

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge_cg_plugin.cli.runs.results import check_record, provenance, read_records
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.upstream.encoders.radio import TileLayers
-from bridge_cg_tools.benchmarks.models import tower
-from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
-from bridge_cg_tools.benchmarks.models.mixes import CountMixes
-from bridge_cg_tools.benchmarks.models.radio_tower import _local
-from bridge_cg_tools.benchmarks.records.results import check_record, provenance, read_records
-from bridge_cg_tools.benchmarks.vision.encoder_parity import EXACT_SHARE, failures
 from scripts.performance import parity_encoders
+from scripts.performance.models import tower
+from scripts.performance.models.encoders import ENCODERS
+from scripts.performance.models.mixes import CountMixes
+from scripts.performance.models.radio_tower import _local
+from scripts.performance.vision.encoder_parity import EXACT_SHARE, failures
 
 MODELS = {}
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bridge_cg_tools.benchmarks.packed.comparison import misses
-from bridge_cg_tools.benchmarks.records.results import check_record, provenance
+from bridge_cg_plugin.cli.runs.results import check_record, provenance
+from scripts.performance.packed.comparison import misses
 
 
 def record(case, mode="plugin_deterministic", **changes):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bridge_cg_tools.benchmarks.records.results import check_record
-from bridge_cg_tools.benchmarks.vision import parity
+from bridge_cg_plugin.cli.runs.results import check_record
+from scripts.performance.vision import parity
 
 MIXES = {
     "one": [(1, 4, 6)],

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.models import tower
-from bridge_cg_tools.benchmarks.models.reference import Fp32Tower
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
-from bridge_cg_tools.benchmarks.vision import precision
+from bridge_cg_plugin.cli.runs.results import check_record, read_records
 from scripts.performance import precision_vision
+from scripts.performance.models import tower
+from scripts.performance.models.reference import Fp32Tower
+from scripts.performance.vision import precision
 from tests.unit.towers import new_tower
 
 MIXES = {"image": [(1, 4, 6)], "images": [(1, 4, 4), (1, 2, 6)], "video": [(3, 4, 2), (1, 6, 6)]}

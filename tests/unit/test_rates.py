@@ -10,17 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.language.packed.fit import pack_buckets
-from bridge_cg_tools.benchmarks.models.arithmetic import LanguageModelShape, language_model_flops
-from bridge_cg_tools.benchmarks.models.language_model import SHAPES, sizes_of, split
-from bridge_cg_tools.benchmarks.packed import rates as fitting
-from bridge_cg_tools.benchmarks.packed.bench import SHAPES as bench_shapes
-from bridge_cg_tools.benchmarks.packed.observations import Observation, Ran, observations
-from bridge_cg_tools.benchmarks.pages.cost_page import fitted
-from bridge_cg_tools.benchmarks.pages.results_page import ROOT
-from bridge_cg_tools.benchmarks.records.results import read_records
-from bridge_cg_tools.planner.plan import place
-from bridge_cg_tools.planner.rates import (
+from bridge_cg_plugin.cli.planner.plan import place
+from bridge_cg_plugin.cli.planner.rates import (
     FAR,
     FILE,
     LINEAR_PASSES,
@@ -32,7 +23,16 @@ from bridge_cg_tools.planner.rates import (
     products,
     scaled,
 )
-from bridge_cg_tools.planner.shapes import LanguageModel, NotMeasured, Ranks, language_model_of, ranks_of
+from bridge_cg_plugin.cli.planner.shapes import LanguageModel, NotMeasured, Ranks, language_model_of, ranks_of
+from bridge_cg_plugin.cli.runs.results import read_records
+from bridge_cg_plugin.language.packed.fit import pack_buckets
+from scripts.performance.models.arithmetic import LanguageModelShape, language_model_flops
+from scripts.performance.models.language_model import SHAPES, sizes_of, split
+from scripts.performance.packed import rates as fitting
+from scripts.performance.packed.bench import SHAPES as bench_shapes
+from scripts.performance.packed.observations import Observation, Ran, observations
+from scripts.performance.pages.cost_page import fitted
+from scripts.performance.pages.results_page import ROOT
 
 from . import packs
 

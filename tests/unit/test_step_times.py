@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_tools.benchmarks.measuring.measure import family
-from bridge_cg_tools.benchmarks.measuring.step_times import END, IDLE, OPTIMIZER, PARTS, parts_of
+from scripts.performance.measuring.measure import family
+from scripts.performance.measuring.step_times import END, IDLE, OPTIMIZER, PARTS, parts_of
 
 MARKER = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 GEMM, ADD, NCCL = "nvjet_tst_128x256", "vectorized_elementwise_kernel", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL"

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from bridge_cg_tools.benchmarks.measuring import autoload as bench_autoload
-from bridge_cg_tools.benchmarks.pages.results_page import autoload
+from scripts.performance.measuring import autoload as bench_autoload
+from scripts.performance.pages.results_page import autoload
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = """<testsuites><testsuite>
@@ -15,7 +15,7 @@ REPORT = """<testsuites><testsuite>
 
 @pytest.fixture
 def upstream_tests():
-    spec = importlib.util.spec_from_file_location("upstream_tests", ROOT / "tools" / "upstream_tests.py")
+    spec = importlib.util.spec_from_file_location("upstream_tests", ROOT / "scripts" / "upstream_tests.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -24,8 +24,8 @@ import bridge_cg_plugin
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, vision_helper
 from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
-from bridge_cg_tools.benchmarks.models.radio_tower import local_spec
-from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
+from scripts.performance.models.radio_tower import local_spec
+from scripts.performance.models.small_tower import start_single_process
 from tests.gpu import test_tower_training as on_a_gpu
 from tests.gpu.tower_case import IMAGE, VOCABULARY
 from tests.gpu.tower_training import CAPTION, RandomItems, graph_fields

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.models import language_model
-from bridge_cg_tools.benchmarks.offload import cases, training
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
+from bridge_cg_plugin.cli.runs.results import check_record, read_records
 from scripts.performance import train_offload
+from scripts.performance.models import language_model
+from scripts.performance.offload import cases, training
 
 from .packs import new_model, pack
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.packed import runs as train_packed
-from bridge_cg_tools.benchmarks.packed import training as packed_training
-from bridge_cg_tools.benchmarks.records.results import check_record
+from bridge_cg_plugin.cli.runs.results import check_record
+from scripts.performance.packed import runs as train_packed
+from scripts.performance.packed import training as packed_training
 
 
 def batches(rows, count=8):

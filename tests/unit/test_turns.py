@@ -6,10 +6,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from bridge_cg_tools.benchmarks.measuring.places import Places
-from bridge_cg_tools.benchmarks.photographs import turns
-from bridge_cg_tools.benchmarks.photographs.arguments import parse
-from bridge_cg_tools.benchmarks.photographs.turns import SharedGpus, Turns, steps_alone
+from scripts.performance.measuring.places import Places
+from scripts.performance.photographs import turns
+from scripts.performance.photographs.arguments import parse
+from scripts.performance.photographs.turns import SharedGpus, Turns, steps_alone
 
 
 class Waiting:
@@ -88,7 +88,7 @@ def test_runs_that_want_the_same_gpus_in_any_order_all_get_them(tmp_path):
 
 
 def test_the_steps_that_are_timed_are_alone():
-    from bridge_cg_tools.benchmarks.photographs.comparison import SKIPPED
+    from scripts.performance.photographs.comparison import SKIPPED
 
     assert list(steps_alone(0)) == []
     assert set(range(SKIPPED, SKIPPED + 5)) <= set(steps_alone(5)) and min(steps_alone(5)) < SKIPPED
@@ -124,7 +124,7 @@ def test_set_up_may_wait_for_its_turn(monkeypatch, tmp_path, holds):
 
 
 def test_runs_of_several_ranks_do_not_share_gpus(tmp_path):
-    from bridge_cg_tools.benchmarks.photographs.training import run_of
+    from scripts.performance.photographs.training import run_of
 
     words = ["--train", "eager", "--turns", str(tmp_path)]
     assert run_of(parse(words)).turns == tmp_path

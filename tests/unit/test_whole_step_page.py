@@ -2,11 +2,11 @@
 
 import pytest
 
-from bridge_cg_tools.benchmarks.measuring.step_times import PARTS
-from bridge_cg_tools.benchmarks.pages import plots
-from bridge_cg_tools.benchmarks.pages.whole_step_page import whole_step_parts
-from bridge_cg_tools.benchmarks.records.results import check_record, write_records
-from bridge_cg_tools.benchmarks.runs.recipe_cases import SCALING
+from bridge_cg_plugin.cli.runs.results import check_record, write_records
+from scripts.performance.measuring.step_times import PARTS
+from scripts.performance.pages import plots
+from scripts.performance.pages.whole_step_page import whole_step_parts
+from scripts.performance.runs.recipe_cases import SCALING
 
 
 def record(case, mode, ms, **more):
