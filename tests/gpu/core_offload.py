@@ -26,9 +26,9 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
 from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
+from examples.photographs.training import Recorder
 from scripts.performance.models import tower
 from scripts.performance.packed import training as packed_training
-from scripts.performance.photographs.training import Recorder
 
 from .workers import worker_parser
 

@@ -21,9 +21,9 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
 from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
+from examples.photographs.training import Recorder
 from scripts.performance.packed import parity
 from scripts.performance.packed import training as packed_training
-from scripts.performance.photographs.training import Recorder
 
 from .core_offload import WholeDocumentProvider, use_any_cores
 from .whole_documents import Keeper

@@ -20,10 +20,10 @@ from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_opt
 from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.wrappers import unwrapped
+from examples.photographs.training import Recorder
 from scripts.performance.measuring.tilings import few_tilings
 from scripts.performance.packed import parity
 from scripts.performance.packed import training as packed_training
-from scripts.performance.photographs.training import Recorder
 
 from .core_offload import WholeDocumentProvider, use_any_cores
 from .workers import worker_parser

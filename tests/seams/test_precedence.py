@@ -28,7 +28,7 @@ def recipe(active):
     """A configuration of a language model, without graphs."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
-    from scripts.performance.photographs.training import Run, training_config
+    from examples.photographs.training import Run, training_config
 
     config = training_config(Run())
     config.model = GPTModelProvider(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=128)
@@ -186,7 +186,7 @@ def test_explain_resolves_alike(with_modules, name, monkeypatch, capsys):
 
 
 def test_vision_buckets_of_the_user_reach_beyond_a_recipes_limit(active, tmp_path):
-    from scripts.performance.photographs.training import Run, training_config
+    from examples.photographs.training import Run, training_config
 
     for way in WAYS:
         config = training_config(Run(impl="transformer_engine"))
@@ -202,7 +202,7 @@ def test_vision_buckets_of_the_user_reach_beyond_a_recipes_limit(active, tmp_pat
 @pytest.fixture
 def with_buckets(active):
     """A configuration with vision buckets, whose dataset has a length that nothing else has."""
-    from scripts.performance.photographs.training import Run, training_config
+    from examples.photographs.training import Run, training_config
 
     config = training_config(Run(impl="transformer_engine"))
     config.model.vision_cuda_graph_buckets, config.model.max_vision_cuda_graph_seq_length = [64, 1024, 4096], None

@@ -327,7 +327,7 @@ def language_model(active):
     """A configuration of a model without a vision encoder."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
-    from scripts.performance.photographs.training import Run, training_config
+    from examples.photographs.training import Run, training_config
 
     config = training_config(Run())
     config.model = GPTModelProvider(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=128)

@@ -4,7 +4,7 @@ import threading
 import time
 
 from scripts.performance.layouts import bench as layouts_bench
-from scripts.performance.runs.processes import TrainingFailed
+from scripts.performance.processes import TrainingFailed
 
 
 def idle_trainings(monkeypatch):

@@ -38,7 +38,7 @@ from scripts.performance.loops.samples import (
 )
 from scripts.performance.loops.verl_setup import DETERMINISTIC, LORA, PACK_BUCKETS, PLAIN
 from scripts.performance.pages.loops_page import loops_parts
-from scripts.performance.runs.processes import TrainingFailed
+from scripts.performance.processes import TrainingFailed
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
 

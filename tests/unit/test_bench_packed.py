@@ -25,7 +25,7 @@ from scripts.performance.packed import plans as packed_plans
 from scripts.performance.packed.bench import PLANNED
 from scripts.performance.packed.costs import Measured, fit, non_negative
 from scripts.performance.packed.limits import WANTED, failures
-from scripts.performance.runs.processes import TrainingFailed
+from scripts.performance.processes import TrainingFailed
 
 from . import packs
 

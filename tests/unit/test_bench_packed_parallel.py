@@ -11,7 +11,7 @@ from bridge_cg_plugin.cli.runs.results import check_record, read_records
 from scripts.performance import bench_packed_parallel
 from scripts.performance.packed import parallel as bench
 from scripts.performance.packed import ranks
-from scripts.performance.runs.processes import TrainingFailed
+from scripts.performance.processes import TrainingFailed
 
 
 def rank(**changes):

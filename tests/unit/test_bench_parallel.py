@@ -18,7 +18,7 @@ from scripts.performance.layouts import jobs as layout_runs
 from scripts.performance.layouts import times as layout_times
 from scripts.performance.measuring import machine
 from scripts.performance.pages.layouts_page import layout_parts
-from scripts.performance.runs.processes import TrainingFailed, TrainingProcess
+from scripts.performance.processes import TrainingFailed, TrainingProcess
 
 from .idle_trainings import idle_trainings
 

@@ -11,8 +11,8 @@ from bridge_cg_plugin.options import normalize
 from bridge_cg_plugin.options.flags import given_flags
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import graph_words
 from scripts.performance import bench_recipe
+from scripts.performance.processes import TrainingFailed
 from scripts.performance.runs import recipe_bench
-from scripts.performance.runs.processes import TrainingFailed
 from scripts.performance.runs.recipe_cases import CASES
 
 STEPS = WARM_UP + 2

@@ -22,7 +22,7 @@ from bridge_cg_plugin.cli import main as cli
 from bridge_cg_plugin.options.flags import FLAGS
 from bridge_cg_plugin.options.groups import GROUPS
 from bridge_cg_plugin.recipes import SMALL_RECIPES
-from scripts.performance.photographs.arguments import LAYOUT
+from examples.photographs.arguments import LAYOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -3,7 +3,7 @@ import torch
 
 from bridge_cg_plugin.cli.report.spread import compare_to_spread, how_eager_fares
 from bridge_cg_plugin.recipes.captioned_images import caption
-from scripts.performance.photographs.images import (
+from examples.photographs.images import (
     FILES,
     IMAGE_TOKEN,
     MIXED_SIZES,

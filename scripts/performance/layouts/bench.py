@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bridge_cg_plugin.cli.runs.results import provenance, put_cases
+from examples.photographs.comparison import SKIPPED
+from examples.photographs.layout import Layout
+from scripts.performance.hosts import ranks_per_gpu
 from scripts.performance.layouts.jobs import BALANCED, TIMED, Job
 from scripts.performance.layouts.records import SEED, Writer
 from scripts.performance.layouts.times import AHEAD
 from scripts.performance.measuring.machine import divide, keep_to
-from scripts.performance.photographs.comparison import SKIPPED
-from scripts.performance.runs.hosts import ranks_per_gpu
-from scripts.performance.runs.layout import Layout
-from scripts.performance.runs.processes import TrainingFailed, TrainingProcess
+from scripts.performance.processes import TrainingFailed, TrainingProcess
 
 FEWEST_EAGER_RUNS = 2  # that have a spread
 

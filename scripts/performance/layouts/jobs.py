@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scripts.performance.runs.hosts import ranks_per_gpu
-from scripts.performance.runs.layout import Layout
+from examples.photographs.layout import Layout
+from scripts.performance.hosts import ranks_per_gpu
 
 LAYERS, WIDTH = 4, 2048  # of the language model; a pipeline may need more layers
 # Where ranks share GPUs, sockets carry what is reduced: half as much.

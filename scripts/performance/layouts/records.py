@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bridge_cg_plugin.graphs.reports.report import imbalance_of_steps
+from examples.photographs.comparison import SKIPPED, compare, median_ms
 from scripts.performance.layouts.jobs import SLOTS, Job
-from scripts.performance.photographs.comparison import SKIPPED, compare, median_ms
-from scripts.performance.runs.processes import TrainingFailed
+from scripts.performance.processes import TrainingFailed
 
 MOST_GROWTH = 0.02  # of what graphs take, with more microbatches
 SEED = 1234

@@ -15,7 +15,7 @@ from bridge_cg_plugin.cli.runs.outputs import error_in
 from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.upstream.environment import RELEASE_MEMORY
 from scripts.performance.loops import records
-from scripts.performance.runs.processes import TrainingFailed, TrainingProcess
+from scripts.performance.processes import TrainingFailed, TrainingProcess
 
 SEED = 0
 EAGER = "eager"

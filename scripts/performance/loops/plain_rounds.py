@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
+from examples.photographs.training import Run, model_provider
 from scripts.performance.loops.encoder_clock import EncoderClock
 from scripts.performance.loops.rounds import (
     GIB,
@@ -32,7 +33,6 @@ from scripts.performance.loops.rounds import (
 )
 from scripts.performance.loops.samples import Sample, draw_round
 from scripts.performance.measuring.measure import synchronize
-from scripts.performance.photographs.training import Run, model_provider
 
 FROZEN = {"freeze_vision_model": True, "freeze_vision_projection": True}
 GRAPHS = (

@@ -14,7 +14,7 @@ from bridge_cg_plugin.cli.runs.results import first_line, put_record, read_recor
 from scripts.performance.packed.bench import Bench
 from scripts.performance.packed.limits import TOKENS, Records
 from scripts.performance.packed.plans import COSTS, DISTRIBUTIONS, PLAN, Distribution
-from scripts.performance.runs.processes import TrainingFailed, TrainingProcess
+from scripts.performance.processes import TrainingFailed, TrainingProcess
 
 MODULE = "scripts.performance.packed.cases"
 STACK = (

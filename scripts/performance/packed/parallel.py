@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.performance.measuring.machine import divide, keep_to
-from scripts.performance.runs.processes import TrainingFailed, TrainingProcess
+from scripts.performance.processes import TrainingFailed, TrainingProcess
 
 MODULE = "scripts.performance.packed.ranks"
 # Of `ranks`: two GPUs share layers, documents, or layers and the tokens between them.

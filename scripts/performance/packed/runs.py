@@ -10,7 +10,7 @@ from typing import Any
 
 from bridge_cg_plugin.cli.report.spread import compare_to_spread
 from bridge_cg_plugin.cli.runs.results import provenance, put_record
-from scripts.performance.runs.processes import TrainingProcess
+from scripts.performance.processes import TrainingProcess
 
 MODULE = "scripts.performance.packed.training"
 # Case of the records by model.

@@ -49,10 +49,10 @@ from bridge_cg_plugin.recipes.captioned_images import CaptionedImages
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
 from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
+from examples.photographs import training as photographs
+from examples.photographs.images import PhotographDataset, PhotographProvider
+from examples.photographs.training import Recorder, Run
 from scripts.performance.measuring.tilings import compiled_side_by_side
-from scripts.performance.photographs import training as photographs
-from scripts.performance.photographs.images import PhotographDataset, PhotographProvider
-from scripts.performance.photographs.training import Recorder, Run
 
 VOCABULARY = 32_768
 SEQUENCE = 1024

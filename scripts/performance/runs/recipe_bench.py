@@ -18,8 +18,8 @@ from bridge_cg_plugin.cli.runs.outputs import error_in
 from bridge_cg_plugin.cli.runs.results import loss_distance, provenance
 from bridge_cg_plugin.options import OptionError
 from scripts.performance.models.hub_folders import MODELS, variables_of
+from scripts.performance.processes import TrainingFailed, TrainingProcess
 from scripts.performance.runs.mock_images import MockImages
-from scripts.performance.runs.processes import TrainingFailed, TrainingProcess
 from scripts.performance.runs.recipe_cases import PROFILED
 
 WORKER = "scripts.performance.runs.random_weights"

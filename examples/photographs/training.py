@@ -36,10 +36,9 @@ from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
 from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
-from scripts.performance.photographs.arguments import layout_of, name_and_value, parse
-from scripts.performance.photographs.images import MIXED_SIZES, PhotographProvider
-from scripts.performance.photographs.turns import Turns, steps_alone
-from scripts.performance.runs.layout import Layout
+from examples.photographs.arguments import layout_of, name_and_value, parse
+from examples.photographs.images import MIXED_SIZES, PhotographProvider
+from examples.photographs.layout import Layout
 
 VOCABULARY = 151_936
 LARGE_SIZES = ((1344, 1344),)
@@ -68,9 +67,6 @@ class Run:
             half the memory and a fraction of the time.
         layout: How it is spread over GPUs.
         loader_workers: Processes that load data, of each GPU.
-        turns: Folder of the locks by which runs share GPUs; None where the run has them for itself.
-        timed_steps: Steps that are timed, in which a run with `turns` has its GPUs to itself.
-        setup_in_turn: Whether set-up as well keeps off others' timed steps.
         distinct: Samples that differ, 0 for all.
     """
 
@@ -90,9 +86,6 @@ class Run:
     small: bool = False
     layout: Layout = Layout()
     loader_workers: int = 4
-    turns: Path | None = None
-    timed_steps: int = 0
-    setup_in_turn: bool = False
     distinct: int = 0
 
     def sizes(self) -> tuple[tuple[int, int], ...]:
@@ -243,32 +236,25 @@ def training_config(run: Run) -> ConfigContainer:
 
 
 class Recorder(Callback):
-    """Keeps losses, gradient norms, step times and peak memory; only the last pipeline stage has losses.
-
-    Attributes:
-        between_s: Seconds between each step and the one before it.
-    """
+    """Keeps losses, gradient norms, step times and peak memory; only the last pipeline stage has losses."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.step_ms: list[float] = []
-        self.between_s: list[float] = []
         self.evaluations: list[float] = []
         self.peak_gb = 0.0
-        self._began = self._ended = 0.0
+        self._began = 0.0
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Start the clock."""
         torch.cuda.synchronize()
         self._began = time.perf_counter()
-        self.between_s.append(self._began - self._ended if self._ended else 0.0)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Stop the clock and keep the step's figures."""
         torch.cuda.synchronize()
-        self._ended = time.perf_counter()
-        self.step_ms.append((self._ended - self._began) * 1e3)
+        self.step_ms.append((time.perf_counter() - self._began) * 1e3)
         self.losses.append(float(next(iter((context.loss_dict or {}).values()), torch.nan)))
         self.grad_norms.append(float(context.grad_norm or 0.0))
         self.peak_gb = torch.cuda.max_memory_allocated() / 2**30
@@ -286,10 +272,8 @@ def train(run: Run, out: Path | None = None) -> dict[str, Any]:
     else:
         bridge_cg_plugin.activate()
     ranks = RankResults()
-    # What is kept last is gathered first.
-    turns = [Turns(run.turns, steps_alone(run.timed_steps), run.setup_in_turn)] if run.turns is not None else []
     with helper_as_shipped():
-        pretrain(training_config(run), forward_step, callbacks=[*turns, ranks.recorder, ranks.statistics, ranks])
+        pretrain(training_config(run), forward_step, callbacks=[ranks.recorder, ranks.statistics, ranks])
     result = merge_ranks(ranks.gathered or [ranks.own()])
     if out is not None and ranks.rank == 0:
         out.write_text(json.dumps(result))
@@ -313,7 +297,7 @@ class StatisticsKeeper(Callback):
     """Keeps the graphs' statistics as of the last step, and what all encoders' graphs did until each step.
 
     Attributes:
-        steps: Replays, eager microbatches and seconds of capture until the end of each step, those before it apart.
+        steps: Replays and eager microbatches until the end of each step.
         step_tokens: Tokens that encoders with graphs computed in each of the last steps.
     """
 
@@ -324,11 +308,6 @@ class StatisticsKeeper(Callback):
         self.language_model: dict[str, Any] | None = None
         self.steps: list[dict[str, Any]] = []
         self.step_tokens: list[int] = []
-        self._capture_s = 0.0
-
-    def on_train_step_start(self, context: CallbackContext) -> None:
-        """Keep the seconds of captures before the step."""
-        self._capture_s = all_encoders().capture_seconds
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Read the statistics of both models' graphs and count the language model's layers that have graphs."""
@@ -347,8 +326,7 @@ class StatisticsKeeper(Callback):
             self.checks = [(c.forward, c.gradient) for c in graphs.workload.checks]
         found = all_encoders()
         self.step_tokens = found.step_tokens
-        seconds = {"capture_s_before": self._capture_s, "capture_s": found.capture_seconds}
-        self.steps.append({"replays": found.replays, "eager": found.fallbacks.total(), **seconds})
+        self.steps.append({"replays": found.replays, "eager": found.fallbacks.total()})
 
 
 def all_encoders() -> RegionStatistics:
@@ -386,10 +364,7 @@ class RankResults(Callback):
             "checks": statistics.checks,
             "language_model_layers": statistics.language_model_layers,
             "language_model_graphs": statistics.language_model,
-            "step_graphs": [
-                {**counts, "between_s": seconds}
-                for counts, seconds in zip(statistics.steps, recorder.between_s, strict=True)
-            ],
+            "step_graphs": statistics.steps,
         }
 
     def on_train_end(self, context: CallbackContext) -> None:
@@ -411,16 +386,7 @@ def train_once(args: argparse.Namespace) -> None:
 
 
 def run_of(args: argparse.Namespace) -> Run:
-    """Return what the command line of one run says.
-
-    Raises:
-        ValueError: A run of several ranks shall share GPUs.
-    """
-    layout = layout_of(args)
-    if args.turns is not None and layout.ranks > 1:
-        raise ValueError(
-            f"Cannot use --turns with the layout {layout}: it must have one GPU. Leave out --turns or the layout."
-        )
+    """Return what the command line of one run says."""
     return Run(
         impl="transformer_engine" if args.train == "graphs" else "none",
         steps=args.steps or 50,
@@ -435,12 +401,9 @@ def run_of(args: argparse.Namespace) -> Run:
         save=args.save,
         load=args.load,
         small=args.small,
-        layout=layout,
+        layout=layout_of(args),
         global_batch=args.global_batch or 4,
         # Workers import the whole stack, longer than a small run trains.
         loader_workers=(0 if args.small else 4) if args.loader_workers is None else args.loader_workers,
-        turns=args.turns,
-        timed_steps=args.timed_steps,
-        setup_in_turn=args.setup_in_turn,
         distinct=args.distinct,
     )

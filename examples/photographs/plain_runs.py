@@ -10,11 +10,9 @@ from typing import Any
 import torch
 
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
+from examples.photographs.comparison import compare
 from scripts.performance.measuring.measure import synchronize
-from scripts.performance.photographs.comparison import compare
-from scripts.performance.runs.processes import TrainingProcess
-
-CASE = "plain_loop"  # in records
+from scripts.performance.processes import TrainingProcess
 
 # A step's mean loss, gradient norm and number of microbatches.
 Step = tuple[float, float, int]
@@ -47,7 +45,6 @@ def parse(words: Sequence[str] | None, module: str) -> argparse.Namespace:
     parser.add_argument("--eager-runs", type=int, default=3, help="eager runs that make the spread, at least 2")
     parser.add_argument("--small", action="store_true", help="on a GPU, a tower of 6 layers and few image sizes")
     parser.add_argument("--out", type=Path, help="where to write the run's figures as JSON")
-    parser.add_argument("--records", type=Path, help="with --compare, write benchmark records to this file")
     parser.add_argument("options", nargs="*", help="graph options, as name=value")
     return parser.parse_intermixed_args(words)
 
@@ -83,8 +80,7 @@ def now() -> float:
 def compare_runs(args: argparse.Namespace, module: str) -> bool:
     """Train eager several times and on graphs once, print all and a verdict, and return whether they train the same.
 
-    The verdict is printed and recorded after the second eager run and after each later one: time may be up before the
-    last.
+    The verdict is printed after the second eager run and after each later one: time may be up before the last.
     """
     processes = [TrainingProcess(module=module) for _ in range(args.eager_runs + 1)]
     arguments = ["--steps", str(args.steps), *(["--small"] if args.small else []), *args.options]
@@ -96,7 +92,7 @@ def compare_runs(args: argparse.Namespace, module: str) -> bool:
         eager, graphs = [first.train("eager", arguments)], second.train("graphs", arguments)
         for process in others:
             eager.append(process.train("eager", arguments))
-            same = compare(eager, graphs, [], args.steps, args.records, CASE)
+            same = compare(eager, graphs, args.steps)
     finally:
         for process in processes:
             process.close()

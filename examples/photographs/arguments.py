@@ -1,14 +1,13 @@
 """The command line of the main job and of each of its runs."""
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from scripts.performance.runs.layout import Layout
+from examples.photographs.layout import Layout
 
 DESCRIPTION = "Train on photographs eager and with vision graphs and compare."
 LAYOUT = {
@@ -45,15 +44,6 @@ def override(word: str) -> str:
     return word
 
 
-def overrides(words: str) -> list[str]:
-    """Return the overrides in a text as a shell splits it.
-
-    Raises:
-        argparse.ArgumentTypeError: See `override`.
-    """
-    return [override(word) for word in shlex.split(words)]
-
-
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the arguments of a command line, this process's where none is given."""
     parser = argparse.ArgumentParser(prog="python -m examples.photographs", description=DESCRIPTION)
@@ -83,33 +73,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--eager-runs", type=int, default=3, help="eager runs that make the spread, at least 2")
     parser.add_argument(
-        "--side-by-side", action="store_true", help="eager runs after the first share the GPU, without times"
-    )
-    parser.add_argument(
-        "--also",
-        action="append",
-        type=overrides,
-        default=[],
-        metavar="OVERRIDES",
-        help="a further graphed run with these overrides added, quoted as a shell wants them",
-    )
-    parser.add_argument("--records", type=Path, help="write benchmark records to this file")
-    parser.add_argument(
         "--train",
         choices=("eager", "graphs", "upstream"),
         help="train once in this process, without comparison; upstream is its own vision graphs, without the plugin",
     )
     parser.add_argument("--out", type=Path, help="with --train: where to write the run's figures")
-    parser.add_argument(
-        "--turns",
-        type=Path,
-        metavar="FOLDER",
-        help="with --train on one GPU: runs of one FOLDER share GPUs and wait for each other",
-    )
-    parser.add_argument(
-        "--timed-steps", type=int, default=0, metavar="N", help="with --turns: steps with the GPUs to themselves"
-    )
-    parser.add_argument("--setup-in-turn", action="store_true", help="with --turns: set-up waits for its turn too")
     parser.add_argument(
         "--distinct", type=int, default=0, metavar="N", help="with --train: samples begin again after so many; 0: never"
     )

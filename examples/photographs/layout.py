@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.performance.runs.hosts import ranks_per_gpu
-
 # The language model's layers that the first pipeline stage must hold: one for each deepstack feature.
 FIRST_STAGE_LAYERS = 3
 
@@ -106,8 +104,7 @@ class Layout:
         if found < self.ranks:
             raise ValueError(
                 f"Cannot use {' '.join(self.words())}: the layout {self} has {self.ranks} ranks with a GPU each, and "
-                f"there are {found} GPUs. Set smaller sizes, or let ranks share GPUs, without times: bench_parallel.py "
-                f"--ranks-per-gpu {ranks_per_gpu(self.ranks, found)}."
+                f"there are {found} GPUs. Set smaller sizes."
             )
 
     def check_layers(self, layers: int) -> None:

@@ -6,14 +6,14 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from bridge_cg_plugin.cli.runs.ports import free_port
-from scripts.performance.runs.hosts import placement
+from scripts.performance.hosts import placement
 
 # Seconds that the other processes of a run have to end once one failed: they may wait for it in a collective.
 GRACE_S = 20.0
@@ -57,12 +57,22 @@ class TrainingProcess:
         ranks: int = 1,
         devices: Sequence[int] | None = None,
         prepare: str | None = None,
-        module: str = "scripts.performance.photographs.training",
+        module: str = "examples.photographs.training",
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._ranks = [
             _Rank(rank, ranks, _log_of(log, rank), devices, prepare, module, environment) for rank in range(ranks)
         ]
+
+    @classmethod
+    @contextmanager
+    def started(cls) -> Iterator[Self]:
+        """Start a process of its own without arguments; it ends with the `with` block."""
+        process = cls()
+        try:
+            yield process
+        finally:
+            process.close()
 
     def wait_until_ready(self) -> None:
         """Wait until everything is imported.
