@@ -11,7 +11,7 @@ import torch
 
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from examples.photographs.comparison import compare
-from scripts.performance.measuring.measure import synchronize
+from scripts.performance.measure import synchronize
 from scripts.performance.processes import TrainingProcess
 
 # A step's mean loss, gradient norm and number of microbatches.

@@ -6,8 +6,8 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
@@ -109,20 +109,6 @@ class TrainingProcess:
             found: dict[str, Any] = json.loads(out.read_text())
             return found
 
-    def keep_to(self, cores: Sequence[Collection[int]]) -> None:
-        """Let the threads of each process, and those that they start, run on some cores only.
-
-        Args:
-            cores: Of each process, by rank.
-
-        Raises:
-            OSError: The system does not allow it.
-        """
-        for rank, own in zip(self._ranks, cores, strict=True):
-            for thread in _threads(rank.process.pid):
-                with suppress(ProcessLookupError):
-                    os.sched_setaffinity(thread, own)
-
     def close(self) -> None:
         """End the processes if they still import or wait."""
         for rank in self._ranks:
@@ -209,13 +195,6 @@ def _visible(device: int) -> str:
     """Return what CUDA_VISIBLE_DEVICES calls a GPU that this process knows by an index."""
     here = os.environ.get("CUDA_VISIBLE_DEVICES")
     return here.split(",")[device] if here else str(device)
-
-
-def _threads(process: int | None) -> list[int]:
-    """Return the numbers of a process's threads; none of one that has ended."""
-    with suppress(FileNotFoundError):
-        return [int(name) for name in os.listdir(f"/proc/{process}/task")]
-    return []
 
 
 def _log_of(log: Path | None, rank: int) -> Path | None:

@@ -15,3 +15,14 @@ def names_of(*names: str) -> Callable[[str], tuple[str, ...]]:
         return found
 
     return parse
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} on, not {text!r}")
+        return int(text)
+
+    return parse

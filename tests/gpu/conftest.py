@@ -119,7 +119,7 @@ def tower_module():
     # Something that it imports keeps the frames that import it: a test's frame would keep the test's model.
     import megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model  # noqa: F401
 
-    from scripts.performance.models import tower
+    from tests.models import tower
 
     tower.start_process()
     return tower

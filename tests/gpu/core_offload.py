@@ -27,8 +27,8 @@ from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
 from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
 from examples.photographs.training import Recorder
-from scripts.performance.models import tower
-from scripts.performance.packed import training as packed_training
+from tests.gpu import packed_training as packed_training
+from tests.models import tower
 
 from .workers import worker_parser
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from bridge_cg_plugin.cli.runs.results import loss_distance
-from scripts.performance.models.encoder_case import forward, step
-from scripts.performance.models.encoders import ENCODERS
+from tests.models.encoder_case import forward, step
+from tests.models.encoders import ENCODERS
 
 from ..unit import bridge_towers
 from .packs import let_the_host_run_ahead

@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from scripts.performance.measuring import measure
-from scripts.performance.models import language_model as lm
+from scripts.performance import measure
+from tests.models import language_model as lm
 
 from .packs import Trained, graphs_on
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import bridge_cg_plugin
-from scripts.performance.measuring.tilings import few_tilings, mamba_kernels
-from scripts.performance.models import language_model as lm
-from scripts.performance.models.tower import relative
-from scripts.performance.packed import parity as parity
+from tests.models import language_model as lm
+from tests.models import packed_parity as parity
+from tests.models.tilings import few_tilings, mamba_kernels
+from tests.models.tower import relative
 
 from .packs import (
     BUCKETS,

@@ -4,8 +4,7 @@ import statistics
 
 import pytest
 
-from scripts.performance.models.reference import Fp32Tower
-from scripts.performance.vision.precision import ALLOWANCE, errors_of
+from tests.models.reference import ALLOWANCE, Fp32Tower, errors_of
 
 MIXES = {
     "one image": [(1, 28, 28)],

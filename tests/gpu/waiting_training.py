@@ -19,7 +19,7 @@ from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
 from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
 from bridge_cg_plugin.upstream.hooks.loops import loss_checks
-from scripts.performance.packed.training import photograph_config
+from tests.gpu.packed_training import photograph_config
 
 from .workers import worker_parser
 

@@ -21,9 +21,9 @@ from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shippe
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.wrappers import unwrapped
 from examples.photographs.training import Recorder
-from scripts.performance.measuring.tilings import few_tilings
-from scripts.performance.packed import parity
-from scripts.performance.packed import training as packed_training
+from tests.gpu import packed_training as packed_training
+from tests.models import packed_parity as parity
+from tests.models.tilings import few_tilings
 
 from .core_offload import WholeDocumentProvider, use_any_cores
 from .workers import worker_parser

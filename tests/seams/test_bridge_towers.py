@@ -24,7 +24,7 @@ from bridge_cg_plugin.upstream.hooks.loops import train_loop
 from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
-from scripts.performance.models.small_tower import start_single_process
+from examples.photographs.small_tower import start_single_process
 
 from ..unit import bridge_towers as towers
 from ..unit.towers import DEFAULTS, assert_close

@@ -13,8 +13,8 @@ from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.recipes import with_graphs
 from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from scripts.performance.models import local_hub
 from tests.gpu import test_presets
+from tests.models import local_hub
 
 from .test_recipes import gpus_of
 

@@ -22,7 +22,7 @@ from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.recipes import SMALL_RECIPES
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
-from scripts.performance.models.small_tower import build_tower
+from examples.photographs.small_tower import build_tower
 
 from .test_recipes import launched
 

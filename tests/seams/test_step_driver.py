@@ -168,7 +168,7 @@ def test_whether_upstream_drives_them_is_read_from_its_module(active):
 def hf_and_provider(active):
     from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
 
-    from scripts.performance.models.small_tower import vision_config
+    from examples.photographs.small_tower import vision_config
 
     return vision_config(), Qwen3VLModelProvider(num_layers=1, hidden_size=64, num_attention_heads=4)
 

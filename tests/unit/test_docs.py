@@ -26,7 +26,7 @@ from examples.photographs.arguments import LAYOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-BENCHMARKS = ROOT / "scripts" / "performance"
+PHOTOGRAPHS = ROOT / "examples" / "photographs"
 RUNS = ROOT / "bridge_cg_plugin" / "cli" / "runs"
 SITE = sorted(DOCS.rglob("*.md"))
 PAGES = (*sorted(ROOT.glob("*.md")), *SITE)
@@ -307,9 +307,9 @@ def source_of(words):
     if program[0].startswith("scripts/"):
         return (ROOT / program[0]).read_text()
     if program[:2] == ["-m", "examples.plain_loop"]:
-        return (BENCHMARKS / "photographs" / "plain_runs.py").read_text()
+        return (PHOTOGRAPHS / "plain_runs.py").read_text()
     if program[0] == "-m" and program[1].startswith("examples"):
-        return (BENCHMARKS / "photographs" / "arguments.py").read_text() + str(LAYOUT_FLAGS)
+        return (PHOTOGRAPHS / "arguments.py").read_text() + str(LAYOUT_FLAGS)
     if program[0] == "./run":
         assert re.search(rf"^  {program[1]}\b", (ROOT / "run").read_text(), re.MULTILINE), program
     if program[0] == "bridge-cg":

@@ -16,7 +16,7 @@ from bridge_cg_plugin.cli.explain.table import render
 from bridge_cg_plugin.cli.planner.rates import language_model_rates, measured, scaled
 from bridge_cg_plugin.cli.planner.shapes import Ranks, language_model_of
 from bridge_cg_plugin.options import graph_options
-from scripts.performance.models.language_model import SHAPES, VOCABULARY, settings_of
+from tests.models.language_model import SHAPES, VOCABULARY, settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": "auto", "cuda_graph_modules": []}

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from scripts.performance.loops.padded_packs import decoders_of, padded
-from scripts.performance.models.language_model import Pack
-from scripts.performance.models.tower import largest_relative, relatives
-from scripts.performance.packed.parity import (
+from tests.models.language_model import Pack
+from tests.models.packed_parity import (
     Fp32Reference,
     beyond_noise,
     deterministic,
@@ -20,6 +19,7 @@ from scripts.performance.packed.parity import (
     spread_of,
     worst_gradient,
 )
+from tests.models.tower import largest_relative, relatives
 
 from .packs import graphs_on, losses_and_gradients, new_model, new_qwen, pack, with_images
 from .towers import assert_close

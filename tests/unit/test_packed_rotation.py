@@ -18,9 +18,9 @@ from tests.interpreted import prepare
 prepare()
 from bridge_cg_plugin.upstream.encoders import packed_towers
 from bridge_cg_plugin.vision.kernels import rotary
-from scripts.performance.models import tower
-from scripts.performance.models.encoders import ENCODERS
-from scripts.performance.vision.encoder_parity import Comparison
+from tests.models import tower
+from tests.models.encoders import ENCODERS
+from scripts.performance.parity_encoders import Comparison
 
 packed_towers.has_kernels = lambda tensor: True
 rounding = []

@@ -172,27 +172,11 @@ def test_every_process_knows_its_place(two_processes):
     assert first["threads"] == second["threads"] > 1, "they were prepared"
 
 
-def affinities(process):
-    ids = [int(name) for rank in process._ranks for name in os.listdir(f"/proc/{rank.process.pid}/task")]
-    return len(ids), [os.sched_getaffinity(thread) for thread in ids]
-
-
-def test_all_threads_of_a_process_are_kept_to_its_cores(two_processes):
-    one = min(os.sched_getaffinity(0))
-    two_processes.keep_to([{one}, {one}])
-    count, found = affinities(two_processes)
-    assert count > 2 and found == [{one}] * count
-    every = os.sched_getaffinity(0)
-    two_processes.keep_to([every, every])
-    assert affinities(two_processes)[1] == [every] * count
-
-
 def test_processes_that_import_end_at_once(tmp_path):
     process = processes(tmp_path / "run.log", 2, (0, 1))
     began = time.monotonic()
     process.close()
     assert time.monotonic() - began < 5 and all(rank.process.exitcode for rank in process._ranks)
-    process.keep_to([{0}, {0}])  # they have no threads
 
 
 def test_one_process_is_alone_where_torchrun_started_several(tmp_path, monkeypatch):

@@ -25,13 +25,10 @@ from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, Bucket
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
 from bridge_cg_plugin.options.layout import parse_layout
 from bridge_cg_plugin.recipes import GPUS
-from scripts.performance.models.language_model import SHAPES, sizes_of
-from scripts.performance.models.workloads import CASES, one_image
-from scripts.performance.packed.plans import KNOWN_COUNTS, known_packs
-from scripts.performance.pages.markdown import by_case
-from scripts.performance.pages.performance_page import by_default
+from tests.models.language_model import SHAPES, sizes_of
+from tests.models.workloads import CASES, one_image
 
-from .plan_inputs import COST, documents, packs, write
+from .plan_inputs import COST, KNOWN_COUNTS, documents, known_packs, packs, write
 
 
 def test_the_packed_default_is_the_benchmarks_dense_model():
@@ -44,6 +41,16 @@ def test_the_packed_default_is_the_benchmarks_dense_model():
         assert COST.eager_ms(lengths) == pytest.approx(modes[tokens, "eager"]["ms"], rel=errors.eager)
         assert COST.graph_ms(tokens, lengths, 5, max(lengths)) == pytest.approx(graphs["ms"], rel=errors.graphs)
         assert COST.memory_gb(tokens) == pytest.approx(graphs["memory_gb"], rel=errors.memory)
+
+
+def by_case(records, mode):
+    return {r["case"]: r for r in records if r["mode"] == mode and "error" not in r}
+
+
+def by_default(records):
+    """Return the records with default options: fast kernels, on two streams where "auto" has two."""
+    fast, streams = by_case(records, "plugin_fast"), by_case(records, "plugin_streams")
+    return [streams[c] if c in streams and fast[c]["tokens"] <= SIDE_STREAM_UP_TO else fast[c] for c in fast]
 
 
 def by_default_records():
@@ -339,10 +346,6 @@ def test_planning_imports_neither_torch_nor_megatron(histogram):
 
     code = f"""
 import sys
-from scripts.performance.models.workloads import CASES
-from scripts.performance.pages.markdown import by_case
-from scripts.performance.pages.performance_page import by_default
-from bridge_cg_plugin.cli.runs.results import ROOT, read_records
 from bridge_cg_plugin.cli.main import main
 main(["plan", "packed", {histogram!r}, "--pack-size", "2048", "--json"])
 print([name for name in ("torch", "megatron") if name in sys.modules], file=sys.stderr)

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor
-from scripts.performance.measuring.tilings import compiled_side_by_side
+from tests.models.tilings import compiled_side_by_side
 
 class Hopper:
     def get_current_target(self):

@@ -14,7 +14,7 @@ from bridge_cg_plugin.cli.planner.defaults import VISION, VISION_EXACT
 from bridge_cg_plugin.cli.planner.images import Processor
 from bridge_cg_plugin.cli.planner.rates import measured
 from bridge_cg_plugin.cli.runs.results import ROOT, read_records
-from scripts.performance.models.workloads import CASES
+from tests.models.workloads import CASES
 
 from .plan_inputs import write
 

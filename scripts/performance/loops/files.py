@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from transformers import Qwen3VLConfig
 
-from scripts.performance.models.local_hub import write_model, write_weights
-from scripts.performance.models.qwen_configs import sizes
+from tests.models.local_hub import write_model, write_weights
+from tests.models.qwen_configs import sizes
 
 LAYERS, WIDTH, TOWER_LAYERS = 4, 2048, 27
 REPOSITORY = "models--benchmark"

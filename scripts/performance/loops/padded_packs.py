@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from bridge_cg_plugin.upstream.attributes import overridden
-from scripts.performance.packed.parity import at_rows
+from tests.models.packed_parity import at_rows
 
 
 @contextmanager

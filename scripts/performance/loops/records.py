@@ -18,7 +18,6 @@ def record_of(
     run: Mapping[str, Any],
     eager: Sequence[Mapping[str, Any]] = (),
     same_rows: Mapping[str, Any] | None = None,
-    deterministic: bool = False,
 ) -> dict[str, Any]:
     """Return the fields of a record that a run gives, beside eager ones.
 
@@ -26,7 +25,6 @@ def record_of(
         run: What its process wrote.
         eager: What eager runs wrote, the timed one first; empty for itself.
         same_rows: What an eager run wrote that computes as many rows; None while there is none.
-        deterministic: Whether training is compared with that run's to the bit.
     """
     rounds = run["rounds"]
     times = pass_times(rounds)
@@ -38,8 +36,7 @@ def record_of(
         "microbatches": sum(each["microbatches"] for each in rounds),
         "bit_equal": all(each["bit_equal"] for each in rounds),
         "peak_gb": max(each["peak_gb"] for each in rounds),
-        **switches(rounds),
-        **encoder_times(rounds),
+        **memory_away(rounds),
     }
     if run["graphs"]:
         found |= graph_figures(run)
@@ -47,8 +44,6 @@ def record_of(
         found |= beside(found, rounds, eager)
     if eager and same_rows is not None:
         found["bit_equal"] &= log_prob_differences(rounds[:1], same_rows["rounds"][:1]) == [0.0]
-        if deterministic:
-            found["training_equal"] = _trained_alike(rounds, same_rows["rounds"])
     return found
 
 
@@ -61,43 +56,22 @@ def pass_times(rounds: Rounds) -> dict[str, float]:
     }
 
 
-def encoder_times(rounds: Rounds) -> dict[str, float]:
-    """Return the median ms of the encoder in a round, of all passes; nothing where it was not taken."""
-    late = [[each["passes"][name]["encoder_ms"] for name in PASSES] for each in _late(rounds)]
-    return {} if any(None in taken for taken in late) else {"encoder_ms": median(map(sum, late))}
-
-
-def switches(rounds: Rounds) -> dict[str, Any]:
-    """Return what happened while weights left and came back, nothing where they stay.
-
-    Device memory taken since all was built, looked at while all is away, its growth over the timed rounds, in how many
-    rounds parameters moved, and whether memory that somebody else took was left alone.
-    """
+def memory_away(rounds: Rounds) -> dict[str, float]:
+    """Return device memory taken since all was built while all is away, and its growth over the timed rounds."""
     away = [each["away_gb"] for each in _late(rounds) if each["away_gb"] is not None]
-    looked = [each["canary_intact"] for each in rounds if each["canary_intact"] is not None]
-    if not looked:
-        return {}
-    return {
-        "switches": len(rounds),
-        "moves": sum(each["moved"] for each in rounds),
-        "canary_intact": all(looked),
-        **({"away_gb": away[-1], "growth_gb": away[-1] - away[0]} if away else {}),
-    }
+    return {"away_gb": away[-1], "growth_gb": away[-1] - away[0]} if away else {}
 
 
 def graph_figures(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return shares on graphs, recordings and memory of a run with graphs."""
     late, parts = _late(run["rounds"]), run["parts"]
-    moved = [each for each in late if each["moved"]]
     return {
         "graph_share": share_on_graphs(late, parts),
-        **({"graph_share_moved": min(share_on_graphs([each], parts) for each in moved)} if moved else {}),
         "recapture_s": [sum(found["capture_s"] for found in each["passes"].values()) for each in late],
         "with_captures_ms": sum(found["ms"] for each in late for found in each["passes"].values()) / len(late),
         "capture_s": float(sum(each["capture_seconds"] for each in run["graphs"])),
         "memory_gb": sum(each["memory_bytes"] for each in run["graphs"]) / GIB,
         "all_graphs": list(run["graphs"]),
-        **({"encoded_before": run["kept"]} if run.get("kept") else {}),
     }
 
 
@@ -116,11 +90,8 @@ def beside(own: Mapping[str, Any], rounds: Rounds, eager: Sequence[Mapping[str, 
         "pass_ratios": {name: own["passes_ms"][name] / times[name] for name in PASSES},
         "log_prob_diff": log_prob_differences(rounds, first),
     }
-    if "away_gb" in own and "away_gb" in (there := switches(first)):
+    if "away_gb" in own and "away_gb" in (there := memory_away(first)):
         found["graphs_away_gb"] = own["away_gb"] - there["away_gb"]
-    encoder = encoder_times(first)
-    if encoder and "encoder_ms" in own:
-        found["encoder_ratio"] = own["encoder_ms"] / encoder["encoder_ms"]
     if len(eager) >= FEWEST_EAGER_RUNS:
         others = [each["rounds"] for each in eager]
         found["inside_spread"] = all(inside_spread(rounds, others, name) for name in ("loss", "grad_norm"))
@@ -152,12 +123,6 @@ def inside_spread(rounds: Rounds, others: Sequence[Rounds], name: str) -> bool:
     length = min(len(run) for run in (rounds, *others))
     *eager, own = ([each[name] for each in run[:length]] for run in (*others, rounds))
     return compare_to_spread(eager, own).inside
-
-
-def _trained_alike(rounds: Rounds, others: Rounds) -> bool:
-    """Whether losses and gradient norms are the same in the rounds that both made."""
-    names = ("loss", "grad_norm")
-    return all(one[name] == other[name] for one, other in zip(rounds, others, strict=False) for name in names)
 
 
 def _late(rounds: Rounds) -> Rounds:

@@ -26,7 +26,7 @@ class Counts:
     """Counts of all graphs of a process so far.
 
     Attributes:
-        replays: Microbatches on graphs, those among them whose outputs were kept.
+        replays: Microbatches on graphs.
         capture_s: Seconds of recordings.
     """
 
@@ -42,13 +42,11 @@ class Pass:
         ms: Until the GPU is done, recordings included.
         capture_s: Seconds of recordings among it.
         replays: Microbatches on graphs.
-        encoder_ms: Of the encoder's forward passes, where it was taken.
     """
 
     ms: float = 0.0
     capture_s: float = 0.0
     replays: int = 0
-    encoder_ms: float | None = None
 
 
 @dataclass(slots=True)
@@ -62,9 +60,6 @@ class Round:
         away_gb: Device memory taken since all was built, while weights and the optimizer's state are away; None in
             rounds after which some of them stay.
         peak_gb: Most of it in the round.
-        moved: Whether parameters had other addresses than in the round before.
-        canary_held: Whether somebody else kept the old addresses throughout.
-        canary_intact: Whether that memory was as it was left; None where nobody took any.
         log_probs: Of the responses' tokens, by pass, for old and reference.
         bit_equal: Whether both are the same by eager passes over the same weights.
     """
@@ -75,9 +70,6 @@ class Round:
     grad_norm: float = 0.0
     away_gb: float | None = None
     peak_gb: float = 0.0
-    moved: bool = False
-    canary_held: bool = False
-    canary_intact: bool | None = None
     log_probs: dict[str, list[float]] = field(default_factory=dict)
     bit_equal: bool = False
 
@@ -111,7 +103,7 @@ def graph_counts() -> Counts:
     found = Counts()
     for graphs in active_graphs():
         statistics = graphs.statistics()
-        found.replays += statistics.replays + _kept(graphs)
+        found.replays += statistics.replays
         found.capture_s += statistics.capture_seconds
     return found
 
@@ -127,62 +119,39 @@ def eager() -> Iterator[None]:
         yield
 
 
-def _kept(graphs: Any) -> int:
-    frozen = getattr(graphs.workload, "frozen", None)
-    return 0 if frozen is None else int(frozen.found)
-
-
-def rounds_until(end: float, most: int) -> Iterator[int]:
-    """Yield numbers of rounds until it is late: one as long as the longest would not end in time.
-
-    Args:
-        end: As `time.time()`. One round that is timed is made however late it is; the first, in which graphs are
-            captured, says nothing of others.
-        most: Rounds.
-    """
-    longest = 0.0
-    for number in range(most):
-        began = time.time()
-        if number > FIRST and began + longest > end:
-            return
-        yield number
-        longest = max(longest, time.time() - began) if number else 0.0
-
-
 def worker_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """Return what a run's process is told: how to train, where to write, the model, and when to end."""
+    """Return what a run's process is told: what to train and how, where to write, and how many rounds."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--train", required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--end", type=float, required=True, help="as time.time()")
-    parser.add_argument("--model", type=Path)
+    parser.add_argument("--case", required=True)
+    parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(words)
 
 
 def write_rounds(args: argparse.Namespace, run: Callable[[int], Round]) -> None:
-    """Make rounds until it is late, and write what came of them.
+    """Make rounds, and write what came of them.
 
     Args:
         args: As `worker_arguments` returns them.
         run: Makes a round, by its number.
     """
     done = []
-    for number in rounds_until(args.end, args.rounds):
+    for number in range(args.rounds):
         done.append(run(number).as_dict())
-        print(f"round {number}: {done[-1]['loss']:.6f}, {time.time():.1f}", flush=True)
+        print(f"round {number}: {done[-1]['loss']:.6f}", flush=True)
     args.out.write_text(json.dumps({"rounds": done, **_found_on_graphs()}))
 
 
 def _found_on_graphs() -> dict[str, Any]:
-    """Return statistics of all graphs of this process, microbatches encoded before, and parts of a model on graphs."""
+    """Return statistics of all graphs of this process, and how many parts of a model are on graphs."""
     from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 
     found = list(active_graphs())
     return {
         "graphs": [graphs.statistics().as_dict() for graphs in found],
-        "kept": sum(map(_kept, found)),
         "parts": len({graphs.workload.title for graphs in found}),
     }
 

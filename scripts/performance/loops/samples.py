@@ -5,7 +5,7 @@ pair thus fills a bucket, so that eager and graphs compute the same rows.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +24,6 @@ MIXES: dict[int, tuple[tuple[Grid, ...], ...]] = {
     1344: ((WIDE,),),
     1984: ((SMALL, WIDE), (SQUARE, TALL)),
     2624: ((SMALL, SMALL, WIDE), (SMALL, SQUARE, TALL)),
-}
-# The same of at most 1024 patches an image and 2048 a sample.
-SMALLER_MIXES: dict[int, tuple[tuple[Grid, ...], ...]] = {
-    960: (((1, 24, 40),), ((1, 32, 30),)),
-    1600: ((SMALL, (1, 24, 40)), (SQUARE, (1, 24, 34))),
-    2048: ((SMALL, SMALL, (1, 24, 32)), (SMALL, SQUARE, (1, 24, 26))),
 }
 PAIR = 2
 # Microbatches of a round, in turns.
@@ -70,19 +64,18 @@ class Sample:
         return torch.tensor(self.grids)
 
 
-def draw_round(number: int, seed: int, mixes: Mapping[int, Sequence[tuple[Grid, ...]]] = MIXES) -> list[Sample]:
+def draw_round(number: int, seed: int) -> list[Sample]:
     """Return the samples of a round, pairs of a microbatch side by side; each total is there.
 
     Args:
         number: Of the round, from 0; rounds have other samples and another number of microbatches.
         seed: Of all rounds.
-        mixes: Images of a sample, by its patches.
     """
     rng = random.Random(seed * 1_000_003 + number)
     count = MICROBATCHES[number % len(MICROBATCHES)]
-    totals = [*mixes, *rng.choices(list(mixes), k=count - len(mixes))]
+    totals = [*MIXES, *rng.choices(list(MIXES), k=count - len(MIXES))]
     rng.shuffle(totals)
-    return [_draw(rng, mixes[total]) for total in totals for _ in range(PAIR)]
+    return [_draw(rng, MIXES[total]) for total in totals for _ in range(PAIR)]
 
 
 def _draw(rng: random.Random, mixes: Sequence[tuple[Grid, ...]]) -> Sample:

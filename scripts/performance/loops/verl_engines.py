@@ -1,19 +1,54 @@
-"""verl's Megatron engines on one GPU without ray: a policy that is trained, and a reference."""
+"""verl's Megatron engines on one GPU: a policy that is trained, and a reference.
 
-from collections.abc import Mapping
+verl imports ray everywhere, and its engines alone never call it: a module stands in for it where it is missing.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from scripts.performance.loops.ray_stand_in import stand_in
 from scripts.performance.loops.rounds import join_alone
 
 LEARNING_RATE = 1e-5
 # What eager needs as well: attention of a package that is there, and gradients without Apex.
 TRANSFORMER = {"attention_backend": "fused", "gradient_accumulation_fusion": False}
 KL = 0.1
+RAY = "ray"
+
+
+class RayStandIn(ModuleType):
+    """Has every name that somebody asks for; what is called with a class or function returns it, as decorators do."""
+
+    __version__ = "0"
+
+    def __init__(self) -> None:
+        super().__init__(RAY)
+        self.__spec__ = ModuleSpec(RAY, None, is_package=True)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _undecorated
+
+
+def _undecorated(*args: Any, **kwargs: Any) -> Any:
+    if len(args) == 1 and callable(args[0]) and not kwargs:
+        return args[0]
+    return _undecorated
+
+
+def stand_in() -> None:
+    """Let `import ray` work where ray is not installed."""
+    if RAY not in sys.modules and importlib.util.find_spec(RAY) is None:
+        sys.modules[RAY] = RayStandIn()
 
 
 def join_world() -> None:
@@ -84,19 +119,3 @@ def train(engine: Any, batch: Any, loss: Any) -> tuple[float, float]:
     with engine.train_mode(disable_auto_offload=True):
         found = engine.train_batch(batch, loss)
     return float(sum(found["loss"])), float(found["metrics"]["grad_norm"])
-
-
-def sizes_of(engine: Any) -> list[int]:
-    """Return bytes of the blocks that leave the device with an engine's parameters and gradients."""
-    found = []
-    for chunk in engine.module:
-        buffers = [*getattr(chunk, "buffers", [])] if not callable(getattr(chunk, "buffers", None)) else []
-        for buffer in buffers:
-            found += [each.nbytes for each in (buffer.param_data, buffer.grad_data) if each is not None]
-        found += [each.nbytes for each in chunk.parameters() if not (buffers and each.requires_grad)]
-    return found
-
-
-def addresses_of(engine: Any) -> list[int]:
-    """Return the addresses of an engine's parameters."""
-    return [parameter.data_ptr() for chunk in engine.module for parameter in chunk.parameters()]

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 import bridge_cg_plugin
-from scripts.performance.loops.canary import Canary
 from scripts.performance.loops.padded_packs import padded
-from scripts.performance.loops.ray_stand_in import stand_in
 from scripts.performance.loops.rounds import (
     GIB,
     OLD,
@@ -28,17 +26,16 @@ from scripts.performance.loops.rounds import (
 from scripts.performance.loops.samples import draw_round, microbatches
 from scripts.performance.loops.verl_batches import batch_of, response_log_probs
 from scripts.performance.loops.verl_engines import (
-    addresses_of,
     compute_gradients,
     engine_of,
     join_world,
     log_probs_of,
     loss_function,
-    sizes_of,
+    stand_in,
     train,
 )
-from scripts.performance.loops.verl_setup import EAGER_PADDED, PACK_BUCKETS, PADDED, PLAIN, Setup
-from scripts.performance.measuring.measure import synchronize
+from scripts.performance.loops.verl_setup import ADAPTERS, EAGER_PADDED, PACK_BUCKETS, PADDED, options_of
+from scripts.performance.measure import synchronize
 
 stand_in()
 import verl.workers.engine.megatron.transformer_impl  # noqa: F401  # while others still train
@@ -48,8 +45,6 @@ import verl.workers.engine.megatron.transformer_impl  # noqa: F401  # while othe
 WITH_GRADIENTS = 6
 # Every so many rounds the optimizer's state leaves as well, which takes seconds; only then is all of a model away.
 OPTIMIZER_EVERY = 4
-# Every other round somebody keeps the memory that the weights had.
-HELD_EVERY = 2
 
 
 class Rounds:
@@ -59,12 +54,11 @@ class Rounds:
         model: Folder of the model's files.
         mode: Of the run.
         seed: Of the samples.
-        setup: What they are made of.
+        lora: Of `ADAPTERS`.
     """
 
-    def __init__(self, model: Path, mode: str, seed: int, setup: Setup = PLAIN) -> None:
-        fields, lora = setup.options(mode), setup.lora
-        self._mixes = setup.mixes
+    def __init__(self, model: Path, mode: str, seed: int, lora: Mapping[str, Any] | None) -> None:
+        fields = options_of(mode)
         self._seed, self._buckets = seed, PACK_BUCKETS if mode in PADDED else ()
         self._on_graphs = bool(fields)
         self._policy = engine_of(model, True, fields, lora)
@@ -72,9 +66,6 @@ class Rounds:
         for engine in self._engines:
             engine.initialize()
         self._loss = loss_function()
-        self._sizes = [size for engine in self._engines for size in sizes_of(engine)]
-        self._canary: Canary | None = None
-        self._addresses: list[int] = []
         self._optimizer_away = False
         self.leave(optimizer=True)
         self._used = used_bytes()
@@ -105,34 +96,26 @@ class Rounds:
     def warm_up(self) -> None:
         """Let both compute log-probabilities of the first round's samples, and the policy their gradients."""
         self.come_back()
-        samples = draw_round(0, self._seed, self._mixes)
+        samples = draw_round(0, self._seed)
         batch, found = batch_of(samples), {}
         for _ in range(WARM_UP):
             for name in (OLD, REFERENCE):
                 found[name] = response_log_probs(self._log_probs(name, batch), batch)
         for _ in range(self._on_graphs * WITH_GRADIENTS):
             compute_gradients(self._policy, batch_of(samples, found[OLD], found[REFERENCE]), self._loss)
-        self._addresses = self._addresses_now()
         self.leave(optimizer=False)
 
     def run(self, number: int) -> Round:
         """Make one round, which begins and ends with weights away."""
-        samples = draw_round(number, self._seed, self._mixes)
-        done = Round(len(microbatches(samples)), canary_held=number % HELD_EVERY == 1)
-        if self._canary is not None and not done.canary_held:
-            done.canary_intact = self._end_canary()
+        samples = draw_round(number, self._seed)
+        done = Round(len(microbatches(samples)))
         torch.cuda.reset_peak_memory_stats()
         self.come_back()
-        addresses = self._addresses_now()
-        done.moved, self._addresses = addresses != self._addresses, addresses
         self._passes(samples, done)
         done.peak_gb = torch.cuda.max_memory_allocated() / GIB
-        if self._canary is not None:
-            done.canary_intact = self._end_canary()
         self.leave(optimizer=number % OPTIMIZER_EVERY == OPTIMIZER_EVERY - 1)
         if self._optimizer_away:
             done.away_gb = (used_bytes() - self._used) / GIB
-        self._canary = Canary(self._sizes)
         return done
 
     def _passes(self, samples: Sequence[Any], done: Round) -> None:
@@ -160,16 +143,6 @@ class Rounds:
         """Return what eager decoders run in, so that they compute the rows that the run's mode asks for."""
         return padded((chunk for engine in self._engines for chunk in engine.module), self._buckets)
 
-    def _end_canary(self) -> bool:
-        assert self._canary is not None
-        intact = self._canary.intact()
-        self._canary.release()
-        self._canary = None
-        return intact
-
-    def _addresses_now(self) -> list[int]:
-        return [address for engine in self._engines for address in addresses_of(engine)]
-
 
 def used_bytes() -> int:
     """Return the bytes of the device that are taken, without PyTorch's cache; what has left a pool is none of them."""
@@ -180,15 +153,10 @@ def used_bytes() -> int:
 
 def train_words(words: Sequence[str]) -> None:
     """Make all rounds, as the words of a command line say; see `worker_arguments`."""
-    make_rounds(words)
-
-
-def make_rounds(words: Sequence[str], setup: Setup = PLAIN) -> None:
-    """Do what `train_words` does, by `setup` as `Rounds` takes it."""
     args = worker_arguments(words)
     join_world()
-    (bridge_cg_plugin.activate if setup.options(args.train) else bridge_cg_plugin.deactivate)()
-    rounds = Rounds(args.model, args.train, args.seed, setup)
+    (bridge_cg_plugin.activate if options_of(args.train) else bridge_cg_plugin.deactivate)()
+    rounds = Rounds(args.model, args.train, args.seed, ADAPTERS[args.case])
     with rounds.eager_rows() if args.train == EAGER_PADDED else nullcontext():
         rounds.warm_up()
         write_rounds(args, rounds.run)
