@@ -14,7 +14,7 @@ import torch
 from megatron.core.enums import ModelType
 from torch import Tensor, nn
 
-from bridge_cg_tools.benchmarks.photographs.images import SMALL_SIZES, Images, draw_images
+from examples.photographs.images import SMALL_SIZES, Images, draw_images
 
 from .photographs.cpu import Captioner
 
@@ -61,9 +61,9 @@ def _on_gpu(small: bool) -> Job:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.utils import get_model_config
 
-    from bridge_cg_tools.benchmarks.photographs.images import PhotographDataset
-    from bridge_cg_tools.benchmarks.photographs.training import Run, model_provider
-    from bridge_cg_tools.benchmarks.runs.processes import free_port
+    from bridge_cg_plugin.cli.runs.ports import free_port
+    from examples.photographs.images import PhotographDataset
+    from examples.photographs.training import Run, model_provider
 
     alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in alone.items():

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 import bridge_cg_plugin
-from bridge_cg_tools.benchmarks.photographs import plain_runs
+from examples.photographs import plain_runs
 
 from .plain_jobs import Job, build
 

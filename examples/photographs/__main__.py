@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from bridge_cg_tools.benchmarks.photographs.arguments import layout_of, parse, training_arguments
+from examples.photographs.arguments import layout_of, parse, training_arguments
 
 
 def main() -> int:
@@ -17,7 +17,7 @@ def main() -> int:
     args = parse()
     layout_of(args).check_processes(os.environ.get("WORLD_SIZE"))
     if args.train:
-        from bridge_cg_tools.benchmarks.photographs.training import train_once
+        from examples.photographs.training import train_once
 
         train_once(args)
         return 0
@@ -32,7 +32,7 @@ def main() -> int:
     layout_of(args).check_gpus(torch.cuda.device_count())
     steps = args.steps or 50
     arguments = training_arguments(args, steps)
-    return run_gpu(steps, args.eager_runs, arguments, args.records, args.side_by_side, args.also)
+    return run_gpu(steps, args.eager_runs, arguments)
 
 
 if __name__ == "__main__":

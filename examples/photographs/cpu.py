@@ -7,8 +7,8 @@ from torch.nn import functional
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
-from bridge_cg_tools.benchmarks.models.small_tower import build_tower
-from bridge_cg_tools.benchmarks.photographs.images import FILES, SMALL_SIZES, Images, draw_images
+from examples.photographs.images import FILES, SMALL_SIZES, Images, draw_images
+from examples.photographs.small_tower import build_tower
 
 WARMUP_STEPS = 2
 MICROBATCHES = 2

@@ -1,1 +1,1 @@
-"""Commands: benchmarks and parity runs, whose results go to docs/benchmarks, and training of recipes."""
+"""Benchmarks and parity runs, whose results go to docs/benchmarks, and what they share."""

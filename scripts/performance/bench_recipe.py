@@ -1,21 +1,21 @@
-"""Optimizer steps of a full-size recipe, eager, with the encoder on graphs, and with the language model on graphs too.
+"""Steps of Bridge's full-size recipes, eager and on graphs, from random weights, on one GPU or several.
 
-    python scripts/performance/bench_recipe.py --case 8b_sft_tp2 --eager-runs 5 --modes plugin_vision,plugin
-    python scripts/performance/bench_recipe.py --recipe qwen3_vl_8b_vision_graphs_h200_peft_config --image 512x512
+    python scripts/performance/bench_recipe.py
+    python scripts/performance/bench_recipe.py --case 8b_sft_tp2 --eager-runs 5
+    python scripts/performance/bench_recipe.py --case 30b_a3b_8_layers_ep2 --steps 12
+    python scripts/performance/bench_recipe.py --recipe qwen3_vl_8b_sft_config --gpus 4 train.micro_batch_size=1
 
-Weights are random and images are Bridge's mock ones, of one size or, with `--image coco`, of COCO's sizes. The model's
-configuration and a processor like its own are written to a temporary folder: nothing is read from a network or a
-checkpoint. Each run is a process on every GPU; all import at once and train one after the other. One of the last steps
-is profiled, none timed. Other flags and overrides are those of `bridge-cg train`.
-
-Records go to docs/benchmarks/whole_step.jsonl. Exit status: 1 where a run failed or did not begin in time; 2 for
-refused input.
+A case names a recipe, its GPUs and overrides; further flags and overrides are those of `bridge-cg train`, graph options
+among them for graphs only. Configuration and tokenizer are written here, images are mock data of 1024 x 768 pixels;
+nothing is read from a network. Each run has processes of its own, a GPU each. Records go to
+docs/benchmarks/whole_step.jsonl after each run, in place of all of the case.
 """
 
 import argparse
+import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,42 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from bridge_cg_plugin.cli.report.kinds import KINDS
+from bridge_cg_plugin.cli.report.runs import GIB, WARM_UP
+from bridge_cg_plugin.cli.report.spread import compare_to_spread
+from bridge_cg_plugin.cli.runs import first_look, recipe_arguments
+from bridge_cg_plugin.cli.runs.comparison import words_of
+from bridge_cg_plugin.cli.runs.outputs import error_in
+from bridge_cg_plugin.cli.runs.results import loss_distance, output_path, provenance, put_cases
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
-from bridge_cg_tools.benchmarks.measuring.machine import gpus_here
-from bridge_cg_tools.benchmarks.records.results import output_path, put_cases
-from bridge_cg_tools.benchmarks.runs import recipe_bench
-from bridge_cg_tools.benchmarks.runs.mock_images import COCO, MockImages, read_images
-from bridge_cg_tools.benchmarks.runs.recipe_bench import GRAPHS, PLUGIN, Bench
-from bridge_cg_tools.benchmarks.runs.recipe_cases import CASES, LORA, RecipeCase
+from scripts.performance.processes import TrainingFailed, TrainingProcess
+from scripts.performance.recipe_cases import CASES, LORA, RecipeCase
+from scripts.performance.words import at_least, names_of
+from tests.models.hub_folders import MODELS, variables_of
+
+WORKER = "scripts.performance.random_weights"
+# What each mode of graphs adds to the command line.
+GRAPHS = {
+    "plugin": ("--cuda_graphs=exact",),
+    "plugin_vision": ("--cuda_graphs=exact", "--cuda_graph_impl", "none"),
+    "plugin_fastest": ("--cuda_graphs=fastest",),
+}
+SEED = 1234
+# Nothing is evaluated; all runs draw the same weights. Fused accumulation is Apex's, which the registry has not.
+WORDS = (
+    "train.eval_iters=0",
+    "validation.eval_iters=0",
+    "model.gradient_accumulation_fusion=false",
+    f"rng.seed={SEED}",
+    "rng.te_rng_tracker=true",
+    "model.use_te_rng_tracker=true",
+    "dataset.num_base_examples=16",
+    "dataset.image_size=[1024,768]",
+)
+FEWEST_EAGER_RUNS = 2  # that have a spread
+
+Run = dict[str, Any] | str  # a run's record, or its error
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -45,72 +73,174 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--case", choices=CASES, help=f"a recipe with its GPUs and overrides; {LORA} if left out")
     what.add_argument("--recipe", metavar="NAME", help="a recipe or preset, instead of a case")
-    parser.add_argument("--gpus", type=int, metavar="N", help="ranks, with a GPU each; the case's, or 1")
-    parser.add_argument(
-        "--image", type=read_images, default=MockImages(), metavar="WxH", help=f"pixels of every image, or {COCO}"
-    )
-    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of each run; the first 6 do not count")
-    parser.add_argument(
-        "--global-batch", type=int, metavar="N", help="images, one a sample, of a step; the case's, or 8"
-    )
-    parser.add_argument("--eager-runs", type=int, default=2, metavar="N", help="eager runs; 2 or more have a spread")
-    parser.add_argument("--modes", default=PLUGIN, metavar="LIST", help=f"comma-separated; all: {', '.join(GRAPHS)}")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="runs that have not ended then are ended")
+    parser.add_argument("--gpus", type=at_least(1), help="ranks, with a GPU each; the case's, or 1")
+    steps = f"optimizer steps of each run; the first {WARM_UP} do not count"
+    parser.add_argument("--steps", type=at_least(WARM_UP + 1), default=16, help=steps)
+    parser.add_argument("--global-batch", type=at_least(1), help="images, one a sample, of a step; the case's, or 8")
+    parser.add_argument("--eager-runs", type=at_least(1), default=2, help="eager runs; 2 or more have a spread")
+    parser.add_argument("--modes", type=names_of(*GRAPHS), default=("plugin",), help=f"of {', '.join(GRAPHS)}")
     parser.add_argument("--out", type=Path, help="records; docs/benchmarks/whole_step.jsonl on a GPU")
     args, rest = parser.parse_known_args(arguments)
-    case = _chosen(args)
-    rest = [*case.words, *rest]
-    if unknown := [mode for mode in args.modes.split(",") if mode not in GRAPHS]:
-        raise OptionError("modes", unknown[0], f"any of {', '.join(GRAPHS)}, comma-separated", "Correct the name.")
-    recipe_bench.check(args, rest)
-    return args, rest
-
-
-def _chosen(args: argparse.Namespace) -> RecipeCase:
-    """Complete the arguments with those of a case; returns it, or one that is made for the recipe."""
     if args.recipe is None:
         args.case = args.case or LORA
     case = RecipeCase(args.recipe) if args.case is None else CASES[args.case]
-    args.recipe = case.recipe
-    args.gpus = case.gpus if args.gpus is None else args.gpus
-    args.global_batch = case.batch if args.global_batch is None else args.global_batch
-    return case
+    args.recipe, rest = case.recipe, [*case.words, *rest]
+    args.gpus, args.global_batch = args.gpus or case.gpus, args.global_batch or case.batch
+    model_of(args.recipe)
+    for mode in args.modes:
+        recipe_arguments.read(words(args, rest, mode, Path("checkpoint")))
+    return args, rest
+
+
+def model_of(recipe: str) -> str:
+    """Return the name on the hub of a recipe's model.
+
+    Raises:
+        OptionError: Its configuration cannot be made here.
+    """
+    for part, name in MODELS.items():
+        if recipe.startswith(f"{part}_"):
+            return name
+    known = " or ".join(MODELS)
+    raise OptionError("recipe", recipe, f"a recipe or preset of {known}", "Other models need their hub: compare.py.")
+
+
+def words(args: argparse.Namespace, rest: Sequence[str], mode: str, checkpoint: Path) -> list[str]:
+    """Return the command line of `bridge-cg train` for one run.
+
+    Args:
+        args: Of `parse`.
+        rest: Further flags and overrides; graph options among them are for graphs only.
+        mode: Of `GRAPHS`, or eager's.
+        checkpoint: What stands for a checkpoint, where there are adapters.
+    """
+    adapters = [f"checkpoint.pretrained_checkpoint={checkpoint}"] if "_peft_" in args.recipe else []
+    given = [*GRAPHS[mode], *rest] if mode in GRAPHS else words_of("eager", rest, images=True)
+    sizes = (f"train.train_iters={args.steps}", f"train.global_batch_size={args.global_batch}")
+    return ["--recipe", args.recipe, "--mode", "pretrain", "--mock_data", *given, *adapters, *WORDS, *sizes]
+
+
+def refusal(args: argparse.Namespace, rest: Sequence[str], folder: Path) -> str:
+    """Return what a run with graphs would be refused with, in about two seconds; empty where it would not.
+
+    Args:
+        args: Of `parse`.
+        rest: Further flags and overrides.
+        folder: One that exists, in the place of the checkpoint.
+    """
+    start = ["--launcher", "torchrun", "--gpus_per_node", str(args.gpus)]
+    return first_look.refusal([*start, *words(args, rest, "plugin", folder)])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train all runs and write their records."""
+    """Train all runs and write their records; status 1 where one failed, 2 for refused input."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
         args, rest = parse(given)
         out = output_path(args.out, "whole_step.jsonl")
-        recipe_bench.check_gpus(args.gpus, gpus_here())
     except ValueError as error:
         print(f"bench_recipe.py: {as_typed(error, given)}", file=sys.stderr)
         return 2
-    modes = recipe_bench.modes_of(args.eager_runs, args.modes.split(","))
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+    first, *others = (f"eager{number + 1}" for number in range(args.eager_runs))
+    case = args.case or args.recipe.removesuffix("_config")
+    runs: dict[str, Run] = {}
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if refused := recipe_bench.refusal(args, rest, folder):
+        if refused := refusal(args, rest, folder):
             print(refused, file=sys.stderr)
             return 2
-        bench = Bench(args, rest, folder, folder / "checkpoint")
-        bench.start(modes, stack)
-        _write_files(args.recipe, folder)
-        runs: dict[str, dict[str, Any] | str] = {}
-        for mode in modes:
-            runs[mode] = bench.run(mode)
-            records = recipe_bench.records_of(recipe_bench.case_of(args), runs, args.steps, args.gpus)
-            put_cases(out, records)
-    print("\n".join(map(recipe_bench.in_words, records)))
+        write_files(args.recipe, folder)
+        with ExitStack() as stack:
+            modes = (first, *args.modes, *others)
+            processes = {mode: started(args.gpus, folder, mode, stack) for mode in modes}
+            for mode, process in processes.items():
+                runs[mode] = trained(process, mode, words(args, rest, mode, folder / "checkpoint"))
+                records = records_of(case, runs, args.steps, args.gpus)
+                put_cases(out, records)
+    print("\n".join(map(in_words, records)))
     return 1 if any("error" in record for record in records) else 0
 
 
-def _write_files(recipe: str, folder: Path) -> None:
-    """Write the model's files and what stands for a checkpoint, while the runs' processes import."""
-    from bridge_cg_tools.benchmarks.models.local_hub import write_checkpoint, write_hub
+def write_files(recipe: str, folder: Path) -> None:
+    """Write the model's files and what stands for a checkpoint."""
+    from tests.models.local_hub import write_checkpoint, write_hub
 
-    write_hub(folder, [recipe_bench.model_of(recipe)])
+    write_hub(folder, [model_of(recipe)])
     write_checkpoint(folder)
+
+
+def started(gpus: int, folder: Path, mode: str, stack: ExitStack) -> TrainingProcess:
+    """Let the processes of a run import; they are closed with the stack."""
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **variables_of(folder)}
+    process = TrainingProcess(folder / f"{mode}.log", ranks=gpus, module=WORKER, environment=environment)
+    stack.callback(process.close)
+    return process
+
+
+def trained(process: TrainingProcess, mode: str, line: Sequence[str]) -> Run:
+    """Train once; returns what the run did, or why it did not."""
+    try:
+        process.wait_until_ready()
+        return process.train(mode, line)
+    except TrainingFailed as error:
+        print(error, file=sys.stderr, flush=True)
+        return error_in(str(error))
+
+
+def records_of(case: str, runs: Mapping[str, Run], steps: int, gpus: int) -> list[dict[str, Any]]:
+    """Return the records of all runs, beside the first eager one.
+
+    Args:
+        case: The case.
+        runs: By mode.
+        steps: Of each run.
+        gpus: Of each run.
+    """
+    origin = {"gpus": gpus, **provenance(steps - WARM_UP, SEED)}
+    measured = {mode: run for mode, run in runs.items() if isinstance(run, dict)}
+    eager = [run for mode, run in measured.items() if mode not in GRAPHS]
+    found = []
+    for mode, run in runs.items():
+        own: dict[str, Any] = {"case": case, "mode": mode, **origin}
+        if isinstance(run, str):
+            found.append({**own, "repeats": 0, "error": run})
+            continue
+        own |= {**run, **graphs_of(run)}
+        if beside := measured.get("eager1"):
+            own["ratio"] = run["ms"] / beside["ms"]
+            own["loss_rel"] = loss_distance(run["losses"], beside["losses"])
+        if mode in GRAPHS and len(eager) >= FEWEST_EAGER_RUNS:
+            own["inside_spread"] = is_inside(eager, run)
+        found.append(own)
+    return found
+
+
+def graphs_of(run: Mapping[str, Any]) -> dict[str, float]:
+    """Return what all graphs of a run take: GiB of memory and seconds of capture."""
+    kinds = [statistics for kind in KINDS if (statistics := run.get(kind.field)) is not None]
+    if not kinds:
+        return {}
+    memory = sum(each["memory_bytes"] for each in kinds)
+    return {"memory_gb": memory / GIB, "capture_s": float(sum(each["capture_seconds"] for each in kinds))}
+
+
+def is_inside(eager: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> bool:
+    """Return whether a run's losses and gradient norms stay inside the spread of eager runs."""
+    names = ("losses", "grad_norms")
+    return all(compare_to_spread([each[name] for each in eager], run[name]).inside for name in names)
+
+
+def in_words(record: Mapping[str, Any]) -> str:
+    """Return one line of a record for a person."""
+    if "error" in record:
+        return f"{record['mode']}: {record['error']}"
+    said = [f"{record['mode']}: {record['ms']:.1f} ms a step", f"peak {record['peak_gb']:.1f} GiB"]
+    said += [f"ratio {record['ratio']:.3f}, losses within {record['loss_rel']:.1e}"] if "ratio" in record else []
+    if "memory_gb" in record:
+        said.append(f"graphs {record['memory_gb']:.1f} GiB, captured in {record['capture_s']:.1f} s")
+    if "inside_spread" in record:
+        said.append("inside eager's spread" if record["inside_spread"] else "OUTSIDE eager's spread")
+    return "; ".join(said)
 
 
 if __name__ == "__main__":

@@ -1,36 +1,45 @@
 """Whole optimizer steps of Bridge's `pretrain()`: image mixes x language models x eager, upstream's graphs, the plugin.
 
     python scripts/performance/bench_step.py
-    python scripts/performance/bench_step.py --images mixed --language-models 16x2048 --modes eager,plugin --seconds 200
+    python scripts/performance/bench_step.py --images mixed --language-models 16x2048 --modes eager,plugin
 
-Trains examples/photographs, each run in a process of its own, with 4 microbatches a step. While steps of one run are
-timed the next ones import; where memory allows, they are set up and warm up before and after. A record is written after
-each run and replaces an older one of its case and mode; a run that fails has a record with the error.
+Trains examples/photographs with 4 microbatches a step, one run after the other, each in a process of its own; the next
+one imports meanwhile. A record is written after each run and replaces an older one of its case and mode; a run that
+fails has a record with the error.
 """
 
 import argparse
-import re
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.photographs.comparison import SKIPPED
-from bridge_cg_tools.benchmarks.photographs.steps import (
-    IMAGES,
-    LANGUAGE_MODELS,
-    MODES,
-    Bench,
-    Case,
-    eager_of,
-    record_of,
-)
-from bridge_cg_tools.benchmarks.records.results import output_path, put_record, read_records
+from bridge_cg_plugin.cli.runs.comparison import WRONG
+from bridge_cg_plugin.cli.runs.outputs import error_in
+from bridge_cg_plugin.cli.runs.results import loss_distance, output_path, provenance, put_record
+from examples.photographs.comparison import SKIPPED, median_ms
+from scripts.performance.processes import TrainingFailed, TrainingProcess
+from scripts.performance.words import names_of
+
+IMAGES = {"single": ("--single",), "mixed": (), "large": ("--large",)}
+LANGUAGE_MODELS = ("4x2048", "16x2048", "28x2560")
+# Mode -> (what examples.photographs --train is told, its further words).
+MODES = {
+    "eager": ("eager", ()),
+    # Its capture aborts under overlap_param_gather, which the other modes have.
+    "upstream": ("upstream", ("--no-overlap",)),
+    "plugin": ("graphs", ()),
+    "plugin_language_model": ("graphs", ("model.cuda_graph_impl=transformer_engine", "model.cuda_graph_modules=[]")),
+    "plugin_full_iteration": ("graphs", ("model.cuda_graph_impl=full_iteration",)),
+}
+# Samples, those of 4 steps: all are met before steps are timed, so that eager's attention is planned by then.
+DISTINCT = 16
+
+Case = tuple[str, str, str]  # of IMAGES, LAYERSxWIDTH, of MODES
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -39,60 +48,74 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--out", type=Path, help="records; docs/benchmarks/steps.jsonl on a GPU")
-    parser.add_argument("--images", default=",".join(IMAGES), help=f"comma-separated; all: {', '.join(IMAGES)}")
+    parser.add_argument("--images", type=names_of(*IMAGES), default=tuple(IMAGES), help=f"of {', '.join(IMAGES)}")
     parser.add_argument("--language-models", default=",".join(LANGUAGE_MODELS), help="comma-separated LAYERSxWIDTH")
-    parser.add_argument("--modes", default=",".join(MODES), help=f"comma-separated; all: {', '.join(MODES)}")
+    parser.add_argument("--modes", type=names_of(*MODES), default=tuple(MODES), help=f"of {', '.join(MODES)}")
     parser.add_argument("--steps", type=int, default=14, help=f"optimizer steps; the first {SKIPPED} do not count")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="no further run begins after this long")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.steps <= SKIPPED:
+        parser.error(f"Cannot use --steps {args.steps}: the first {SKIPPED} do not count. Take 14.")
+    return args
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train all runs and write the records."""
+    """Train all runs and write the records; status 1 where a run of eager or the plugin failed."""
     args = parse(arguments)
-    try:
-        runs = cases(args)
-        out = output_path(args.out, "steps.jsonl")
-    except ValueError as error:
-        print(f"bench_step.py: {error}", file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(runs)) as pool:
-        bench = Bench(Path(folder), args.steps, time.monotonic() + args.seconds)
-        trained = [pool.submit(bench.train, turn, case) for turn, case in enumerate(runs)]
-        for case, future in zip(runs, trained, strict=True):
-            record = record_of(case, future.result(), args.steps, eager_of(case, read_records(out)))
-            put_record(out, record)
-            print(f"{case.name} {case.mode}: {record.get('error') or format(record['ms'], '.1f') + ' ms'}", flush=True)
-    return 0
-
-
-def cases(args: argparse.Namespace) -> list[Case]:
-    """Return the runs that the command line asks for, eager ones of a case first.
-
-    Raises:
-        ValueError: A name is unknown, or there are too few steps.
-    """
-    if args.steps <= SKIPPED:
-        raise ValueError(
-            f"Cannot use --steps {args.steps}: it must be more than {SKIPPED}, which do not count. Take 14."
-        )
-    chosen = {}
-    for option, allowed in (("images", IMAGES), ("modes", MODES)):
-        names = [name for name in getattr(args, option).split(",") if name]
-        unknown = [name for name in names if name not in allowed]
-        if unknown or not names:
-            raise ValueError(
-                f"Cannot use --{option} {','.join(unknown)}: it must be any of {', '.join(allowed)}. Correct the name."
-            )
-        chosen[option] = names
+    out = output_path(args.out, "steps.jsonl")
     models = args.language_models.split(",")
-    for model in models:
-        if not re.fullmatch(r"[1-9]\d*x(2048|2560)", model):
-            raise ValueError(
-                f"Cannot use --language-models {model}: it must be LAYERSxWIDTH, width 2048 or 2560. Write 4x2048, say."
-            )
-    modes = [mode for mode in MODES if mode in chosen["modes"]]
-    return [Case(images, model, mode) for model in models for images in chosen["images"] for mode in modes]
+    cases = [(images, model, mode) for model in models for images in args.images for mode in args.modes]
+    eager: dict[str, dict[str, Any]] = {}
+    failed = False
+    for case, run in trained(cases, args.steps):
+        record = record_of(case, run, args.steps, eager)
+        put_record(out, record)
+        failed = failed or ("error" in record and case[2] != "upstream")
+        print(f"{record['case']} {case[2]}: {record.get('error') or format(record['ms'], '.1f') + ' ms'}", flush=True)
+    return 1 if failed else 0
+
+
+def trained(cases: Sequence[Case], steps: int) -> Iterator[tuple[Case, dict[str, Any] | str]]:
+    """Yield what each run did, or why it did not train."""
+    with ExitStack() as stack:
+        following = stack.enter_context(TrainingProcess.started())
+        for number, case in enumerate(cases):
+            process = following
+            if number + 1 < len(cases):
+                following = stack.enter_context(TrainingProcess.started())
+            told, further = MODES[case[2]]
+            words = ["--steps", str(steps), "--language-model", case[1], *IMAGES[case[0]], *further]
+            try:
+                process.wait_until_ready()
+                yield case, process.train(told, [*words, "--distinct", str(DISTINCT), "--loader-workers", "0"])
+            except TrainingFailed as error:
+                yield case, error_in(str(error))
+
+
+def record_of(case: Case, run: dict[str, Any] | str, steps: int, eager: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the record of what a run did, or of why it did not; keeps eager's by case for those that follow.
+
+    Args:
+        case: What ran.
+        run: Its figures, or its error.
+        steps: Optimizer steps.
+        eager: The eager records so far.
+    """
+    images, model, mode = case
+    record: dict[str, Any] = {"case": f"{images}_{model}", "mode": mode, "language_model": model}
+    record |= {"wrong": WRONG} if mode == "upstream" else {}
+    record["overlap"] = "--no-overlap" not in MODES[mode][1]
+    if isinstance(run, str):
+        return {**record, "error": run, **provenance(0, 1234)}
+    record |= {name: run[name] for name in ("losses", "grad_norms", "peak_gb", "graphs")}
+    record |= {"ms": median_ms(run), "distinct_samples": DISTINCT, **provenance(steps - SKIPPED, 1234)}
+    if mode != "upstream":  # its vision layers look alike
+        record["language_model_layers"] = run["language_model_layers"]
+    if mode == "eager":
+        eager[record["case"]] = {**record, "ratio": 1.0}
+    if beside := eager.get(record["case"]):
+        record["ratio"] = record["ms"] / beside["ms"]
+        record["loss_rel"] = loss_distance(record["losses"], beside["losses"])
+    return record
 
 
 if __name__ == "__main__":

@@ -1,32 +1,31 @@
-"""Times of the vision tower, forward plus backward: eager, the plugin, upstream's graphs, torch.compile, the limit.
+"""Times of encoders, forward plus backward: eager and the plugin, with parity beside every time.
 
     python scripts/performance/bench_vision.py
-    python scripts/performance/bench_vision.py --tokens "" --seconds 90
-    python scripts/performance/bench_vision.py --modes eager,plugin --cases 1x448,8mix --tokens 1024,4096
+    python scripts/performance/bench_vision.py --cases 1x448,8mix --modes plugin,plugin_flash
+    python scripts/performance/bench_vision.py --encoders siglip,qwen25_vl --layers 4
 
-Modes of one group run in one process on the same weights and inputs, one case after another, beside an eager baseline;
-each group has a process of its own, as a failed capture or a compilation must not reach another's figures. All
-processes start at once and import; they measure in turn. A record is written as soon as it is measured and replaces an
-older one of its case and mode. What cannot be measured, for lack of memory, time or support, has a record with the
-error.
+Qwen3-VL's tower, or other encoders. Gradients are accumulated into fp32 `main_grad`; buckets are of exactly a case's
+size. Records go to docs/benchmarks/vision_bench.jsonl, of other encoders to encoders.jsonl.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.models.workloads import CASES, SWEEP, Grid, workloads
-from bridge_cg_tools.benchmarks.records.results import (
-    output_path,
-    read_records,
-)
-from bridge_cg_tools.benchmarks.vision.tables import drop_records, print_table, write_limits
-from bridge_cg_tools.benchmarks.vision.task import Task
-from bridge_cg_tools.benchmarks.vision.workers import GROUPS, MODES, run_groups, worker
+from bridge_cg_plugin.cli.runs.results import output_path, put_record
+from scripts.performance.encoders import MODES, measure
+from scripts.performance.words import at_least, names_of
+from tests.models import tower
+from tests.models.encoder_case import Encoder
+from tests.models.encoders import ENCODERS
+
+CASES = tuple(dict.fromkeys(case for encoder in ENCODERS.values() for case in encoder.sizes))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -34,62 +33,42 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--out", type=Path, help="records; docs/benchmarks/vision_bench.jsonl on a GPU")
-    parser.add_argument("--modes", default=",".join(MODES), help=f"comma-separated; all: {', '.join(MODES)}")
-    parser.add_argument("--cases", default=",".join(CASES), help=f"comma-separated; all: {', '.join(CASES)}")
-    parser.add_argument("--tokens", default=",".join(map(str, SWEEP)), help="single images of so many patches")
-    parser.add_argument("--repeats", type=int, default=9, help="timed runs of each measurement, at least 3")
-    parser.add_argument("--case-seconds", type=float, default=1.0, help="no further repeat begins after this long")
-    parser.add_argument("--seconds", type=float, default=200.0, help="time for all, shared by the processes in turn")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    listed = ", ".join(ENCODERS)
+    parser.add_argument("--encoders", type=names_of(*ENCODERS), default=("qwen3_vl",), help=f"of {listed}")
+    parser.add_argument("--cases", type=names_of(*CASES), default=CASES, help=f"of {', '.join(CASES)}")
+    parser.add_argument("--modes", type=names_of(*MODES), help=f"each encoder's own if left out; of {', '.join(MODES)}")
+    parser.add_argument("--layers", type=at_least(2), help="of every encoder; the full size if left out")
+    parser.add_argument("--repeats", type=at_least(3), default=9, help="timed runs of each measurement")
+    parser.add_argument("--out", type=Path, help="records; in docs/benchmarks on a GPU")
     return parser.parse_args(arguments)
 
 
-def split(text: str) -> list[str]:
-    """Return the parts of a comma-separated list."""
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write the records."""
+    """Measure, print and write the records."""
     args = parse(arguments)
-    if args.worker:
-        return worker()
-    try:
-        modes, grids, out = checked(args)
-    except ValueError as error:
-        print(f"bench_vision.py: {error}", file=sys.stderr)
-        return 2
-    drop_records(out, grids, modes)
-    if "limit" in modes:
-        write_limits(out, grids)
-    groups = [tuple(mode for mode in group if mode in modes) for group in GROUPS]
-    task = Task((), grids, str(out), args.repeats, args.case_seconds, args.seconds)
-    run_groups([group for group in groups if group], task)
-    print_table(read_records(out), grids)
+    tower.start_process()
+    for name in args.encoders:
+        out = output_path(args.out, "vision_bench.jsonl" if name == "qwen3_vl" else "encoders.jsonl")
+        encoder = with_cases(ENCODERS[name], args.cases)
+        for record in measure(name, encoder, args.layers or encoder.layers, args.repeats, args.modes):
+            put_record(out, record)
+            print_record(record)
     return 0
 
 
-def checked(args: argparse.Namespace) -> tuple[list[str], dict[str, Grid], Path]:
-    """Return modes, cases and file.
+def with_cases(encoder: Encoder, cases: Sequence[str]) -> Encoder:
+    """Return an encoder with those of its cases that are named."""
+    return replace(encoder, sizes={case: size for case, size in encoder.sizes.items() if case in cases})
 
-    Raises:
-        ValueError: A name is unknown, a number is no power of two, or a file is needed.
-    """
-    modes = split(args.modes)
-    unknown = [mode for mode in modes if mode not in MODES]
-    if unknown:
-        raise ValueError(f"Cannot use --modes {unknown[0]}: it must be any of {', '.join(MODES)}. Correct the name.")
-    try:
-        tokens = [int(part) for part in split(args.tokens)]
-    except ValueError:
-        raise ValueError(
-            f"Cannot use --tokens {args.tokens}: it must be numbers, comma-separated. Correct the list."
-        ) from None
-    grids = workloads(split(args.cases), tokens)
-    if not grids:
-        raise ValueError("Cannot measure anything: --cases and --tokens are both empty. Name at least one.")
-    return modes, grids, output_path(args.out, "vision_bench.jsonl")
+
+def print_record(r: dict[str, Any]) -> None:
+    """Print one record as a line."""
+    line = f"{r['case']:28} {r['mode']:20} {r['tokens']:>6} tokens {r['ms']:>8.1f} ms (ratio {r['ratio']:.2f}), "
+    line += f"host {r['host_ms']:.1f} ms, busy {r['gpu_busy_ms']:.1f} ms, {r['kernels']} kernels"
+    if "forward_rel" in r:
+        line += f"; outputs {r['forward_rel']:.1e} (two eager runs {r['forward_noise']:.1e}), "
+        line += f"gradients {r['grad_rel']:.1e} ({r['grad_noise']:.1e}), {r['memory_gb']:.1f} GiB"
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

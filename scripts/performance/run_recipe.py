@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_tools.benchmarks.runs.train import main
+from bridge_cg_plugin.cli.runs.train import main
 
 if __name__ == "__main__":
     sys.exit(main(script=__file__))

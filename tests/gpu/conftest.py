@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bridge_cg_plugin.cli.runs.ports import free_port
 from bridge_cg_plugin.graphs.errors import release_frames
 from bridge_cg_plugin.graphs.recordings.compiling import TURNS
-from bridge_cg_tools.benchmarks.runs.hosts import ranks_per_gpu
-from bridge_cg_tools.benchmarks.runs.processes import free_port
+from scripts.performance.hosts import ranks_per_gpu
 
 from .parts import PARALLEL, SCRIPTS, part_of
 from .trainings import (
@@ -119,7 +119,7 @@ def tower_module():
     # Something that it imports keeps the frames that import it: a test's frame would keep the test's model.
     import megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model  # noqa: F401
 
-    from bridge_cg_tools.benchmarks.models import tower
+    from tests.models import tower
 
     tower.start_process()
     return tower

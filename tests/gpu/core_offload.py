@@ -26,9 +26,9 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
 from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
-from bridge_cg_tools.benchmarks.models import tower
-from bridge_cg_tools.benchmarks.packed import training as packed_training
-from bridge_cg_tools.benchmarks.photographs.training import Recorder
+from examples.photographs.training import Recorder
+from tests.gpu import packed_training as packed_training
+from tests.models import tower
 
 from .workers import worker_parser
 

@@ -21,9 +21,9 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
 from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
-from bridge_cg_tools.benchmarks.packed import parity
-from bridge_cg_tools.benchmarks.packed import training as packed_training
-from bridge_cg_tools.benchmarks.photographs.training import Recorder
+from examples.photographs.training import Recorder
+from tests.gpu import packed_training as packed_training
+from tests.models import packed_parity as parity
 
 from .core_offload import WholeDocumentProvider, use_any_cores
 from .whole_documents import Keeper

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
-from bridge_cg_tools.benchmarks.models import tower
+from tests.models import tower
 
 from .workers import worker_parser
 

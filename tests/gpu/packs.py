@@ -4,9 +4,9 @@ from contextlib import contextmanager
 
 import torch
 
-from bridge_cg_tools.benchmarks.models import language_model as lm
-from bridge_cg_tools.benchmarks.models.tower import MainGrads, relative
-from bridge_cg_tools.benchmarks.packed import parity as parity
+from tests.models import language_model as lm
+from tests.models import packed_parity as parity
+from tests.models.tower import MainGrads, relative
 
 MAX_SEQS = 24
 BUCKETS = [1024, 2048]

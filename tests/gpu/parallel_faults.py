@@ -67,7 +67,7 @@ def batch_sizes_grow() -> None:
     from megatron.bridge.training.callbacks import Callback
     from megatron.core import num_microbatches_calculator as calculator
 
-    from bridge_cg_tools.benchmarks.photographs import training
+    from examples.photographs import training
 
     class Growing(Callback):
         def on_train_start(self, context):
@@ -94,7 +94,7 @@ def second_rank_stops() -> None:
 
     NCCL's watchdog waits for longer than the plugin's report may take before it ends a rank.
     """
-    from bridge_cg_tools.benchmarks.photographs import training
+    from examples.photographs import training
 
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "120000")
     training.DistributedInitConfig = functools.partial(

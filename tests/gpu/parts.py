@@ -9,7 +9,6 @@ from .trainings import trainings_of
 
 SCRIPTS = (
     "test_benchmarks",
-    "test_bench_encoders",
     "test_bench_recipe",
     "test_compare",
     "test_presets",

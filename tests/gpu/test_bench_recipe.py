@@ -3,21 +3,19 @@
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.models.arithmetic import TFLOPS
-from bridge_cg_tools.benchmarks.records.results import check_record, read_records
-from bridge_cg_tools.report.runs import WARM_UP
+from bridge_cg_plugin.cli.report.runs import WARM_UP
+from bridge_cg_plugin.cli.runs.results import check_record, read_records
 from scripts.performance import bench_recipe
 
 STEPS = WARM_UP + 4
 LEAST_GIB = 60  # of the GPU's memory
-SECONDS = 540
 
 
 def test_encoder_and_language_model_replay_and_train_what_eager_trains(tmp_path):
     if torch.cuda.get_device_properties(0).total_memory < LEAST_GIB * 2**30:
         pytest.skip(f"needs {LEAST_GIB} GiB of GPU memory")
     out = tmp_path / "r.jsonl"
-    line = ["--steps", str(STEPS), "--eager-runs", "1", "--global-batch", "4", "--seconds", str(SECONDS)]
+    line = ["--steps", str(STEPS), "--eager-runs", "1", "--global-batch", "4"]
     status = bench_recipe.main(["--out", str(out), *line])
     found = {record["mode"]: record for record in read_records(out)}
     print(found)
@@ -30,12 +28,4 @@ def test_encoder_and_language_model_replay_and_train_what_eager_trains(tmp_path)
     assert not any(eager[name] for name in ("graphs", "packed_graphs", "language_model_graphs"))
     assert plugin["losses"][0] == pytest.approx(eager["losses"][0], rel=1e-3)
     assert plugin["loss_rel"] < 2e-2 and plugin["ratio"] < 0.8
-    for record in (plugin, eager):
-        parts, step = record["parts_ms"], sum(record["parts_ms"].values())
-        assert all(parts[name] > 0 for name in ("vision", "between", "language model", "optimizer")), parts
-        assert record["idle_share"] * step == pytest.approx(parts["idle"], rel=1e-3)
-        # Profiling costs, and no part is faster than its arithmetic.
-        assert 0.7 * record["ms"] < step < 2.5 * record["ms"]
-        assert all(parts[name] > tflop / TFLOPS * 1e3 for name, tflop in record["parts_tflop"].items())
-    assert plugin["idle_share"] < eager["idle_share"]
     assert plugin["memory_gb"] > 1 and plugin["capture_s"] > 0

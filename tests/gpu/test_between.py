@@ -19,7 +19,7 @@ from bridge_cg_plugin.upstream.hooks.data import batches, between, host_tokens
 from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from bridge_cg_tools.benchmarks.packed import parity
+from tests.models import packed_parity as parity
 
 from ..unit.vlm import state
 

@@ -9,10 +9,10 @@ import torch
 from bridge_cg_plugin.language.experts.linear import combine_linear, dispatch_linear
 from bridge_cg_plugin.language.experts.rows import find_rows, row_weights
 from bridge_cg_plugin.language.experts.tables import Tables
-from bridge_cg_tools.benchmarks.models import language_model as lm
-from bridge_cg_tools.benchmarks.models.reference import without_tf32
-from bridge_cg_tools.benchmarks.models.tower import relative
-from bridge_cg_tools.benchmarks.packed import parity as parity
+from tests.models import language_model as lm
+from tests.models import packed_parity as parity
+from tests.models.reference import without_tf32
+from tests.models.tower import relative
 from tests.routers import take_statistics
 
 from .packs import Trained, graphs_on, poison

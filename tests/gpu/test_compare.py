@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from bridge_cg_plugin.cli.report.records import read_records
+from bridge_cg_plugin.cli.report.training_log import read_log
+from bridge_cg_plugin.cli.runs import compare
 from bridge_cg_plugin.recipes import SMALL_RECIPES
-from bridge_cg_tools.benchmarks.runs import compare
-from bridge_cg_tools.report.records import read_records
-from bridge_cg_tools.report.training_log import read_log
 
 STEPS = 14
 (NAME,) = SMALL_RECIPES

@@ -6,9 +6,9 @@ The numbers behind every assertion are printed (`pytest -s`).
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.models.encoder_case import forward, step
-from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
-from bridge_cg_tools.benchmarks.records.results import loss_distance
+from bridge_cg_plugin.cli.runs.results import loss_distance
+from tests.models.encoder_case import forward, step
+from tests.models.encoders import ENCODERS
 
 from ..unit import bridge_towers
 from .packs import let_the_host_run_ahead

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.vision.precision import ALLOWANCE
+from tests.models.reference import ALLOWANCE
 
 from .test_direct_attention import LAYOUTS, RECORDED, WIDTH, by_transformer_engine, distance, draw, offsets_of
 
@@ -96,7 +96,7 @@ def test_many_layouts_write_nothing_outside(flash):
 def test_a_tower_is_as_near_to_fp32_as_eager(tower_module, model, grads, graphs_of, monkeypatch, flash, modules):
     import statistics
 
-    from bridge_cg_tools.benchmarks.models.reference import Fp32Tower
+    from tests.models.reference import Fp32Tower
 
     from .test_precision import mean_errors
 

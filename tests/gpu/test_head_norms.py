@@ -5,8 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.measuring import measure
-from bridge_cg_tools.benchmarks.models import language_model as lm
+from scripts.performance import measure
+from tests.models import language_model as lm
 
 from .packs import Trained, graphs_on
 

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.models.reference import without_tf32
+from tests.models.reference import without_tf32
 
 from ..unit.moonvit_towers import PUBLISHED, SIDE, new_moonvit, region
 from .test_encoders import ALLOWANCE, PATCHES

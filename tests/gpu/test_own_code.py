@@ -6,7 +6,7 @@ import pytest
 
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
-from bridge_cg_tools.benchmarks.models import tower
+from tests.models import tower
 
 from ..seams.test_contract import missing
 from ..traced import functions_run

@@ -12,9 +12,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.models import language_model as lm
-from bridge_cg_tools.benchmarks.models.tower import relative
-from bridge_cg_tools.benchmarks.packed import parity as parity
+from tests.models import language_model as lm
+from tests.models import packed_parity as parity
+from tests.models.tower import relative
 
 from .packs import BUCKETS, EAGER_RUNS, MAX_SEQS, Trained, assert_eagers, assert_same, graphs_on, rows_of
 

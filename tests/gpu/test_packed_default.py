@@ -7,7 +7,7 @@ moment.
 
 import pytest
 
-from bridge_cg_tools.benchmarks.models import language_model as lm
+from tests.models import language_model as lm
 
 from .packs import Trained, assert_differs_as_eager_does
 from .test_packed import SIZES

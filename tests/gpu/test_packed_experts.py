@@ -7,8 +7,8 @@ So eager and graphs run with deterministic algorithms, and are compared as all o
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.models import language_model as lm
-from bridge_cg_tools.benchmarks.packed import parity as parity
+from tests.models import language_model as lm
+from tests.models import packed_parity as parity
 
 from .packs import Trained, assert_eagers, graphs_on
 

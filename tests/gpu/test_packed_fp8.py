@@ -11,9 +11,9 @@ import torch
 from megatron.core import fp8_utils
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_tools.benchmarks.models import language_model as lm
-from bridge_cg_tools.benchmarks.models.tower import MainGrads
-from bridge_cg_tools.benchmarks.packed import parity
+from tests.models import language_model as lm
+from tests.models import packed_parity as parity
+from tests.models.tower import MainGrads
 
 from .packs import BUCKETS, MAX_SEQS, assert_same, graphs_on, rows_of
 

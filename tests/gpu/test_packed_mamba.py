@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import bridge_cg_plugin
-from bridge_cg_tools.benchmarks.measuring.tilings import few_tilings, mamba_kernels
-from bridge_cg_tools.benchmarks.models import language_model as lm
-from bridge_cg_tools.benchmarks.models.tower import relative
-from bridge_cg_tools.benchmarks.packed import parity as parity
+from tests.models import language_model as lm
+from tests.models import packed_parity as parity
+from tests.models.tilings import few_tilings, mamba_kernels
+from tests.models.tower import relative
 
 from .packs import (
     BUCKETS,

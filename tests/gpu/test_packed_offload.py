@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_tools.benchmarks.models import language_model as lm
-from bridge_cg_tools.benchmarks.models.tower import relative
-from bridge_cg_tools.benchmarks.packed import parity as parity
+from tests.models import language_model as lm
+from tests.models import packed_parity as parity
+from tests.models.tower import relative
 
 from .packs import BUCKETS, Trained, assert_eagers, assert_within_noise, graphs_on, poison
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from bridge_cg_tools.benchmarks.photographs.arguments import layout_in
-from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed
+from examples.photographs.arguments import layout_in
+from scripts.performance.processes import TrainingFailed
 from tests.gpu.parallel_faults import GROWING_MICROBATCHES
 from tests.gpu.trainings import Training
 

@@ -4,8 +4,7 @@ import statistics
 
 import pytest
 
-from bridge_cg_tools.benchmarks.models.reference import Fp32Tower
-from bridge_cg_tools.benchmarks.vision.precision import ALLOWANCE, errors_of
+from tests.models.reference import ALLOWANCE, Fp32Tower, errors_of
 
 MIXES = {
     "one image": [(1, 28, 28)],

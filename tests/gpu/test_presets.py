@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.models.local_hub import MODELS, snapshot_in, write_hub, write_weights
+from tests.models.local_hub import MODELS, snapshot_in, write_hub, write_weights
 
 from .recipe_runs import checks_passed, run_recipe
 

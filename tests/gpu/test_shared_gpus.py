@@ -2,7 +2,7 @@
 
 import pytest
 
-from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
+from scripts.performance.processes import TrainingFailed, TrainingProcess
 
 from .shared_gpus import REPEATS, TIMED
 from .trainings import ENVIRONMENT

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.measuring import measure
+from scripts.performance import measure
 
 from .conftest import LAYERS
 from .test_parity import BUCKETS, check_mixes, poison, run
@@ -29,7 +29,7 @@ def repeatable_model(repeatable, tower_module):
 
 def captured(model, streams: int, kernels: str, **options):
     from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_tools.benchmarks.models.modes import new_helper
+    from tests.models.tower import new_helper
 
     given = {"impl": "transformer_engine", "strict": True, "buckets": (1024,), "evaluation": False, **options}
     return new_helper(model, VisionGraphOptions(streams=streams, kernels=kernels, **given))

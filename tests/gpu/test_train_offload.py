@@ -2,18 +2,16 @@
 
 import pytest
 
-from bridge_cg_tools.benchmarks.offload.cases import RUN_OUT
-from bridge_cg_tools.benchmarks.offload.training import PACKS
-from bridge_cg_tools.benchmarks.records.results import read_records
-from scripts.performance import train_offload
+from tests.gpu.offload_cases import RUN_OUT, flat_records, limit_records, misses
+from tests.gpu.offload_training import PACKS
 
 pytestmark = pytest.mark.usefixtures("tower_module")
 
 
-def test_packs_in_flight_train_with_a_memory_target_where_eager_and_plain_graphs_run_out_of_memory(tmp_path):
-    out = tmp_path / "limit.jsonl"
-    assert train_offload.main(["--cases", "limit", "--steps", "4", "--out", str(out)]) == 0
-    found = {r["mode"]: r for r in read_records(out)}
+def test_packs_in_flight_train_with_a_memory_target_where_eager_and_plain_graphs_run_out_of_memory():
+    records = list(limit_records(4))
+    assert misses(records) == []
+    found = {r["mode"]: r for r in records}
     for mode in RUN_OUT:
         assert "memory" in found[mode]["error"], found[mode]["error"]
     mixed = found["plugin_mixed"]
@@ -21,8 +19,6 @@ def test_packs_in_flight_train_with_a_memory_target_where_eager_and_plain_graphs
     assert mixed["peak_gb"] <= mixed["limit_gb"]
 
 
-def test_two_hundred_steps_take_no_more_device_or_host_memory(tmp_path):
-    out = tmp_path / "flat.jsonl"
-    assert train_offload.main(["--cases", "flat", "--out", str(out)]) == 0
-    (record,) = read_records(out)
+def test_two_hundred_steps_take_no_more_device_or_host_memory():
+    (record,) = flat_records(200)
     assert record["flat"] and record["memory_steps"]["200"]["pinned_gb"] > 0 and record["replays"] == 400

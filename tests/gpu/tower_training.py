@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
-from bridge_cg_tools.benchmarks.photographs.arguments import parse
-from bridge_cg_tools.benchmarks.photographs.training import RankResults, Run, merge_ranks, training_config
+from examples.photographs.arguments import parse
+from examples.photographs.training import RankResults, Run, merge_ranks, training_config
 
 from .tower_case import VOCABULARY, Tower
 from .towers import TOWERS

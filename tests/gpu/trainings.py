@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.photographs.arguments import layout_in
-from bridge_cg_tools.benchmarks.runs.hosts import ranks_per_gpu
-from bridge_cg_tools.benchmarks.runs.processes import TrainingProcess
+from examples.photographs.arguments import layout_in
+from scripts.performance.hosts import ranks_per_gpu
+from scripts.performance.processes import TrainingProcess
 
 # Small training runs of the main job take some 20 GB each, others less, tests beside them up to 70 GB: on a smaller GPU
 # these come first, and leave some 20 GB taken.
@@ -66,7 +66,7 @@ class Training:
     main_job: bool = True
     after: "Training | None" = None
     prepare: str | None = None
-    module: str = "bridge_cg_tools.benchmarks.photographs.training"
+    module: str = "examples.photographs.training"
     environment: tuple[tuple[str, str], ...] = ()
     number: int = 1
 

@@ -14,12 +14,12 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.bridge.training.pretrain import pretrain
 
 import bridge_cg_plugin
+from bridge_cg_plugin.cli.runs.recorder import graph_statistics
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
 from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
 from bridge_cg_plugin.upstream.hooks.loops import loss_checks
-from bridge_cg_tools.benchmarks.packed.training import photograph_config
-from bridge_cg_tools.benchmarks.runs.recorder import graph_statistics
+from tests.gpu.packed_training import photograph_config
 
 from .workers import worker_parser
 

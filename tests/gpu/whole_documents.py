@@ -20,10 +20,10 @@ from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_opt
 from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.wrappers import unwrapped
-from bridge_cg_tools.benchmarks.measuring.tilings import few_tilings
-from bridge_cg_tools.benchmarks.packed import parity
-from bridge_cg_tools.benchmarks.packed import training as packed_training
-from bridge_cg_tools.benchmarks.photographs.training import Recorder
+from examples.photographs.training import Recorder
+from tests.gpu import packed_training as packed_training
+from tests.models import packed_parity as parity
+from tests.models.tilings import few_tilings
 
 from .core_offload import WholeDocumentProvider, use_any_cores
 from .workers import worker_parser

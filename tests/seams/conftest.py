@@ -99,7 +99,7 @@ def in_effect():
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    from bridge_cg_tools.benchmarks.models.qwen_configs import (
+    from tests.models.qwen_configs import (
         write_configs,  # transformers takes seconds, also where no test runs
     )
 

@@ -2,7 +2,7 @@
 
 import json
 
-from bridge_cg_tools.cli import main
+from bridge_cg_plugin.cli.main import main
 
 
 def explain(capsys, *words):

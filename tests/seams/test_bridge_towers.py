@@ -22,7 +22,7 @@ from bridge_cg_plugin.upstream.hooks.helpers import vision_helper as helpers
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.hooks.loops import train_loop
 from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
-from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
+from examples.photographs.small_tower import start_single_process
 
 from ..unit import bridge_towers as towers
 from ..unit.towers import DEFAULTS, assert_close

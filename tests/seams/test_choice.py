@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
+from bridge_cg_plugin.cli.explain.words import set_words
 from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import apply_flags, apply_overrides
 from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
-from bridge_cg_tools.explain.words import set_words
 
 from .test_features import GPT, QWEN3_VL, config_of
 

@@ -31,7 +31,7 @@ def train(**given):
 BY_ITSELF = "train()"
 BY_THE_SCRIPT = """
 from bridge_cg_plugin.upstream.hooks.loops import steps
-from bridge_cg_tools.benchmarks.runs import recipe
+from bridge_cg_plugin.cli.runs import recipe
 
 steps.train_function = lambda mode: train
 recipe.train(recipe.Prepared(None, "pretrain", "qwen3_vl_step", None, ""))

@@ -13,7 +13,7 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders import deepstack
 from bridge_cg_plugin.upstream.seams.seam import drift
 from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
-from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
+from examples.photographs.small_tower import start_single_process
 
 SIZES = {"tp_size": 2, "tp_rank": 1, "sequence_parallel": True}
 MASK = torch.tensor([[True, True, False, True]])

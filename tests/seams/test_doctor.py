@@ -8,17 +8,19 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin import plugin
+from bridge_cg_plugin.cli import doctor, probe
+from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.upstream.environment import OPTIONS, RELEASE_MEMORY
 from bridge_cg_plugin.upstream.hooks.loops import train_loop
 from bridge_cg_plugin.upstream.seams import encoder_group, known_encoders
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 from bridge_cg_plugin.upstream.seams.releases import NEWEST
-from bridge_cg_tools import doctor, probe
-from bridge_cg_tools.cli import main
 from tests.releases import ROOT
 
 pytestmark = pytest.mark.usefixtures("active")
+
+IMPORTS = "import sys; sys.path.insert(0, {!r})\nfrom bridge_cg_plugin.cli.probe import *; import_libraries()"
 
 
 def diagnose():
@@ -274,7 +276,7 @@ def test_settings_that_end_pytorch_are_named(monkeypatch):
 
 
 def test_a_library_that_ends_its_process_is_named_beside_a_missing_gpu(monkeypatch):
-    works = "from bridge_cg_tools import probe; probe._tell({'active': True, 'gpu': None, 'failed': []})"
+    works = "from bridge_cg_plugin.cli import probe; probe._tell({'active': True, 'gpu': None, 'failed': []})"
     ends = "import os; print('BRIDGE_CG_IMPORTS hydra', flush=True); os.abort()"
     found = asked(monkeypatch, works, ends)
     assert any("sees no NVIDIA GPU" in what for what in found)
@@ -286,7 +288,7 @@ def test_a_library_that_ends_its_process_is_named(tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("import os; os.abort()")
     found = doctor.Diagnosis()
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom bridge_cg_tools.probe import *; import_libraries()"
+    code = IMPORTS.format(str(tmp_path))
     with pytest.raises(probe.ProbeError, match="hydra ended the process that imported it"):
         doctor._look_at_libraries(found, started(code), 120)
 
@@ -294,7 +296,7 @@ def test_a_library_that_ends_its_process_is_named(tmp_path):
 def test_a_library_that_raises_is_named(tmp_path):
     (tmp_path / "transformers.py").write_text("raise ImportError('no tokenizers')")
     found = doctor.Diagnosis()
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nfrom bridge_cg_tools.probe import *; import_libraries()"
+    code = IMPORTS.format(str(tmp_path))
     doctor._look_at_libraries(found, started(code), 120)
     (problem,) = found.problems
     assert problem.what == "transformers does not import: ImportError: no tokenizers"

@@ -18,7 +18,7 @@ ON = "vision_cuda_graph_impl=transformer_engine"
 @pytest.fixture
 def configured(active):
     """Return a function that makes a configuration with eager modules, changed by fields of its model."""
-    from bridge_cg_tools.benchmarks.photographs import training
+    from examples.photographs import training
 
     def make(**fields):
         config = training.training_config(training.Run(impl="none"))

@@ -12,8 +12,8 @@ SCRIPT = """
 import json
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.recipes import RECIPES
-from bridge_cg_tools.explain import command
-from bridge_cg_tools.recipes import recipes_of_bridge
+from bridge_cg_plugin.cli.explain import command
+from bridge_cg_plugin.cli.recipes import recipes_of_bridge
 refused, names = {}, recipes_of_bridge() | set(RECIPES)
 for name in names:
     try:

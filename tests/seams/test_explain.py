@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
 
+from bridge_cg_plugin.cli.explain.encoders import encoder_of
+from bridge_cg_plugin.cli.main import main
+from bridge_cg_plugin.cli.planner.shapes import NotMeasured, language_model_of
 from bridge_cg_plugin.options import OptionError, facts_of, normalize
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
-from bridge_cg_tools.cli import main
-from bridge_cg_tools.explain.encoders import encoder_of
-from bridge_cg_tools.planner.shapes import NotMeasured, language_model_of
 
 from ..unit.moonvit_towers import entry_points
 from .explained import explain, table
@@ -28,10 +28,10 @@ def refuse(*args, **kwargs):
 socket.getaddrinfo = socket.socket.connect = refuse
 from dataclasses import replace
 from bridge_cg_plugin.options import OptionError, facts_of, normalize
-from bridge_cg_tools.explain import command
-from bridge_cg_tools.explain.encoders import encoder_of
-from bridge_cg_tools.planner.defaults import VISION, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT
-from bridge_cg_tools.planner.shapes import NotMeasured, language_model_of
+from bridge_cg_plugin.cli.explain import command
+from bridge_cg_plugin.cli.explain.encoders import encoder_of
+from bridge_cg_plugin.cli.planner.defaults import VISION, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT
+from bridge_cg_plugin.cli.planner.shapes import NotMeasured, language_model_of
 def sizes_of(model):
     try:
         return repr(language_model_of(model))
@@ -253,7 +253,7 @@ def test_an_encoder_of_another_package_is_named_and_takes_options(bridge, tmp_pa
 def in_a_process(*words, path=ROOT):
     """Return what `bridge-cg explain` prints in a process of its own, where Bridge is not imported."""
     done = subprocess.run(
-        [sys.executable, "-m", "bridge_cg_tools.cli", "explain", *words],
+        [sys.executable, "-m", "bridge_cg_plugin.cli.main", "explain", *words],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (path, ROOT)))},
         capture_output=True,
         text=True,
@@ -318,7 +318,7 @@ def test_a_model_that_is_a_stand_in_has_no_graph_options_of_its_own(bridge, reci
     if not hasattr(bridge, recipe):
         pytest.skip("this megatron-bridge lacks the recipe")
     done = subprocess.run(
-        [sys.executable, "-m", "bridge_cg_tools.cli", "explain", recipe, *words, "--json"],
+        [sys.executable, "-m", "bridge_cg_plugin.cli.main", "explain", recipe, *words, "--json"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from bridge_cg_tools.cli import main
-from bridge_cg_tools.explain import command
-from bridge_cg_tools.planner.defaults import VISION, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT
+from bridge_cg_plugin.cli.explain import command
+from bridge_cg_plugin.cli.main import main
+from bridge_cg_plugin.cli.planner.defaults import VISION, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT
 
 from .explained import explain, found
 
@@ -93,7 +93,7 @@ def test_nodes_and_layout(capsys, mixture):
     ],
 )
 def test_gpus_that_do_not_fit_are_refused_as_a_dry_run_refuses_them(capsys, mixture, words, tmp_path):
-    from bridge_cg_tools.benchmarks.runs import train as run_recipe
+    from bridge_cg_plugin.cli.runs import train as run_recipe
 
     status, out, err = explain(capsys, mixture, *words)
     assert (status, out) == (2, "") and err.startswith("Cannot ")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bridge_cg_tools.explain import command
+from bridge_cg_plugin.cli.explain import command
 
 from .explained import explain
 
@@ -93,7 +93,7 @@ def test_values_that_training_would_refuse_are_refused(capsys, active, word, sai
 def test_what_a_dry_run_refuses_is_refused(capsys, bridge):
     if not hasattr(bridge, "qwen3_vl_8b_sft_config"):
         pytest.skip("the recipe comes with a later megatron-bridge")
-    from bridge_cg_tools.benchmarks.runs import train as run_recipe
+    from bridge_cg_plugin.cli.runs import train as run_recipe
 
     words = ["qwen3_vl_8b_sft_config", "cuda_graph_impl=transformer_engine"]
     status, out, err = explain(capsys, *words)

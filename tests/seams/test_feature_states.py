@@ -3,13 +3,13 @@
 import pytest
 
 import bridge_cg_plugin
+from bridge_cg_plugin.cli import doctor
+from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.upstream.hooks.configuration import training_config
 from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
 from bridge_cg_plugin.upstream.seams.features import FEATURES, feature_states
 from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.upstream.seams.seam import Feature as F
-from bridge_cg_tools import doctor
-from bridge_cg_tools.cli import main
 
 from .test_features import config_of
 

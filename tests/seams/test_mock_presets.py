@@ -7,14 +7,14 @@ from huggingface_hub import constants
 from transformers import Qwen3VLConfig
 from transformers.utils import hub
 
+from bridge_cg_plugin.cli.runs.recipe import prepare
+from bridge_cg_plugin.cli.runs.recipe_arguments import read
 from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.recipes import with_graphs
 from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from bridge_cg_tools.benchmarks.models import local_hub
-from bridge_cg_tools.benchmarks.runs.recipe import prepare
-from bridge_cg_tools.benchmarks.runs.recipe_arguments import read
 from tests.gpu import test_presets
+from tests.models import local_hub
 
 from .test_recipes import gpus_of
 

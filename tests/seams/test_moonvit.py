@@ -21,7 +21,7 @@ from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
 from bridge_cg_plugin.upstream.hooks.helpers import vision_helper as helpers
 from bridge_cg_plugin.upstream.hooks.loops.loop_driver import LoopDriver
 from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
-from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
+from examples.photographs.small_tower import start_single_process
 
 from ..unit.moonvit_towers import REMOTE_CODE, SIDE, region
 from ..unit.towers import assert_close

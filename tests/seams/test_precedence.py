@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from bridge_cg_plugin.cli.explain import command
+from bridge_cg_plugin.cli.main import main as bridge_cg
 from bridge_cg_plugin.options import GraphOptionWarning, LanguageModelGraphOptions, OptionError, graph_options
 from bridge_cg_plugin.options.choice import SETTING
 from bridge_cg_plugin.options.explain import in_words
@@ -17,8 +19,6 @@ from bridge_cg_plugin.upstream.hooks.configuration import recipes
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options, read_options
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import apply_overrides
 from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
-from bridge_cg_tools.cli import main as bridge_cg
-from bridge_cg_tools.explain import command
 
 FULL = LanguageModelGraphOptions(impl="full_iteration")
 
@@ -28,7 +28,7 @@ def recipe(active):
     """A configuration of a language model, without graphs."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
-    from bridge_cg_tools.benchmarks.photographs.training import Run, training_config
+    from examples.photographs.training import Run, training_config
 
     config = training_config(Run())
     config.model = GPTModelProvider(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=128)
@@ -182,7 +182,7 @@ def test_explain_resolves_alike(with_modules, name, monkeypatch, capsys):
 
 
 def test_vision_buckets_of_the_user_reach_beyond_a_recipes_limit(active, tmp_path):
-    from bridge_cg_tools.benchmarks.photographs.training import Run, training_config
+    from examples.photographs.training import Run, training_config
 
     for way in WAYS:
         config = training_config(Run(impl="transformer_engine"))
@@ -198,7 +198,7 @@ def test_vision_buckets_of_the_user_reach_beyond_a_recipes_limit(active, tmp_pat
 @pytest.fixture
 def with_buckets(active):
     """A configuration with vision buckets, whose dataset has a length that nothing else has."""
-    from bridge_cg_tools.benchmarks.photographs.training import Run, training_config
+    from examples.photographs.training import Run, training_config
 
     config = training_config(Run(impl="transformer_engine"))
     config.model.vision_cuda_graph_buckets, config.model.max_vision_cuda_graph_seq_length = [64, 1024, 4096], None

@@ -167,7 +167,7 @@ def test_a_provider_that_outlives_the_plugin_still_works(provider):
 
 @pytest.fixture
 def config(active):
-    from bridge_cg_tools.benchmarks.photographs.training import Run, training_config
+    from examples.photographs.training import Run, training_config
 
     return training_config(Run(impl="transformer_engine"))
 

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from bridge_cg_plugin.cli.runs.recipe import prepare
+from bridge_cg_plugin.cli.runs.recipe_arguments import read
 from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from bridge_cg_tools.benchmarks.models.local_hub import write_checkpoint
-from bridge_cg_tools.benchmarks.runs import mock_images, random_weights, recipe_bench, recipe_cases
-from bridge_cg_tools.benchmarks.runs.recipe import prepare
-from bridge_cg_tools.benchmarks.runs.recipe_arguments import read
-from scripts.performance import bench_recipe
+from scripts.performance import bench_recipe, random_weights, recipe_cases
+from tests.models.local_hub import write_checkpoint
 
 from .test_mock_presets import cache, offline  # noqa: F401
 from .test_recipes import launched
@@ -27,10 +26,10 @@ WIDTH, HEIGHT = 1024, 768
 
 @pytest.fixture
 def prepared(offline, tmp_path):  # noqa: F811
-    args, rest = bench_recipe.parse(["--image", f"{WIDTH}x{HEIGHT}"])
+    args, rest = bench_recipe.parse([])
 
     def build(mode):
-        words = recipe_bench.words(args, rest, mode, Path(checkpoint))
+        words = bench_recipe.words(args, rest, mode, Path(checkpoint))
         return prepare(*read(words))
 
     checkpoint = write_checkpoint(tmp_path)
@@ -47,14 +46,14 @@ def test_eager_and_graphs_train_the_same_configuration_but_for_graphs(prepared):
     assert options.vision.enabled and options.packed.enabled and options.vision.kernels == "exact"
 
 
-@pytest.mark.parametrize("mode", ["eager1", *recipe_bench.GRAPHS])
+@pytest.mark.parametrize("mode", ["eager1", *bench_recipe.GRAPHS])
 @pytest.mark.parametrize("name", recipe_cases.CASES)
 def test_every_case_resolves_in_every_mode(offline, tmp_path, name, mode):  # noqa: F811
     args, rest = bench_recipe.parse(["--case", name])
-    config = prepare(*read(recipe_bench.words(args, rest, mode, write_checkpoint(tmp_path)))).config
+    config = prepare(*read(bench_recipe.words(args, rest, mode, write_checkpoint(tmp_path)))).config
     launched(config, args.gpus)
     options = read_options(config)
-    assert config.train.micro_batch_size == 2 and config.train.train_iters == args.steps + recipe_bench.PROFILED
+    assert config.train.micro_batch_size == 2 and config.train.train_iters == args.steps
     assert options.vision.enabled == (mode != "eager1") and options.packed.enabled == (
         mode not in ("eager1", "plugin_vision")
     )
@@ -72,21 +71,6 @@ def test_a_microbatch_has_two_images_of_the_size_and_fits_the_graphs(prepared):
     visual = data.collate_fn([data[i] for i in range(config.train.micro_batch_size)])["visual_inputs"]
     assert visual.image_grid_thw.tolist() == [[1, HEIGHT // 16, WIDTH // 16]] * 2
     assert len(visual.pixel_values) <= read_options(config).vision.max_seq_length
-
-
-def test_photographs_have_sizes_of_their_own_that_fit_the_sequence(prepared, monkeypatch):
-    from megatron.bridge.data.builders import mock_vlm_sft
-
-    config = prepared("plugin").config
-    monkeypatch.setattr(mock_vlm_sft, mock_images.MAKE, getattr(mock_vlm_sft, mock_images.MAKE))
-    drawn = []
-    for _ in range(2):
-        mock_images.draw_photographs(seed=3)
-        examples = mock_vlm_sft.make_mock_vlm_examples(config.dataset)
-        drawn.append([example["conversation"][0]["content"][0]["image"].size for example in examples])
-        monkeypatch.undo()
-    assert drawn[0] == drawn[1] and len(set(drawn[0])) > 8
-    assert all(side % 32 == 0 and side <= 640 for size in drawn[0] for side in size)
 
 
 def test_adapters_get_the_initial_weights_and_nothing_is_loaded(prepared, active, monkeypatch):

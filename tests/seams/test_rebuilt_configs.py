@@ -307,7 +307,7 @@ def run(active):
     register_allowed()
     from megatron.bridge.training.config import FinetuningDatasetConfig
 
-    from bridge_cg_tools.benchmarks.photographs.training import Run, training_config
+    from examples.photographs.training import Run, training_config
 
     config = training_config(Run(impl="transformer_engine"))
     config.dataset = FinetuningDatasetConfig(seq_length=1024)

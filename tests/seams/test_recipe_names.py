@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from bridge_cg_plugin.cli.recipe_files import RecipeFiles
 from bridge_cg_plugin.recipes import PRESETS, RECIPES
 from bridge_cg_plugin.recipes.presets import build
 from bridge_cg_plugin.upstream.hooks.configuration import recipe_names, recipes
 from bridge_cg_plugin.upstream.hooks.configuration.recipe_names import AddedNames
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.seam import Seam
-from bridge_cg_tools.recipe_files import RecipeFiles
 
 A, B = list(RECIPES)[:2]
 SEAM = Seam(name="names", module="m", target="", kind="module", touch="extended", purpose="for a test")

@@ -13,6 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bridge_cg_plugin.cli.explain.command import explain
+from bridge_cg_plugin.cli.runs import first_look
+from bridge_cg_plugin.cli.runs import train as run_recipe
+from bridge_cg_plugin.cli.runs.startable import check_start
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
@@ -21,10 +25,6 @@ from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_opti
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import apply_overrides
 from bridge_cg_plugin.upstream.hooks.loops import steps
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from bridge_cg_tools.benchmarks.runs import first_look
-from bridge_cg_tools.benchmarks.runs import train as run_recipe
-from bridge_cg_tools.benchmarks.runs.startable import check_start
-from bridge_cg_tools.explain.command import explain
 
 RECIPE = "qwen3_vl_8b_sft_config"
 VISION = ["--vision_cuda_graph_impl", "transformer_engine", "--max-vision-cuda-graph-seq-length", "16384"]
@@ -201,7 +201,7 @@ def test_a_first_look_without_a_network_refuses_before_pytorch_is_imported(
         monkeypatch.delenv(variable, raising=False)
         monkeypatch.delenv(variable.upper(), raising=False)
     assert said in first_look.refusal(["--recipe", name, "--dry-run", *words])
-    assert "bridge_cg_tools.explain.hub" in imports[0] and "torch._C" not in imports[0]
+    assert "bridge_cg_plugin.cli.explain.hub" in imports[0] and "torch._C" not in imports[0]
 
 
 def test_a_first_look_lets_pass_what_is_cached(name, monkeypatch, tmp_path):
@@ -327,7 +327,7 @@ def language_model(active):
     """A configuration of a model without a vision encoder."""
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
-    from bridge_cg_tools.benchmarks.photographs.training import Run, training_config
+    from examples.photographs.training import Run, training_config
 
     config = training_config(Run())
     config.model = GPTModelProvider(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=128)

@@ -19,7 +19,7 @@ PARTS = ["attention", "mlp", "layernorm", "merger", "other"]
 @pytest.fixture
 def images(active):
     """Return the configuration of the example's Qwen3-VL, vision graphs on."""
-    from bridge_cg_tools.benchmarks.photographs import training
+    from examples.photographs import training
 
     return training.training_config(training.Run(impl="transformer_engine"))
 

@@ -14,15 +14,15 @@ from transformers.utils import hub
 
 import bridge_cg_plugin
 from bridge_cg_plugin import recipes
+from bridge_cg_plugin.cli.runs import train as run_recipe
+from bridge_cg_plugin.cli.runs.first_look import with_package
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions, normalize, vision_options
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.recipes import SMALL_RECIPES
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
-from bridge_cg_tools.benchmarks.models.small_tower import build_tower
-from bridge_cg_tools.benchmarks.runs import train as run_recipe
-from bridge_cg_tools.benchmarks.runs.first_look import with_package
+from examples.photographs.small_tower import build_tower
 
 from .test_recipes import launched
 
@@ -172,7 +172,7 @@ def gradients(tower, batch):
 
 def test_a_dry_run_of_it_prints_the_answer_alone():
     """In a process of its own, where Bridge's import would let a dozen libraries warn."""
-    command = [sys.executable, "-m", "bridge_cg_tools.cli", "train", "--recipe", NAME, "--dry-run"]
+    command = [sys.executable, "-m", "bridge_cg_plugin.cli.main", "train", "--recipe", NAME, "--dry-run"]
     done = subprocess.run(command, env=with_package(), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"{NAME}: pretrain() with qwen3_vl_step\n")

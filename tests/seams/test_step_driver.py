@@ -158,7 +158,7 @@ def test_the_loop_makes_nothing_where_upstream_drives_this_encoder(loop, monkeyp
 def hf_and_provider(active):
     from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
 
-    from bridge_cg_tools.benchmarks.models.small_tower import vision_config
+    from examples.photographs.small_tower import vision_config
 
     return vision_config(), Qwen3VLModelProvider(num_layers=1, hidden_size=64, num_attention_heads=4)
 

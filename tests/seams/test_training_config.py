@@ -20,7 +20,7 @@ from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 
 @pytest.fixture
 def config(active):
-    from bridge_cg_tools.benchmarks.photographs import training
+    from examples.photographs import training
 
     return training.training_config(training.Run(impl="transformer_engine"))
 
@@ -267,7 +267,7 @@ def test_full_iteration_of_a_model_that_takes_images(config, vision):
 def test_the_main_job_validates_with_full_iteration(active):
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
-    from bridge_cg_tools.benchmarks.photographs import training
+    from examples.photographs import training
 
     overrides = {"model.cuda_graph_impl": "full_iteration"}
     config = training.training_config(training.Run(impl="transformer_engine", overrides=overrides))
@@ -372,7 +372,7 @@ def test_a_broken_rotary_patch_stops_graphs_of_attention_only(active, config, mo
 def test_the_main_job_takes_language_model_options_in_any_spelling(active, name):
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
-    from bridge_cg_tools.benchmarks.photographs import training
+    from examples.photographs import training
 
     overrides = {"model.cuda_graph_impl": "transformer_engine", f"model.{name}": "attn,mlp"}
     config = training.training_config(training.Run(impl="transformer_engine", overrides=overrides))

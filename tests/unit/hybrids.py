@@ -28,8 +28,8 @@ from megatron.core.transformer.transformer_layer import (
 from torch import nn
 from torch.nn import functional
 
-from bridge_cg_tools.benchmarks.models.language_model import held
-from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
+from examples.photographs.small_tower import start_single_process
+from tests.models.language_model import held
 
 from .packs import ON_CPU, VOCABULARY, CausalSegments, pack, peaked, settings_of
 

@@ -21,8 +21,8 @@ from torch.nn import functional
 
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper
-from bridge_cg_tools.benchmarks.models.language_model import held
-from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
+from examples.photographs.small_tower import start_single_process
+from tests.models.language_model import held
 
 from ..executors import new_executor
 

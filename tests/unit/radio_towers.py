@@ -2,7 +2,7 @@
 
 import torch
 
-from bridge_cg_tools.benchmarks.models.radio_tower import PATCH, SMALL_TILE, build_radio, segments_of
+from tests.models.radio_tower import PATCH, SMALL_TILE, build_radio, segments_of
 
 SIDE, CLASS_TOKENS = SMALL_TILE["img_h"], SMALL_TILE["class_token_len"]
 TOKENS = (SIDE // PATCH) ** 2 + CLASS_TOKENS  # of a tile

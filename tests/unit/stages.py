@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.nn import functional
 
-from bridge_cg_tools.benchmarks.models.small_tower import vision_config
+from examples.photographs.small_tower import vision_config
 
 from .vlm import HEADS, HIDDEN, IMAGE, SEQUENCE, START, VIDEO, VOCABULARY, WIDTH, language_layers, on_cpu, sample, state
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from bridge_cg_tools.benchmarks.photographs.arguments import parse
+from examples.photographs.arguments import parse
 
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")
 # Steps with which rank 1 fails and the others wait.

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from bridge_cg_plugin.cli import audit as auditing
+from bridge_cg_plugin.cli.audit import AuditError, audit
+from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.upstream.seams.registry import SEAMS, seam
 from bridge_cg_plugin.upstream.seams.releases import RELEASES
 from bridge_cg_plugin.upstream.seams.seam import Seam
-from bridge_cg_tools import audit as auditing
-from bridge_cg_tools.audit import AuditError, audit
-from bridge_cg_tools.cli import main
 
 from ..releases import folder_of, sources_of
 
@@ -144,7 +144,7 @@ def test_arguments_that_are_no_release(tmp_path, capsys):
 def test_nothing_of_upstream_nor_torch_is_imported():
     script = """
 import sys
-from bridge_cg_tools.cli import main
+from bridge_cg_plugin.cli.main import main
 assert main(["audit", "installed"]) == 0
 bad = [n for n in sys.modules if n.split(".")[0] in ("torch", "megatron", "transformer_engine")]
 assert not bad, bad

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from bridge_cg_plugin.cli import audit as auditing
 from bridge_cg_plugin.upstream.seams import audited
 from bridge_cg_plugin.upstream.seams.audited import audit_record, combination_status
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.releases import NEWEST, RELEASES, RUN_ONCE
 from bridge_cg_plugin.upstream.seams.seam import Feature, Seam
-from bridge_cg_tools import audit as auditing
 
 from ..releases import sources_of
 
@@ -25,7 +25,7 @@ PACKAGES = ("megatron-bridge", "megatron-core", "transformer-engine", "transform
 
 @pytest.fixture
 def tool(monkeypatch):
-    spec = importlib.util.spec_from_file_location("audit_releases_tool", ROOT / "tools" / "audit_releases.py")
+    spec = importlib.util.spec_from_file_location("audit_releases_tool", ROOT / "scripts" / "audit_releases.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setattr(sys, "path", list(sys.path))
     spec.loader.exec_module(module)
@@ -103,7 +103,7 @@ def test_others_are_unknown(trio, reason):
 
 
 def test_the_record_is_of_this_registry(tool):
-    assert audit_record()["registry"] == tool.registry(), "a seam changed: run python tools/audit_releases.py"
+    assert audit_record()["registry"] == tool.registry(), "a seam changed: run python scripts/audit_releases.py"
     assert {name for each in audit_record()["audits"] for name in each["drift"]} <= {seam.name for seam in SEAMS}
 
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from bridge_cg_plugin.cli.runs.results import ROOT, read_records
 from bridge_cg_plugin.options import (
     LanguageModelGraphOptions,
     OptionError,
@@ -11,7 +12,6 @@ from bridge_cg_plugin.options import (
     normalize,
 )
 from bridge_cg_plugin.options.explain import chosen_table, in_words
-from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
 
 DENSE = {"cuda_graphs": "fastest", "recompute_granularity": None, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 PACKED = {**DENSE, "pack_sequences_in_batch": True}

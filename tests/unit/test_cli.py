@@ -3,7 +3,7 @@ import json
 import pytest
 
 from bridge_cg_plugin import __version__
-from bridge_cg_tools.cli import main
+from bridge_cg_plugin.cli.main import main
 
 
 def test_the_version(capsys):

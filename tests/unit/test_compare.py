@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bridge_cg_plugin.cli.report.records import read_records
+from bridge_cg_plugin.cli.runs import compare, comparison, recipe_arguments
+from bridge_cg_plugin.cli.runs.watched import TimeLeft, run_watched
 from bridge_cg_plugin.options import normalize
 from bridge_cg_plugin.options.flags import given_flags
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import graph_words
-from bridge_cg_tools.benchmarks.runs import compare, comparison, recipe_arguments
-from bridge_cg_tools.benchmarks.runs.watched import TimeLeft, run_watched
-from bridge_cg_tools.report.records import read_records
 
 RECIPE = "qwen3_vl_some_pretrain_config"
 # A run: prints steps and writes a record, or does what its mode is told to.

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.options import GraphOptionWarning, graph_options
 from bridge_cg_plugin.options.explain import as_json, in_words
 from bridge_cg_plugin.options.normalization import _warned
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
-from bridge_cg_tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 # What LoRA and DoRA take if nobody says otherwise.

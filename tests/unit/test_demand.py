@@ -13,7 +13,7 @@ from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY, Bucket
 from bridge_cg_plugin.graphs.planning.demand import LONGEST_WAIT, WEIGHTS, WINDOW, Demand, Menu
 from bridge_cg_plugin.vision.fit import refuse_images
 from bridge_cg_plugin.vision.shape import Shape
-from bridge_cg_tools.benchmarks.models.workloads import coco_microbatches
+from tests.models.workloads import coco_microbatches
 
 EXACT_BELOW = 256
 

@@ -20,15 +20,14 @@ from bridge_cg_plugin.upstream.seams.releases import NEWEST, RELEASES
 from tests.releases import folder_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("bridge_cg_plugin", "bridge_cg_tools")
-FOLDERS = (*PACKAGES, "docs", "examples", "recipes", "requirements", "scripts", "tests", "tools")
+FOLDERS = ("bridge_cg_plugin", "docs", "examples", "recipes", "requirements", "scripts", "tests")
 FILES = {
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "MANIFEST.in", "mkdocs.yml"),
     *("pyproject.toml", "run", "setup.py"),
 }
 DATA = {
-    *("bridge_cg_plugin/py.typed", "bridge_cg_tools/py.typed"),
-    *("bridge_cg_plugin/upstream/seams/audited.json", "bridge_cg_tools/planner/measured.json"),
+    *("bridge_cg_plugin/py.typed", "bridge_cg_plugin/upstream/seams/audited.json"),
+    "bridge_cg_plugin/cli/planner/measured.json",
 }
 SMALL = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
 # Where this process's PyTorch, Megatron and the rest are.
@@ -40,7 +39,7 @@ site.addsitedir(sys.argv[1])
 import bridge_cg_plugin.recipes
 from bridge_cg_plugin.recipes import RECIPES, qwen3_vl_8b_vision_graphs_h200_sft_config as recipe
 from bridge_cg_plugin.upstream.seams.audited import combination_status
-from bridge_cg_tools import cli, launch
+from bridge_cg_plugin.cli import launch, main
 versions = {"megatron-bridge": "0.6.0", "megatron-core": "0.19.0", "transformer-engine": "2.15.0"}
 print(len(RECIPES), combination_status(versions).state, bridge_cg_plugin.recipes.__file__)
 assert RECIPES[recipe.__name__] is recipe
@@ -94,8 +93,8 @@ def metadata(wheel):
 
 
 def sources():
-    """Return the Python files of both packages, by their place in a wheel."""
-    folders = {**{name: ROOT / name for name in PACKAGES}, "bridge_cg_plugin/recipes": ROOT / "recipes"}
+    """Return the package's Python files, by their place in a wheel."""
+    folders = {name: ROOT / name.rpartition("/")[2] for name in ("bridge_cg_plugin", "bridge_cg_plugin/recipes")}
     return {f"{name}/{path.relative_to(folder)}" for name, folder in folders.items() for path in folder.rglob("*.py")}
 
 
@@ -108,13 +107,13 @@ def test_the_source_distribution_is_the_checkout(sdist):
     assert sources() | DATA <= files
 
 
-def test_the_wheel_has_both_packages_and_nothing_else(wheel):
+def test_the_wheel_has_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         (entries,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
         text = archive.read(entries).decode()
     assert names == sources() | DATA
-    assert "bridge-cg = bridge_cg_tools.cli:main" in text
+    assert "bridge-cg = bridge_cg_plugin.cli.main:main" in text
     assert "[torch.backends]\nbridge_cg_plugin = bridge_cg_plugin.plugin:autoload" in text
 
 

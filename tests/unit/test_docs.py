@@ -18,15 +18,16 @@ import torch
 import yaml
 
 import bridge_cg_plugin
+from bridge_cg_plugin.cli import main as cli
 from bridge_cg_plugin.options.flags import FLAGS
 from bridge_cg_plugin.options.groups import GROUPS
 from bridge_cg_plugin.recipes import SMALL_RECIPES
-from bridge_cg_tools import cli
-from bridge_cg_tools.benchmarks.photographs.arguments import LAYOUT
+from examples.photographs.arguments import LAYOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-BENCHMARKS = ROOT / "bridge_cg_tools" / "benchmarks"
+PHOTOGRAPHS = ROOT / "examples" / "photographs"
+RUNS = ROOT / "bridge_cg_plugin" / "cli" / "runs"
 SITE = sorted(DOCS.rglob("*.md"))
 PAGES = (*sorted(ROOT.glob("*.md")), *SITE)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -306,15 +307,15 @@ def source_of(words):
     if program[0].startswith("scripts/"):
         return (ROOT / program[0]).read_text()
     if program[:2] == ["-m", "examples.plain_loop"]:
-        return (BENCHMARKS / "photographs" / "plain_runs.py").read_text()
+        return (PHOTOGRAPHS / "plain_runs.py").read_text()
     if program[0] == "-m" and program[1].startswith("examples"):
-        return (BENCHMARKS / "photographs" / "arguments.py").read_text() + str(LAYOUT_FLAGS)
+        return (PHOTOGRAPHS / "arguments.py").read_text() + str(LAYOUT_FLAGS)
     if program[0] == "./run":
         assert re.search(rf"^  {program[1]}\b", (ROOT / "run").read_text(), re.MULTILINE), program
     if program[0] == "bridge-cg":
         assert program[1] in cli_commands()
         if program[1] in cli.TRAINING:
-            read = "".join((BENCHMARKS / "runs" / f"{name}.py").read_text() for name in ("recipe_arguments", "compare"))
+            read = "".join((RUNS / f"{name}.py").read_text() for name in ("recipe_arguments", "compare"))
             return read + "".join(f'"{s}"' for flag in FLAGS for s in flag.spellings)
     return ""
 

@@ -50,8 +50,8 @@ assert "bridge_cg_plugin.upstream.seams.seam" not in sys.modules and "torch" not
 from bridge_cg_plugin.upstream.seams.features import FEATURES, _ASKS
 from bridge_cg_plugin.upstream.seams.known_encoders import encoder_of
 from bridge_cg_plugin.upstream.seams.registry import patch_modules, seam
-from bridge_cg_tools.explain.encoders import encoder_of as sized
-from bridge_cg_tools.explain.models import _family
+from bridge_cg_plugin.cli.explain.encoders import encoder_of as sized
+from bridge_cg_plugin.cli.explain.models import _family
 from tests.unit.mean_provider import MeanProvider
 
 assert patch_modules() == PATCHED
@@ -75,7 +75,7 @@ assert ENCODER in ENCODERS
 def test_a_new_encoder_touches_no_other_file(tmp_path):
     package = tmp_path / "bridge_cg_plugin"
     shutil.copytree(ROOT / package.name, package, ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in ("bridge_cg_tools", "tests"):
+    for folder in ("scripts", "tests"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     (package / "upstream/seams/encoders/mean.py").write_text(DECLARATION)
     (package / "upstream/encoders/mean.py").write_text("from tests.unit.mean_encoder import ENCODER\n")

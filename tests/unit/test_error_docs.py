@@ -13,18 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bridge_cg_plugin
+from bridge_cg_plugin.cli.gpus import FIELDS
+from bridge_cg_plugin.cli.trainable import LEAST
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import table
-from bridge_cg_tools.gpus import FIELDS
-from bridge_cg_tools.trainable import LEAST
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "errors.md"
 PAGE = FILE.read_text()
 SOURCES = [
     path
-    for folder in ("bridge_cg_plugin", "bridge_cg_tools", "scripts/performance", "recipes")
+    for folder in ("bridge_cg_plugin", "scripts/performance", "recipes")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 # Refused are their arguments, by the caller's name for them.
@@ -155,7 +155,7 @@ if __name__ == "__main__":
 
 def texts():
     """Yield every text in the code that people run and every line of the pages, with its place."""
-    for folder in ("bridge_cg_plugin", "bridge_cg_tools", "recipes", "scripts", "tools", "examples"):
+    for folder in ("bridge_cg_plugin", "recipes", "scripts", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -171,7 +171,7 @@ def test_no_message_says_what_is_allowed_behind_an_assignment():
 
 def messages():
     """Yield every text of command lines in one piece, with its place, where values are put in as `{}`."""
-    for folder in ("bridge_cg_tools", "scripts", "tools", "examples"):
+    for folder in ("bridge_cg_plugin/cli", "scripts", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.JoinedStr | ast.Constant):

@@ -5,16 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from bridge_cg_plugin.cli.explain.answer import NOT_MEASURED, Answer
+from bridge_cg_plugin.cli.explain.encoders import GEMMA3, MEASURED, QWEN3_VL, QWEN25_VL, Encoder, encoder_of
+from bridge_cg_plugin.cli.explain.forecast import FILLED, as_json, forecast, largest_bucket
+from bridge_cg_plugin.cli.explain.table import render
+from bridge_cg_plugin.cli.planner.defaults import DEFAULTS, VISION_EXACT, VISION_FIT
+from bridge_cg_plugin.cli.runs.results import ROOT, read_records
 from bridge_cg_plugin.options import VisionGraphOptions, graph_options
 from bridge_cg_plugin.options.columns import text_table
 from bridge_cg_plugin.vision.plan import MEMORY_MARGIN
-from bridge_cg_tools.benchmarks.pages.results_page import ROOT
-from bridge_cg_tools.benchmarks.records.results import read_records
-from bridge_cg_tools.explain.answer import NOT_MEASURED, Answer
-from bridge_cg_tools.explain.encoders import GEMMA3, MEASURED, QWEN3_VL, QWEN25_VL, Encoder, encoder_of
-from bridge_cg_tools.explain.forecast import FILLED, as_json, forecast, largest_bucket
-from bridge_cg_tools.explain.table import render
-from bridge_cg_tools.planner.defaults import DEFAULTS, VISION_EXACT, VISION_FIT
 
 COST = DEFAULTS["vision"]
 NAMES = {QWEN3_VL: "qwen3_vl", "Qwen3.5-VL": "qwen35_vl", QWEN25_VL: "qwen25_vl", GEMMA3: "siglip"}

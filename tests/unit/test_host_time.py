@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.graphs.replays.replay import _Replay
-from bridge_cg_tools.benchmarks.models.small_tower import build_tower
-from bridge_cg_tools.benchmarks.models.tower import MainGrads, make_batch, step
-from bridge_cg_tools.benchmarks.vision.host import Marked, Marks
+from examples.photographs.small_tower import build_tower
+from scripts.performance.bench_host import Idle
+from tests.models.tower import MainGrads, make_batch, step
 
 from ..pooled import PooledExecutor
 from ..python_calls import python_calls
@@ -55,7 +55,7 @@ def replaying(rows, awaited: bool = False, layers: int = 3, capacity: int | None
         region.sources.current.sinks._reduction = grads
         for (_, _, mode), recorded in region.sources.current.recordings.items():
             if mode.gradients:
-                recorded.recording = Marked(recorded.recording, Marks())
+                recorded.recording = Idle(recorded.recording)
         with graphs.step():
             for _ in range(3):
                 step(model, batch)
@@ -121,7 +121,7 @@ def calls_of_a_part(layers: int, **options) -> tuple[int, int]:
             source.sinks._reduction = grads
             assert {recorded.turn is not None for recorded in source.recordings.values()} == {bool(options)}
             for recorded in source.recordings.values():
-                recorded.recording = Marked(recorded.recording, Marks())
+                recorded.recording = Idle(recorded.recording)
         with graphs.step():
             for _ in range(3):
                 model(**batch).sum().backward()

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("bridge_cg_plugin", "bridge_cg_tools")
+PACKAGE = "bridge_cg_plugin"
 UPSTREAM = ("megatron", "transformer_engine")
 PAGE = (ROOT / "docs/design.md").read_text()
-BENCHMARKS = "bridge_cg_tools.benchmarks."
 
 
-def layers(drawing, home):
-    """Return the rooms of each layer of a drawing, by their dotted names, from the top down."""
-    text = re.search(rf"<!-- not run: a drawing of the {drawing} -->\n```text\n(.*?)```", PAGE, re.DOTALL)[1]
+def layers():
+    """Return the rooms of each layer of the drawing, by their dotted names, from the top down."""
+    text = re.search(r"<!-- not run: a drawing of the house -->\n```text\n(.*?)```", PAGE, re.DOTALL)[1]
     rooms = [re.split(r"\s{2,}", line)[0].split(", ") for line in text.splitlines() if not line.startswith(" ")]
-    return [[name if name == "bridge_cg_tools" else home + name.replace("/", ".") for name in row] for row in rooms]
+    return [[f"{PACKAGE}.{name.replace('/', '.')}" for name in row] for row in rooms]
 
 
-LAYERS = layers("benchmarks", BENCHMARKS) + layers("house", "bridge_cg_plugin.")
+CLI = f"{PACKAGE}.cli"
+LAYERS = layers()
 LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 
@@ -30,10 +30,9 @@ LEVELS = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 def modules():
     """Return the file of every module by its dotted name."""
     found = {}
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*.py"):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            found[".".join(parts[: -1 if parts[-1] == "__init__" else None])] = path
+    for path in (ROOT / PACKAGE).rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[: -1 if parts[-1] == "__init__" else None])] = path
     return found
 
 
@@ -53,7 +52,7 @@ def imported(name):
 
 @functools.cache
 def ours():
-    """Return the modules of both packages that each module imports."""
+    """Return the modules of the package that each module imports."""
     return {name: {other for other in imported(name) if other in modules()} - {name} for name in modules()}
 
 
@@ -64,14 +63,14 @@ def room_of(name):
 
 
 def test_every_module_has_a_room_and_every_room_a_module():
-    named = {name: room_of(name) for name in modules() if name != "bridge_cg_plugin"}
+    named = {name: room_of(name) for name in modules() if name != PACKAGE}
     assert [name for name, room in named.items() if room is None] == []
     assert set(named.values()) == set(LEVELS)
 
 
 @pytest.mark.parametrize("room", LEVELS)
 def test_a_room_imports_from_lower_layers_only(room):
-    public = {"bridge_cg_plugin"} if room.startswith("bridge_cg_tools") else set()
+    public = {"bridge_cg_plugin"} if room.startswith("bridge_cg_plugin.cli") else set()
     upwards = {
         (name, other)
         for name, others in ours().items()
@@ -87,12 +86,13 @@ def test_no_modules_import_each_other():
     assert len(list(order.static_order())) >= len(modules()) - 1
 
 
-def test_the_plugin_never_imports_its_tools():
-    importers = [name for name, others in ours().items() if any(o.startswith("bridge_cg_tools") for o in others)]
-    assert importers and all(name.startswith("bridge_cg_tools") for name in importers)
+def test_the_plugin_never_imports_its_commands_and_scripts():
+    importers = [name for name, others in ours().items() if any(o.startswith(CLI) for o in others)]
+    assert importers and all(name.startswith(CLI) for name in importers)
+    assert [name for name in modules() if any(other.split(".")[0] == "scripts" for other in imported(name))] == []
 
 
 def test_upstreams_names_are_in_upstream_only():
     importers = {name for name in modules() if any(other.split(".")[0] in UPSTREAM for other in imported(name))}
-    others = {name for name in importers if not name.startswith(BENCHMARKS)}
-    assert others and all(name.startswith("bridge_cg_plugin.upstream.") for name in others)
+    others = importers - {f"{CLI}.runs.recorder"}  # a callback of Bridge's trainer
+    assert others < importers and all(name.startswith(f"{PACKAGE}.upstream.") for name in others)

@@ -7,8 +7,8 @@ import warnings
 import pytest
 
 from bridge_cg_plugin.announce import LOGGER, warn
+from bridge_cg_plugin.cli.runs.imports import quick_imports, quiet
 from bridge_cg_plugin.options import GraphOptionWarning
-from bridge_cg_tools.benchmarks.runs.imports import quick_imports, quiet
 
 
 def test_imports_are_without_collections_even_where_they_fail():

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from bridge_cg_plugin import plugin
+from bridge_cg_plugin.cli import audit, doctor
+from bridge_cg_plugin.cli import main as cli
+from bridge_cg_plugin.cli.planner import command as planner
+from bridge_cg_plugin.cli.report import command as reports
 from bridge_cg_plugin.options import explain
-from bridge_cg_tools import audit, cli, doctor
-from bridge_cg_tools.planner import command as planner
-from bridge_cg_tools.report import command as reports
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "docs" / "benchmarks" / "pretrain.jsonl"
@@ -46,7 +47,7 @@ def command_line(*words, **environment):
     """Run a command in a process of its own; returns (standard output, standard error)."""
     clean = {name: value for name, value in os.environ.items() if name != plugin.SWITCH}
     done = subprocess.run(
-        [sys.executable, "-m", "bridge_cg_tools.cli", *words],
+        [sys.executable, "-m", "bridge_cg_plugin.cli.main", *words],
         env={**clean, **environment},
         capture_output=True,
         text=True,
@@ -104,7 +105,7 @@ def test_an_error_gives_standard_output_back(monkeypatch, capfd):
 
 def test_a_reader_that_stops_early_is_no_error():
     script = (
-        "from bridge_cg_tools.answers import answer_alone\n"
+        "from bridge_cg_plugin.cli.answers import answer_alone\n"
         "with answer_alone() as tell:\n"
         "    tell('first')\n"
         "    [tell('x' * 1000) for _ in range(1000)]\n"
@@ -131,7 +132,7 @@ PRINTED = [
 @pytest.mark.parametrize("redirected", ["| true", ">&-", ">&- 2>&-"], ids=["unread", "no_stdout", "no_stdout_stderr"])
 def test_whoever_reads_it_may_be_gone(lengths, words, redirected):
     words = [str(lengths) if word == "LENGTHS" else word for word in words]
-    ran = shlex.join([sys.executable, "-m", "bridge_cg_tools.cli", *words])
+    ran = shlex.join([sys.executable, "-m", "bridge_cg_plugin.cli.main", *words])
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {ran} {redirected}"], capture_output=True, text=True, timeout=300, cwd=ROOT
     )
@@ -141,7 +142,7 @@ def test_whoever_reads_it_may_be_gone(lengths, words, redirected):
 @pytest.mark.parametrize("words", PRINTED, ids=lambda words: words[0])
 def test_a_full_disk_is_named(lengths, words):
     words = [str(lengths) if word == "LENGTHS" else word for word in words]
-    ran = [sys.executable, "-m", "bridge_cg_tools.cli", *words]
+    ran = [sys.executable, "-m", "bridge_cg_plugin.cli.main", *words]
     with open("/dev/full", "w") as full:
         done = subprocess.run(ran, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, cwd=ROOT)
     assert (done.returncode, done.stderr) == (2, "Cannot write to standard output: No space left on device.\n")

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from bridge_cg_plugin.cli.explain.answer import Answer
+from bridge_cg_plugin.cli.explain.language import language_forecast
+from bridge_cg_plugin.cli.explain.table import render
+from bridge_cg_plugin.cli.planner.rates import language_model_rates, measured, scaled
+from bridge_cg_plugin.cli.planner.shapes import Ranks, language_model_of
 from bridge_cg_plugin.options import graph_options
-from bridge_cg_tools.benchmarks.models.language_model import SHAPES, VOCABULARY, settings_of
-from bridge_cg_tools.explain.answer import Answer
-from bridge_cg_tools.explain.language import language_forecast
-from bridge_cg_tools.explain.table import render
-from bridge_cg_tools.planner.rates import language_model_rates, measured, scaled
-from bridge_cg_tools.planner.shapes import Ranks, language_model_of
+from tests.models.language_model import SHAPES, VOCABULARY, settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": "auto", "cuda_graph_modules": []}
@@ -106,7 +106,7 @@ def test_eager_of_ranks_whose_records_are_far_off_has_no_figure(monkeypatch):
     rates = language_model_rates()
     far = replace(rates.errors["sequence"], eager=0.33, graphs=0.14, ratio=0.7, memory=None)
     changed = replace(rates, errors={**rates.errors, "sequence": far})
-    monkeypatch.setattr("bridge_cg_tools.explain.language.language_model_rates", lambda: changed)
+    monkeypatch.setattr("bridge_cg_plugin.cli.explain.language.language_model_rates", lambda: changed)
     ranks = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     found = language_forecast(config(**ranks), options(), None)
     assert all(row.eager_ms is None and row.ratio is None and row.graphs_ms for row in found.rows)
@@ -122,7 +122,7 @@ def test_other_graphs_have_no_forecast():
 
 def explained(*words):
     done = subprocess.run(
-        [sys.executable, "-m", "bridge_cg_tools.cli", "explain", RECIPE, *words],
+        [sys.executable, "-m", "bridge_cg_plugin.cli.main", "explain", RECIPE, *words],
         env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -152,6 +152,6 @@ def test_a_measured_recipe_has_its_step():
 def test_replaced_rates_are_used(monkeypatch):
     slow = replace(language_model_rates(), ms={name: 2 * ms for name, ms in language_model_rates().ms.items()})
     before = language_forecast(config(), options(), None)
-    monkeypatch.setattr("bridge_cg_tools.explain.language.language_model_rates", lambda: slow)
+    monkeypatch.setattr("bridge_cg_plugin.cli.explain.language.language_model_rates", lambda: slow)
     after = language_forecast(config(), options(), None)
     assert after.rows[0].graphs_ms == pytest.approx(2 * before.rows[0].graphs_ms)

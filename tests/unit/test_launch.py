@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from bridge_cg_plugin.cli import launch
+from bridge_cg_plugin.cli.launch import Job
+from bridge_cg_plugin.cli.runs import train as run_recipe
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_tools import launch
-from bridge_cg_tools.benchmarks.runs import train as run_recipe
-from bridge_cg_tools.launch import Job
 
 RECIPE = ["--recipe", "qwen3_vl_8b_sft_config", "--vision_cuda_graph_impl", "transformer_engine", "train.train_iters=5"]
 

@@ -5,10 +5,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.options import OptionError, graph_options
 from bridge_cg_plugin.upstream.hooks.configuration import graph_fields
 from bridge_cg_plugin.upstream.seams import activation, patches
-from bridge_cg_tools.cli import main
 
 REFUSAL = "megatron-bridge 0.4.2 is too old for bridge_cg_plugin: use 0.5 or newer"
 

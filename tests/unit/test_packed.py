@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bridge_cg_plugin.cli.planner.plan import place
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PackedBatchError, pack_batch
 from bridge_cg_plugin.language.packed.fit import pack_buckets
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_tools.planner.plan import place
 
 from ..main_grads import hook_main_grads
 from .packs import (

@@ -12,7 +12,7 @@ from transformer_engine.pytorch.tensor.storage import float8_tensor_storage as s
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.upstream.decoder import fp8, fp8_parameters
-from bridge_cg_tools.benchmarks.models.tower import MainGrads
+from tests.models.tower import MainGrads
 
 from .packs import graphs_on, in_turn, losses_and_gradients, new_model, pack, replayed
 

@@ -9,7 +9,7 @@ from torch import distributed
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import without_exchanges
 from bridge_cg_plugin.upstream.parallel.process_groups import expert_group
-from bridge_cg_tools.benchmarks.models.language_model import held
+from tests.models.language_model import held
 from tests.ranks import run_ranks
 
 from .dispatching import dispatching_on_cpu

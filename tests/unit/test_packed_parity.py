@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
-from bridge_cg_tools.benchmarks.loops.padded_packs import decoders_of, padded
-from bridge_cg_tools.benchmarks.models.language_model import Pack
-from bridge_cg_tools.benchmarks.models.tower import largest_relative, relatives
-from bridge_cg_tools.benchmarks.packed.parity import (
+from scripts.performance.loops.padded_packs import decoders_of, padded
+from tests.models.language_model import Pack
+from tests.models.packed_parity import (
     Fp32Reference,
     beyond_noise,
     deterministic,
@@ -20,6 +19,7 @@ from bridge_cg_tools.benchmarks.packed.parity import (
     spread_of,
     worst_gradient,
 )
+from tests.models.tower import largest_relative, relatives
 
 from .packs import graphs_on, losses_and_gradients, new_model, new_qwen, pack, with_images
 from .towers import assert_close

@@ -13,7 +13,7 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder import context_exchange
 from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import without_exchanges
 from bridge_cg_plugin.upstream.parallel.process_groups import without_collectives
-from bridge_cg_tools.benchmarks.models.language_model import held
+from tests.models.language_model import held
 from tests.ranks import run_ranks
 
 from .packs import EXPERTS, ON_CPU, graphs_on, losses_and_gradients, new_model, new_qwen, pack, part_of, with_images

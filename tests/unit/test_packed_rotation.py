@@ -18,9 +18,9 @@ from tests.interpreted import prepare
 prepare()
 from bridge_cg_plugin.upstream.encoders import packed_towers
 from bridge_cg_plugin.vision.kernels import rotary
-from bridge_cg_tools.benchmarks.models import tower
-from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
-from bridge_cg_tools.benchmarks.vision.encoder_parity import Comparison
+from tests.models import tower
+from tests.models.encoders import ENCODERS
+from scripts.performance.parity_encoders import Comparison
 
 packed_towers.has_kernels = lambda tensor: True
 rounding = []

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_tools.benchmarks.photographs import arguments as command
-from bridge_cg_tools.benchmarks.photographs import comparison
-from bridge_cg_tools.benchmarks.runs.hosts import placement, ranks_per_gpu
-from bridge_cg_tools.benchmarks.runs.layout import Layout
-from bridge_cg_tools.benchmarks.runs.processes import TrainingFailed, TrainingProcess
+from examples.photographs import arguments as command
+from examples.photographs import comparison
+from examples.photographs.layout import Layout
+from scripts.performance.hosts import placement, ranks_per_gpu
+from scripts.performance.processes import TrainingFailed, TrainingProcess
 from tests.unit.stand_in_ranks import FAILING_STEPS
 
 STAND_IN = "tests.unit.stand_in_ranks"
@@ -72,17 +72,13 @@ def test_other_processes_than_the_layout_has_are_refused(monkeypatch):
         main()
 
 
-def test_the_case_names_the_layout():
-    assert comparison.case_of(["--single", "--tensor-parallel", "2", "--data-parallel", "2"]) == "single_DP2xTP2"
-
-
 @pytest.mark.parametrize(
     "layout",
     [Layout(tensor=2), Layout(pipeline=2), Layout(pipeline=2, chunks=2), Layout(context=2), Layout(data=2)],
     ids=str,
 )
 def test_bridge_accepts_the_configuration_of_a_layout(layout):
-    from bridge_cg_tools.benchmarks.photographs import training
+    from examples.photographs import training
 
     depth = layout.fitting_layers(4)
     config = training.training_config(training.Run(layout=layout, small=True, language_model=(depth, 2048)))
@@ -125,9 +121,7 @@ def test_ranks_with_a_gpu_each_tell_nccl_nothing(gpus):
 
 def test_the_main_job_refuses_fewer_gpus_than_ranks():
     Layout(tensor=2, pipeline=2).check_gpus(4)
-    with pytest.raises(
-        ValueError, match="TP2xPP2 has 4 ranks with a GPU each, and there are 2 GPUs.*--ranks-per-gpu 2"
-    ):
+    with pytest.raises(ValueError, match="TP2xPP2 has 4 ranks with a GPU each, and there are 2 GPUs"):
         Layout(tensor=2, pipeline=2).check_gpus(2)
 
 
@@ -144,7 +138,7 @@ def rank_result(rank, **changes):
 
 
 def test_results_come_from_the_ranks_that_know_them():
-    from bridge_cg_tools.benchmarks.photographs.training import merge_ranks
+    from examples.photographs.training import merge_ranks
 
     first = rank_result(0, losses=[float("nan")], graphs={"replays": 3}, step_tokens=[784], peak_gb=2.0)
     last = rank_result(1, losses=[2.5], peak_gb=3.0)
@@ -162,7 +156,7 @@ def processes(log, ranks, devices, **further):
 
 @pytest.fixture
 def two_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr("bridge_cg_tools.benchmarks.runs.processes.GRACE_S", 1.0)
+    monkeypatch.setattr("scripts.performance.processes.GRACE_S", 1.0)
     process = processes(tmp_path / "run.log", 2, (2, 3))
     process.wait_until_ready()
     yield process
@@ -178,27 +172,11 @@ def test_every_process_knows_its_place(two_processes):
     assert first["threads"] == second["threads"] > 1, "they were prepared"
 
 
-def affinities(process):
-    ids = [int(name) for rank in process._ranks for name in os.listdir(f"/proc/{rank.process.pid}/task")]
-    return len(ids), [os.sched_getaffinity(thread) for thread in ids]
-
-
-def test_all_threads_of_a_process_are_kept_to_its_cores(two_processes):
-    one = min(os.sched_getaffinity(0))
-    two_processes.keep_to([{one}, {one}])
-    count, found = affinities(two_processes)
-    assert count > 2 and found == [{one}] * count
-    every = os.sched_getaffinity(0)
-    two_processes.keep_to([every, every])
-    assert affinities(two_processes)[1] == [every] * count
-
-
 def test_processes_that_import_end_at_once(tmp_path):
     process = processes(tmp_path / "run.log", 2, (0, 1))
     began = time.monotonic()
     process.close()
     assert time.monotonic() - began < 5 and all(rank.process.exitcode for rank in process._ranks)
-    process.keep_to([{0}, {0}])  # they have no threads
 
 
 def test_one_process_is_alone_where_torchrun_started_several(tmp_path, monkeypatch):

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from bridge_cg_plugin.cli.report.spread import compare_to_spread, how_eager_fares
 from bridge_cg_plugin.recipes.captioned_images import caption
-from bridge_cg_tools.benchmarks.photographs.images import (
+from examples.photographs.images import (
     FILES,
     IMAGE_TOKEN,
     MIXED_SIZES,
@@ -10,7 +11,6 @@ from bridge_cg_tools.benchmarks.photographs.images import (
     PhotographDataset,
     draw_images,
 )
-from bridge_cg_tools.report.spread import compare_to_spread, how_eager_fares
 
 
 def test_equal_runs_are_inside():

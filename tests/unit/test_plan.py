@@ -10,28 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.attention_bounds import SIDE_STREAM_UP_TO
+from bridge_cg_plugin.cli.main import main
+from bridge_cg_plugin.cli.planner.cost import save_cost_model
+from bridge_cg_plugin.cli.planner.defaults import DEFAULTS, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT, default_packed
+from bridge_cg_plugin.cli.planner.errors import PlanError
+from bridge_cg_plugin.cli.planner.images import Image, plan_images, read_images
+from bridge_cg_plugin.cli.planner.lengths import read_documents
+from bridge_cg_plugin.cli.planner.packing import padded_documents, padded_packs
+from bridge_cg_plugin.cli.planner.plan import BUCKET_COUNTS, percentiles, plan_packs
+from bridge_cg_plugin.cli.planner.rates import language_model_rates, scaled
+from bridge_cg_plugin.cli.planner.shapes import Ranks
+from bridge_cg_plugin.cli.runs.results import ROOT, read_records
 from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, Bucket
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
 from bridge_cg_plugin.options.layout import parse_layout
 from bridge_cg_plugin.recipes import GPUS
-from bridge_cg_tools.benchmarks.models.language_model import SHAPES, sizes_of
-from bridge_cg_tools.benchmarks.models.workloads import CASES, one_image
-from bridge_cg_tools.benchmarks.packed.plans import KNOWN_COUNTS, known_packs
-from bridge_cg_tools.benchmarks.pages.markdown import by_case
-from bridge_cg_tools.benchmarks.pages.performance_page import by_default
-from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
-from bridge_cg_tools.cli import main
-from bridge_cg_tools.planner.cost import save_cost_model
-from bridge_cg_tools.planner.defaults import DEFAULTS, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT, default_packed
-from bridge_cg_tools.planner.errors import PlanError
-from bridge_cg_tools.planner.images import Image, plan_images, read_images
-from bridge_cg_tools.planner.lengths import read_documents
-from bridge_cg_tools.planner.packing import padded_documents, padded_packs
-from bridge_cg_tools.planner.plan import BUCKET_COUNTS, percentiles, plan_packs
-from bridge_cg_tools.planner.rates import language_model_rates, scaled
-from bridge_cg_tools.planner.shapes import Ranks
+from tests.models.language_model import SHAPES, sizes_of
+from tests.models.workloads import CASES, one_image
 
-from .plan_inputs import COST, documents, packs, write
+from .plan_inputs import COST, KNOWN_COUNTS, documents, known_packs, packs, write
 
 
 def test_the_packed_default_is_the_benchmarks_dense_model():
@@ -44,6 +41,16 @@ def test_the_packed_default_is_the_benchmarks_dense_model():
         assert COST.eager_ms(lengths) == pytest.approx(modes[tokens, "eager"]["ms"], rel=errors.eager)
         assert COST.graph_ms(tokens, lengths, 5, max(lengths)) == pytest.approx(graphs["ms"], rel=errors.graphs)
         assert COST.memory_gb(tokens) == pytest.approx(graphs["memory_gb"], rel=errors.memory)
+
+
+def by_case(records, mode):
+    return {r["case"]: r for r in records if r["mode"] == mode and "error" not in r}
+
+
+def by_default(records):
+    """Return the records with default options: fast kernels, on two streams where "auto" has two."""
+    fast, streams = by_case(records, "plugin_fast"), by_case(records, "plugin_streams")
+    return [streams[c] if c in streams and fast[c]["tokens"] <= SIDE_STREAM_UP_TO else fast[c] for c in fast]
 
 
 def by_default_records():
@@ -200,7 +207,7 @@ def plan_of_a_recipe(histogram, name, *words):
     import sys
 
     given = ["plan", "packed", histogram, "--pack-size", "2048", "--recipe", name, *words]
-    code = f"from bridge_cg_tools.cli import main; raise SystemExit(main({given!r}))"
+    code = f"from bridge_cg_plugin.cli.main import main; raise SystemExit(main({given!r}))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
@@ -339,11 +346,7 @@ def test_planning_imports_neither_torch_nor_megatron(histogram):
 
     code = f"""
 import sys
-from bridge_cg_tools.benchmarks.models.workloads import CASES
-from bridge_cg_tools.benchmarks.pages.markdown import by_case
-from bridge_cg_tools.benchmarks.pages.performance_page import by_default
-from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
-from bridge_cg_tools.cli import main
+from bridge_cg_plugin.cli.main import main
 main(["plan", "packed", {histogram!r}, "--pack-size", "2048", "--json"])
 print([name for name in ("torch", "megatron") if name in sys.modules], file=sys.stderr)
 """
@@ -398,7 +401,7 @@ def test_a_field_that_no_row_has_names_the_nearest(tmp_path, capsys):
 def test_many_equal_microbatches_cost_one(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "bridge_cg_tools.planner.images.choose", lambda *args: asked.append(args) or Bucket(1200, (1, 1200))
+        "bridge_cg_plugin.cli.planner.images.choose", lambda *args: asked.append(args) or Bucket(1200, (1, 1200))
     )
     plan = plan_images([Image(480, 640)] * 1000, DEFAULTS["vision"])
     assert plan.microbatches == 1000 and plan.on_graphs == 1 and len(asked) <= 2 * len(BUCKET_COUNTS)

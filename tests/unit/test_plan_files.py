@@ -6,11 +6,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bridge_cg_tools.planner.cost import load_cost_model, save_cost_model
-from bridge_cg_tools.planner.defaults import DEFAULTS
-from bridge_cg_tools.planner.errors import PlanError
-from bridge_cg_tools.planner.images import QWEN3_VL, Image, Processor, plan_images, read_images
-from bridge_cg_tools.planner.lengths import read_documents
+from bridge_cg_plugin.cli.planner.cost import load_cost_model, save_cost_model
+from bridge_cg_plugin.cli.planner.defaults import DEFAULTS
+from bridge_cg_plugin.cli.planner.errors import PlanError
+from bridge_cg_plugin.cli.planner.images import QWEN3_VL, Image, Processor, plan_images, read_images
+from bridge_cg_plugin.cli.planner.lengths import read_documents
 
 from .plan_inputs import COST, write
 

@@ -7,10 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bridge_cg_plugin.cli.planner.errors import PlanError
+from bridge_cg_plugin.cli.planner.packing import (
+    first_fit,
+    first_fit_decreasing,
+    first_fit_shuffle,
+    in_batch,
+    padded_packs,
+)
+from bridge_cg_plugin.cli.planner.plan import expect, percentiles, plan_packs
 from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW
-from bridge_cg_tools.planner.errors import PlanError
-from bridge_cg_tools.planner.packing import first_fit, first_fit_decreasing, first_fit_shuffle, in_batch, padded_packs
-from bridge_cg_tools.planner.plan import expect, percentiles, plan_packs
 
 from .plan_inputs import COST, documents, packs
 

@@ -202,9 +202,8 @@ else:
 def test_the_package_in_a_zip_file(upstream):
     archive = upstream / "plugin.zip"
     with zipfile.ZipFile(archive, "w") as packed:
-        for package in ("bridge_cg_plugin", "bridge_cg_tools"):
-            for file in (ROOT / package).rglob("*.py"):
-                packed.write(file, file.relative_to(ROOT))
+        for file in (ROOT / "bridge_cg_plugin").rglob("*.py"):
+            packed.write(file, file.relative_to(ROOT))
     run(
         """
 import zipimport, bridge_cg_plugin
@@ -212,7 +211,7 @@ assert isinstance(bridge_cg_plugin.__loader__, zipimport.zipimporter)
 bridge_cg_plugin.activate()
 from checks import check
 check()
-from bridge_cg_tools.audit import audit
+from bridge_cg_plugin.cli.audit import audit
 assert "config_check" in audit([UPSTREAM]).fits
 bridge_cg_plugin.deactivate()
 check(False)

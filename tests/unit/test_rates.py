@@ -1,30 +1,15 @@
 """The cost model of language models by their sizes: its formula, its rates against the records, what it refuses."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.language.packed.fit import pack_buckets
-from bridge_cg_tools.benchmarks.models.arithmetic import LanguageModelShape, language_model_flops
-from bridge_cg_tools.benchmarks.models.language_model import SHAPES, sizes_of, split
-from bridge_cg_tools.benchmarks.packed import rates as fitting
-from bridge_cg_tools.benchmarks.packed.bench import SHAPES as bench_shapes
-from bridge_cg_tools.benchmarks.packed.observations import Observation, Ran, observations
-from bridge_cg_tools.benchmarks.pages.cost_page import fitted
-from bridge_cg_tools.benchmarks.pages.results_page import ROOT
-from bridge_cg_tools.benchmarks.records.results import read_records
-from bridge_cg_tools.planner.plan import place
-from bridge_cg_tools.planner.rates import (
+from bridge_cg_plugin.cli.planner.rates import (
     FAR,
-    FILE,
     LINEAR_PASSES,
-    amounts,
     cost_of,
     language_model_rates,
     measured,
@@ -32,102 +17,14 @@ from bridge_cg_tools.planner.rates import (
     products,
     scaled,
 )
-from bridge_cg_tools.planner.shapes import LanguageModel, NotMeasured, Ranks, language_model_of, ranks_of
+from bridge_cg_plugin.cli.planner.shapes import LanguageModel, NotMeasured, Ranks, language_model_of, ranks_of
+from tests.models.language_model import SHAPES, sizes_of
 
 from . import packs
 
-RECORDS = ROOT / "docs/benchmarks"
 RATES = language_model_rates()
 DENSE, EXPERTS, HYBRID = (sizes_of(SHAPES[name]) for name in ("dense", "moe", "mamba"))
 MODELS = {"dense": DENSE, "experts": EXPERTS, "hybrid": HYBRID}
-
-
-def near(found, wanted):
-    if isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(near(found[name], wanted[name]) for name in wanted)
-    if isinstance(wanted, list):
-        return len(found) == len(wanted) and all(map(near, found, wanted))
-    return found == (pytest.approx(wanted, rel=1e-3, abs=1e-6) if isinstance(wanted, float) else wanted)
-
-
-def test_the_package_has_what_the_records_give():
-    """Else: python scripts/performance/fit_costs.py."""
-    assert near(json.loads(FILE.read_text()), json.loads(fitted(RECORDS)))
-
-
-def test_the_script_writes_the_file(tmp_path):
-    script = ROOT / "scripts/performance/fit_costs.py"
-    subprocess.run([sys.executable, script, "--out", tmp_path / "m.json"], check=True, capture_output=True)
-    assert near(json.loads((tmp_path / "m.json").read_text()), measured())
-
-
-def made_up(name, tokens, documents, rates):
-    """Return what a model would take by known rates."""
-    model, lengths = sizes_of(SHAPES[name]), split(tokens, documents)
-    bucket, cost = place(lengths, pack_buckets([tokens], documents)), cost_of(model, Ranks(), rates)
-    graphs = cost.graph_ms(tokens, lengths, *bucket.limits)
-    return Observation(
-        case=f"{name}_{tokens}x{documents}",
-        name=name,
-        model=model,
-        ranks=Ranks(),
-        packs=(Ran(lengths, bucket),),
-        graphs_ms=graphs,
-        memory_gb=cost.memory_gb(tokens),
-        eager_ms=cost.eager_ms(lengths),
-        busy_ms=rates.eager_busy[model.kind] * graphs,
-        records=({"date": "2026-01-01", "gpu": "NVIDIA H200", "versions": {"commit": "0"}},),
-    )
-
-
-@given(st.floats(0.5, 2.0), st.floats(0.5, 2.0), st.floats(0.1, 3.0))
-@settings(max_examples=20, deadline=None)
-def test_rates_are_found_again(products, traffic, rows):
-    """From packs of many shapes, as bench_packed.py --cost-model measures them, that of rows too."""
-    ms = {**RATES.ms, "products": products, "bytes": traffic, "rows": rows}
-    known = replace(RATES, ms=ms, stall=0.0, eager_busy=dict.fromkeys(MODELS, 1.0))
-    names = ("dense", "large", "moe", "mamba")
-    found = [made_up(name, *shape, known) for name in names for shape in (*bench_shapes, (2048, 5), (8192, 5))]
-    fitted_again = fitting.fit(found)
-    for name in (*fitting.ALONE, "rows"):
-        assert fitted_again.ms[name] == pytest.approx(ms[name], rel=1e-3, abs=1e-3), name
-    for each in found:
-        off = fitting._far(each, fitted_again)
-        assert max(off.graphs, off.memory) < 1e-3
-
-
-def test_errors_are_of_records_that_the_fit_has_not_seen(monkeypatch):
-    """Records that contradict all others have large errors, although they would be fitted if they were seen."""
-    every = observations(RECORDS)
-    honest = fitting.errors_of(every)
-    strange = [replace(each, graphs_ms=2 * each.graphs_ms) if each.case == "dense_8192" else each for each in every]
-    assert fitting.errors_of(strange)["dense"].graphs > 0.3 > honest["dense"].graphs
-    for kind in MODELS:
-        alone = [each for each in every if not each.ranks.shared and each.model.kind == kind]
-        assert honest[kind].records == len(alone) >= 3
-
-
-def test_rates_are_of_one_kind_of_gpu():
-    every = observations(RECORDS)
-    assert {record["gpu"] for each in every for record in each.records} == {RATES.gpu}
-    recorded = {record["case"]: record["gpu"] for record in read_records(RECORDS / "packed.jsonl")}
-    assert set(recorded.values()) > {RATES.gpu}  # else nothing was left out
-
-
-def test_records_of_one_gpu_are_within_the_errors():
-    for each in observations(RECORDS):
-        errors = RATES.errors[each.ranks.shared or each.model.kind]
-        off = fitting._far(each, RATES)
-        assert off.graphs <= errors.graphs + 1e-3, each.case
-
-
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=30))
-def test_arithmetic_is_that_of_the_benchmarks(lengths):
-    shape = LanguageModelShape(layers=16, hidden=2048, queries=2048, keys=1024, mlp=6144, vocabulary=32_768)
-    found = amounts(DENSE, Ranks())
-    squares = sum(n * n for n in lengths) / 1e6
-    counted = found["products"].of(sum(lengths), 0, 0) + found["attention"].of(0, squares, 0)
-    assert counted * 1e12 == pytest.approx(language_model_flops(lengths, shape))
 
 
 def test_parameters_are_those_of_a_model():

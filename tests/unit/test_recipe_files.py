@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_cg_tools.recipe_files import RecipeFiles
+from bridge_cg_plugin.cli.recipe_files import RecipeFiles
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def tool(tmp_path, monkeypatch):
     """The project's command for releases, on a folder of its own."""
     monkeypatch.setenv("BRIDGE_CG_RELEASES", str(tmp_path / "releases"))
-    spec = importlib.util.spec_from_file_location("releases_tool", ROOT / "tools" / "releases.py")
+    spec = importlib.util.spec_from_file_location("releases_tool", ROOT / "scripts" / "releases.py")
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setattr(sys, "path", list(sys.path))
     spec.loader.exec_module(module)

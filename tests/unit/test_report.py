@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bridge_cg_plugin.cli import main as cli
+from bridge_cg_plugin.cli.report.kinds import KINDS
+from bridge_cg_plugin.cli.report.page import make_page
+from bridge_cg_plugin.cli.report.records import read_records
+from bridge_cg_plugin.cli.report.render import to_markdown
+from bridge_cg_plugin.cli.report.runs import GIB, counts_of
+from bridge_cg_plugin.cli.report.sources import read_runs
+from bridge_cg_plugin.cli.report.training_log import read_graphs
+from bridge_cg_plugin.cli.report.verdict import verdicts
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.reports.report import merge_statistics, metrics, render, render_steps
 from bridge_cg_plugin.graphs.reports.statistics import LAST_FALLBACKS, BucketStatistics, EagerRun, RegionStatistics
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions
-from bridge_cg_tools import cli
-from bridge_cg_tools.report.kinds import KINDS
-from bridge_cg_tools.report.page import make_page
-from bridge_cg_tools.report.records import read_records
-from bridge_cg_tools.report.render import to_markdown
-from bridge_cg_tools.report.runs import GIB, counts_of
-from bridge_cg_tools.report.sources import read_runs
-from bridge_cg_tools.report.training_log import read_graphs
-from bridge_cg_tools.report.verdict import verdicts
 
 from . import mean_encoder
 from .reported import statistics
@@ -385,7 +385,7 @@ def test_pages_are_utf_8_whatever_the_language(tmp_path, name):
     Path(os.fsdecode(given)).write_bytes(PRETRAIN.read_bytes())
     words = ["report", given, "--html", str(page), "--markdown", str(tmp_path / "page.md"), "--json"]
     ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-m", "bridge_cg_tools.cli", *words]
+    command = [sys.executable, "-m", "bridge_cg_plugin.cli.main", *words]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env={**os.environ, **ascii_alone})
     shown = name.decode(errors="replace")
     assert all(shown in (tmp_path / file).read_text("utf-8") for file in ("page.html", "page.md"))
@@ -452,7 +452,7 @@ def test_loading_the_report_imports_neither_torch_nor_megatron():
     import subprocess
 
     code = (
-        "import sys; from bridge_cg_tools.report import command, plots, events; "
+        "import sys; from bridge_cg_plugin.cli.report import command, plots, events; "
         "print({'torch', 'megatron', 'matplotlib', 'tensorboard', 'rich'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

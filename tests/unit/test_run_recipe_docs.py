@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bridge_cg_plugin.cli.runs import train as run_recipe
+from bridge_cg_plugin.cli.runs.recipe_arguments import build_parser
 from bridge_cg_plugin.options.explain import table
-from bridge_cg_tools.benchmarks.runs import train as run_recipe
-from bridge_cg_tools.benchmarks.runs.recipe_arguments import build_parser
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "run_recipe.md"
 PLACE = re.compile(r"(<!-- flags -->\n)(.*?)(<!-- /flags -->)", re.DOTALL)

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from bridge_cg_tools.benchmarks.records.results import ROOT
+from bridge_cg_plugin.cli.runs.results import ROOT
 
 PROGRAM = """
 import torch, triton
@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor
-from bridge_cg_tools.benchmarks.measuring.tilings import compiled_side_by_side
+from tests.models.tilings import compiled_side_by_side
 
 class Hopper:
     def get_current_target(self):

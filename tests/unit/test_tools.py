@@ -3,9 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from bridge_cg_tools.benchmarks.measuring import autoload as bench_autoload
-from bridge_cg_tools.benchmarks.pages.results_page import autoload
-
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = """<testsuites><testsuite>
 <testcase classname="a" name="one"/><testcase classname="a" name="two"><failure message="x"/></testcase>
@@ -15,7 +12,7 @@ REPORT = """<testsuites><testsuite>
 
 @pytest.fixture
 def upstream_tests():
-    spec = importlib.util.spec_from_file_location("upstream_tests", ROOT / "tools" / "upstream_tests.py")
+    spec = importlib.util.spec_from_file_location("upstream_tests", ROOT / "scripts" / "upstream_tests.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -45,18 +42,3 @@ def test_upstreams_tests_run_with_this_checkout(upstream_tests, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "first")
     assert upstream_tests.environment("0")["PYTHONPATH"].split(":") == ["first", str(ROOT)]
     assert upstream_tests.environment("1")["BRIDGE_CG_PLUGIN"] == "1"
-
-
-def test_what_loading_adds_is_the_difference_of_medians():
-    def runs(*load):
-        return [{"ms": 1500.0, "load_ms": ms, "load_cpu_ms": 1.0} for ms in load]
-
-    off, on = bench_autoload.records({"off": runs(1.0, 2.0, 30.0), "on": runs(5.0, 50.0, 7.5)})
-    assert (off["mode"], off["load_ms"], "added_ms" in off) == ("off", 2.0, False)
-    assert (on["mode"], on["load_ms"], on["added_ms"], on["repeats"]) == ("on", 7.5, 5.5, 3)
-    assert "| on | 1500 | 7.5 | 1.0 | 5.5 |" in autoload([off, on])
-
-
-def test_a_process_of_the_benchmark():
-    found = bench_autoload.one_process("on")
-    assert 0 < found["load_ms"] < found["ms"]

@@ -148,10 +148,10 @@ planned = use_reference_plans()
 from bridge_cg_plugin.upstream.encoders import direct_attention, flash_attention, packed_towers, tower_attention
 from bridge_cg_plugin.vision.kernels import cudnn_graphs, rotary
 from bridge_cg_plugin.vision.kernels.packed_attention import PackedSegments, packed_attention
-from bridge_cg_tools.benchmarks.models import tower
-from bridge_cg_tools.benchmarks.models.encoders import ENCODERS
-from bridge_cg_tools.benchmarks.vision import encoders as benchmark
-from bridge_cg_tools.benchmarks.vision.encoder_parity import Comparison
+from tests.models import tower
+from tests.models.encoders import ENCODERS
+from scripts.performance import encoders as benchmark
+from scripts.performance.parity_encoders import Comparison
 
 packed_towers.has_kernels = lambda tensor: True
 direct_attention.kernels_available = lambda: True
@@ -184,8 +184,8 @@ found = {}
 MODES = dict(benchmark.MODES)
 MODES["plugin_flash"] = {"kernels": "exact", "attention": "flash"}
 MODES["plugin_fast_flash"] = {"kernels": "fast", "attention": "flash"}
-from bridge_cg_tools.benchmarks.vision import encoder_parity
-encoder_parity.MODES = MODES
+from scripts.performance import parity_encoders
+parity_encoders.MODES = MODES
 for name in NAMES:
     for mode in MODES_TRIED:
         planned.clear(), rotated.clear(), flashes.clear()

@@ -24,12 +24,12 @@ import bridge_cg_plugin
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, vision_helper
 from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
-from bridge_cg_tools.benchmarks.models.radio_tower import local_spec
-from bridge_cg_tools.benchmarks.models.small_tower import start_single_process
+from examples.photographs.small_tower import start_single_process
 from tests.gpu import test_tower_training as on_a_gpu
 from tests.gpu.tower_case import IMAGE, VOCABULARY
 from tests.gpu.tower_training import CAPTION, RandomItems, graph_fields
 from tests.gpu.towers import TOWERS, nemotron_omni, nemotron_vl, qwen3_omni
+from tests.models.radio_tower import local_spec
 
 from . import bridge_towers, vlm
 from .hybrids import stack_spec

@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_tools.benchmarks.models.workloads import CASES
-from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
-from bridge_cg_tools.explain.encoders import QWEN3_VL, QWEN25_VL, QWEN35_VL, Encoder
-from bridge_cg_tools.explain.processors import processor_of
-from bridge_cg_tools.planner.cost import save_cost_model
-from bridge_cg_tools.planner.defaults import VISION, VISION_EXACT
-from bridge_cg_tools.planner.images import Processor
-from bridge_cg_tools.planner.rates import measured
+from bridge_cg_plugin.cli.explain.encoders import QWEN3_VL, QWEN25_VL, QWEN35_VL, Encoder
+from bridge_cg_plugin.cli.explain.processors import processor_of
+from bridge_cg_plugin.cli.planner.cost import save_cost_model
+from bridge_cg_plugin.cli.planner.defaults import VISION, VISION_EXACT
+from bridge_cg_plugin.cli.planner.images import Processor
+from bridge_cg_plugin.cli.planner.rates import measured
+from bridge_cg_plugin.cli.runs.results import ROOT, read_records
+from tests.models.workloads import CASES
 
 from .plan_inputs import write
 
@@ -42,7 +42,7 @@ def sizes(tmp_path):
 
 
 def plan(*words):
-    code = f"from bridge_cg_tools.cli import main; raise SystemExit(main({['plan', 'vision', *words]!r}))"
+    code = f"from bridge_cg_plugin.cli.main import main; raise SystemExit(main({['plan', 'vision', *words]!r}))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from bridge_cg_plugin.cli.explain.answer import Answer, as_json
+from bridge_cg_plugin.cli.explain.sizes import sizes_of
+from bridge_cg_plugin.cli.explain.steps import said, whole_step
+from bridge_cg_plugin.cli.explain.table import render
+from bridge_cg_plugin.cli.runs.results import ROOT, read_records
 from bridge_cg_plugin.options import graph_options
-from bridge_cg_tools.benchmarks.records.results import ROOT, read_records
-from bridge_cg_tools.benchmarks.runs.recipe_cases import CASES
-from bridge_cg_tools.explain.answer import Answer, as_json
-from bridge_cg_tools.explain.sizes import sizes_of
-from bridge_cg_tools.explain.steps import said, whole_step
-from bridge_cg_tools.explain.table import render
+from scripts.performance.recipe_cases import CASES
 
 VISION = {"vision_cuda_graph_impl": "transformer_engine", "vision_cuda_graph_tuning.kernels": "exact"}
 PACKS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": "auto", "cuda_graph_modules": []}

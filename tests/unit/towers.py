@@ -8,7 +8,7 @@ import torch
 import bridge_cg_plugin
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
-from bridge_cg_tools.benchmarks.models.small_tower import build_tower
+from examples.photographs.small_tower import build_tower
 
 from ..executors import new_executor
 

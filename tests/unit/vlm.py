@@ -25,7 +25,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bridge_cg_tools.benchmarks.models.small_tower import SegmentAttention, start_single_process, vision_config
+from examples.photographs.small_tower import SegmentAttention, start_single_process, vision_config
 
 from .test_gradients import DataParallel
 

@@ -38,7 +38,7 @@ class CombinationStatus:
 
 @functools.cache
 def audit_record() -> dict[str, Any]:
-    """Return what `tools/audit_releases.py` wrote.
+    """Return what `scripts/audit_releases.py` wrote.
 
     "audits" has an entry for each pair of Bridge and megatron-core, and for each release of the other packages: its
     "releases" (package -> version), the number of seams "compared", and the "drift" (seam -> what differs).

@@ -1,0 +1,1 @@
+"""The command `bridge-cg`: the plugin at work never imports it."""

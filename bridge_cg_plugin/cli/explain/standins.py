@@ -1,0 +1,190 @@
+"""Bridge's recipes without what they import: PyTorch, Transformers and most of Megatron are stand-ins.
+
+Importing Bridge takes 20 s. Its recipes and configuration classes are plain Python, so they are imported as they are;
+every other module has attributes that accept any use and do nothing. A process with stand-ins cannot train.
+"""
+
+import abc
+import ast
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, OTHER_FIELDS, SETTINGS
+
+MEGATRON = "megatron"
+# Packages besides Python's that are imported as they are.
+LIGHT = frozenset(
+    {
+        "bridge_cg_plugin",
+        "omegaconf",
+        "hydra",
+        "antlr4",
+        "yaml",
+        "wrapt",
+        "packaging",
+        "typing_extensions",
+        "attr",
+        "attrs",
+        "rich",
+        "pygments",
+        "markdown_it",
+        "mdurl",
+    }
+) | frozenset(sys.stdlib_module_names)
+RECIPES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes")
+# Modules of Megatron that hold what recipes are made of, by the last part of their names.
+_PARTS = frozenset(
+    {
+        *("base", "common_utils", "comm_overlap", "cuda_graph", "direct_hf_sft", "dora", "energon", "enums"),
+        *("flex_dispatcher_backend", "fusions", "gpt_dataset", "gpt_sft", "hf", "import_utils", "lora"),
+        *("mixed_precision", "mock_vlm_sft", "omegaconf_utils", "slurm_utils", "vocab_utils"),
+    }
+)
+
+
+# What is read of a configuration: a stand-in has what was given to it.
+_OPTIONS = frozenset((*FIELDS, *ATTRIBUTES, *SETTINGS, *OTHER_FIELDS))
+
+
+class _AnyClass(abc.ABCMeta):
+    """The class of stand-ins: classes that can be called, derived from, subscripted and asked for any attribute.
+
+    Graph options, and what they depend on, are the exception: no stand-in has any by itself.
+    """
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__") or name in _OPTIONS:
+            raise AttributeError(name)
+        found = stand_in(name)
+        type.__setattr__(cls, name, found)
+        return found
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__dict__.get("_stands_in"):
+            return super().__call__(*args, **kwargs)
+        decorated = len(args) == 1 and not kwargs and isinstance(args[0], FunctionType | type)
+        return args[0] if decorated else stand_in(f"{cls.__name__}()", kwargs)
+
+    def __getitem__(cls, key: Any) -> Any:
+        return cls
+
+    def __or__(cls, other: Any) -> Any:
+        return cls
+
+    __ror__ = __or__
+
+    def __iter__(cls) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(cls) -> int:
+        return 0
+
+    def __bool__(cls) -> bool:
+        return False
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def stand_in(name: str, attributes: Mapping[str, Any] | None = None) -> Any:
+    """Return a stand-in for a class, function or value, with what is known of its attributes."""
+    body = {
+        **(attributes or {}),
+        "_stands_in": True,
+        "__init__": _ignore,
+        "__init_subclass__": classmethod(_ignore),
+    }
+    return _AnyClass(name, (), body)
+
+
+class StandIn(ModuleType):
+    """A module of which nothing is executed. A package's names are looked up where its `__init__` takes them from."""
+
+    __stand_in__ = True
+    _origins: dict[str, tuple[str, str]] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__version__":
+            return _version(self.__name__.partition(".")[0])
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self._origins is None:
+            self._origins = _origins(self)
+        module, attribute = self._origins.get(name, ("", ""))
+        if module == self.__name__:
+            found: Any = importlib.import_module(f"{module}.{name}")
+        else:
+            found = getattr(importlib.import_module(module), attribute) if module else stand_in(name)
+        setattr(self, name, found)
+        return found
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "0"
+
+
+def _origins(package: ModuleType) -> dict[str, tuple[str, str]]:
+    """Return the modules and names that a package of Megatron takes its names from."""
+    found: dict[str, tuple[str, str]] = {}
+    for path in getattr(package, "__path__", ()) if package.__name__.startswith(MEGATRON) else ():
+        file = Path(path) / "__init__.py"
+        for node in ast.walk(ast.parse(file.read_text())) if file.is_file() else ():
+            if isinstance(node, ast.ImportFrom):
+                written = "." * node.level + (node.module or "")
+                module = importlib.util.resolve_name(written, package.__name__)
+                found.update({alias.asname or alias.name: (module, alias.name) for alias in node.names})
+    return found
+
+
+class _Empty(importlib.abc.Loader):
+    """Loads a module that is complete as it is."""
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds stand-ins for all modules but light ones."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        top = name.partition(".")[0]
+        if top in LIGHT or name == MEGATRON:
+            return None
+        folders = None
+        if top == MEGATRON:
+            found = importlib.machinery.PathFinder.find_spec(name, path)
+            if found is None or found.loader is None or _as_it_is(name):
+                return None
+            folders = found.submodule_search_locations
+        spec = importlib.machinery.ModuleSpec(name, _Empty(), is_package=folders is not None or top != MEGATRON)
+        if folders is not None:
+            spec.submodule_search_locations = list(folders)
+        return spec
+
+
+def _as_it_is(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    return name.startswith(RECIPES) or "config" in last or last.endswith("provider") or last in _PARTS
+
+
+def install() -> None:
+    """Put stand-ins in the place of what this process has not imported yet. There is no way back."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,131 @@
+"""The command `bridge-cg`."""
+
+import argparse
+import difflib
+import importlib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NoReturn
+
+from bridge_cg_plugin import __version__
+
+from . import recipes
+from .answers import AnswerError, Tell, answer_alone, open_closed, say
+from .explain import command as explained
+from .planner import command as planner
+from .report import command as reports
+
+# Commands with a parser of their own, and the names of their modules.
+TRAINING = ("train", "compare")
+# How alike a word and a choice are at least, to be misspelt: a100 and h100 are two GPUs.
+SPELLING = 0.8
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that names the nearest of the choices that a word is none of."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with what cannot be used, and the nearest word that can."""
+        wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        choices = re.findall(r"[\w-]+", wrong[2]) if wrong else []
+        near = difflib.get_close_matches(wrong[1], choices, n=1, cutoff=SPELLING) if wrong else []
+        super().error(f"{message}. Did you mean {near[0]}?" if near else message)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status.
+
+    1 where `doctor` found a problem, `audit` a drift or `compare` a run that failed or differs, 2 for input that is
+    refused and an answer that cannot be written.
+    """
+    open_closed()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] and given[0] in TRAINING:
+        module = importlib.import_module(f"bridge_cg_plugin.cli.runs.{given[0]}")
+        status: int = module.main(given[1:])
+        return status
+    parser = Parser(prog="bridge-cg", description="CUDA graphs for training on Megatron-Bridge")
+    parser.add_argument("--version", action="version", version=f"bridge-cg {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="say what the plugin finds here and what to do about problems")
+    doctor.add_argument("--no-gpu", action="store_true", help="a machine without a GPU is no problem")
+    doctor.add_argument(
+        "--details", action="store_true", help="import what is patched, and name every seam and feature"
+    )
+    commands.add_parser("train", help="train a recipe of Bridge or a preset, with graph flags; train --help has them")
+    commands.add_parser("compare", help="train a recipe eager and on graphs, and say whether both train the same")
+    listing = commands.add_parser("recipes", help="list the presets with graphs and Bridge's recipes")
+    listing.add_argument("filter", nargs="?", default="", help="part of a name")
+    audit = commands.add_parser("audit", help="compare what the plugin expects with a release, without importing it")
+    audit.add_argument(
+        "sources",
+        nargs="*",
+        default=["installed"],
+        metavar="WHEEL|FOLDER|installed",
+        help="together one release (megatron-bridge and megatron-core); what is installed if left out",
+    )
+    explain = commands.add_parser(
+        "explain", allow_abbrev=False, help="print what runs on graphs, why, and what to expect of it"
+    )
+    explained.add_arguments(explain)
+    report = commands.add_parser("report", help="show what training runs did: losses, times, memory, graphs, parity")
+    reports.add_arguments(report)
+    plans = planner.add_arguments(commands.add_parser("plan", help="recommend graph options from a dataset's sizes"))
+    for command in (doctor, audit, report, listing):
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+    args, rest = parser.parse_known_args(given)
+    if rest and args.command != "explain":
+        chosen = plans[args.kind] if args.command == "plan" else commands.choices[args.command]
+        known = re.findall(r"--[\w-]+", chosen.format_help())
+        near = difflib.get_close_matches(rest[0].partition("=")[0], known, n=1)
+        parser.error(f"unrecognized arguments: {' '.join(rest)}" + (f". Did you mean {near[0]}?" if near else ""))
+    alone = args.json or args.command in ("explain", "doctor")  # libraries print
+    try:
+        with answer_alone(lasting=arguments is None) if alone else nullcontext(say) as tell:
+            return _run(args, given, tell)
+    except AnswerError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace, given: Sequence[str], tell: Tell) -> int:
+    if args.command == "explain":
+        return explained.run(given[given.index("explain") + 1 :], tell)
+    if args.command == "report":
+        return reports.run_report(args, tell)
+    if args.command == "plan":
+        return planner.run(args, tell)
+    if args.command == "recipes":
+        return recipes.run(args.filter, args.json, tell)
+    if args.command == "audit":
+        return run_audit(args.sources, args.json, tell)
+    return run_doctor(args.json, not args.no_gpu, args.details, tell)
+
+
+def run_doctor(as_json: bool, wants_gpu: bool, details: bool, tell: Tell) -> int:
+    """Print the findings; returns 1 if there are problems, else 0."""
+    from .doctor import diagnose, render
+
+    found = diagnose(wants_gpu, details)
+    tell(json.dumps(found.as_dict()) if as_json else render(found, details))
+    return 1 if found.problems else 0
+
+
+def run_audit(sources: Sequence[str], as_json: bool, tell: Tell) -> int:
+    """Print the drift; returns 1 if there is any, 2 if a source cannot be read, else 0."""
+    from .audit import AuditError, audit, render
+
+    try:
+        found = audit(sources)
+    except AuditError as error:
+        print(error, file=sys.stderr)
+        return 2
+    tell(json.dumps(found.as_dict()) if as_json else render(found))
+    return 1 if found.drift else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The commands that train: `train` and `compare`."""

@@ -1,0 +1,82 @@
+"""What `bridge-cg explain` refuses of a command line of `bridge-cg train`, before anything heavy is imported.
+
+    python -m bridge_cg_plugin.cli.runs.first_look --recipe NAME --dry-run
+
+Its process has stand-ins for PyTorch and most of Megatron. The reason is on standard output, with exit status 2.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from bridge_cg_plugin.cli.explain import hub
+from bridge_cg_plugin.cli.explain.command import require_bridge, resolved, without_imports
+from bridge_cg_plugin.cli.runs.recipe import mode_and_step, with_presets
+from bridge_cg_plugin.cli.runs.recipe_arguments import read
+from bridge_cg_plugin.cli.runs.results import ROOT
+from bridge_cg_plugin.cli.runs.startable import check_start, gpus_of, starts_elsewhere
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options.flags import as_typed, given_flags
+
+REFUSED = 2
+
+
+def refusal(arguments: Sequence[str]) -> str:
+    """Return what a command line is refused with, after about two seconds; empty where it is not, or not known yet.
+
+    Args:
+        arguments: The command line of `bridge-cg train`.
+    """
+    command = [sys.executable, "-m", __name__, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=with_package())
+    return done.stdout.strip() if done.returncode == REFUSED else ""
+
+
+def with_package() -> dict[str, str]:
+    """Return this process's environment, in which Python finds these packages also where they are not installed."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+
+
+def check(arguments: Sequence[str]) -> None:
+    """Refuse a command line with stand-ins for what Bridge imports. This process cannot train afterwards.
+
+    Args:
+        arguments: The command line of `bridge-cg train`.
+
+    Raises:
+        OptionError: The command line would be refused later too.
+    """
+    from bridge_cg_plugin.upstream.hooks.configuration.recipes import build_recipe
+
+    parsed, words = read(arguments)
+    require_bridge(parsed.recipe)
+    asked = without_imports()
+    try:
+        config = with_presets(build_recipe(parsed.recipe), parsed)
+    except OptionError as error:
+        if error.__cause__ is not None:  # it may build with what Bridge imports
+            return
+        raise
+    resolved(config, given_flags(parsed), words, asked is not None)
+    mode, _ = mode_and_step(parsed)
+    check_start(parsed.recipe, config, mode, gpus_of(parsed), starts_elsewhere(parsed))
+    if parsed.dry_run:
+        hub.check(parsed.recipe, asked or ())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status, 2 for input that is refused."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            check(given)
+    except OptionError as error:
+        print(as_typed(error, given))
+        return REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

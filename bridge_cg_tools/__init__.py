@@ -1,1 +1,0 @@
-"""Tools beside the plugin, which never imports them: the command bridge-cg, reports, planning, launcher, benchmarks."""

@@ -1,1 +1,0 @@
-"""Training over several GPUs: layouts, the runs of each, their records."""

@@ -1,1 +1,0 @@
-"""Times, kernels, arithmetic, and what a machine gives to runs."""

@@ -1,1 +1,0 @@
-"""Graphs whose activations are offloaded or recomputed: replays and training."""

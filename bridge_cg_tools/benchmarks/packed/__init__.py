@@ -1,1 +1,0 @@
-"""Measurements and training of language models over packed documents."""

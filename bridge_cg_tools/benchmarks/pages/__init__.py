@@ -1,1 +1,0 @@
-"""Pages and plots that are written from records."""

@@ -1,1 +1,0 @@
-"""Training of Qwen3-VL on photographs through Bridge's `pretrain()`."""

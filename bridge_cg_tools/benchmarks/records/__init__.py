@@ -1,1 +1,0 @@
-"""Records of what was measured: their fields, their files, their origin."""

@@ -1,1 +1,0 @@
-"""Training runs in processes of their own."""

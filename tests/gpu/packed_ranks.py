@@ -1,0 +1,326 @@
+"""One rank of GPUs that share a model and run packed documents: parity and times."""
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
+from torch import distributed
+
+from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW
+from scripts.performance import measure
+from tests.models import language_model as lm
+from tests.models import packed_parity as parity
+from tests.models.reference import without_tf32
+from tests.models.tilings import few_tilings
+from tests.models.tower import MainGrads, largest_relative, relative
+
+# Imported before the process is needed.
+importlib.import_module("megatron.core.models.gpt.gpt_model")
+importlib.import_module("bridge_cg_plugin.upstream.hooks.helpers.packed_helper")
+
+MAX_SEQS = 24
+BUCKETS = (1024, 2048)
+SMALL = lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072)
+SMALL_QWEN = replace(SMALL, images=True)
+SMALL_HYBRID = lm.Shape(pattern="M-M*M-M", hidden=1024, heads=8, ffn=3072)
+# Tokens of documents and packs are a multiple of it: two chunks for each of up to four context-parallel ranks.
+UNIT = 8
+SMALL_EXPERTS = lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8)
+SMALL_HYBRID_EXPERTS = replace(SMALL_EXPERTS, pattern="ME*E")
+EXPERTS, TOP_K = lm.EXPERTS_OF_RANKS, lm.TOP_K_OF_RANKS
+# Mamba and experts in turn, attention now and then, as Nemotron 3 Nano has them.
+HYBRID_EXPERTS = lm.Shape(pattern="MEMEM*EMEMEM*E", ffn=768, experts=32)
+# Packs that fill a bucket, which is what sequence parallelism takes, and packs that do not.
+FULL = ((2048,), (512, 512), (8, 896, 24, 96), (64,) * 16, (1000, 1048))
+BEYOND = {"too_many_documents": (80,) * 25, "too_many_tokens": (2056,)}
+TIMED_TOKENS = (2048, 4096)
+# Packs of ranks that share experts: each rank draws its own, with as many documents.
+DRAWN, MOST_DRAWN = 30, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How GPUs share a model.
+
+    Attributes:
+        tensor: Ranks of tensor parallelism.
+        context: Ranks of context parallelism.
+        sequence: Whether tensor-parallel ranks hold a part of the tokens each between their layers.
+        exchange: How context-parallel ranks exchange keys and values; None is upstream's default.
+        levels: Ranks of each level of a hierarchical exchange.
+        hybrid: Whether the model is a Mamba-Transformer hybrid.
+        images: Whether it is Qwen3-VL's language model, with features of images.
+        experts: Ranks of expert parallelism, which have packs of their own.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    sequence: bool = False
+    exchange: str | None = None
+    levels: tuple[int, ...] = ()
+    hybrid: bool = False
+    images: bool = False
+    experts: int = 1
+
+    @property
+    def packs(self) -> dict[str, tuple[int, ...]]:
+        """Return the packs to compare by name: 30 of all sizes, and some that fill a bucket."""
+        full: dict[str, tuple[int, ...]] = {str(lengths): lengths for lengths in FULL}
+        if self.sequence:
+            return full
+        least = EXACT_BELOW * self.context  # smaller ones must fill a bucket
+        drawn = (_drawn(index, least) for index in range(parity.PACKS))
+        return {f"{len(lengths)} documents, {sum(lengths)} tokens": lengths for lengths in drawn} | full
+
+    @property
+    def timed(self) -> tuple[int, ...]:
+        """Return the tokens of packs that are timed, at most 4096 for each rank that holds a part of them."""
+        return (*TIMED_TOKENS, *((TIMED_TOKENS[-1] * self.context,) if self.context > 1 else ()))
+
+
+LAYOUTS = {
+    "TP2": Ranks(tensor=2),
+    "TP2_sequence": Ranks(tensor=2, sequence=True),
+    "CP2": Ranks(context=2),
+    "CP2_a2a": Ranks(context=2, exchange="a2a"),
+    "CP2_images": Ranks(context=2, images=True),
+    "CP4_a2a_p2p": Ranks(context=4, exchange="a2a+p2p", levels=(2, 2)),
+    "TP2_mamba": Ranks(tensor=2, hybrid=True),
+    "CP2_mamba": Ranks(context=2, hybrid=True),
+    "EP2": Ranks(experts=2),
+    "EP2_mamba": Ranks(experts=2, hybrid=True),
+}
+
+
+def _drawn(index: int, least: int) -> tuple[int, ...]:
+    """Return lengths of the documents of one of 30 packs: more than `least` tokens, every third fills a bucket."""
+    documents = 1 + index * (MAX_SEQS - 1) // (parity.PACKS - 1)
+    tokens = least + (BUCKETS[-1] - least) * (index + 1) // parity.PACKS
+    units = (tokens if index % 3 else BUCKETS[index % 2]) // UNIT
+    return tuple(UNIT * length for length in lm.draw(units, documents, index))
+
+
+def train_words(words: Sequence[str]) -> None:
+    """Measure a layout in this process, as one of its ranks; rank 0 writes what all found."""
+    parser = argparse.ArgumentParser(prog="packed_ranks", description=__doc__.splitlines()[0])
+    parser.add_argument("--train", choices=("graphs",), required=True)
+    parser.add_argument("--layout", choices=LAYOUTS, required=True)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--fault", action="store_true", help="let one rank fail to capture, too")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(words)
+    layout = LAYOUTS[args.layout]
+    with few_tilings() if layout.hybrid else nullcontext():
+        rank = Rank(layout)
+        parity_of_packs = rank.parity_of_experts if layout.experts > 1 else rank.parity
+        found = {**parity_of_packs(), "ms": rank.times(args.repeats)}
+        if args.fault:
+            found["failing"] = rank.one_cannot_capture()
+    ranks: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(ranks, found)
+    if distributed.get_rank() == 0:
+        args.out.write_text(json.dumps({"ranks": ranks}))
+    gc.collect()  # graphs hold communicators
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+class Rank:
+    """One rank of a layout.
+
+    Args:
+        layout: How the GPUs share the model.
+    """
+
+    def __init__(self, layout: Ranks) -> None:
+        self.layout = layout
+        number = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(number)
+        distributed.init_process_group("nccl", device_id=torch.device("cuda", number))
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            context_parallel_size=layout.context,
+            hierarchical_context_parallel_sizes=list(layout.levels) or None,
+            expert_model_parallel_size=layout.experts,
+        )
+        initialize_rng_tracker(use_te_rng_tracker=True)
+        model_parallel_cuda_manual_seed(1234)
+        self.context = parallel_state.get_context_parallel_group()
+
+    def parity(self) -> dict[str, Any]:
+        """Compare graphs with eager, pack for pack, and run packs that no graph takes."""
+        packs = self.layout.packs
+        with parity.deterministic():
+            model = self._model(self._small)
+            grads = MainGrads(model)
+            results(model, grads, self._pack((512, 512)))  # connections are made by a backward, too, before a capture
+            helper = self._helper(model, (512, 512), MAX_SEQS, BUCKETS)
+            graphs, far = helper.graphs, {}
+            for seed, (name, lengths) in enumerate(packs.items()):
+                pack = self._pack(lengths, seed)
+                with parity.eager_at(graphs, next(tokens for tokens in BUCKETS if tokens >= pack.tokens)):
+                    expected = results(model, grads, pack)
+                found = results(model, grads, pack)
+                far[name] = relative(found[0], expected[0]), largest_relative(found[1], expected[1])
+            for lengths in BEYOND.values():
+                results(model, grads, self._pack(lengths))
+            results(model, grads, self._pack(FULL[0]))
+            statistics = graphs.statistics()
+            helper.delete_cuda_graphs()
+        assert statistics.replays == len(packs) + 1, statistics
+        return {
+            "far": far,
+            "replays": statistics.replays,
+            "fallbacks": dict(statistics.fallbacks),
+            "beyond": list(BEYOND),
+        }
+
+    def parity_of_experts(self) -> dict[str, Any]:
+        """Compare graphs and eager with fp32 and each other, on packs of its own, and run packs that no graph takes.
+
+        Experts in a graph add in another order, so they are not equal to the bit. In fp32 every rank runs its documents
+        alone, one for one with the other's.
+        """
+        with parity.deterministic():
+            model = self._model(self._small)
+            grads = MainGrads(model)
+            fp32 = parity.Fp32Reference(lambda: self._model(self._small, dtype=torch.float32), model)
+            helper = self._helper(model, (512, 512), MAX_SEQS, BUCKETS)
+            graphs, far, distances = helper.graphs, {}, []
+            for index in range(DRAWN):
+                pack = self._drawn(index)
+                with without_tf32():
+                    exact = fp32.results(pack)
+                with graphs.paused():
+                    expected = results(model, grads, pack)
+                found = results(model, grads, pack)
+                far[f"{index}: {pack.tokens}"] = (
+                    relative(found[0], expected[0]),
+                    largest_relative(found[1], expected[1]),
+                )
+                distances.append([_from(each, exact) for each in (found, expected)])
+            for lengths in BEYOND.values():  # of the last rank alone
+                last = distributed.get_rank() == distributed.get_world_size() - 1
+                results(model, grads, self._pack(lengths if last else (512, 512)))
+            results(model, grads, self._pack(FULL[0]))
+            statistics = graphs.statistics()
+            helper.delete_cuda_graphs()
+        assert statistics.replays == DRAWN + 1, statistics
+        means = torch.tensor(distances).mean(0).tolist()
+        return {
+            "far": far,
+            "from_fp32": dict(zip(("graphs", "eager"), means, strict=True)),
+            "replays": statistics.replays,
+            "fallbacks": dict(statistics.fallbacks),
+            "beyond": list(BEYOND),
+        }
+
+    def _drawn(self, index: int) -> lm.Pack:
+        rank = distributed.get_rank()
+        tokens = random.Random(f"{index} {rank}").randint(300, BUCKETS[-1])
+        documents = 1 + index * (MOST_DRAWN - 1) // (DRAWN - 1)
+        return self._pack(lm.draw(tokens, documents, 2 * index + rank), 2 * index + rank)
+
+    def one_cannot_capture(self) -> dict[str, int]:
+        """Let the last rank run out of memory in its second recording; returns what is counted afterwards."""
+        model = self._model(self._small)
+        helper = self._helper(model, (512, 512), MAX_SEQS, BUCKETS, capture=False, cuda_graph_packed_strict=False)
+        executor, calls = helper.graphs.executor, []
+        record = executor.record
+
+        def failing(body: Any, pool: Any) -> Any:
+            calls.append(body)
+            if distributed.get_rank() == distributed.get_world_size() - 1 and len(calls) == 2:
+                raise torch.OutOfMemoryError("made to fail")
+            return record(body, pool)
+
+        executor.record = failing
+        helper.create_cudagraphs()
+        lm.step(model, self._pack((512, 512)))
+        counted = dict(helper.graphs.statistics().fallbacks)
+        helper.delete_cuda_graphs()
+        return counted
+
+    def times(self, repeats: int) -> dict[int, dict[str, float]]:
+        """Return ms of forward plus backward by tokens, eager and on graphs."""
+        routed = {"moe_router_topk": TOP_K} if self.layout.experts > 1 else {}
+        model = self._model(self._timed_shape, **routed)
+        grads = MainGrads(model)
+        found = {}
+        for tokens in self.layout.timed:
+            lengths = (tokens // 8,) * 8
+            pack = self._pack(lengths)
+
+            def step(between: Callable[[], object], pack: lm.Pack = pack) -> None:
+                distributed.barrier()
+                lm.step(model, pack, between)
+
+            eager = measure.median_times(step, repeats).ms
+            helper = self._helper(model, lengths, len(lengths), (tokens,), exact=False)
+            graphs = measure.median_times(step, repeats).ms
+            replays = helper.graphs.statistics().replays
+            helper.delete_cuda_graphs()
+            assert replays >= repeats, replays
+            found[tokens] = {"eager": eager, "plugin": graphs}
+        del grads
+        return found
+
+    @property
+    def _timed_shape(self) -> lm.Shape:
+        if self.layout.experts > 1:
+            return HYBRID_EXPERTS if self.layout.hybrid else EXPERTS
+        return replace(lm.SHAPES["mamba" if self.layout.hybrid else "dense"], images=self.layout.images)
+
+    @property
+    def _small(self) -> lm.Shape:
+        if self.layout.experts > 1:
+            return SMALL_HYBRID_EXPERTS if self.layout.hybrid else SMALL_EXPERTS
+        if self.layout.images:
+            return SMALL_QWEN
+        return SMALL_HYBRID if self.layout.hybrid else SMALL
+
+    def _model(self, shape: lm.Shape, **changes: Any) -> Any:
+        self._width = shape.hidden
+        return lm.build_model(
+            shape,
+            tensor_model_parallel_size=self.layout.tensor,
+            context_parallel_size=self.layout.context,
+            sequence_parallel=self.layout.sequence,
+            cp_comm_type=self.layout.exchange,
+            hierarchical_context_parallel_sizes=list(self.layout.levels) or None,
+            expert_model_parallel_size=self.layout.experts,
+            **changes,
+        )
+
+    def _pack(self, lengths: Sequence[int], seed: int = 1) -> lm.Pack:
+        pack = lm.make_pack(lengths, seed)
+        if self.layout.images:
+            pack = lm.with_images(pack, self._width)
+        return lm.part_of(pack, self.layout.context, self.context.rank())
+
+    def _helper(self, model: Any, warmup: Sequence[int], most: int, buckets: Sequence[int], **options: Any) -> Any:
+        values = {"cuda_graph_max_packed_seqs": most, "cuda_graph_packed_buckets": list(buckets), **options}
+        return lm.new_helper(model, self._pack(warmup), cuda_graph_packed_tuning={"slots": 1}, **values)
+
+
+def _from(found: parity.Result, exact: parity.Result) -> list[float]:
+    """Return how far losses and, on average, gradients are from exact ones."""
+    far = parity.distances(found, exact)
+    return [far["losses"], far["mean of gradients"]]
+
+
+def results(model: Any, grads: MainGrads, pack: lm.Pack) -> parity.Result:
+    """Return per-token losses and all gradients of this rank."""
+    grads.zero()
+    return lm.step(model, pack), grads.copy()
