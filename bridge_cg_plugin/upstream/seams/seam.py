@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from .releases import RELEASES, minor
 
@@ -101,6 +102,67 @@ class Seam:
     def expected_in(self, bridge: str) -> bool:
         """Whether a release of megatron-bridge should have the target. Releases nobody has seen should."""
         return minor(bridge) == (0, 0) or minor(bridge) >= minor(self.since)
+
+
+RESTORED = "deactivate() puts the same object back"
+RECORDED = "put back when the recording ends"
+DETACHED = "the end of training and deactivate() take the object's own attribute off"
+
+
+def touched(
+    touch: Touch,
+    name: str,
+    place: str,
+    purpose: str,
+    features: str | tuple[str, ...],
+    takes: str = "",
+    has: str = "",
+    **more: Any,
+) -> Seam:
+    """Return a seam, said shortly.
+
+    Args:
+        touch: See `Seam`.
+        name: See `Seam`.
+        place: "module:target", or the module itself. A target is a class where its last name begins with a capital, and
+            else a function, unless `more` has its kind.
+        purpose: See `Seam`.
+        features: See `Seam`; one alone may stand without a tuple.
+        takes: Its parameters, in words.
+        has: Its attributes, in words.
+        more: What else `Seam` has.
+    """
+    module, _, target = place.partition(":")
+    kind = "module" if not target else "class" if target.rpartition(".")[2][0].isupper() else "function"
+    return Seam(
+        **{"kind": kind, "parameters": tuple(takes.split()), "attributes": tuple(has.split()), **more},
+        name=name,
+        module=module,
+        target=target,
+        touch=touch,
+        purpose=purpose,
+        features=(features,) if isinstance(features, str) else features,
+    )
+
+
+def patched(
+    name: str,
+    place: str,
+    purpose: str,
+    features: str | tuple[str, ...],
+    by: str,
+    touch: Touch = "extended",
+    **more: Any,
+) -> Seam:
+    """Return a seam that a patch extends, or replaces, when upstream is imported; `by` is its module."""
+    return touched(touch, name, place, purpose, features, undo=RESTORED, patched_by=by, **more)
+
+
+read, called = partial(touched, "read"), partial(touched, "called")
+# What is replaced while work is recorded, on an instance, too; and on an instance while graphs are on the model.
+swapped = partial(touched, "replaced", undo=RECORDED)
+recorded = partial(touched, "instance", undo=RECORDED)
+replayed = partial(touched, "instance", undo=DETACHED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Seams that many of Hugging Face's towers have alike. Imported when the registry is."""
 
-from .seam import Seam
+from .seam import Seam, called, touched
 
 FORWARD_OFF = "the end of training and deactivate() take the instance's own forward off"
 EMBEDDINGS_READ = "the tower is found as `visual`, and its merged embeddings are all that the model reads of its result"
@@ -19,26 +19,23 @@ def layer_seams(name: str, module: str, block: str, attention: str, feature: str
         uses: Code that attention must contain.
     """
     return (
-        Seam(
-            name=f"{name}_block",
-            module=module,
-            target=f"{block}.forward",
+        called(
+            f"{name}_block",
+            f"{module}:{block}.forward",
+            "the layers, which hand `cu_seqlens` on to attention as they get it",
+            feature,
             kind="function",
-            touch="called",
-            purpose="the layers, which hand `cu_seqlens` on to attention as they get it",
-            features=(feature,),
             parameters=BLOCK_CALL,
             uses=("cu_seqlens=cu_seqlens",),
         ),
-        Seam(
-            name=f"{name}_attention",
-            module=module,
-            target=f"{attention}.forward",
-            kind="function",
-            touch="instance",
-            purpose="attention takes segments as a tensor while work is recorded; upstream reads them on the host",
-            features=(feature,),
+        touched(
+            "instance",
+            f"{name}_attention",
+            f"{module}:{attention}.forward",
+            "attention takes segments as a tensor while work is recorded; upstream reads them on the host",
+            feature,
             undo="put back when the recording ends",
+            kind="function",
             parameters=BLOCK_CALL,
             uses=(*uses, "apply_rotary_pos_emb_vision(", "scaling=self.scaling", "self.proj("),
         ),
@@ -66,26 +63,23 @@ def region_seams(
         uses: Code that the forward must contain.
     """
     return (
-        Seam(
-            name=f"{name}_forward",
-            module=module,
-            target=f"{tower}.forward",
-            kind="function",
-            touch="instance",
-            purpose="a whole encoder's microbatch replays a graph, computed as here",
-            features=(feature,),
+        touched(
+            "instance",
+            f"{name}_forward",
+            f"{module}:{tower}.forward",
+            "a whole encoder's microbatch replays a graph, computed as here",
+            feature,
             undo=FORWARD_OFF,
+            kind="function",
             parameters=parameters,
             uses=uses,
         ),
-        Seam(
-            name=f"{name}_parts",
-            module=module,
-            target=tower,
+        called(
+            f"{name}_parts",
+            f"{module}:{tower}",
+            "the parts that a recorded region runs in place of the encoder's forward",
+            feature,
             kind="class",
-            touch="called",
-            purpose="the parts that a recorded region runs in place of the encoder's forward",
-            features=(feature,),
             attributes=attributes,
         ),
     )
@@ -108,14 +102,11 @@ def tower_seams(
 
 def rotary_seam(name: str, feature: str) -> Seam:
     """Return the seam of the function that rotates Qwen2.5-VL's queries and keys; its name is given."""
-    return Seam(
-        name=name,
-        module="transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
-        target="apply_rotary_pos_emb_vision",
-        kind="function",
-        touch="called",
-        purpose="queries and keys are rotated by cosines and sines",
-        features=(feature,),
-        parameters=("q", "k", "cos", "sin"),
+    return called(
+        name,
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:apply_rotary_pos_emb_vision",
+        "queries and keys are rotated by cosines and sines",
+        feature,
+        takes="q k cos sin",
         uses=("q * cos + rotate_half(q) * sin",),
     )

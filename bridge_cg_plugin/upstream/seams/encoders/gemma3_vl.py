@@ -6,30 +6,25 @@ _GEMMA_VL = f"{MODELS}.gemma_vl"
 
 
 def _seams(feature: str) -> Seams:
-    from ..seam import Seam
+    from ..seam import read, touched
     from ..tower_seams import FORWARD_OFF
 
     return (
-        Seam(
-            name="gemma3_vl_model",
-            module=f"{_GEMMA_VL}.modeling_gemma3_vl",
-            target="Gemma3VLModel.__init__",
-            kind="function",
-            touch="read",
-            purpose="the tower is found as `vision_tower`",
-            features=(feature,),
+        read(
+            "gemma3_vl_model",
+            f"{_GEMMA_VL}.modeling_gemma3_vl:Gemma3VLModel.__init__",
+            "the tower is found as `vision_tower`",
+            feature,
             uses=("self.vision_tower =",),
         ),
-        Seam(
-            name="siglip_forward",
-            module="transformers.models.siglip.modeling_siglip",
-            target="SiglipVisionModel.forward",
-            kind="function",
-            touch="instance",
-            purpose="a whole encoder's microbatch replays a graph of this function",
-            features=(feature,),
+        touched(
+            "instance",
+            "siglip_forward",
+            "transformers.models.siglip.modeling_siglip:SiglipVisionModel.forward",
+            "a whole encoder's microbatch replays a graph of this function",
+            feature,
             undo=FORWARD_OFF,
-            parameters=("pixel_values", "interpolate_pos_encoding"),
+            takes="pixel_values interpolate_pos_encoding",
             uses=("last_hidden_state=last_hidden_state", "pooler_output=pooler_output"),
         ),
     )

@@ -6,18 +6,15 @@ _GLM_VL, _TOWER = f"{MODELS}.glm_vl", "transformers.models.glm4v.modeling_glm4v"
 
 
 def _seams(feature: str) -> Seams:
-    from ..seam import Seam
+    from ..seam import called, read
     from ..tower_seams import EMBEDDINGS_READ, layer_seams, tower_seams
 
     return (
-        Seam(
-            name="glm45v_model",
-            module=f"{_GLM_VL}.modeling_glm_45v",
-            target="GLM45VModel.forward",
-            kind="function",
-            touch="read",
-            purpose=EMBEDDINGS_READ,
-            features=(feature,),
+        read(
+            "glm45v_model",
+            f"{_GLM_VL}.modeling_glm_45v:GLM45VModel.forward",
+            EMBEDDINGS_READ,
+            feature,
             uses=("self.get_image_features(", "self.get_video_features(", ".pooler_output"),
         ),
         *tower_seams(
@@ -32,25 +29,19 @@ def _seams(feature: str) -> Seams:
             ),
         ),
         *layer_seams("glm45v", _TOWER, "Glm4vVisionBlock", "Glm4vVisionAttention", feature, "self.qkv("),
-        Seam(
-            name="glm45v_positions",
-            module=_TOWER,
-            target="Glm4vVisionEmbeddings.forward",
-            kind="function",
-            touch="called",
-            purpose="position embeddings are sampled on the device, each frame's by its own row of sizes",
-            features=(feature,),
-            parameters=("embeddings", "lengths", "image_shapes", "h_coords", "w_coords"),
+        called(
+            "glm45v_positions",
+            f"{_TOWER}:Glm4vVisionEmbeddings.forward",
+            "position embeddings are sampled on the device, each frame's by its own row of sizes",
+            feature,
+            takes="embeddings lengths image_shapes h_coords w_coords",
             uses=("lengths.cumsum(0)", "image_shapes[seq_ids, 1]"),
         ),
-        Seam(
-            name="glm45v_video",
-            module=_TOWER,
-            target="Glm4vModel.get_video_features",
-            kind="function",
-            touch="read",
-            purpose="the model gives the tower each frame of a video as an image of its own",
-            features=(feature,),
+        read(
+            "glm45v_video",
+            f"{_TOWER}:Glm4vModel.get_video_features",
+            "the model gives the tower each frame of a video as an image of its own",
+            feature,
             uses=("grid_thw=flattened_video_grid_thw",),
         ),
     )

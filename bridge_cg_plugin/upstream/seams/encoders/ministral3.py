@@ -10,27 +10,21 @@ def _seams(feature: str) -> Seams:
 
 
 def _model(feature: str) -> Seams:
-    from ..seam import Seam
+    from ..seam import read
 
     return (
-        Seam(
-            name="ministral3_model",
-            module=f"{_MINISTRAL3}.modeling_ministral3",
-            target="Ministral3Model.__init__",
-            kind="function",
-            touch="read",
-            purpose="the tower is found as `vision_tower`",
-            features=(feature,),
+        read(
+            "ministral3_model",
+            f"{_MINISTRAL3}.modeling_ministral3:Ministral3Model.__init__",
+            "the tower is found as `vision_tower`",
+            feature,
             uses=("self.vision_tower =", "self.get_image_features ="),
         ),
-        Seam(
-            name="ministral3_features",
-            module="transformers.models.mistral3.modeling_mistral3",
-            target="Mistral3Model.get_image_features",
-            kind="function",
-            touch="read",
-            purpose="the tower is asked for all hidden states, of which the last are read",
-            features=(feature,),
+        read(
+            "ministral3_features",
+            "transformers.models.mistral3.modeling_mistral3:Mistral3Model.get_image_features",
+            "the tower is asked for all hidden states, of which the last are read",
+            feature,
             uses=(
                 "image_sizes=image_sizes",
                 "output_hidden_states=True",
@@ -41,7 +35,7 @@ def _model(feature: str) -> Seams:
 
 
 def _tower(feature: str) -> Seams:
-    from ..seam import Seam
+    from ..seam import read
     from ..tower_seams import region_seams
 
     return (
@@ -58,59 +52,48 @@ def _tower(feature: str) -> Seams:
                 *("attention_mask=attention_mask", "position_embeddings=position_embeddings"),
             ),
         ),
-        Seam(
-            name="pixtral_places",
-            module=_TOWER,
-            target="position_ids_in_meshgrid",
-            kind="function",
-            touch="read",
-            purpose="a patch's place in the table of frequencies follows from its row and column",
-            features=(feature,),
-            parameters=("patch_embeds_list", "max_width"),
+        read(
+            "pixtral_places",
+            f"{_TOWER}:position_ids_in_meshgrid",
+            "a patch's place in the table of frequencies follows from its row and column",
+            feature,
+            takes="patch_embeds_list max_width",
             uses=("h_grid * max_width + v_grid",),
         ),
     )
 
 
 def _layers(feature: str) -> Seams:
-    from ..seam import Seam
+    from ..seam import called, read, touched
 
     return (
-        Seam(
-            name="pixtral_layer",
-            module=_TOWER,
-            target="PixtralAttentionLayer.forward",
-            kind="function",
-            touch="called",
-            purpose="the layers, which hand `attention_mask` on to attention as they get it",
-            features=(feature,),
-            parameters=("hidden_states", "attention_mask", "position_embeddings"),
+        called(
+            "pixtral_layer",
+            f"{_TOWER}:PixtralAttentionLayer.forward",
+            "the layers, which hand `attention_mask` on to attention as they get it",
+            feature,
+            takes="hidden_states attention_mask position_embeddings",
             uses=("attention_mask=attention_mask", "position_embeddings=position_embeddings"),
         ),
-        Seam(
-            name="pixtral_attention",
-            module=_TOWER,
-            target="PixtralAttention.forward",
-            kind="function",
-            touch="instance",
-            purpose="attention takes segments as a tensor while work is recorded; upstream makes a mask on the host",
-            features=(feature,),
+        touched(
+            "instance",
+            "pixtral_attention",
+            f"{_TOWER}:PixtralAttention.forward",
+            "attention takes segments as a tensor while work is recorded; upstream makes a mask on the host",
+            feature,
             undo="put back when the recording ends",
-            parameters=("hidden_states", "attention_mask", "position_embeddings"),
+            takes="hidden_states attention_mask position_embeddings",
             uses=(
                 *("self.q_proj(", "self.k_proj(", "self.v_proj(", "apply_rotary_pos_emb(", "scaling=self.scaling"),
                 "self.o_proj(",
             ),
         ),
-        Seam(
-            name="hidden_state_hooks",
-            module="transformers.utils.output_capturing",
-            target="install_output_capuring_hook",
+        read(
+            "hidden_state_hooks",
+            "transformers.utils.output_capturing:install_output_capuring_hook",
+            "the hooks that it leaves on layers collect outputs only in calls that ask for them",
+            feature,
             formerly=("install_output_capturing_hook",),
-            kind="function",
-            touch="read",
-            purpose="the hooks that it leaves on layers collect outputs only in calls that ask for them",
-            features=(feature,),
             uses=("_active_collector.get()", "module.register_forward_hook(output_capturing_hook)"),
         ),
     )

@@ -7,18 +7,15 @@ _OMNI, _TOWER = f"{MODELS}.qwen_omni", "transformers.models.qwen2_5_omni.modelin
 
 
 def _seams(feature: str) -> Seams:
-    from ..seam import Seam
+    from ..seam import read
     from ..tower_seams import EMBEDDINGS_READ, layer_seams, rotary_seam, tower_seams
 
     return (
-        Seam(
-            name="qwen25_omni_model",
-            module=f"{_OMNI}.modeling_qwen25_omni.thinker_model",
-            target="Qwen25OmniThinkerModel.forward",
-            kind="function",
-            touch="read",
-            purpose=EMBEDDINGS_READ,
-            features=(feature,),
+        read(
+            "qwen25_omni_model",
+            f"{_OMNI}.modeling_qwen25_omni.thinker_model:Qwen25OmniThinkerModel.forward",
+            EMBEDDINGS_READ,
+            feature,
             uses=("self.visual(pixel_values, grid_thw=image_grid_thw)", ".pooler_output"),
         ),
         *tower_seams(
@@ -37,15 +34,12 @@ def _seams(feature: str) -> Seams:
             feature,
             *("self.q(", "self.k(", "self.v("),
         ),
-        Seam(
-            name="windowed_omni_rotary",
-            module=_TOWER,
-            target="apply_rotary_pos_emb_vision",
-            kind="function",
-            touch="read",
-            purpose="a region takes cosines and sines once for all layers, and multiplies by them as here",
-            features=(feature,),
-            parameters=("tensor", "freqs"),
+        read(
+            "windowed_omni_rotary",
+            f"{_TOWER}:apply_rotary_pos_emb_vision",
+            "a region takes cosines and sines once for all layers, and multiplies by them as here",
+            feature,
+            takes="tensor freqs",
             uses=("tensor * cos + rotate_half(tensor) * sin",),
         ),
         rotary_seam("windowed_omni_queries", feature),

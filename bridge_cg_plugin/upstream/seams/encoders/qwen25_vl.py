@@ -10,18 +10,15 @@ WINDOW_PARTS = ("window_size", "patch_size")
 
 
 def _seams(feature: str) -> Seams:
-    from ..seam import Seam
+    from ..seam import read
     from ..tower_seams import EMBEDDINGS_READ, layer_seams, rotary_seam, tower_seams
 
     return (
-        Seam(
-            name="qwen25_vl_model",
-            module=f"{_QWEN_VL}.modeling_qwen25_vl",
-            target="Qwen25VLModel.forward",
-            kind="function",
-            touch="read",
-            purpose=EMBEDDINGS_READ,
-            features=(feature,),
+        read(
+            "qwen25_vl_model",
+            f"{_QWEN_VL}.modeling_qwen25_vl:Qwen25VLModel.forward",
+            EMBEDDINGS_READ,
+            feature,
             uses=("self.get_image_features(", ".pooler_output"),
         ),
         *tower_seams(

@@ -8,28 +8,22 @@ TOWER = "transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe"
 
 
 def _seams(feature: str) -> Seams:
-    from ..seam import Seam
+    from ..seam import called, read
     from ..tower_seams import layer_seams, tower_seams
 
     return (
-        Seam(
-            name="qwen3_omni_model",
-            module=THINKER,
-            target="Qwen3OmniThinkerModel.get_image_features",
-            kind="function",
-            touch="read",
-            purpose="the tower is found as `visual`",
-            features=(feature,),
+        read(
+            "qwen3_omni_model",
+            f"{THINKER}:Qwen3OmniThinkerModel.get_image_features",
+            "the tower is found as `visual`",
+            feature,
             uses=("self.visual(",),
         ),
-        Seam(
-            name="qwen3_omni_result",
-            module=THINKER,
-            target="_normalize_visual_outputs",
-            kind="function",
-            touch="read",
-            purpose="embeddings and deepstack features are all that the model reads of the tower's result",
-            features=(feature,),
+        read(
+            "qwen3_omni_result",
+            f"{THINKER}:_normalize_visual_outputs",
+            "embeddings and deepstack features are all that the model reads of the tower's result",
+            feature,
             uses=("'pooler_output'", "'deepstack_features'"),
         ),
         *tower_seams(
@@ -51,15 +45,12 @@ def _seams(feature: str) -> Seams:
             feature,
             "self.qkv(",
         ),
-        Seam(
-            name="qwen3_omni_output",
-            module=TOWER,
-            target="BaseModelOutputWithDeepstackFeatures",
-            kind="class",
-            touch="called",
-            purpose="what the tower's forward returns, made from a region's outputs",
-            features=(feature,),
-            attributes=("pooler_output", "deepstack_features"),
+        called(
+            "qwen3_omni_output",
+            f"{TOWER}:BaseModelOutputWithDeepstackFeatures",
+            "what the tower's forward returns, made from a region's outputs",
+            feature,
+            has="pooler_output deepstack_features",
         ),
     )
 

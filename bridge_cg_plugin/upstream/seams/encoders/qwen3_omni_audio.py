@@ -9,18 +9,15 @@ def _seams(feature: str) -> Seams:
 
 
 def _tower(feature: str) -> Seams:
-    from ..seam import Seam
+    from ..seam import read
     from ..tower_seams import region_seams
 
     return (
-        Seam(
-            name="qwen3_omni_audio_model",
-            module=THINKER,
-            target="Qwen3OmniThinkerModel.get_audio_features",
-            kind="function",
-            touch="read",
-            purpose="the tower is found as `audio_model`, and its last hidden states are all that the model reads",
-            features=(feature,),
+        read(
+            "qwen3_omni_audio_model",
+            f"{THINKER}:Qwen3OmniThinkerModel.get_audio_features",
+            "the tower is found as `audio_model`, and its last hidden states are all that the model reads",
+            feature,
             uses=("self.audio_model(", "feature_lens=audio_feature_lengths", "audio_outputs.last_hidden_state"),
         ),
         *region_seams(
@@ -44,70 +41,56 @@ def _tower(feature: str) -> Seams:
 
 
 def _chunks(feature: str) -> Seams:
-    from ..seam import Seam
+    from ..seam import read
 
     return (
-        Seam(
-            name="qwen3_omni_audio_chunks",
-            module=TOWER,
-            target="chunk_and_pad_features",
-            kind="function",
-            touch="read",
-            purpose="a clip is cut into full chunks and one for the rest",
-            features=(feature,),
+        read(
+            "qwen3_omni_audio_chunks",
+            f"{TOWER}:chunk_and_pad_features",
+            "a clip is cut into full chunks and one for the rest",
+            feature,
             uses=("torch.ceil(feature_lens / (n_window * 2))", "feature_lens % (n_window * 2)"),
         ),
-        Seam(
-            name="qwen3_omni_audio_windows",
-            module=TOWER,
-            target="get_audio_cu_seqlens",
-            kind="function",
-            touch="read",
-            purpose="windows are so many full chunks of a clip and one for the rest",
-            features=(feature,),
+        read(
+            "qwen3_omni_audio_windows",
+            f"{TOWER}:get_audio_cu_seqlens",
+            "windows are so many full chunks of a clip and one for the rest",
+            feature,
             uses=(
                 *("n_window_infer // (n_window * 2)", "max_len_after_cnn * n_window_ratio"),
                 *("cnn_len // window_aftercnn", "cnn_len % window_aftercnn"),
             ),
         ),
-        Seam(
-            name="qwen3_omni_audio_lengths",
-            module=TOWER,
-            target="_get_feat_extract_output_lengths",
-            kind="function",
-            touch="read",
-            purpose="tokens are counted by chunks of 100 frames",
-            features=(feature,),
+        read(
+            "qwen3_omni_audio_lengths",
+            f"{TOWER}:_get_feat_extract_output_lengths",
+            "tokens are counted by chunks of 100 frames",
+            feature,
             uses=("input_lengths % 100", "input_lengths // 100 * 13"),
         ),
     )
 
 
 def _layers(feature: str) -> Seams:
-    from ..seam import Seam
+    from ..seam import called, touched
 
     return (
-        Seam(
-            name="qwen3_omni_audio_layer",
-            module=TOWER,
-            target="Qwen3OmniMoeAudioEncoderLayer.forward",
-            kind="function",
-            touch="called",
-            purpose="the layers, which hand `cu_seqlens` on to attention as they get it",
-            features=(feature,),
-            parameters=("hidden_states", "cu_seqlens"),
+        called(
+            "qwen3_omni_audio_layer",
+            f"{TOWER}:Qwen3OmniMoeAudioEncoderLayer.forward",
+            "the layers, which hand `cu_seqlens` on to attention as they get it",
+            feature,
+            takes="hidden_states cu_seqlens",
             uses=("cu_seqlens=cu_seqlens", "outputs = (hidden_states,)"),
         ),
-        Seam(
-            name="qwen3_omni_audio_attention",
-            module=TOWER,
-            target="Qwen3OmniMoeAudioAttention.forward",
-            kind="function",
-            touch="instance",
-            purpose="attention takes segments as a tensor while work is recorded; upstream reads them on the host",
-            features=(feature,),
+        touched(
+            "instance",
+            "qwen3_omni_audio_attention",
+            f"{TOWER}:Qwen3OmniMoeAudioAttention.forward",
+            "attention takes segments as a tensor while work is recorded; upstream reads them on the host",
+            feature,
             undo="put back when the recording ends",
-            parameters=("hidden_states", "cu_seqlens"),
+            takes="hidden_states cu_seqlens",
             uses=("self.q_proj(", "self.k_proj(", "self.v_proj(", "scaling=self.scaling", "self.out_proj("),
         ),
     )

@@ -1,6 +1,6 @@
 """Seams of megatron-core's schedules, which every training loop calls."""
 
-from ..seam import Feature, Seam
+from ..seam import Feature, read, touched
 
 MODULE = "megatron.core.pipeline_parallel.schedules"
 SCHEDULES = {
@@ -11,28 +11,24 @@ SCHEDULES = {
 
 SEAMS = (
     *(
-        Seam(
-            name=name,
-            module=MODULE,
-            target=target,
-            kind="function",
-            touch="extended",
-            purpose="a loop that calls the schedule itself trains with graphs",
-            features=(Feature.LOOPS,),
+        touched(
+            "extended",
+            name,
+            f"{MODULE}:{target}",
+            "a loop that calls the schedule itself trains with graphs",
+            Feature.LOOPS,
             undo="deactivate() puts the same object back",
-            parameters=("model", "num_microbatches", "forward_only"),
             patched_by="hooks.loops.any_loop",
+            kind="function",
+            takes="model num_microbatches forward_only",
         )
         for name, target in SCHEDULES.items()
     ),
-    Seam(
-        name="schedule_lookup",
-        module=MODULE,
-        target="get_forward_backward_func",
-        kind="function",
-        touch="read",
-        purpose="loops get the schedules from here, by name when they ask",
-        features=(Feature.LOOPS,),
+    read(
+        "schedule_lookup",
+        f"{MODULE}:get_forward_backward_func",
+        "loops get the schedules from here, by name when they ask",
+        Feature.LOOPS,
         uses=tuple(SCHEDULES.values()),
     ),
 )
