@@ -432,11 +432,3 @@ def test_a_wrapped_provide_still_tells_its_stage(active, call):
     finally:
         owner.Qwen3VLModel = model
     assert built == [{"vp_stage": 1}]
-
-
-def test_a_wrapper_of_the_encoders_forward_hides_no_padding(active):
-    """Upstream's own padding below somebody's wrapper must be switched off as well."""
-    from bridge_cg_plugin.upstream.encoders import qwen3_vl_patches
-
-    patch = next(p for p in qwen3_vl_patches.PATCHES if p.name == "vision_padding")
-    assert patch.needed(lambda *args, **kwargs: None)
