@@ -23,7 +23,6 @@ from .parts import Parts
 from .piece import Piece, Surroundings
 from .planning.demand import Demand
 from .planning.growing import Growing
-from .planning.room import UNLIMITED, MemoryLimit
 from .recordings.capture import collected_later
 from .recordings.compiling import TURNS
 from .recordings.executor import Executor
@@ -300,14 +299,14 @@ class GraphManager:
             self._warn_once(f"{where}, and graphs are captured again each time, for which steps wait")
 
     def record(
-        self, pieces: Sequence[Piece], demand: Demand | None = None, limit: MemoryLimit = UNLIMITED
+        self, pieces: Sequence[Piece], demand: Demand | None = None, bytes_per_slot: float | None = None
     ) -> list[Region]:
         """Capture pieces of the module between two steps, and let their call sites replay them.
 
         Args:
             pieces: One whose call is the module's forward, or parts of it with call sites, all in one chain or none.
             demand: What microbatches ask for, of pieces that grow.
-            limit: What recordings of these may take.
+            bytes_per_slot: What recordings of these may take of one slot; None is all there is.
 
         Returns:
             Their regions, in their order.
@@ -332,7 +331,7 @@ class GraphManager:
         if demand is not None:
             grow = [(region, piece.growth) for region, piece in zip(regions, pieces, strict=True) if piece.growth]
             title, strict = self.workload.title, self.workload.strict
-            self._growing = Growing(title, grow, demand, self.bucket_consensus, strict, self._counted, limit)
+            self._growing = Growing(title, grow, demand, self.bucket_consensus, strict, self._counted, bytes_per_slot)
         return regions
 
     def _followed(self, sites: Sequence[tuple[nn.Module, str]]) -> ModelWatch:

@@ -128,8 +128,7 @@ class Region:
         started = time.perf_counter()
         progress = progress or Progress(self.program.name, 1)
         self.reset()
-        step = self.statistics.step
-        self.statistics.buckets = {bucket: BucketStatistics(last_step=step) for bucket in self.buckets}
+        self.statistics.buckets = {bucket: BucketStatistics() for bucket in self.buckets}
         slots: list[Slot] = []
         try:
             self._watch = self._given_watch or ModelWatch(self.program.modules())
@@ -202,7 +201,7 @@ class Region:
             CaptureError: It could not be recorded; `drop` it then.
         """
         made = self._captured()
-        self.statistics.buckets.setdefault(bucket, BucketStatistics()).last_step = self.statistics.step
+        self.statistics.buckets.setdefault(bucket, BucketStatistics())
         made.late.add_inputs(bucket)
         source = self._source(made.sources, gradients=True) if record else None
         if isinstance(source, Source):

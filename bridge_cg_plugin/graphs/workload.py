@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from .fallback import Fallback
 from .piece import Piece, Surroundings
 from .planning.demand import Demand
-from .planning.room import UNLIMITED, MemoryLimit
 from .rank_consensus import RankConsensus
 from .recordings.executor import Executor
 from .region import Region
@@ -94,7 +93,7 @@ class Manager(Protocol):
         """Have the workload plan and capture; returns whether graphs exist now."""
 
     def record(
-        self, pieces: Sequence[Piece], demand: Demand | None = None, limit: MemoryLimit = UNLIMITED
+        self, pieces: Sequence[Piece], demand: Demand | None = None, bytes_per_slot: float | None = None
     ) -> list[Region]:
         """Capture pieces of the module between two steps; returns their regions."""
 

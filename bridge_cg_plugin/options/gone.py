@@ -9,6 +9,7 @@ from .values import is_unset
 SINCE = "0.1.0"
 GONE = {
     "vision_cuda_graph_balance": "Remove it: images stay on their ranks.",
+    "vision_cuda_graph_tuning.drop_unused_steps": "Remove it, or give vision_cuda_graph_buckets fewer buckets.",
     "vision_cuda_graph_tuning.frozen_outputs_gb": "Remove it: a frozen encoder's replays take as long as ever.",
 }
 

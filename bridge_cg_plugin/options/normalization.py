@@ -97,7 +97,6 @@ def _without_effect(written: Written, vision: VisionGraphOptions, packed: bool) 
     groups = (
         (vision.enabled, idle - {PROVIDER_FIELDS["impl"]}, f"vision graphs are off ({PROVIDER_FIELDS['impl']}=none)"),
         (at_once or not vision.enabled, {PROVIDER_FIELDS["headroom"]}, "buckets are captured on demand"),
-        (not at_once, {PROVIDER_FIELDS["drop_unused_steps"]}, "buckets are captured at once"),
         (packed, set(PACKED.names), f"packed-sequence graphs are off ({MAX_PACKED_SEQS} is not set)"),
     )
     lines = []

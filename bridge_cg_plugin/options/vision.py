@@ -125,15 +125,6 @@ class VisionGraphOptions:
         "comes later is dropped if it takes more than the limit. Nothing is measured without a GPU",
     )
     bucket_limits: tuple[tuple[int, ...], ...] | None = limits_option()
-    drop_unused_steps: int | None = option(
-        None,
-        whole_number(1),
-        "STEPS",
-        "drop a bucket that was used in none of so many steps for another one that memory is short for",
-        "Only for buckets captured on demand. Memory is short if `vision_cuda_graph_buckets_max_gb` is reached or a "
-        "capture fails. The largest bucket stays. With None, the bucket that finds no memory is left out",
-        tuning=True,
-    )
     capture_mode: CaptureMode = capture_option()
     exact_below: int = option(
         256,

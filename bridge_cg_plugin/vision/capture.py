@@ -14,7 +14,6 @@ from ..graphs.errors import CaptureError, OutOfMemoryInCapture
 from ..graphs.piece import CallSite, Growth, Piece
 from ..graphs.planning.buckets import Bucket, BucketPlan, any_size
 from ..graphs.planning.demand import BEGIN_WITH, Demand
-from ..graphs.planning.room import MemoryLimit
 from ..graphs.program import RegionProgram
 from ..graphs.rank_consensus import digest
 from ..graphs.recordings.chain import Chain
@@ -206,19 +205,18 @@ class EncoderCapture:
 
     def _excess(self, slots: int) -> float:
         """Return the graphs' memory over the limit that automatic buckets keep to."""
-        limit = self._memory_limit().bytes_per_slot
+        limit = self._memory_limit()
         if limit is None:
             return 0.0
         if self._options.on_demand:  # the first slot alone has recordings yet
             return sum(region.slot_bytes(settled=True) for region in self._regions) / limit
         return self._memory_bytes() / slots / limit
 
-    def _memory_limit(self) -> MemoryLimit:
-        """Return what recordings may take, of buckets that are chosen here."""
+    def _memory_limit(self) -> float | None:
+        """Return what recordings of a slot may take, in bytes, of buckets chosen here; None without a limit."""
         options = self._options
         limited = options.buckets_max_gb is not None and options.buckets == "auto"
-        limit = (options.buckets_max_gb or 0) * GIB if limited else None
-        return MemoryLimit(limit, options.drop_unused_steps)
+        return (options.buckets_max_gb or 0) * GIB if limited else None
 
     def _memory_bytes(self) -> int:
         return sum(region.statistics.memory_bytes for region in self._regions)

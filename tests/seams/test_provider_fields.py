@@ -34,7 +34,6 @@ VALUES = {
     "max_frames": 8,
     "buckets_max_gb": 2.5,
     "bucket_limits": "64/8/64+128/1/128",
-    "drop_unused_steps": 64,
     "exact_below": 0,
     "kernels": "fast",
     "attention": "cudnn",

@@ -432,10 +432,6 @@ def test_graph_options_warns_of_nothing_it_was_not_given():
     "fields, said",
     [
         ({"headroom": 1.5}, "vision_cuda_graph_tuning.headroom=1.5: no effect, buckets are captured on demand"),
-        (
-            {"drop_unused_steps": 8, "capture_mode": "at_once"},
-            "vision_cuda_graph_tuning.drop_unused_steps=8: no effect, buckets are captured at once",
-        ),
     ],
 )
 def test_values_for_the_other_way_to_capture_have_no_effect(fields, said):

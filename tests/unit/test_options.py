@@ -109,7 +109,6 @@ ACCEPTED = [
     ("buckets_max_gb", "2.5", 2.5),
     ("bucket_limits", "64/8/64+128/1/128", ((64, 8, 64), (128, 1, 128))),
     ("bucket_limits", ["64/8/64", (128, 1)], ((64, 8, 64), (128, 1))),
-    ("drop_unused_steps", "64", 64),
     ("exact_below", 0, 0),
     ("kernels", "fast", "fast"),
     ("kernels", "auto", "auto"),
@@ -313,7 +312,7 @@ KINDS = {
     "streams": (int, str), "audio": bool, "deepstack_gradient_allreduce": bool,
     "gradient_accumulation_fusion": bool, "gradient_hooks": str, "cost_fallback": bool, "headroom": float,
     "offload": tuple, "recompute": tuple, "offload_above_gb": float, "offload_min_bytes": int,
-    "offload_host_max_gb": float, "drop_unused_steps": int,
+    "offload_host_max_gb": float,
     "bucket_limits": tuple, "capture_mode": str,
 }  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,20 +172,6 @@ class Demand:
     def drop(self, bucket: Bucket) -> None:
         """Note that a bucket is not recorded any more; it may be again."""
         self.buckets = [each for each in self.buckets if each != bucket]
-
-    def victim(self, last_steps: Mapping[Bucket, int], before: int) -> Bucket | None:
-        """Return the bucket that was not used for longest, None where all were used lately.
-
-        The largest one stays: others use its memory. Ranks that see the same microbatches choose alike.
-
-        Args:
-            last_steps: The number of the step in which each bucket was used last.
-            before: What was used in this step or later stays.
-        """
-        largest = max(self.buckets, default=None)
-        unused = [(last_steps[bucket], bucket) for bucket in self.buckets if bucket != largest]
-        step, bucket = min(unused, default=(before, None))
-        return bucket if step < before else None
 
     def due(self) -> bool:
         """Whether it is time to look; called once a step."""

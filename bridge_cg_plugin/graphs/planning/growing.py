@@ -14,7 +14,7 @@ from ..recordings.late_recordings import Wish
 from ..region import Region
 from .buckets import Bucket
 from .demand import Demand
-from .room import MemoryLimit, Room
+from .room import Room
 
 # Steps without a larger bucket after which recordings move into the memory of the largest.
 SETTLED = 16
@@ -30,7 +30,7 @@ class Growing:
         consensus: Ranks that see the same microbatches.
         strict: Whether a recording that fails raises.
         counted: Entered around what steps wait for.
-        limit: What recordings may take.
+        bytes_per_slot: What recordings of one slot may take; None is all there is.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Growing:
         consensus: RankConsensus,
         strict: bool,
         counted: Callable[[], AbstractContextManager[None]],
-        limit: MemoryLimit,
+        bytes_per_slot: float | None,
     ) -> None:
         self._title, self._regions, self.demand = title, regions, demand
         self._consensus, self._strict, self._counted = consensus, strict, counted
-        self._room = Room(limit, regions, demand)
+        self._room = Room(bytes_per_slot, regions, demand)
         self._quiet = 0
         self._tried = False
 
@@ -63,7 +63,7 @@ class Growing:
         if self.demand.due() and (bucket := self.demand.next()) is not None:
             if bucket.tokens > max((other.tokens for other in self.demand.buckets), default=0):
                 self._quiet = 0
-            add, undo = partial(self._add, bucket, training), partial(self._make_room, bucket)
+            add, undo = partial(self._add, bucket, training), partial(self._forget, bucket)
             if self._recorded(add, f"bucket {bucket}", undo):
                 self._fit(bucket)
         elif any(wishes := [region.wishes for region, _ in self._regions]):
@@ -86,14 +86,14 @@ class Growing:
             self._quiet = -SETTLED
 
     def _recorded(
-        self, work: Callable[[], None], what: str, undo: Callable[[Exception], bool] = lambda error: False
+        self, work: Callable[[], None], what: str, undo: Callable[[Exception], None] = lambda error: None
     ) -> bool:
         """Do some work on all ranks alike; returns whether it was done.
 
         Args:
             work: The work.
             what: Names it.
-            undo: Called with the error if it failed; returns whether it can be tried again.
+            undo: Called with the error if it failed.
         """
         if not self._consensus.agree(self._idle).smallest:
             return False
@@ -103,9 +103,7 @@ class Growing:
                 self._consensus.agree(partial(_done, work))
         except Exception as error:
             executor = self._regions[0][0].executor
-            if undo(error):
-                give_back_after(error, executor)
-                return False
+            undo(error)
             if self._strict:
                 raise CaptureError(f"{self._title}: {what} could not be captured: {named(error)}") from error
             if not isinstance(error, OtherRankFailed):  # the rank that failed reports it
@@ -123,39 +121,20 @@ class Growing:
             region.add(growth.bucket_of(bucket), training)
         self.demand.buckets.append(bucket)
 
-    def _make_room(self, bucket: Bucket, error: Exception) -> bool:
-        """Forget a bucket that failed; returns whether others were dropped, so that it can be tried again.
-
-        Otherwise no larger one is tried where it was the largest.
-        """
+    def _forget(self, bucket: Bucket, error: Exception) -> None:
+        """Forget a bucket that failed; no larger one is tried where it was the largest."""
         self._room.drop(bucket)
-        if not self._dropped(bucket):
-            self.demand.refuse(bucket, reason_of(error))
-            return False
-        while self._dropped(bucket):
-            pass
-        return True
-
-    def _dropped(self, wanted: Bucket) -> bool:
-        """Drop the bucket that was not used for longest, if one may be; returns whether one was."""
-        victim = self._room.victim()
-        if victim is None or victim == wanted:
-            return False
-        self._room.drop(victim)
-        announce(f"{self._title}: bucket {victim} was not used for long and is dropped for bucket {wanted}")
-        return True
+        self.demand.refuse(bucket, reason_of(error))
 
     def _fit(self, bucket: Bucket | None = None) -> None:
         """Keep within the memory limit after a recording.
 
-        What was not used for long goes first, then the bucket itself, unless it fits once all share its memory: then
-        the others are recaptured when microbatches ask for them.
+        The bucket goes, unless it fits once all share its memory: then the others are recaptured when microbatches ask
+        for them.
         """
         if not self._room.limited:
             return
         with self._counted():
-            while self._over() and bucket is not None and self._dropped(bucket):
-                pass
             if not self._over():
                 return
             if bucket is not None and self._over(settled=True):
@@ -189,10 +168,9 @@ def _fulfill(wishes: Sequence[tuple[Region, Wish]]) -> None:
         region.record_wish(wish)
 
 
-def _take_back(wishes: Sequence[tuple[Region, Wish]], _: Exception) -> bool:
+def _take_back(wishes: Sequence[tuple[Region, Wish]], _: Exception) -> None:
     for region, wish in wishes:
         region.take_back(wish)
-    return False
 
 
 def _done(work: Callable[[], None]) -> float:

@@ -29,7 +29,6 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
             sums.tokens += counts.tokens
             sums.padding += counts.padding
             sums.memory += counts.memory
-            sums.last_step = max(sums.last_step, counts.last_step)
     runs = sorted((run for part in parts for run in part.last_fallbacks), key=lambda run: run.step)
     total.last_fallbacks.extend(dict.fromkeys(runs))  # parts of layers fall back together, which is said once
     return total

@@ -43,7 +43,6 @@ class BucketStatistics:
         tokens: Real tokens replayed, forward-only ones included.
         padding: Padding tokens.
         memory: Device memory in bytes that the bucket's recordings added to their pools.
-        last_step: Number of the training step that used the bucket last, or got it.
     """
 
     replays: int = 0
@@ -51,7 +50,6 @@ class BucketStatistics:
     tokens: int = 0
     padding: int = 0
     memory: int = 0
-    last_step: int = 0
 
 
 @dataclass(slots=True)
@@ -102,7 +100,6 @@ class RegionStatistics:
             counts.replays += 1
         else:
             counts.evaluations += 1
-        counts.last_step = self.step
         counts.tokens += tokens
         counts.padding += bucket.tokens - tokens
 
