@@ -29,11 +29,12 @@ from bridge_cg_plugin.cli.report.spread import compare_to_spread
 from bridge_cg_plugin.cli.runs import first_look, recipe_arguments
 from bridge_cg_plugin.cli.runs.comparison import words_of
 from bridge_cg_plugin.cli.runs.outputs import error_in
-from bridge_cg_plugin.cli.runs.results import loss_distance, output_path, provenance, put_cases
+from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
-from scripts.performance.processes import TrainingFailed, TrainingProcess
+from examples.photographs.processes import TrainingFailed, TrainingProcess
 from scripts.performance.recipe_cases import CASES, LORA, RecipeCase
+from scripts.performance.records import loss_distance, output_path, put_cases
 from scripts.performance.words import at_least, names_of
 from tests.models.hub_folders import MODELS, variables_of
 
@@ -102,7 +103,9 @@ def model_of(recipe: str) -> str:
         if recipe.startswith(f"{part}_"):
             return name
     known = " or ".join(MODELS)
-    raise OptionError("recipe", recipe, f"a recipe or preset of {known}", "Other models need their hub: compare.py.")
+    raise OptionError(
+        "recipe", recipe, f"a recipe or preset of {known}", "Other models need their hub: bridge-cg compare."
+    )
 
 
 def words(args: argparse.Namespace, rest: Sequence[str], mode: str, checkpoint: Path) -> list[str]:

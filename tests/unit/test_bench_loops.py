@@ -11,9 +11,10 @@ import time
 import pytest
 import torch
 
-from bridge_cg_plugin.cli.runs.results import check_record, provenance, read_records
+from bridge_cg_plugin.cli.runs.results import provenance, read_records
 from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY
 from bridge_cg_plugin.upstream.environment import RELEASE_MEMORY
+from examples.photographs.processes import TrainingFailed
 from scripts.performance import bench_loops
 from scripts.performance.loops import records
 from scripts.performance.loops.rounds import PASSES, Counts, Round, timed, worker_arguments
@@ -27,7 +28,7 @@ from scripts.performance.loops.samples import (
 )
 from scripts.performance.loops.verl_engines import RayStandIn
 from scripts.performance.loops.verl_setup import PACK_BUCKETS
-from scripts.performance.processes import TrainingFailed
+from scripts.performance.records import check_record
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
 
