@@ -120,16 +120,10 @@ class TestRecords:
         )
         found = records.record_of(graphs, eager)
         assert found["ratio"] == pytest.approx(0.5)
-        assert found["pass_ratios"] == pytest.approx(dict.fromkeys(PASSES, 0.5))
-        assert (
-            found["bit_equal"] is True
-            and found["graphs_away_gb"] == 0.0
-            and found["log_prob_diff"][4] == pytest.approx(0.5)
-        )
+        assert found["bit_equal"] is True and found["log_prob_diff"][4] == pytest.approx(0.5)
         assert found["log_prob_noise"] == pytest.approx([0.01] * 6)
         assert found["inside_spread"] is False
         assert found["recapture_s"] == pytest.approx([0.75, 0.0, 0.0])
-        assert found["with_captures_ms"] == pytest.approx(100.0 + 250.0)
         assert found["graph_share"] == pytest.approx(0.75)
         assert (found["capture_s"], found["memory_gb"]) == (5.0, 6.0)
         check_record({"case": "verl", "mode": "plugin", **provenance(5, 0), **found})

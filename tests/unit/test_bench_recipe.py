@@ -12,7 +12,7 @@ from bridge_cg_plugin.options.flags import given_flags
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import graph_words
 from examples.photographs.processes import TrainingFailed
 from scripts.performance import bench_recipe
-from scripts.performance.recipe_cases import CASES
+from scripts.performance.bench_recipe import CASES
 from scripts.performance.records import check_record
 
 STEPS = WARM_UP + 2
