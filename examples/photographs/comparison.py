@@ -12,7 +12,7 @@ SKIPPED = 6
 
 def median_ms(run: dict[str, Any]) -> float:
     """Return the median step time after warm-up."""
-    return statistics.median(run["step_ms"][SKIPPED:])
+    return float(statistics.median(run["step_ms"][SKIPPED:]))
 
 
 def compare(eager: list[dict[str, Any]], graphs: dict[str, Any], steps: int) -> bool:

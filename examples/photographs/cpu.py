@@ -66,6 +66,7 @@ def main(steps: int) -> int:
         difference = abs(a - b) / abs(a)
         worst = max(worst, difference)
         print(f"{step:>4} {a:>12.7f} {b:>12.7f} {difference:>11.1e}")
+    assert helper is not None and helper.graphs is not None
     statistics = helper.graphs.statistics()
     print(f"buckets used: {', '.join(str(b) for b, c in sorted(statistics.buckets.items()) if c.replays)}")
     helper.delete_cuda_graphs()

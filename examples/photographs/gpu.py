@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from examples.photographs.arguments import layout_in
 from examples.photographs.comparison import compare
 from examples.photographs.layout import Layout
-from scripts.performance.processes import TrainingProcess
+from examples.photographs.processes import TrainingProcess
 
 
 def main(steps: int, eager_runs: int, arguments: list[str]) -> int:

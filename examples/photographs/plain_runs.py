@@ -11,8 +11,8 @@ import torch
 
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from examples.photographs.comparison import compare
+from examples.photographs.processes import TrainingProcess
 from scripts.performance.measure import synchronize
-from scripts.performance.processes import TrainingProcess
 
 # A step's mean loss, gradient norm and number of microbatches.
 Step = tuple[float, float, int]

@@ -24,10 +24,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.cli.runs.results import output_path, provenance, put_record
+from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from scripts.performance.measure import synchronize
+from scripts.performance.records import output_path, put_record
 from tests.models import tower
 from tests.models.workloads import one_image
 

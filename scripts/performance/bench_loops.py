@@ -28,12 +28,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.cli.runs.outputs import error_in
-from bridge_cg_plugin.cli.runs.results import output_path, provenance, put_record
+from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.upstream.environment import RELEASE_MEMORY
+from examples.photographs.processes import TrainingFailed, TrainingProcess
 from scripts.performance.loops.records import in_words, record_of
 from scripts.performance.loops.rounds import FIRST
 from scripts.performance.loops.verl_setup import ADAPTERS
-from scripts.performance.processes import TrainingFailed, TrainingProcess
+from scripts.performance.records import output_path, put_record
 from scripts.performance.words import at_least, names_of
 
 WORKER = "scripts.performance.loops.verl_rounds"

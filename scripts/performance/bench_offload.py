@@ -23,9 +23,10 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from bridge_cg_plugin.cli.runs.results import first_line, output_path, provenance, put_record
+from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.options import VisionGraphOptions
 from scripts.performance.measure import GIB, collect, median_times, profile
+from scripts.performance.records import first_line, output_path, put_record
 from scripts.performance.words import at_least, names_of
 from tests.models import language_model as lm
 from tests.models import tower

@@ -21,10 +21,11 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from bridge_cg_plugin.cli.planner.plan import place
-from bridge_cg_plugin.cli.runs.results import first_line, output_path, provenance, put_record
+from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from bridge_cg_plugin.language.packed.fit import pack_buckets
 from scripts.performance.measure import GIB, PeakMemory, collect, median_times, profile
+from scripts.performance.records import first_line, output_path, put_record
 from scripts.performance.words import at_least, names_of
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,59 @@ from bridge_cg_plugin.cli.report.spread import compare_to_spread
 from bridge_cg_plugin.cli.runs import first_look, recipe_arguments
 from bridge_cg_plugin.cli.runs.comparison import words_of
 from bridge_cg_plugin.cli.runs.outputs import error_in
-from bridge_cg_plugin.cli.runs.results import loss_distance, output_path, provenance, put_cases
+from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
-from scripts.performance.processes import TrainingFailed, TrainingProcess
-from scripts.performance.recipe_cases import CASES, LORA, RecipeCase
+from examples.photographs.processes import TrainingFailed, TrainingProcess
+from scripts.performance.records import loss_distance, output_path, put_cases
 from scripts.performance.words import at_least, names_of
 from tests.models.hub_folders import MODELS, variables_of
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One case of docs/benchmarks/whole_step.jsonl.
+
+    Attributes:
+        recipe: A recipe's or preset's name.
+        gpus: Ranks, with a GPU each.
+        words: Flags and overrides of `bridge-cg train`.
+        batch: Samples of a step over all ranks.
+    """
+
+    recipe: str
+    gpus: int = 1
+    words: tuple[str, ...] = ()
+    batch: int = 8
+
+
+LORA = "8b_lora"
+_EXPERTS = "qwen3_vl_30b_a3b_vision_graphs_h200_sft_config"
+_PEFT = "qwen3_vl_8b_vision_graphs_h200_peft_config"
+_SFT, _TP2 = "qwen3_vl_8b_vision_graphs_h200_sft_config", "model.tensor_model_parallel_size=2"
+_OVERLAP = ("ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true")
+# Random weights send three times the mean of tokens to one of eight GPUs, and samples are padded to the whole length:
+# with 4096 tokens, 48 layers do not fit 140 GB.
+_FITTING = (
+    "model.moe_router_force_load_balancing=true",
+    "model.seq_length=2048",
+    "dataset.seq_length=2048",
+)
+CASES = {
+    "8b_sft_tp2": Case(_SFT, 2, (_TP2,)),
+    "8b_sft_tp2_dp2": Case(_SFT, 4, (_TP2,), 16),
+    "8b_sft_dp4": Case(_SFT, 4, ("model.tensor_model_parallel_size=1",), 16),
+    "8b_sft_dp4_overlap": Case(_SFT, 4, ("model.tensor_model_parallel_size=1", *_OVERLAP), 16),
+    LORA: Case(_PEFT),
+    "8b_lora_dp2": Case(_PEFT, 2, (), 16),
+    "8b_lora_dp4": Case(_PEFT, 4, (), 32),
+    "30b_a3b_8_layers_ep2": Case(_EXPERTS, 2, ("model.num_layers=8", "model.expert_model_parallel_size=2")),
+    # A GPU holds as many parameters of experts as one of eight does of all 48 layers.
+    "30b_a3b_24_layers_ep4": Case(
+        _EXPERTS, 4, ("model.num_layers=24", "model.expert_model_parallel_size=4", *_FITTING), 16
+    ),
+    "30b_a3b_ep8": Case(_EXPERTS, 8, ("model.expert_model_parallel_size=8", *_FITTING), 32),
+}
 
 WORKER = "scripts.performance.random_weights"
 # What each mode of graphs adds to the command line.
@@ -83,7 +130,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     args, rest = parser.parse_known_args(arguments)
     if args.recipe is None:
         args.case = args.case or LORA
-    case = RecipeCase(args.recipe) if args.case is None else CASES[args.case]
+    case = Case(args.recipe) if args.case is None else CASES[args.case]
     args.recipe, rest = case.recipe, [*case.words, *rest]
     args.gpus, args.global_batch = args.gpus or case.gpus, args.global_batch or case.batch
     model_of(args.recipe)
@@ -102,7 +149,9 @@ def model_of(recipe: str) -> str:
         if recipe.startswith(f"{part}_"):
             return name
     known = " or ".join(MODELS)
-    raise OptionError("recipe", recipe, f"a recipe or preset of {known}", "Other models need their hub: compare.py.")
+    raise OptionError(
+        "recipe", recipe, f"a recipe or preset of {known}", "Other models need their hub: bridge-cg compare."
+    )
 
 
 def words(args: argparse.Namespace, rest: Sequence[str], mode: str, checkpoint: Path) -> list[str]:

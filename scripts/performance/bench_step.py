@@ -20,9 +20,10 @@ sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.cli.runs.comparison import WRONG
 from bridge_cg_plugin.cli.runs.outputs import error_in
-from bridge_cg_plugin.cli.runs.results import loss_distance, output_path, provenance, put_record
+from bridge_cg_plugin.cli.runs.results import provenance
 from examples.photographs.comparison import SKIPPED, median_ms
-from scripts.performance.processes import TrainingFailed, TrainingProcess
+from examples.photographs.processes import TrainingFailed, TrainingProcess
+from scripts.performance.records import loss_distance, output_path, put_record
 from scripts.performance.words import names_of
 
 IMAGES = {"single": ("--single",), "mixed": (), "large": ("--large",)}

@@ -18,8 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.cli.runs.results import output_path, put_record
 from scripts.performance.encoders import MODES, measure
+from scripts.performance.records import output_path, put_record
 from scripts.performance.words import at_least, names_of
 from tests.models import tower
 from tests.models.encoder_case import Encoder

@@ -20,11 +20,12 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.cli.runs.results import output_path, provenance, put_record
+from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
 from bridge_cg_plugin.vision.alike_sizes import AlikeSizes
 from scripts.performance.encoders import MODES, Results, capture, differences, run_step
+from scripts.performance.records import output_path, put_record
 from scripts.performance.words import at_least, names_of
 from tests.models import tower
 from tests.models.encoder_case import Batch, Encoder

@@ -11,7 +11,7 @@ import torch
 from bridge_cg_plugin.cli.runs.ports import free_port
 from bridge_cg_plugin.graphs.errors import release_frames
 from bridge_cg_plugin.graphs.recordings.compiling import TURNS
-from scripts.performance.hosts import ranks_per_gpu
+from examples.photographs.hosts import ranks_per_gpu
 
 from .parts import PARALLEL, SCRIPTS, part_of
 from .trainings import (

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bridge_cg_plugin.cli.runs.results import first_line, loss_distance, provenance
+from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.graphs.errors import CaptureError
 from scripts.performance.measure import GIB
+from scripts.performance.records import first_line, loss_distance
 from tests.gpu.offload_training import DOCUMENTS, PACKS, TOKENS, OutOfSpace, Trainer, limited
 
 # Modes of `limit` that must run out of memory.

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bridge_cg_plugin.cli.runs.results import first_line, provenance
+from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from scripts.performance.measure import GIB, collect, synchronize
+from scripts.performance.records import first_line
 from tests.models.tower import MegatronParameter
 
 PACKS, TOKENS, DOCUMENTS = 4, 8192, 5

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from scripts.performance.processes import TrainingFailed, TrainingProcess
+from examples.photographs.processes import TrainingFailed, TrainingProcess
 
 MODULE = "tests.gpu.packed_ranks"
 # Of `packed_ranks`: two GPUs share layers, documents, or layers and the tokens between them.

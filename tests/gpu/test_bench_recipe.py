@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from bridge_cg_plugin.cli.report.runs import WARM_UP
-from bridge_cg_plugin.cli.runs.results import check_record, read_records
+from bridge_cg_plugin.cli.runs.results import read_records
 from scripts.performance import bench_recipe
+from scripts.performance.records import check_record
 
 STEPS = WARM_UP + 4
 LEAST_GIB = 60  # of the GPU's memory

@@ -2,8 +2,9 @@
 
 import pytest
 
-from bridge_cg_plugin.cli.runs.results import check_record, read_records
+from bridge_cg_plugin.cli.runs.results import read_records
 from scripts.performance import bench_vision
+from scripts.performance.records import check_record
 from tests.models.encoders import ENCODERS
 
 LAYERS = 4

@@ -1,4 +1,4 @@
-"""compare.py on a GPU with the small preset, as its user starts it."""
+"""`bridge-cg compare` on a GPU with the small preset, as its user starts it."""
 
 import json
 

@@ -6,7 +6,7 @@ The numbers behind every assertion are printed (`pytest -s`).
 import pytest
 import torch
 
-from bridge_cg_plugin.cli.runs.results import loss_distance
+from scripts.performance.records import loss_distance
 from tests.models.encoder_case import forward, step
 from tests.models.encoders import ENCODERS
 

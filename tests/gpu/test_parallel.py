@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from examples.photographs.arguments import layout_in
-from scripts.performance.processes import TrainingFailed
+from examples.photographs.processes import TrainingFailed
 from tests.gpu.parallel_faults import GROWING_MICROBATCHES
 from tests.gpu.trainings import Training
 

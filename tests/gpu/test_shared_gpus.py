@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts.performance.processes import TrainingFailed, TrainingProcess
+from examples.photographs.processes import TrainingFailed, TrainingProcess
 
 from .shared_gpus import REPEATS, TIMED
 from .trainings import ENVIRONMENT

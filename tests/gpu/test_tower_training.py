@@ -5,7 +5,7 @@ from itertools import permutations
 
 import pytest
 
-from bridge_cg_plugin.cli.runs.results import loss_distance
+from scripts.performance.records import loss_distance
 
 from .towers import TOWERS
 from .trainings import Training

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from examples.photographs.arguments import layout_in
-from scripts.performance.hosts import ranks_per_gpu
-from scripts.performance.processes import TrainingProcess
+from examples.photographs.hosts import ranks_per_gpu
+from examples.photographs.processes import TrainingProcess
 
 # Small training runs of the main job take some 20 GB each, others less, tests beside them up to 70 GB: on a smaller GPU
 # these come first, and leave some 20 GB taken.

@@ -11,7 +11,7 @@ from bridge_cg_plugin.cli.runs.recipe_arguments import read
 from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from scripts.performance import bench_recipe, random_weights, recipe_cases
+from scripts.performance import bench_recipe, random_weights
 from tests.models.local_hub import write_checkpoint
 
 from .test_mock_presets import cache, offline  # noqa: F401
@@ -47,7 +47,7 @@ def test_eager_and_graphs_train_the_same_configuration_but_for_graphs(prepared):
 
 
 @pytest.mark.parametrize("mode", ["eager1", *bench_recipe.GRAPHS])
-@pytest.mark.parametrize("name", recipe_cases.CASES)
+@pytest.mark.parametrize("name", bench_recipe.CASES)
 def test_every_case_resolves_in_every_mode(offline, tmp_path, name, mode):  # noqa: F811
     args, rest = bench_recipe.parse(["--case", name])
     config = prepare(*read(bench_recipe.words(args, rest, mode, write_checkpoint(tmp_path)))).config

@@ -11,9 +11,9 @@ from torch import nn
 import bridge_cg_plugin
 from bridge_cg_plugin.cli.runs import recorded_run
 from bridge_cg_plugin.cli.runs.outputs import error_in
-from bridge_cg_plugin.cli.runs.results import check_record
 from bridge_cg_plugin.upstream.hooks.loops import steps
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
+from scripts.performance.records import check_record
 
 RECIPE = "qwen3_vl_8b_sft_config"
 STEPS = 9

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from bridge_cg_plugin.cli.runs.results import check_record, read_records
+from bridge_cg_plugin.cli.runs.results import read_records
 from scripts.performance import bench_captures
+from scripts.performance.records import check_record
 
 
 def test_recordings_of_two_models_in_two_processes(monkeypatch, tmp_path):

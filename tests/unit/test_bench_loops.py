@@ -11,9 +11,10 @@ import time
 import pytest
 import torch
 
-from bridge_cg_plugin.cli.runs.results import check_record, provenance, read_records
+from bridge_cg_plugin.cli.runs.results import provenance, read_records
 from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY
 from bridge_cg_plugin.upstream.environment import RELEASE_MEMORY
+from examples.photographs.processes import TrainingFailed
 from scripts.performance import bench_loops
 from scripts.performance.loops import records
 from scripts.performance.loops.rounds import PASSES, Counts, Round, timed, worker_arguments
@@ -27,7 +28,7 @@ from scripts.performance.loops.samples import (
 )
 from scripts.performance.loops.verl_engines import RayStandIn
 from scripts.performance.loops.verl_setup import PACK_BUCKETS
-from scripts.performance.processes import TrainingFailed
+from scripts.performance.records import check_record
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
 
@@ -119,16 +120,10 @@ class TestRecords:
         )
         found = records.record_of(graphs, eager)
         assert found["ratio"] == pytest.approx(0.5)
-        assert found["pass_ratios"] == pytest.approx(dict.fromkeys(PASSES, 0.5))
-        assert (
-            found["bit_equal"] is True
-            and found["graphs_away_gb"] == 0.0
-            and found["log_prob_diff"][4] == pytest.approx(0.5)
-        )
+        assert found["bit_equal"] is True and found["log_prob_diff"][4] == pytest.approx(0.5)
         assert found["log_prob_noise"] == pytest.approx([0.01] * 6)
         assert found["inside_spread"] is False
         assert found["recapture_s"] == pytest.approx([0.75, 0.0, 0.0])
-        assert found["with_captures_ms"] == pytest.approx(100.0 + 250.0)
         assert found["graph_share"] == pytest.approx(0.75)
         assert (found["capture_s"], found["memory_gb"]) == (5.0, 6.0)
         check_record({"case": "verl", "mode": "plugin", **provenance(5, 0), **found})

@@ -5,9 +5,10 @@ from unittest import mock
 import pytest
 import torch
 
-from bridge_cg_plugin.cli.runs.results import check_record, provenance, read_records
+from bridge_cg_plugin.cli.runs.results import provenance, read_records
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from scripts.performance import bench_packed
+from scripts.performance.records import check_record
 from tests.models import language_model
 from tests.models.language_model import Pack, draw, split
 

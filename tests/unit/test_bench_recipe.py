@@ -6,13 +6,14 @@ import pytest
 
 from bridge_cg_plugin.cli.report.runs import WARM_UP
 from bridge_cg_plugin.cli.runs import recipe_arguments
-from bridge_cg_plugin.cli.runs.results import check_record, read_records
+from bridge_cg_plugin.cli.runs.results import read_records
 from bridge_cg_plugin.options import normalize
 from bridge_cg_plugin.options.flags import given_flags
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import graph_words
+from examples.photographs.processes import TrainingFailed
 from scripts.performance import bench_recipe
-from scripts.performance.processes import TrainingFailed
-from scripts.performance.recipe_cases import CASES
+from scripts.performance.bench_recipe import CASES
+from scripts.performance.records import check_record
 
 STEPS = WARM_UP + 2
 GRAPHS = {"memory_bytes": 3 * 2**30, "capture_seconds": 2.5, "replays": 8}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bridge_cg_plugin.cli.runs import results
-from scripts.performance import tables
+from bridge_cg_plugin.cli.runs.results import read_records
+from scripts.performance import records, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -26,16 +26,10 @@ def record(case="1x448", mode="eager", **fields):
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.jsonl")), ids=lambda p: p.name)
 def test_committed_records_are_as_the_format_says(path):
-    records = results.read_records(path)
-    assert records
-    for one in records:
-        results.check_record(one)
-
-
-def test_every_field_is_in_the_formats_table():
-    text = (FOLDER / "format.md").read_text()
-    missing = [name for name in results.FIELDS if f"`{name}`" not in text]
-    assert not missing
+    found = read_records(path)
+    assert found
+    for one in found:
+        records.check_record(one)
 
 
 @pytest.mark.parametrize(
@@ -43,47 +37,43 @@ def test_every_field_is_in_the_formats_table():
     [
         ({"gpu": None}, "gpu"),
         ({"speed": 3}, "unknown field 'speed'"),
-        ({"ms": "75"}, "ms='75'"),
-        ({"kernels": True}, "kernels=True"),
-        ({"bit_equal": 1}, "bit_equal=1"),
-        ({"tokens": 7.5}, "tokens=7.5"),
     ],
 )
 def test_other_records_are_refused(change, said, tmp_path):
     with pytest.raises(ValueError, match=re.escape(said)):
-        results.put_record(tmp_path / "r.jsonl", record(**change))
+        records.put_record(tmp_path / "r.jsonl", record(**change))
     assert not (tmp_path / "r.jsonl").exists()
 
 
-@pytest.mark.parametrize("missing", results.REQUIRED)
+@pytest.mark.parametrize("missing", records.REQUIRED)
 def test_a_record_says_where_it_comes_from(missing):
     one = record()
     del one[missing]
     with pytest.raises(ValueError, match=f"{missing} missing"):
-        results.check_record(one)
+        records.check_record(one)
 
 
 def test_a_record_has_a_measurement_or_an_error():
     one = record()
     del one["ms"]
     with pytest.raises(ValueError, match="neither a measurement"):
-        results.check_record(one)
-    results.check_record({**one, "error": "out of memory"})
+        records.check_record(one)
+    records.check_record({**one, "error": "out of memory"})
 
 
 def test_a_record_replaces_the_one_of_its_case_and_mode(tmp_path):
     path = tmp_path / "r.jsonl"
     for one in (record(), record(mode="plugin"), record(case="8mix"), record(ms=70.0)):
-        results.put_record(path, one)
-    found = {(r["case"], r["mode"]): r["ms"] for r in results.read_records(path)}
+        records.put_record(path, one)
+    found = {(r["case"], r["mode"]): r["ms"] for r in read_records(path)}
     assert found == {("1x448", "eager"): 70.0, ("1x448", "plugin"): 75.0, ("8mix", "eager"): 75.0}
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_without_a_gpu_measured_records_cannot_be_replaced_by_accident():
     with pytest.raises(ValueError, match="without a GPU. Pass --out FILE"):
-        results.output_path(None, "vision_bench.jsonl")
-    assert results.output_path(Path("x.jsonl"), "vision_bench.jsonl") == Path("x.jsonl")
+        records.output_path(None, "vision_bench.jsonl")
+    assert records.output_path(Path("x.jsonl"), "vision_bench.jsonl") == Path("x.jsonl")
 
 
 def test_the_page_is_that_of_the_records():
@@ -93,8 +83,8 @@ def test_the_page_is_that_of_the_records():
 
 
 def test_a_table_has_a_row_for_each_record_and_no_empty_column():
-    records = [record(), record(mode="plugin", ms=12.34, ratio=0.165, bit_equal=True, grad_rel=1.2e-3)]
-    assert tables.table(records, ("tokens", "ms", "ratio", "memory_gb", "bit_equal", "grad_rel")).splitlines() == [
+    found = [record(), record(mode="plugin", ms=12.34, ratio=0.165, bit_equal=True, grad_rel=1.2e-3)]
+    assert tables.table(found, ("tokens", "ms", "ratio", "memory_gb", "bit_equal", "grad_rel")).splitlines() == [
         "| case | mode | tokens | ms | ratio | bit_equal | grad_rel |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         "| 1x448 | eager | 784 | 75 | 1 |  |  |",

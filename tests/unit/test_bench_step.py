@@ -4,11 +4,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from bridge_cg_plugin.cli.runs.results import check_record, read_records
+from bridge_cg_plugin.cli.runs.results import read_records
 from examples.photographs import training
 from examples.photographs.arguments import parse
+from examples.photographs.processes import TrainingFailed
 from scripts.performance import bench_step
-from scripts.performance.processes import TrainingFailed
+from scripts.performance.records import check_record
 
 STEPS = 8
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from bridge_cg_plugin.cli.runs.results import check_record, read_records
+from bridge_cg_plugin.cli.runs.results import read_records
 from scripts.performance import bench_vision
 from scripts.performance.encoders import case_of
+from scripts.performance.records import check_record
 from tests.models.encoders import ENCODERS
 
 TWO = [(1, 8, 12), (1, 4, 6)]

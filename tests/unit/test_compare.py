@@ -1,4 +1,4 @@
-"""scripts/performance/compare.py: what it starts, what it makes of runs that end well, fail or hang."""
+"""`bridge-cg compare`: what it starts, what it makes of runs that end well, fail or hang."""
 
 import json
 import shlex
@@ -43,7 +43,7 @@ json.dump({"ms": told.get("ms", 100.0), "step_ms": [told.get("ms", 100.0)] * 8, 
 
 @pytest.fixture
 def comparing(tmp_path, monkeypatch):
-    """Run compare.py with fake runs; returns (status, records by mode, folder)."""
+    """Run the command with fake runs; returns (status, records by mode, folder)."""
     script = tmp_path / "fake.py"
     script.write_text(FAKE)
     out = tmp_path / "out"

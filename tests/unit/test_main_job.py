@@ -4,7 +4,7 @@ import pytest
 
 from examples.photographs import arguments as command
 from examples.photographs import comparison, gpu, training
-from scripts.performance.processes import TrainingFailed
+from examples.photographs.processes import TrainingFailed
 
 
 def run_of(losses, replays=4):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from examples.photographs import arguments as command
 from examples.photographs import comparison
+from examples.photographs.hosts import placement, ranks_per_gpu
 from examples.photographs.layout import Layout
-from scripts.performance.hosts import placement, ranks_per_gpu
-from scripts.performance.processes import TrainingFailed, TrainingProcess
+from examples.photographs.processes import TrainingFailed, TrainingProcess
 from tests.unit.stand_in_ranks import FAILING_STEPS
 
 STAND_IN = "tests.unit.stand_in_ranks"
@@ -156,7 +156,7 @@ def processes(log, ranks, devices, **further):
 
 @pytest.fixture
 def two_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr("scripts.performance.processes.GRACE_S", 1.0)
+    monkeypatch.setattr("examples.photographs.processes.GRACE_S", 1.0)
     process = processes(tmp_path / "run.log", 2, (2, 3))
     process.wait_until_ready()
     yield process

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.cli.runs.results import check_record, provenance, read_records
+from bridge_cg_plugin.cli.runs.results import provenance, read_records
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.upstream.encoders.radio import TileLayers
 from scripts.performance import parity_encoders
 from scripts.performance.parity_encoders import EXACT_SHARE, failures
+from scripts.performance.records import check_record
 from tests.models import tower
 from tests.models.encoders import ENCODERS
 from tests.models.mixes import CountMixes

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from bridge_cg_plugin.attention_bounds import SIDE_STREAM_UP_TO
 from bridge_cg_plugin.cli.main import main
-from bridge_cg_plugin.cli.planner.cost import save_cost_model
 from bridge_cg_plugin.cli.planner.defaults import DEFAULTS, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT, default_packed
 from bridge_cg_plugin.cli.planner.errors import PlanError
 from bridge_cg_plugin.cli.planner.images import Image, plan_images, read_images
@@ -235,14 +234,11 @@ def test_a_plan_of_a_recipe_is_printed_and_drawn(histogram, tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_recipe_of_unknown_sizes_is_planned_for_with_a_measured_file_only(histogram, tmp_path):
+def test_a_recipe_of_unknown_sizes_is_refused(histogram):
     name = "qwen35_vl_9b_vision_graphs_h200_sft_config"
     done = plan_of_a_recipe(histogram, name, "--json")
     assert done.returncode == 2 and f"Cannot forecast --recipe {name}: linear attention was not measured" in done.stderr
-    assert "--cost-model" in done.stderr and "--layout TP4xCP1" in done.stderr
-    path = tmp_path / "costs.json"
-    save_cost_model(path, "packed", COST)
-    assert plan_of_a_recipe(histogram, name, "--cost-model", str(path), "--json").returncode == 0
+    assert "Pass --layout TP4xCP1 instead of --recipe" in done.stderr
 
 
 @given(documents, st.integers(1, 64))
@@ -300,7 +296,6 @@ def test_the_command_plans_vision(tmp_path, capsys):
         ([], "Cannot pack without --pack-size"),
         (["--pack-size", "0"], "--pack-size 0"),
         (["--pack-size", "100"], "Raise it, or cut with --truncate"),
-        (["--pack-size", "2048", "--cost-model", "none.json"], "Cannot use --cost-model none.json: it must be"),
         (["--pack-size", "2048", "--pad-to-multiple", "0"], "--pad-to-multiple 0"),
         (["--pack-size", "2048", "--pad-seq-to-mult", "0"], "--pad-seq-to-mult 0"),
         (

@@ -1,18 +1,15 @@
 """Files that a plan is made from: lengths of documents, costs, sizes of images."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.cli.planner.cost import load_cost_model, save_cost_model
 from bridge_cg_plugin.cli.planner.defaults import DEFAULTS
 from bridge_cg_plugin.cli.planner.errors import PlanError
 from bridge_cg_plugin.cli.planner.images import QWEN3_VL, Image, Processor, plan_images, read_images
 from bridge_cg_plugin.cli.planner.lengths import read_documents
 
-from .plan_inputs import COST, write
+from .plan_inputs import write
 
 
 def test_lengths_from_every_kind_of_file(tmp_path):
@@ -107,38 +104,6 @@ def test_files_that_cannot_be_planned_from(tmp_path, name):
         write(tmp_path / name, text)
     with pytest.raises(PlanError, match=message):
         read_documents(tmp_path / name)
-
-
-def test_cost_models_are_kept_as_json(tmp_path):
-    path, changed = tmp_path / "cost.json", replace(COST, host_ms=12.5, origin="here")
-    save_cost_model(path, "packed", changed)
-    save_cost_model(path, "vision", DEFAULTS["vision"])
-    assert load_cost_model(path, "packed") == changed
-    assert load_cost_model(path, "vision") == DEFAULTS["vision"]
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        (None, "it must be a JSON file"),
-        ("[]", "has no 'packed'"),
-        ('{"packed": {"origin": "x"}}', "fixed_ms.* missing"),
-        ("bad", "it must be a JSON file"),
-    ],
-)
-def test_a_bad_cost_model(tmp_path, text, message):
-    path = tmp_path / "cost.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(PlanError, match=message):
-        load_cost_model(path, "packed")
-
-
-def test_a_cost_below_zero_is_refused(tmp_path):
-    path = tmp_path / "cost.json"
-    save_cost_model(path, "packed", replace(COST, host_ms=-1.0))
-    with pytest.raises(PlanError, match=r"host_ms must be a number of at least 0, not -1\.0"):
-        load_cost_model(path, "packed")
 
 
 @given(

@@ -11,7 +11,7 @@ from bridge_cg_plugin.cli.explain.steps import said, whole_step
 from bridge_cg_plugin.cli.explain.table import render
 from bridge_cg_plugin.cli.runs.results import ROOT, read_records
 from bridge_cg_plugin.options import graph_options
-from scripts.performance.recipe_cases import CASES
+from scripts.performance.bench_recipe import CASES
 
 VISION = {"vision_cuda_graph_impl": "transformer_engine", "vision_cuda_graph_tuning.kernels": "exact"}
 PACKS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": "auto", "cuda_graph_modules": []}

@@ -36,7 +36,7 @@ class WholeStep:
     """A measured step.
 
     Attributes:
-        found: As `fit_costs.py` wrote it.
+        found: As `measured.json` has it.
         differs: What of the configuration it was not measured with, each as it is written.
     """
 

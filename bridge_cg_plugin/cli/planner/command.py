@@ -15,7 +15,7 @@ from bridge_cg_plugin.options.layout import RankLayout, parse_layout
 
 from ..answers import Tell
 from ..gpus import add_gpu
-from .cost import CostModel, load_cost_model
+from .cost import CostModel
 from .defaults import DEFAULTS, default_packed
 from .errors import PlanError
 from .images import QWEN3_VL, VisionPlan, plan_images, read_images
@@ -63,7 +63,6 @@ def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
     vision.add_argument("--max-pixels", type=int, metavar="N", help="largest image of the model's processor")
     add_gpu(vision, "the GPU: its limit of the largest bucket")
     for command in (packed, vision):
-        command.add_argument("--cost-model", type=Path, metavar="FILE", help="JSON that bench_packed.py wrote")
         command.add_argument("--max-memory-gb", type=float, help="limit of one slot's graph memory")
         command.add_argument("--json", action="store_true", help="print one JSON object")
     return kinds.choices
@@ -146,19 +145,17 @@ def _vision_recipe(arguments: argparse.Namespace) -> "VisionRecipe | None":
 
 
 def _cost_of_images(arguments: argparse.Namespace, recipe: "VisionRecipe | None") -> CostModel:
-    """Return what a microbatch costs: as a file says, or the recipe's encoder, or Qwen3-VL's.
+    """Return what a microbatch costs: of the recipe's encoder, or Qwen3-VL's.
 
     Raises:
         PlanError: No record is of the recipe's encoder.
     """
-    if arguments.cost_model is not None:
-        return load_cost_model(arguments.cost_model, arguments.kind)
     if recipe is None:
         return DEFAULTS["vision"]
     if recipe.cost is None:
         raise PlanError(
-            f"Cannot forecast --recipe {arguments.recipe}: {recipe.why_not}. Pass --cost-model with a file of its "
-            "times, or remove --recipe, which plans for Qwen3-VL's encoder of 27 layers of 1152"
+            f"Cannot forecast --recipe {arguments.recipe}: {recipe.why_not}. Remove --recipe, which plans "
+            "for Qwen3-VL's encoder of 27 layers of 1152"
         )
     return recipe.cost
 
@@ -198,19 +195,17 @@ def _shared(arguments: argparse.Namespace, recipe: "PackedRecipe | None") -> tup
 
 
 def _cost_of_packs(arguments: argparse.Namespace, layout: RankLayout, recipe: "PackedRecipe | None") -> CostModel:
-    """Return what a pack costs: as a file says, or the recipe's model, or 16 dense layers.
+    """Return what a pack costs: of the recipe's model, or 16 dense layers.
 
     Raises:
         PlanError: The sizes of the recipe's model are not known.
     """
-    if arguments.cost_model is not None:
-        return load_cost_model(arguments.cost_model, arguments.kind)
     if recipe is None:
         return default_packed(layout)
     if recipe.cost is None:
         raise PlanError(
-            f"Cannot forecast --recipe {arguments.recipe}: {recipe.why_not}. Pass --cost-model with a file that "
-            f"bench_packed.py wrote, or --layout {layout} instead of --recipe, which plans for 16 dense layers."
+            f"Cannot forecast --recipe {arguments.recipe}: {recipe.why_not}. Pass --layout {layout} instead of "
+            "--recipe, which plans for 16 dense layers."
         )
     return recipe.cost
 

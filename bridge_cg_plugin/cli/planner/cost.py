@@ -1,16 +1,11 @@
-"""What a microbatch costs: a model with parameters measured on a GPU, kept as JSON."""
+"""What a microbatch costs: a model with parameters measured on a GPU."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 
 from bridge_cg_plugin.attention_bounds import scan_cost
 
-from .errors import PlanError
-
 MILLION = 1e6
-NAMES = ("packed", "vision")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,39 +98,3 @@ class Fit:
     graphs: float
     ratio: float
     memory: float
-
-
-def load_cost_model(path: Path, name: str) -> CostModel:
-    """Read a cost model that a benchmark wrote: a JSON object with one model by name.
-
-    Raises:
-        PlanError: It cannot be read or lacks a parameter.
-    """
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise PlanError(
-            f"Cannot use --cost-model {path}: it must be a JSON file that bench_packed.py wrote. {error}."
-        ) from None
-    if not isinstance(found, dict) or name not in found:
-        raise PlanError(
-            f"Cannot use --cost-model {path}: it must be an object with {', '.join(NAMES)}, and has no {name!r}."
-        )
-    values = found[name]
-    names = {f.name for f in fields(CostModel)}
-    needed = {f.name for f in fields(CostModel) if f.default is MISSING}
-    if not isinstance(values, dict) or not needed <= set(values) <= names:
-        wrong = ", ".join(sorted(needed - set(values) | set(values) - names if isinstance(values, dict) else needed))
-        raise PlanError(f"Cannot use --cost-model {path}: of {name!r}, {wrong} missing or unknown. Write it anew.")
-    for key, value in values.items():
-        if key != "origin" and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
-            raise PlanError(
-                f"Cannot use --cost-model {path}: {name!r}: {key} must be a number of at least 0, not {value!r}."
-            )
-    return CostModel(**values)
-
-
-def save_cost_model(path: Path, name: str, model: CostModel) -> None:
-    """Write a cost model beside those that the file has already."""
-    found = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**found, name: asdict(model)}, indent=2) + "\n")

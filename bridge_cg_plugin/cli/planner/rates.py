@@ -12,7 +12,8 @@ Time of the GPU is a sum of amounts times rates:
     shared        what ranks send: tensor, sequence, ring, all_to_all, expert_ranks
 
 Eager also waits for the host: launches of every layer, and of every document where rotation is not fused. Memory is
-tokens times widths that a backward needs. `scripts/performance/fit_costs.py` writes the rates and their errors.
+tokens times widths that a backward needs. `measured.json` has the rates and their errors as they were
+fitted to the records of November 2026.
 """
 
 import json
@@ -210,7 +211,7 @@ class Rates:
 
 @cache
 def measured() -> dict[str, Any]:
-    """Return what `fit_costs.py` wrote."""
+    """Return what the package has of the records."""
     found: dict[str, Any] = json.loads(FILE.read_text())
     return found
 

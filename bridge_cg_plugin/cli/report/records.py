@@ -14,7 +14,7 @@ from .kinds import KINDS, GraphKind
 from .runs import GraphCounts, Run, counts_of
 from .texts import text_of
 
-_WRITERS = "examples.photographs, bench_step and compare.py"
+_WRITERS = "bridge-cg compare, bench_step.py and bench_recipe.py"
 _NEEDED = {"case": str, "mode": str, "versions": dict}
 _SERIES = ("losses", "grad_norms", "step_ms")
 _TEXTS = ("error", "wrong", "gpu", "date", "command")

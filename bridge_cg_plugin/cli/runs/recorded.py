@@ -1,4 +1,4 @@
-"""A training run that is recorded, as `compare.py` starts it for every mode."""
+"""A training run that is recorded, as `bridge-cg compare` starts it for every mode."""
 
 import os
 from dataclasses import replace

@@ -68,10 +68,8 @@ def graph_figures(run: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "graph_share": share_on_graphs(late, parts),
         "recapture_s": [sum(found["capture_s"] for found in each["passes"].values()) for each in late],
-        "with_captures_ms": sum(found["ms"] for each in late for found in each["passes"].values()) / len(late),
         "capture_s": float(sum(each["capture_seconds"] for each in run["graphs"])),
         "memory_gb": sum(each["memory_bytes"] for each in run["graphs"]) / GIB,
-        "all_graphs": list(run["graphs"]),
     }
 
 
@@ -87,11 +85,8 @@ def beside(own: Mapping[str, Any], rounds: Rounds, eager: Sequence[Mapping[str, 
     times = pass_times(first)
     found: dict[str, Any] = {
         "ratio": own["ms"] / sum(times.values()),
-        "pass_ratios": {name: own["passes_ms"][name] / times[name] for name in PASSES},
         "log_prob_diff": log_prob_differences(rounds, first),
     }
-    if "away_gb" in own and "away_gb" in (there := memory_away(first)):
-        found["graphs_away_gb"] = own["away_gb"] - there["away_gb"]
     if len(eager) >= FEWEST_EAGER_RUNS:
         others = [each["rounds"] for each in eager]
         found["inside_spread"] = all(inside_spread(rounds, others, name) for name in ("loss", "grad_norm"))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from bridge_cg_plugin.cli.runs.ports import free_port
-from scripts.performance.hosts import placement
+from examples.photographs.hosts import placement
 
 # Seconds that the other processes of a run have to end once one failed: they may wait for it in a collective.
 GRACE_S = 20.0
