@@ -20,8 +20,8 @@ from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
 from bridge_cg_plugin.upstream.hooks.helpers import vision_helper as helpers
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
-from bridge_cg_plugin.upstream.hooks.loops import train_loop
 from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
+from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 from examples.photographs.small_tower import start_single_process
 
 from ..unit import bridge_towers as towers
@@ -154,7 +154,7 @@ def test_steps_of_the_train_loop_drive_the_graphs(build, sample, sizes, family, 
 
 def test_bridges_train_loop_passes_a_model_without_a_vision_model(active):
     """Upstream's function says that it allows None and raises."""
-    train = active[train_loop.TRAIN]
+    train = active[TRAIN]
     model, inner = nn.Module(), nn.Linear(1, 1)
     model.module = inner
     arguments = {"allow_none": True, "return_model_obj": True}
