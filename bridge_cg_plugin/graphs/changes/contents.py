@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from .tables import OF_EVERY_MODULE, Entry, module_tables
-from .values import MISSING, NESTED, elements, readers
+from .values import MISSING, NESTED, elements, plain, readers
 
 # No watcher sees them change.
 UNWATCHED = (list, set)
@@ -66,13 +66,15 @@ class Contents:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._dicts = [(table.values, dict(table.values)) for m in modules for table in module_tables(m, "")]
-        self._others = [
-            (Entry(id(vars(module)), name), container, copy(container), list(_elements(container)))
+        values = {
+            Entry(id(vars(module)), name): value
             for module in modules
             for name, value in vars(module).items()
-            if name not in OF_EVERY_MODULE
-            for container in _unwatched(value)
-        ]
+            if name not in OF_EVERY_MODULE and not plain(value)
+        }
+        # Many modules may hold one value, as their configuration.
+        inside = {number: list(_noted(value)) for number, value in {id(v): v for v in values.values()}.items()}
+        self._others = [(entry, *held) for entry, value in values.items() for held in inside[id(value)]]
 
     def changed(self) -> list[Entry]:
         """Return the attributes in which a container that no watcher sees holds other elements now."""
@@ -104,6 +106,11 @@ def _same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _elements(container: Any) -> Iterable[Any]:
     return elements(container) or ()
+
+
+def _noted(value: Any) -> Iterator[tuple[Any, Any, list[Any]]]:
+    """Return each container that no watcher sees, with a copy and what it holds now."""
+    return ((container, copy(container), list(_elements(container))) for container in _unwatched(value))
 
 
 def _unwatched(value: Any) -> Iterator[Any]:
