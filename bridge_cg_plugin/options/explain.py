@@ -30,7 +30,7 @@ _PARTS = {
 # Columns that `bridge-cg explain` and training print first, and their widths; the reason takes the rest of a line.
 HEAD, WIDTHS = ("part", "runs", "memory a slot"), (14, 6, 8)
 NO_FIGURE, BY_SIZE = "-", "by size"
-FURTHER = "Expected time and memory: bridge-cg explain"
+FURTHER = "Measured time and memory: bridge-cg explain"
 
 # Options that `_activations` describes.
 _ACTIVATIONS = ("offload_above_gb", "offload", "recompute")

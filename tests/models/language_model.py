@@ -121,8 +121,8 @@ def settings_of(shape: Shape) -> dict[str, Any]:
 
 
 def sizes_of(shape: Shape, **changes: Any) -> LanguageModel:
-    """Return a model's sizes as the planner's cost model takes them."""
-    settings = {**settings_of(shape), "hybrid_layer_pattern": shape.pattern, "vocab_size": VOCABULARY, **changes}
+    """Return a model's sizes as records are told apart by them."""
+    settings = {**settings_of(shape), "hybrid_layer_pattern": shape.pattern, **changes}
     return language_model_of(SimpleNamespace(**settings))
 
 

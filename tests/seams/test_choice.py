@@ -26,7 +26,7 @@ def test_validation_sets_what_the_setting_comes_to(active, capsys, how):
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "why" in line] == ["[bridge-cg] part            runs    memory a  why"]
     assert sum(line.startswith("[bridge-cg] vision encoder  graphs  by size   one graph") for line in lines) == 1
-    assert lines[-1] == "[bridge-cg] Expected time and memory: bridge-cg explain"
+    assert lines[-1] == "[bridge-cg] Measured time and memory: bridge-cg explain"
     assert max(map(len, lines)) <= 80 and f"cuda_graphs={how}" in " ".join(lines)
     check_training_config(config)
     assert normalize(config)[0] == options and not capsys.readouterr().out

@@ -30,7 +30,6 @@ from dataclasses import replace
 from bridge_cg_plugin.options import OptionError, facts_of, normalize
 from bridge_cg_plugin.cli.explain import command
 from bridge_cg_plugin.cli.explain.encoders import encoder_of
-from bridge_cg_plugin.cli.planner.defaults import VISION, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT
 from bridge_cg_plugin.cli.planner.shapes import NotMeasured, language_model_of
 def sizes_of(model):
     try:

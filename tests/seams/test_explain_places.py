@@ -4,7 +4,7 @@ import pytest
 
 from bridge_cg_plugin.cli.explain import command
 from bridge_cg_plugin.cli.main import main
-from bridge_cg_plugin.cli.planner.defaults import VISION, VISION_EXACT, VISION_EXACT_FIT, VISION_FIT
+from bridge_cg_plugin.cli.planner.records import TOWER, of_encoder
 
 from .explained import explain, found
 
@@ -24,19 +24,22 @@ def test_time_and_memory_of_a_preset(capsys, mixture):
     for words in ([], ["--gpu", "h200"], [default]):
         answer = found(capsys, mixture, *words)
         encoder, language_model = answer["table"]
-        cost, fit = (VISION, VISION_FIT) if default in words else (VISION_EXACT, VISION_EXACT_FIT)
-        ratios = [cost.graph_ms(n, [n], 1, n) / cost.eager_ms([n]) for n in (784, 16384)]
-        figures = f"{cost.memory_gb(16384):.1f} GiB", "-".join(f"{ratio:.2f}" for ratio in ratios)
+        (measured,) = of_encoder(TOWER, "auto" if default in words else "exact")
+        ratios = [row.ratio for row in measured.rows if row.tokens <= 16384]
+        figures = f"{measured.memory_gb(16384):.1f} GiB", f"{min(ratios):.2f}-{max(ratios):.2f}"
         assert (encoder["memory"], encoder["ratio"]) == figures
         assert {language_model["memory"], language_model["ratio"]} == {"not measured"}
         forecast = answer["forecast"]
-        assert forecast["encoder"] == "Qwen3-VL encoder of 27 layers of 1152" and forecast["not_measured"] == []
-        assert forecast["source"] == {
-            "file": "docs/benchmarks/vision_bench.jsonl",
-            "date": "2026-11-22",
-            "gpu": "NVIDIA H200",
-        }
-        assert forecast["largest_bucket"] == 16384 and forecast["errors"]["graphs_ms"] == fit.graphs
+        assert forecast["of"] == "Qwen3-VL encoder of 27 layers of 1152" and forecast["not_measured"] == []
+        assert (
+            forecast["measured"][0].items()
+            >= {
+                "file": "docs/benchmarks/vision_bench.jsonl",
+                "date": "2026-11-22",
+                "gpu": "NVIDIA H200",
+            }.items()
+        )
+        assert forecast["largest_bucket"] == 16384
     text = explain(capsys, mixture)[1]
     assert max(map(len, text.splitlines())) <= 80
 

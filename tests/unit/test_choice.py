@@ -271,7 +271,7 @@ def test_the_table_of_training_has_a_row_for_each_part():
     options, _ = chosen({**PACKED, "multi_latent_attention": True, "vision_cuda_graph_buckets_max_gb": 8})
     head, slot, *lines, last = chosen_table(options, 68).splitlines()
     assert (head.split(), slot.strip()) == (["part", "runs", "memory", "a", "why"], "slot")
-    assert last == "Expected time and memory: bridge-cg explain"
+    assert last == "Measured time and memory: bridge-cg explain"
     assert max(map(len, lines)) <= 68
     rows = [line for line in lines if not line.startswith(" ")]
     assert [row.split("  ")[0] for row in rows] == ["vision encoder", "language model"]

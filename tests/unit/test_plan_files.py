@@ -4,12 +4,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.cli.planner.defaults import DEFAULTS
 from bridge_cg_plugin.cli.planner.errors import PlanError
 from bridge_cg_plugin.cli.planner.images import QWEN3_VL, Image, Processor, plan_images, read_images
 from bridge_cg_plugin.cli.planner.lengths import read_documents
 
-from .plan_inputs import write
+from .plan_inputs import IMAGE_COSTS, write
 
 
 def test_lengths_from_every_kind_of_file(tmp_path):
@@ -125,8 +124,8 @@ def test_vision_buckets_from_a_histogram(tmp_path):
     images = read_images(write(tmp_path / "a.json", '{"448x448": 40, "2048x2048": 2, "640x480x8": 4}'))
     assert len(images) == 46 and Image(640, 480, 8) in images
     assert read_images(write(tmp_path / "a.jsonl", '{"width": 9, "height": 8}')) == [Image(9, 8)]
-    plan = plan_images(images, DEFAULTS["vision"], 2)
-    assert plan.microbatches == 23 and plan.on_graphs == 1 and plan.step_ms < plan.eager_ms
+    plan = plan_images(images, IMAGE_COSTS, 2)
+    assert plan.microbatches == 23 and plan.expected.on_graphs == 1 and plan.expected.ratios[1] < 1
     assert plan.buckets[-1] >= plan.tokens.max >= 784
 
 
@@ -150,4 +149,4 @@ def test_image_files_that_cannot_be_planned_from(tmp_path, name, text, message):
 
 def test_more_images_a_microbatch_than_there_are():
     with pytest.raises(PlanError, match="it must be 1 to the dataset's 1"):
-        plan_images([Image(448, 448)], DEFAULTS["vision"], 2)
+        plan_images([Image(448, 448)], IMAGE_COSTS, 2)

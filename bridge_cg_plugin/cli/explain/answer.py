@@ -11,8 +11,6 @@ from bridge_cg_plugin.upstream.seams.known_encoders import NO_ADAPTER
 
 from .forecast import Forecast
 from .forecast import as_json as forecast_as_json
-from .language import LanguageForecast
-from .language import as_json as language_as_json
 from .steps import WholeStep
 from .steps import as_json as step_as_json
 
@@ -49,8 +47,8 @@ class Answer:
         options: What the words resolve to, checked as training does.
         encoder: The vision encoder of the recipe's model in words; empty without one.
         has_audio: Whether the model has an audio encoder that graphs take.
-        forecast: What to expect of the vision encoder; None where the model has none, or no recipe names one.
-        language_model: What to expect of graphs of packed documents; None without such graphs or without a recipe.
+        forecast: What was measured of the vision encoder; None where the model has none, or no recipe names one.
+        language_model: What was measured of graphs of packed documents; None without such graphs or without a recipe.
         step: The measured whole step that is nearest; None where no record is of such a model or there is no recipe.
         has_model: Whether there is a recipe, so that it is known whether the model has an encoder.
         layout: Over how many GPUs each field divides the model, and the replicas; empty where nobody said.
@@ -61,7 +59,7 @@ class Answer:
     encoder: str = ""
     has_audio: bool = False
     forecast: Forecast | None = None
-    language_model: LanguageForecast | None = None
+    language_model: Forecast | None = None
     step: WholeStep | None = None
     has_model: bool = False
     layout: dict[str, int] | None = None
@@ -96,26 +94,19 @@ class Answer:
             return Line(part.name, "none", "the model has none that graphs support", options=part.options)
         if part.runs != "graphs":
             return Line(part.name, part.runs, part.why, options=part.options)
-        memory, ratio = self._figures() if encoder else self._language_figures(part.name)
-        return Line(part.name, part.runs, part.why, memory, ratio, part.options)
+        found = self.forecast if encoder else self.language_model
+        if found is None or part.name not in (VISION_ENCODER, LANGUAGE_MODEL_PART):
+            figures = wording.NO_FIGURE if encoder else NOT_MEASURED
+            return Line(part.name, part.runs, part.why, figures, figures, part.options)
+        return Line(part.name, part.runs, part.why, *_measured(found), part.options)
 
-    def _language_figures(self, name: str) -> tuple[str, str]:
-        found = self.language_model
-        if name != LANGUAGE_MODEL_PART or found is None or not found.rows:
-            return NOT_MEASURED, NOT_MEASURED
-        memory = NOT_MEASURED if found.memory_gb is None else f"{found.memory_gb:.1f} GiB"
-        return wording.BY_SIZE if found.largest is None else memory, _between(found.ratios)
 
-    def _figures(self) -> tuple[str, str]:
-        found = self.forecast
-        if found is None:
-            return wording.NO_FIGURE, wording.NO_FIGURE
-        if not found.holds:
-            return NOT_MEASURED, NOT_MEASURED
-        memory = NOT_MEASURED if found.memory_gb is None else f"{found.memory_gb:.1f} GiB"
-        if found.largest is None:
-            memory = wording.BY_SIZE
-        return memory, _between(found.ratios)
+def _measured(found: Forecast) -> tuple[str, str]:
+    """Return memory and ratio of a part."""
+    if not found.holds:
+        return NOT_MEASURED, NOT_MEASURED
+    memory = NOT_MEASURED if found.memory_gb is None else f"{found.memory_gb:.1f} GiB"
+    return wording.BY_SIZE if found.largest is None else memory, _between(found.ratios)
 
 
 def _between(ratios: tuple[float, float] | None) -> str:
@@ -133,7 +124,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         **wording.as_json(answer.options),
         "table": [asdict(line) for line in answer.lines],
         "forecast": None if found is None else forecast_as_json(found),
-        "language_model_forecast": None if answer.language_model is None else language_as_json(answer.language_model),
+        "language_model_forecast": None if answer.language_model is None else forecast_as_json(answer.language_model),
         "whole_step": None if answer.step is None else step_as_json(answer.step),
         "layout": answer.layout,
         "notes": list(answer.notes),

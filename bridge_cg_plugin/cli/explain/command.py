@@ -46,8 +46,7 @@ from ..gpus import LAYOUTS, add_counts, add_gpu, divided, layout_in_words
 from ..trainable import check_trainable
 from . import models, standins
 from .answer import Answer, as_json
-from .forecast import forecast, largest_bucket
-from .language import language_forecast
+from .forecast import language_forecast, largest_bucket, vision_forecast
 from .steps import whole_step
 from .table import render
 from .words import set_words
@@ -250,7 +249,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         options=replace(options, warnings=(*options.warnings, *unknown)),
         encoder=encoder_of(getattr(config, "model", None)),
         has_audio=has_audio_encoder(getattr(config, "model", None)),
-        forecast=forecast(config, options.vision, place.kind),
+        forecast=vision_forecast(config, options.vision, place.kind),
         language_model=language_forecast(config, options, place.kind),
         step=whole_step(config, options, place.kind, place.gpus),
         has_model=hasattr(config, "model"),
@@ -299,7 +298,7 @@ def _is_unlimited(options: VisionGraphOptions) -> bool:
 def _is_too_large(options: VisionGraphOptions, max_seq_length: int) -> bool:
     """Return whether buckets have more tokens than a GPU allows, with all activations on the device."""
     stays = not (options.offload or options.recompute) and options.offload_above_gb is None
-    return stays and (largest_bucket(options, None) or 0) > max_seq_length
+    return stays and (largest_bucket(options) or 0) > max_seq_length
 
 
 def _of_the_model(word: str) -> str:

@@ -1,23 +1,20 @@
-"""What a vision encoder gains from graphs, by what was measured, and where a configuration differs from that."""
+"""What the project measured of a model's graphs, and where a configuration differs from that."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from bridge_cg_plugin.attention_bounds import deterministic
-from bridge_cg_plugin.cli.planner.cost import CostModel
-from bridge_cg_plugin.cli.planner.images import Image
-from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.cli.planner.records import Measured, Row, least_and_greatest, of_encoder, of_language_model
+from bridge_cg_plugin.cli.planner.shapes import NotMeasured, language_model_of, ranks_of
+from bridge_cg_plugin.options import GraphOptions, VisionGraphOptions
+from bridge_cg_plugin.options.language_model import MODULES, CudaGraphModule
+from bridge_cg_plugin.options.packed import PACKED_FIELDS
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 
 from ..gpus import other_gpu
-from .encoders import Encoder, Measured, Row, encoder_of, measured_of
-from .processors import processor_of
+from .encoders import encoder_of
 
-# Patches of an image of 448 x 448 pixels, of one of 768 x 768, and of a large one.
-SIZES = (784, 2304, 8192)
-# Part of `vision_cuda_graph_buckets_max_gb` that buckets take.
-FILLED = 0.8
 # Fields of the model and options of vision graphs that figures depend on, by the values that were measured.
 _MODEL = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "freeze_vision_model": False}
 _LANGUAGE_MODEL = {"freeze_language_model": False, "recompute_granularity": None}
@@ -30,49 +27,59 @@ _OPTIONS = {
     "gradient_accumulation_fusion": (True,),
     "gradient_hooks": ("awaited",),
 }
+_PACKED_OPTIONS = ("offload", "recompute", "offload_above_gb")
+_PARTIAL = (CudaGraphModule.attn, CudaGraphModule.moe_router)
 # Values of `vision_cuda_graph_tuning.attention` by which encoders of Transformer Engine attend as they do by default.
 BY_CUDNN = ("auto", "cudnn")
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What to expect of an encoder's graphs.
+    """What was measured of a part of a model, or of what is nearest to it.
 
     Attributes:
-        encoder: The model's.
-        measured: What was measured of it; None where nothing was.
-        rows: Microbatches, forward and backward.
+        of: The part in words.
+        measured: The records; none where there is none like it.
         differs: What of this configuration was not measured, each as it is written.
         largest: Tokens of the largest bucket that can be captured; None without graphs or a limit.
-        memory_gb: GiB of a slot with that bucket; None where there is none or it was not measured.
     """
 
-    encoder: Encoder
-    measured: Measured | None
-    rows: tuple[Row, ...] = ()
+    of: str
+    measured: tuple[Measured, ...] = ()
     differs: tuple[str, ...] = ()
     largest: int | None = None
-    memory_gb: float | None = None
+
+    @property
+    def same(self) -> Measured | None:
+        """The records of this very model; None where they are of others of its kind."""
+        return next((each for each in self.measured if each.of == self.of), None)
 
     @property
     def holds(self) -> bool:
         """Whether the figures are of this very configuration."""
-        return self.measured is not None and not self.differs
+        return self.same is not None and not self.differs
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The measured microbatches that the largest bucket takes; all where it takes none."""
+        rows = tuple(row for each in self.measured for row in each.rows)
+        return tuple(row for row in rows if self.largest is None or row.tokens <= self.largest) or rows
 
     @property
     def ratios(self) -> tuple[float, float] | None:
         """The least and the greatest time on graphs over time eager."""
-        return least_and_greatest(row.ratio for row in self.rows)
+        return least_and_greatest(self.rows)
+
+    @property
+    def memory_gb(self) -> float | None:
+        """GiB of a slot with the largest bucket; None where there is none or it was not measured."""
+        if self.same is None or self.largest is None or self.largest > self.same.rows[-1].tokens:
+            return None
+        return self.same.memory_gb(self.largest)
 
 
-def least_and_greatest(ratios: Iterable[float | None]) -> tuple[float, float] | None:
-    """Return the least and the greatest of the ratios that are known; None without one."""
-    found = [ratio for ratio in ratios if ratio is not None]
-    return (min(found), max(found)) if found else None
-
-
-def forecast(config: Any, options: VisionGraphOptions, gpu: str | None) -> Forecast | None:
-    """Return what to expect of a configuration's vision graphs; None for a model that has no encoder for them.
+def vision_forecast(config: Any, options: VisionGraphOptions, gpu: str | None) -> Forecast | None:
+    """Return what was measured of a configuration's vision graphs; None for a model that has no encoder for them.
 
     Args:
         config: A Bridge `ConfigContainer`, with everything applied.
@@ -80,79 +87,72 @@ def forecast(config: Any, options: VisionGraphOptions, gpu: str | None) -> Forec
         gpu: A key of `recipes.GPUS`; None takes the GPU that there are records of.
     """
     encoder = encoder_of(getattr(config, "model", None))
-    measured = None if encoder is None else measured_of(encoder, options.kernels)
-    if encoder is None or measured is None:
-        return None if encoder is None else Forecast(encoder, None)
-    differs = (*other_gpu(measured.gpu, gpu), *differences(config, options, measured.kernels, measured.attention))
-    if measured.cost is None:
-        largest = largest_bucket(options, None)
-        found = {row.tokens: row.memory_gb for row in measured.rows}
-        return Forecast(encoder, measured, measured.rows, differs, largest, found.get(largest or 0))
-    largest = largest_bucket(options, measured.cost)
-    rows = tuple(_row(measured, frames, largest) for frames in microbatches(config, encoder))
-    if not any(row.ratio for row in rows):
-        rows = (*rows, *(_row(measured, (tokens,), largest) for tokens in usual_sizes(largest)))
-    memory = None if largest is None else _row(measured, (largest,), largest).memory_gb
-    return Forecast(encoder, measured, rows, differs, largest, memory)
+    if encoder is None:
+        return None
+    found = of_encoder(str(encoder), options.kernels)
+    differs = [
+        text
+        for each in found
+        for text in (*other_gpu(each.gpu, gpu), *differences(config, options, each.kernels, each.attention))
+    ]
+    return Forecast(str(encoder), found, tuple(differs), largest_bucket(options))
 
 
-def microbatches(config: Any, encoder: Encoder) -> list[tuple[int, ...]]:
-    """Return the patches of a microbatch's images where the data's configuration has their sizes, else nothing.
-
-    Args:
-        config: A Bridge `ConfigContainer`.
-        encoder: Its model's, of a kind whose patches are known.
-    """
-    dataset = getattr(config, "dataset", None)
-    size, images = getattr(dataset, "image_size", None), getattr(dataset, "num_images", 0)
-    if not (size and images):
-        return []
-    width, height = size
-    patches = Image(int(width), int(height)).segments(processor_of(config, encoder))
-    return [patches * images * (config.train.micro_batch_size or 1)]
-
-
-def usual_sizes(largest: int | None) -> list[int]:
-    """Return the patches of usual images, and of the largest bucket.
-
-    Args:
-        largest: Tokens of the largest bucket; None where there is no limit.
-    """
-    sizes = [tokens for tokens in SIZES if largest is None or tokens < largest]
-    return [*sizes, *([largest] if largest else [])]
-
-
-def largest_bucket(options: VisionGraphOptions, cost: CostModel | None) -> int | None:
-    """Return the tokens of the largest bucket that options allow; None without graphs or a limit.
-
-    Args:
-        options: Of vision graphs.
-        cost: Tells how many tokens a limit of memory holds; None leaves that limit out.
-    """
+def largest_bucket(options: VisionGraphOptions) -> int | None:
+    """Return the tokens of the largest bucket that options allow; None without graphs or a limit of tokens."""
     if not options.enabled:
         return None
     if options.buckets != "auto":
         return max(*options.buckets, options.max_seq_length or 0, 1)
-    limits = [options.max_seq_length] if options.max_seq_length else []
-    if options.buckets_max_gb is not None and cost is not None:
-        limits.append(cost.tokens_within(options.buckets_max_gb * FILLED))
-    return min(limits, default=None)
+    return options.max_seq_length
 
 
-def _row(measured: Measured, frames: Sequence[int], largest: int | None) -> Row:
-    tokens, cost, fit = sum(frames), measured.cost, measured.fit
-    if cost is None or fit is None:
-        raise ValueError("rows are forecast by a cost model")
-    least, most = fit.tokens
-    if not least <= tokens <= most:
-        return Row(tokens, len(frames), note=f"measured from {least} to {most} tokens only")
-    if largest is not None and tokens > largest:
-        return Row(tokens, len(frames), cost.eager_ms(frames), note=f"runs eager: the largest bucket has {largest}")
-    graphs = cost.graph_ms(tokens, frames, len(frames), max(frames))
-    return Row(tokens, len(frames), cost.eager_ms(frames), graphs, cost.memory_gb(tokens))
+def language_forecast(config: Any, options: GraphOptions, gpu: str | None) -> Forecast | None:
+    """Return what was measured of graphs of packed documents like a configuration's; None without such graphs.
+
+    Args:
+        config: A Bridge `ConfigContainer`, with everything applied.
+        options: Its graph options.
+        gpu: A key of `recipes.GPUS`; None takes the GPU that there are records of.
+    """
+    if not options.packed.enabled or options.language_model.impl == "none":
+        return None
+    try:
+        model = language_model_of(config.model)
+    except NotMeasured as why:
+        return Forecast("language model", differs=(str(why),))
+    modules = [module.name for module in options.language_model.modules]
+    found, ranks = of_language_model(model, ranks_of(config.model), modules)
+    others = other_options(options, _PARTIAL if model.kind == "experts" else ())
+    differs = (*other_gpu(found[0].gpu, gpu), *ranks, *_other_training(config), *others)
+    return Forecast(str(model), found, differs, _largest_pack(config, options))
 
 
-def other_training(config: Any) -> list[str]:
+def _largest_pack(config: Any, options: GraphOptions) -> int | None:
+    """Return the tokens of the largest bucket, as far as options and data say."""
+    if options.packed.buckets != "auto":
+        return max(options.packed.buckets)
+    specs = getattr(getattr(config, "dataset", None), "offline_packing_specs", None)
+    size = getattr(specs, "packed_sequence_size", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def other_options(options: GraphOptions, measured_modules: Collection[CudaGraphModule]) -> list[str]:
+    """Return the options of packed graphs that were not measured, each as it is written.
+
+    Args:
+        options: All graph options.
+        measured_modules: Values of `cuda_graph_modules` that were, besides none.
+    """
+    packed, modules = options.packed, options.language_model.modules
+    held = {name: getattr(packed, name) for name in _PACKED_OPTIONS}
+    found = [f"{PACKED_FIELDS[name]}={value}" for name, value in held.items() if value not in (None, ())]
+    if modules and set(modules) != set(measured_modules):
+        found.append(f"{MODULES}={sorted(module.name for module in modules)}")
+    return [*found, *(["deterministic algorithms"] if deterministic() else [])]
+
+
+def _other_training(config: Any) -> list[str]:
     """Return what of a language model's training was not measured, each as it is written."""
     return [*unlike(config, _LANGUAGE_MODEL), *_other_adapter(config), *other_precision(config)]
 
@@ -213,24 +213,39 @@ def other_vision_options(
 
 
 def as_json(found: Forecast) -> dict[str, Any]:
-    """Return a forecast as plain values: ms, GiB, and relative errors."""
-    measured = found.measured
-    fit = None if measured is None else measured.fit
+    """Return a forecast as plain values: ms and GiB."""
     return {
-        "encoder": str(found.encoder),
-        "source": None if measured is None else {"file": measured.file, "date": measured.date, "gpu": measured.gpu},
-        "errors": None
-        if fit is None
-        else {"eager_ms": fit.eager, "graphs_ms": fit.graphs, "ratio": fit.ratio, "memory_gb": fit.memory},
-        "remark": "" if measured is None else measured.remark,
+        "of": found.of,
+        "measured": [
+            {"of": each.of, "file": each.file, "date": each.date, "gpu": each.gpu, "remark": each.remark}
+            for each in found.measured
+        ],
         "not_measured": list(found.differs),
-        "microbatches": [_row_as_json(row) for row in found.rows],
+        "microbatches": [{**asdict(row), "ratio": row.ratio} for row in found.rows],
         "largest_bucket": found.largest,
         "memory_gb": found.memory_gb,
         "ratios": None if found.ratios is None else list(found.ratios),
     }
 
 
-def _row_as_json(row: Row) -> dict[str, Any]:
-    figures = {"eager_ms": row.eager_ms, "graphs_ms": row.graphs_ms, "ratio": row.ratio, "memory_gb": row.memory_gb}
-    return {"tokens": row.tokens, "images": row.images, **figures, "note": row.note}
+def said(found: Forecast) -> Sequence[str]:
+    """Return the sentences about what was measured and what was not."""
+    if not found.measured:
+        why = f": {'; '.join(found.differs)}" if found.differs else ""
+        return [f"Nothing was measured of this {found.of}{why}."]
+    sources = " and ".join(dict.fromkeys(each.source for each in found.measured))
+    remarks = " ".join(dict.fromkeys(each.remark for each in found.measured if each.remark))
+    texts = [f"Records of {sources}. {remarks}".rstrip()]
+    if found.differs:
+        texts.append(f"Not measured here: {', '.join(found.differs)}. {_held(found.measured[0])}")
+    return texts
+
+
+def _held(measured: Measured) -> str:
+    """Return what the figures are of instead."""
+    if measured.kind != "vision":
+        return f"The figures are of {measured.gpu}, a language model trained whole, and default options."
+    kernels, attention = PROVIDER_FIELDS["kernels"], PROVIDER_FIELDS["attention"]
+    options = "default options" if "auto" in measured.kernels else f"{kernels}={measured.kernels[0]}"
+    options += "" if "auto" in measured.attention else f", {attention}={measured.attention[0]}"
+    return f"The figures are of one {measured.gpu}, an encoder trained whole, and {options}."

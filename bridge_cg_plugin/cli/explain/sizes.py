@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
             "moe_shared_expert_intermediate_size": self.shared,
         }
         fused = dict.fromkeys(("bias_activation_fusion", "apply_rope_fusion"), True) if self.fused else {}
-        return {name: size for name, size in named.items() if size} | fused | {"gated_linear_unit": True}
+        return {name: size for name, size in named.items() if size} | fused
 
 
 _LLAMA = 128_256
@@ -67,19 +67,6 @@ SIZES: Mapping[str, Sizes] = {
 
 # Tokens of tokenizers, for models whose recipes name nothing else of the hub.
 VOCABULARIES = {r"nvidia/(NVIDIA-)?Nemotron-": 131_072, r"google/gemma-3-": 262_144}
-
-
-def vocabulary_of(config: Any) -> int | None:
-    """Return the tokens of a configuration's tokenizer; None where they are not known here.
-
-    Args:
-        config: A Bridge `ConfigContainer`.
-    """
-    tokenizer = getattr(config, "tokenizer", None)
-    size, name = (getattr(tokenizer, field, None) for field in ("vocab_size", "tokenizer_model"))
-    if isinstance(size, int) and size > 0:
-        return size
-    return tokens_of(str(name))
 
 
 def tokens_of(name: str) -> int | None:

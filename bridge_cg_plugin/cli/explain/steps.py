@@ -4,31 +4,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bridge_cg_plugin.cli.planner.rates import measured
-from bridge_cg_plugin.cli.planner.shapes import LanguageModel, NotMeasured, Ranks, language_model_of, ranks_of
+from bridge_cg_plugin.cli.planner.records import TOWER, measured
+from bridge_cg_plugin.cli.planner.shapes import (
+    LanguageModel,
+    NotMeasured,
+    Ranks,
+    language_model_of,
+    other_ranks,
+    ranks_of,
+)
 from bridge_cg_plugin.options import GraphOptions
 from bridge_cg_plugin.options.choice import SETTING
 from bridge_cg_plugin.options.language_model import IMPL
 
 from ..gpus import other_gpu
-from .encoders import TOWER, encoder_of
-from .forecast import adapter_of, other_precision, other_vision_options, unlike
-from .language import other_options
-from .sizes import vocabulary_of
+from .encoders import encoder_of
+from .forecast import adapter_of, other_options, other_precision, other_vision_options, unlike
 
 # Sizes of a language model by which it stays near to a measured one; all others must be equal.
 _COUNTS = ("attention", "mlps", "expert_layers")
 _TRAINED = {"freeze_vision_model": False, "freeze_language_model": False, "recompute_granularity": None}
 # Values of `vision_cuda_graph_tuning.kernels`, by whether graphs round as eager does.
 _KERNELS = {True: ("exact",), False: ("auto", "fast")}
-_RANKS = {
-    "tensor": "tensor_model_parallel_size",
-    "context": "context_parallel_size",
-    "expert": "expert_model_parallel_size",
-    "pipeline": "pipeline_model_parallel_size",
-    "sequence": "sequence_parallel",
-    "exchange": "cp_comm_type",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +71,10 @@ def whole_step(config: Any, options: GraphOptions, gpu: str | None, gpus: int | 
         gpu: A key of `recipes.GPUS`; None is not known.
         gpus: How many there are; None is not known.
     """
-    if not options.vision.enabled or encoder_of(getattr(config, "model", None)) != TOWER:
+    if not options.vision.enabled or str(encoder_of(getattr(config, "model", None))) != TOWER:
         return None
     try:
-        model = language_model_of(config.model, vocabulary_of(config))
+        model = language_model_of(config.model)
     except NotMeasured:
         return None
     asked = _Asked(config, options, model, gpu, gpus)
@@ -118,7 +115,7 @@ def _differs(step: Mapping[str, Any], asked: _Asked) -> Iterator[str]:
         yield f"a language model of {asked.model}"
     elif step["model"] != asdict(asked.model):
         yield f"model.num_layers={config.model.num_layers}"
-    yield from _other_ranks(Ranks(**(step["ranks"] or {})), ranks_of(config.model))
+    yield from other_ranks(Ranks(**(step["ranks"] or {})), ranks_of(config.model))
     yield from other_gpu(step["gpu"], asked.gpu)
     if asked.gpus not in (None, step["gpus"]):
         yield f"{asked.gpus} GPUs"
@@ -128,11 +125,6 @@ def _differs(step: Mapping[str, Any], asked: _Asked) -> Iterator[str]:
         yield f"{SETTING}={options.choice.setting}"
     yield from other_vision_options(options.vision, _KERNELS[step["setting"] == "exact"])
     yield from other_options(options, ())
-
-
-def _other_ranks(measured_ranks: Ranks, ranks: Ranks) -> Iterator[str]:
-    wanted = asdict(measured_ranks)
-    yield from (f"model.{_RANKS[name]}={value}" for name, value in asdict(ranks).items() if value != wanted[name])
 
 
 def as_json(step: WholeStep) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Planning of buckets from a dataset's sizes and a measured cost model. Imports neither torch nor Megatron."""
+"""Planning of buckets from a dataset's sizes and measured ratios. Imports neither torch nor Megatron."""

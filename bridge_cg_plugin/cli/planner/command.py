@@ -15,18 +15,17 @@ from bridge_cg_plugin.options.layout import RankLayout, parse_layout
 
 from ..answers import Tell
 from ..gpus import add_gpu
-from .cost import CostModel
-from .defaults import DEFAULTS, default_packed
 from .errors import PlanError
 from .images import QWEN3_VL, VisionPlan, plan_images, read_images
 from .lengths import Documents, read_documents
 from .output import as_json, import_plots, plot_packs, print_plan
 from .packing import ALGORITHMS, Pack, in_batch, padded_documents, padded_packs
 from .plan import PackedPlan, plan_packs
+from .records import DENSE, TOWER, Costs, of_encoder, of_language_model
+from .shapes import Ranks
 
 if TYPE_CHECKING:
-    from ..explain.recipes import PackedRecipe
-    from ..explain.vision_recipe import VisionRecipe
+    from ..explain.recipes import PackedRecipe, VisionRecipe
 
 IN_BATCH, MICRO_BATCH = "in_batch", 4
 PACKING = "first_fit_shuffle"
@@ -112,7 +111,8 @@ def plan_of_documents(arguments: argparse.Namespace) -> tuple[PackedPlan, list[P
                     f"of {layout.document_unit}. Pack again with pad_seq_to_mult={layout.document_unit}."
                 )
     packs = padded_packs(list(found.packs) or _packed(found.lengths, arguments, layout, size), multiple)
-    return plan_packs(packs, _cost_of_packs(arguments, layout, recipe), arguments.max_memory_gb, layout), packs
+    costs = costs_of_packs(layout) if recipe is None else recipe.costs
+    return plan_packs(packs, costs, arguments.max_memory_gb, layout), packs
 
 
 def plan_of_images(arguments: argparse.Namespace) -> VisionPlan:
@@ -126,9 +126,9 @@ def plan_of_images(arguments: argparse.Namespace) -> VisionPlan:
     processor = QWEN3_VL if recipe is None else recipe.processor
     if arguments.max_pixels is not None:
         processor = replace(processor, max_pixels=_at_least_one("--max-pixels", arguments.max_pixels))
-    cost = _cost_of_images(arguments, recipe)
+    costs = Costs(of_encoder(TOWER, "auto"), TOWER) if recipe is None else recipe.costs
     limits = {"max_memory_gb": arguments.max_memory_gb, "gpu": arguments.gpu}
-    return plan_images(images, cost, arguments.images_per_microbatch, processor, **limits)
+    return plan_images(images, costs, arguments.images_per_microbatch, processor, **limits)
 
 
 def _vision_recipe(arguments: argparse.Namespace) -> "VisionRecipe | None":
@@ -139,25 +139,9 @@ def _vision_recipe(arguments: argparse.Namespace) -> "VisionRecipe | None":
     """
     if arguments.recipe is None:
         return None
-    from ..explain.vision_recipe import vision_recipe
+    from ..explain.recipes import vision_recipe
 
     return vision_recipe(arguments.recipe)
-
-
-def _cost_of_images(arguments: argparse.Namespace, recipe: "VisionRecipe | None") -> CostModel:
-    """Return what a microbatch costs: of the recipe's encoder, or Qwen3-VL's.
-
-    Raises:
-        PlanError: No record is of the recipe's encoder.
-    """
-    if recipe is None:
-        return DEFAULTS["vision"]
-    if recipe.cost is None:
-        raise PlanError(
-            f"Cannot forecast --recipe {arguments.recipe}: {recipe.why_not}. Remove --recipe, which plans "
-            "for Qwen3-VL's encoder of 27 layers of 1152"
-        )
-    return recipe.cost
 
 
 def _recipe(arguments: argparse.Namespace) -> "PackedRecipe | None":
@@ -194,20 +178,11 @@ def _shared(arguments: argparse.Namespace, recipe: "PackedRecipe | None") -> tup
     return recipe.layout, recipe.tokens if size is None and not in_batch_packing else size
 
 
-def _cost_of_packs(arguments: argparse.Namespace, layout: RankLayout, recipe: "PackedRecipe | None") -> CostModel:
-    """Return what a pack costs: of the recipe's model, or 16 dense layers.
-
-    Raises:
-        PlanError: The sizes of the recipe's model are not known.
-    """
-    if recipe is None:
-        return default_packed(layout)
-    if recipe.cost is None:
-        raise PlanError(
-            f"Cannot forecast --recipe {arguments.recipe}: {recipe.why_not}. Pass --layout {layout} instead of "
-            "--recipe, which plans for 16 dense layers."
-        )
-    return recipe.cost
+def costs_of_packs(layout: RankLayout) -> Costs:
+    """Return what packs cost 16 dense layers, by records of this layout if there are any."""
+    ranks = Ranks(tensor=layout.tensor, context=layout.context, sequence=layout.sequence)
+    found, others = of_language_model(DENSE, ranks)
+    return Costs(found, str(DENSE), [f"not measured: {', '.join(others)}"] if others else [])
 
 
 def _packed(

@@ -17,11 +17,11 @@ from bridge_cg_plugin.recipes import GPUS
 from bridge_cg_plugin.vision.fit import refuse_images
 from bridge_cg_plugin.vision.shape import Shape
 
-from .cost import CostModel
 from .counts import drawn, whole_count
 from .errors import PlanError
 from .json_lines import json_lines
-from .plan import BUCKET_COUNTS, Percentiles, percentiles, rounded_up
+from .plan import BUCKET_COUNTS, Expected, Percentiles, expected, fits, percentiles, too_little
+from .records import Costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +90,9 @@ class VisionPlan:
         largest: Patches of its largest frame.
         buckets: The recommended capacities.
         max_frames: The recommended bound.
-        step_ms: Mean time of the encoder, forward and backward.
-        eager_ms: The same without graphs.
-        on_graphs: Share of microbatches that replay.
-        padding: Padding over all tokens replayed.
-        memory_gb: GiB of one slot.
-        origin: Where the cost model comes from.
+        expected: Of the microbatches.
+        memory_gb: GiB of one slot; None where no record has it.
+        origin: Which records the ratios are of.
         gpu: Whose limit of a bucket holds; None is no limit.
     """
 
@@ -105,11 +102,8 @@ class VisionPlan:
     largest: Percentiles
     buckets: tuple[int, ...]
     max_frames: int
-    step_ms: float
-    eager_ms: float
-    on_graphs: float
-    padding: float
-    memory_gb: float
+    expected: Expected
+    memory_gb: float | None
     origin: str
     gpu: str | None = None
 
@@ -171,18 +165,18 @@ def _image(row: Any, where: str) -> Image:
 
 def plan_images(
     images: Sequence[Image],
-    cost: CostModel,
+    costs: Costs,
     per_microbatch: int = 1,
     processor: Processor = QWEN3_VL,
     max_memory_gb: float | None = None,
     seed: int = 0,
     gpu: str | None = None,
 ) -> VisionPlan:
-    """Find the buckets with the least expected time.
+    """Find the buckets with the least expected cost.
 
     Args:
         images: The dataset's.
-        cost: What a microbatch costs.
+        costs: What microbatches cost.
         per_microbatch: Images of a microbatch, drawn in random order.
         processor: Of the model.
         max_memory_gb: Limit of one slot's memory; None is no limit.
@@ -208,16 +202,12 @@ def plan_images(
     plans = [plan_buckets(taken, max_buckets=count, exact_below=EXACT_BELOW).capacities for count in BUCKET_COUNTS]
     if len(set(taken)) <= max(BUCKET_COUNTS):
         plans.append(tuple(sorted(set(taken))))
-    least = min(cost.memory_gb(buckets[-1]) for buckets in plans)
-    if max_memory_gb is not None and max_memory_gb < least:
-        raise PlanError(
-            f"Cannot use --max-memory-gb {max_memory_gb:g}: it must be at least {rounded_up(least)}, "
-            "for a graph of the largest microbatch."
-        )
-    fitting = (buckets for buckets in plans if max_memory_gb is None or cost.memory_gb(buckets[-1]) <= max_memory_gb)
+    fitting = [buckets for buckets in plans if fits(costs.memory_gb(buckets[-1]), max_memory_gb)]
+    if not fitting:
+        raise too_little(costs, max_memory_gb, min(buckets[-1] for buckets in plans), "microbatch")
     alike = Counter(batches)
-    found = [_expect(alike, cost, bound, buckets) for buckets in fitting]
-    step_ms, on_graphs, padding, buckets = min(found, key=lambda plan: (plan[0], len(plan[3])))
+    choices = [(_expect(alike, costs, bound, buckets), buckets) for buckets in fitting]
+    best, buckets = min(choices, key=lambda choice: (choice[0].cost, len(choice[1])))
     return VisionPlan(
         microbatches=len(batches),
         tokens=percentiles(sizes),
@@ -225,12 +215,9 @@ def plan_images(
         largest=percentiles(max(batch) for batch in batches),
         buckets=buckets,
         max_frames=bound,
-        step_ms=step_ms,
-        eager_ms=sum(cost.eager_ms(batch) * count for batch, count in alike.items()) / len(batches),
-        on_graphs=on_graphs,
-        padding=padding,
-        memory_gb=cost.memory_gb(buckets[-1]),
-        origin=cost.origin,
+        expected=best,
+        memory_gb=costs.memory_gb(buckets[-1]),
+        origin=costs.origin,
         gpu=gpu,
     )
 
@@ -250,20 +237,11 @@ def _within(sizes: Sequence[int], gpu: str | None) -> list[int]:
     return found
 
 
-def _expect(
-    batches: Counter[tuple[int, ...]], cost: CostModel, bound: int, buckets: tuple[int, ...]
-) -> tuple[float, float, float, tuple[int, ...]]:
-    """Return mean time, share on graphs, padding, and the buckets."""
-    total = 0.0
-    replayed = real = padded = 0
+def _expect(batches: Counter[tuple[int, ...]], costs: Costs, bound: int, buckets: tuple[int, ...]) -> Expected:
     recorded = [Bucket(capacity, limits) for capacity in buckets for limits in frame_limits(capacity, bound)]
-    for batch, count in batches.items():
-        tokens = sum(batch)
-        found = choose(tokens, recorded, partial(refuse_images, Shape(tokens, len(batch), max(batch)), EXACT_BELOW))
-        if isinstance(found, Fallback):
-            total += count * cost.eager_ms(batch)
-            continue
-        replayed, real, padded = replayed + count, real + count * tokens, padded + count * found.tokens
-        total += count * cost.graph_ms(found.tokens, batch, *found.limits)
-    share = replayed / batches.total()
-    return total / batches.total(), share, 1 - real / padded if padded else 0.0, buckets
+
+    def placed(batch: tuple[int, ...]) -> Bucket | Fallback:
+        shape = Shape(sum(batch), len(batch), max(batch))
+        return choose(shape.tokens, recorded, partial(refuse_images, shape, EXACT_BELOW))
+
+    return expected(batches, costs, placed)

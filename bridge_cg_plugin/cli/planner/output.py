@@ -64,31 +64,32 @@ def _show(plan: PackedPlan | VisionPlan, console: "Console") -> None:
         sizes.add_row(name, *(str(v) for v in (values.p50, values.p90, values.p99, values.max)))
     console.print(sizes)
     if isinstance(plan, PackedPlan):
-        table = Table("max_packed_seqs", "buckets", "ms", "on graphs", "padding", "GiB a slot", "eager because")
+        table = Table("max_packed_seqs", "buckets", "time/eager", "on graphs", "padding", "GiB a slot", "eager because")
         for column in table.columns:
             column.overflow = "fold"
         for choice in plan.choices:
-            reasons = ", ".join(f"{reason} {count}" for reason, count in choice.fallbacks) or "none"
+            found = choice.expected
+            reasons = ", ".join(f"{reason} {count}" for reason, count in found.fallbacks) or "none"
             table.add_row(
                 f"{choice.max_packed_seqs}{' <' if choice is plan.best else ''}",
                 _listed(choice.buckets),
-                f"{choice.step_ms:.1f}",
-                f"{choice.on_graphs:.1%}",
-                f"{choice.padding:.1%}",
-                f"{choice.memory_gb:.1f}",
+                _between(found.ratios),
+                f"{found.on_graphs:.1%}",
+                f"{found.padding:.1%}",
+                "-" if choice.memory_gb is None else f"{choice.memory_gb:.1f}",
                 reasons,
                 style="bold" if choice is plan.best else None,
             )
         console.print(table)
-        expected, eager = plan.best.step_ms, plan.eager_ms
+        found = plan.best.expected
     else:
+        found = plan.expected
+        memory = "" if plan.memory_gb is None else f", {plan.memory_gb:.1f} GiB a slot"
         console.print(
-            f"buckets {_listed(plan.buckets)}: {plan.on_graphs:.1%} on graphs, {plan.padding:.1%} padding, "
-            f"{plan.memory_gb:.1f} GiB a slot"
+            f"buckets {_listed(plan.buckets)}: {found.on_graphs:.1%} on graphs, {found.padding:.1%} padding{memory}"
         )
-        expected, eager = plan.step_ms, plan.eager_ms
-    console.print(f"expected {expected:.1f} ms a microbatch, eager {eager:.1f} ms ({expected / eager:.2f})")
-    console.print(f"cost model: {plan.origin}")
+    console.print(f"expected time over eager, by measured ratios: {_between(found.ratios)}")
+    console.print(f"measured: {plan.origin}")
     if isinstance(plan, VisionPlan) and plan.gpu is not None:
         console.print(_of_gpu(plan.gpu, plan.origin))
     for name, value in settings(plan).items():
@@ -97,7 +98,7 @@ def _show(plan: PackedPlan | VisionPlan, console: "Console") -> None:
 
 def _of_gpu(gpu: str, origin: str) -> str:
     limit = f"--gpu {gpu}: buckets of up to {GPUS[gpu]} patches, as with --graphs {gpu}; larger microbatches run eager"
-    return limit + (f". The cost model does not name {gpu}: its times may differ" if other_gpu(origin, gpu) else "")
+    return limit + (f". The records are not of {gpu}: its ratios may differ" if other_gpu(origin, gpu) else "")
 
 
 def _title(plan: PackedPlan | VisionPlan) -> str:
@@ -108,6 +109,11 @@ def _sizes(plan: PackedPlan | VisionPlan) -> dict[str, Percentiles]:
     if isinstance(plan, VisionPlan):
         return {"patches": plan.tokens, "frames": plan.frames, "largest frame": plan.largest}
     return {"documents": plan.documents, "tokens": plan.tokens, "longest document": plan.longest}
+
+
+def _between(ratios: tuple[float, float]) -> str:
+    least, greatest = (f"{ratio:.2f}" for ratio in ratios)
+    return least if least == greatest else f"{least}-{greatest}"
 
 
 def _listed(buckets: Sequence[int]) -> str:
@@ -129,7 +135,7 @@ def import_plots() -> tuple[Any, Any]:
 
 
 def plot_packs(plan: PackedPlan, packs: Sequence[Pack], path: Path) -> None:
-    """Draw how many documents packs have and what each bound is expected to cost, into a picture file.
+    """Draw how many documents packs have and the expected time over eager of each bound, into a picture file.
 
     Raises:
         PlanError: matplotlib does not know the file's kind, or it cannot be written.
@@ -144,10 +150,18 @@ def plot_packs(plan: PackedPlan, packs: Sequence[Pack], path: Path) -> None:
         shares.axvline(getattr(plan.documents, name), linestyle=":", color="grey")
     shares.axvline(plan.best.max_packed_seqs, color="black")
     shares.set(xlabel="documents in a pack", ylabel="share of packs", title="P50, P90, P99 and the choice")
-    times.plot([c.max_packed_seqs for c in plan.choices], [c.step_ms for c in plan.choices], marker="o")
-    times.axhline(plan.eager_ms, linestyle="--", color="grey", label="eager")
+    bounds = [choice.max_packed_seqs for choice in plan.choices]
+    least, greatest = zip(*(choice.expected.ratios for choice in plan.choices), strict=True)
+    times.fill_between(bounds, least, greatest, alpha=0.3)
+    times.plot(bounds, greatest, marker="o")
+    times.axhline(1.0, linestyle="--", color="grey", label="eager")
     times.axvline(plan.best.max_packed_seqs, color="black")
-    times.set(xlabel="cuda_graph_max_packed_seqs", ylabel="ms a microbatch", title="expected time", ylim=(0, None))
+    times.set(
+        xlabel="cuda_graph_max_packed_seqs",
+        ylabel="time over eager",
+        title="expected, by measured ratios",
+        ylim=(0, None),
+    )
     times.legend()
     try:
         canvas.print_figure(path)

@@ -1,8 +1,8 @@
-"""Choosing bounds and buckets for packs by expected time."""
+"""Choosing bounds and buckets for packs by padding, and by what packs cost that run eager."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,9 +11,9 @@ from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, Bucket, choose
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
 from bridge_cg_plugin.options.layout import RankLayout
 
-from .cost import CostModel
 from .errors import PlanError
 from .packing import Pack
+from .records import Costs
 
 ALONE = RankLayout()
 MAX_BUCKETS = 12
@@ -21,7 +21,7 @@ MAX_BUCKETS = 12
 MERGE_UNIT = 4
 BUCKET_COUNTS = (1, 2, 4, 8, MAX_BUCKETS)
 SHARES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
-# A further document bound, or bucket, must save this part of the time.
+# A further document bound, or bucket, must save this part of the cost.
 WORTH = 0.001
 
 
@@ -36,26 +36,39 @@ class Percentiles:
 
 
 @dataclass(frozen=True, slots=True)
+class Expected:
+    """What to expect of microbatches.
+
+    Attributes:
+        cost: Mean cost of one, in tokens, where eager costs as little as measured.
+        ratios: Their time over eager: least and greatest, as measured ratios have it.
+        on_graphs: Share that replays.
+        padding: Padding tokens over all tokens replayed.
+        fallbacks: How many run eager, by reason.
+    """
+
+    cost: float
+    ratios: tuple[float, float]
+    on_graphs: float
+    padding: float
+    fallbacks: tuple[tuple[Fallback, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One way to set the options, and what to expect of it.
 
     Attributes:
         max_packed_seqs: Documents of one pack that a graph takes.
         buckets: Capacities in tokens.
-        step_ms: Mean time of a microbatch, forward and backward.
-        on_graphs: Share of packs that replay.
-        padding: Padding tokens over all tokens replayed.
-        memory_gb: GiB of one slot.
-        fallbacks: Packs that run eager, by reason.
+        expected: Of the packs.
+        memory_gb: GiB of one slot; None where no record has it.
     """
 
     max_packed_seqs: int
     buckets: tuple[int, ...]
-    step_ms: float
-    on_graphs: float
-    padding: float
-    memory_gb: float
-    fallbacks: tuple[tuple[Fallback, int], ...] = ()
+    expected: Expected
+    memory_gb: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +80,9 @@ class PackedPlan:
         documents: Documents of a pack.
         tokens: Tokens of a pack.
         longest: Tokens of the longest document of a pack.
-        eager_ms: Mean time of a microbatch without graphs.
         choices: Every bound that was looked at, with its best buckets, ascending.
         best: The recommended one.
-        origin: Where the cost model comes from.
+        origin: Which records the ratios are of.
         layout: How ranks share packs.
     """
 
@@ -78,7 +90,6 @@ class PackedPlan:
     documents: Percentiles
     tokens: Percentiles
     longest: Percentiles
-    eager_ms: float
     choices: tuple[Choice, ...]
     best: Choice
     origin: str
@@ -96,13 +107,13 @@ def _rank(share: float, count: int) -> int:
 
 
 def plan_packs(
-    packs: Sequence[Pack], cost: CostModel, max_memory_gb: float | None = None, layout: RankLayout = ALONE
+    packs: Sequence[Pack], costs: Costs, max_memory_gb: float | None = None, layout: RankLayout = ALONE
 ) -> PackedPlan:
-    """Find the document bound and the buckets with the least expected time.
+    """Find the document bound and the buckets with the least expected cost.
 
     Args:
         packs: Document lengths of every pack.
-        cost: What a microbatch costs.
+        costs: What microbatches cost.
         max_memory_gb: Limit of one slot's memory; None is no limit.
         layout: How ranks share packs, whose lengths are multiples of what it asks for.
 
@@ -115,24 +126,19 @@ def plan_packs(
     counts, alike = [len(pack) for pack in packs], Counter(packs)
     choices = []
     for bound in bounds:
-        found = [expect(alike, cost, bound, buckets, layout) for buckets in capacities]
-        if found := [choice for choice in found if _fits(choice, max_memory_gb)]:
+        found = [expect(alike, costs, bound, buckets, layout) for buckets in capacities]
+        if found := [choice for choice in found if fits(choice.memory_gb, max_memory_gb)]:
             choices.append(_cheapest(sorted(found, key=lambda c: len(c.buckets))))
     if not choices:
-        raise PlanError(
-            f"Cannot use --max-memory-gb {max_memory_gb:g}: it must be at least "
-            f"{rounded_up(cost.memory_gb(min(b[-1] for b in capacities)))}, for a graph of the largest packs."
-        )
-    eager = sum(cost.eager_ms(pack) * n for pack, n in alike.items()) / len(packs)
+        raise too_little(costs, max_memory_gb, min(b[-1] for b in capacities), "packs")
     return PackedPlan(
         packs=len(packs),
         documents=percentiles(counts),
         tokens=percentiles(sum(pack) for pack in packs),
         longest=percentiles(max(pack) for pack in packs),
-        eager_ms=eager,
         choices=tuple(choices),
         best=_cheapest(choices),
-        origin=cost.origin,
+        origin=costs.origin,
         layout=str(layout),
     )
 
@@ -145,30 +151,40 @@ def candidates(packs: Sequence[Pack], layout: RankLayout = ALONE) -> tuple[list[
 
 
 def expect(
-    packs: Counter[Pack], cost: CostModel, bound: int, buckets: tuple[int, ...], layout: RankLayout = ALONE
+    packs: Counter[Pack], costs: Costs, bound: int, buckets: tuple[int, ...], layout: RankLayout = ALONE
 ) -> Choice:
     """Return what a document bound and buckets give: each pack takes the first bucket and bound that accepts it."""
     recorded = pack_buckets(buckets, bound)
-    total = replayed = real = padded = 0.0
+    found = expected(packs, costs, lambda pack: place(pack, recorded, layout))
+    return Choice(bound, buckets, found, costs.memory_gb(buckets[-1]))
+
+
+def expected(batches: Counter[Pack], costs: Costs, placed: Callable[[Pack], Bucket | Fallback]) -> Expected:
+    """Return what to expect of microbatches.
+
+    Args:
+        batches: Lengths of the segments of each, and how many are alike.
+        costs: What they cost.
+        placed: Tells the bucket that takes one, or why none does.
+    """
+    replayed = real = padded = 0
+    eager, left = [0.0, 0.0], [0.0, 0.0]  # by the greatest and by the least ratio: of all, of those that run eager
     fallbacks: Counter[Fallback] = Counter()
-    for pack, count in packs.items():
-        found = place(pack, recorded, layout)
+    for batch, count in batches.items():
+        tokens, found = sum(batch), placed(batch)
+        cost = [count * each for each in costs.eager(tokens)]
+        eager = [total + each for total, each in zip(eager, cost, strict=True)]
         if isinstance(found, Fallback):
             fallbacks[found] += count
-            total += count * cost.eager_ms(pack)
-            continue
-        replayed += count
-        real += count * sum(pack)
-        padded += count * found.tokens
-        total += count * cost.graph_ms(found.tokens, pack, *found.limits)
-    everything = packs.total()
-    return Choice(
-        max_packed_seqs=bound,
-        buckets=buckets,
-        step_ms=total / everything,
-        on_graphs=replayed / everything,
+            left = [total + each for total, each in zip(left, cost, strict=True)]
+        else:
+            replayed, real, padded = replayed + count, real + count * tokens, padded + count * found.tokens
+    ratios = sorted((padded + part) / whole for part, whole in zip(left, eager, strict=True))
+    return Expected(
+        cost=(padded + left[0]) / batches.total(),
+        ratios=(ratios[0], ratios[1]),
+        on_graphs=replayed / batches.total(),
         padding=1 - real / padded if padded else 0.0,
-        memory_gb=cost.memory_gb(buckets[-1]),
         fallbacks=tuple(sorted(fallbacks.items())),
     )
 
@@ -197,16 +213,30 @@ def _powers(largest: int) -> set[int]:
     return {1 << n for n in range(2, largest.bit_length() + 1) if 1 << n <= 2 * largest}
 
 
-def rounded_up(gigabytes: float) -> float:
-    """Return a size that is large enough, with one digit behind the point."""
-    return math.ceil(gigabytes * 10) / 10
+def fits(memory_gb: float | None, limit: float | None) -> bool:
+    """Whether a slot keeps within a limit, in GiB. What is not known does not."""
+    return limit is None or (memory_gb is not None and memory_gb <= limit)
 
 
-def _fits(choice: Choice, max_memory_gb: float | None) -> bool:
-    return max_memory_gb is None or choice.memory_gb <= max_memory_gb
+def too_little(costs: Costs, limit: float | None, smallest: int, what: str) -> PlanError:
+    """Return the refusal of a limit of memory that nothing keeps within.
+
+    Args:
+        costs: Tell the memory, if it is known.
+        limit: In GiB.
+        smallest: Tokens of the smallest largest bucket.
+        what: What has these tokens.
+    """
+    memory = costs.memory_gb(smallest)
+    if memory is None:
+        return PlanError(f"Cannot use --max-memory-gb {limit:g}: no record has the memory of this model. Remove it.")
+    least = math.ceil(memory * 10) / 10
+    return PlanError(
+        f"Cannot use --max-memory-gb {limit:g}: it must be at least {least}, for a graph of the largest {what}."
+    )
 
 
 def _cheapest(choices: Sequence[Choice]) -> Choice:
-    """Return the fastest; of those that are all but as fast, the first."""
-    least = min(choice.step_ms for choice in choices)
-    return next(choice for choice in choices if choice.step_ms <= least * (1 + WORTH))
+    """Return the cheapest; of those that cost all but as little, the first."""
+    least = min(choice.expected.cost for choice in choices)
+    return next(choice for choice in choices if choice.expected.cost <= least * (1 + WORTH))

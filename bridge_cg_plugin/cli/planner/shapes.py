@@ -1,7 +1,7 @@
-"""Sizes of a language model, and how ranks share it, as the cost model needs them."""
+"""Sizes of a language model, and how ranks share it, by which records are told apart."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Kind = Literal["dense", "experts", "hybrid"]
@@ -32,9 +32,6 @@ class LanguageModel:
         experts, top: Experts of a layer; how many a token goes through.
         expert: Width of an expert.
         shared: Width of the shared expert.
-        inner, projected: Width of a Mamba layer; of what it projects its input to.
-        vocabulary: Tokens.
-        gated: Whether MLPs have a gate.
         fused_activation, fused_loss: Whether each is one kernel.
         rotary_by_document: Whether eager rotates each document in launches of its own.
     """
@@ -44,7 +41,6 @@ class LanguageModel:
     hidden: int
     queries: int
     keys: int
-    vocabulary: int
     mlp: int = 0
     expert_layers: int = 0
     experts: int = 0
@@ -52,9 +48,6 @@ class LanguageModel:
     expert: int = 0
     shared: int = 0
     mamba: int = 0
-    inner: int = 0
-    projected: int = 0
-    gated: bool = True
     fused_activation: bool = False
     fused_loss: bool = False
     rotary_by_document: bool = True
@@ -98,30 +91,21 @@ class Ranks:
     sequence: bool = False
     exchange: str = "p2p"
 
-    @property
-    def shared(self) -> str:
-        """The one way in which they share it, as records of it are named; empty on one GPU.
 
-        Raises:
-            NotMeasured: There are several, or more ranks than were measured.
-        """
-        sizes = {
-            "tensor_model_parallel_size": self.tensor,
-            "context_parallel_size": self.context,
-            "expert_model_parallel_size": self.expert,
-            "pipeline_model_parallel_size": self.pipeline,
-        }
-        found = {name: size for name, size in sizes.items() if size > 1}
-        said = " with ".join(f"model.{name}={size}" for name, size in found.items())
-        if len(found) > 1 or max(sizes.values()) > 2 or self.pipeline > 1:
-            raise NotMeasured(f"{said} was not measured")
-        if self.tensor > 1:
-            return "sequence" if self.sequence else "tensor"
-        if self.context > 1:
-            if self.exchange not in ("p2p", "a2a"):
-                raise NotMeasured(f"cp_comm_type={self.exchange} was not measured")
-            return "all_to_all" if self.exchange == "a2a" else "ring"
-        return "expert_ranks" if self.expert > 1 else ""
+_RANKS = {
+    "tensor": "tensor_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "sequence": "sequence_parallel",
+    "exchange": "cp_comm_type",
+}
+
+
+def other_ranks(measured: Ranks, ranks: Ranks) -> Iterator[str]:
+    """Yield what of a layout was not measured, each as it is written."""
+    wanted = asdict(measured)
+    yield from (f"model.{_RANKS[name]}={value}" for name, value in asdict(ranks).items() if value != wanted[name])
 
 
 def ranks_of(model: Any) -> Ranks:
@@ -138,12 +122,8 @@ def ranks_of(model: Any) -> Ranks:
     )
 
 
-def language_model_of(model: Any, vocabulary: int | None = None) -> LanguageModel:
+def language_model_of(model: Any) -> LanguageModel:
     """Return the sizes of a Bridge provider's language model, or of one of Megatron's configurations.
-
-    Args:
-        model: Which has them as fields.
-        vocabulary: Tokens, where only a tokenizer tells.
 
     Raises:
         NotMeasured: A size is not known, or layers are of a kind that no record is of.
@@ -163,14 +143,11 @@ def language_model_of(model: Any, vocabulary: int | None = None) -> LanguageMode
         hidden=hidden,
         queries=heads * channels,
         keys=_size(model, "num_query_groups", heads) * channels,
-        vocabulary=_size(model, "vocab_size", vocabulary or 0) or _known(model, "vocab_size"),
         mlp=_known(model, "ffn_hidden_size") if counts[MLP] else 0,
-        gated=getattr(model, "gated_linear_unit", False) is True,
         fused_activation=getattr(model, "bias_activation_fusion", False) is True,
         fused_loss=getattr(model, "cross_entropy_loss_fusion", False) is True,
         rotary_by_document=not counts[MAMBA] and getattr(model, "apply_rope_fusion", False) is not True,
         **experts,
-        **(_mamba(model, hidden) if counts[MAMBA] else {}),
     )
 
 
@@ -206,13 +183,6 @@ def _experts(model: Any) -> dict[str, int]:
         "expert": _size(model, "moe_ffn_hidden_size", 0) or _known(model, "ffn_hidden_size"),
         "shared": _size(model, "moe_shared_expert_intermediate_size", 0),
     }
-
-
-def _mamba(model: Any, hidden: int) -> dict[str, int]:
-    head = _known(model, "mamba_head_dim")
-    heads = _size(model, "mamba_num_heads", 2 * hidden // head)
-    state = _known(model, "mamba_num_groups") * _known(model, "mamba_state_dim")
-    return {"inner": heads * head, "projected": 2 * heads * head + 2 * state + heads}
 
 
 def _is_set(value: Any) -> bool:
