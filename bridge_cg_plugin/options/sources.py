@@ -291,8 +291,8 @@ def _from_object(source: Any) -> Written:
         for name in SETTINGS:
             if hasattr(section, name) and not settings.get(name):
                 settings[name] = getattr(section, name)
-    for name in GONE:
-        refuse_gone(name, getattr(model, name, None))
+    for name in GONE.keys() & getattr(model, "__dict__", {}):  # a stand-in has every attribute
+        refuse_gone(name, vars(model)[name])
     return Written(fields_of(model), frozenset(), settings, model)
 
 
