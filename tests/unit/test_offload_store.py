@@ -24,8 +24,8 @@ from tests.saving import Saver, SaverProgram, batch_of, results
 from ..regions import new_region
 
 CPU = torch.device("cpu")
-# Forwards before the recorded one: warm-up, and the pass that is observed.
-PASSES_BEFORE = 2
+# Forwards before the recorded one: warm-up, the pass that is looked at, and the one that is observed.
+PASSES_BEFORE = 3
 EVERYTHING = Policy(Allowed(frozenset({OTHER}), frozenset({"square", "sum"})), least_bytes=1)
 
 

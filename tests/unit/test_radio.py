@@ -238,18 +238,25 @@ def test_images_of_any_size_attend_as_cudnn_is_called_directly():
         attention = layer.self_attention.core_attention
 
         def note(*args, original=attention.forward, **kwargs):
-            calls.append((args, kwargs))
+            packed = kwargs["packed_seq_params"]
+            calls.append(
+                {
+                    "interleaved": lie_interleaved(*args[:3]),
+                    "others": [other for other in args[3:] if other is not None],
+                    "given": {name for name, value in kwargs.items() if value is not None},
+                    "mask": kwargs["attn_mask_type"].name,
+                    "one_segmentation": packed.cu_seqlens_q is packed.cu_seqlens_kv,
+                }
+            )
             return original(*args, **kwargs)
 
         attention.forward = note
     with graphs_on(model, **PACKED):
         pass
     assert calls
-    for (query, key, value, *others), kwargs in calls:
-        assert lie_interleaved(query, key, value) and not any(other is not None for other in others)
-        given = {name for name, value in kwargs.items() if value is not None}
-        assert given == {"packed_seq_params", "attn_mask_type"} and kwargs["attn_mask_type"].name == "no_mask"
-        assert kwargs["packed_seq_params"].cu_seqlens_q is kwargs["packed_seq_params"].cu_seqlens_kv
+    given = {"packed_seq_params", "attn_mask_type"}
+    expected = {"interleaved": True, "others": [], "given": given, "mask": "no_mask", "one_segmentation": True}
+    assert all(call == expected for call in calls)
 
 
 def test_limits_of_images_of_any_size_follow_what_attention_scans():

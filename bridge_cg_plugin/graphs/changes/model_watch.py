@@ -1,7 +1,7 @@
 """What a model is, besides its tensors' memory: modules, their attributes, modes and hooks, and how that changes."""
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -228,6 +228,7 @@ class ModelWatch:
         """
         changed: list[Entry] = []
         held, before = self._held, [] if self._passing else self._held.now()
+        lengths = {id(value): len(value) for value in (() if self._passing else self._lists)}
         self._passing += 1
         try:
             with _training_mode(self._tree, training):
@@ -238,10 +239,16 @@ class ModelWatch:
                 touched, self._touched = self._touched, {}
                 changed += (entry for entry, old in touched.items() if not old.is_back(self._value(entry)))
                 inside = held.changed(before)
-                self._volatile.update(changed, (e for e, value in self._inside.items() if id(value) in inside))
+                self._volatile.update(changed, self._left_inside(inside, lengths))
                 if not self._inside.keys().isdisjoint(self._volatile):
                     self._generation += 1
                     self._follow_unwatched()
+
+    def _left_inside(self, changed: Set[int], lengths: Mapping[int, int]) -> Iterator[Entry]:
+        """Return the attributes whose values a pass has changed inside; lists only where they grow."""
+        for entry, value in self._inside.items():
+            if id(value) in changed and (id(value) not in lengths or len(value) != lengths[id(value)]):
+                yield entry
 
     @contextmanager
     def undone(self) -> Iterator[None]:

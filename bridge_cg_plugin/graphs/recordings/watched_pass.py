@@ -104,6 +104,7 @@ class HostGenerators:
             yield
         finally:
             monitoring.set_events(tool, 0)
+            monitoring.register_callback(tool, monitoring.events.CALL, None)  # a freed number keeps its callback
             monitoring.free_tool_id(tool)
 
     def _note(self, code: CodeType, offset: int, function: object, first: object) -> None:
