@@ -33,8 +33,9 @@ def histogram(tmp_path):
     return str(write(tmp_path / "lengths.json", json.dumps(lengths)))
 
 
-def test_the_command_prints_a_table_and_what_to_set(histogram, capsys):
+def test_the_command_prints_a_table_and_what_to_set(histogram, capsys, monkeypatch):
     pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "200")  # headings of a narrow table are in several lines
     assert main(["plan", "packed", histogram, "--pack-size", "2048"]) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("P50", "P90", "P99", "max", "on graphs", "GiB a slot", "measured:"))
