@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import bridge_cg_plugin
 from bridge_cg_plugin.cli.gpus import FIELDS
-from bridge_cg_plugin.cli.trainable import LEAST
+from bridge_cg_plugin.cli.launch import LEAST
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import table
