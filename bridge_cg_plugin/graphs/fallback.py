@@ -6,7 +6,7 @@ from enum import StrEnum
 class Fallback(StrEnum):
     """A reason; equal to its word, which logs, JSON and the tags of loggers have.
 
-    docs/errors.md has this table: `python -m tests.unit.test_error_docs` writes it.
+    docs/trouble.md has this table: `python -m tests.unit.test_error_docs` writes it.
 
     Attributes:
         meaning: What is so about the microbatch, the model or the graphs.

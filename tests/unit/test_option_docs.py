@@ -11,13 +11,17 @@ from bridge_cg_plugin.options.sources import FIELDS
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 
 
+# Refused combinations are there in a few words: each error names its reason, and `explain` makes the same checks.
+TABLES = {name: table for name, table in tables().items() if name != "combinations"}
+
+
 def place(name):
     return re.compile(rf"(<!-- {name} -->\n)(.*?)(<!-- /{name} -->)", re.DOTALL)
 
 
-@pytest.mark.parametrize("name", tables())
+@pytest.mark.parametrize("name", TABLES)
 def test_tables_are_the_codes(name):
-    assert place(name).search(PAGE.read_text())[2].strip() == tables()[name]
+    assert place(name).search(PAGE.read_text())[2].strip() == TABLES[name]
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -28,7 +32,7 @@ def test_every_field_is_on_the_page(field):
 def write():
     """Write the tables into the page."""
     text = PAGE.read_text()
-    for name, table in tables().items():
+    for name, table in TABLES.items():
         text = place(name).sub(lambda found, table=table: f"{found[1]}{table}\n{found[3]}", text)
     PAGE.write_text(text)
 

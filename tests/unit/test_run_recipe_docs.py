@@ -1,4 +1,4 @@
-"""docs/run_recipe.md against `run_recipe.py --help`. `python -m tests.unit.test_run_recipe_docs` writes its table."""
+"""The flags of docs/recipes.md against `--help`. `python -m tests.unit.test_run_recipe_docs` writes their table."""
 
 import contextlib
 import io
@@ -10,10 +10,13 @@ import pytest
 from bridge_cg_plugin.cli.runs import train as run_recipe
 from bridge_cg_plugin.cli.runs.recipe_arguments import build_parser
 from bridge_cg_plugin.options.explain import table
+from bridge_cg_plugin.options.flags import FLAGS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "run_recipe.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 PLACE = re.compile(r"(<!-- flags -->\n)(.*?)(<!-- /flags -->)", re.DOTALL)
 WIDE = {"COLUMNS": "400"}
+# docs/options.md has the options.
+OPTIONS = {f"`{spelling}`" for flag in FLAGS for spelling in flag.spellings}
 
 
 @pytest.fixture
@@ -43,7 +46,9 @@ def rows(text):
 
 
 def flags_table(text):
-    cells = [(names, f"`{value}`" if value else "", meaning) for names, value, meaning in rows(text)]
+    """Return the table of the flags that are no graph options."""
+    own = [row for row in rows(text) if not OPTIONS & set(row[0].split(", "))]
+    cells = [(names, f"`{value}`" if value else "", meaning) for names, value, meaning in own]
     return table(("flag", "value", "meaning"), cells)
 
 
@@ -53,7 +58,8 @@ def test_the_table_is_the_help(help_text):
 
 def test_every_flag_of_the_parser_is_read_from_the_help(help_text):
     known = [option for action in build_parser()._actions for option in action.option_strings]
-    assert re.findall(r"`(-[\w-]+)`", flags_table(help_text)) == known
+    assert re.findall(r"`(-[\w-]+)`", " ".join(names for names, _, _ in rows(help_text))) == known
+    assert {f"`{option}`" for option in known} >= OPTIONS
 
 
 def write():
