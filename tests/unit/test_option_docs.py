@@ -11,8 +11,9 @@ from bridge_cg_plugin.options.sources import FIELDS
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 
 
-# Refused combinations are there in a few words: each error names its reason, and `explain` makes the same checks.
-TABLES = {name: table for name, table in tables().items() if name != "combinations"}
+# The page has these in a few words, because errors and warnings have the rest.
+IN_PROSE = {"combinations", "inference", "migrations", "releases"}
+TABLES = {name: table for name, table in tables().items() if name not in IN_PROSE}
 
 
 def place(name):
