@@ -161,7 +161,7 @@ def _table(packages: Iterable[str], entries: Iterable[dict[str, Any]]) -> str:
     lines.append(["---"] * len(lines[0]))
     for (count, drift), same in itertools.groupby(entries, lambda entry: (entry["compared"], tuple(entry["drift"]))):
         columns = zip(*(entry["releases"].values() for entry in same), strict=True)
-        lost = ", ".join(lost_features(drift)) or "none"
+        lost = ", ".join(name.removeprefix("vision graphs of ") for name in lost_features(drift)) or "none"
         lines.append([*map(_span, columns), str(count), str(len(drift)), lost])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -94,8 +94,8 @@ TABLES = (
             GIB,
         ),
         cases=(
-            *("_1x448", "9mix", "glm45v_1x8192", "35_vl_8mix", "25_vl_8mix", "video16"),
-            *("_30_s", "18_clips", "siglip", "1_tile", "8_tiles"),
+            *("vl_1x448", "nemotron_omni_1x448", "9mix", "glm45v_1x8192", "35_vl_8mix", "25_vl_8mix"),
+            *("_30_s", "18_clips", "siglip_1", "siglip_2", "1_tile", "8_tiles"),
         ),
     ),
     Table(
@@ -109,7 +109,6 @@ TABLES = (
             RATIO,
             GIB,
             Column("bit-equal", "bit_equal"),
-            *GRADIENTS,
         ),
         ("plugin", "plugin_whole"),
         ("dense_2", "dense_8", "fp8_2", "fp8_8", "moe_2", "moe_8", "large", "mamba_2", "mamba_8"),
