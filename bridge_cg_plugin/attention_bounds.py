@@ -17,7 +17,7 @@ SMALLEST_FRACTION = 8
 # From this many tokens on a single frame attends unpacked, without a scan; below, packing costs less than a capture.
 UNPACKED_FROM = 768
 # Up to this many tokens an encoder's kernels leave so much of an H200 idle that side work pays:
-# docs/benchmarks/vision.md.
+# docs/benchmarks/vision_bench.jsonl.
 SIDE_STREAM_UP_TO = 4096
 # Below this many tokens the scan is cheap enough for one bound per frame count.
 SMALL_CAPACITY = 1024

@@ -148,7 +148,10 @@ def registry() -> str:
 
 
 def tables(record: dict[str, Any]) -> str:
-    """Return a record as Markdown: a table for each group of packages, a row for releases with the same result."""
+    """Return a record as Markdown: a table for each group of packages, a row for releases with the same result.
+
+    The record has the names of the seams that drifted.
+    """
     groups = itertools.groupby(record["audits"], lambda entry: tuple(entry["releases"]))
     return "\n\n".join([*(_table(names, entries) for names, entries in groups), f"Audited on {record['date']}."])
 
@@ -158,8 +161,8 @@ def _table(packages: Iterable[str], entries: Iterable[dict[str, Any]]) -> str:
     lines.append(["---"] * len(lines[0]))
     for (count, drift), same in itertools.groupby(entries, lambda entry: (entry["compared"], tuple(entry["drift"]))):
         columns = zip(*(entry["releases"].values() for entry in same), strict=True)
-        lost = ", ".join(lost_features(drift)) or "none"
-        lines.append([*map(_span, columns), str(count), ", ".join(drift) or "none", lost])
+        lost = ", ".join(name.removeprefix("vision graphs of ") for name in lost_features(drift)) or "none"
+        lines.append([*map(_span, columns), str(count), str(len(drift)), lost])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

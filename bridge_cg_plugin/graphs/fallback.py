@@ -6,7 +6,7 @@ from enum import StrEnum
 class Fallback(StrEnum):
     """A reason; equal to its word, which logs, JSON and the tags of loggers have.
 
-    docs/errors.md has this table: `python -m tests.unit.test_error_docs` writes it.
+    docs/trouble.md has this table: `python -m tests.unit.test_error_docs` writes it.
 
     Attributes:
         meaning: What is so about the microbatch, the model or the graphs.
@@ -79,8 +79,7 @@ class Fallback(StrEnum):
     )
     OTHER_RANK = (
         "other_rank",
-        "expert parallelism: another rank cannot replay its microbatch, or is in another state, and all run eager "
-        "together",
+        "expert parallelism: another rank cannot replay its microbatch, so all run eager",
         "see the reasons that the other ranks count",
     )
     # Slots and recordings
@@ -92,9 +91,8 @@ class Fallback(StrEnum):
     )
     PARTS_IN_ANOTHER_ORDER = (
         "parts_in_another_order",
-        "parts of layers whose activations are offloaded or recomputed, and a later layer of the microbatch ran before "
-        "this one",
-        "run layers in the order in which the model has them, or keep their activations on the device",
+        "activations of parts of layers are offloaded or recomputed, and a later layer ran before this one",
+        "run layers in the model's order, or keep activations on the device",
     )
     EVALUATION_NOT_CAPTURED = (
         "evaluation_not_captured",
@@ -124,7 +122,7 @@ class Fallback(StrEnum):
     )
     LEAVES_TENSORS = (
         "leaves_tensors",
-        "each forward leaves a tensor or a value in an attribute or a global, which a replay would not do",
+        "each forward leaves a value in an attribute or a global, which a replay would not do",
         "return it from the forward, or update a buffer in place",
     )
     DRAWS_ON_HOST = (
@@ -134,32 +132,30 @@ class Fallback(StrEnum):
     )
     IN_CHECKPOINT = (
         "in_checkpoint",
-        "inside a checkpoint with `use_reentrant=False`, which counts the tensors that each forward saves: a replay "
-        "saves none",
+        "inside a checkpoint with `use_reentrant=False`, which counts the tensors that a forward saves",
         "checkpoint only what follows, or pass `use_reentrant=True`",
     )
     OPERATIONS_SEEN = (
         "operations_seen",
-        "inside `torch.jit.trace`, a transform of `torch.func`, forward-mode AD, a `TorchDispatchMode` or a "
-        "`TorchFunctionMode`: a replay shows them no operations",
+        "inside `torch.jit.trace`, a transform of `torch.func`, forward-mode AD or a mode of torch, to which a replay "
+        "shows no operations",
         "none needed; outside of it graphs continue",
     )
     ONE_GRAPH = (
         "one_graph",
-        "compiled with `fullgraph=True` or traced by `torch.export`, which take no replay; counted once for each trace",
+        "compiled with `fullgraph=True` or traced by `torch.export`; counted once for each trace",
         "compile without `fullgraph=True`",
     )
     # A model that is not what was recorded
     OWN_CODE = (
         "own_code",
-        "a function of upstream that a graph computes in its own way, or goes around, is not upstream's: wrapped, "
-        "patched, overridden or registered by other code; the warning names it",
-        "to have graphs, remove what is in its place, or put it into a module that the encoder or its layers call",
+        "other code wraps, patches or overrides a function of upstream that a graph computes in its own way; the "
+        "warning names it",
+        "remove it, or put it into a module that the encoder or its layers call",
     )
     MODEL_CHANGED = (
         "model_changed",
-        "the model differs from the captured one: adapters, a submodule or an attribute changed, or quantized weights "
-        "or scales of fp8 were replaced or moved; the warning names it",
+        "adapters, a submodule, an attribute, or quantized weights or scales of fp8 changed; the warning names it",
         "none needed: the second microbatch in this state gets graphs; in fp8 put them back, or capture again",
     )
     FORWARD_HOOKS = (
@@ -205,8 +201,8 @@ class Fallback(StrEnum):
     # Calls and batches of another kind
     CALL_ARGUMENTS = (
         "call_arguments",
-        "the call has arguments that no graph was captured with, such as `inference_params`, `extra_block_kwargs`, "
-        "further results of a tower of Hugging Face or fields of `PackedSeqParams`",
+        "the call has arguments that no graph was captured with, such as `inference_params`, `extra_block_kwargs` or "
+        "fields of `PackedSeqParams`",
         "call it without them",
     )
     INPUT_GRADIENTS = (
@@ -216,14 +212,14 @@ class Fallback(StrEnum):
     )
     OTHER_BATCH = (
         "other_batch",
-        "only eager takes these pixels and grid: an image of another size, empty grid rows, one patch for a whole "
-        "grid, or audio clips that are all shorter than a chunk",
+        "only eager takes these pixels and grid, such as empty grid rows, or audio clips that are all shorter than a "
+        "chunk",
         "use the model's processor",
     )
     OTHER_SHAPES = (
         "other_shapes",
-        "`full_iteration`: a tensor of the microbatch is missing or has another shape or type than what is captured. A "
-        "shape that comes often is captured, eight at most, unless ranks share layers",
+        "`full_iteration`: a tensor of the microbatch is missing or has another shape or type. A shape that comes "
+        "often is captured, eight at most, unless ranks share layers",
         "use one micro batch size and the same dataset fields",
     )
     OTHER_LAYOUT = (
@@ -238,7 +234,6 @@ class Fallback(StrEnum):
     )
     NO_SEQ_IDX = (
         "no_seq_idx",
-        "a model with Mamba layers got `PackedSeqParams` without `seq_idx`, because `total_tokens` is missing or of "
-        "another pack",
+        "Mamba layers got `PackedSeqParams` without `seq_idx`: `total_tokens` is missing or of another pack",
         "give `total_tokens`, as Bridge's steps do",
     )

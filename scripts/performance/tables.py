@@ -4,6 +4,7 @@ python scripts/performance/tables.py
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,104 +18,190 @@ from bridge_cg_plugin.cli.runs.results import read_records
 
 FOLDER = ROOT / "docs" / "benchmarks"
 NOTES = "## Notes\n"
+LAYERS = re.compile(r"_\d+layers$")
 Records = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        heading: Above it.
+        field: Of a record; `over_eager` is `ms` over the time that the column of eager shows.
+        modes: Of the same case, the first that was recorded; the row's own where empty.
+    """
+
+    heading: str
+    field: str
+    modes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
-    """One table of the page.
+    """One table of the page, with a row for each case and mode.
 
     Attributes:
         title: Of its section.
         file: The records.
         text: What ran.
-        fields: Of a record, one a column.
-        modes: Those that are shown; all where one is empty.
-        cases: Those that are shown, by the beginning of their names.
+        columns: What is shown; one without a figure is left out.
+        modes: Those that have a row.
+        cases: Those that are shown, by pieces of their names.
     """
 
     title: str
     file: str
     text: str
-    fields: tuple[str, ...]
-    modes: tuple[str, ...] = ("",)
+    columns: tuple[Column, ...]
+    modes: tuple[str, ...] = ("plugin",)
     cases: tuple[str, ...] = ("",)
 
 
+EAGER = ("eager", "eager1", "none")
+EAGER_MS = Column("eager ms", "ms", EAGER)
+MS, RATIO, GIB = Column("graphs ms", "ms"), Column("ratio", "ratio"), Column("GiB", "memory_gb")
 TABLES = (
     Table(
         "Vision encoder",
         "vision_bench.jsonl",
-        "Forward plus backward of Qwen3-VL's full vision encoder: 27 layers, 576 M parameters, bf16. Gradients are\n"
-        "accumulated into fp32 `main_grad`. Each bucket has exactly the size of its case (`bench_vision.py`).",
-        ("tokens", "ms", "ratio", "host_ms", "gpu_busy_ms", "memory_gb", "forward_rel", "grad_rel", "grad_noise"),
-        ("eager", "plugin", "plugin_fast", "plugin_streams", "plugin_flash", "upstream"),
+        "Forward plus backward of Qwen3-VL's full encoder ([modes](vision.md)). Outputs with exact and default\n"
+        "kernels are bit-equal.",
+        (
+            Column("tokens", "tokens"),
+            EAGER_MS,
+            Column("upstream ms", "ms", ("upstream",)),
+            Column("exact ms", "ms", ("plugin",)),
+            Column("default ms", "ms"),
+            Column("ratio", "over_eager"),
+            Column("FlashAttention ms", "ms", ("plugin_flash",)),
+            GIB,
+            Column("gradients", "grad_rel"),
+            Column("upstream's", "grad_rel", ("upstream",)),
+            Column("two eager runs", "grad_noise"),
+        ),
+        ("default",),
         ("1x448", "1x768", "4x448", "8mix", "video16", "1x2048"),
     ),
     Table(
         "Other encoders",
         "encoders.jsonl",
-        "Forward plus backward of other encoders at full size (`bench_vision.py --encoders`).",
-        ("tokens", "ms", "ratio", "gpu_busy_ms", "memory_gb", "forward_rel", "grad_rel", "grad_noise"),
+        "Forward plus backward at full size. Outputs of exact kernels, at times the default, are bit-equal.",
+        (
+            EAGER_MS,
+            Column("default ms", "ms", ("plugin_fast",)),
+            Column("exact ratio", "ratio"),
+            Column("default ratio", "ratio", ("plugin_fast",)),
+            GIB,
+        ),
+        cases=(
+            *("vl_1x448", "nemotron_omni_1x448", "9mix", "glm45v_1x8192", "35_vl_8mix", "25_vl_8mix"),
+            *("_30_s", "18_clips", "siglip_1", "siglip_2", "1_tile", "8_tiles"),
+        ),
     ),
     Table(
         "Packed documents",
         "packed.jsonl",
-        "Forward plus backward of a pack of 5 documents (`bench_packed.py`).",
-        ("tokens", "ms", "ratio", "gpu_busy_ms", "memory_gb", "bit_equal", "forward_rel", "grad_rel", "grad_noise"),
-        cases=("dense", "fp8", "moe", "large", "mamba"),
+        "Forward plus backward of a pack of 5 documents. `plugin_whole` has experts on graphs too.",
+        (
+            EAGER_MS,
+            Column("GPU busy", "gpu_busy_ms", EAGER),
+            MS,
+            RATIO,
+            GIB,
+            Column("bit-equal", "bit_equal"),
+        ),
+        ("plugin", "plugin_whole"),
+        ("dense_2", "dense_8", "fp8_2", "fp8_8", "moe_2", "moe_8", "large", "mamba_2", "mamba_8"),
     ),
     Table(
         "Steps of Bridge's pretrain()",
         "steps.jsonl",
-        "Optimizer steps of 4 microbatches with Qwen3-VL's full encoder and a language model of layers x hidden size\n"
-        "(`bench_step.py`).",
-        ("ms", "ratio", "loss_rel", "peak_gb"),
+        "Optimizer steps of 4 microbatches with Qwen3-VL's full encoder and a language model of layers x hidden size.",
+        (
+            EAGER_MS,
+            Column("upstream ms", "ms", ("upstream",)),
+            MS,
+            RATIO,
+            Column("upstream's losses", "loss_rel", ("upstream",)),
+            Column("losses", "loss_rel"),
+        ),
     ),
     Table(
         "Recipes",
         "whole_step.jsonl",
-        "Optimizer steps of Bridge's recipes, eager several times and on graphs (`bench_recipe.py`).",
-        ("gpus", "ms", "ratio", "loss_rel", "inside_spread", "tflops_per_gpu", "peak_gb"),
+        "Optimizer steps of Bridge's recipes ([cases](steps.md)).",
+        (
+            Column("GPUs", "gpus"),
+            EAGER_MS,
+            MS,
+            RATIO,
+            Column("losses", "loss_rel"),
+            Column("inside spread", "inside_spread"),
+            Column("peak GiB", "peak_gb"),
+        ),
     ),
     Table(
         "Offload and recompute",
         "offload.jsonl",
-        "Replays of the same batches with all activations kept (`none`), offloaded, recomputed, or as a memory target\n"
-        "asks (`bench_offload.py`).",
-        ("tokens", "slots", "ms", "ratio", "memory_gb", "memory_ratio", "pinned_gb", "bit_equal", "grad_rel"),
+        "Replays that offload, recompute, or have a target of N % of the memory (`mixed_N`), over graphs that keep\n"
+        "all activations. Outputs are bit-equal.",
+        (RATIO, Column("share of memory", "memory_ratio"), Column("host GiB", "pinned_gb")),
+        ("offload", "recompute", "mixed_25", "mixed_30", "mixed_35", "mixed_40", "mixed_60"),
     ),
     Table(
         "Other loops",
         "loops.jsonl",
-        "Rounds of reinforcement learning (`bench_loops.py`).",
-        ("ms", "ratio", "graph_share", "inside_spread", "training_equal", "peak_gb"),
-    ),
-    Table(
-        "Captures",
-        "vision_captures.jsonl",
-        "Seconds that training waits for one recording of Qwen3-VL's encoder (`bench_captures.py`).",
-        ("tokens", "ms", "grad_rel", "replays"),
+        "Rounds of reinforcement learning: the encoder (`plugin`) or packed layers too (`plugin_packed`) on graphs.",
+        (
+            EAGER_MS,
+            MS,
+            RATIO,
+            Column("inside spread", "inside_spread"),
+        ),
+        ("plugin", "plugin_packed"),
     ),
 )
 HEAD = """# Measured results
 
-`scripts/performance/tables.py` writes this page from the records beside it ([format](format.md)).
-More measurements, with the tables of their time: [vision encoder](vision.md), [GPU time and precision](kernels.md),
-[memory](memory.md), [other encoders](encoders.md), [packed sequences](packed.md), [several GPUs](parallel.md),
-[whole steps](whole_step.md). [Performance](../performance.md) has the conclusions for users.
+`scripts/performance/tables.py` writes this page from the records beside it ([format](format.md)). More:
+[vision encoder](vision.md), [whole steps](steps.md), [several GPUs](parallel.md).
 
-Times are medians in ms. `ratio` is the time over eager's. `forward_rel` and `grad_rel` are the largest relative
-difference from eager of an output and of a gradient, `grad_noise` that of two eager runs.
+Times are medians in ms, `ratio` is over eager's. `gradients` and `losses` are the largest relative difference from
+eager's. `1x448` is one image of 448 x 448 pixels, `8mix` eight of mixed sizes, `video16` 16 frames of 320 x 320.
 """
+DEFAULT_STREAMS = 4096  # the most tokens for which two streams are the default
 
 
-def table(records: Records, fields: Sequence[str]) -> str:
-    """Return a table of records, a row for each case and mode; fields that no record has are left out."""
-    shown = [name for name in fields if any(r.get(name) is not None for r in records)]
-    rows: list[Iterable[str]] = [["case", "mode", *shown], ["---"] * (2 + len(shown))]
-    rows += [[r["case"], r["mode"], *(written(r.get(name)) for name in shown)] for r in records]
+def with_default(records: Records) -> Records:
+    """Return the records and, as mode `default`, those of the mode that default options are for a case's size."""
+    streams = {True: "plugin_streams", False: "plugin_fast"}
+    chosen = [r for r in records if r["mode"] == streams[r.get("tokens", 0) <= DEFAULT_STREAMS]]
+    return [*records, *({**r, "mode": "default"} for r in chosen)]
+
+
+def table(records: Records, columns: Sequence[Column], modes: Sequence[str]) -> str:
+    """Return a table of records, a row for each case and each of these modes; columns without a figure are left out."""
+    by_mode = {(r["case"], r["mode"]): r for r in records}
+    cases = dict.fromkeys(r["case"] for r in records)
+    found = [(case, mode) for case in cases for mode in modes if (case, mode) in by_mode]
+    cells = [[value_of(by_mode, case, mode, column) for column in columns] for case, mode in found]
+    shown = [i for i in range(len(columns)) if any(row[i] is not None for row in cells)]
+    several = len({mode for _, mode in found}) > 1
+    heading = ["case", *(["mode"] if several else []), *(columns[i].heading for i in shown)]
+    rows: list[Iterable[str]] = [heading, ["---"] * len(heading)]
+    for (case, mode), values in zip(found, cells, strict=True):
+        rows.append([LAYERS.sub("", case), *([mode] if several else []), *(written(values[i]) for i in shown)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def value_of(by_mode: dict[tuple[str, str], dict[str, Any]], case: str, mode: str, column: Column) -> Any:
+    """Return a column's figure in the row of a case and mode, None without one."""
+    record = next((by_mode[case, m] for m in column.modes or (mode,) if (case, m) in by_mode), {})
+    if column.field == "over_eager":
+        eager = next(by_mode[case, m] for m in EAGER if (case, m) in by_mode)
+        return record["ms"] / eager["ms"]
+    return record.get(column.field)
 
 
 def written(value: Any) -> str:
@@ -138,12 +225,13 @@ def section(shown: Table, folder: Path) -> str:
     """Return a table's section of the page; empty without records."""
     found = [
         r
-        for r in read_records(folder / shown.file)
-        if "error" not in r and r["case"].startswith(shown.cases) and (r["mode"] in shown.modes or "" in shown.modes)
+        for r in with_default(read_records(folder / shown.file))
+        if "error" not in r and any(piece in r["case"] for piece in shown.cases)
     ]
-    order = list(dict.fromkeys(r["case"] for r in found))
-    found.sort(key=lambda r: order.index(r["case"]))
-    return f"## {shown.title}\n\n{shown.text}\n{origin(found)}\n\n{table(found, shown.fields)}\n" if found else ""
+    modes = {*shown.modes, *(mode for column in shown.columns for mode in column.modes)}
+    sources = [r for r in found if r["mode"] in modes]
+    text = table(found, shown.columns, shown.modes)
+    return f"## {shown.title}\n\n{shown.text}\n{origin(sources)}\n\n{text}\n" if sources else ""
 
 
 def page(folder: Path, before: str) -> str:

@@ -199,11 +199,11 @@ def test_made_up_releases(tool, folder):
 def test_releases_with_the_same_result_share_a_row(tool, folder):
     rows = tool.tables(tool.audited(folder)).splitlines()
     assert rows[2:5] == [
-        "| 0.6.2 | 0.19.0 | 2 | none | none |",
-        "| 0.6.0 | 0.19.0 | 2 | train | none |",
-        "| 0.5.1 | 0.18.2 | 2 | none | none |",
+        "| 0.6.2 | 0.19.0 | 2 | 0 | none |",
+        "| 0.6.0 | 0.19.0 | 2 | 1 | none |",
+        "| 0.5.1 | 0.18.2 | 2 | 0 | none |",
     ]
-    assert "| 2.11.0, 2.10.0 | 1 | none | none |" in rows and "| 2.9.0 | 1 | base | none |" in rows
+    assert "| 2.11.0, 2.10.0 | 1 | 0 | none |" in rows and "| 2.9.0 | 1 | 1 | none |" in rows
     assert tool._span(["2.4.0", "2.3.0", "2.2.0", "2.1.0"]) == "2.1.0 to 2.4.0"
 
 

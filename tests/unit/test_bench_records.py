@@ -82,13 +82,36 @@ def test_the_page_is_that_of_the_records():
     assert all(f"\n## {each.title}\n" in text for each in tables.TABLES)
 
 
-def test_a_table_has_a_row_for_each_record_and_no_empty_column():
+def test_a_table_has_a_row_for_each_case_and_mode_beside_eager_and_no_empty_column():
     found = [record(), record(mode="plugin", ms=12.34, ratio=0.165, bit_equal=True, grad_rel=1.2e-3)]
-    assert tables.table(found, ("tokens", "ms", "ratio", "memory_gb", "bit_equal", "grad_rel")).splitlines() == [
-        "| case | mode | tokens | ms | ratio | bit_equal | grad_rel |",
+    columns = (
+        tables.Column("tokens", "tokens"),
+        tables.EAGER_MS,
+        *(tables.MS, tables.RATIO, tables.GIB),
+        tables.Column("bit-equal", "bit_equal"),
+        tables.Column("gradients", "grad_rel"),
+    )
+    assert tables.table(found, columns, ("plugin",)).splitlines() == [
+        "| case | tokens | eager ms | graphs ms | ratio | bit-equal | gradients |",
         "| --- | --- | --- | --- | --- | --- | --- |",
-        "| 1x448 | eager | 784 | 75 | 1 |  |  |",
-        "| 1x448 | plugin | 784 | 12.3 | 0.165 | True | 1.2e-03 |",
+        "| 1x448 | 784 | 75 | 12.3 | 0.165 | True | 1.2e-03 |",
+    ]
+    found.append(record(case="8mix_27layers", mode="plugin_packed", ms=3.0))
+    assert tables.table(found, columns[1:3], ("plugin", "plugin_packed")).splitlines()[2:] == [
+        "| 1x448 | plugin | 75 | 12.3 |",
+        "| 8mix | plugin_packed |  | 3 |",
+    ]
+
+
+def test_the_default_mode_has_two_streams_for_few_tokens_only():
+    small = [
+        record(mode=mode, ms=ms) for mode, ms in (("eager", 75.0), ("plugin_streams", 10.0), ("plugin_fast", 11.0))
+    ]
+    large = [{**one, "case": "8mix", "tokens": 6720} for one in small]
+    columns = (tables.MS, tables.Column("ratio", "over_eager"))
+    assert tables.table(tables.with_default([*small, *large]), columns, ("default",)).splitlines()[2:] == [
+        "| 1x448 | 10 | 0.133 |",
+        "| 8mix | 11 | 0.147 |",
     ]
 
 

@@ -62,7 +62,7 @@ _FLAGS = tuple(spelling for flag in FLAGS for spelling in flag.spellings)
 _TRACKER = "rng.te_rng_tracker"
 _UPSTREAMS = (
     "This recipe switches upstream's own vision graphs on. Without the plugin they compute another function than eager "
-    "(docs/upstream_graphs.md)."
+    "(docs/performance.md)."
 )
 _NO_FIGURES = "Times and memory depend on the encoder: write a recipe's name first."
 _NO_GRAPHS = "No graphs are on. Add cuda_graphs=exact to see what can run on them."

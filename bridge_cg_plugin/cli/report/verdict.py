@@ -38,7 +38,7 @@ def compare_to_spread(eager: Sequence[Sequence[float]], graphs: Sequence[float])
 
     Differences of training runs grow with the steps, so step t's allowance is the largest difference of any two eager
     runs up to t, times `FACTOR`, and at least `FLOOR` of the value. The run's distance is to the nearest eager one. Two
-    eager runs can happen to be much closer than a third is to either; `docs/report.md` has figures.
+    eager runs can happen to be much closer than a third is to either; `docs/performance.md` has figures.
 
     Raises:
         ValueError: Fewer than two eager runs, or runs of different length or none.

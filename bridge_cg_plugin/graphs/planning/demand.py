@@ -13,8 +13,8 @@ from .buckets import GRANULARITY, Bucket, any_size, round_up
 # Microbatches that a choice rests on.
 WINDOW = 256
 # Costs are in tokens that replays of an encoder of so many weights compute in the same time: 27 layers on an H200,
-# docs/benchmarks/vision.md. Eager takes this many times a replay's, and at least as long as the host takes to launch
-# its kernels.
+# docs/benchmarks/vision_bench.jsonl. Eager takes this many times a replay's, and at least as long as the host takes to
+# launch its kernels.
 WEIGHTS = 411e6
 EAGER_FACTOR, EAGER_LEAST = 2.5, 5000.0
 # A recording takes about half a second. It has to save as much within this many microbatches: less padding within so

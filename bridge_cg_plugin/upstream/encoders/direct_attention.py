@@ -15,7 +15,8 @@ from ..kernels.layers import is_te_attention, kernels_available
 from ..kernels.transformer_engine import HOPPER, fused_attention_refusal
 from ..wrappers import overridden
 
-# Bounds of the largest segment, in tokens, from which FlashAttention was faster on an H200: docs/benchmarks/vision.md.
+# Bounds of the largest segment, in tokens, from which FlashAttention was faster on an H200:
+# docs/benchmarks/vision_bench.jsonl.
 FLASH_FROM = 640
 
 
