@@ -149,7 +149,7 @@ class GraphManager:
             self._note_eager()
         elif self.executor.memory_away and not self._take_back():
             self._refuse(call, Fallback.MEMORY_RELEASED)
-            with self.paused():  # parts, too
+            with self.paused():  # nor is it timed
                 return self._run_eager(call, eager)
         elif self._parts is not None:
             return self._run_parts(self._parts, call, eager)
@@ -162,15 +162,12 @@ class GraphManager:
         return self._run_eager(call, eager)
 
     def _run_parts(self, parts: Parts, call: Call, eager: Eager) -> Any:
-        """Run the module's forward, whose parts replay: each as it can, or all of them in one slot."""
+        """Run the module's forward, whose parts replay in one slot, or none does."""
         self._await_parameters()
-        if self.workload.together:
-            slot = parts.common_slot(call.batch) if call.refusal is None else call.refusal
-            if not isinstance(slot, Fallback):
-                return parts.run(call.batch, slot, eager)
-            self._refuse(call, slot)
-        elif parts.chained:
-            return parts.run_in_a_free_slot(partial(self.workload.run_eager, call, eager))
+        slot = parts.common_slot(call.batch) if call.refusal is None else call.refusal
+        if not isinstance(slot, Fallback):
+            return parts.run(call.batch, slot, eager)
+        self._refuse(call, slot)
         return self.workload.run_eager(call, eager)
 
     def _run_eager(self, call: Call, eager: Eager) -> Any:
@@ -323,11 +320,10 @@ class GraphManager:
             chain.capture(progress.recorded)
         for region, piece in zip(regions, pieces, strict=True):
             if piece.site is not None:
-                paused, chained = lambda: self._paused > 0, chain is not None
-                self._parts = self._parts or Parts(self.slots, paused, watch.looked_at_once, chained)
+                self._parts = self._parts or Parts(self.slots, watch.looked_at_once, chain is not None)
                 self._parts.install(region, piece.site)
         if demand is not None:
-            grow = [(region, piece.growth) for region, piece in zip(regions, pieces, strict=True) if piece.growth]
+            grow = [region for region, piece in zip(regions, pieces, strict=True) if piece.growth]
             title, strict = self.workload.title, self.workload.strict
             self._growing = Growing(title, grow, demand, self.bucket_consensus, strict, self._counted, bytes_per_slot)
         return regions

@@ -1,6 +1,9 @@
-"""Parts of a module as regions of their own, each replayed where an attribute of a submodule is called."""
+"""Parts of a module as regions of their own, each replayed where an attribute of a submodule is called.
 
-from collections.abc import Callable, Mapping, Sequence
+A microbatch replays all parts or none, in one slot.
+"""
+
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -9,7 +12,7 @@ from torch import Tensor, nn
 
 from .fallback import Fallback
 from .instance import InstanceMethod
-from .piece import Answer, CallSite, ReadPart
+from .piece import Answer, CallSite
 from .region import Region
 
 
@@ -25,22 +28,19 @@ class Parts:
 
     Args:
         slots: Slots of every region.
-        is_paused: Whether all is to run eager.
         looking_once: Entered around looks at all parts in a row, between which the model cannot change.
-        chained: Whether the parts share a slot's memory, so that each microbatch has one slot for all of them.
+        chained: Whether the parts share a slot's memory.
     """
 
     def __init__(
         self,
         slots: int,
-        is_paused: Callable[[], bool],
         looking_once: Callable[[], AbstractContextManager[None]],
         chained: bool = False,
     ) -> None:
         self.followers: list[FollowerCall] = []
-        self.chained = chained
-        self._in_chain: int | Fallback | None = None
-        self._slots, self._is_paused, self._looking_once = slots, is_paused, looking_once
+        self._chained = chained
+        self._slots, self._looking_once = slots, looking_once
         self._regions: list[Region] = []
         self._methods: list[InstanceMethod] = []
         self._current: _Chosen | None = None
@@ -73,7 +73,7 @@ class Parts:
     def common_slot(self, batch: Any) -> int | Fallback:
         """Return a slot in which every part can replay the batch; without one, the first part's reason."""
         free = self._free_slot()
-        if free is None and self.chained:
+        if free is None and self._chained:
             return Fallback.NO_FREE_SLOT
         slot = free or 0
         with self._looking_once():
@@ -85,21 +85,6 @@ class Parts:
         free = (index for index in range(self._slots) if all(region.is_free(index) for region in self._regions))
         return next(free, None)
 
-    def run_in_a_free_slot(self, eager: Callable[[], Any]) -> Any:
-        """Run the module's forward, whose parts replay each as it can, in a slot that is free in all of them.
-
-        What the last microbatches missed there is recorded before: a recording of one part is one of all.
-        """
-        slot = self._free_slot()
-        with self._looking_once():
-            for region in self._regions if slot is not None and not self._is_paused() else []:
-                region.catch_up(slot or 0)
-        before, self._in_chain = self._in_chain, Fallback.NO_FREE_SLOT if slot is None else slot
-        try:
-            return eager()
-        finally:
-            self._in_chain = before
-
     def run(self, batch: Any, slot: int, eager: Callable[[], Any]) -> Any:
         """Run the module's forward, whose parts replay the batch in a slot."""
         self._current = _Chosen(batch, slot)
@@ -110,28 +95,10 @@ class Parts:
             for follower in self.followers:
                 follower.outputs = None
 
-    def replay(
-        self, region: Region, read: ReadPart | None, hidden: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Tensor, ...] | None:
-        """Return the outputs of a part's replay; None where it runs eager."""
+    def replay(self, region: Region, hidden: Tensor) -> tuple[Tensor, ...] | None:
+        """Return the outputs of a part's replay; None where it runs eager. The first part loads the batch for all."""
         if torch.compiler.is_dynamo_compiling():  # as in `GraphManager`, where a loop compiles around the part alone
-            return None if region.is_in_one_graph() else self._untraced(region, read, hidden, args, kwargs)
-        if read is None:
-            return self._replay_together(region, hidden)
-        batch = None if self._is_paused() else read(hidden, args, kwargs)
-        if batch is None:
-            return None
-        return self._replay_in_chain(region, batch) if self.chained else region.run(batch)
-
-    def _replay_in_chain(self, region: Region, batch: Any) -> tuple[Tensor, ...] | None:
-        """Replay in the slot of the microbatch; outside of one, as in a recompute of the forward, run eager."""
-        if isinstance(self._in_chain, Fallback):
-            region.refuse(batch, self._in_chain)
-            return None
-        return None if self._in_chain is None else region.run(batch, index=self._in_chain)
-
-    def _replay_together(self, region: Region, hidden: Tensor) -> tuple[Tensor, ...] | None:
-        """Replay with what the module was called with; the first part writes it for all."""
+            return None if region.is_in_one_graph() else self._untraced(region, hidden)
         if self._current is None:
             return None
         batch, slot = self._current
@@ -162,13 +129,13 @@ class PartCall:
     """Stands in for the attribute that calls a part."""
 
     def __init__(self, parts: Parts, region: Region, site: CallSite, followers: Sequence[FollowerCall]) -> None:
-        self._parts, self._region, self._read, self._answer = parts, region, site.read, site.answer
+        self._parts, self._region, self._answer = parts, region, site.answer
         self._eager: Callable[..., Any] = getattr(site.owner, site.attribute)
         self._followers = followers
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Replay the part, or run it eager."""
-        outputs = self._parts.replay(self._region, self._read, hidden_states, args, kwargs)
+        outputs = self._parts.replay(self._region, hidden_states)
         if outputs is None:
             return self._eager(hidden_states, *args, **kwargs)
         for follower in self._followers:

@@ -1,6 +1,6 @@
 """What a region is made of, and what is around it in a run. Data only; a `Piece` lives as long as its region."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,6 @@ SINGLE_RANK = SingleRank()
 Around = Callable[[], AbstractContextManager[None]]
 # Turns a part's outputs into what a call returns.
 Answer = Callable[[tuple[Tensor, ...]], Any]
-# Makes a part's batch from the hidden states and the other arguments that it is called with; None if there is none.
-ReadPart = Callable[[Tensor, Sequence[Any], Mapping[str, Any]], Any]
 
 
 def first(outputs: tuple[Tensor, ...]) -> Tensor:
@@ -55,14 +53,12 @@ class CallSite:
         attribute: That attribute.
         answer: Turns the part's outputs into what the call returns.
         followers: Calls after that one, each once, which the part answers too.
-        read: Makes the part's batch; None where parts replay together, from the batch that the module is called with.
     """
 
     owner: nn.Module
     attribute: str
     answer: Answer = first
     followers: tuple[Follower, ...] = ()
-    read: ReadPart | None = None
 
     @property
     def patched(self) -> list[tuple[nn.Module, str]]:
@@ -98,12 +94,10 @@ class Growth:
     Attributes:
         cost: Returns what a replay of a bucket takes; a batch takes the cheapest bucket that accepts it.
         missed: Notes a batch that no bucket accepts; returns why: one that does comes later, or why none will.
-        bucket_of: Returns the region's bucket for one of the module.
     """
 
     cost: Callable[[Bucket], float]
     missed: Callable[[Any], Fallback]
-    bucket_of: Callable[[Bucket], Bucket] = lambda bucket: bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -335,21 +335,6 @@ class Region:
         place = self._place(batch, self.program.size(batch), index, records=True)
         return None if isinstance(place, tuple) else place
 
-    def catch_up(self, index: int) -> None:
-        """Record what the last microbatches asked for in a slot, of a part of a chain; see `LateRecordings`.
-
-        Raises:
-            CaptureError: A recording failed, and the region is strict.
-        """
-        made = self._captured()
-        source = self._source(made.sources, torch.is_grad_enabled())
-        if isinstance(source, Source):
-            made.late.catch_up(source, index)
-
-    def refuse(self, batch: Any, reason: Fallback) -> None:
-        """Count a batch that runs eager."""
-        self.statistics.fell_back(self.program.name, reason, self.program.size(batch))
-
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def is_in_one_graph(self) -> bool:
         """Whether torch.compile traces a graph now that has no place for a replay; counted."""
@@ -386,7 +371,7 @@ class Region:
         sources = self._made.sources
         sources.clear()
         gradients = torch.is_grad_enabled()
-        # For parts of a chain, `catch_up` or `why_not` has asked before.
+        # For parts of a chain, `why_not` has asked before.
         source = self._source(sources, gradients, asks=records or self._piece.chain is None)
         if not isinstance(source, Source):
             return source

@@ -118,7 +118,6 @@ class Workload(ABC):
         out_of_memory_remedy: What to do where a capture runs out of memory.
         strict: Whether a failed capture raises instead of leaving the module eager.
         counts_tokens: Whether the tokens of each training step are counted.
-        together: Whether parts of the module replay a microbatch all or none, in one slot.
     """
 
     manager: Manager
@@ -128,7 +127,6 @@ class Workload(ABC):
     out_of_memory_remedy: str
     strict: bool = False
     counts_tokens: bool = False
-    together: bool = False
 
     def attach(self, manager: Manager) -> None:
         """Note whose workload this is; called once, before the module's first call."""

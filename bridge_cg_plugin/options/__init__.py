@@ -19,7 +19,6 @@ from .offload import OFFLOAD_FIELDS, OFFLOAD_MODULES, RECOMPUTE, ActivationOptio
 from .packed import PACKED_FIELDS, PackedOptions, packed_options
 from .vision import (
     CHECK_ACTIONS,
-    MODULES,
     PROVIDER_FIELDS,
     SCOPE_FIELD,
     VisionGraphOptions,
@@ -30,7 +29,6 @@ from .vision import (
 __all__ = [
     "CHECK_ACTIONS",
     "MIGRATIONS",
-    "MODULES",
     "OFFLOAD_FIELDS",
     "OFFLOAD_MODULES",
     "PACKED_FIELDS",

@@ -30,6 +30,7 @@ GONE = {
     "cuda_graph_packed_tuning.offload_host_max_gb": _HOST,
     "cuda_graph_packed_tuning.planned_for": "Remove it: buckets that ranks cannot share are refused in any case.",
     "vision_cuda_graph_balance": "Remove it: images stay on their ranks.",
+    "vision_cuda_graph_modules": "Remove it: one graph holds the whole encoder, attention and MLPs.",
     "vision_cuda_graph_tuning.audio": "Remove it: the audio encoder is captured with the vision encoder.",
     "vision_cuda_graph_tuning.bucket_limits": _LIMITS,
     "vision_cuda_graph_tuning.capture_mode": _MODE,

@@ -186,15 +186,14 @@ def _language_model(every: GraphOptions) -> str:
 def _vision(options: VisionGraphOptions) -> list[str]:
     if not options.enabled:
         return ["no graphs"]
-    region = "the whole encoder" if options.whole_encoder else f"the {options.modules[0]} part of every layer"
     buckets = _buckets(options.buckets, options.max_seq_length)
-    return [f"one graph per bucket over {region}", buckets, *_activations(options)]
+    return ["one graph per bucket over the whole encoder", buckets, *_activations(options)]
 
 
 def _further_of_vision(options: VisionGraphOptions) -> list[str]:
     if not options.enabled:
         return further(options, VISION, [name for name in VISION.fields if name not in WITHOUT_GRAPHS])
-    return further(options, VISION, ("impl", "modules", "buckets", "max_seq_length", *_ACTIVATIONS))
+    return further(options, VISION, ("impl", "scope", "buckets", "max_seq_length", *_ACTIVATIONS))
 
 
 def further(options: Any, group: Group, said: Collection[str] = ()) -> list[str]:

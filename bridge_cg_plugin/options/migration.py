@@ -21,7 +21,6 @@ from .language_model import (
     normalize_inference_cuda_graph_scope,
 )
 from .values import is_unset, parse_flag
-from .vision import PROVIDER_FIELDS, SCOPE_FIELD
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,6 @@ _INFERENCE = Migration(
     f"{IMPL}=local {INFERENCE}=block",
 )
 _SCOPE = Migration(f"{SCOPE}=attn,mlp", "modules attn, mlp", f"{MODULES}=attn,mlp")
-_VISION = Migration(f"{SCOPE_FIELD}=attn", "vision modules attn", f"{PROVIDER_FIELDS['modules']}=attn")
 _FULL = Migration(f"{MODULES}=full", "no modules: the whole layer", f"{MODULES}=[]")
 ENUM = Migration("the enum CudaGraphScope", "CudaGraphModule", "CudaGraphModule")
 MIGRATIONS = (
@@ -61,7 +59,6 @@ MIGRATIONS = (
     _INFERENCE,
     _SCOPE,
     _FULL,
-    _VISION,
     ENUM,
 )
 

@@ -12,7 +12,7 @@ from .errors import GraphOptionWarning
 from .facts import Facts, facts_of
 from .graph_options import GraphOptions
 from .language_model import IMPL, INFERENCE, MODULES
-from .migration import Migration, language_model_options, module_names
+from .migration import language_model_options, module_names
 from .offload import OFFLOAD, OffloadOptions, offload_options
 from .packed import MAX_PACKED_SEQS, PACKED, packed_options
 from .precedence import settle
@@ -93,9 +93,8 @@ def options_of(written: Written) -> GraphOptions:
     """
     language_model, warnings = language_model_options(written.fields, written.explicit)
     vision = vision_options(written.fields, *_unit(written))
-    if vision.modules and written.fields.get(SCOPE_FIELD) and not written.fields.get(PROVIDER_FIELDS["modules"]):
-        names = ",".join(vision.modules)
-        warnings += (Migration(f"{SCOPE_FIELD}={names}", "", f"{PROVIDER_FIELDS['modules']}={names}").warning,)
+    if vision.enabled and len(set(vision.scope)) == 1:
+        warnings += (f"{SCOPE_FIELD}={vision.scope[0]}: one graph holds the whole encoder, attention and MLPs",)
     if vision.enabled and not vision.deepstack_gradient_allreduce:
         warnings += deepstack_warnings(facts_of(written))
     packed = packed_options(written.fields)
@@ -119,7 +118,7 @@ def _offloading(options: GraphOptions, facts: Facts) -> GraphOptions:
 
 def _without_effect(written: Written, vision: VisionGraphOptions, packed: bool) -> tuple[str, ...]:
     """Return a line for each group of options that a person wrote for graphs that are off, or captured another way."""
-    idle = {one.field for one in VISION.options if one.name not in WITHOUT_GRAPHS} | {SCOPE_FIELD}
+    idle = {one.field for one in VISION.options if one.name not in WITHOUT_GRAPHS}
     groups = (
         (vision.enabled, idle - {PROVIDER_FIELDS["impl"]}, f"vision graphs are off ({PROVIDER_FIELDS['impl']}=none)"),
         (packed, set(PACKED.names), f"packed-sequence graphs are off ({MAX_PACKED_SEQS} is not set)"),

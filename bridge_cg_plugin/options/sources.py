@@ -14,7 +14,6 @@ from .experts import SETTINGS as OF_EXPERTS
 from .groups import GROUPS, TUNING, split_name, tuning_of
 from .language_model import IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE
 from .migration import SWITCHES
-from .vision import PROVIDER_FIELDS, SCOPE_FIELD
 
 LANGUAGE_MODEL_FIELDS = (*LANGUAGE_MODEL.names, *SWITCHES)
 FIELDS = (*(name for group in GROUPS for name in group.names), *SWITCHES)
@@ -81,7 +80,7 @@ OTHER_FIELDS = (
 MODEL_SECTIONS = ("model", "config", "cfg", "provider", "transformer")
 OTHER_SECTIONS = ("rng", "ddp", "dist", "rerun_state_machine", "dataset", "peft")
 # Fields that say the same thing: what is written later replaces all of a group.
-_GROUPS = ((IMPL, *SWITCHES), (MODULES, SCOPE), (PROVIDER_FIELDS["modules"], SCOPE_FIELD))
+_GROUPS = ((IMPL, *SWITCHES), (MODULES, SCOPE))
 _ASSIGNMENT = re.compile(r"[+]{0,2}([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
 _WORDS = re.compile(r"\s*([+]{0,2}[A-Za-z_][\w.\-]*=|--\w)")
 _DEPTH = 8

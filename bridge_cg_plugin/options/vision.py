@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from .declaration import Group, getter, option
+from .declaration import Group, option
 from .errors import OptionError
 from .offload import (
     moves_activations,
@@ -14,24 +14,23 @@ from .offload import (
 )
 from .values import Parser, capacities, flag, one_of, positive_number, whole_number, words
 
-MODULES = ("attn", "mlp")
+SCOPE = ("attn", "mlp")
 CHECK_ACTIONS = ("warn", "stop")
 # Offsets of frames are 32-bit integers.
 MOST_TOKENS = 2**31 - 1
 _OFFSETS = "Offsets of tokens are 32-bit integers."
-# Upstream's name of the modules field, copied from the days when modules were called scope. Accepted everywhere.
 SCOPE_FIELD = "vision_cuda_graph_scope"
 
 
-def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
+def _parse_scope(field: str, value: Any) -> tuple[str, ...]:
     names = tuple(name for name in words(value) if name != "full")
     for name in names:
-        if name not in MODULES:
-            raise OptionError(field, value, _MODULES.allowed, f"Remove {name!r}.")
+        if name not in SCOPE:
+            raise OptionError(field, value, _SCOPE.allowed, f"Remove {name!r}.")
     return names
 
 
-_MODULES = Parser("attn, mlp, both, or empty for the whole encoder", _parse_modules)
+_SCOPE = Parser("attn, mlp, both, or empty", _parse_scope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +50,13 @@ class VisionGraphOptions:
         "vision-encoder graphs: none or transformer_engine",
         "`transformer_engine` is upstream's name; the plugin captures the graphs",
     )
-    modules: tuple[str, ...] = option(
+    scope: tuple[str, ...] = option(
         (),
-        _MODULES,
+        _SCOPE,
         "LIST",
-        "parts of every layer to capture: attn or mlp; [] is the whole encoder",
-        f"Both parts are the whole encoder too. None uses upstream's deprecated `{SCOPE_FIELD}`",
-        old=(SCOPE_FIELD, "deprecated: write --vision_cuda_graph_modules"),
-        feature="vision graphs of parts of layers",
-        without=((), MODULES, MODULES[::-1]),
+        "upstream's parts of layers to capture: attn or mlp",
+        "With any value the whole encoder is one graph",
+        field=SCOPE_FIELD,
     )
     buckets: tuple[int, ...] | Literal["auto"] = option(
         "auto",
@@ -217,11 +214,6 @@ class VisionGraphOptions:
         return self.impl != "none"
 
     @property
-    def whole_encoder(self) -> bool:
-        """Whether the encoder is one region."""
-        return not self.modules or set(self.modules) == set(MODULES)
-
-    @property
     def on_demand(self) -> bool:
         """Whether buckets are recorded when microbatches ask for them."""
         return self.grows or self.buckets == "auto"
@@ -252,13 +244,7 @@ def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding"
     Raises:
         OptionError: A value cannot work.
     """
-    parsed = VISION.read(source)
-    scope = _parse_modules(SCOPE_FIELD, getter(source)(SCOPE_FIELD))
-    modules = parsed.setdefault("modules", scope)
-    if scope and set(scope) != set(modules):
-        allowed = f"left out with {PROVIDER_FIELDS['modules']}={list(modules)}"
-        raise OptionError(SCOPE_FIELD, list(scope), allowed, f"Remove {SCOPE_FIELD}.")
-    options = VisionGraphOptions(**parsed)
+    options = VisionGraphOptions(**VISION.read(source))
     if options.enabled:
         _check_capacities(options, merge_unit, unit)
     return options

@@ -8,7 +8,6 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 
 from ..graphs.fallback import Fallback
-from ..graphs.piece import CallSite
 from ..graphs.program import RegionProgram
 from ..graphs.recordings.compiling import Compilation
 from ..graphs.replays.replay import want_gradients
@@ -103,26 +102,6 @@ class EncoderAdapter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPart:
-    """A part of one layer as a region of its own.
-
-    Attributes:
-        program: The part.
-        site: Where the layer calls it.
-        limits: Returns a bucket's limits for the most frames that any bucket takes. Parts whose activations leave the
-            device replay together only where all have the same limits.
-    """
-
-    program: RegionProgram
-    site: CallSite
-    limits: Callable[[int], tuple[int, ...]]
-
-
-# Called with the encoder, "attn" or "mlp", `exact_below` and the kernels of recorded work.
-LayerParts = Callable[[nn.Module, str, int, RecordingKernels], Sequence[LayerPart]]
-
-
-@dataclass(frozen=True, slots=True)
 class OtherAttention:
     """Attention in the place of that which an encoder's graphs have else.
 
@@ -161,8 +140,6 @@ class EncoderFamily:
         fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
         before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
         known_activations: Entered like kernels where activations leave the device: notes what they are.
-        layer_parts: Returns the attention or the MLP of every layer as a region of its own; None where the encoder's
-            layers have no such parts.
         driven_by_bridge: Whether Bridge's train loop drives graphs of this encoder itself.
         encodes: "vision" or "audio". A model may have one encoder of each; both are captured.
     """
@@ -180,6 +157,5 @@ class EncoderFamily:
     fused_accumulation: RecordingKernels = nullcontext
     before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
     known_activations: RecordingKernels = nullcontext
-    layer_parts: LayerParts | None = None
     driven_by_bridge: bool = False
     encodes: Literal["vision", "audio"] = "vision"

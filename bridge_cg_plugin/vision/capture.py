@@ -11,22 +11,21 @@ from ..announce import announce
 from ..attention_bounds import SIDE_STREAM_UP_TO, deterministic
 from ..graphs.changes.source import autocast_dtype
 from ..graphs.errors import CaptureError
-from ..graphs.piece import CallSite, Growth, Piece
+from ..graphs.piece import Growth, Piece
 from ..graphs.planning.buckets import Bucket, any_size
 from ..graphs.planning.demand import BEGIN_WITH, Demand
 from ..graphs.program import RegionProgram
 from ..graphs.rank_consensus import digest
-from ..graphs.recordings.chain import Chain
 from ..graphs.recordings.compiling import KernelCompiler
 from ..graphs.region import Region
 from ..graphs.reports.report import GIB
 from ..graphs.workload import Manager
 from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
-from .adapter import NO_OTHER_ATTENTION, EncoderAdapter, EncoderBatch, EncoderFamily, LayerPart
+from .adapter import NO_OTHER_ATTENTION, EncoderAdapter, EncoderBatch, EncoderFamily
 from .alike_sizes import AlikeSizes, RoundedAsEager
 from .fit import Shape
-from .plan import MEMORY_MARGIN, EncoderPlan, buckets_of_parts, growth_of, growth_of_part, menu_of
+from .plan import MEMORY_MARGIN, EncoderPlan, growth_of, menu_of
 
 
 class RecordedKernels:
@@ -183,40 +182,26 @@ class EncoderCapture:
             self._begin(manager, limit)
         else:
             self.buckets = self.plan.named()
-            self._regions = manager.record(self._pieces(manager, self.buckets))
+            buckets = [bucket for capacity in self.buckets for bucket in self._buckets_of(capacity)]
+            self._regions = manager.record([self._piece(manager, buckets)])
         return self._excess(manager.slots)
 
     def _begin(self, manager: Manager, limit: float) -> None:
         """Capture what microbatches have asked for most; others follow while training runs."""
-        program, planned = self.encoder_program(), self._program(planned=True)
-        parts = () if self._options.whole_encoder else self._parts()
-        buckets_of = self._buckets_of if self._options.whole_encoder else partial(buckets_of_parts, self.plan, parts)
-        menu = menu_of(self._options, self._adapter.unit, planned, buckets_of, self._last_alike)
+        planned = self._program(planned=True)
+        menu = menu_of(self._options, self._adapter.unit, planned, self._buckets_of, self._last_alike)
         self.demand = Demand(menu, min(limit, self.plan.largest))
         for shape in self.plan.last:
             self.demand.saw(shape)
         self.demand.begin(BEGIN_WITH)
-        pieces, allowed = self._growing_pieces(manager, program, parts, self.demand), self._memory_limit()
-        self._regions = manager.record(pieces, self.demand, allowed)
+        piece = self._piece(manager, self.demand.buckets, growth_of(self.demand))
+        self._regions = manager.record([piece], self.demand, self._memory_limit())
         self.note_buckets()
 
     def note_buckets(self) -> None:
         """Note which buckets there are now, where they are captured on demand."""
         if self.demand is not None:
             self.buckets = tuple(sorted({bucket.tokens for bucket in self.demand.buckets}))
-
-    def _growing_pieces(
-        self, manager: Manager, program: RegionProgram, parts: Sequence[LayerPart], demand: Demand
-    ) -> list[Piece]:
-        """Return the whole encoder, or a part of every layer, with the buckets to begin with."""
-        if self._options.whole_encoder:
-            return [self._piece(manager, program, demand.buckets, growth=growth_of(demand))]
-        pieces, chain = [], self._chain(manager)
-        for part in parts:
-            growth = growth_of_part(demand, part)
-            buckets = [growth.bucket_of(bucket) for bucket in demand.buckets]
-            pieces.append(self._piece(manager, part.program, buckets, part.site, growth, chain))
-        return pieces
 
     def _largest(self) -> int:
         return max(self._regions[0].buckets).tokens
@@ -272,53 +257,15 @@ class EncoderCapture:
     def _last_alike(self) -> Callable[[int, int], int]:
         return any_size if self._alike is None else self._alike.last
 
-    def _pieces(self, manager: Manager, capacities: Sequence[int]) -> list[Piece]:
-        """Return the whole encoder, or a part of every layer."""
-        frames, options = self.plan.max_frames(), self._options
-        if options.whole_encoder:
-            buckets = [bucket for capacity in capacities for bucket in self._buckets_of(capacity)]
-            return [self._piece(manager, self.encoder_program(), buckets)]
-        chain, pieces = self._chain(manager), []
-        for part in self._parts():
-            part_buckets = [Bucket(capacity, part.limits(frames)) for capacity in capacities]
-            pieces.append(self._piece(manager, part.program, part_buckets, part.site, chain=chain))
-        return pieces
-
-    def _chain(self, manager: Manager) -> Chain | None:
-        """Return what lets activations of parts of layers leave the device; None where they stay."""
-        offloading = offloading_of(self._options, PROVIDER_FIELDS, manager)
-        return None if offloading is None else Chain(manager.executor, offloading)
-
     def _buckets_of(self, capacity: int, shapes: Sequence[Shape] = ()) -> list[Bucket]:
         return self.plan.buckets_of(capacity, self.kernels.attends_directly, shapes)
 
-    def _parts(self) -> Sequence[LayerPart]:
-        """Return that part of every layer which the options name.
-
-        Raises:
-            CaptureError: The encoder's layers have none.
-        """
-        if self._family.layer_parts is None:
-            raise CaptureError(f"{self._family.name} has no layers whose parts could be captured")
-        (module,) = self._options.modules
-        return self._family.layer_parts(self._model, module, self._options.exact_below, self.kernels)
-
-    def _piece(
-        self,
-        manager: Manager,
-        program: RegionProgram,
-        buckets: Sequence[Bucket],
-        site: CallSite | None = None,
-        growth: Growth | None = None,
-        chain: Chain | None = None,
-    ) -> Piece:
+    def _piece(self, manager: Manager, buckets: Sequence[Bucket], growth: Growth | None = None) -> Piece:
         return Piece(
-            program=program,
+            program=self.encoder_program(),
             buckets=buckets,
-            site=site,
             evaluation=self._options.evaluation,
-            offloading=None if site is not None else offloading_of(self._options, PROVIDER_FIELDS, manager),
-            chain=chain,
+            offloading=offloading_of(self._options, PROVIDER_FIELDS, manager),
             has_side_stream=self.has_side_stream,
             compile=self._compiler.finish,
             growth=growth,
@@ -329,4 +276,4 @@ class EncoderCapture:
         options = self._options
         if options.streams != "auto":
             return options.streams == 2
-        return options.whole_encoder and not options.moves_activations and bucket.tokens <= SIDE_STREAM_UP_TO
+        return not options.moves_activations and bucket.tokens <= SIDE_STREAM_UP_TO

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from ..graphs.replays.gradients import GradientSinks
 from ..graphs.replays.slot import Arena
 from ..graphs.reports.report import GIB
 from ..options import VisionGraphOptions
-from .adapter import EncoderAdapter, EncoderBatch, LayerPart
+from .adapter import EncoderAdapter, EncoderBatch
 from .fit import Shape
 
 # Large enough that activations outweigh what does not grow with the batch.
@@ -175,12 +174,12 @@ def menu_of(
         options: What the user asked for.
         unit: Capacities are multiples of it.
         program: The whole encoder.
-        buckets_of: See `Menu`; of parts of layers, see `buckets_of_parts`.
+        buckets_of: See `Menu`.
         last_alike: See `Menu`.
     """
     return Menu(
         buckets_of=buckets_of,
-        refuse=program.refuse if options.whole_encoder else partial(_refuse_part, options.exact_below),
+        refuse=program.refuse,
         cost=replay_cost,
         unit=unit,
         exact_below=options.exact_below,
@@ -189,49 +188,10 @@ def menu_of(
     )
 
 
-def buckets_of_parts(
-    plan: EncoderPlan, parts: Sequence[LayerPart], capacity: int, shapes: Sequence[Shape]
-) -> list[Bucket]:
-    """Return the bucket of a capacity that stands for those of all parts, with the limit (frames,) if any sees frames.
-
-    Args:
-        plan: The encoder's.
-        parts: Of every layer.
-        capacity: Tokens.
-        shapes: Microbatches that it is for.
-    """
-    frames = plan.max_frames(shapes)
-    return [Bucket(capacity, (frames,) if any(part.limits(frames) for part in parts) else ())]
-
-
 def growth_of(demand: Demand) -> Growth:
-    """Return how the whole encoder's region gets buckets."""
+    """Return how the encoder's region gets buckets."""
     return Growth(replay_cost, partial(_missed, demand))
-
-
-def growth_of_part(demand: Demand, part: LayerPart) -> Growth:
-    """Return how the region of a part of a layer gets buckets, with limits of its own."""
-    bucket_of = partial(_of_part, part)
-    return Growth(replay_cost, partial(_part_missed, demand, part.program, bucket_of), bucket_of)
 
 
 def _missed(demand: Demand, batch: EncoderBatch) -> Fallback:
     return demand.missed(batch.shape)
-
-
-def _part_missed(demand: Demand, program: RegionProgram, bucket_of: Callable[[Bucket], Bucket], batch: Any) -> Fallback:
-    tokens = program.size(batch)
-    return demand.missed(
-        Shape(tokens, batch.segments, tokens), lambda _, bucket: program.refuse(batch, bucket_of(bucket))
-    )
-
-
-def _of_part(part: LayerPart, bucket: Bucket) -> Bucket:
-    return Bucket(bucket.tokens, part.limits(*bucket.limits) if bucket.limits else ())
-
-
-def _refuse_part(exact_below: int, shape: Shape, bucket: Bucket) -> Fallback | None:
-    """Return why parts of layers do not take a shape, or None if they do."""
-    if bucket.limits and shape.frames > bucket.limits[0]:
-        return Fallback.TOO_MANY_FRAMES
-    return Fallback.TOO_FEW_TOKENS if shape.tokens <= exact_below and shape.tokens != bucket.tokens else None

@@ -261,9 +261,9 @@ def measured_costs(
     """Return where an encoder's microbatches are timed, or None where times must not decide.
 
     Deterministic runs must repeat themselves, and tensor-parallel ranks must decide alike, as their collectives
-    depend on it; times do neither. Layers' parts are too short to time one by one.
+    depend on it; times do neither.
     """
-    if not options.cost_fallback or not options.whole_encoder or deterministic():
+    if not options.cost_fallback or deterministic():
         return None
     config: Any = getattr(model, "config", None)
     if (getattr(config, "tensor_model_parallel_size", None) or 1) > 1:

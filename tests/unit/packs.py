@@ -314,14 +314,14 @@ def losses_and_gradients(model, arguments):
 
 
 @contextmanager
-def graphs_on(model, *warmup, capture=True, executor=None, num_microbatches=1, **options):
+def graphs_on(model, *warmup, capture=True, executor=None, num_microbatches=1, grows=False, **options):
     """Put packed-sequence graphs on a model for the duration, after eager passes over `warmup`; yields its graphs."""
     values = {**DEFAULTS, **options}
     before = {name: vars(model.config).get(name) for name in values}
     for name, value in values.items():
         setattr(model.config, name, value)
     helper = PackedCudaGraphHelper(
-        [model], model.config, num_microbatches=num_microbatches, executor=executor or new_executor()
+        [model], model.config, num_microbatches=num_microbatches, grows=grows, executor=executor or new_executor()
     )
     (graphs,) = [chunk.graphs for chunk in helper.chunks]
     try:

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,14 +14,12 @@ from bridge_cg_plugin.offload.inventory import Event, Inventory, Seen
 from bridge_cg_plugin.offload.observe import Observed, observed_together
 from bridge_cg_plugin.offload.planner import part_plans
 from bridge_cg_plugin.offload.schedule import Fate
-from bridge_cg_plugin.options import OFFLOAD_MODULES
 
 from ..tape import tensors
 from . import packs
-from .towers import assert_close, draw, forward, graphs_on, loss_of, move, new_tower, results
+from .packed_parts import APART, LARGE, SMALL, losses, move, new_model, on_parts, results, same, weighed
+from .towers import assert_close
 
-ROWS, OTHERS = [(1, 8, 8), (2, 4, 8)], [(1, 4, 8)]
-SETTINGS = {"buckets": (64, 128), "offload_min_bytes": 1024}
 MODULES = pytest.mark.parametrize("modules", [("attn",), ("mlp",)], ids=",".join)
 
 
@@ -32,159 +29,147 @@ def planned(graphs):
     return plans[max(plans)]
 
 
-def same(found, expected) -> bool:
-    return all(map(torch.equal, found[0], expected[0])) and all(map(torch.equal, found[1], expected[1]))
+def expected_of(model, modules, *lengths):
+    """Return results of parts that keep all."""
+    with on_parts(model, modules, APART):
+        return [results(model, each) for each in lengths]
 
 
-@MODULES
+@pytest.mark.parametrize(
+    "modules, layers, scopes",
+    [
+        (["attn"], {}, {"attention"}),
+        (["attn", "mlp"], {}, {"attention", "mlp", "layernorm"}),
+        (["attn", "moe_router"], packs.EXPERTS, {"attention", "layernorm"}),
+    ],
+    ids=["attn", "attn,mlp", "experts"],
+)
 @pytest.mark.both_executors
-def test_outputs_and_gradients_are_those_of_parts_that_keep_all(modules):
-    tower = new_tower()
-    with graphs_on(tower, modules=modules, **SETTINGS):
-        expected = [results(tower, rows) for rows in (ROWS, OTHERS)]
-    with graphs_on(tower, modules=modules, slots=2, offload=OFFLOAD_MODULES, **SETTINGS) as graphs:
+def test_outputs_and_gradients_are_those_of_parts_that_keep_all(modules, layers, scopes):
+    model = new_model(**layers)
+    expected = expected_of(model, modules, SMALL, LARGE)
+    with on_parts(model, modules, slots=2) as graphs:
         for _ in range(2):
-            assert all(same(results(tower, rows), right) for rows, right in zip((ROWS, OTHERS), expected, strict=True))
-        plan, layers = planned(graphs), len(tower.decoder.layers)
-        assert len(plan.inventory.parts) == layers
-        assert plan.plan.places(Fate.OFFLOAD) == list(range(len(plan.inventory.seen)))
-        statistics = graphs.statistics()
-        assert not statistics.fallbacks and statistics.replays == 4 * layers
+            found = [results(model, lengths) for lengths in (SMALL, LARGE)]
+            assert all(map(same, found, expected))
+        statistics, plan = graphs.statistics(), planned(graphs)
+        assert not statistics.fallbacks and statistics.replays == 4 * len(graphs._regions)
         assert statistics.pinned_bytes >= 2 * plan.inventory.nbytes
+        assert len(plan.inventory.parts) == len(graphs._regions)
+        assert plan.plan.places(Fate.OFFLOAD) == list(range(len(plan.inventory.seen)))
+        assert scopes <= {seen.scope for seen in plan.inventory.seen}
     assert graphs.statistics().pinned_bytes == 0
 
 
 @MODULES
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
 def test_microbatches_in_flight_keep_their_activations_apart(modules, order):
-    tower = new_tower()
-    wanted = [p for p in tower.parameters() if p.requires_grad]
+    model = new_model()
 
     def run():
-        losses = [loss_of(forward(tower, rows, seed)) for seed, rows in enumerate((ROWS, OTHERS))]
-        return [torch.autograd.grad(losses[place], wanted) for place in order]
+        made = [weighed(losses(model, lengths, seed)) for seed, lengths in enumerate((LARGE, SMALL))]
+        return [torch.autograd.grad(made[place], list(model.parameters())) for place in order]
 
-    with graphs_on(tower, modules=modules, slots=2, **SETTINGS):
+    with on_parts(model, modules, APART, slots=2):
         expected = run()
-    with graphs_on(tower, modules=modules, slots=2, offload=OFFLOAD_MODULES, **SETTINGS) as graphs:
+    with on_parts(model, modules, slots=2) as graphs:
         for _ in range(2):
             for found, right in zip(run(), expected, strict=True):
                 assert all(map(torch.equal, found, right))
         assert not graphs.statistics().fallbacks
 
 
-@MODULES
-def test_every_part_of_a_microbatch_has_the_same_slot(modules):
-    tower = new_tower()
-    with graphs_on(tower, modules=modules, slots=2, offload=OFFLOAD_MODULES, **SETTINGS) as graphs:
+def test_every_part_of_a_microbatch_has_the_same_slot():
+    model = new_model()
+    with on_parts(model, slots=2) as graphs:
         held = graphs._regions[1]._slots[0].take()
-        outputs = forward(tower, ROWS)
+        made = losses(model, LARGE)
         assert [[slot.free for slot in region._slots] for region in graphs._regions] == [
             [region is not graphs._regions[1], False] for region in graphs._regions
         ]
-        forward(tower, OTHERS)
-        assert graphs.statistics().fallbacks == {"no_free_slot": len(graphs._regions)}
-        loss_of(outputs).backward()
+        losses(model, SMALL)
+        assert graphs.statistics().fallbacks == {"no_free_slot": 1}
+        weighed(made).backward()
         held.release()
-        forward(tower, OTHERS)
+        losses(model, SMALL)
         assert graphs.statistics().replays == 2 * len(graphs._regions)
 
 
 @MODULES
-def test_a_pass_without_gradients_leaves_activations_of_a_microbatch_alone(modules):
-    tower = new_tower()
-    with graphs_on(tower, modules=modules, **SETTINGS):
-        expected = results(tower, ROWS)
-    with graphs_on(tower, modules=modules, slots=2, offload=OFFLOAD_MODULES, **SETTINGS) as graphs:
-        outputs = forward(tower, ROWS)
+def test_passes_without_gradients_leave_activations_of_a_microbatch_alone(modules):
+    model = new_model()
+    ((_, expected),) = expected_of(model, modules, LARGE)
+    with on_parts(model, modules, slots=2) as graphs:
+        made = losses(model, LARGE)
         for _ in range(3):
             with torch.no_grad():
-                tower(*draw(ROWS, 1))
-        found = torch.autograd.grad(loss_of(outputs), [p for p in tower.parameters() if p.requires_grad])
-        assert all(map(torch.equal, found, expected[1]))
+                losses(model, LARGE, 1)
+        found = torch.autograd.grad(weighed(made), list(model.parameters()))
+        assert all(map(torch.equal, found, expected))
         graphs.capture()
-        tower.eval()
+        model.eval()
         with torch.no_grad():
-            tower(*draw(ROWS, 1))
+            losses(model, LARGE, 1)
         assert not graphs.statistics().fallbacks.keys() - {"mode_not_captured"}
 
 
 @MODULES
-def test_a_model_whose_memory_moved_has_all_parts_recorded_again_before_its_next_microbatch(modules):
-    tower = new_tower()
-    with graphs_on(tower, modules=modules, **SETTINGS):
-        expected = results(tower, ROWS)
-    with graphs_on(tower, modules=modules, offload=OFFLOAD_MODULES, **SETTINGS) as graphs:
-        assert same(results(tower, ROWS), expected)
-        move(tower.decoder.layers[1])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_model_whose_memory_moved_has_all_parts_recorded_again(modules, inference):
+    """What is recorded inside inference mode serves training later."""
+    model = new_model()
+    expected = expected_of(model, modules, LARGE)
+    with on_parts(model, modules) as graphs:
+        assert same(results(model, LARGE), expected[0])
+        move(model.decoder.layers[1])
         before = [list(region.sources.current.recordings.values()) for region in graphs._regions]
-        assert same(results(tower, ROWS), expected)
+        if inference:
+            with torch.inference_mode():
+                losses(model, LARGE)
+        assert same(results(model, LARGE), expected[0])
         after = [list(region.sources.current.recordings.values()) for region in graphs._regions]
-        assert not graphs.statistics().fallbacks
+        assert not graphs.statistics().fallbacks.keys() - ({"mode_not_captured"} if inference else set())
         assert all(set(map(id, new)) - set(map(id, old)) for old, new in zip(before, after, strict=True))
-
-
-@MODULES
-def test_passes_without_gradients_leave_what_training_asks_for(modules):
-    tower = new_tower()
-    with graphs_on(tower, modules=modules, **SETTINGS):
-        expected = results(tower, ROWS)
-    with graphs_on(tower, modules=modules, offload=OFFLOAD_MODULES, **SETTINGS) as graphs:
-        results(tower, ROWS)
-        for _ in range(2):
-            with torch.no_grad():
-                tower(*draw(ROWS))
-        move(tower.decoder.layers[1])
-        assert same(results(tower, ROWS), expected)
-        assert graphs.statistics().fallbacks.keys() == {"mode_not_captured"}
 
 
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_microbatch_asks_once_for_a_state_of_its_parts(moved):
     """Ranks count alike, also where one of them has to record all parts again because its memory moved."""
-    tower = new_tower()
-    with graphs_on(tower, modules=("attn",), offload=OFFLOAD_MODULES, **SETTINGS) as graphs:
-        results(tower, ROWS)
-        tower.decoder.layers[2].requires_grad_(False)
+    model = new_model()
+    with on_parts(model) as graphs:
+        results(model, LARGE)
+        model.decoder.layers[2].requires_grad_(False)
         if moved:
-            move(tower.decoder.layers[0])
+            move(model.decoder.layers[0])
         for _ in range(3):
-            results(tower, ROWS)
+            results(model, LARGE)
         assert graphs.statistics().fallbacks == {"parameters_changed": 1}
 
 
 @MODULES
 def test_buckets_on_demand(modules):
-    tower = new_tower()
-    options = {**SETTINGS, "buckets": "auto"}
-    with graphs_on(tower, modules=modules, **SETTINGS):
-        expected = [results(tower, rows) for rows in (ROWS, OTHERS)]
-    with graphs_on(tower, capture=False, modules=modules, slots=2, offload=OFFLOAD_MODULES, **options) as graphs:
-        results(tower, OTHERS)
-        graphs.capture()
+    model = new_model()
+    expected = expected_of(model, modules, LARGE, SMALL)
+    with on_parts(model, modules, warmup=(SMALL,), slots=2, buckets="auto") as graphs:
         for _ in range(6):
-            graphs.begin_step()
-            losses = [loss_of(forward(tower, rows)) for rows in (ROWS, OTHERS)]
-            wanted = [p for p in tower.parameters() if p.requires_grad]
-            found = [torch.autograd.grad(loss, wanted) for loss in losses]
+            with graphs.step():
+                made = [weighed(losses(model, lengths)) for lengths in (LARGE, SMALL)]
+                found = [torch.autograd.grad(each, list(model.parameters())) for each in made]
         for gradients, (_, right) in zip(found, expected, strict=True):
             assert all(torch.allclose(a, b, atol=1e-5, rtol=1e-4) for a, b in zip(gradients, right, strict=True))
         buckets = {region.buckets for region in graphs._regions}
-        assert len(buckets) == 1 and len(buckets.pop()) == 2
+        assert len(buckets) == 1 and len({bucket.tokens for bucket in buckets.pop()}) == 2
         before = graphs.statistics().fallbacks.copy()
-        results(tower, ROWS)
+        results(model, LARGE)
         assert graphs.statistics().fallbacks == before
 
 
-@MODULES
-def test_memory_of_a_slot_is_that_of_the_largest_bucket_that_is_left(modules):
-    tower, options = new_tower(), {**SETTINGS, "buckets": "auto"}
-    with graphs_on(tower, capture=False, modules=modules, offload=OFFLOAD_MODULES, **options) as graphs:
-        results(tower, OTHERS)
-        graphs.capture()
+def test_memory_of_a_slot_is_that_of_the_largest_bucket_that_is_left():
+    model = new_model()
+    with on_parts(model, warmup=(SMALL,), buckets="auto") as graphs:
         while len(graphs._regions[0].buckets) == 1:
-            graphs.begin_step()
-            results(tower, ROWS)
+            with graphs.step():
+                results(model, LARGE)
         assert all(region.outdated() is not None for region in graphs._regions)  # each bucket has memory of its own
         largest = max(graphs._regions[0].buckets)
         for region in graphs._regions:
@@ -193,11 +178,10 @@ def test_memory_of_a_slot_is_that_of_the_largest_bucket_that_is_left(modules):
         assert all(region._slots[0].pool is not None for region in graphs._regions)
 
 
-@MODULES
-def test_memory_of_parts_is_given_back_without_a_collection(modules):
-    tower = new_tower()
-    with graphs_on(tower, modules=modules, offload=OFFLOAD_MODULES, **SETTINGS) as graphs:
-        results(tower, ROWS)
+def test_memory_of_parts_is_given_back_without_a_collection():
+    model = new_model()
+    with on_parts(model) as graphs:
+        results(model, LARGE)
         held = [weakref.ref(slot) for region in graphs._regions for slot in region._slots]
         held += [weakref.ref(graphs._regions[0]._piece.chain.common(0).border)]
         gc.disable()
@@ -206,21 +190,6 @@ def test_memory_of_parts_is_given_back_without_a_collection(modules):
             assert [there for there in held if there() is not None] == []
         finally:
             gc.enable()
-
-
-@MODULES
-def test_parts_are_recorded_again_inside_inference_mode(modules):
-    """What is recorded there serves training later."""
-    tower = new_tower()
-    with graphs_on(tower, modules=modules, **SETTINGS):
-        expected = results(tower, ROWS)
-    with graphs_on(tower, modules=modules, offload=OFFLOAD_MODULES, **SETTINGS) as graphs:
-        results(tower, ROWS)
-        move(tower.decoder.layers[1])
-        with torch.inference_mode():
-            tower(*draw(ROWS))
-        assert same(results(tower, ROWS), expected)
-        assert not graphs.statistics().fallbacks.keys() - {"mode_not_captured"}
 
 
 class Held(TorchDispatchMode):
@@ -275,23 +244,21 @@ class _Measured:
         self._executor.after_backward.append(self._held.nbytes)
 
 
-@MODULES
-def test_a_part_leaves_no_more_in_the_pool_than_its_plan_keeps(modules):
-    tower, executor = new_tower(), Measuring()
-    settings = {**SETTINGS, "buckets": (128,), "evaluation": False}
-    scopes = ("attention",) if modules == ("attn",) else ("mlp",)
-    with graphs_on(tower, executor=executor, modules=modules, offload=scopes, **settings) as graphs:
-        plan = planned(graphs)
+def test_a_part_leaves_no_more_in_the_pool_than_its_plan_keeps():
+    model, executor = new_model(), Measuring()
+    with on_parts(model, executor=executor, buckets=[512], evaluation=False) as graphs:
+        plan, parts = planned(graphs), len(graphs._regions)
+        made = len(executor.after_forward)
     small = 4 * 1024 * len(plan.inventory.parts)  # what is below `offload_min_bytes` stays
-    assert len(executor.after_forward) == len(executor.after_backward) == len(tower.decoder.layers)
+    assert made == len(executor.after_backward) and made % parts == 0
     assert all(left <= small for left in executor.after_forward)
-    assert executor.after_backward == [0] * len(tower.decoder.layers)
+    assert executor.after_backward == [0] * made
     assert plan.inventory.parts[0].nbytes > 2 * small
 
 
-def target_of(tower, modules, share) -> float:
+def target_of(model, modules, share) -> float:
     """Return a target in GiB that so large a part of the activations fits."""
-    with graphs_on(tower, modules=modules, offload=("attention", "mlp"), **SETTINGS) as graphs:
+    with on_parts(model, modules, ("attention", "mlp")) as graphs:
         statistics = graphs.statistics()
         static = statistics.static_bytes + statistics.gradient_bytes
         return (share * planned(graphs).inventory.nbytes + static) / 2**30
@@ -300,14 +267,14 @@ def target_of(tower, modules, share) -> float:
 @MODULES
 @pytest.mark.parametrize("share", [0.5, 0.8])
 def test_one_memory_target_holds_for_all_parts_of_a_slot(modules, share, capsys):
-    tower = new_tower()
-    with graphs_on(tower, modules=modules, **SETTINGS):
-        expected = results(tower, ROWS)
-    target = target_of(tower, modules, share)
-    with graphs_on(tower, executor=ReferenceExecutor(), modules=modules, offload_above_gb=target, **SETTINGS) as graphs:
-        assert same(results(tower, ROWS), expected)
+    model = new_model()
+    expected = expected_of(model, modules, LARGE)
+    target = target_of(model, modules, share)
+    with on_parts(model, modules, None, executor=ReferenceExecutor(), offload_above_gb=target) as graphs:
+        assert same(results(model, LARGE), expected[0])
         made = [region.sources.current.recordings.items() for region in graphs._regions]
-        bodies = [r.recording._body for each in made for (_, b, mode), r in each if b.tokens == 128 and mode.gradients]
+        largest = max(planned_buckets(graphs))
+        bodies = [r.recording._body for each in made for (_, b, mode), r in each if b == largest and mode.gradients]
         peaks = [body.activations.peak_of_last for body in bodies]
         plan = planned(graphs)
         windows = [part.window for part in part_plans(plan.inventory, plan.plan)]
@@ -316,6 +283,10 @@ def test_one_memory_target_holds_for_all_parts_of_a_slot(modules, share, capsys)
         fates = {plan.plan.fates[place] for place in range(len(plan.inventory.seen))}
         assert fates == {Fate.KEEP, Fate.OFFLOAD}
     assert "GiB kept" in capsys.readouterr().out
+
+
+def planned_buckets(graphs):
+    return graphs._regions[0].buckets
 
 
 def test_what_earlier_parts_leave_on_the_device_counts_for_later_ones():
@@ -327,19 +298,17 @@ def test_what_earlier_parts_leave_on_the_device_counts_for_later_ones():
 
 
 def test_small_and_marked_tensors_are_seen_to_stay():
-    tower = new_tower()
-    with graphs_on(tower, modules=("attn",), offload_above_gb=1.0, **SETTINGS) as graphs:
+    model = new_model()
+    with on_parts(model, offload=None, offload_above_gb=1.0) as graphs:
         offloading = graphs._regions[0]._piece.chain.offloading
         stays = {observed.stays for observed, _ in offloading._looked.values()}
         assert all(each > 0 for each in stays)
 
 
 def test_a_target_that_cannot_be_kept_says_what_can():
-    tower = new_tower()
-    with (
-        pytest.raises(CaptureError, match=r"offload_above_gb=1e-06: bucket .* needs at least"),
-        graphs_on(tower, modules=("attn",), offload_above_gb=1e-6, **SETTINGS),
-    ):
+    model = new_model()
+    said = r"offload_above_gb=1e-06: bucket .* needs at least"
+    with pytest.raises(CaptureError, match=said), on_parts(model, offload=None, offload_above_gb=1e-6):
         pass
 
 
@@ -348,24 +317,24 @@ class Gaps(ReferenceExecutor):
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()
-        self.nbytes, self.recorded = nbytes, 0
+        self.nbytes, self.recorded, self.parts = nbytes, 0, 3
 
     def record_forward(self, body, pool):
         self.recorded += body.activations is not None
         return super().record_forward(body, pool)
 
     def pool_bytes(self, pool):
-        return self.nbytes if self.recorded <= 3 else 0
+        return self.nbytes if self.recorded <= self.parts else 0
 
 
 def test_a_slot_that_takes_more_than_its_target_has_all_parts_recorded_again():
-    tower = new_tower()
-    target = target_of(tower, ("attn",), 0.8)
+    model = new_model()
+    target = target_of(model, ("attn",), 0.8)
     executor = Gaps(int(1.05 * target * 2**30))
-    settings = {**SETTINGS, "buckets": (128,), "evaluation": False}
-    with graphs_on(tower, executor=executor, modules=("attn",), offload_above_gb=target, **settings) as graphs:
-        assert executor.recorded == 2 * len(graphs._regions)
-        results(tower, ROWS)
+    settings = {"buckets": [512], "evaluation": False}
+    with on_parts(model, offload=None, executor=executor, offload_above_gb=target, **settings) as graphs:
+        assert executor.recorded % len(graphs._regions) == 0 and executor.recorded > len(graphs._regions)
+        results(model, LARGE)
         assert not graphs.statistics().fallbacks
 
 
@@ -381,56 +350,14 @@ class Failing(ReferenceExecutor):
         return super().record_forward(body, pool)
 
 
-def test_a_failed_capture_leaves_the_encoder_eager_and_no_host_memory(caplog):
-    tower = new_tower()
-    options = {**SETTINGS, "strict": False, "slots": 2, "offload": OFFLOAD_MODULES, "modules": ("attn",)}
-    expected = results(tower, ROWS)
-    with graphs_on(tower, capture=False, executor=Failing(), **options) as graphs:
+def test_a_failed_capture_leaves_the_model_eager_and_no_host_memory(caplog):
+    model = new_model()
+    expected = results(model, LARGE)
+    with on_parts(model, capture=False, executor=Failing(), strict=False, slots=2) as graphs:
         assert not graphs.capture() and "OutOfMemory" in graphs.failure
         assert graphs.statistics().pinned_bytes == 0
-        assert same(results(tower, ROWS), expected)
+        assert same(results(model, LARGE), expected)
     assert len([r for r in caplog.records if "could not be captured" in r.message]) == 1
-
-
-# Packed documents.
-
-PACKS, SMALL = ((30, 180, 77), (300,)), {"offload_min_bytes": 1024}
-
-
-@contextmanager
-def on_parts(model, modules, **options):
-    """Put graphs of parts of a language model's layers on it, each a region of its own."""
-    values = {"capture": False, "cuda_graph_modules": modules, **options}
-    with packs.graphs_on(model, packs.pack(packs.WARMUP), **values) as graphs:
-        graphs.workload.family.parts = graphs.workload.family.layer_parts
-        graphs.capture()
-        yield graphs
-
-
-@pytest.mark.parametrize(
-    "modules, layers, scopes",
-    [
-        (["attn"], {}, {"attention"}),
-        (["attn", "mlp"], {}, {"attention", "mlp", "layernorm"}),
-        (["attn", "moe_router"], packs.EXPERTS, {"attention", "layernorm"}),
-    ],
-    ids=["attn", "attn,mlp", "experts"],
-)
-@pytest.mark.both_executors
-def test_packs_give_what_parts_that_keep_all_give(modules, layers, scopes):
-    model = packs.new_model(**layers)
-    batches = [packs.pack(lengths) for lengths in PACKS]
-    with packs.ON_CPU(), on_parts(model, modules):
-        expected = [packs.losses_and_gradients(model, batch) for batch in batches]
-    tuning = {"cuda_graph_packed_offload": "all", "cuda_graph_packed_tuning": {**SMALL, "slots": 2}}
-    with packs.ON_CPU(), on_parts(model, modules, **tuning) as graphs:
-        for _ in range(2):
-            for batch, (losses, gradients) in zip(batches, expected, strict=True):
-                found = packs.losses_and_gradients(model, batch)
-                assert torch.equal(found[0], losses) and all(map(torch.equal, found[1], gradients))
-        statistics, plan = graphs.statistics(), planned(graphs)
-        assert not statistics.fallbacks and statistics.pinned_bytes > 0
-        assert scopes <= {plan.inventory.seen[place].scope for place in plan.plan.places(Fate.OFFLOAD)}
 
 
 def without_gradients(layer):
@@ -447,15 +374,14 @@ def without_gradients(layer):
 
 def test_a_part_without_gradients_leaves_what_all_parts_read_alone():
     """What a pack is made of is written once a microbatch; a recording of one part in its midst would overwrite it."""
-    right, model = packs.new_model(), packs.new_model()
+    right, model = new_model(layers=2), new_model(layers=2)
     for each in (right, model):
         without_gradients(each.decoder.layers[0])
-    batch = packs.pack(PACKS[0])
-    tuning = {"cuda_graph_packed_offload": "all", "cuda_graph_packed_tuning": SMALL}
-    with packs.ON_CPU(), on_parts(model, ["attn", "mlp"], **tuning) as graphs:
+    batch = packs.pack(SMALL)
+    with on_parts(model, ["attn", "mlp"]) as graphs:
         for _ in range(4):
-            losses, expected = model(**batch), right(**batch)
+            made, expected = model(**batch), right(**batch)
             wanted = [list(each.decoder.layers[1].parameters()) for each in (model, right)]
-            found = [torch.autograd.grad(each.sum(), own) for each, own in zip((losses, expected), wanted, strict=True)]
-            assert_close([losses, *found[0]], [expected, *found[1]])
+            found = [torch.autograd.grad(each.sum(), own) for each, own in zip((made, expected), wanted, strict=True)]
+            assert_close([made, *found[0]], [expected, *found[1]])
         assert graphs.statistics().replays == 4 * 2

@@ -1,32 +1,24 @@
 """Parts that share a slot's memory replay right, or not at all, in whatever order a model runs them."""
 
-from contextlib import contextmanager
-from dataclasses import replace
-
 import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import ReplayError
-from bridge_cg_plugin.options import OFFLOAD_MODULES
-from bridge_cg_plugin.upstream.encoders import layer_parts
 
 from ..pooled import PooledExecutor
-from .towers import forward, graphs_on, loss_of, new_tower
+from .packed_parts import APART, CHAIN, LARGE, losses, new_model, on_parts, weighed
 
-ROWS, LAYERS = [(1, 8, 8), (2, 4, 8)], 3
+LAYERS = 3
 MODULES = pytest.mark.parametrize("modules", [("attn",), ("mlp",)], ids=",".join)
 
 
-@contextmanager
-def on_parts(tower, modules, **options):
-    """Put graphs of parts of layers on a tower, whose activations leave."""
-    settings = {"buckets": (128,), "offload_min_bytes": 1024, "offload": OFFLOAD_MODULES, **options}
-    with graphs_on(tower, executor=PooledExecutor(), modules=modules, **settings) as graphs:
-        yield graphs
+def on_pooled_parts(model, modules, **options):
+    """Put graphs of parts of layers on a model, whose activations leave."""
+    return on_parts(model, modules, executor=PooledExecutor(), buckets=[512], **options)
 
 
-def gradients_of(outputs, tower):
-    return torch.autograd.grad(loss_of(outputs), list(tower.parameters()), allow_unused=True)
+def gradients_of(made, model):
+    return torch.autograd.grad(weighed(made), list(model.parameters()), allow_unused=True)
 
 
 def same(found, right) -> bool:
@@ -35,24 +27,36 @@ def same(found, right) -> bool:
     return all(torch.allclose(a, b, atol=1e-5, rtol=1e-4) for a, b in pairs if a is not None)
 
 
-def cut_behind_first_layer(tower):
-    """Let no gradient of the second layer flow into the first, whose output is one of the tower's."""
-    layer = tower.decoder.layers[1]
-    run = layer.forward
-    layer.forward = lambda hidden_states, *args, **kwargs: run(hidden_states.detach(), *args, **kwargs)
-    return tower
+class Cut:
+    """A model whose second layer hands no gradient to the first, and what its first layer returns."""
+
+    def __init__(self):
+        self.model = new_model()
+        first, second = self.model.decoder.layers[:2]
+        first.register_forward_hook(self._keep)
+        run = second.forward
+        second.forward = lambda hidden_states, *args, **kwargs: run(hidden_states.detach(), *args, **kwargs)
+
+    def _keep(self, layer, args, outputs):
+        self._early = outputs[0]
+
+    def run(self):
+        """Return losses and the output of the first layer."""
+        made = losses(self.model, LARGE)
+        early, self._early = self._early, None
+        return made, early
 
 
 @MODULES
 def test_backwards_of_later_parts_first(modules):
-    tower = cut_behind_first_layer(new_tower())
+    cut = Cut()
 
     def run():
-        embeddings, early, _ = forward(tower, ROWS)
-        return gradients_of([embeddings], tower), gradients_of([early], tower)
+        made, early = cut.run()
+        return gradients_of(made, cut.model), gradients_of(early, cut.model)
 
     right = run()
-    with on_parts(tower, modules) as graphs:
+    with on_pooled_parts(cut.model, modules) as graphs:
         for _ in range(2):
             assert all(map(same, run(), right))
         assert graphs.statistics().replays == 2 * LAYERS
@@ -61,73 +65,57 @@ def test_backwards_of_later_parts_first(modules):
 @MODULES
 def test_a_backward_behind_that_of_an_earlier_part_fails(modules):
     """The earlier part's has overwritten what it needs; the next microbatch is right again."""
-    tower = cut_behind_first_layer(new_tower())
-    embeddings, early, _ = forward(tower, ROWS)
-    right = gradients_of([early], tower), gradients_of([embeddings], tower)
-    del embeddings, early
-    with on_parts(tower, modules) as graphs:
+    cut = Cut()
+    made, early = cut.run()
+    right = gradients_of(early, cut.model), gradients_of(made, cut.model)
+    del made, early
+    with on_pooled_parts(cut.model, modules) as graphs:
         for _ in range(2):
-            embeddings, early, _ = forward(tower, ROWS)
-            assert same(gradients_of([early], tower), right[0])
+            made, early = cut.run()
+            assert same(gradients_of(early, cut.model), right[0])
             with pytest.raises(ReplayError, match="came after that of an earlier layer"):
-                gradients_of([embeddings], tower)
-            embeddings = forward(tower, ROWS)[0]
-            assert same(gradients_of([embeddings], tower), right[1])
-            del embeddings, early
+                gradients_of(made, cut.model)
+            made, early = cut.run()
+            assert same(gradients_of(made, cut.model), right[1])
+            del made, early
         assert not graphs.statistics().fallbacks
 
 
 @MODULES
 def test_a_part_that_nothing_asks_for_loses_its_activations(modules):
     """Its output is held, but only an earlier part's backward runs."""
-    tower = cut_behind_first_layer(new_tower())
-    right = gradients_of(forward(tower, ROWS)[1:2], tower)
-    with on_parts(tower, modules) as graphs:
-        outputs = [forward(tower, ROWS)]
-        assert same(gradients_of(outputs[0][1:2], tower), right)
-        outputs.append(forward(tower, ROWS))  # in the same slot
-        assert same(gradients_of(outputs[1][1:2], tower), right)
+    cut = Cut()
+    right = gradients_of(cut.run()[1], cut.model)
+    with on_pooled_parts(cut.model, modules) as graphs:
+        outputs = [cut.run()]
+        assert same(gradients_of(outputs[0][1], cut.model), right)
+        outputs.append(cut.run())  # in the same slot
+        assert same(gradients_of(outputs[1][1], cut.model), right)
         assert graphs.statistics().replays == 2 * LAYERS and not graphs.statistics().fallbacks
 
 
 @MODULES
 def test_layers_in_another_order(modules):
-    tower, order = new_tower(), [0, 1, 2]
-    runs = [layer.forward for layer in tower.decoder.layers]
-    for place, layer in enumerate(tower.decoder.layers):
+    model, order = new_model(), [0, 1, 2]
+    runs = [layer.forward for layer in model.decoder.layers]
+    for place, layer in enumerate(model.decoder.layers):
         layer.forward = lambda *args, place=place, **kwargs: runs[order[place]](*args, **kwargs)
 
     def run(*now):
         order[:] = now
-        return gradients_of(forward(tower, ROWS), tower)
+        return gradients_of(losses(model, LARGE), model)
 
     orders = [(0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1), (0, 0, 2), (0, 1, 2)]
     right = [run(*now) for now in orders]
-    with on_parts(tower, modules) as graphs:
+    with on_pooled_parts(model, modules) as graphs:
         found = [run(*now) for now in orders]
         assert all(map(same, found, right))
         assert graphs.statistics().fallbacks == {"parts_in_another_order": 4, "no_free_slot": 1}
 
 
-def test_parts_with_limits_of_their_own(monkeypatch):
-    """Each is recorded for the others' limits too; a microbatch replays what one capture recorded."""
-    made, tower = layer_parts._attention, new_tower()
-    right = gradients_of(forward(tower, ROWS), tower)
-
-    def with_own_limits(layer, *args):
-        return replace(made(layer, *args), limits=lambda frames: (frames + layer.layer_number,))
-
-    monkeypatch.setattr(layer_parts, "_attention", with_own_limits)
-    with on_parts(tower, ("attn",)) as graphs:
-        assert len({region.buckets for region in graphs._regions}) == LAYERS
-        for _ in range(2):
-            assert same(gradients_of(forward(tower, ROWS), tower), right)
-        assert graphs.statistics().replays == 2
-
-
-def scaled_by_a_list(tower, now):
+def scaled_by_a_list(model, now):
     """Let the last layer's attention be scaled by what a list of it holds, which the first layer writes at its end."""
-    first, attention = tower.decoder.layers[0], tower.decoder.layers[2].self_attention
+    first, attention = model.decoder.layers[0], model.decoder.layers[2].self_attention
     attention.factor = [1.0]
     run, attend = first.forward, attention.forward
 
@@ -141,14 +129,14 @@ def scaled_by_a_list(tower, now):
         return out * attention.factor[0], bias
 
     first.forward, attention.forward = forward, scaled
-    return tower
+    return model
 
 
-@pytest.mark.parametrize("offload", [OFFLOAD_MODULES, None], ids=["chain", "apart"])
+@pytest.mark.parametrize("offload", [CHAIN, APART], ids=["chain", "apart"])
 def test_a_list_that_a_forward_changes_before_a_part_runs(offload):
     now = [1.0]
-    right, tower = (scaled_by_a_list(new_tower(), now) for _ in range(2))
-    with on_parts(tower, ("attn",), offload=offload) as graphs:
+    right, model = (scaled_by_a_list(new_model(), now) for _ in range(2))
+    with on_pooled_parts(model, ("attn",), offload=offload) as graphs:
         for now[0] in (1.0, 1e3, 2e3):
-            assert torch.allclose(forward(tower, ROWS)[0], forward(right, ROWS)[0], atol=1e-5, rtol=1e-4)
+            assert torch.allclose(losses(model, LARGE), losses(right, LARGE), atol=1e-5, rtol=1e-4)
         assert graphs.statistics().replays >= LAYERS

@@ -7,13 +7,11 @@ import torch
 
 from bridge_cg_plugin.graphs.errors import OtherRankFailed
 from bridge_cg_plugin.graphs.rank_consensus import Agreed
-from bridge_cg_plugin.options import OFFLOAD_MODULES
 
 from ..pooled import PooledExecutor
-from .towers import forward, graphs_on, move, new_tower, results
+from .packed_parts import APART, CHAIN, LARGE, SMALL, losses, move, new_model, on_parts, results
 
-LARGE, SMALL = [(1, 8, 8), (2, 4, 8)], [(1, 4, 8)]
-CHAINED = pytest.mark.parametrize("offload", [OFFLOAD_MODULES, None], ids=["chain", "apart"])
+CHAINED = pytest.mark.parametrize("offload", [CHAIN, APART], ids=["chain", "apart"])
 
 
 class Counted:
@@ -37,26 +35,25 @@ class Counted:
 
 
 @contextmanager
-def on_a_rank(tower, offload, consensus, **options):
-    """Put graphs of attention on a tower, as on one of several ranks."""
-    settings = {"buckets": (64, 128), "offload_min_bytes": 1024, "modules": ("attn",), **options}
-    with graphs_on(tower, capture=False, executor=PooledExecutor(), offload=offload, **settings) as graphs:
+def on_a_rank(model, offload, consensus, **options):
+    """Put graphs of attention on a model, as on one of several ranks."""
+    with on_parts(model, offload=offload, capture=False, executor=PooledExecutor(), **options) as graphs:
         graphs.bucket_consensus = consensus
         graphs.capture()
         yield graphs
 
 
-def miss_a_second_microbatch(tower, graphs):
+def miss_a_second_microbatch(model, graphs):
     """Train until steps replay, then have two microbatches in flight, of which the second has no recording."""
     for _ in range(3):
         with graphs.step():
-            results(tower, LARGE)
+            results(model, LARGE)
     with graphs.step():
-        kept = [forward(tower, LARGE) for _ in range(2)]
+        kept = [losses(model, LARGE) for _ in range(2)]
         kept.clear()
 
 
-def agreements(offload, rows, freezes, thaws, moves, layer):
+def agreements(offload, rows, freezes, thaws, moves, layer, **options):
     """Return for each microbatch how often its rank asked others and what ran eager until then.
 
     Args:
@@ -65,27 +62,27 @@ def agreements(offload, rows, freezes, thaws, moves, layer):
         freezes, thaws: The microbatches before which the last layer is frozen, and is not any more.
         moves: The microbatch before which a layer's memory moves; None leaves it.
         layer: The layer's number.
+        options: Of the graphs.
     """
-    tower, consensus, found = new_tower(), Counted(), []
-    with on_a_rank(tower, offload, consensus) as graphs:
+    model, consensus, found = new_model(), Counted(), []
+    with on_a_rank(model, offload, consensus, **options) as graphs:
         for number, each in enumerate(rows):
             if number in (freezes, thaws):
-                tower.decoder.layers[2].requires_grad_(number == thaws)
+                model.decoder.layers[2].requires_grad_(number == thaws)
             if number == moves:
-                move(tower.decoder.layers[layer])
+                move(model.decoder.layers[layer])
             before = consensus.times
-            results(tower, each)
+            results(model, each)
             found.append((consensus.times - before, dict(graphs.statistics().fallbacks)))
         return found
 
 
 @CHAINED
-@pytest.mark.parametrize("layer", [0, 2])
-@pytest.mark.parametrize("thaws", [3, 6])
+@pytest.mark.parametrize("layer, thaws", [(0, 3), (2, 5)])
 def test_ranks_ask_each_other_alike_where_one_of_them_moved(offload, layer, thaws):
-    right = agreements(offload, [LARGE] * 10, 2, thaws, None, layer)
-    for moves in (1, 2, 3, 5, 6, 7):
-        assert agreements(offload, [LARGE] * 10, 2, thaws, moves, layer) == right
+    right = agreements(offload, [SMALL] * 7, 2, thaws, None, layer, buckets=[320])
+    for moves in (1, 2, thaws, thaws + 1):
+        assert agreements(offload, [SMALL] * 7, 2, thaws, moves, layer, buckets=[320]) == right
 
 
 @CHAINED
@@ -93,22 +90,22 @@ def test_a_rank_whose_memory_moved_records_no_more_than_others_have(offload):
     """The last layer has been frozen; only its small bucket was recorded since."""
     rows = [LARGE, SMALL, SMALL, SMALL, LARGE, LARGE, LARGE]
     right = agreements(offload, rows, 1, None, None, 0)
-    for moves in range(2, 7):
+    for moves in (2, 4, 6):
         assert agreements(offload, rows, 1, None, moves, 0) == right
 
 
 @CHAINED
 def test_a_rank_whose_memory_moved_asks_as_others_for_what_is_new(offload):
     def asked(moves):
-        tower, consensus, found = new_tower(), Counted(), []
-        with on_a_rank(tower, offload, consensus):
-            results(tower, LARGE)
+        model, consensus, found = new_model(), Counted(), []
+        with on_a_rank(model, offload, consensus):
+            results(model, LARGE)
             if moves:
-                move(tower.decoder.layers[0])
-            results(tower, LARGE)
+                move(model.decoder.layers[0])
+            results(model, LARGE)
             for _ in range(3):
                 with torch.no_grad():
-                    forward(tower, LARGE)
+                    losses(model, LARGE)
                 found.append(consensus.times)
         return found
 
@@ -117,51 +114,49 @@ def test_a_rank_whose_memory_moved_asks_as_others_for_what_is_new(offload):
 
 @CHAINED
 def test_what_another_rank_could_not_record_no_rank_replays(offload):
-    tower = new_tower()
-    with on_a_rank(tower, offload, Counted(), strict=False, slots=1) as graphs:
-        results(tower, LARGE)
+    model = new_model()
+    with on_a_rank(model, offload, Counted(), strict=False, slots=1) as graphs:
+        results(model, LARGE)
         for region in graphs._regions:
             region._consensus = region._made.late._consensus = consensus = Counted(fails=1)
-        tower.decoder.layers[2].requires_grad_(False)
+        model.decoder.layers[2].requires_grad_(False)
         for _ in range(6):
-            results(tower, LARGE)
-        fallbacks = [dict(region.statistics.fallbacks) for region in graphs._regions]
-        alone = [{"capture_failed": 5}] * 2 if offload else [{}] * 2
-        assert fallbacks == [*alone, {"parameters_changed": 1, "capture_failed": 5}]
+            results(model, LARGE)
+        assert graphs.statistics().fallbacks == {"parameters_changed": 1, "capture_failed": 5}
         assert consensus.times == 1
 
 
 @CHAINED
 def test_what_no_rank_could_record_a_rank_whose_memory_moved_does_not_try(offload):
-    tower = new_tower()
-    with on_a_rank(tower, offload, Counted(), strict=False, slots=1) as graphs:
+    model = new_model()
+    with on_a_rank(model, offload, Counted(), strict=False, slots=1) as graphs:
         for region in graphs._regions:
             region._consensus = region._made.late._consensus = consensus = Counted(fails=1)
-        tower.decoder.layers[2].requires_grad_(False)
+        model.decoder.layers[2].requires_grad_(False)
         for _ in range(3):
-            results(tower, LARGE)
+            results(model, LARGE)
         assert consensus.times == 1
-        before = graphs._regions[2].statistics.fallbacks.copy()
+        before = graphs.statistics().fallbacks.copy()
         for _ in range(2):
-            move(tower.decoder.layers[2])
-            results(tower, LARGE)
+            move(model.decoder.layers[2])
+            results(model, LARGE)
         assert consensus.times == 1
-        assert graphs._regions[2].statistics.fallbacks - before == {"capture_failed": 2}
+        assert graphs.statistics().fallbacks - before == {"capture_failed": 2}
 
 
 @CHAINED
 def test_a_rank_whose_memory_moved_still_wants_what_steps_missed(offload):
     def asked(moves):
-        tower, consensus = new_tower(), Counted()
-        results(tower, LARGE)
-        with on_a_rank(tower, offload, consensus, buckets=(128,), grows=True, slots=2) as graphs:
-            miss_a_second_microbatch(tower, graphs)
+        model, consensus = new_model(), Counted()
+        results(model, LARGE)
+        with on_a_rank(model, offload, consensus, buckets=[512], grows=True, slots=2) as graphs:
+            miss_a_second_microbatch(model, graphs)
             if moves:
-                move(tower)
+                move(model)
             found = []
             for _ in range(3):
                 with graphs.step():
-                    results(tower, LARGE)
+                    results(model, LARGE)
                 found.append(consensus.times)
             return found
 
@@ -170,17 +165,17 @@ def test_a_rank_whose_memory_moved_still_wants_what_steps_missed(offload):
 
 @pytest.fixture
 def second_slot_failed(offload, monkeypatch):
-    """A tower, and graphs of it that could be recorded in the first of two slots only."""
-    tower = new_tower()
-    options = {"buckets": (128,), "grows": True, "slots": 2, "strict": False}
-    with on_a_rank(tower, offload, Counted(), **options) as graphs:
-        miss_a_second_microbatch(tower, graphs)
+    """A model, and graphs of it that could be recorded in the first of two slots only."""
+    model = new_model()
+    options = {"buckets": [512], "grows": True, "slots": 2, "strict": False}
+    with on_a_rank(model, offload, Counted(), **options) as graphs:
+        miss_a_second_microbatch(model, graphs)
         assert all(region.wishes for region in graphs._regions)
         with monkeypatch.context() as failing:
             failing.setattr(PooledExecutor, "record", lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError()))
             with graphs.step():
-                results(tower, LARGE)
-        yield tower, graphs
+                results(model, LARGE)
+        yield model, graphs
 
 
 @CHAINED
@@ -191,22 +186,22 @@ def test_what_one_part_cannot_record_no_part_wants_any_more(second_slot_failed):
 
 @CHAINED
 def test_a_rank_whose_memory_moved_records_what_failed_in_another_slot_alone(second_slot_failed):
-    tower, graphs = second_slot_failed
+    model, graphs = second_slot_failed
     before = graphs.statistics()
-    move(tower)
+    move(model)
     with graphs.step():
-        results(tower, LARGE)
+        results(model, LARGE)
     after = graphs.statistics()
     assert after.replays > before.replays and after.fallbacks == before.fallbacks
 
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_parts_recorded_again_have_the_memory_of_smaller_buckets(layer):
-    tower = new_tower()
-    with on_a_rank(tower, OFFLOAD_MODULES, Counted()) as graphs:
-        results(tower, LARGE)
-        move(tower.decoder.layers[layer])
-        results(tower, LARGE)
+    model = new_model()
+    with on_a_rank(model, CHAIN, Counted()) as graphs:
+        results(model, LARGE)
+        move(model.decoder.layers[layer])
+        results(model, LARGE)
         sources = [source for region in graphs._regions for source in region.sources]
         made = [recorded for source in sources for recorded in source.recordings.values() if recorded.turn]
         assert len({id(recorded.pool) for recorded in made}) == 1

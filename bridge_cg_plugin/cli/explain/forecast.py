@@ -214,8 +214,7 @@ def other_vision_options(
     wanted = {**_OPTIONS, "kernels": kernels, "attention": attention}
     held = {name: getattr(options, name) for name in wanted}
     found = [f"{PROVIDER_FIELDS[name]}={value}" for name, value in held.items() if value not in wanted[name]]
-    parts = [] if options.whole_encoder else [f"{PROVIDER_FIELDS['modules']}={list(options.modules)}"]
-    return [*parts, *found, *(["deterministic algorithms"] if deterministic() else [])]
+    return [*found, *(["deterministic algorithms"] if deterministic() else [])]
 
 
 def as_json(found: Forecast) -> dict[str, Any]:

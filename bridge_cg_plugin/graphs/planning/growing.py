@@ -7,7 +7,6 @@ from functools import partial
 
 from ...announce import announce, warn
 from ..errors import CaptureError, OtherRankFailed, named, reason_of
-from ..piece import Growth
 from ..rank_consensus import RankConsensus
 from ..recordings.executor import give_back_after
 from ..recordings.late_recordings import Wish
@@ -21,11 +20,11 @@ class Room:
 
     Args:
         bytes_per_slot: Device memory that they may take of one slot; None is all there is.
-        regions: Regions of the module, with what makes each grow.
+        regions: Regions of the module that grow.
         demand: The buckets that there are.
     """
 
-    def __init__(self, bytes_per_slot: float | None, regions: Sequence[tuple[Region, Growth]], demand: Demand) -> None:
+    def __init__(self, bytes_per_slot: float | None, regions: Sequence[Region], demand: Demand) -> None:
         self._limit, self._regions, self._demand = bytes_per_slot, regions, demand
 
     @property
@@ -41,17 +40,17 @@ class Room:
         """
         if self._limit is None:
             return 0.0
-        return sum(region.slot_bytes(settled) for region, _ in self._regions) / self._limit
+        return sum(region.slot_bytes(settled) for region in self._regions) / self._limit
 
     def drop(self, bucket: Bucket) -> None:
         """Drop a bucket; it may be recaptured."""
-        for region, growth in self._regions:
-            region.drop(growth.bucket_of(bucket))
+        for region in self._regions:
+            region.drop(bucket)
         self._demand.drop(bucket)
 
     def drop_outdated(self) -> None:
         """Drop all but the largest recordings; microbatches ask for the others again, in shared memory."""
-        for region, _ in self._regions:
+        for region in self._regions:
             region.drop_outdated()
 
 
@@ -64,7 +63,7 @@ class Growing:
 
     Args:
         title: Names the graphs in messages.
-        regions: Regions of the module, with what makes each grow.
+        regions: Regions of the module that grow.
         demand: What microbatches asked for, and the buckets that they have.
         consensus: Ranks that see the same microbatches.
         strict: Whether a recording that fails raises.
@@ -75,7 +74,7 @@ class Growing:
     def __init__(
         self,
         title: str,
-        regions: Sequence[tuple[Region, Growth]],
+        regions: Sequence[Region],
         demand: Demand,
         consensus: RankConsensus,
         strict: bool,
@@ -105,7 +104,7 @@ class Growing:
             add, undo = partial(self._add, bucket, training), partial(self._forget, bucket)
             if self._recorded(add, f"bucket {bucket}", undo):
                 self._fit(bucket)
-        elif any(wishes := [region.wishes for region, _ in self._regions]):
+        elif any(wishes := [region.wishes for region in self._regions]):
             first = next(found for found in wishes if found)[0]
             what = f"bucket {first[1]} for one more microbatch in flight"
             alike = self._alike(wishes, first)
@@ -117,7 +116,7 @@ class Growing:
 
     def _move(self) -> None:
         """Recapture one bucket in the memory of the largest."""
-        outdated = [(region, region.outdated()) for region, _ in self._regions]
+        outdated = [(region, region.outdated()) for region in self._regions]
         found = [(region, wish) for region, wish in outdated if wish is not None]
         if not found:
             self._quiet = 0
@@ -141,7 +140,7 @@ class Growing:
             with self._counted():
                 self._consensus.agree(partial(_done, work))
         except Exception as error:
-            executor = self._regions[0][0].executor
+            executor = self._regions[0].executor
             undo(error)
             if self._strict:
                 raise CaptureError(f"{self._title}: {what} could not be captured: {named(error)}") from error
@@ -153,11 +152,11 @@ class Growing:
         return True
 
     def _idle(self) -> float:
-        return float(all(region.is_idle() for region, _ in self._regions))
+        return float(all(region.is_idle() for region in self._regions))
 
     def _add(self, bucket: Bucket, training: bool) -> None:
-        for region, growth in self._regions:
-            region.add(growth.bucket_of(bucket), training)
+        for region in self._regions:
+            region.add(bucket, training)
         self.demand.buckets.append(bucket)
 
     def _forget(self, bucket: Bucket, error: Exception) -> None:
@@ -192,7 +191,7 @@ class Growing:
         index, bucket, mode = first
         return [
             (region, wish)
-            for (region, _), found in zip(self._regions, wishes, strict=True)
+            for region, found in zip(self._regions, wishes, strict=True)
             for wish in found
             if (wish[0], wish[1].tokens, wish[2]) == (index, bucket.tokens, mode)
         ]

@@ -1,16 +1,12 @@
 """Recordings of a region that is a part of a chain: those with a backward are made with all parts."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-import torch
 
 from ..changes.source import Source
 from ..errors import CaptureError
 from ..fallback import Fallback
 from ..planning.buckets import Bucket
-from ..rank_consensus import SingleRank
 from ..replays.slot import Slot
 from ..reports.statistics import BucketStatistics
 from .chain import Chain, Place
@@ -37,8 +33,6 @@ class ChainedRecordings(LateRecordings):
         self.recording, self.warmed_up = recorder.recording, recorder.warmed_up
         self.checked, self.keep = recorder.checked, recorder.keep
         self.planned: Sequence[Sequence[Place]] = ()
-        # What microbatches asked for last in each slot.
-        self._wanted: dict[int, set[Place]] = defaultdict(set)
 
     def join(self, source: Finder, planned: Sequence[Sequence[Place]]) -> None:
         """Become the last part of the chain.
@@ -78,38 +72,6 @@ class ChainedRecordings(LateRecordings):
         if alone:
             slot.forward_pool = self._chain.forward_pool(slot.index)
         super().fill(source, slot, alone, recorded)
-
-    def catch_up(self, source: Source, index: int) -> None:
-        """Record what the last microbatches asked for in a slot that is free in all parts of the chain.
-
-        A rank whose memory moved records all that others have there: they may replay any of it now.
-
-        Raises:
-            CaptureError: A recording failed, and the region is strict.
-        """
-        for bucket, mode in self._wanted_now(source, index):
-            wish = index, bucket, mode
-            there = wish in source.recordings or bucket not in self._slots[index].buffers
-            if not there and not self._awaits_a_step(source, wish):
-                self._record_now(source, self._slots[index], bucket, mode)
-
-    def _wanted_now(self, source: Source, index: int) -> list[Place]:
-        """Return what the last microbatches like this one asked for in a slot, largest first, and forget it."""
-        training, gradients = self._sources.training, torch.is_grad_enabled()
-        wanted = set(self._wanted[index])
-        if not isinstance(self._consensus, SingleRank):
-            wanted.update(place[1:] for place in source.recorded_by_other_ranks if place[0] == index)
-        now = {
-            (bucket, mode) for bucket, mode in wanted if mode.training == training and (gradients or not mode.gradients)
-        }
-        self._wanted[index] -= now
-        return sorted(now, reverse=True)
-
-    def _free_slot(self, source: Source, bucket: Bucket, mode: Mode, index: int | None) -> Slot | None:
-        slot = super()._free_slot(source, bucket, mode, index)
-        if slot is not None:
-            self._wanted[slot.index].add((bucket, mode))
-        return slot
 
     def _may_always_record(self, slot: Slot, mode: Mode) -> bool:
         # It is in memory of its own; to record it overwrites inputs that all parts have in common.

@@ -155,9 +155,6 @@ class LateRecordings:
         """Record in a new slot; see `Recorder.fill`."""
         self._recorder.fill(source, slot, places, recorded)
 
-    def catch_up(self, source: Source, index: int) -> None:
-        """Record what must be there before a microbatch begins; nothing, except for a part of a chain."""
-
     def leave(self) -> None:
         """Let go of what others hold of these recordings."""
 

@@ -112,7 +112,6 @@ class PackedWorkload(Workload):
         "Lower the tokens of a pack, cuda_graph_packed_tuning.slots or cuda_graph_max_packed_seqs, or give "
         "cuda_graph_packed_buckets a smaller largest bucket."
     )
-    together = True
 
     def __init__(
         self,

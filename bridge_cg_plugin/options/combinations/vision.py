@@ -63,17 +63,6 @@ VISION = (
         lambda o, f: ("model.cpu_offloading", True, f"false with {_ON_THIS_MODEL}", "Switch one of both off."),
     ),
     Combination(
-        "graphs of parts of layers of a vision encoder other than Qwen3-VL's and Qwen3.5-VL's",
-        "Parts of layers can be captured in the layers of these two only",
-        lambda o, f: o.vision.enabled and f.other_tower and not o.vision.whole_encoder,
-        lambda o, f: (
-            PROVIDER_FIELDS["modules"],
-            list(o.vision.modules),
-            "empty on this model",
-            "Leave it out: the whole encoder is one region.",
-        ),
-    ),
-    Combination(
         "vision graphs of an encoder other than these with `full_iteration`",
         "megatron-core captures the whole step of such a model, and a graph cannot replay inside a capture",
         lambda o, f: o.vision.enabled and f.other_tower and o.language_model.impl == "full_iteration",
@@ -82,17 +71,6 @@ VISION = (
             o.language_model.impl,
             f"none or transformer_engine with {_ON_THIS_MODEL}",
             "Change either.",
-        ),
-    ),
-    Combination(
-        "the run-time check with graphs of parts of layers",
-        "The check compares the whole encoder",
-        lambda o, f: o.vision.enabled and o.vision.check_interval and not o.vision.whole_encoder,
-        lambda o, f: (
-            PROVIDER_FIELDS["check_interval"],
-            o.vision.check_interval,
-            f"0 with {PROVIDER_FIELDS['modules']}={list(o.vision.modules)}",
-            "Use it with the whole encoder as one region.",
         ),
     ),
 )

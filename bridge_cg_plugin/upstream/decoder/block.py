@@ -20,7 +20,6 @@ from ...language.experts.tables import Tables
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
 from ...language.packed.decoder import DecoderCall, DecoderPart
 from ...language.packed.program import RecordedPack
-from ...options import MODULES as LAYER_PARTS
 from ...options import OptionError
 from ...options.language_model import MODULES
 from ...options.packed import MAX_PACKED_SEQS
@@ -66,6 +65,8 @@ from .layers import (
     router_part,
 )
 
+# Which in a dense model are the whole layer.
+DENSE_PARTS = ("attn", "mlp")
 ROTARY = seam("packed_rotary")
 VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
 READ = ("hidden_states", "rotary_pos_emb", "packed_seq_params", *VISUAL)
@@ -179,7 +180,7 @@ class TransformerBlockFamily:
         check_padding(self._decoder.config, self.ranks)
         self._quantized, self._told = [], False
         experts = [layer for layer in self._transformer if layer.is_moe_layer]
-        every = {*LAYER_PARTS, "mamba"} if self._mamba else {*LAYER_PARTS}
+        every = {*DENSE_PARTS, "mamba"} if self._mamba else {*DENSE_PARTS}
         if not modules or (set(modules) == every and not experts):
             group = expert_group(self._decoder) if experts else None
             self.exchange = None if group is None else ExpertExchange(group)

@@ -40,7 +40,6 @@ from ..seams.own_code import as_shipped
 from ..seams.registry import seam
 from ..wrappers import overridden
 from .direct_attention import direct_attention, direct_attention_refusal, flash_attention, flash_attention_refusal
-from .layer_parts import layer_parts
 
 
 @contextmanager
@@ -303,7 +302,6 @@ QWEN3_VL = EncoderFamily(
     flash_attention=OtherAttention(flash_attention, flash_attention_refusal),
     fused_accumulation=accumulating_products,
     before_eager=accumulate_from_now_on,
-    layer_parts=partial(layer_parts, pack_segments),
     driven_by_bridge=True,
     known_activations=known_activations,
 )

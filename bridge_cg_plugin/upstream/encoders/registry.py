@@ -9,7 +9,6 @@ from typing import NamedTuple
 from torch import nn
 
 from ...announce import warn
-from ...options import PROVIDER_FIELDS, OptionError, VisionGraphOptions
 from ...vision.adapter import EncoderFamily
 from ..seams.encoders import Declaration, declared
 from ..seams.known_encoders import GROUP, points
@@ -92,18 +91,3 @@ def _find(family: EncoderFamily, holder: nn.Module) -> nn.Module | None:
             _failed.add(family.name)
             warn(f"the encoder {family.name} of another package cannot be looked for in a model: {error!r}")
         return None
-
-
-def check_modules(options: VisionGraphOptions, family: EncoderFamily) -> None:
-    """Refuse graphs of parts of layers where the encoder has none that can be regions.
-
-    Raises:
-        OptionError: It has none.
-    """
-    if not options.whole_encoder and family.layer_parts is None:
-        raise OptionError(
-            PROVIDER_FIELDS["modules"],
-            list(options.modules),
-            f"empty with {family.name}'s encoder",
-            "Its layers are not megatron-core's; leave the field out for the whole encoder as one region.",
-        )

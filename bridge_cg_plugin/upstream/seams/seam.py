@@ -21,7 +21,6 @@ class Feature(StrEnum):
     VISION = "vision graphs"
     VISION_QWEN3_VL = "vision graphs of Qwen3-VL and Qwen3.5-VL"
     DEEPSTACK_GRADIENTS = "sums of deepstack gradients"
-    LAYER_PARTS = "vision graphs of parts of layers"
     FAST_KERNELS = "fast kernels"
     OFFLOAD_IN_GRAPHS = "offloading and recompute in graphs"
     CORE_OFFLOAD = "offloading by megatron-core"

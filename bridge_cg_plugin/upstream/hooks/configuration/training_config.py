@@ -111,7 +111,7 @@ def check_training_config(config: Any) -> None:
     if options.offload.parts:
         _share_offload(config.model, options)
     if options.vision.enabled:
-        setattr(config.model, SCOPE_FIELD, list(options.vision.modules))
+        setattr(config.model, SCOPE_FIELD, list(options.vision.scope))
 
 
 def _resolve_choice(config: Any) -> None:

@@ -13,7 +13,7 @@ from ....graphs.recordings.executor import Executor
 from ....options import VisionGraphOptions, audio_options, check_combinations, vision_options
 from ....options.offload import offloads
 from ....vision.workload import VisionWorkload
-from ...encoders.registry import FoundEncoder, check_modules, find_encoder
+from ...encoders.registry import FoundEncoder, find_encoder
 from ...environment import check_process
 from ...exempt import EXEMPT
 from ...host_batch import GRIDS
@@ -72,7 +72,6 @@ class VisionTECudaGraphHelper(GraphHelper):
         self.options = options or vision_options(source, adapter.unit, adapter.unit_of)
         self.options = replace(self.options, grows=self.options.grows or grows)
         check_combinations(self.options)
-        check_modules(self.options, family)
         check_process()
         release_module(vision_model)
         tensor = tensor_group(vision_model)
