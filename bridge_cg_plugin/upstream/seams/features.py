@@ -10,8 +10,8 @@ from ...options.declaration import Option
 from ...options.language_model import IMPL
 from ...options.normalization import ALLREDUCE, splits_deepstack
 from ...options.vision import VISION
+from .encoder_group import other_providers
 from .encoders import Declaration, declared, models
-from .known_encoders import other_providers
 from .registry import SEAMS
 from .registry.models import QWEN3_VL
 from .registry.packed import PROVIDERS as LANGUAGE_MODELS
