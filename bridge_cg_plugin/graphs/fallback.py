@@ -63,9 +63,8 @@ class Fallback(StrEnum):
     )
     DOCUMENT_TOO_LONG = (
         "document_too_long",
-        "a document is longer than `cuda_graph_packed_tuning.max_seqlen`; or, with context parallelism, the padding to "
-        "the bucket is",
-        "raise `cuda_graph_packed_tuning.max_seqlen`, or add a bucket near the pack's size",
+        "a document is longer than a bucket takes; or, with context parallelism, the padding to the bucket is",
+        "add a bucket near the pack's size",
     )
     SHARDED_TOKENS = (
         "sharded_tokens",

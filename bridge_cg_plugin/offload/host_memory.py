@@ -69,13 +69,12 @@ class PinnedMemory:
     """Page-locked memory of one process, a part for each slot; a slot's buckets share it.
 
     Args:
-        limit_gb: Most that this process may take, in GiB; None is its share of what the host has.
         page_locked: Whether to lock it; without a GPU there is nothing to lock it for.
         fields: Option -> the name that users know it by, for messages.
     """
 
-    def __init__(self, limit_gb: float | None, page_locked: bool, fields: Mapping[str, str] | None = None) -> None:
-        self._limit_gb, self._page_locked = limit_gb, page_locked
+    def __init__(self, page_locked: bool, fields: Mapping[str, str] | None = None) -> None:
+        self._page_locked = page_locked
         self._fields = Plain() if fields is None else fields
         self._pieces: dict[int, list[Tensor]] = {}
 
@@ -97,11 +96,6 @@ class PinnedMemory:
                 f"for this process ({SHARE:.0%} of what is available, shared by the run's {processes_here()} processes "
                 f"there); offload less with {self._fields['offload']}, recompute with {self._fields['recompute']}, or "
                 "take fewer slots"
-            )
-        if self._limit_gb is not None and self.nbytes + more > self._limit_gb * GIB:
-            raise HostMemoryError(
-                f"{self._fields['offload_host_max_gb']}={self._limit_gb:g}: activations to offload take "
-                f"{(self.nbytes + more) / GIB:.1f} GiB; raise it, offload less or take fewer slots"
             )
 
     def reserve(self, slot: int, sizes: dict[int, int]) -> dict[int, Tensor]:

@@ -69,7 +69,7 @@ def _mark(device: torch.device) -> float:
 def copy_rates(device: torch.device) -> tuple[float, float]:
     """Return the rates of copies to and from page-locked memory in 10^9 bytes a second, measured once a process."""
     if device not in _rates:
-        memory = PinnedMemory(None, page_locked=device.type == "cuda")
+        memory = PinnedMemory(page_locked=device.type == "cuda")
         host = memory.reserve(0, {0: PROBE_BYTES})[0]
         on_device = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
         offload = _rate(device, lambda: host.copy_(on_device, non_blocking=True))

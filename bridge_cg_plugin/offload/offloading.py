@@ -39,14 +39,12 @@ class Policy:
         allowed: What may be offloaded and recomputed.
         offload_above_gb: Device memory of a slot, in GiB, that a mix of both keeps to; None does all that is allowed.
         least_bytes: Smallest storage that is offloaded or recomputed.
-        host_gb: Most page-locked host memory of this process, in GiB; None is its share of what the host has.
         fields: Option -> the name that users know it by, for messages.
     """
 
     allowed: Allowed
     offload_above_gb: float | None = None
     least_bytes: int = 1 << 20
-    host_gb: float | None = None
     fields: Mapping[str, str] = field(default_factory=Plain)
 
 
@@ -63,7 +61,7 @@ def policy_of(options: ActivationOptions, fields: Mapping[str, str]) -> Policy:
         for given, default in zip((options.offload, options.recompute), unsaid, strict=True)
     )
     allowed = Allowed(scopes, kinds)
-    return Policy(allowed, options.offload_above_gb, options.offload_min_bytes, options.offload_host_max_gb, fields)
+    return Policy(allowed, options.offload_above_gb, options.offload_min_bytes, fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class RegionOffloading:
 
     def __init__(self, policy: Policy, slots: int, device: torch.device) -> None:
         self._policy, self._slots = policy, slots
-        self._pinned = PinnedMemory(policy.host_gb, device.type == "cuda", policy.fields)
+        self._pinned = PinnedMemory(device.type == "cuda", policy.fields)
         self._transfers: Transfers = CudaTransfers(device) if device.type == "cuda" else HostTransfers()
         self._plans: dict[_Key, _Planned | None] = {}
         self._looked: dict[_Key, tuple[Observed, Costs | None]] = {}

@@ -29,10 +29,6 @@ class ActivationOptions(Protocol):
     def offload_min_bytes(self) -> int:
         """Smallest activation that leaves."""
 
-    @property
-    def offload_host_max_gb(self) -> float | None:
-        """Most page-locked host memory in GiB."""
-
 
 def offload_option(details: str = "") -> Any:
     """Declare which parts' activations go to page-locked host memory in the forward and come back in the backward."""
@@ -70,18 +66,6 @@ def offload_above_option(details: str = "") -> Any:
 def offload_min_bytes_option() -> Any:
     """Declare the smallest activation that is offloaded or recomputed."""
     return option(1 << 20, whole_number(0), "BYTES", "smallest activation that is offloaded or recomputed", tuning=True)
-
-
-def offload_host_option() -> Any:
-    """Declare the most page-locked host memory of a process in GiB."""
-    return option(
-        None,
-        positive_number,
-        "GIB",
-        "most page-locked host memory of a process",
-        "None is four fifths of the host's memory, divided among the run's processes on it",
-        tuning=True,
-    )
 
 
 def moves_activations(options: ActivationOptions) -> bool:

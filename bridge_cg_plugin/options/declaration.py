@@ -97,7 +97,7 @@ class Group:
     @cached_property
     def options(self) -> tuple[Option, ...]:
         """The options, in the order of their declaration."""
-        return tuple(self._option(f) for f in dataclasses.fields(self.kind))
+        return tuple(self._option(f) for f in dataclasses.fields(self.kind) if _KEY in f.metadata)
 
     def _option(self, declared: dataclasses.Field[Any]) -> Option:
         said = dict(declared.metadata[_KEY])

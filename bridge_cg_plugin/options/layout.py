@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import OptionError
-from .values import Parser
 
 _WRITTEN = re.compile(r"TP(\d+)xCP(\d+)(xSP)?", re.IGNORECASE)
 _ALLOWED = "TP1xCP1, or another layout: TP and CP with their ranks, xSP for sequence parallelism"
@@ -55,6 +54,3 @@ def parse_layout(field: str, value: Any) -> RankLayout:
     if found is None or "0" in (found[1].lstrip("0") or "0", found[2].lstrip("0") or "0"):
         raise OptionError(field, value, _ALLOWED, "Correct it.")
     return RankLayout(int(found[1]), int(found[2]), found[3] is not None)
-
-
-layout = Parser(_ALLOWED, lambda field, value: str(parse_layout(field, value)))

@@ -92,11 +92,9 @@ def _offloading(options: GraphOptions, facts: Facts) -> GraphOptions:
 
 def _without_effect(written: Written, vision: VisionGraphOptions, packed: bool) -> tuple[str, ...]:
     """Return a line for each group of options that a person wrote for graphs that are off, or captured another way."""
-    at_once = vision.enabled and not vision.on_demand
     idle = {one.field for one in VISION.options if one.name not in WITHOUT_GRAPHS} | {SCOPE_FIELD}
     groups = (
         (vision.enabled, idle - {PROVIDER_FIELDS["impl"]}, f"vision graphs are off ({PROVIDER_FIELDS['impl']}=none)"),
-        (at_once or not vision.enabled, {PROVIDER_FIELDS["headroom"]}, "buckets are captured on demand"),
         (packed, set(PACKED.names), f"packed-sequence graphs are off ({MAX_PACKED_SEQS} is not set)"),
     )
     lines = []

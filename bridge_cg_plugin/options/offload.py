@@ -46,14 +46,6 @@ class OffloadOptions:
         "all or none",
         field=SHARED,
     )
-    min_bytes: int | None = option(
-        None,
-        whole_number(0),
-        "BYTES",
-        f"smallest activation that {SHARED} offloads",
-        "None keeps the default of each part",
-        field=f"{SHARED}_min_bytes",
-    )
     enabled: bool = option(
         False,
         flag,

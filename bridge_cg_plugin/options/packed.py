@@ -6,21 +6,22 @@ from typing import Any, Literal
 from .activations import (
     moves_activations,
     offload_above_option,
-    offload_host_option,
     offload_min_bytes_option,
     offload_option,
     recompute_option,
 )
-from .capture import CaptureMode, capture_option, check_limits, limits_option, on_demand
 from .declaration import Group, option
 from .errors import OptionError
-from .layout import layout
 from .values import capacities, flag, whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedOptions:
-    """Packed-sequence graphs, typed. What each option means is in its declaration."""
+    """Packed-sequence graphs, typed. What each option means is in its declaration.
+
+    Attributes:
+        grows: Whether named buckets, too, are captured when packs ask for them. No option.
+    """
 
     max_packed_seqs: int | Literal["auto"] | None = option(
         None,
@@ -28,7 +29,7 @@ class PackedOptions:
         "N",
         "graphs of packed sequences with up to this many documents, or auto",
         "A smaller number is faster, a larger one has fewer fallbacks. `auto` is 1.5 times the most documents of "
-        "warm-up steps, plus one for padding; buckets captured on demand double it for packs with more. "
+        "warm-up steps, plus one for padding; automatic buckets double it for packs with more. "
         "`bridge-cg plan packed` recommends a number. None captures no packs",
         field="cuda_graph_max_packed_seqs",
         flags=("max_packed_seqs", "cuda_graph_max_packed_seqs"),
@@ -40,24 +41,6 @@ class PackedOptions:
         "bucket sizes in tokens of packs, ascending, or auto",
         "`auto` chooses them from the packs of warm-up steps",
     )
-    max_seqlen: int | None = option(
-        None,
-        whole_number(1),
-        "TOKENS",
-        "tokens of the longest document that a graph takes",
-        "None is the bucket's tokens",
-        tuning=True,
-    )
-    bucket_limits: tuple[tuple[int, ...], ...] | None = limits_option()
-    planned_for: str | None = option(
-        None,
-        layout,
-        "LAYOUT",
-        "layout that the buckets and the bound were planned for",
-        "`bridge-cg plan packed` sets it; a run with another layout is refused. None is any",
-        tuning=True,
-    )
-    capture_mode: CaptureMode = capture_option()
     slots: int | Literal["auto"] = option(
         "auto",
         whole_number(1, "auto"),
@@ -70,7 +53,6 @@ class PackedOptions:
     recompute: tuple[str, ...] | None = recompute_option("As for vision graphs")
     offload_above_gb: float | None = offload_above_option("As for vision graphs")
     offload_min_bytes: int = offload_min_bytes_option()
-    offload_host_max_gb: float | None = offload_host_option()
     gradient_accumulation_fusion: bool = option(
         True,
         flag,
@@ -81,6 +63,7 @@ class PackedOptions:
     )
     evaluation: bool = option(True, flag, "BOOL", "run evaluation of packs on graphs too", tuning=True)
     strict: bool = option(False, flag, "BOOL", "a failed capture of packed-sequence graphs stops the run")
+    grows: bool = False
 
     @property
     def enabled(self) -> bool:
@@ -90,7 +73,7 @@ class PackedOptions:
     @property
     def on_demand(self) -> bool:
         """Whether buckets are recorded when packs ask for them."""
-        return on_demand(self.capture_mode, self.buckets)
+        return self.grows or self.buckets == "auto"
 
     @property
     def moves_activations(self) -> bool:
@@ -113,5 +96,4 @@ def packed_options(source: Any) -> PackedOptions:
     options = PackedOptions(**PACKED.read(source))
     if options.buckets != "auto" and options.buckets[0] < 1:
         raise OptionError(PACKED_FIELDS["buckets"], options.buckets[0], "a token count of at least 1", "Correct it.")
-    check_limits(options.bucket_limits, options.buckets, PACKED_FIELDS["bucket_limits"], PACKED_FIELDS["buckets"])
     return options

@@ -23,8 +23,6 @@ CORE_MODULES: dict[str, tuple[str, ...]] = {
     "mlp": IN_EXPERTS,
     "layernorm": ("attn_norm", "mlp_norm"),
 }
-# megatron-core counts elements, of bf16 where it trains, where regions count bytes.
-ELEMENT_BYTES = 2
 COUNTS_ENCODER = "megatron-core would count layers of the encoder, which has the same settings, as the language model's"
 READ_BY_RESIDUAL = "megatron-core would free the layer's input, which the residual connection reads"
 IN_LINEAR_LAYERS = "its norms are part of the linear layers behind them"
@@ -67,18 +65,14 @@ def _region[Region: (VisionGraphOptions, PackedOptions)](
     """Return a region's options with what is shared."""
     if region.offload is not None and set(region.offload) != set(offload.parts or ()):
         raise _conflict(fields["offload"], list(region.offload), offload)
-    if offload.min_bytes is None:
-        return replace(region, offload=offload.parts)
-    if region.offload_min_bytes not in (type(region)().offload_min_bytes, offload.min_bytes):
-        raise _conflict(fields["offload_min_bytes"], region.offload_min_bytes, offload)
-    return replace(region, offload=offload.parts, offload_min_bytes=offload.min_bytes)
+    return replace(region, offload=offload.parts)
 
 
 def _core(
     offload: OffloadOptions, modules: tuple[str, ...], language_model: LanguageModelGraphOptions, facts: Facts
 ) -> OffloadOptions:
     """Return megatron-core's options as the shared one sets them; they may have been set from it before."""
-    written = [name for name in ("enabled", "modules", "min_tensor_size") if CORE_FIELDS[name] in facts.explicit]
+    written = [name for name in ("enabled", "modules") if CORE_FIELDS[name] in facts.explicit]
     of_parts = {module for part in offload.parts or () for module in CORE_MODULES.get(part, ())}
     stranger = bool(offload.modules) and not (offload.enabled and set(offload.modules) <= of_parts)
     if written or stranger:
@@ -87,10 +81,9 @@ def _core(
         raise _conflict(CORE_FIELDS[name], list(value) if isinstance(value, tuple) else value, offload)
     if offload.modules:
         return offload
-    size = offload.min_tensor_size if offload.min_bytes is None else offload.min_bytes // ELEMENT_BYTES
     bound = 1 if modules and language_model.impl == "full_iteration" else None
     limit = bound if offload.max_inflight is None else offload.max_inflight
-    return replace(offload, enabled=bool(modules), modules=modules, min_tensor_size=size, max_inflight=limit)
+    return replace(offload, enabled=bool(modules), modules=modules, max_inflight=limit)
 
 
 def _conflict(field: str, value: object, offload: OffloadOptions) -> OptionError:

@@ -128,7 +128,6 @@ def real_number(allowed: str, accepts: Callable[[float], bool]) -> Parser:
 
 
 positive_number = real_number("a number above 0", lambda number: 0 < number < float("inf"))
-factor = real_number("a number of at least 1", lambda number: 1 <= number < float("inf"))
 
 
 def parse_flag(field: str, value: Any) -> bool:
@@ -144,29 +143,6 @@ def parse_flag(field: str, value: Any) -> bool:
 
 
 flag = Parser("true or false", parse_flag)
-_LIMITS = "buckets with their limits, as in 784/8/784+3136/1/3136"
-
-
-def parse_bucket_limits(field: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    """Return buckets with their limits, each as tokens and limits.
-
-    Raises:
-        OptionError: It is something else.
-    """
-    items = re.split(r"[,+\s]+", value.strip("[] ")) if isinstance(value, str) else value
-    if not isinstance(items, Sequence) or not items:
-        raise OptionError(field, value, _LIMITS, "Give at least one bucket.")
-    numbers = [str(item).split("/") if isinstance(item, str) else item for item in items]
-    try:
-        found = tuple(tuple(int(str(number)) for number in each) for each in numbers)
-    except (TypeError, ValueError):
-        raise OptionError(field, value, _LIMITS, "Write whole numbers with / between them.") from None
-    if any(len(each) < 2 or min(each) < 1 for each in found):
-        raise OptionError(field, value, _LIMITS, "Each bucket needs its tokens and at least one limit.")
-    return tuple(dict.fromkeys(found))
-
-
-bucket_limits = Parser(_LIMITS, parse_bucket_limits)
 _CAPACITIES = '"auto" or an ascending list of token counts'
 
 

@@ -6,29 +6,16 @@ from typing import Any, Literal
 from .activations import (
     moves_activations,
     offload_above_option,
-    offload_host_option,
     offload_min_bytes_option,
     offload_option,
     recompute_option,
 )
-from .capture import CaptureMode, capture_option, check_limits, limits_option, on_demand
 from .declaration import Group, getter, option
 from .errors import OptionError
-from .values import (
-    Parser,
-    capacities,
-    factor,
-    flag,
-    one_of,
-    parse_choice,
-    positive_number,
-    whole_number,
-    words,
-)
+from .values import Parser, capacities, flag, one_of, positive_number, whole_number, words
 
 MODULES = ("attn", "mlp")
 CHECK_ACTIONS = ("warn", "stop")
-STREAMS = ("auto", "1", "2")
 # Offsets of frames are 32-bit integers.
 MOST_TOKENS = 2**31 - 1
 _OFFSETS = "Offsets of tokens are 32-bit integers."
@@ -47,14 +34,15 @@ def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
 _MODULES = Parser("attn, mlp, both, or empty for the whole encoder", _parse_modules)
 
 
-def _parse_streams(field: str, value: Any) -> Any:
-    name = parse_choice(field, value, STREAMS)
-    return name if name == "auto" else int(name)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionGraphOptions:
-    """Options of the vision encoder, nearly all of its CUDA graphs, typed. What each means is in its declaration."""
+    """Options of the vision encoder, nearly all of its CUDA graphs, typed. What each means is in its declaration.
+
+    Attributes:
+        grows: Whether named buckets, too, are captured when microbatches ask for them. No option.
+        streams: Streams that a graph's kernels run on. No option. With 2, weight gradients run in parallel with other
+            kernels; "auto" is 2 for buckets of up to 4096 tokens whose activations stay on the device, else 1.
+    """
 
     impl: Literal["none", "transformer_engine"] = option(
         "none",
@@ -81,22 +69,12 @@ class VisionGraphOptions:
         "`auto` chooses them from the microbatches of warm-up steps. `max_vision_cuda_graph_seq_length` is added to a "
         "list",
     )
-    headroom: float = option(
-        1.25,
-        factor,
-        "FACTOR",
-        "size of the largest automatic bucket, relative to the largest microbatch of warm-up steps",
-        "Only with `capture_mode=at_once`, and without `max_vision_cuda_graph_seq_length`. If memory is short, it is 1 "
-        "and a line is logged",
-        tuning=True,
-    )
     max_seq_length: int | None = option(
         None,
         whole_number(1),
         "TOKENS",
         "tokens of the largest bucket",
-        "Tokens are patches before merging. With None, buckets captured on demand have no limit; those captured at "
-        "once are for the largest microbatch of warm-up steps times `headroom`, rounded up",
+        "Tokens are patches before merging. With None, automatic buckets have no limit",
         field="max_vision_cuda_graph_seq_length",
     )
     slots: int | Literal["auto"] = option(
@@ -112,8 +90,8 @@ class VisionGraphOptions:
         whole_number(1, "auto"),
         "N",
         "most images and video frames of one microbatch, or auto",
-        "`auto` is 64, or twice the most of warm-up steps if that is more, rounded up to a multiple of 16. Buckets "
-        "captured on demand double it for microbatches with more",
+        "`auto` is 64, or twice the most of warm-up steps if that is more, rounded up to a multiple of 16. Automatic "
+        "buckets double it for microbatches with more",
         tuning=True,
     )
     buckets_max_gb: float | None = option(
@@ -124,8 +102,6 @@ class VisionGraphOptions:
         "The memory of a token is measured before capture. A fifth of the limit stays free as margin. A bucket that "
         "comes later is dropped if it takes more than the limit. Nothing is measured without a GPU",
     )
-    bucket_limits: tuple[tuple[int, ...], ...] | None = limits_option()
-    capture_mode: CaptureMode = capture_option()
     exact_below: int = option(
         256,
         whole_number(0),
@@ -167,34 +143,12 @@ class VisionGraphOptions:
         "`kernels=exact`",
         tuning=True,
     )
-    streams: Literal["auto", 1, 2] = option(
-        "auto",
-        Parser(" or ".join(STREAMS), _parse_streams),
-        "N",
-        "streams that a graph's kernels run on",
-        "With 2, weight gradients run in parallel with other kernels ([design](design.md#side-work)). `auto` is 2 for "
-        "buckets of up to 4096 tokens whose activations stay on the device, 1 otherwise. Outputs and gradients are the "
-        "same",
-        feature="two streams",
-        without=(1,),
-        tuning=True,
-    )
     gradient_accumulation_fusion: bool = option(
         True,
         flag,
         "BOOL",
         "add weight gradients to main_grad inside the GEMM, in fp32",
         "If false, they are first rounded to the weight's dtype, as in eager without Megatron's option of this name",
-        tuning=True,
-    )
-    gradient_hooks: Literal["awaited", "always"] = option(
-        "awaited",
-        one_of(("awaited", "always")),
-        "WHEN",
-        "when autograd hooks of parameters run: awaited or always",
-        "`awaited` notifies only data parallelism's reduction, in the microbatches whose gradients it waits for. "
-        "`always` runs autograd in every microbatch. Hooks on a parameter run in both cases; hooks on its "
-        "`AccumulateGrad` node need `always`",
         tuning=True,
     )
     cost_fallback: bool = option(
@@ -219,15 +173,6 @@ class VisionGraphOptions:
         "None does everything that these name"
     )
     offload_min_bytes: int = offload_min_bytes_option()
-    offload_host_max_gb: float | None = offload_host_option()
-    audio: bool = option(
-        True,
-        flag,
-        "BOOL",
-        "capture the model's audio encoder too",
-        "For Qwen3-Omni. Its buckets are captured on demand: options that name sizes are the vision encoder's",
-        tuning=True,
-    )
     evaluation: bool = option(
         True, flag, "BOOL", "run evaluation on graphs too", "These graphs are forward-only", tuning=True
     )
@@ -263,6 +208,8 @@ class VisionGraphOptions:
         "([sequence parallelism and deepstack](parallel.md#sequence-parallelism-and-deepstack))",
         field="vision_deepstack_gradient_allreduce",
     )
+    grows: bool = False
+    streams: Literal["auto", 1, 2] = "auto"
 
     @property
     def enabled(self) -> bool:
@@ -277,7 +224,7 @@ class VisionGraphOptions:
     @property
     def on_demand(self) -> bool:
         """Whether buckets are recorded when microbatches ask for them."""
-        return on_demand(self.capture_mode, self.buckets)
+        return self.grows or self.buckets == "auto"
 
     @property
     def moves_activations(self) -> bool:
@@ -314,9 +261,6 @@ def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding"
     options = VisionGraphOptions(**parsed)
     if options.enabled:
         _check_capacities(options, merge_unit, unit)
-        check_limits(
-            options.bucket_limits, options.buckets, PROVIDER_FIELDS["bucket_limits"], PROVIDER_FIELDS["buckets"]
-        )
     return options
 
 
@@ -328,8 +272,6 @@ def audio_options(options: VisionGraphOptions) -> VisionGraphOptions:
         max_seq_length=None,
         max_frames="auto",
         exact_below=0,
-        capture_mode="on_demand",
-        bucket_limits=None,
     )
 
 

@@ -1,18 +1,16 @@
 """Capturing an encoder: what is planned is recorded, again with less where memory does not allow it."""
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 
-from ..announce import announce
 from ..attention_bounds import SIDE_STREAM_UP_TO
 from ..graphs.changes.source import autocast_dtype
-from ..graphs.errors import CaptureError, OutOfMemoryInCapture
+from ..graphs.errors import CaptureError
 from ..graphs.piece import CallSite, Growth, Piece
-from ..graphs.planning.buckets import Bucket, BucketPlan, any_size
+from ..graphs.planning.buckets import Bucket, any_size
 from ..graphs.planning.demand import BEGIN_WITH, Demand
 from ..graphs.program import RegionProgram
 from ..graphs.rank_consensus import digest
@@ -30,7 +28,6 @@ from .plan import MEMORY_MARGIN, EncoderPlan
 from .recorded_kernels import RecordedKernels
 from .shape import Shape
 
-LIMIT_ATTEMPTS = 4
 
 
 class EncoderCapture:
@@ -45,7 +42,7 @@ class EncoderCapture:
     Attributes:
         plan: Observes microbatches and plans buckets.
         kernels: What recorded work calls.
-        buckets: What was planned last; None before.
+        buckets: Tokens of the buckets there are; None before.
         demand: What microbatches ask for; None where all that may come is captured at once.
     """
 
@@ -57,12 +54,11 @@ class EncoderCapture:
         self._model, self._options, self._family, self._adapter = model, options, family, adapter
         self.plan = EncoderPlan(options, adapter)
         self.kernels = RecordedKernels(options, family)
-        self.buckets: BucketPlan | None = None
+        self.buckets: tuple[int, ...] | None = None
         self._compiler = KernelCompiler(partial(family.compilations, (model,)))
         self._regions: list[Region] = []
         self._alike: AlikeSizes | None = None
         self._autocasts: set[torch.dtype | None] = set()  # of microbatches
-        self._warmup_peak = 0
 
     def begin(self, device: torch.device) -> None:
         """Prepare for captures on a device, in a thread of its own."""
@@ -80,25 +76,20 @@ class EncoderCapture:
         self._compiler.saw(batch.tokens)
 
     def capture(self, manager: Manager) -> None:
-        """Capture; what takes more memory than allowed is recaptured with a smaller largest bucket.
+        """Capture; what takes more memory than allowed is recaptured with a smaller largest bucket, or none.
 
         Raises:
-            CaptureError: The graphs do not fit, or ranks that share layers planned different buckets.
+            CaptureError: Ranks that share layers planned different buckets.
         """
         self._choose_attention(manager)
         limit = manager.consensus.agree(partial(self._prepare, manager)).smallest
         manager.bucket_consensus.agree(float)  # a communicator that was never used cannot be captured
-        if self.plan.may_reach_further() and self._record_with_headroom(manager, limit):
-            return
-        for _ in range(LIMIT_ATTEMPTS):
+        while True:
             excess = manager.consensus.agree(partial(self._record, manager, limit)).largest
             manager.consensus.agree(partial(self._check_tensor_ranks, manager))
             if excess <= 1:
                 return
             limit = self._largest() / excess * MEMORY_MARGIN
-        raise CaptureError(
-            f"graphs do not fit vision_cuda_graph_buckets_max_gb={self._options.buckets_max_gb:g} GiB a slot"
-        )
 
     def _choose_attention(self, manager: Manager) -> None:
         """Choose attention: that which all ranks that share layers can call, or the encoder's own."""
@@ -113,18 +104,17 @@ class EncoderCapture:
     def _prepare(self, manager: Manager) -> float:
         """Look at the encoder as it is now; returns the most tokens that a bucket may have on this rank."""
         self._alike = self._alike_sizes()
-        self._warmup_peak = self._peak_bytes(manager)  # before memory is measured, which forgets it
         return self.plan.capacity_limit(manager.executor, self.encoder_program, self.kernels.attends_directly)
 
-    def _record(self, manager: Manager, limit: float, headroom: float = 1.0) -> float:
+    def _record(self, manager: Manager, limit: float) -> float:
         """Plan and capture, with a bound of the largest bucket in tokens; returns `_excess`."""
         manager.reset()
         self._regions = []
         if self._options.on_demand:
             self._begin(manager, limit)
         else:
-            self.buckets = self.plan.buckets(limit, headroom, self._last_alike)
-            self._regions = manager.record(self._pieces(manager, self.buckets.capacities))
+            self.buckets = self.plan.named()
+            self._regions = manager.record(self._pieces(manager, self.buckets))
         return self._excess(manager.slots)
 
     def _begin(self, manager: Manager, limit: float) -> None:
@@ -144,8 +134,7 @@ class EncoderCapture:
     def note_buckets(self) -> None:
         """Note which buckets there are now, where they are captured on demand."""
         if self.demand is not None:
-            capacities = sorted({bucket.tokens for bucket in self.demand.buckets})
-            self.buckets = BucketPlan(tuple(capacities), 0.0, 0)
+            self.buckets = tuple(sorted({bucket.tokens for bucket in self.demand.buckets}))
 
     def _growing_pieces(
         self, manager: Manager, program: RegionProgram, parts: Sequence[LayerPart], demand: Demand
@@ -171,37 +160,6 @@ class EncoderCapture:
     def _digest(self, slots: int) -> float:
         """Return a number that stands for the buckets, their order and the slots."""
         return digest(slots, *map(str, self._regions[0].buckets))
-
-    def _record_with_headroom(self, manager: Manager, limit: float) -> bool:
-        """Capture buckets beyond the largest size that was seen; returns whether every rank's memory allows it."""
-        fits = bool(manager.consensus.agree(partial(self._fits_with_headroom, manager, limit)).smallest)
-        if fits:
-            manager.consensus.agree(partial(self._check_tensor_ranks, manager))
-            return True
-        announce(f"vision CUDA graphs: no memory for vision_cuda_graph_tuning.headroom={self._options.headroom:g}")
-        return False
-
-    def _fits_with_headroom(self, manager: Manager, limit: float) -> bool:
-        try:
-            excess = self._record(manager, limit, self._options.headroom)
-        except (OutOfMemoryInCapture, torch.OutOfMemoryError):
-            return False
-        return excess <= 1 and self._headroom_bytes() <= self._left_over(manager)
-
-    def _peak_bytes(self, manager: Manager) -> int:
-        device = manager.executor.device
-        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-    def _headroom_bytes(self) -> float:
-        """Return what the graphs take beyond those of the largest size seen, which stand for eager's activations."""
-        return self._memory_bytes() * (1 - 1 / self._options.headroom)
-
-    def _left_over(self, manager: Manager) -> float:
-        """Return how many bytes of the device no warm-up step has needed, less a margin."""
-        device = manager.executor.device
-        if device.type != "cuda":
-            return math.inf
-        return torch.cuda.get_device_properties(device).total_memory * MEMORY_MARGIN - self._warmup_peak
 
     def _excess(self, slots: int) -> float:
         """Return the graphs' memory over the limit that automatic buckets keep to."""

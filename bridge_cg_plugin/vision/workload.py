@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import announce
-from ..graphs.planning.buckets import BucketPlan, next_run_options
+from ..graphs.planning.buckets import names_of, next_run
 from ..graphs.region import Region
 from ..graphs.workload import Call, Eager, Manager, Workload
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
@@ -71,8 +71,8 @@ class VisionWorkload(Workload):
         self.planned.end()
 
     @property
-    def buckets(self) -> BucketPlan | None:
-        """What was planned last; None before."""
+    def buckets(self) -> tuple[int, ...] | None:
+        """Tokens of the buckets there are; None before."""
         return self.planned.buckets
 
     @property
@@ -105,8 +105,7 @@ class VisionWorkload(Workload):
     def _tell(self) -> float:
         most = f"{self.planned.plan.max_frames()} {'clips' if self.family.encodes == 'audio' else 'frames'}"
         later = "" if self.planned.demand is None else ", others as microbatches ask for them"
-        found = "no bucket yet" if self.buckets is None else self.buckets
-        announce(f"{self.title}: {found}{later}; {self.manager.slots} slot(s), up to {most}")
+        announce(f"{self.title}: {names_of(self.buckets or ())}{later}; {self.manager.slots} slot(s), up to {most}")
         return 0.0
 
     def grown(self) -> None:
@@ -142,12 +141,9 @@ class VisionWorkload(Workload):
         """See `Workload`."""
         notes = {}
         if self.buckets is not None:
-            notes["plan"] = str(self.buckets)
-        demand = self.planned.demand
-        if demand is not None and demand.buckets and self.family.encodes == "vision":
-            notes["next run"] = next_run_options(
-                demand.buckets, PROVIDER_FIELDS["buckets"], PROVIDER_FIELDS["bucket_limits"]
-            )
+            notes["plan"] = names_of(self.buckets)
+        if self.planned.demand is not None and self.buckets and self.family.encodes == "vision":
+            notes["next run"] = next_run(self.buckets, PROVIDER_FIELDS["buckets"])
         if self.checks:
             worst = max(max(c.forward, c.gradient or 0.0) for c in self.checks)
             notes["checks"] = f"{len(self.checks)} replays compared with eager, largest difference {worst:.2e}"

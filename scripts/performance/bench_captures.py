@@ -99,9 +99,9 @@ def _of_one_model(
     options = VisionGraphOptions(
         impl="transformer_engine",
         buckets=tuple(sorted(batch.tokens for batch in batches)),
-        capture_mode="on_demand",
-        slots=1,
+        grows=True,
         evaluation=False,
+        slots=1,
         strict=True,
         cost_fallback=False,
     )

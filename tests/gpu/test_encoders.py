@@ -248,11 +248,15 @@ def test_automatic_buckets_hold_only_sizes_that_round_as_eager(encoder):
     expected = [encoder.run(batch)[0] for batch in batches]
     equal = {}
     for buckets in ((4096,), "auto"):
-        helper = encoder.on_graphs(batches, buckets=buckets, capture_mode="at_once", exact_below=0)
+        helper = encoder.on_graphs(batches, buckets=buckets, exact_below=0)
+        for _ in batches if buckets == "auto" else ():  # a step captures one bucket more
+            with helper.graphs.step():
+                for batch in batches:
+                    encoder.run(batch)
         outputs = [encoder.run(batch)[0] for batch in batches]
         equal[buckets] = sum(encoder.differ(a, b) == 0.0 for a, b in zip(outputs, expected, strict=True))
         print(f"{buckets}: {equal[buckets]} of {len(batches)} bit-equal, {helper.graphs.statistics().replays} replays")
-        assert not helper.graphs.statistics().fallbacks
+        assert set(helper.graphs.statistics().fallbacks) <= ({"not_captured_yet"} if buckets == "auto" else set())
         helper.delete_cuda_graphs()
     assert equal["auto"] == len(batches) > equal[4096,]
 

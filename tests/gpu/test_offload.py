@@ -11,7 +11,7 @@ from torch import nn
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor
-from bridge_cg_plugin.offload import offloading
+from bridge_cg_plugin.offload import host_memory, offloading
 from bridge_cg_plugin.offload.inventory import starts_of
 from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
 from bridge_cg_plugin.offload.planner import Allowed, fixed_plan
@@ -333,8 +333,9 @@ def test_too_little_host_memory_is_an_error_before_any_capture(tower_module, mod
         torch.cuda.CUDAGraph, "capture_begin", lambda self, *a, **k: captures.append(began(self, *a, **k))
     )
     started = time.perf_counter()
-    with pytest.raises(CaptureError, match="vision_cuda_graph_tuning.offload_host_max_gb"):
-        graphs_of(buckets=(1856,), max_frames=2, **EVERYTHING, offload_host_max_gb=0.01)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 24)
+    with pytest.raises(CaptureError, match="the host has 0.0 GiB for this process"):
+        graphs_of(buckets=(1856,), max_frames=2, **EVERYTHING)
     assert not captures and time.perf_counter() - started < 60
 
 

@@ -69,7 +69,6 @@ def test_words_may_stand_on_lines_of_their_own(configured, monkeypatch, words):
     [
         ({"vision_cuda_graph_buckets": [256]}, f"{ON} vision_cuda_graph_buckets=64", ("buckets", (256,))),
         ({"vision_cuda_graph_tuning": {"slots": 2}}, f"{ON} vision_cuda_graph_tuning.slots=5", ("slots", 2)),
-        ({"vision_cuda_graph_tuning": {"slots": 2}}, f"{ON} vision_cuda_graph_tuning.streams=1", ("slots", 2)),
         ({"vision_cuda_graph_strict": True}, f"{ON} vision_cuda_graph_strict=false", ("strict", True)),
         ({"cuda_graphs": "off"}, ON, ("enabled", False)),
         ({"cuda_graphs": "off"}, "cuda_graphs=fastest", ("enabled", False)),

@@ -99,12 +99,12 @@ def test_what_else_was_set_is_said_too(capsys):
     packed = [
         "cuda_graph_impl=transformer_engine",
         "cuda_graph_max_packed_seqs=8",
-        "cuda_graph_packed_tuning.max_seqlen=512",
+        "cuda_graph_packed_tuning.slots=3",
     ]
     words += [*packed, "cuda_graph_packed_offload=mlp", "rng.te_rng_tracker=true"]
     encoder, language_model = table(capsys, *words).values()
     assert encoder["options"] == ["vision_cuda_graph_tuning.slots=2", "vision_cuda_graph_strict=True"]
-    assert language_model["options"] == ["cuda_graph_packed_tuning.max_seqlen=512"]
+    assert language_model["options"] == ["cuda_graph_packed_tuning.slots=3"]
     assert language_model["why"].endswith("; activations of mlp go to the host")
     said = " ".join([*encoder["options"], *language_model["options"]])
     assert f"options: {said}" in " ".join(explain(capsys, *words)[1].split())
@@ -160,11 +160,6 @@ def test_a_recipe_and_overrides(capsys, one_recipe):
     ("words", "runs", "why"),
     [
         (["vision_cuda_graph_impl=transformer_engine"], "graphs", "captured on demand"),
-        (
-            ["vision_cuda_graph_impl=transformer_engine", "vision_cuda_graph_tuning.audio=false"],
-            "eager",
-            "vision_cuda_graph_tuning.audio=False",
-        ),
         ([], "eager", "vision_cuda_graph_impl=none"),
     ],
 )

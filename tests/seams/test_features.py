@@ -45,15 +45,15 @@ MODULES = {
 QWEN3_VL, QWEN35_VL, QWEN25_VL, GEMMA3, GLM45V, QWEN25_OMNI, QWEN3_OMNI, MINISTRAL3, *_NEMOTRON, GPT, MAMBA = MODULES
 NEMOTRON_VL, NEMOTRON_OMNI = _NEMOTRON
 VISION = {"vision_cuda_graph_impl": "transformer_engine"}
-EXACT = {**VISION, "vision_cuda_graph_tuning": {"kernels": "exact", "streams": 1}}
+EXACT = {**VISION, "vision_cuda_graph_tuning": {"kernels": "exact"}}
 PACKED = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": 16}
 LANGUAGE_MODEL = {"cuda_graph_impl": "transformer_engine"}
 QWEN3_VISION = {F.OPTIONS, F.VISION, F.VISION_QWEN3_VL}
 ANY_PACKED = {F.OPTIONS, F.PACKED}
 # Configuration -> provider, its fields, the features that these ask for.
 CONFIGURATIONS = {
-    "vision graphs of Qwen3-VL": (QWEN3_VL, VISION, {*QWEN3_VISION, F.FAST_KERNELS, F.STREAMS}),
-    "with exact kernels on one stream": (QWEN3_VL, EXACT, QWEN3_VISION),
+    "vision graphs of Qwen3-VL": (QWEN3_VL, VISION, {*QWEN3_VISION, F.FAST_KERNELS}),
+    "with exact kernels": (QWEN3_VL, EXACT, QWEN3_VISION),
     "of parts of layers": (
         QWEN3_VL,
         {**EXACT, "vision_cuda_graph_modules": ["attn"]},
@@ -89,11 +89,6 @@ CONFIGURATIONS = {
         QWEN3_OMNI,
         VISION,
         {F.OPTIONS, F.VISION, "vision graphs of Qwen3-Omni", "audio graphs of Qwen3-Omni"},
-    ),
-    "without its audio encoder": (
-        QWEN3_OMNI,
-        {**VISION, "vision_cuda_graph_tuning": {"audio": False}},
-        {F.OPTIONS, F.VISION, "vision graphs of Qwen3-Omni"},
     ),
     "vision graphs of Nemotron VL": (NEMOTRON_VL, VISION, {F.OPTIONS, F.VISION, "vision graphs of Nemotron VL"}),
     "vision graphs of Nemotron Omni": (
@@ -265,17 +260,16 @@ def test_upstreams_own_graphs_train_where_the_plugins_check_does_not_fit(configs
 
 
 def test_the_error_names_every_feature_with_what_to_do(configs, monkeypatch):
-    broken = {"vision_parts": "A", "layernorm_backward": "B", "gemm_workspace": "C"}
+    broken = {"vision_parts": "A", "layernorm_backward": "B"}
     monkeypatch.setattr(training_config, "broken_seams", lambda: broken)
     reason = refused(configs["vision graphs of Qwen3-VL"])
     for feature, remedy in (
         ("vision graphs of Qwen3-VL and Qwen3.5-VL", "vision_cuda_graph_impl=none"),
         ("fast kernels", "vision_cuda_graph_tuning.kernels=exact"),
-        ("two streams", "vision_cuda_graph_tuning.streams=1"),
     ):
         assert f"needs {feature}" in reason and f"Set {remedy}" in reason
     monkeypatch.setattr(training_config, "broken_seams", lambda: {k: broken[k] for k in list(broken)[1:]})
-    assert refused(configs["with exact kernels on one stream"]) == ""
+    assert refused(configs["with exact kernels"]) == ""
 
 
 def test_every_seam_serves_features_and_known_models():

@@ -29,23 +29,18 @@ VALUES = {
     "modules": ["attn", "mlp"],
     "max_seq_length": 128,
     "buckets": [64, 128],
-    "headroom": 1.5,
     "slots": 3,
     "max_frames": 8,
     "buckets_max_gb": 2.5,
-    "bucket_limits": "64/8/64+128/1/128",
     "exact_below": 0,
     "kernels": "fast",
     "attention": "cudnn",
-    "streams": 2,
     "gradient_accumulation_fusion": False,
-    "gradient_hooks": "always",
     "cost_fallback": False,
     "offload": ["attention", "mlp"],
     "recompute": ["gelu"],
     "offload_above_gb": 6.5,
     "offload_min_bytes": 4096,
-    "offload_host_max_gb": 12.0,
     "evaluation": False,
     "strict": True,
     "check_interval": 7,
@@ -57,7 +52,7 @@ TUNING = {one.name for one in VISION.tuned}
 FIELDS = {PROVIDER_FIELDS[name]: value for name, value in VALUES.items() if name not in TUNING}
 FIELDS["vision_cuda_graph_tuning"] = {name: value for name, value in VALUES.items() if name in TUNING}
 TYPED = {name: tuple(v) if isinstance(v, list) else v for name, v in VALUES.items()}
-OPTIONS = VisionGraphOptions(**{**TYPED, "bucket_limits": ((64, 8, 64), (128, 1, 128))})
+OPTIONS = VisionGraphOptions(**TYPED)
 
 
 @pytest.fixture(params=CLASSES, ids=lambda c: c[1])

@@ -31,15 +31,12 @@ PACKED = {
     "cuda_graph_packed_recompute": [],
     "cuda_graph_packed_offload_above_gb": 1e-5,
     "cuda_graph_packed_tuning": {
-        "max_seqlen": 2048,
         "slots": 3,
         "offload_min_bytes": 2048,
-        "offload_host_max_gb": 8.0,
         "evaluation": False,
     },
     "cuda_graph_packed_strict": True,
     "activation_offload": ["attention", "mlp"],
-    "activation_offload_min_bytes": 4096,
     "cuda_graphs": "exact",
 }
 BRIDGE = "megatron.bridge.models"

@@ -61,9 +61,9 @@ def test_a_vision_region_takes_the_shared_option_over(images, weights_stay):
 
 
 def test_megatron_core_takes_it_over_for_a_language_model(text):
-    text.model.activation_offload, text.model.activation_offload_min_bytes = ["attention"], 4096
+    text.model.activation_offload = ["attention"]
     check_training_config(text)
-    assert text.model.fine_grained_activation_offloading and text.model.min_offloaded_tensor_size == 2048
+    assert text.model.fine_grained_activation_offloading
     assert text.model.offload_modules == ["qkv_linear", "core_attn", "attn_proj"]
     text.model.finalize()
     assert text.model.offload_modules == ["qkv_linear", "core_attn", "attn_proj"]

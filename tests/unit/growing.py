@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from .towers import assert_close, draw, graphs_on, results
 
 SMALL, LARGE, OTHER = [[1, 8, 8]], [[1, 16, 16], [1, 8, 8]], [[2, 8, 8], [1, 6, 4]]
-ON_DEMAND = {"capture_mode": "on_demand", "buckets": "auto"}
+ON_DEMAND = {"grows": True, "buckets": "auto"}
 
 
 def grown(model, *warmup, **options):

@@ -86,9 +86,6 @@ ACCEPTED = [
     f"{TE} {PACKED}",
     f"{TE} {PACKED} context_parallel_size=2",
     f"{TE} {PACKED} {VISION} context_parallel_size=2",
-    f"{TE} {PACKED} cuda_graph_packed_tuning.planned_for=TP2xCP2xSP tensor_model_parallel_size=2"
-    " context_parallel_size=2 sequence_parallel=true",
-    f"{TE} {PACKED} cuda_graph_packed_tuning.planned_for=TP2xCP1 tensor_model_parallel_size=4",
     f"{TE} {PACKED} context_parallel_size=2 cp_comm_type=p2p",
     f"{TE} {PACKED} context_parallel_size=1 cp_comm_type=a2a",
     f"{TE} {PACKED} context_parallel_size=3 num_query_groups=4",

@@ -32,7 +32,7 @@ def typed(found):
     assert type(lm_options.inference_scope) is InferenceCudaGraphScope
     assert type(found.packed.max_packed_seqs) in (int, type(None))
     kinds = {"parts": tuple, "enabled": bool, "modules": tuple, "delay_until_cuda_graph": bool, "fraction": float}
-    optional = ("parts", "min_bytes", "max_inflight")
+    optional = ("parts", "max_inflight")
     for f in dataclasses.fields(OffloadOptions):
         value = getattr(found.offload, f.name)
         assert type(value) is kinds.get(f.name, int) or (f.name in optional and value is None)

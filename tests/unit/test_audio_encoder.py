@@ -206,4 +206,4 @@ def test_buckets_that_are_captured_on_demand_pad_seconds():
             run(model, [950])
         assert graphs.capture()
         run(model, [950])
-        assert graphs.workload.buckets.capacities == (12 * ROOM,) and graphs.statistics().replays == 1
+        assert graphs.workload.buckets == (12 * ROOM,) and graphs.statistics().replays == 1

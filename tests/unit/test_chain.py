@@ -156,7 +156,7 @@ def test_a_microbatch_asks_once_for_a_state_of_its_parts(moved):
 @MODULES
 def test_buckets_on_demand(modules):
     tower = new_tower()
-    options = {**SETTINGS, "buckets": "auto", "capture_mode": "on_demand"}
+    options = {**SETTINGS, "buckets": "auto"}
     with graphs_on(tower, modules=modules, **SETTINGS):
         expected = [results(tower, rows) for rows in (ROWS, OTHERS)]
     with graphs_on(tower, capture=False, modules=modules, slots=2, offload=OFFLOAD_MODULES, **options) as graphs:
@@ -178,7 +178,7 @@ def test_buckets_on_demand(modules):
 
 @MODULES
 def test_memory_of_a_slot_is_that_of_the_largest_bucket_that_is_left(modules):
-    tower, options = new_tower(), {**SETTINGS, "buckets": "auto", "capture_mode": "on_demand"}
+    tower, options = new_tower(), {**SETTINGS, "buckets": "auto"}
     with graphs_on(tower, capture=False, modules=modules, offload=OFFLOAD_MODULES, **options) as graphs:
         results(tower, OTHERS)
         graphs.capture()

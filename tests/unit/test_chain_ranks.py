@@ -154,7 +154,7 @@ def test_a_rank_whose_memory_moved_still_wants_what_steps_missed(offload):
     def asked(moves):
         tower, consensus = new_tower(), Counted()
         results(tower, LARGE)
-        with on_a_rank(tower, offload, consensus, buckets=(128,), capture_mode="on_demand", slots=2) as graphs:
+        with on_a_rank(tower, offload, consensus, buckets=(128,), grows=True, slots=2) as graphs:
             miss_a_second_microbatch(tower, graphs)
             if moves:
                 move(tower)
@@ -172,7 +172,7 @@ def test_a_rank_whose_memory_moved_still_wants_what_steps_missed(offload):
 def second_slot_failed(offload, monkeypatch):
     """A tower, and graphs of it that could be recorded in the first of two slots only."""
     tower = new_tower()
-    options = {"buckets": (128,), "capture_mode": "on_demand", "slots": 2, "strict": False}
+    options = {"buckets": (128,), "grows": True, "slots": 2, "strict": False}
     with on_a_rank(tower, offload, Counted(), **options) as graphs:
         miss_a_second_microbatch(tower, graphs)
         assert all(region.wishes for region in graphs._regions)

@@ -136,7 +136,7 @@ def test_later_tuning_values_win_one_by_one():
             "vision_cuda_graph_tuning=slot=2",
             r"tuning.slot': there is no such tuning value. Did you mean vision_cuda_graph_tuning.slots\?",
         ),
-        ("vision_cuda_graph_tuning.zzz=2", "there are headroom, slots"),
+        ("vision_cuda_graph_tuning.zzz=2", "there are slots, max_frames"),
         ("vision_cuda_graph_tuning=fast", "vision_cuda_graph_tuning='fast': it must be name=value,name=value"),
         (
             "vision_cuda_graph_tuning.slots=0",

@@ -294,20 +294,10 @@ def test_buckets_come_from_warm_up(case):
             case.run(model, size)
         assert graphs.capture()
         unit = graphs.workload.adapter.unit
-        assert all(capacity % unit == 0 for capacity in graphs.workload.buckets.capacities)
+        assert all(capacity % unit == 0 for capacity in graphs.workload.buckets)
         for size in case.sizes:
             case.results(model, size)
         assert graphs.statistics().fallbacks == {} and graphs.statistics().warmup_microbatches == len(case.sizes)
-
-
-def test_every_number_of_images_that_warm_up_showed_is_a_bucket_of_its_own():
-    model = new_siglip(image_size=8 * 14)  # 64 patches
-    images = torch.randn(5, 3, 112, 112)
-    with graphs_on(model, capture=False, capture_mode="at_once", buckets="auto", headroom=1) as graphs:
-        for count in (1, 2, 5):
-            model(images[:count], return_dict=True)
-        graphs.capture()
-        assert graphs.workload.buckets.capacities == (64, 128, 192, 256, 320)
 
 
 @every_encoder

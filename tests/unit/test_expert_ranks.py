@@ -319,7 +319,7 @@ def grow():
     sizes = [(270 + 60 * ((step + rank) % 3), 960 - 40 * rank)[step % 2] for step in range(24)]
     packs = [pack((size - 90, 90), seed=2 * number + rank) for number, size in enumerate(sizes)]
     expected = [losses_and_gradients(model, arguments) for arguments in packs]
-    options = {"cuda_graph_packed_buckets": "auto", "cuda_graph_packed_tuning": {"capture_mode": "on_demand"}}
+    options = {"cuda_graph_packed_buckets": "auto"}
     with on_graphs(model, packs[0], **options) as graphs:
         found = []
         for arguments in packs:

@@ -84,10 +84,10 @@ def test_flags_are_taken_out_of_words():
 
 def test_words_that_set_a_tuning_value_are_taken_out_too():
     words = ["model.vision_cuda_graph_tuning.slots=2", "+vision_cuda_graph_tuning.kernels=exact", "model.a.slots=3"]
-    flags, rest = take_flags([*words, "--vision-cuda-graph-tuning", "streams=1"])
+    flags, rest = take_flags([*words, "--vision-cuda-graph-tuning", "max_frames=1"])
     assert rest == ["model.a.slots=3"]
     vision = normalize(flags)[0].vision
-    assert (vision.slots, vision.kernels, vision.streams) == (2, "exact", 1)
+    assert (vision.slots, vision.kernels, vision.max_frames) == (2, "exact", 1)
 
 
 def test_cleared_flags_are_those_of_a_copy():
@@ -106,9 +106,9 @@ def test_parts_of_a_mapping_add_up_and_words_win_over_flags():
     parser = argparse.ArgumentParser()
     add_flags(parser)
     assert given_flags(parser.parse_args(words)) == {tuning: "slots=2,kernels=exact"}
-    found, rest = take_flags([*words, f"model.{tuning}.slots=4", f"{tuning}=streams=2", "train.train_iters=5"])
+    found, rest = take_flags([*words, f"model.{tuning}.slots=4", f"{tuning}=max_frames=2", "train.train_iters=5"])
     options = normalize(found)[0].vision
-    assert (options.slots, options.kernels, options.streams) == (4, "exact", 2) and rest == ["train.train_iters=5"]
+    assert (options.slots, options.kernels, options.max_frames) == (4, "exact", 2) and rest == ["train.train_iters=5"]
 
 
 @pytest.mark.parametrize(

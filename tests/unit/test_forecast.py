@@ -95,7 +95,6 @@ def test_sizes_that_are_not_numbers_are_unknown():
         (model(freeze_vision_model=True), on(), None, "model.freeze_vision_model=True"),
         (model(), on(modules=("attn",)), None, "vision_cuda_graph_modules=['attn']"),
         (model(), on(offload_above_gb=14.0), None, "vision_cuda_graph_offload_above_gb=14.0"),
-        (model(), on(streams=1), None, "vision_cuda_graph_tuning.streams=1"),
     ],
 )
 def test_what_was_not_measured_has_no_figure_in_the_table(of, options, gpu, said):

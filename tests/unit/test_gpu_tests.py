@@ -127,7 +127,6 @@ FIRST = {
     "vision graphs of Nemotron Omni": "test_encoders.py::test_replays_equal_eager_to_the_bit[nemotron_omni-1]",
     F.LAYER_PARTS: "test_parity.py::test_mixes_replayed_from_one_capture[attn]",
     F.FAST_KERNELS: "test_kernels.py::test_fast_kernels_with_frozen_parts[layers.1.mlp]",
-    F.STREAMS: "test_side_stream.py::test_mixes_replayed_on_two_streams",
     F.OFFLOAD_IN_GRAPHS: "test_offload.py::test_outputs_and_gradients_are_equal_to_the_bit[fast-both]",
     F.CORE_OFFLOAD: "test_core_offload.py::test_layers_that_megatron_core_runs_train_the_same[graphs]",
     F.LANGUAGE_MODEL: "test_pretrain.py::test_language_model_graphs_beside_vision_graphs[attn-mlp]",

@@ -339,9 +339,7 @@ def test_the_report_tells_how_long_steps_waited_and_how_to_get_the_same_buckets(
                 forward(tower, OTHER)
         assert "1 step(s) waited 0." in graphs.report() and "s before or in one step" in graphs.report()
         named = ",".join(map(str, capacities(graphs)))
-        assert (
-            f"next run: vision_cuda_graph_buckets=[{named}] vision_cuda_graph_tuning.bucket_limits=" in graphs.report()
-        )
+        assert f"next run: vision_cuda_graph_buckets=[{named}] captures" in graphs.report()
 
 
 @pytest.mark.parametrize("modules", [(), ("attn",)])
@@ -368,8 +366,11 @@ def test_any_sizes_over_thirty_steps_equal_eager(tower, modules):
 @pytest.mark.parametrize("modules", [[], ["attn"], ["attn", "mlp"]])
 def test_packs(modules):
     model, seen = packs.new_model(), [(300,), (100, 150, 50), (400, 200), (300,), (7, 290), (500, 90, 10), (400, 190)]
-    options = {"cuda_graph_packed_buckets": "auto", "cuda_graph_packed_tuning": {"capture_mode": "on_demand"}}
-    options |= {"cuda_graph_modules": modules, "cuda_graph_impl": "transformer_engine"}
+    options = {
+        "cuda_graph_packed_buckets": "auto",
+        "cuda_graph_modules": modules,
+        "cuda_graph_impl": "transformer_engine",
+    }
     with packs.graphs_on(model, packs.pack(seen[0]), **options) as graphs:
         for seed, lengths in enumerate(seen):
             with graphs.step():
@@ -386,7 +387,7 @@ def test_packs(modules):
 def test_documents_grow_as_tokens_do():
     model = packs.new_model()
     options = {"cuda_graph_max_packed_seqs": "auto", "cuda_graph_packed_buckets": "auto"}
-    options |= {"cuda_graph_packed_tuning": {"capture_mode": "on_demand"}, "cuda_graph_impl": "transformer_engine"}
+    options["cuda_graph_impl"] = "transformer_engine"
     with packs.graphs_on(model, packs.pack((300,)), **options) as graphs:
         for seed in range(3):
             with graphs.step():

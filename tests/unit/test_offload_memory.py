@@ -52,7 +52,7 @@ def test_an_older_control_groups_limit_counts_as_well(tmp_path):
 
 def test_too_little_memory_is_refused_with_what_to_do(host, monkeypatch):
     host(10 * 2**20)
-    memory = PinnedMemory(None, page_locked=False)
+    memory = PinnedMemory(page_locked=False)
     memory.check(7 * GIB)
     with pytest.raises(HostMemoryError, match=r"take 9.0 GiB.*has 8.0 GiB.*recompute"):
         memory.check(9 * GIB)
@@ -61,17 +61,9 @@ def test_too_little_memory_is_refused_with_what_to_do(host, monkeypatch):
         memory.check(7 * GIB)
 
 
-def test_a_limit_of_the_process_is_kept(host):
-    host(10 * 2**20)
-    memory = PinnedMemory(0.001, page_locked=False)
-    assert memory.reserve(0, {0: 1000})[0].nbytes == 1000
-    with pytest.raises(HostMemoryError, match="offload_host_max_gb=0.001"):
-        memory.reserve(1, {0: 2**21})
-
-
 def test_a_slots_buckets_share_its_memory_and_slots_share_none(host):
     host(10 * 2**20)
-    memory = PinnedMemory(None, page_locked=False)
+    memory = PinnedMemory(page_locked=False)
     large = memory.reserve(0, {0: 3000, 1: 5000})
     held = memory.nbytes
     small = memory.reserve(0, {0: 100})
@@ -90,7 +82,7 @@ def test_storages_never_overlap_and_pieces_are_powers_of_two(requests, piece):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_memory, "PIECE", piece)
         patch.setattr(host_memory, "available_bytes", lambda: 2**40)
-        memory = PinnedMemory(None, page_locked=False)
+        memory = PinnedMemory(page_locked=False)
         for request in requests:
             sizes = dict(enumerate(request))
             found = memory.reserve(0, sizes)

@@ -139,14 +139,6 @@ def test_a_batch_that_no_graph_takes_runs_eager_and_is_counted(model, graphs, re
     assert all(map(torch.equal, gradients, expected[1]))
 
 
-def test_a_document_above_the_bound_runs_eager(bare):
-    with graphs_on(bare, pack(WARMUP), cuda_graph_packed_tuning={"max_seqlen": 160}) as graphs:
-        losses_and_gradients(bare, pack((160, 140)))
-        assert replayed(graphs) == 1
-        losses_and_gradients(bare, pack((161, 139)))
-        assert graphs.statistics().fallbacks == {"document_too_long": 1}
-
-
 def test_arguments_that_no_graph_was_captured_with(model, graphs):
     before = graphs.statistics().fallbacks["call_arguments"]
     arguments = pack((100, 200))
@@ -258,27 +250,10 @@ def test_fused_rotary_positions_are_the_documents(model, monkeypatch):
     assert not TransformerBlockFamily(model.decoder).absolute
 
 
-def test_buckets_are_planned_from_what_warm_up_showed(bare):
-    seen = [pack((400, 100)), pack((300,)), pack((310,)), unpacked()]
-    options = {"cuda_graph_packed_buckets": "auto", "cuda_graph_packed_tuning": {"capture_mode": "at_once"}}
-    with graphs_on(bare, *seen, **options) as graphs:
-        assert graphs.workload.buckets.capacities[-1] == 512 and graphs.statistics().warmup_microbatches == 3
-        losses_and_gradients(bare, pack((411,)))
-        assert replayed(graphs) == 1
-
-
 def test_without_a_bucket_to_begin_with_the_announcement_says_so(bare, capsys):
     with graphs_on(bare, pack((50,) * 7), cuda_graph_packed_buckets="auto") as graphs:
         assert graphs.workload.notes()["plan"] == "no bucket yet"
     assert "graphs: no bucket yet; 1 slot(s), up to 6 documents" in capsys.readouterr().out
-
-
-def test_packs_that_cannot_be_padded_have_buckets_of_the_usual_sizes(bare):
-    sizes = (300, 310, 300, 320, 310, 300)
-    with graphs_on(bare, *(pack((n,)) for n in sizes), capture=False, cuda_graph_packed_buckets="auto") as graphs:
-        graphs.workload.family.shards = 2
-        assert graphs.workload.plan.capacities().capacities == (300, 310, 320)
-        assert graphs.workload.plan.capacities().padding_share == 0
 
 
 @pytest.mark.parametrize("change", [lambda a: a.double(), lambda a: a[:, 0], lambda a: (a, a)])

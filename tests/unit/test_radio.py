@@ -145,7 +145,7 @@ def test_buckets_on_demand_are_whole_images():
             run_tiles(model, 3)
         assert graphs.capture()
         run_tiles(model, 3)
-        assert graphs.workload.buckets.capacities == (3 * ROOM,) and graphs.statistics().replays == 1
+        assert graphs.workload.buckets == (3 * ROOM,) and graphs.statistics().replays == 1
     assert TOKENS == 16 + CLASS_TOKENS
 
 

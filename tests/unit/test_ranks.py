@@ -195,7 +195,7 @@ def test_ranks_that_share_layers_attend_by_the_same_kernels(tmp_path, ranks):
 # Where something fails -> whose method it is, and the options that call it.
 PLACES = {
     "choose_attention": (lambda graphs: graphs.workload.planned.kernels, {}),
-    "_peak_bytes": (lambda graphs: graphs.workload.planned, {}),
+    "_alike_sizes": (lambda graphs: graphs.workload.planned, {}),
     "_excess": (lambda graphs: graphs.workload.planned, {}),
     "_digest": (lambda graphs: graphs.workload.planned, {}),
     "record": (lambda graphs: graphs, {"modules": ("mlp",)}),
@@ -252,7 +252,7 @@ def sees_other_images_under_context_parallelism():
     loss_of(run_tower(model, rows)).backward()
     helper.create_cudagraphs()
     loss_of(run_tower(model, rows)).backward()
-    return helper.graphs.statistics().replays, tuple(map(str, helper.graphs.workload.buckets.capacities))
+    return helper.graphs.statistics().replays, tuple(map(str, helper.graphs.workload.buckets))
 
 
 def test_context_parallel_ranks_may_have_buckets_of_their_own(tmp_path):

@@ -16,15 +16,14 @@ MOE = "num_moe_experts=8"
 
 
 def test_every_region_that_is_on_takes_it_over():
-    found = graph_options(f"{VISION} {PACKED} activation_offload=attention,mlp activation_offload_min_bytes=4096")
+    found = graph_options(f"{VISION} {PACKED} activation_offload=attention,mlp")
     assert found.vision.offload == found.packed.offload == ("attention", "mlp")
-    assert found.vision.offload_min_bytes == found.packed.offload_min_bytes == 4096
     assert not found.offload.enabled and not found.offload.modules  # the plugin runs the layers
 
 
 def test_layers_that_the_plugin_does_not_run_are_megatron_cores():
-    found = graph_options(f"activation_offload=all activation_offload_min_bytes=4096 {MOE}").offload
-    assert found.enabled and found.min_tensor_size == 2048  # elements of two bytes
+    found = graph_options(f"activation_offload=all min_offloaded_tensor_size=2048 {MOE}").offload
+    assert found.enabled and found.min_tensor_size == 2048
     assert found.modules == ("qkv_linear", "core_attn", "attn_proj", "expert_fc1", "moe_act", "mlp_norm")
     latent = graph_options(f"activation_offload=layernorm multi_latent_attention=true {MOE}").offload
     assert latent.modules == ("attn_norm", "mlp_norm")
@@ -114,12 +113,10 @@ def test_where_nothing_would_leave_it_is_refused(words, reason):
     "words, field",
     [
         (f"{VISION} vision_cuda_graph_offload=mlp", "vision_cuda_graph_offload"),
-        (f"{VISION} vision_cuda_graph_tuning.offload_min_bytes=5", "vision_cuda_graph_tuning.offload_min_bytes"),
         (f"{PACKED} cuda_graph_packed_offload=all", "cuda_graph_packed_offload"),
         ("fine_grained_activation_offloading=true", "fine_grained_activation_offloading"),
         ("fine_grained_activation_offloading=false", "fine_grained_activation_offloading"),
         ("offload_modules=core_attn", "offload_modules"),
-        ("min_offloaded_tensor_size=7", "min_offloaded_tensor_size"),
         ("cpu_offloading=true", "model.cpu_offloading"),
         ("recompute_granularity=full", "model.recompute_granularity"),
         ("recompute_granularity=selective recompute_modules=core_attn", "model.recompute_modules"),
@@ -127,7 +124,7 @@ def test_where_nothing_would_leave_it_is_refused(words, reason):
 )
 def test_two_that_say_different_things_are_refused(words, field):
     with pytest.raises(OptionError) as caught:
-        graph_options(f"{words} activation_offload=attention activation_offload_min_bytes=4096")
+        graph_options(f"{words} activation_offload=attention")
     assert caught.value.field == field
 
 

@@ -19,7 +19,6 @@ from .mixes import (
     ONE_UNIT,
     TOO_MANY_FRAMES,
     TOO_MANY_TOKENS,
-    WHOLE_LARGEST,
     regions,
 )
 from .towers import assert_close, draw, forward, graphs_on, new_tower, poison, results, tower
@@ -164,38 +163,9 @@ def test_patches_frozen_and_layers_trained(modules):
     assert_close(gradients, expected[1])
 
 
-def test_auto_buckets_come_from_warm_up():
-    model = new_tower()
-    with graphs_on(model, capture=False, capture_mode="at_once", buckets="auto", max_frames="auto") as graphs:
-        seen = [IMAGES, WHOLE_LARGEST, MIXED]
-        for rows in seen:
-            forward(model, rows)
-        assert graphs.statistics().replays == 0
-        assert graphs.capture()
-        assert graphs.workload.buckets.observed == len(seen)
-        assert graphs.workload.buckets.capacities[-1] == 320
-        expected = results(model, IMAGES)
-        for rows in seen:
-            forward(model, rows)
-        assert graphs.statistics().replays == 1 + len(seen)
-        assert graphs.statistics().warmup_microbatches == len(seen)
-        assert_close(results(model, IMAGES)[1], expected[1])
-
-
-def test_auto_buckets_hold_small_warm_up_sizes_exactly():
-    model = new_tower()
-    with graphs_on(model, capture=False, capture_mode="at_once", buckets="auto", exact_below=64) as graphs:
-        for rows in (ONE_UNIT, IMAGES, WHOLE_LARGEST):
-            forward(model, rows)
-        graphs.capture()
-        assert {4, 60, 256} <= set(graphs.workload.buckets.capacities)
-
-
 def test_max_seq_length_is_the_largest_bucket():
     with graphs_on(new_tower(), buckets=(32, 64), max_seq_length=128) as graphs:
-        assert graphs.workload.buckets.capacities == (32, 64, 128)
-    with graphs_on(new_tower(), buckets="auto", capture_mode="at_once", max_seq_length=128) as graphs:
-        assert graphs.workload.buckets.capacities[-1] == 128
+        assert graphs.workload.buckets == (32, 64, 128)
 
 
 def test_frames_seen_in_warm_up_raise_the_frame_bound():

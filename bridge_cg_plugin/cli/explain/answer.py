@@ -81,8 +81,6 @@ class Answer:
         vision = self.options.vision
         if not vision.enabled:
             return Line(AUDIO_ENCODER, "eager", f"{PROVIDER_FIELDS['impl']}=none")
-        if not vision.audio:
-            return Line(AUDIO_ENCODER, "eager", f"{PROVIDER_FIELDS['audio']}=False")
         why = "one graph per bucket over the whole encoder; buckets captured on demand"
         return Line(AUDIO_ENCODER, "graphs", why, NOT_MEASURED, NOT_MEASURED)
 

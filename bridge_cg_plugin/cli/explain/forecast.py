@@ -23,9 +23,7 @@ _OPTIONS = {
     "offload": (None, ()),
     "recompute": (None, ()),
     "offload_above_gb": (None,),
-    "streams": ("auto",),
     "gradient_accumulation_fusion": (True,),
-    "gradient_hooks": ("awaited",),
 }
 _PACKED_OPTIONS = ("offload", "recompute", "offload_above_gb")
 _PARTIAL = (CudaGraphModule.attn, CudaGraphModule.moe_router)

@@ -12,11 +12,12 @@ from typing import Any
 
 from bridge_cg_plugin.attention_bounds import frame_limits
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, Bucket, choose, plan_buckets
+from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, Bucket, choose
 from bridge_cg_plugin.recipes import GPUS
 from bridge_cg_plugin.vision.fit import refuse_images
 from bridge_cg_plugin.vision.shape import Shape
 
+from .buckets import plan_buckets
 from .counts import drawn, whole_count
 from .errors import PlanError
 from .json_lines import json_lines
@@ -199,7 +200,7 @@ def plan_images(
     sizes = [sum(batch) for batch in batches]
     bound = max(64, -(-frames.max // 16) * 16)
     taken = _within(sizes, gpu)
-    plans = [plan_buckets(taken, max_buckets=count, exact_below=EXACT_BELOW).capacities for count in BUCKET_COUNTS]
+    plans = [plan_buckets(taken, max_buckets=count, exact_below=EXACT_BELOW) for count in BUCKET_COUNTS]
     if len(set(taken)) <= max(BUCKET_COUNTS):
         plans.append(tuple(sorted(set(taken))))
     fitting = [buckets for buckets in plans if fits(costs.memory_gb(buckets[-1]), max_memory_gb)]

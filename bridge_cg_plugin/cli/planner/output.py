@@ -36,7 +36,6 @@ def settings(plan: PackedPlan | VisionPlan) -> dict[str, Any]:
     return {
         "cuda_graph_max_packed_seqs": plan.best.max_packed_seqs,
         "cuda_graph_packed_buckets": list(plan.best.buckets),
-        "cuda_graph_packed_tuning.planned_for": plan.layout,
     }
 
 

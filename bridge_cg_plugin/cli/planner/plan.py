@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, Bucket, choose, plan_buckets
+from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, Bucket, choose
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
 from bridge_cg_plugin.options.layout import RankLayout
 
+from .buckets import plan_buckets
 from .errors import PlanError
 from .packing import Pack
 from .records import Costs
@@ -206,7 +207,7 @@ def _bucket_sets(tokens: Sequence[int], layout: RankLayout) -> list[tuple[int, .
         plan_buckets(tokens, merge_unit=max(layout.unit, MERGE_UNIT), max_buckets=n, exact_below=exact_below)
         for n in BUCKET_COUNTS
     )
-    return list(dict.fromkeys(plan.capacities for plan in plans))
+    return list(dict.fromkeys(plans))
 
 
 def _powers(largest: int) -> set[int]:

@@ -7,20 +7,19 @@ from ...graphs.fallback import Fallback
 from ...graphs.planning.buckets import Bucket
 
 
-def pack_buckets(capacities: Iterable[int], documents: int, longest: int | None = None) -> list[Bucket]:
+def pack_buckets(capacities: Iterable[int], documents: int) -> list[Bucket]:
     """Return what is recorded for these capacities, with the limits (documents, tokens of the longest document).
 
     Args:
         capacities: Tokens.
         documents: Most documents of a pack.
-        longest: Most tokens of a document; None is as many as fit.
     """
-    return list(dict.fromkeys(bucket for c in capacities for bucket in _buckets_of(c, documents, longest or c)))
+    return list(dict.fromkeys(bucket for c in capacities for bucket in _buckets_of(c, documents)))
 
 
-def _buckets_of(capacity: int, documents: int, longest: int) -> Iterable[Bucket]:
+def _buckets_of(capacity: int, documents: int) -> Iterable[Bucket]:
     for most, bound in segment_limits(capacity, min(documents, capacity)):
-        yield Bucket(capacity, (most, min(bound, longest)))
+        yield Bucket(capacity, (most, bound))
 
 
 def refuse_pack(

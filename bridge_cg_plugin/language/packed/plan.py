@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...attention_bounds import replay_cost
-from ...graphs.planning.buckets import EXACT_BELOW, Bucket, BucketPlan, named_buckets, plan_buckets, raised
+from ...graphs.planning.buckets import EXACT_BELOW, Bucket, raised
 from ...graphs.planning.demand import Menu
 from ...options import PACKED_FIELDS, OptionError, PackedOptions
 from .batch import JointShape, PackedBatch, PackShape
@@ -16,8 +16,6 @@ from .decoder import DecoderFamily
 from .fit import pack_buckets
 from .program import PackedProgram
 
-MOST_EXACT_BUCKETS = 12
-PARTS_OF_A_BUCKET = 3
 # What all packs of a recording share: which offsets they have, width of angles, width and type of hidden states.
 Kind = tuple[tuple[str, ...], int, int, torch.dtype]
 
@@ -70,32 +68,19 @@ class PackPlan:
         """Take a pack of the warm-up steps into account."""
         self.observed.append(Observed(batch.shape, batch.hidden.shape[-1], batch.hidden.dtype))
 
-    def capacities(self) -> BucketPlan:
-        """Return the capacities to capture.
+    def named(self) -> tuple[int, ...]:
+        """Return the capacities that the options name; none of automatic buckets."""
+        return () if self._options.buckets == "auto" else self._options.buckets
 
-        Raises:
-            ValueError: No pack was observed.
-        """
-        if not self.observed:
-            raise ValueError("no packed microbatch was seen in the warm-up steps, so nothing says how packs look")
-        if self._options.buckets != "auto":
-            return BucketPlan(self._options.buckets, 0.0, 0)
-        tokens = [seen.shape.tokens for seen in self.observed]
-        if self._family.shards > 1:  # packs cannot be padded: the sizes that come most often
-            usual = [size for size, _ in Counter(tokens).most_common(MOST_EXACT_BUCKETS)]
-            return BucketPlan(tuple(sorted(usual)), 0.0, len(tokens))
-        return plan_buckets(tokens, merge_unit=self._unit, exact_below=EXACT_BELOW * self._family.ranks)
-
-    def buckets(self, plan: BucketPlan) -> list[Bucket]:
-        """Return the buckets of planned capacities."""
-        return [bucket for capacity in plan.capacities for bucket in self._buckets_of(capacity)]
+    def buckets(self) -> list[Bucket]:
+        """Return the buckets of the capacities that the options name."""
+        return [bucket for capacity in self.named() for bucket in self._buckets_of(capacity)]
 
     def _buckets_of(self, capacity: int, shapes: Iterable[PackShape | JointShape] = ()) -> list[Bucket]:
-        """Return the buckets of a capacity, cheapest first: with limits that were named, or all useful."""
+        """Return the useful buckets of a capacity, cheapest first."""
         chosen = self._options.max_packed_seqs == "auto"
         documents = raised(self.documents, most_documents(shapes)) if chosen else self.documents
-        named = sorted(named_buckets(self._options.bucket_limits, capacity), key=replay_cost)
-        return named or pack_buckets([capacity], documents, self._options.max_seqlen)
+        return pack_buckets([capacity], documents)
 
     @property
     def documents(self) -> int:
@@ -108,19 +93,24 @@ class PackPlan:
 
     def menu(self, program: PackedProgram) -> Menu:
         """Return what may be recorded on demand for a program."""
-        options = self._options
         return Menu(
             buckets_of=self._buckets_of,
             refuse=program.refuse,
             cost=replay_cost,
             unit=self._unit,
             exact_below=math.inf if self._family.shards > 1 else EXACT_BELOW * self._family.ranks,
-            capacities=() if options.buckets == "auto" else options.buckets,
+            capacities=self.named(),
             weights=self._family.weights_per_token(),
         )
 
     def kind(self) -> Kind:
-        """Return what the packs that were seen most often share."""
+        """Return what the packs that were seen most often share.
+
+        Raises:
+            ValueError: No pack was observed.
+        """
+        if not self.observed:
+            raise ValueError("no packed microbatch was seen in the warm-up steps, so nothing says how packs look")
         return Counter(seen.kind for seen in self.observed).most_common(1)[0][0]
 
     def additions(self) -> int:
@@ -134,13 +124,7 @@ class PackPlan:
         return math.lcm(shards * ranks * rows, 2 * ranks if ranks > 1 else 1)
 
     def _check_buckets(self) -> None:
-        for limits in self._options.bucket_limits or ():
-            if len(limits) != PARTS_OF_A_BUCKET:
-                allowed = "tokens, documents and tokens of the longest document, as in 4096/8/4096"
-                raise OptionError(PACKED_FIELDS["bucket_limits"], "/".join(map(str, limits)), allowed, "Correct it.")
-        if self._options.buckets == "auto":
-            return
-        if wrong := [tokens for tokens in self._options.buckets if tokens % self._unit]:
+        if wrong := [tokens for tokens in self.named() if tokens % self._unit]:
             why = "which ranks share in equal parts" if self._family.rows == 1 else "as fp8 needs on every rank"
             allowed = f"a multiple of {self._unit}, {why}"
             raise OptionError(PACKED_FIELDS["buckets"], wrong[0], allowed, "Round the size up.")

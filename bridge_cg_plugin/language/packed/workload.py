@@ -15,7 +15,7 @@ from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
 from ...graphs.host_copies import HostCopies
 from ...graphs.piece import Growth, Piece
-from ...graphs.planning.buckets import EXACT_BELOW, BucketPlan, next_run_options
+from ...graphs.planning.buckets import EXACT_BELOW, Bucket, names_of, next_run
 from ...graphs.planning.demand import BEGIN_WITH, WINDOW, Demand
 from ...graphs.rank_consensus import digest
 from ...graphs.recordings.chain import Chain
@@ -49,7 +49,7 @@ class PackedWorkload(Workload):
 
     Attributes:
         plan: Observes packs and plans buckets.
-        buckets: What was planned last; None before.
+        buckets: Tokens of the buckets there are; None before.
 
     Raises:
         OptionError: A bucket that the options name cannot be shared by the ranks.
@@ -77,7 +77,7 @@ class PackedWorkload(Workload):
         self.host, self._exchange = host or HostCopies(), exchange
         self.plan = PackPlan(options, family)
         self._compiler = KernelCompiler(family.compilations)
-        self.buckets: BucketPlan | None = None
+        self.buckets: tuple[int, ...] | None = None
         self._demand: Demand | None = None
         self._parts = 0
 
@@ -152,7 +152,7 @@ class PackedWorkload(Workload):
 
         def take_memory() -> float:
             _, _, width, dtype = self.plan.kind()
-            largest = max(self.buckets.capacities) if self.buckets else 1
+            largest = max(self.buckets or (1,))
             tokens = largest // (self.family.shards * self.family.ranks)
             made.append(exchange.rehearsal(tokens, width, dtype, self.manager.executor.device))
             return 0.0
@@ -162,12 +162,15 @@ class PackedWorkload(Workload):
 
     def _digest(self) -> float:
         """Plan; returns a number that stands for the buckets, their order and the slots."""
-        self.buckets = self.plan.capacities()
+        kind, self.buckets = self.plan.kind(), self.plan.named()
         if self.options.on_demand:
             self._demand = self._begin()
             self._note_buckets(self._demand)
-            return digest(self.manager.slots, self.plan.kind(), *map(str, self._demand.buckets))
-        return digest(self.manager.slots, self.plan.kind(), *map(str, self.plan.buckets(self.buckets)))
+        return digest(self.manager.slots, kind, *map(str, self._planned()))
+
+    def _planned(self) -> Sequence[Bucket]:
+        """Return the buckets to capture now."""
+        return self.plan.buckets() if self._demand is None else self._demand.buckets
 
     def _begin(self) -> Demand:
         """Return what packs have asked for, with the buckets to begin with."""
@@ -178,7 +181,7 @@ class PackedWorkload(Workload):
         return demand
 
     def _note_buckets(self, demand: Demand) -> None:
-        self.buckets = BucketPlan(tuple(sorted({bucket.tokens for bucket in demand.buckets})), 0.0, 0)
+        self.buckets = tuple(sorted({bucket.tokens for bucket in demand.buckets}))
 
     def grown(self) -> None:
         """See `Workload`."""
@@ -186,8 +189,7 @@ class PackedWorkload(Workload):
             self._note_buckets(self._demand)
 
     def _record(self) -> float:
-        demand = self._demand
-        buckets = demand.buckets if demand else self.plan.buckets(self.buckets or self.plan.capacities())
+        demand, buckets = self._demand, self._planned()
         growth = Growth(replay_cost, partial(_missed, demand)) if demand else None
         shared = SharedInputs(SHARED, self.manager.executor.device)
         parts = self.family.parts(self.modules)
@@ -259,8 +261,8 @@ class PackedWorkload(Workload):
 
     def _tell(self) -> float:
         parts = f" in {self._parts} parts of layers" if self._parts > 1 else ""
-        documents = self.plan.documents
-        announce(f"{self.title}{parts}: {self.buckets}; {self.manager.slots} slot(s), up to {documents} documents")
+        found, documents = names_of(self.buckets or ()), self.plan.documents
+        announce(f"{self.title}{parts}: {found}; {self.manager.slots} slot(s), up to {documents} documents")
         return 0.0
 
     def forget(self) -> None:
@@ -285,11 +287,9 @@ class PackedWorkload(Workload):
 
     def notes(self) -> dict[str, str]:
         """See `Workload`."""
-        notes = {} if self.buckets is None else {"plan": str(self.buckets)}
-        if self._demand is not None and self._demand.buckets:
-            notes["next run"] = next_run_options(
-                self._demand.buckets, PACKED_FIELDS["buckets"], PACKED_FIELDS["bucket_limits"]
-            )
+        notes = {} if self.buckets is None else {"plan": names_of(self.buckets)}
+        if self._demand is not None and self.buckets:
+            notes["next run"] = next_run(self.buckets, PACKED_FIELDS["buckets"])
         if self.plan.observed:
             most = max(seen.documents for seen in self.plan.observed)
             notes["documents"] = f"up to {most} in the packs of warm-up steps"

@@ -273,10 +273,4 @@ OFFLOAD = (
         lambda o, f: o.offload.enabled and whole_language_model(o, f),
         lambda o, f: (IMPL, o.language_model.impl, f"none or transformer_engine with {_asked(o)}", "Change either."),
     ),
-    Combination(
-        "`activation_offload_min_bytes` without `activation_offload`",
-        "It has no effect alone",
-        lambda o, f: o.offload.min_bytes is not None and not o.offload.parts,
-        lambda o, f: (SHARED_FIELDS["min_bytes"], o.offload.min_bytes, "null", f"Set {SHARED_FIELDS['parts']}."),
-    ),
 )

@@ -60,11 +60,6 @@ def _sets_layout(facts: Facts) -> bool:
     return None not in (facts.tensor_ranks, facts.context_ranks)
 
 
-def _other_layout(options: GraphOptions, facts: Facts) -> bool:
-    planned = options.packed.planned_for
-    return planned is not None and _sets_layout(facts) and planned != str(_layout(facts))
-
-
 def _buckets(options: GraphOptions) -> tuple[int, ...]:
     """Return the buckets that were named."""
     return () if options.packed.buckets == "auto" else options.packed.buckets
@@ -74,16 +69,6 @@ def _uneven_bucket(options: GraphOptions, facts: Facts) -> int:
     """Return a bucket that ranks cannot share in equal parts; 0 where there is none."""
     uneven = (tokens for tokens in _buckets(options) if tokens % _layout(facts).unit)
     return next(uneven, 0) if _sets_layout(facts) else 0
-
-
-def _uneven_document(options: GraphOptions, facts: Facts) -> bool:
-    return _sets_layout(facts) and bool((options.packed.max_seqlen or 0) % _layout(facts).document_unit)
-
-
-def _too_long(options: GraphOptions) -> bool:
-    """Whether the longest document that graphs take is longer than any bucket."""
-    buckets, longest = _buckets(options), options.packed.max_seqlen
-    return bool(buckets) and longest is not None and longest > buckets[-1]
 
 
 def _next(tokens: int, unit: int) -> int:
@@ -237,17 +222,6 @@ PACKED = (
         ),
     ),
     Combination(
-        "packed-sequence graphs with a plan for another layout",
-        "Documents, packs and buckets were padded for other ranks",
-        lambda o, f: packs(o) and _other_layout(o, f),
-        lambda o, f: (
-            PACKED_FIELDS["planned_for"],
-            o.packed.planned_for,
-            f"{_layout(f)}, the run's layout",
-            f"Plan again with --layout {_layout(f)}, or remove it.",
-        ),
-    ),
-    Combination(
         "packed-sequence graphs with a bucket that ranks cannot share in equal parts",
         "Every rank holds as many tokens, two chunks of each document with context parallelism",
         lambda o, f: packs(o) and _uneven_bucket(o, f),
@@ -256,28 +230,6 @@ PACKED = (
             _uneven_bucket(o, f),
             f"a multiple of {_layout(f).unit} with {_layout(f)}",
             f"Write {_next(_uneven_bucket(o, f), _layout(f).unit)}.",
-        ),
-    ),
-    Combination(
-        "packed-sequence graphs with a longest document that ranks cannot share in equal parts",
-        "Every rank holds two chunks of each document",
-        lambda o, f: packs(o) and _uneven_document(o, f),
-        lambda o, f: (
-            PACKED_FIELDS["max_seqlen"],
-            o.packed.max_seqlen,
-            f"a multiple of {_layout(f).document_unit} with {_layout(f)}",
-            f"Write {_next(o.packed.max_seqlen or 0, _layout(f).document_unit)}.",
-        ),
-    ),
-    Combination(
-        "packed-sequence graphs with documents longer than any bucket",
-        "A document is inside one bucket",
-        lambda o, f: packs(o) and _too_long(o),
-        lambda o, f: (
-            PACKED_FIELDS["max_seqlen"],
-            o.packed.max_seqlen,
-            f"at most {_buckets(o)[-1]}, the largest of {PACKED_FIELDS['buckets']}",
-            f"Add a bucket of {o.packed.max_seqlen} tokens, or lower it.",
         ),
     ),
     Combination(

@@ -18,7 +18,6 @@ from .registry.packed import PROVIDERS as LANGUAGE_MODELS
 from .seam import Feature, Seam
 
 VISION_IMPL, MAX_PACKED_SEQS = PROVIDER_FIELDS["impl"], PACKED_FIELDS["max_packed_seqs"]
-AUDIO = PROVIDER_FIELDS["audio"]
 HYBRIDS = tuple(provider for _, provider, _ in LANGUAGE_MODELS if provider != "GPTModelProvider")
 KNOWN_MODELS = frozenset(model for seam in SEAMS for model in seam.models)
 
@@ -84,15 +83,7 @@ def _vision(asked: Callable[[Wish], Any] = lambda wish: True) -> _Ask:
 
 def _encoder(encoder: Declaration) -> _Ask:
     """Return how a configuration asks for graphs of an encoder."""
-    if encoder.encodes == "vision":
-        return _vision(lambda wish: wish.provider == encoder.model.provider)
-    return _Ask(
-        lambda wish: (
-            wish.options.vision.enabled and wish.options.vision.audio and wish.provider == encoder.model.provider
-        ),
-        lambda wish: f"{VISION_IMPL}={wish.options.vision.impl} with {AUDIO}=true",
-        f"{AUDIO}=false",
-    )
+    return _vision(lambda wish: wish.provider == encoder.model.provider)
 
 
 def _vision_option(one: Option) -> _Ask:

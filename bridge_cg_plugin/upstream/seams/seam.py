@@ -23,7 +23,6 @@ class Feature(StrEnum):
     DEEPSTACK_GRADIENTS = "sums of deepstack gradients"
     LAYER_PARTS = "vision graphs of parts of layers"
     FAST_KERNELS = "fast kernels"
-    STREAMS = "two streams"
     OFFLOAD_IN_GRAPHS = "offloading and recompute in graphs"
     CORE_OFFLOAD = "offloading by megatron-core"
     LANGUAGE_MODEL = "language-model graphs"

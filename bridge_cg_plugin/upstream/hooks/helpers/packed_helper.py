@@ -14,7 +14,6 @@ from ....language.packed.shape_exchange import ShapeExchange
 from ....language.packed.workload import PackedWorkload
 from ....options import PackedOptions, check_options, facts_of, packed_options
 from ....options.activations import offloads
-from ....options.capture import CaptureMode
 from ....options.migration import module_names
 from ....options.normalization import options_of
 from ....options.sources import collect
@@ -52,7 +51,7 @@ class PackedCudaGraphHelper:
         optimizers: Unused, for the interface.
         pg_collection: Unused, for the interface.
         num_microbatches: Microbatches of a step; None asks megatron-core.
-        capture_mode: Overrides when the options say that buckets are recorded.
+        grows: Whether named buckets, too, are captured when packs ask for them.
         executor: Makes recordings; None takes CUDA graphs on a GPU.
         releasable: Whether memory of graphs may leave the device between steps.
 
@@ -70,7 +69,7 @@ class PackedCudaGraphHelper:
         pg_collection: Any = None,
         *,
         num_microbatches: int | None = None,
-        capture_mode: CaptureMode | None = None,
+        grows: bool = False,
         executor: Executor | None = None,
         releasable: bool = False,
     ) -> None:
@@ -78,7 +77,7 @@ class PackedCudaGraphHelper:
         options = options_of(written)
         check_options(options, facts_of(written), harmless=False)
         check_process()
-        packed = options.packed if capture_mode is None else replace(options.packed, capture_mode=capture_mode)
+        packed = replace(options.packed, grows=grows)
         count = num_microbatches if num_microbatches is not None else _microbatches()
         self.chunks = [
             DecoderHelper(

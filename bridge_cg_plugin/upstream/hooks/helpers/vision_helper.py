@@ -12,9 +12,8 @@ from ....graphs.piece import Surroundings
 from ....graphs.recordings.executor import Executor
 from ....options import VisionGraphOptions, audio_options, check_combinations, vision_options
 from ....options.activations import offloads
-from ....options.capture import CaptureMode
 from ....vision.workload import VisionWorkload
-from ...encoders.registry import FoundEncoder, check_modules, find_encoder, find_encoders
+from ...encoders.registry import FoundEncoder, check_modules, find_encoder
 from ...environment import check_process
 from ...exempt import EXEMPT
 from ...host_batch import GRIDS
@@ -36,7 +35,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         micro_batch_size: Unused: a microbatch's images are concatenated along the sequence.
         num_microbatches: Microbatches of a step, an upper bound for those in flight.
         pg_collection: Unused, for the interface.
-        capture_mode: Overrides when the options say that buckets are recorded.
+        grows: Whether named buckets, too, are captured when microbatches ask for them.
         options: Options; None reads them from the model's provider.
         executor: Makes recordings; None takes CUDA graphs on a GPU.
         found: The encoder; None takes the model's first.
@@ -55,7 +54,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         num_microbatches: int = 1,
         pg_collection: Any = None,
         *,
-        capture_mode: CaptureMode | None = None,
+        grows: bool = False,
         options: VisionGraphOptions | None = None,
         executor: Executor | None = None,
         found: FoundEncoder | None = None,
@@ -71,8 +70,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         if options is None and family.encodes == "audio":
             options = audio_options(vision_options(source))
         self.options = options or vision_options(source, adapter.unit, adapter.unit_of)
-        if capture_mode is not None:
-            self.options = replace(self.options, capture_mode=capture_mode)
+        self.options = replace(self.options, grows=self.options.grows or grows)
         check_combinations(self.options)
         check_modules(self.options, family)
         check_process()
@@ -92,7 +90,7 @@ class VisionTECudaGraphHelper(GraphHelper):
             Surroundings(
                 slots=in_flight() if slots == "auto" else slots,
                 before_replay=gather,
-                reduction=reduction if self.options.gradient_hooks == "awaited" else None,
+                reduction=reduction,
                 exempt=EXEMPT,
                 consensus=consensus_of(shared_group(vision_model)),
                 bucket_consensus=consensus_of(tensor),
@@ -119,17 +117,6 @@ class VisionTECudaGraphHelper(GraphHelper):
 def encoder_config(found: FoundEncoder) -> Any:
     """Return an encoder's own config; None for layers that have none: their model's has the options."""
     return getattr(found.model, "config", None)
-
-
-def encoders_to_capture(model: nn.Module | Sequence[nn.Module], source: Any) -> list[FoundEncoder]:
-    """Return the encoders of a model that its options ask graphs for.
-
-    Args:
-        model: The model's chunks.
-        source: Has its options.
-    """
-    found, options = find_encoders(model), vision_options(source, merge_unit=1)
-    return [each for each in found if options.audio or each.family.encodes != "audio"]
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -23,7 +23,7 @@ from ..configuration.graph_fields import apply_options
 from ..configuration.provider_fields import EVERY
 from ..helpers.graph_helper import modules_on_graphs
 from ..helpers.packed_helper import PackedCudaGraphHelper, find_decoders
-from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_config, encoders_to_capture
+from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_config
 from .emptied_cache import has_left
 from .returning_buffers import ReturningBuffers
 
@@ -31,7 +31,6 @@ from .returning_buffers import ReturningBuffers
 WARMUP_CALLS = 3
 # Attribute of a config: the one setting by which its graphs were chosen.
 CHOSEN = "_bridge_cg_chosen"
-ON_DEMAND: Literal["on_demand"] = "on_demand"
 
 
 def graph_config(model: nn.Module | Sequence[nn.Module]) -> Any:
@@ -116,11 +115,11 @@ class LoopDriver:
         most = max(microbatches, 2 * stages * len(chunks))
         settings: Any = {
             "num_microbatches": most,
-            "capture_mode": ON_DEMAND,
+            "grows": True,
             "releasable": memory_may_leave(),
         }
         self._buffers = ReturningBuffers(chunks if memory_may_leave() else (), others)
-        encoders = encoders_to_capture(chunks, config) if vision else []
+        encoders = find_encoders(chunks) if vision else []
         for found in encoders:
             if found.model not in others:
                 make = partial(VisionTECudaGraphHelper, chunks, encoder_config(found), found=found, **settings)

@@ -7,7 +7,7 @@ from torch import nn
 
 from ....options import PROVIDER_FIELDS
 from ...encoders.registry import FoundEncoder, find_encoders
-from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_config, encoders_to_capture
+from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_config
 
 
 class StepDriver:
@@ -41,7 +41,7 @@ class StepDriver:
         if not found:
             return
         if found != self._found or any(helper.graphs is None for helper in self._helpers):
-            self._start(model, found, encoders_to_capture(model, provider))
+            self._start(model, found, find_encoders(model))
         for helper in self._helpers:
             if self._steps == provider.cuda_graph_warmup_steps and not helper.graphs_created():
                 helper.create_cudagraphs()

@@ -169,7 +169,7 @@ SEAMS = (
         "vision_merger",
         f"{PARTS}:Qwen3VLVisionPatchMerger.forward",
         "deepstack features are computed on a stream of their own while work is recorded",
-        Feature.STREAMS,
+        Feature.VISION_QWEN3_VL,
         undo="put back when the recording ends",
         takes="self hidden_states",
     ),
