@@ -61,7 +61,7 @@ def _on_gpu(small: bool) -> Job:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.utils import get_model_config
 
-    from bridge_cg_plugin.cli.runs.ports import free_port
+    from bridge_cg_plugin.cli.runs.recipe import free_port
     from examples.photographs.images import PhotographDataset
     from examples.photographs.training import Run, model_provider
 

@@ -10,8 +10,7 @@ from .. import status
 from ..announce import announce
 from ..options import PROVIDER_FIELDS, Facts, GraphOptions, OptionError, facts_of
 from ..options.choice import CHOICE, SETTING, SETTINGS
-from ..options.deepstack import splits_deepstack
-from ..options.normalization import as_fields, warn_once
+from ..options.normalization import as_fields, splits_deepstack, warn_once
 from ..options.precedence import settle
 from ..options.sources import collect
 from ..options.values import parse_choice

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from bridge_cg_plugin.upstream.decoder.routers import statistics_of
+from bridge_cg_plugin.upstream.decoder.experts import statistics_of
 
 
 def take_statistics(routers: Sequence[nn.Module]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from bridge_cg_plugin import __version__
 
-from . import recipes
+from . import recipe_files
 from .answers import AnswerError, Tell, answer_alone, open_closed, say
 from .explain import command as explained
 from .planner import command as planner
@@ -99,7 +99,7 @@ def _run(args: argparse.Namespace, given: Sequence[str], tell: Tell) -> int:
     if args.command == "plan":
         return planner.run(args, tell)
     if args.command == "recipes":
-        return recipes.run(args.filter, args.json, tell)
+        return recipe_files.run(args.filter, args.json, tell)
     if args.command == "audit":
         return run_audit(args.sources, args.json, tell)
     return run_doctor(args.json, not args.no_gpu, args.details, tell)

@@ -2,12 +2,18 @@
 
 import ast
 import importlib.util
-from collections.abc import Iterator, Sequence
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from bridge_cg_plugin.recipes import RECIPES
 from bridge_cg_plugin.upstream.hooks.configuration.recipes import PACKAGES
+
+from .answers import Tell
 
 IMPL = "vision_cuda_graph_impl"
 
@@ -152,3 +158,41 @@ def _switches_on(nodes: Sequence[ast.AST]) -> bool:
         if not (isinstance(value, ast.Constant) and value.value in (None, "none")):
             return True
     return False
+
+
+def run(part: str, as_json: bool, tell: Tell) -> int:
+    """Print the names that contain a text; returns 2 if there are none, else 0.
+
+    Args:
+        part: The text, in any case and with any separators.
+        as_json: Whether to print JSON.
+        tell: Prints the answer.
+    """
+    presets, others = (_matching(part, names) for names in (RECIPES, recipes_of_bridge()))
+    if not presets and not others:
+        remedy = "Write another part of it; bridge-cg recipes lists all."
+        print(f"Cannot find a recipe with {part!r} in its name. {remedy}", file=sys.stderr)
+        return 2
+    if as_json:
+        tell(json.dumps({"presets": presets, "recipes": others}))
+    else:
+        tell("\n".join(["presets with graphs", *_indented(presets), "recipes of Megatron-Bridge", *_indented(others)]))
+    return 0
+
+
+def recipes_of_bridge() -> set[str]:
+    """Return the names of the installed Bridge's recipes."""
+    return RecipeFiles().names()
+
+
+def _matching(part: str, names: Iterable[str]) -> list[str]:
+    letters = _letters(part)
+    return sorted(name for name in names if letters in _letters(name))
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[\W_]", "", text).lower()
+
+
+def _indented(names: Sequence[str]) -> list[str]:
+    return [f"  {name}" for name in names] or ["  none"]

@@ -16,9 +16,8 @@ from ..announce import warn
 from .changes.model_watch import ModelWatch, foreign_hook
 from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, named, reason_of, release_frames
 from .fallback import Fallback
-from .instance import InstanceMethod
+from .instance import InstanceMethod, every_module
 from .memory.virtual_memory import DeviceMemoryError
-from .modules import every_module
 from .parts import Parts
 from .piece import Piece, Surroundings
 from .planning.demand import Demand
@@ -27,13 +26,12 @@ from .recordings.capture import collected_later
 from .recordings.compiling import TURNS
 from .recordings.executor import Executor
 from .recordings.generators import put_back
-from .recordings.kept_tensors import KeptTensors
+from .recordings.watched_pass import KeptTensors
 from .region import Region
 from .reports import ranges
-from .reports.progress import Progress
 from .reports.ranges import named_range
 from .reports.report import merge_statistics, render
-from .reports.statistics import RegionStatistics
+from .reports.statistics import Progress, RegionStatistics
 from .retries import Retry
 from .seen_operations import is_one_graph
 from .workload import Call, Eager, Workload

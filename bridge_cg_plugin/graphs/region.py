@@ -27,8 +27,7 @@ from .recordings.recording import TRAINING, Mode
 from .replays.replay import BackwardObserver, replay, replay_in_range
 from .replays.slot import Slot
 from .reports import ranges
-from .reports.progress import Progress
-from .reports.statistics import BucketStatistics, RegionStatistics
+from .reports.statistics import BucketStatistics, Progress, RegionStatistics
 from .seen_operations import is_one_graph, operations_are_seen
 
 # Where a batch is replayed: its recording, the sources, source, slot and bucket of that, and whether a backward may

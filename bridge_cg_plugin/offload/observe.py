@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .inventory import Event, Inventory, Seen, joined
-from .registry import Recipe, Record
-from .storage_views import raw_bytes
+from .registry import Recipe, Record, raw_bytes
 from .store import Packing, SavedStorage, rebuilt, usable_recipe
 
 # Times that a storage is recomputed to be timed.

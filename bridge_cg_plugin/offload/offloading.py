@@ -15,15 +15,14 @@ from ..graphs.recordings.executor import Executor
 from ..graphs.recordings.recording import RegionBody
 from ..graphs.workload import Manager
 from ..options import OFFLOAD_MODULES, RECOMPUTE, ActivationOptions
-from ..options.activations import moves_activations
+from ..options.offload import moves_activations
 from .host_memory import GIB, PinnedMemory, Plain
 from .inventory import Group, Inventory, starts_of
 from .measure import measured_costs
 from .observe import Observed, Observer, observed_together
 from .planner import Allowed, Costs, fixed_plan, forecast, part_plans, plan_within, smallest_peak
 from .schedule import Fate, Plan
-from .store import ActivationStore
-from .transfers import CudaTransfers, HostTransfers, Transfers
+from .store import ActivationStore, CudaTransfers, HostTransfers, Transfers
 
 # Slots that are recorded again for less memory before a target is given up.
 ATTEMPTS = 4

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from .activations import OFFLOAD_MODULES, RECOMPUTE, ActivationOptions
 from .combinations import check_combinations, check_options
 from .errors import GraphOptionWarning, OptionError
 from .facts import Facts, facts_of
@@ -16,7 +15,7 @@ from .language_model import (
 )
 from .migration import ENUM, MIGRATIONS, check_deprecated_scope
 from .normalization import as_fields, graph_options, normalize
-from .offload import OFFLOAD_FIELDS, OffloadOptions
+from .offload import OFFLOAD_FIELDS, OFFLOAD_MODULES, RECOMPUTE, ActivationOptions, OffloadOptions
 from .packed import PACKED_FIELDS, PackedOptions, packed_options
 from .vision import (
     CHECK_ACTIONS,

@@ -8,20 +8,47 @@ from .choice import CHOICE, ChoiceOptions
 from .choosing import choose
 from .combinations import check_options
 from .declaration import plain
-from .deepstack import deepstack_warnings
 from .errors import GraphOptionWarning
 from .facts import Facts, facts_of
 from .graph_options import GraphOptions
-from .idle_offload import offload_without_effect
 from .language_model import IMPL, INFERENCE, MODULES
 from .migration import Migration, language_model_options, module_names
 from .offload import OFFLOAD, OffloadOptions, offload_options
 from .packed import MAX_PACKED_SEQS, PACKED, packed_options
 from .precedence import settle
-from .shared_offload import share_offload
+from .shared_offload import offload_without_effect, share_offload
 from .sources import Written, collect
 from .values import is_unset
 from .vision import PROVIDER_FIELDS, SCOPE_FIELD, VISION, WITHOUT_GRAPHS, VisionGraphOptions, vision_options
+
+ALLREDUCE = PROVIDER_FIELDS["deepstack_gradient_allreduce"]
+_PAGE = "docs/parallel.md#sequence-parallelism-and-deepstack"
+
+
+def splits_deepstack(facts: Facts) -> bool:
+    """Whether tensor-parallel ranks are known to hold different deepstack features.
+
+    Args:
+        facts: What decides it; unknown counts as no.
+    """
+    return (facts.tensor_ranks or 1) > 1 and bool(facts.sequence_parallel or facts.moe) and bool(facts.deepstack)
+
+
+def deepstack_warnings(facts: Facts) -> tuple[str, ...]:
+    """Return the warning for a run that trains its vision encoder with wrong gradients; empty if it does not.
+
+    Args:
+        facts: What decides it; what is unknown warns of nothing.
+    """
+    if not (splits_deepstack(facts) and facts.encoder_trained):
+        return ()
+    how = "mixture of experts, where Bridge sets sequence_parallel=true" if facts.moe else "sequence_parallel=true"
+    return (
+        f"tensor_model_parallel_size={facts.tensor_ranks} with {how}: the vision encoder is trained with wrong "
+        "gradients, eager and on graphs, because upstream does not sum the gradients of the deepstack features over "
+        f"the tensor-parallel ranks. Write {ALLREDUCE}=true; see {_PAGE}",
+    )
+
 
 _warned: set[str] = set()
 

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .activations import (
+from .declaration import Group, option
+from .errors import OptionError
+from .offload import (
     moves_activations,
     offload_above_option,
     offload_min_bytes_option,
     offload_option,
     recompute_option,
 )
-from .declaration import Group, option
-from .errors import OptionError
 from .values import capacities, flag, whole_number
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .declaration import GONE, refuse_gone
 from .errors import OptionError
 from .experts import SETTINGS as OF_EXPERTS
-from .gone import GONE, refuse_gone
 from .groups import GROUPS, TUNING, split_name, tuning_of
 from .language_model import IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE
 from .migration import SWITCHES

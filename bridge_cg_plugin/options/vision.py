@@ -3,15 +3,15 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from .activations import (
+from .declaration import Group, getter, option
+from .errors import OptionError
+from .offload import (
     moves_activations,
     offload_above_option,
     offload_min_bytes_option,
     offload_option,
     recompute_option,
 )
-from .declaration import Group, getter, option
-from .errors import OptionError
 from .values import Parser, capacities, flag, one_of, positive_number, whole_number, words
 
 MODULES = ("attn", "mlp")

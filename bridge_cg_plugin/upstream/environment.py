@@ -6,7 +6,7 @@ import sys
 
 from ..options import OptionError
 from ..switches import ALLOWED, switched_on
-from .seams.registry.core_offload import TE_OFFLOAD
+from .seams.registry.language_model import TE_OFFLOAD
 
 WEIGHTS_STAY = "NVTE_CPU_OFFLOAD_V1"
 WATCHDOG_MINUTES = "BRIDGE_CG_WATCHDOG_MINUTES"

@@ -1,7 +1,7 @@
 """What the host has of batches whose tensors are on the device, so that it need not wait to read them."""
 
 from ..graphs.host_copies import HostCopies, HostTensors
-from ..vision.host_grids import HostGrids
+from ..vision.batch import HostGrids
 
 TOKENS = HostTensors()
 """Token ids, from where they are copied or read to the model's forward."""

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..graphs.errors import CaptureError
-from ..graphs.modules import every_module
-from .attributes import overridden
+from ..graphs.instance import every_module
+from .wrappers import overridden
 
 # Attention draws below a fork of its own, other dropout where a decoder forks around its layers.
 ATTENTION, HIDDEN = "attention_dropout", "hidden_dropout"

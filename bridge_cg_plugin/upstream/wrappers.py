@@ -1,6 +1,7 @@
 """Modules in which Megatron wraps a model."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -35,3 +36,18 @@ def config_of(model: nn.Module | Sequence[nn.Module]) -> Any:
     """Return the config of a model under any wrapper; None without one."""
     first = next(iter([model] if isinstance(model, nn.Module) else model), None)
     return None if first is None else getattr(unwrapped(first)[-1], "config", None)
+
+
+@contextmanager
+def overridden(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute of a module or object; what it was, absent included, comes back."""
+    namespace = vars(owner)
+    absent, before = name not in namespace, namespace.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if absent:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

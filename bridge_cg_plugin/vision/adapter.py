@@ -11,11 +11,11 @@ from ..graphs.fallback import Fallback
 from ..graphs.piece import CallSite
 from ..graphs.program import RegionProgram
 from ..graphs.recordings.compiling import Compilation
-from ..graphs.replays.inputs import want_gradients
+from ..graphs.replays.replay import want_gradients
 from ..graphs.workload import Call
 from .alike_sizes import RowProduct
-from .host_grids import Grid, HostGrids
-from .shape import Sized
+from .batch import Grid, HostGrids
+from .fit import Sized
 
 # Called with a program's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]

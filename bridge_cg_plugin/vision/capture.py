@@ -1,12 +1,14 @@
 """Capturing an encoder: what is planned is recorded, again with less where memory does not allow it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 from torch import nn
 
-from ..attention_bounds import SIDE_STREAM_UP_TO
+from ..announce import announce
+from ..attention_bounds import SIDE_STREAM_UP_TO, deterministic
 from ..graphs.changes.source import autocast_dtype
 from ..graphs.errors import CaptureError
 from ..graphs.piece import CallSite, Growth, Piece
@@ -21,13 +23,80 @@ from ..graphs.reports.report import GIB
 from ..graphs.workload import Manager
 from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
-from .adapter import EncoderAdapter, EncoderBatch, EncoderFamily, LayerPart
+from .adapter import NO_OTHER_ATTENTION, EncoderAdapter, EncoderBatch, EncoderFamily, LayerPart
 from .alike_sizes import AlikeSizes, RoundedAsEager
-from .on_demand import buckets_of_parts, growth_of, growth_of_part, menu_of
-from .plan import MEMORY_MARGIN, EncoderPlan
-from .recorded_kernels import RecordedKernels
-from .shape import Shape
+from .fit import Shape
+from .plan import MEMORY_MARGIN, EncoderPlan, buckets_of_parts, growth_of, growth_of_part, menu_of
 
+
+class RecordedKernels:
+    """Chooses kernels by the options; called with a region's modules around recorded work.
+
+    Args:
+        options: What the user asked for.
+        family: The encoder's upstream side.
+
+    Attributes:
+        attends_directly: Whether cuDNN's attention is called directly.
+    """
+
+    def __init__(self, options: VisionGraphOptions, family: EncoderFamily) -> None:
+        self._options, self.family = options, family
+        self.attends_directly = self._attends_by_flash = False
+
+    def choose_attention(self) -> None:
+        """Decide which attention recordings call; logs where the requested one is not available."""
+        wanted, family = self._options.attention, self.family
+        self.attends_directly = self._attends_by_flash = False
+        if wanted == "transformer_engine":
+            return
+        other = family.direct_attention
+        direct = other.refusal()
+        flash = family.flash_attention.refusal() if wanted == "flash" else None  # asking imports its compiler
+        self.attends_directly = direct is None and (other.rounds_as_eager or self.fast or wanted == "cudnn")
+        self._attends_by_flash = wanted == "flash" and flash is None
+        refusal = {"cudnn": direct, "flash": flash}.get(wanted)
+        if refusal is not None:
+            self._say_stays(refusal)
+
+    def keep_attention(self, reason: str) -> None:
+        """Let recordings call no other attention than the encoder's own; logs why."""
+        self.attends_directly = self._attends_by_flash = False
+        self._say_stays(reason)
+
+    def _say_stays(self, reason: str) -> None:
+        other = self.family.direct_attention
+        stays = "cuDNN's, called directly" if self.attends_directly else other.replaces
+        stays = "as it is" if other is NO_OTHER_ATTENTION else stays
+        announce(f"vision_cuda_graph_tuning.attention={self._options.attention}: {reason}; attention stays {stays}")
+
+    @property
+    def fast(self) -> bool:
+        """Whether kernels may round otherwise than eager's."""
+        kernels = self._options.kernels
+        return kernels == "fast" or (kernels == "auto" and not deterministic())
+
+    @property
+    def attention(self) -> str:
+        """What attention recordings call, as `vision_cuda_graph_tuning.attention` names it."""
+        if self._attends_by_flash:
+            return "flash"
+        return "cudnn" if self.attends_directly else "transformer_engine"
+
+    @contextmanager
+    def __call__(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Let these modules call the chosen kernels inside."""
+        family, options = self.family, self._options
+        entered = [family.kernels]
+        entered += [family.fused_accumulation] if options.gradient_accumulation_fusion else []
+        entered += [family.reordering_kernels if self.fast else family.exact_kernels]
+        entered += [family.direct_attention.kernels] if self.attends_directly else []
+        entered += [family.flash_attention.kernels] if self._attends_by_flash else []  # over cuDNN's, so last
+        entered += [family.known_activations] if options.moves_activations else []
+        with ExitStack() as stack:
+            for kernels in entered:
+                stack.enter_context(kernels(modules))
+            yield
 
 
 class EncoderCapture:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..graphs.planning.buckets import Bucket
 from ..graphs.recordings.recording import Gradients
 from .adapter import EncoderBatch
-from .shape import Shape
+from .fit import Shape
 
 # Eager must be faster by this factor.
 MARGIN = 1.1

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .host_grids import Grid
+from .batch import Grid
 
 # Odd factors of frames, height and width; sums wrap around in 64 bits on host and device alike.
 _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)

@@ -2,18 +2,80 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from ..attention_bounds import deterministic
-from ..graphs.planning.buckets import Bucket, raised
-from ..graphs.planning.demand import WINDOW
+import torch
+
+from ..attention_bounds import deterministic, replay_cost
+from ..graphs.fallback import Fallback
+from ..graphs.piece import Growth
+from ..graphs.planning.buckets import Bucket, any_size, raised
+from ..graphs.planning.demand import WINDOW, Demand, Menu
 from ..graphs.program import RegionProgram
-from ..graphs.recordings.executor import Executor
+from ..graphs.recordings.executor import Executor, run_once
+from ..graphs.recordings.parameters import ParameterAliases
+from ..graphs.recordings.recording import RegionBody
+from ..graphs.replays.gradients import GradientSinks
+from ..graphs.replays.slot import Arena
 from ..graphs.reports.report import GIB
 from ..options import VisionGraphOptions
-from .adapter import EncoderAdapter, EncoderBatch
-from .memory import measure_memory
-from .shape import Shape
+from .adapter import EncoderAdapter, EncoderBatch, LayerPart
+from .fit import Shape
+
+# Large enough that activations outweigh what does not grow with the batch.
+PROBE_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """Device memory of a bucket's forward and backward, in bytes: `fixed + per_token * tokens`."""
+
+    fixed: float
+    per_token: float
+
+    def tokens_within(self, limit: float) -> int:
+        """Return the largest capacity that `limit` bytes hold, 0 if they hold none."""
+        return max(int((limit - self.fixed) / self.per_token), 0)
+
+
+def measure_memory(
+    executor: Executor, program: RegionProgram, unit: int, limits: Callable[[int], tuple[int, ...]]
+) -> MemoryModel:
+    """Measure the memory of two probes on the GPU and fit the line through them.
+
+    Args:
+        executor: Runs them.
+        program: What is measured.
+        unit: Capacities are multiples of it.
+        limits: Returns the limits of a probe of so many tokens.
+    """
+    small = max(PROBE_TOKENS // unit, 1) * unit
+    buckets = [Bucket(tokens, limits(tokens)) for tokens in (small, 2 * small)]
+    less, more = (_peak(executor, program, bucket) for bucket in buckets)
+    per_token = max((more - less) / small, 1.0)
+    return MemoryModel(max(less - per_token * small, 0.0), per_token)
+
+
+def _peak(executor: Executor, program: RegionProgram, bucket: Bucket) -> int:
+    aliases = ParameterAliases(program.modules())
+    arena = Arena(executor.device)
+    buffers = arena.buffers(program.input_specs(bucket))
+    program.load_example(buffers, bucket)
+    body = RegionBody(program, buffers, bucket, aliases, GradientSinks(aliases.trainable))
+    peaks = []
+    for _ in range(2):
+        torch.cuda.synchronize(executor.device)
+        torch.cuda.reset_peak_memory_stats(executor.device)
+        before = torch.cuda.memory_allocated(executor.device)
+        with executor.isolated():
+            run_once(body, lambda outputs: tuple(torch.zeros_like(o) for o in outputs))
+        body.forget()
+        peaks.append(torch.cuda.max_memory_allocated(executor.device) - before)
+    return peaks[-1]
+
 
 # Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
 DEFAULT_MAX_FRAMES = 64
@@ -98,3 +160,78 @@ class EncoderPlan:
             )
             limits.append(memory.tokens_within(options.buckets_max_gb * GIB * MEMORY_MARGIN))
         return min(limits, default=math.inf)
+
+
+def menu_of(
+    options: VisionGraphOptions,
+    unit: int,
+    program: RegionProgram,
+    buckets_of: Callable[[int, Sequence[Shape]], Sequence[Bucket]],
+    last_alike: Callable[[int, int], int] = any_size,
+) -> Menu:
+    """Return what may be recorded of an encoder.
+
+    Args:
+        options: What the user asked for.
+        unit: Capacities are multiples of it.
+        program: The whole encoder.
+        buckets_of: See `Menu`; of parts of layers, see `buckets_of_parts`.
+        last_alike: See `Menu`.
+    """
+    return Menu(
+        buckets_of=buckets_of,
+        refuse=program.refuse if options.whole_encoder else partial(_refuse_part, options.exact_below),
+        cost=replay_cost,
+        unit=unit,
+        exact_below=options.exact_below,
+        capacities=() if options.buckets == "auto" else options.buckets,
+        last_alike=last_alike,
+    )
+
+
+def buckets_of_parts(
+    plan: EncoderPlan, parts: Sequence[LayerPart], capacity: int, shapes: Sequence[Shape]
+) -> list[Bucket]:
+    """Return the bucket of a capacity that stands for those of all parts, with the limit (frames,) if any sees frames.
+
+    Args:
+        plan: The encoder's.
+        parts: Of every layer.
+        capacity: Tokens.
+        shapes: Microbatches that it is for.
+    """
+    frames = plan.max_frames(shapes)
+    return [Bucket(capacity, (frames,) if any(part.limits(frames) for part in parts) else ())]
+
+
+def growth_of(demand: Demand) -> Growth:
+    """Return how the whole encoder's region gets buckets."""
+    return Growth(replay_cost, partial(_missed, demand))
+
+
+def growth_of_part(demand: Demand, part: LayerPart) -> Growth:
+    """Return how the region of a part of a layer gets buckets, with limits of its own."""
+    bucket_of = partial(_of_part, part)
+    return Growth(replay_cost, partial(_part_missed, demand, part.program, bucket_of), bucket_of)
+
+
+def _missed(demand: Demand, batch: EncoderBatch) -> Fallback:
+    return demand.missed(batch.shape)
+
+
+def _part_missed(demand: Demand, program: RegionProgram, bucket_of: Callable[[Bucket], Bucket], batch: Any) -> Fallback:
+    tokens = program.size(batch)
+    return demand.missed(
+        Shape(tokens, batch.segments, tokens), lambda _, bucket: program.refuse(batch, bucket_of(bucket))
+    )
+
+
+def _of_part(part: LayerPart, bucket: Bucket) -> Bucket:
+    return Bucket(bucket.tokens, part.limits(*bucket.limits) if bucket.limits else ())
+
+
+def _refuse_part(exact_below: int, shape: Shape, bucket: Bucket) -> Fallback | None:
+    """Return why parts of layers do not take a shape, or None if they do."""
+    if bucket.limits and shape.frames > bucket.limits[0]:
+        return Fallback.TOO_MANY_FRAMES
+    return Fallback.TOO_FEW_TOKENS if shape.tokens <= exact_below and shape.tokens != bucket.tokens else None

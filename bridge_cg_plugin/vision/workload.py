@@ -12,12 +12,10 @@ from ..graphs.region import Region
 from ..graphs.workload import Call, Eager, Manager, Workload
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import EncoderFamily
-from .batch import BatchError
+from .batch import BatchError, HostGrids
 from .capture import EncoderCapture
-from .check import CheckResult
 from .eager_costs import Clock
-from .host_grids import HostGrids
-from .runs import EncoderRuns
+from .runs import CheckResult, EncoderRuns
 
 
 class VisionWorkload(Workload):

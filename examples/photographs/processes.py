@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
-from bridge_cg_plugin.cli.runs.ports import free_port
+from bridge_cg_plugin.cli.runs.recipe import free_port
 from examples.photographs.hosts import placement
 
 # Seconds that the other processes of a run have to end once one failed: they may wait for it in a collective.

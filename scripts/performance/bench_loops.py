@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.cli.runs.outputs import error_in
+from bridge_cg_plugin.cli.runs.recipe import error_in
 from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.upstream.environment import RELEASE_MEMORY
 from examples.photographs.processes import TrainingFailed, TrainingProcess

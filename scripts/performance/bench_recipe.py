@@ -24,12 +24,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.cli.report.kinds import KINDS
-from bridge_cg_plugin.cli.report.runs import GIB, WARM_UP
-from bridge_cg_plugin.cli.report.spread import compare_to_spread
+from bridge_cg_plugin.cli.report.runs import GIB, KINDS, WARM_UP
+from bridge_cg_plugin.cli.report.verdict import compare_to_spread
 from bridge_cg_plugin.cli.runs import first_look, recipe_arguments
 from bridge_cg_plugin.cli.runs.comparison import words_of
-from bridge_cg_plugin.cli.runs.outputs import error_in
+from bridge_cg_plugin.cli.runs.recipe import error_in
 from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.cli.runs.comparison import WRONG
-from bridge_cg_plugin.cli.runs.outputs import error_in
+from bridge_cg_plugin.cli.runs.recipe import error_in
 from bridge_cg_plugin.cli.runs.results import provenance
 from examples.photographs.comparison import SKIPPED, median_ms
 from examples.photographs.processes import TrainingFailed, TrainingProcess

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bridge_cg_plugin.cli.runs.ports import free_port
+from bridge_cg_plugin.cli.runs.recipe import free_port
 from bridge_cg_plugin.graphs.errors import release_frames
 from bridge_cg_plugin.graphs.recordings.compiling import TURNS
 from examples.photographs.hosts import ranks_per_gpu

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bridge_cg_plugin.cli.report.training_log import Run, read_log
-from bridge_cg_plugin.cli.runs.ports import free_port
+from bridge_cg_plugin.cli.runs.recipe import free_port
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "performance" / "run_recipe.py"
 LAST_CHARACTERS = 6000

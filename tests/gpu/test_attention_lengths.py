@@ -8,8 +8,8 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from bridge_cg_plugin.upstream.kernels import attention_lengths
-from bridge_cg_plugin.upstream.kernels.attention_lengths import device_lengths
+from bridge_cg_plugin.upstream.kernels import transformer_engine as attention_lengths
+from bridge_cg_plugin.upstream.kernels.transformer_engine import device_lengths
 
 HEADS, WIDTH = 16, 80
 

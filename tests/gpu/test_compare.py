@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bridge_cg_plugin.cli.report.records import read_records
+from bridge_cg_plugin.cli.report.records import runs_in
 from bridge_cg_plugin.cli.report.training_log import read_log
 from bridge_cg_plugin.cli.runs import compare
 from bridge_cg_plugin.recipes import SMALL_RECIPES
@@ -18,7 +18,7 @@ def test_eager_upstream_and_plugin_on_one_page(tmp_path, monkeypatch, capsys):
     status = compare.main(["--recipe", NAME, "--steps", str(STEPS), "--out", str(tmp_path), "--time_limit", "240"])
     said = capsys.readouterr().out
     print(said)
-    runs = {run.mode: run for run in read_records(tmp_path / "compare.jsonl")}
+    runs = {run.mode: run for run in runs_in(tmp_path / "compare.jsonl")}
     for mode in ("eager1", "eager2", "eager3", "plugin"):
         assert not runs[mode].error, (tmp_path / f"{mode}.log").read_text()[-4000:]
         assert len(runs[mode].losses) == len(runs[mode].times) == STEPS

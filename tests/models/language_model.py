@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bridge_cg_plugin.cli.planner.shapes import LanguageModel, language_model_of
+from bridge_cg_plugin.cli.planner.records import LanguageModel, language_model_of
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 
 VOCABULARY = 32_768

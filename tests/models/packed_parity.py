@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from bridge_cg_plugin.upstream.attributes import overridden
+from bridge_cg_plugin.upstream.wrappers import overridden
 from tests.models.language_model import draw
 from tests.models.tower import largest_relative, relative, relatives
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from bridge_cg_plugin.upstream.attributes import overridden
+from bridge_cg_plugin.upstream.wrappers import overridden
 
 # Tilings that Triton chooses from, of some ten for each kernel: to compile all of them takes minutes.
 TILINGS = 2

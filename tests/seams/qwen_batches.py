@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs import host_copies
-from bridge_cg_plugin.upstream.hooks.data import batches, between, early_reads, host_tokens, packed_rows
+from bridge_cg_plugin.upstream.hooks.data import batches, between, host_tokens, packed_rows
+from bridge_cg_plugin.upstream.hooks.data import between as early_reads
 from bridge_cg_plugin.upstream.host_batch import GRIDS, KEPT, PACK_OFFSETS, TOKENS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam

@@ -16,7 +16,7 @@ from megatron.core import tensor_parallel
 from torch import nn
 
 import bridge_cg_plugin
-from bridge_cg_plugin.graphs import modules
+from bridge_cg_plugin.graphs import instance as modules
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings import side_stream
 from bridge_cg_plugin.graphs.recordings.compiling import KernelCompiler

@@ -12,7 +12,7 @@ import torch
 from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.encoders.direct_attention import direct_attention_refusal, flash_attention_refusal
 from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
-from bridge_cg_plugin.upstream.kernels.attention_choice import fused_attention_refusal
+from bridge_cg_plugin.upstream.kernels.transformer_engine import fused_attention_refusal
 from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_UTILS
 
 VARIABLES = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V2", "NVTE_UNFUSED_ATTN")

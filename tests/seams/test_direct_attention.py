@@ -13,7 +13,7 @@ from bridge_cg_plugin.upstream.encoders.direct_attention import direct_attention
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL, pack_segments
 from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
 from bridge_cg_plugin.vision.adapter import OtherAttention
-from bridge_cg_plugin.vision.recorded_kernels import RecordedKernels
+from bridge_cg_plugin.vision.capture import RecordedKernels
 from tests.scripts import interpreted
 from tests.unit.towers import graphs_on, new_tower, poison, results
 

@@ -12,7 +12,8 @@ from bridge_cg_plugin.cli import doctor, probe
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.upstream.environment import OPTIONS, RELEASE_MEMORY
 from bridge_cg_plugin.upstream.hooks.loops import train_loop
-from bridge_cg_plugin.upstream.seams import encoder_group, known_encoders
+from bridge_cg_plugin.upstream.seams import known_encoders
+from bridge_cg_plugin.upstream.seams import known_encoders as encoder_group
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 from bridge_cg_plugin.upstream.seams.releases import NEWEST

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs import host_copies
-from bridge_cg_plugin.upstream.hooks.data import early_reads, packed_rows
+from bridge_cg_plugin.upstream.hooks.data import between as early_reads
+from bridge_cg_plugin.upstream.hooks.data import packed_rows
 from bridge_cg_plugin.upstream.host_batch import GRIDS, KEPT, PACK_OFFSETS, TOKENS
 from tests.unit import vlm
 from tests.unit.waits import HostWait, no_host_waits

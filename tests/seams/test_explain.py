@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
 
-from bridge_cg_plugin.cli.explain.encoders import encoder_of
+from bridge_cg_plugin.cli.explain.models import encoder_of
 from bridge_cg_plugin.cli.main import main
-from bridge_cg_plugin.cli.planner.shapes import NotMeasured, language_model_of
+from bridge_cg_plugin.cli.planner.records import NotMeasured, language_model_of
 from bridge_cg_plugin.options import OptionError, facts_of, normalize
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
 
@@ -29,8 +29,8 @@ socket.getaddrinfo = socket.socket.connect = refuse
 from dataclasses import replace
 from bridge_cg_plugin.options import OptionError, facts_of, normalize
 from bridge_cg_plugin.cli.explain import command
-from bridge_cg_plugin.cli.explain.encoders import encoder_of
-from bridge_cg_plugin.cli.planner.shapes import NotMeasured, language_model_of
+from bridge_cg_plugin.cli.explain.models import encoder_of
+from bridge_cg_plugin.cli.planner.records import NotMeasured, language_model_of
 def sizes_of(model):
     try:
         return repr(language_model_of(model))

@@ -14,8 +14,7 @@ from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_
 from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper, find_decoders
 from bridge_cg_plugin.upstream.seams.patches import DriftError, bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
-from bridge_cg_plugin.upstream.seams.registry.hybrid import SEAMS
-from bridge_cg_plugin.upstream.seams.registry.packed import PROVIDERS
+from bridge_cg_plugin.upstream.seams.registry.packed import PROVIDERS, SEAMS
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 
 from ..unit.hybrids import hybrid_pack, new_hybrid, stand_ins

@@ -10,7 +10,7 @@ from torch import nn
 
 import bridge_cg_plugin
 from bridge_cg_plugin.cli.runs import recorded_run
-from bridge_cg_plugin.cli.runs.outputs import error_in
+from bridge_cg_plugin.cli.runs.recipe import error_in
 from bridge_cg_plugin.upstream.hooks.loops import steps
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from scripts.performance.records import check_record

@@ -16,13 +16,13 @@ import torch
 from bridge_cg_plugin.cli.explain.command import explain
 from bridge_cg_plugin.cli.runs import first_look
 from bridge_cg_plugin.cli.runs import train as run_recipe
-from bridge_cg_plugin.cli.runs.startable import check_start
+from bridge_cg_plugin.cli.runs.first_look import check_start
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
-from bridge_cg_plugin.upstream.hooks.configuration.bridge_checks import refused_start
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import apply_overrides
+from bridge_cg_plugin.upstream.hooks.configuration.training_config import refused_start
 from bridge_cg_plugin.upstream.hooks.loops import steps
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
@@ -201,7 +201,7 @@ def test_a_first_look_without_a_network_refuses_before_pytorch_is_imported(
         monkeypatch.delenv(variable, raising=False)
         monkeypatch.delenv(variable.upper(), raising=False)
     assert said in first_look.refusal(["--recipe", name, "--dry-run", *words])
-    assert "bridge_cg_plugin.cli.explain.hub" in imports[0] and "torch._C" not in imports[0]
+    assert "bridge_cg_plugin.cli.explain.recipes" in imports[0] and "torch._C" not in imports[0]
 
 
 def test_a_first_look_lets_pass_what_is_cached(name, monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ from bridge_cg_plugin.options.normalization import _warned
 from bridge_cg_plugin.upstream.decoder import offload as language_offload
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options, describe_release, read_options
 from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
-from bridge_cg_plugin.upstream.seams.registry.core_offload import TE_OFFLOAD
+from bridge_cg_plugin.upstream.seams.registry.language_model import TE_OFFLOAD
 
 PARTS = ["attention", "mlp", "layernorm", "merger", "other"]
 

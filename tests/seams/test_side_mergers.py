@@ -3,7 +3,7 @@
 import pytest
 
 from bridge_cg_plugin.graphs.recordings.side_stream import SideStream
-from bridge_cg_plugin.upstream.encoders.side_mergers import side_mergers
+from bridge_cg_plugin.upstream.encoders.qwen3_vl import side_mergers
 from tests.unit.towers import assert_close, draw, graphs_on, new_tower, results
 
 

@@ -6,7 +6,7 @@ from megatron.core.transformer import attention
 from torch.autograd import Function
 
 from bridge_cg_plugin.upstream.encoders.radio import recording_kernels
-from bridge_cg_plugin.upstream.kernels.splits import splits_without_copies
+from bridge_cg_plugin.upstream.kernels.layers import splits_without_copies
 from tests.unit.towers import new_tower
 
 TOKENS, HEADS, WIDTH = 5, 2, 4

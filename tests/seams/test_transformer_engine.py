@@ -10,8 +10,7 @@ from torch import nn
 
 from bridge_cg_plugin.upstream.encoders import radio
 from bridge_cg_plugin.upstream.hooks.helpers import full_iteration
-from bridge_cg_plugin.upstream.kernels.attention_lengths import device_lengths
-from bridge_cg_plugin.upstream.kernels.transformer_engine import accumulating, fused_accumulation
+from bridge_cg_plugin.upstream.kernels.transformer_engine import accumulating, device_lengths, fused_accumulation
 from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_BACKENDS, TE_ATTENTION_UTILS
 from tests.unit.toy import toy_batch, toy_region
 
@@ -162,7 +161,7 @@ def test_norms_over_heads_are_differentiated_by_what_replaces_it(monkeypatch):
 
     from transformer_engine.pytorch import RMSNorm
 
-    from bridge_cg_plugin.upstream.kernels.head_norms import fused_head_norms
+    from bridge_cg_plugin.upstream.kernels.layers import fused_head_norms
     from bridge_cg_plugin.upstream.seams.registry.engine import TE_RMSNORM
 
     owner = importlib.import_module(TE_RMSNORM)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from bridge_cg_plugin.cli import audit as auditing
-from bridge_cg_plugin.upstream.seams import audited
-from bridge_cg_plugin.upstream.seams.audited import audit_record, combination_status
+from bridge_cg_plugin.upstream.seams import states as audited
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.releases import NEWEST, RELEASES, RUN_ONCE
 from bridge_cg_plugin.upstream.seams.seam import Feature, Seam
+from bridge_cg_plugin.upstream.seams.states import audit_record, combination_status
 
 from ..releases import sources_of
 

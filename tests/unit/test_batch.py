@@ -5,8 +5,15 @@ import re
 import pytest
 import torch
 
-from bridge_cg_plugin.vision.batch import BatchError, VisionBatch, check_device, patches_misfit, read_patches
-from bridge_cg_plugin.vision.host_grids import HostGrids, as_grid
+from bridge_cg_plugin.vision.batch import (
+    BatchError,
+    HostGrids,
+    VisionBatch,
+    as_grid,
+    check_device,
+    patches_misfit,
+    read_patches,
+)
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.attention_bounds import frame_limits, scanned_limits
-from bridge_cg_plugin.cli.planner.buckets import LARGEST_STEP, _least_padding, plan_buckets
+from bridge_cg_plugin.cli.planner.plan import LARGEST_STEP, _least_padding, plan_buckets
 from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY, Bucket
 
 sizes = st.lists(st.integers(1, 3000).map(lambda n: 4 * n), min_size=1, max_size=60)

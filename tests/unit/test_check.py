@@ -6,7 +6,7 @@ import torch
 
 from bridge_cg_plugin.graphs.recordings.recording import Gradients
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.vision.check import CheckFailedError, relative_difference
+from bridge_cg_plugin.vision.runs import CheckFailedError, relative_difference
 
 from .test_gradients import DataParallel
 from .towers import assert_close, forward, graphs_on, loss_of, new_tower, results

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bridge_cg_plugin.cli.report.records import read_records
+from bridge_cg_plugin.cli.report.records import runs_in
 from bridge_cg_plugin.cli.runs import compare, comparison, recipe_arguments
 from bridge_cg_plugin.cli.runs.watched import TimeLeft, run_watched
 from bridge_cg_plugin.options import normalize
@@ -60,7 +60,7 @@ def comparing(tmp_path, monkeypatch):
         monkeypatch.setattr(compare, "require_gpu", lambda: None)
         status = compare.main(["--recipe", RECIPE, "--steps", "8", "--out", str(out), *words])
         monkeypatch.setattr(compare, "plan", real)
-        return status, {r.mode: r for r in read_records(out / "compare.jsonl")}, out
+        return status, {r.mode: r for r in runs_in(out / "compare.jsonl")}, out
 
     return run
 

@@ -11,8 +11,7 @@ from bridge_cg_plugin.attention_bounds import replay_cost, scanned_limits
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY, Bucket
 from bridge_cg_plugin.graphs.planning.demand import LONGEST_WAIT, WEIGHTS, WINDOW, Demand, Menu
-from bridge_cg_plugin.vision.fit import refuse_images
-from bridge_cg_plugin.vision.shape import Shape
+from bridge_cg_plugin.vision.fit import Shape, refuse_images
 from tests.models.workloads import coco_microbatches
 
 EXACT_BELOW = 256

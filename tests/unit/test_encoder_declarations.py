@@ -50,7 +50,7 @@ assert "bridge_cg_plugin.upstream.seams.seam" not in sys.modules and "torch" not
 from bridge_cg_plugin.upstream.seams.features import FEATURES, _ASKS
 from bridge_cg_plugin.upstream.seams.known_encoders import encoder_of
 from bridge_cg_plugin.upstream.seams.registry import patch_modules, seam
-from bridge_cg_plugin.cli.explain.encoders import encoder_of as sized
+from bridge_cg_plugin.cli.explain.models import encoder_of as sized
 from bridge_cg_plugin.cli.explain.models import _family
 from tests.unit.mean_provider import MeanProvider
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.upstream.encoders import registry
-from bridge_cg_plugin.upstream.seams import encoder_group
+from bridge_cg_plugin.upstream.seams import known_encoders as encoder_group
 
 from .mean_encoder import ENCODER, PATCHES, WIDTH, MeanTower
 from .towers import graphs_on, new_tower, poison

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from bridge_cg_plugin.language.experts.products import add_weight_gradients, combine, multiply, new_weight_gradients
+from bridge_cg_plugin.language.experts.linear import add_weight_gradients, combine, multiply, new_weight_gradients
 from bridge_cg_plugin.language.experts.rows import find_rows
 from bridge_cg_plugin.language.experts.tables import Tables
 from tests.scripts import compiled, interpreted
@@ -29,7 +29,7 @@ from tests import interpreted
 
 interpreted.prepare()
 from bridge_cg_plugin.language.experts import kernels, row_kernels, swiglu_kernels
-from bridge_cg_plugin.language.experts.tables import Tables, table_of_slices
+from bridge_cg_plugin.language.experts.linear import Tables, table_of_slices
 
 TILING = kernels.Tiling(16, 32, 16, 4, 2)
 cases, found = torch.load(sys.argv[1]), []

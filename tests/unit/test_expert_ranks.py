@@ -13,7 +13,7 @@ from torch.nn import functional
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.language.experts.exchange import ExpertExchange
-from bridge_cg_plugin.language.packed import shape_exchange
+from bridge_cg_plugin.language.packed import workload as shape_exchange
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PADDED_OFFSETS, PackShape
 from bridge_cg_plugin.language.packed.fit import refuse_pack
 from bridge_cg_plugin.options import OptionError

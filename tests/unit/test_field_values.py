@@ -6,8 +6,7 @@ from typing import Literal, Optional, Union
 import pytest
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks.configuration.field_values import accepted_by, check_value
-from bridge_cg_plugin.upstream.hooks.configuration.overrides import check_word
+from bridge_cg_plugin.upstream.hooks.configuration.overrides import accepted_by, check_value, check_word
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.cli.explain.answer import NOT_MEASURED, Answer
-from bridge_cg_plugin.cli.explain.encoders import QWEN3_VL, Encoder, encoder_of
+from bridge_cg_plugin.cli.explain.answer import NOT_MEASURED, Answer, render
 from bridge_cg_plugin.cli.explain.forecast import as_json, largest_bucket
 from bridge_cg_plugin.cli.explain.forecast import vision_forecast as forecast
-from bridge_cg_plugin.cli.explain.table import render
+from bridge_cg_plugin.cli.explain.models import QWEN3_VL, Encoder, encoder_of
 from bridge_cg_plugin.cli.planner.records import TOWER, of_encoder
 from bridge_cg_plugin.options import VisionGraphOptions, graph_options
-from bridge_cg_plugin.options.columns import text_table
+from bridge_cg_plugin.options.explain import text_table
 
 
 def options_with(vision):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from bridge_cg_plugin.options import OptionError, graph_options
-from bridge_cg_plugin.options.gone import GONE
+from bridge_cg_plugin.options.declaration import GONE
 
 
 def nested(name, value):

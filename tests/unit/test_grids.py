@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.host_copies import HostTensors
-from bridge_cg_plugin.vision.host_grids import HostGrids, as_grid, shape_of_rows
-from bridge_cg_plugin.vision.shape import Shape
+from bridge_cg_plugin.vision.batch import HostGrids, as_grid, shape_of_rows
+from bridge_cg_plugin.vision.fit import Shape
 
 ROWS = ((1, 4, 6), (3, 2, 8))
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from bridge_cg_plugin.announce import LOGGER, warn
-from bridge_cg_plugin.cli.runs.imports import quick_imports, quiet
+from bridge_cg_plugin.cli.runs.recipe import quick_imports, quiet
 from bridge_cg_plugin.options import GraphOptionWarning
 
 

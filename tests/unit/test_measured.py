@@ -10,11 +10,13 @@ from bridge_cg_plugin.cli.planner.records import (
     DENSE,
     TOWER,
     Costs,
+    NotMeasured,
+    Ranks,
     of_encoder,
     of_language_model,
+    ranks_of,
     records,
 )
-from bridge_cg_plugin.cli.planner.shapes import NotMeasured, Ranks, ranks_of
 from bridge_cg_plugin.cli.runs.results import ROOT, read_records
 from tests.models.language_model import SHAPES, sizes_of
 

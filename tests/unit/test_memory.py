@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.vision.memory import MemoryModel
+from bridge_cg_plugin.vision.plan import MemoryModel
 
 
 @given(st.floats(0, 1e9), st.floats(1, 1e6), st.floats(0, 1e11))

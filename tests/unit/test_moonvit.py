@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders import registry
-from bridge_cg_plugin.upstream.seams import encoder_group
+from bridge_cg_plugin.upstream.seams import known_encoders as encoder_group
 from bridge_cg_plugin.vision.batch import BatchError
 from bridge_cg_plugin.vision.kernels.packed_attention import PackedSegments
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from bridge_cg_plugin.options import OptionError, experts
-from bridge_cg_plugin.upstream.decoder import routers as packed_routers
+from bridge_cg_plugin.upstream.decoder import experts as packed_routers
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 from bridge_cg_plugin.upstream.decoder.experts import NEEDED
 from tests.main_grads import hook_main_grads

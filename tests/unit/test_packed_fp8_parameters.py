@@ -11,7 +11,8 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 from transformer_engine.pytorch.tensor.storage import float8_tensor_storage as storage
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.upstream.decoder import fp8, fp8_parameters
+from bridge_cg_plugin.upstream.decoder import fp8
+from bridge_cg_plugin.upstream.decoder import fp8 as fp8_parameters
 from tests.models.tower import MainGrads
 
 from .packs import graphs_on, in_turn, losses_and_gradients, new_model, pack, replayed

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd, _apply_rotary_pos_emb_thd
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from bridge_cg_plugin.graphs.segments import fill_one_segment, fill_segments, write_offsets
-from bridge_cg_plugin.language.packed.layout import document_indices, spread, token_angles, token_positions
+from bridge_cg_plugin.graphs.rows import fill_one_segment, fill_segments, write_offsets
+from bridge_cg_plugin.language.packed.batch import document_indices, spread, token_angles, token_positions
 
 documents = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
 WIDTH = 6

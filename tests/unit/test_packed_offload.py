@@ -14,7 +14,7 @@ from bridge_cg_plugin.offload.host_memory import GIB
 from bridge_cg_plugin.offload.planner import Allowed, Costs, smallest_peak
 from bridge_cg_plugin.offload.schedule import Fate
 from bridge_cg_plugin.offload.store import ActivationStore
-from bridge_cg_plugin.options.activations import OFFLOAD_MODULES, RECOMPUTE
+from bridge_cg_plugin.options.offload import OFFLOAD_MODULES, RECOMPUTE
 
 from .packs import EXPERTS, ON_CPU, graphs_on, losses_and_gradients, new_model, pack
 from .towers import poison

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.segments import write_offsets
+from bridge_cg_plugin.graphs.rows import write_offsets
 from bridge_cg_plugin.language.packed import program
 from bridge_cg_plugin.language.packed.batch import OFFSETS
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.upstream.encoders.patch_gradients import patch_gradients, takes_patches
+from bridge_cg_plugin.upstream.encoders.qwen3_vl import patch_gradients, takes_patches
 
 SHAPE = (3, 2, 4, 4)
 

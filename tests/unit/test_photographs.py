@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from bridge_cg_plugin.cli.report.spread import compare_to_spread, how_eager_fares
+from bridge_cg_plugin.cli.report.verdict import compare_to_spread, how_eager_fares
 from bridge_cg_plugin.recipes.captioned_images import caption
 from examples.photographs.images import (
     FILES,

@@ -8,8 +8,7 @@ import torch
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders.pixtral import PixtralAdapter
-from bridge_cg_plugin.vision.batch import BatchError
-from bridge_cg_plugin.vision.host_grids import HostGrids
+from bridge_cg_plugin.vision.batch import BatchError, HostGrids
 
 from .hugging_face_towers import draw_padded, new_pixtral, run_pixtral
 from .test_encoders import PIXTRALS, TOLERANCE, assert_equal_results

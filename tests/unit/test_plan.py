@@ -16,8 +16,7 @@ from bridge_cg_plugin.cli.planner.images import Image, plan_images, read_images
 from bridge_cg_plugin.cli.planner.lengths import read_documents
 from bridge_cg_plugin.cli.planner.packing import padded_documents, padded_packs
 from bridge_cg_plugin.cli.planner.plan import BUCKET_COUNTS, percentiles, plan_packs
-from bridge_cg_plugin.cli.planner.records import Costs, of_language_model
-from bridge_cg_plugin.cli.planner.shapes import Ranks
+from bridge_cg_plugin.cli.planner.records import Costs, Ranks, of_language_model
 from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, Bucket
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
 from bridge_cg_plugin.options.layout import parse_layout

@@ -6,8 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.reports import ranges
-from bridge_cg_plugin.graphs.reports.progress import EVERY_S, Progress
-from bridge_cg_plugin.graphs.reports.statistics import RegionStatistics
+from bridge_cg_plugin.graphs.reports.statistics import EVERY_S, Progress, RegionStatistics
 
 from .towers import forward, graphs_on, loss_of, new_tower
 

@@ -21,9 +21,9 @@ from bridge_cg_plugin.graphs.reports.report import (
 from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, RegionStatistics
 from bridge_cg_plugin.upstream.hooks.loops import rank_figures, train_loop
 from bridge_cg_plugin.upstream.hooks.loops.rank_figures import LastFigures, pauses_of_ranks
-from bridge_cg_plugin.upstream.parallel.failures import named_failure
 from bridge_cg_plugin.upstream.parallel.schedules import most_microbatches
-from bridge_cg_plugin.vision.host_grids import token_count
+from bridge_cg_plugin.upstream.parallel.watchdog import named_failure
+from bridge_cg_plugin.vision.batch import token_count
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, TOO_MANY_TOKENS

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bridge_cg_plugin.upstream.parallel.data_parallel import reduction_order
-from bridge_cg_plugin.upstream.parallel.reduction_order import ReductionOrder
+from bridge_cg_plugin.upstream.parallel.data_parallel import ReductionOrder, reduction_order
 
 
 class Group:

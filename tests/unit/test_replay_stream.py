@@ -20,7 +20,7 @@ from bridge_cg_plugin.graphs.replays.streams import ReplayStream
 from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
 from bridge_cg_plugin.offload.planner import Allowed
 from bridge_cg_plugin.offload.registry import OTHER, derive
-from bridge_cg_plugin.offload.transfers import CudaTransfers
+from bridge_cg_plugin.offload.store import CudaTransfers
 from tests.saving import WIDTH, SaverProgram
 
 from ..regions import new_region

@@ -14,12 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.cli import main as cli
-from bridge_cg_plugin.cli.report.kinds import KINDS
 from bridge_cg_plugin.cli.report.page import make_page
-from bridge_cg_plugin.cli.report.records import read_records
+from bridge_cg_plugin.cli.report.records import read_runs, runs_in
 from bridge_cg_plugin.cli.report.render import to_markdown
-from bridge_cg_plugin.cli.report.runs import GIB, counts_of
-from bridge_cg_plugin.cli.report.sources import read_runs
+from bridge_cg_plugin.cli.report.runs import GIB, KINDS, counts_of
 from bridge_cg_plugin.cli.report.training_log import read_graphs
 from bridge_cg_plugin.cli.report.verdict import verdicts
 from bridge_cg_plugin.graphs.fallback import Fallback
@@ -234,7 +232,7 @@ def test_event_files_without_a_loss_are_refused(tmp_path):
 
 
 def test_the_committed_records_make_a_page_per_release():
-    page = make_page(read_records(PRETRAIN))
+    page = make_page(runs_in(PRETRAIN))
     assert {"mixed 0.6.2", "mixed 0.4.2"} <= {run.case for run in page.runs}
     assert {run.peak_tflops for run in page.runs} == {989.4}
     graphed = next(run for run in page.runs if run.mode == "plugin" and run.case == "mixed 0.6.2")

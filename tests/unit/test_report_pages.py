@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from bridge_cg_plugin.cli.report.gpus import peak_tflops
 from bridge_cg_plugin.cli.report.page import Table, make_page
 from bridge_cg_plugin.cli.report.plots import INK, draw
+from bridge_cg_plugin.cli.report.records import peak_tflops
 from bridge_cg_plugin.cli.report.render import to_html, to_json, to_markdown, to_terminal
 from bridge_cg_plugin.cli.report.runs import Run, counts_of
 from bridge_cg_plugin.cli.report.verdict import verdicts

@@ -18,9 +18,9 @@ from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import QWEN3_OMNI_AUDIO
 from bridge_cg_plugin.upstream.encoders.qwen25_omni import QWEN25_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
+from bridge_cg_plugin.vision.capture import RecordedKernels
 from bridge_cg_plugin.vision.kernels import cudnn_graphs
 from bridge_cg_plugin.vision.kernels.packed_attention import segment_mask
-from bridge_cg_plugin.vision.recorded_kernels import RecordedKernels
 from tests.scripts import interpreted
 
 from .hugging_face_towers import new_glm45v

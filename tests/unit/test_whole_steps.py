@@ -5,10 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.cli.explain.answer import Answer, as_json
-from bridge_cg_plugin.cli.explain.sizes import sizes_of
+from bridge_cg_plugin.cli.explain.answer import Answer, as_json, render
+from bridge_cg_plugin.cli.explain.models import sizes_of
 from bridge_cg_plugin.cli.explain.steps import said, whole_step
-from bridge_cg_plugin.cli.explain.table import render
 from bridge_cg_plugin.cli.runs.results import ROOT, read_records
 from bridge_cg_plugin.options import graph_options
 from scripts.performance.bench_recipe import CASES

@@ -6,8 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from bridge_cg_plugin.vision.encoders.layout import segment_offsets
-from bridge_cg_plugin.vision.encoders.windows import most_windows, permuted, window_offsets, window_order
+from bridge_cg_plugin.vision.encoders.layout import (
+    most_windows,
+    permuted,
+    segment_offsets,
+    window_offsets,
+    window_order,
+)
 
 PATCH = 14
 merges = st.sampled_from([1, 2, 3])

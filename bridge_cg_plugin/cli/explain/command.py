@@ -43,12 +43,11 @@ from bridge_cg_plugin.upstream.seams.known_encoders import encoder_of, has_audio
 
 from ..answers import Tell
 from ..gpus import LAYOUTS, add_counts, add_gpu, divided, layout_in_words
-from ..trainable import check_trainable
+from ..launch import check_trainable
 from . import models, standins
-from .answer import Answer, as_json
+from .answer import Answer, as_json, render
 from .forecast import language_forecast, largest_bucket, vision_forecast
 from .steps import whole_step
-from .table import render
 from .words import set_words
 
 SECTIONS = frozenset(

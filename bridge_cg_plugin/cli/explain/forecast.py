@@ -5,15 +5,23 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bridge_cg_plugin.attention_bounds import deterministic
-from bridge_cg_plugin.cli.planner.records import Measured, Row, least_and_greatest, of_encoder, of_language_model
-from bridge_cg_plugin.cli.planner.shapes import NotMeasured, language_model_of, ranks_of
+from bridge_cg_plugin.cli.planner.records import (
+    Measured,
+    NotMeasured,
+    Row,
+    language_model_of,
+    least_and_greatest,
+    of_encoder,
+    of_language_model,
+    ranks_of,
+)
 from bridge_cg_plugin.options import GraphOptions, VisionGraphOptions
 from bridge_cg_plugin.options.language_model import MODULES, CudaGraphModule
 from bridge_cg_plugin.options.packed import PACKED_FIELDS
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 
 from ..gpus import other_gpu
-from .encoders import encoder_of
+from .models import encoder_of
 
 # Fields of the model and options of vision graphs that figures depend on, by the values that were measured.
 _MODEL = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "freeze_vision_model": False}

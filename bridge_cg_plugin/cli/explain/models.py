@@ -3,14 +3,137 @@
 import dataclasses
 import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-from bridge_cg_plugin.upstream.seams.encoders import MODELS, HubModels, Model, models
+from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
+from bridge_cg_plugin.upstream.seams.encoders import MODELS, HubModels, Model, declared, models
 
-from .sizes import sizes_of, tokens_of
+
+class Sizes(NamedTuple):
+    """Sizes of a language model.
+
+    Attributes:
+        layers, hidden, heads: Its layers, their width, heads of queries.
+        groups: Heads of keys and values.
+        channels: Width of a head.
+        mlp: Width of the MLP; of experts' layers, of one that is dense.
+        vocabulary: Tokens.
+        top, expert, shared: Experts that a token goes through, the width of one, and of the shared one.
+        fused: Whether Bridge fuses activations and rotation.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    channels: int
+    mlp: int
+    vocabulary: int = 151_936
+    top: int = 0
+    expert: int = 0
+    shared: int = 0
+    fused: bool = False
+
+    def fields(self) -> dict[str, int | bool]:
+        """Return them as fields of a Bridge provider."""
+        named = {
+            "num_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_attention_heads": self.heads,
+            "num_query_groups": self.groups,
+            "kv_channels": self.channels,
+            "ffn_hidden_size": self.mlp,
+            "vocab_size": self.vocabulary,
+            "moe_router_topk": self.top,
+            "moe_ffn_hidden_size": self.expert,
+            "moe_shared_expert_intermediate_size": self.shared,
+        }
+        fused = dict.fromkeys(("bias_activation_fusion", "apply_rope_fusion"), True) if self.fused else {}
+        return {name: size for name, size in named.items() if size} | fused
+
+
+_LLAMA = 128_256
+# The first that matches counts. Qwen3-VL's language models are Qwen3's.
+SIZES: Mapping[str, Sizes] = {
+    r"Qwen/Qwen3(-VL)?-30B-A3B": Sizes(48, 2048, 32, 4, 128, 6144, top=8, expert=768),
+    r"Qwen/Qwen3(-VL)?-235B-A22B": Sizes(94, 4096, 64, 4, 128, 12288, top=8, expert=1536),
+    r"Qwen/Qwen3-0\.6B": Sizes(28, 1024, 16, 8, 128, 3072),
+    r"Qwen/Qwen3-1\.7B|Qwen/Qwen3-VL-2B": Sizes(28, 2048, 16, 8, 128, 6144),
+    r"Qwen/Qwen3(-VL)?-4B": Sizes(36, 2560, 32, 8, 128, 9728),
+    r"Qwen/Qwen3(-VL)?-8B": Sizes(36, 4096, 32, 8, 128, 12288),
+    r"Qwen/Qwen3-14B": Sizes(40, 5120, 40, 8, 128, 17408),
+    r"Qwen/Qwen3(-VL)?-32B": Sizes(64, 5120, 64, 8, 128, 25600),
+    r"meta-llama/(Meta-)?Llama-3(\.1)?-8B": Sizes(32, 4096, 32, 8, 128, 14336, _LLAMA, fused=True),
+    r"meta-llama/(Meta-)?Llama-3(\.1)?-70B": Sizes(80, 8192, 64, 8, 128, 28672, _LLAMA, fused=True),
+    r"meta-llama/Llama-3\.2-1B": Sizes(16, 2048, 32, 8, 64, 8192, _LLAMA, fused=True),
+    r"meta-llama/Llama-3\.2-3B": Sizes(28, 3072, 24, 8, 128, 8192, _LLAMA, fused=True),
+}
+
+# Tokens of tokenizers, for models whose recipes name nothing else of the hub.
+VOCABULARIES = {r"nvidia/(NVIDIA-)?Nemotron-": 131_072, r"google/gemma-3-": 262_144}
+
+
+def tokens_of(name: str) -> int | None:
+    """Return the tokens of a tokenizer on the hub; None where they are not known here."""
+    return next((count for names, count in VOCABULARIES.items() if re.match(names, name)), None)
+
+
+def sizes_of(name: str) -> dict[str, int | bool]:
+    """Return the sizes of a model on the hub as fields of a Bridge provider; none where they are not known here."""
+    return next((sizes.fields() for sizes in _matching(name)), {})
+
+
+def _matching(name: str) -> Iterator[Sizes]:
+    return (sizes for names, sizes in SIZES.items() if re.match(names, name))
+
+
+QWEN3_VL, QWEN35_VL, QWEN25_VL = "Qwen3-VL", "Qwen3.5-VL", "Qwen2.5-VL"
+_OF_PROVIDERS = {
+    "Qwen3VLModelProvider": QWEN3_VL,
+    "Qwen3VLMoEModelProvider": QWEN3_VL,
+    "Qwen35VLModelProvider": QWEN35_VL,
+    "Qwen35VLMoEModelProvider": QWEN35_VL,
+    **{encoder.model.provider: encoder.name for encoder in declared() if encoder.encodes == "vision"},
+}
+_DEPTHS = ("depth", "num_hidden_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """A vision encoder.
+
+    Attributes:
+        family: Its kind; empty for one that no record is of.
+        layers, width: Its sizes; None where nobody knows them here.
+    """
+
+    family: str
+    layers: int | None = None
+    width: int | None = None
+
+    def __str__(self) -> str:
+        sizes = "of unknown size" if self.layers is None else f"of {self.layers} layers"
+        return f"{self.family} encoder {sizes}".lstrip() + (f" of {self.width}" if self.width else "")
+
+
+def encoder_of(model: Any) -> Encoder | None:
+    """Return the vision encoder of a Bridge model provider; None for a model that has none for graphs."""
+    if not hasattr(model, PROVIDER_FIELDS["impl"]):
+        return None
+    names = (base.__name__ for base in type(model).__mro__)
+    family = next((_OF_PROVIDERS[name] for name in names if name in _OF_PROVIDERS), "")
+    config = getattr(model, "vision_config", None)
+    depth = next((value for name in _DEPTHS if (value := _whole(config, name)) is not None), None)
+    return Encoder(family, depth, _whole(config, "hidden_size"))
+
+
+def _whole(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else None
+
 
 GPT = "gpt_provider.GPTModelProvider"
 

@@ -1,20 +1,93 @@
 """What a plan takes from a recipe."""
 
+import os
+import socket
+import urllib.request
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from bridge_cg_plugin.cli.planner.images import Processor
-from bridge_cg_plugin.cli.planner.records import DENSE, TOWER, Costs, of_encoder, of_language_model
-from bridge_cg_plugin.cli.planner.shapes import NotMeasured, Ranks, language_model_of, ranks_of
+from bridge_cg_plugin.cli.planner.records import (
+    DENSE,
+    TOWER,
+    Costs,
+    NotMeasured,
+    Ranks,
+    language_model_of,
+    of_encoder,
+    of_language_model,
+    ranks_of,
+)
 from bridge_cg_plugin.options import GraphOptions, OptionError, VisionGraphOptions
 from bridge_cg_plugin.options.layout import RankLayout
+from bridge_cg_plugin.upstream.hooks.configuration.recipes import no_configuration
 
 from .command import built, resolved, without_imports
-from .encoders import Encoder, encoder_of
 from .forecast import differences
-from .processors import PATCHES, processor_of
+from .models import QWEN3_VL, QWEN25_VL, QWEN35_VL, Encoder, encoder_of
+
+# Pixels between which Bridge's `qwen2_5_collate_fn` has a processor keep images, and sides of patches.
+_LIMITS = {"min_pixels": 200_704, "max_pixels": 1_003_520}
+PATCHES = {QWEN3_VL: 16, QWEN35_VL: 16, QWEN25_VL: 14}
+# Fields of providers that have the sizes of patches.
+_FIELDS = {"patch": "patch_size", "merge": "spatial_merge_size", "temporal": "temporal_patch_size"}
+
+
+def processor_of(config: Any, encoder: Encoder) -> Processor:
+    """Return the sizes that the provider and the data have; what they lack is of Bridge's or of the encoder's kind.
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+        encoder: Its model's, of a kind in `PATCHES`.
+    """
+    held = {name: getattr(config.model, field, None) for name, field in _FIELDS.items()}
+    data = getattr(getattr(config, "dataset", None), "task_encoder", None)
+    held |= {name: getattr(data, name, None) for name in _LIMITS}
+    sizes = {name: size for name, size in held.items() if isinstance(size, int)}
+    return Processor(**{"patch": PATCHES[encoder.family], **_LIMITS, **sizes})
+
+
+SECONDS = 3.0
+
+
+def check_hub(recipe: str, models: Iterable[str]) -> None:
+    """Refuse a recipe of a model whose configuration is neither cached nor within reach.
+
+    Args:
+        recipe: The recipe's name.
+        models: The names on the hub, or folders, of its models.
+
+    Raises:
+        OptionError: There is such a model.
+    """
+    if not all(map(_is_cached, models)) and not _is_reachable():
+        raise OptionError.because("recipe", f"Cannot build recipe {recipe}: {no_configuration(recipe)}")
+
+
+def _is_cached(model: str) -> bool:
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    found = (cache / f"models--{model.replace('/', '--')}").glob("snapshots/*/config.json")
+    return Path(model).exists() or any(found)
+
+
+def _is_reachable() -> bool:
+    """Return whether the hub answers, or a proxy is set, behind which only a request would tell."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    if urllib.request.getproxies():
+        return True
+    hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        address = hub.hostname or "", hub.port or (80 if hub.scheme == "http" else 443)
+        socket.create_connection(address, timeout=SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bridge_cg_plugin.cli.planner.records import TOWER, measured
-from bridge_cg_plugin.cli.planner.shapes import (
+from bridge_cg_plugin.cli.planner.records import (
+    TOWER,
     LanguageModel,
     NotMeasured,
     Ranks,
     language_model_of,
+    measured,
     other_ranks,
     ranks_of,
 )
@@ -18,8 +19,8 @@ from bridge_cg_plugin.options.choice import SETTING
 from bridge_cg_plugin.options.language_model import IMPL
 
 from ..gpus import other_gpu
-from .encoders import encoder_of
 from .forecast import adapter_of, other_options, other_precision, other_vision_options, unlike
+from .models import encoder_of
 
 # Sizes of a language model by which it stays near to a measured one; all others must be equal.
 _COUNTS = ("attention", "mlps", "expert_layers")

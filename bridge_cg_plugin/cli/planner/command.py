@@ -21,8 +21,7 @@ from .lengths import Documents, read_documents
 from .output import as_json, import_plots, plot_packs, print_plan
 from .packing import ALGORITHMS, Pack, in_batch, padded_documents, padded_packs
 from .plan import PackedPlan, plan_packs
-from .records import DENSE, TOWER, Costs, of_encoder, of_language_model
-from .shapes import Ranks
+from .records import DENSE, TOWER, Costs, Ranks, of_encoder, of_language_model
 
 if TYPE_CHECKING:
     from ..explain.recipes import PackedRecipe, VisionRecipe

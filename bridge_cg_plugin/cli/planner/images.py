@@ -14,14 +14,11 @@ from bridge_cg_plugin.attention_bounds import frame_limits
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, Bucket, choose
 from bridge_cg_plugin.recipes import GPUS
-from bridge_cg_plugin.vision.fit import refuse_images
-from bridge_cg_plugin.vision.shape import Shape
+from bridge_cg_plugin.vision.fit import Shape, refuse_images
 
-from .buckets import plan_buckets
-from .counts import drawn, whole_count
 from .errors import PlanError
-from .json_lines import json_lines
-from .plan import BUCKET_COUNTS, Expected, Percentiles, expected, fits, percentiles, too_little
+from .lengths import drawn, json_lines, whole_count
+from .plan import BUCKET_COUNTS, Expected, Percentiles, expected, fits, percentiles, plan_buckets, too_little
 from .records import Costs
 
 

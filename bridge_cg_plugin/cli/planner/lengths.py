@@ -2,16 +2,54 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .counts import drawn, whole_count
 from .errors import PlanError
-from .json_lines import json_lines
 from .packing import Pack
+
+
+def json_lines(path: Path) -> Iterator[Any]:
+    """Yield the rows; blank lines are none. Text in a row may hold separators of lines that are not JSON's.
+
+    Raises:
+        ValueError: A row is no JSON; has its number.
+    """
+    lines = path.read_text(encoding="utf-8-sig").split("\n")
+    for number, line in enumerate(line for line in lines if line.strip()):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"row {number}: {error.msg}") from None
+
+
+# A plan from so many values takes seconds; more of them in the same shares change nothing in it.
+MOST = 200_000
+
+
+def whole_count(value: Any) -> int | None:
+    """Return a count of a JSON file as a whole number of at least 0, None for what is none; 3e5 is one."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def drawn[Value](counts: Sequence[tuple[Value, int]]) -> list[Value]:
+    """Return every value as often as it counts.
+
+    Above `MOST` in all, counts are scaled down in the same shares, and what is there at all stays there once.
+
+    Args:
+        counts: Values and how often each is there, at least 0.
+    """
+    total = sum(count for _, count in counts)
+    if total > MOST:
+        counts = [(value, max(count * MOST // total, 1)) for value, count in counts if count]
+    return [value for value, count in counts for _ in range(count)]
+
 
 LENGTH_FIELDS = ("length", "num_tokens", "token_count", "n_tokens")
 TOKEN_FIELDS = ("input_ids", "tokens")

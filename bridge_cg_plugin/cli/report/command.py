@@ -9,8 +9,8 @@ from bridge_cg_plugin.options import OptionError
 
 from ..answers import Tell, named_failure, say, table_console
 from .page import Page, make_page
+from .records import read_runs
 from .render import to_html, to_json, to_markdown, to_terminal
-from .sources import read_runs
 
 
 def add_arguments(parser: ArgumentParser) -> None:

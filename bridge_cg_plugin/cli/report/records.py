@@ -1,6 +1,7 @@
 """Runs from benchmark records; docs/benchmarks/format.md has their fields."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,10 +10,18 @@ from typing import Any
 
 from bridge_cg_plugin.options import OptionError
 
-from .gpus import peak_tflops
-from .kinds import KINDS, GraphKind
-from .runs import GraphCounts, Run, counts_of
-from .texts import text_of
+from .page import text_of
+from .runs import EVENT_FILES, KINDS, GraphCounts, GraphKind, Run, counts_of, read_events
+from .training_log import read_log
+
+# Part of a GPU's name -> dense bf16 TFLOP/s of its SXM form, from its vendor's data sheet.
+PEAK_TFLOPS = {"B300": 2250.0, "B200": 2250.0, "H200": 989.4, "H100": 989.4, "A100": 312.0}
+
+
+def peak_tflops(name: str) -> float | None:
+    """Return dense bf16 TFLOP/s of the GPU that PyTorch calls `name`; None for one that is not known."""
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name and "PCIe" not in name), None)
+
 
 _WRITERS = "bridge-cg compare, bench_step.py and bench_recipe.py"
 _NEEDED = {"case": str, "mode": str, "versions": dict}
@@ -21,7 +30,7 @@ _TEXTS = ("error", "wrong", "gpu", "date", "command")
 _FIGURES = ("samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu", "peak_gb")
 
 
-def read_records(path: Path) -> list[Run]:
+def runs_in(path: Path) -> list[Run]:
     """Return the training runs of a JSON Lines file, or of all in a folder. A folder's may have none.
 
     Raises:
@@ -117,3 +126,54 @@ def _apart(runs: Sequence[Run]) -> list[Run]:
     twice = {case for (case, _), count in times.items() if count > 1}
     release = "megatron-bridge"
     return [replace(r, case=f"{r.case} {r.versions.get(release)}") if r.case in twice else r for r in runs]
+
+
+_NAMED = re.compile(r"([A-Za-z][\w.+-]*)=(.+)", re.DOTALL)
+_NAMES = (
+    "Give eager runs the modes eager1, eager2, ..., the graphed one plugin: eager1=a.log eager2=b.log plugin=c.log."
+)
+
+
+def read_runs(words: Sequence[str], peak_tflops: float | None = None) -> list[Run]:
+    """Return the runs of all inputs.
+
+    Args:
+        words: Paths, each alone or as MODE=PATH, which names the run.
+        peak_tflops: Dense bf16 TFLOP/s of one GPU, for runs whose source does not name it.
+
+    Raises:
+        OptionError: An input is missing or cannot be read, or two runs have one name.
+    """
+    runs = [run for word in words for run in _read(word)]
+    seen: set[tuple[str, str]] = set()
+    for run in runs:
+        if (run.case, run.mode) in seen:
+            raise OptionError.because("run", f"Cannot compare two runs that are both named {run.mode}. {_NAMES}")
+        seen.add((run.case, run.mode))
+    return [replace(run, peak_tflops=run.peak_tflops or peak_tflops) for run in runs]
+
+
+def _read(word: str) -> list[Run]:
+    named = None if Path(word).exists() else _NAMED.fullmatch(word)
+    mode, path = (named[1], Path(named[2])) if named else (None, Path(word))
+    if not path.exists():
+        raise OptionError.because("run", f"Cannot read {word}: it does not exist. Write PATH or MODE=PATH.")
+    runs = _runs_at(path)
+    if mode is None:
+        return runs
+    if len(runs) > 1:
+        raise OptionError.because("run", f"Cannot use {word}: the file has {len(runs)} runs. Write PATH alone.")
+    return [runs[0].named(mode)]
+
+
+def _runs_at(path: Path) -> list[Run]:
+    if path.is_file():
+        return runs_in(path) if path.suffix == ".jsonl" else [read_log(path)]
+    if any(path.glob(EVENT_FILES)):
+        return [read_events(path)]
+    if any(path.glob("*.jsonl")):
+        return runs_in(path)
+    raise OptionError.because(
+        "run",
+        f"Cannot read {path}: it has no TensorBoard event files and no .jsonl records. Name the file or its folder.",
+    )

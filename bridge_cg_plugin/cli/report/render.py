@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_cg_plugin.options.explain import table as markdown_table
 
-from .page import Page, Table
-from .style import CSS
+from .page import CSS, Page, Table
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod

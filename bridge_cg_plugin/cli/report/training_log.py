@@ -6,9 +6,8 @@ from pathlib import Path
 
 from bridge_cg_plugin.options import OptionError
 
-from .kinds import KINDS
-from .runs import GIB, BucketCounts, GraphCounts, Run
-from .texts import text_of
+from .page import text_of
+from .runs import GIB, KINDS, BucketCounts, GraphCounts, Run
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
 _STEP = re.compile(r"iteration\s+(\d+)/\s*\d+ \|(.*)")

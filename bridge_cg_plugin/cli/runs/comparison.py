@@ -12,10 +12,10 @@ from typing import Any
 
 from bridge_cg_plugin.cli.report.command import write_page
 from bridge_cg_plugin.cli.report.page import Page, make_page
-from bridge_cg_plugin.cli.report.records import read_records
+from bridge_cg_plugin.cli.report.records import runs_in
 from bridge_cg_plugin.cli.runs import first_look, recipe_arguments
 from bridge_cg_plugin.cli.runs.first_look import with_package
-from bridge_cg_plugin.cli.runs.ports import free_port
+from bridge_cg_plugin.cli.runs.recipe import free_port
 from bridge_cg_plugin.cli.runs.recorded import KINDS
 from bridge_cg_plugin.cli.runs.results import command_line, provenance, write_records
 from bridge_cg_plugin.cli.runs.watched import Watch, run_watched
@@ -170,7 +170,7 @@ def write(records: Sequence[dict[str, Any]], out: Path) -> Page:
     whole = [{**provenance(0, 0), **record, "command": command_line()} for record in records]
     path = out / "compare.jsonl"
     write_records(path, whole)
-    page = make_page(read_records(path), f"{whole[0]['case']}: eager, upstream's graphs and the plugin")
+    page = make_page(runs_in(path), f"{whole[0]['case']}: eager, upstream's graphs and the plugin")
     write_page(page, html=out / "page.html", markdown=out / "page.md", json=out / "page.json")
     return page
 

@@ -1,19 +1,90 @@
 """A recipe of Bridge or preset of the plugin, built and trained."""
 
 import argparse
+import contextlib
+import gc
+import importlib
+import itertools
+import logging
 import os
-from collections.abc import Sequence
+import re
+import socket
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import bridge_cg_plugin
-from bridge_cg_plugin.cli.runs.imports import quick_imports, quiet
-from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options import GraphOptionWarning, OptionError
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.flags import given_flags
 from bridge_cg_plugin.recipes import with_graphs
 from bridge_cg_plugin.recipes.graphs import mock_dataset
 from bridge_cg_plugin.upstream.hooks.loops.steps import Mode
+
+
+@contextlib.contextmanager
+def quick_imports() -> Iterator[None]:
+    """Spare a `with` block garbage collections, and imports in it searches of all modules that there are by then.
+
+    Pydantic makes such a search for each of wandb's classes: 5 s after Bridge, 1 s before it.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with contextlib.suppress(Exception):  # Bridge's import tells what is broken
+            importlib.import_module("wandb")
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Show inside a `with` block errors and the plugin's warnings only."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("default", GraphOptionWarning)
+            yield
+    finally:
+        logging.disable(before)
+
+
+FIRST_PORT, PORTS = 20_000, 10_000
+# Processes that ask at the same time, with neighbouring numbers, start as far apart.
+CALLS_EACH = 97
+_CALLS = itertools.count()
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on, another one at each call.
+
+    It is below those that the system gives to connections: such a one could be taken before the run listens on it.
+
+    Raises:
+        OSError: There is none.
+    """
+    for _ in range(PORTS):
+        port = FIRST_PORT + (os.getpid() * CALLS_EACH + next(_CALLS)) % PORTS
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} is free")
+
+
+def error_in(text: str) -> str:
+    """Return the error that a process's output ends with: the last line that begins with an exception's name."""
+    lines = [line.strip() for line in text.splitlines()]
+    named = [line for line in lines if re.match(r"(\[rank\d+\]: ?)?[\w.]*(Error|Exception)\b", line)]
+    line = re.sub(r"^\[rank\d+\]: ?", "", named[-1] if named else lines[0])
+    return (f"out of memory: {line}" if "out of memory" in line.lower() else line)[:300]
 
 
 @dataclass(frozen=True, slots=True)

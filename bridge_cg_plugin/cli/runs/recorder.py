@@ -9,8 +9,7 @@ import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from torch import nn
 
-from bridge_cg_plugin.cli.report.kinds import KINDS
-from bridge_cg_plugin.cli.report.runs import WARM_UP
+from bridge_cg_plugin.cli.report.runs import KINDS, WARM_UP
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
 
 GIB = 2**30

@@ -20,13 +20,12 @@ from bridge_cg_plugin.announce import rank
 from bridge_cg_plugin.cli.answers import answered
 from bridge_cg_plugin.cli.launch import slurm, torchrun
 from bridge_cg_plugin.cli.runs import first_look
-from bridge_cg_plugin.cli.runs.imports import quick_imports, quiet
-from bridge_cg_plugin.cli.runs.recipe import Prepared, prepare, require_gpu, train
+from bridge_cg_plugin.cli.runs.first_look import check_start, check_with_bridge, gpus_of, starts_elsewhere
+from bridge_cg_plugin.cli.runs.recipe import Prepared, prepare, quick_imports, quiet, require_gpu, train
 from bridge_cg_plugin.cli.runs.recipe_arguments import check_launch, job_of, read, worker_arguments
-from bridge_cg_plugin.cli.runs.startable import check_start, check_with_bridge, gpus_of, starts_elsewhere
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
-from bridge_cg_plugin.upstream.hooks.configuration.bridge_checks import environment
+from bridge_cg_plugin.upstream.hooks.configuration.training_config import environment
 
 
 def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:

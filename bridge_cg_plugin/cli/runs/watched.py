@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_plugin.cli.runs.outputs import error_in
+from bridge_cg_plugin.cli.runs.recipe import error_in
 
 _STEP = re.compile(r"\[compare\] step (\d+) of \d+")
 _LAST_LINES = 200

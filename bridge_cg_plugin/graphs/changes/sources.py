@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ...announce import announce, warn
 from ..errors import CaptureError, Refused
 from ..fallback import Fallback
+from ..instance import every_module
 from ..memory.returning_tensors import ReturningTensors
-from ..modules import every_module
 from ..program import RegionProgram
 from ..replays.gradients import ParameterHooks, Reduction
 from .identity import Identity

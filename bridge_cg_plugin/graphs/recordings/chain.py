@@ -15,9 +15,9 @@ from ..replays.gradients import static_bytes_of
 from ..replays.slot import ChainSlot, Slot, Turn
 from ..reports.ranges import named_range
 from .executor import Executor
+from .layer_kinds import record_warmed_up
 from .offloading import ChainOffloading
 from .recording import BegunRecording, Mode, Recording, RegionBody
-from .warm_up import record_warmed_up
 
 # What is recorded in a slot.
 Place = tuple[Bucket, Mode]

@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...announce import LOGGER
 from ..changes.dict_watch import WATCHER
 from ..changes.values import plain
+from ..errors import CaptureError, OutOfMemoryInCapture, release_frames
 from ..instance import InstanceMethod
+from ..planning.buckets import Bucket
 
 # What counts or names layers; those of one kind differ in it.
 NUMBERS = frozenset(("layer_number", "layer_idx", "layer_no", "name"))
@@ -126,3 +129,26 @@ def _settings(holder: object) -> Hashable:
 def _is_setting(value: object) -> bool:
     """Whether a kernel may be chosen by a value. Other objects belong to one layer each."""
     return plain(value) or (type(value) is tuple and all(map(_is_setting, value)))
+
+
+def record_warmed_up(record: Callable[[bool], None], warm: bool, name: str, bucket: Bucket) -> None:
+    """Record, warmed up briefly where only shapes should be new, and fully where that proves wrong.
+
+    Args:
+        record: Records; is told whether briefly.
+        warm: Whether something like it was recorded before.
+        name: Of the region, for the log.
+        bucket: What is recorded.
+
+    Raises:
+        CaptureError: It failed warmed up fully, or for lack of memory.
+    """
+    if warm:
+        try:
+            return record(True)
+        except OutOfMemoryInCapture:
+            raise
+        except CaptureError as error:
+            LOGGER.info("%s: bucket %s needs whole warm-up passes: %s", name, bucket, error)
+            release_frames(error)  # which hold the recording that is thrown away; the next one takes its memory
+    return record(False)

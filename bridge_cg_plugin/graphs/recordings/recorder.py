@@ -13,7 +13,7 @@ from ..changes.source import Recorded, Source
 from ..changes.tables import Entry
 from ..errors import CaptureError, OutOfMemoryInCapture, Refused, first_line
 from ..fallback import Fallback
-from ..modules import every_module
+from ..instance import every_module
 from ..piece import Piece
 from ..planning.buckets import Bucket
 from ..replays.slot import Slot
@@ -21,10 +21,9 @@ from ..reports.ranges import named_range
 from .compiling import TURNS
 from .executor import Executor
 from .generators import put_back
-from .kept_tensors import KeptTensors
+from .layer_kinds import record_warmed_up
 from .recording import ONE_THREAD, Mode, Recording, RegionBody
-from .warm_up import record_warmed_up
-from .watched_pass import watched_pass
+from .watched_pass import KeptTensors, watched_pass
 
 # What is recorded in a slot.
 Place = tuple[Bucket, Mode]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.utils import parametrize
 
-from ..modules import every_module, walked_once
+from ..instance import every_module, walked_once
 from ..planning.buckets import Bucket
 from ..program import Buffers, RegionProgram
 from ..replays.gradients import GradientSinks
@@ -23,8 +23,7 @@ from ..replays.streams import ReplayStream
 from .activations import Activations
 from .capture import capture_graph
 from .layer_kinds import one_layer_of_each_kind
-from .parameters import ParameterAliases
-from .reach import reach_of
+from .parameters import ParameterAliases, reach_of
 from .side_stream import Root, SideStream
 
 MAIN_STREAM = ReplayStream()

@@ -1,6 +1,6 @@
 """Replaying a recording as one node of the autograd graph."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -205,3 +205,12 @@ def _undifferentiable(
     there = [gradient for gradient in gradients if gradient is not None]
     marked = iter(_Undifferentiable.apply(len(there), *there, *depends_on) if there else ())
     return tuple(None if gradient is None else next(marked) for gradient in gradients)
+
+
+def want_gradients(inputs: Iterable[Tensor | None]) -> bool:
+    """Return whether autograd would compute a gradient for one of these inputs now."""
+    if torch.is_grad_enabled():
+        for tensor in inputs:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False

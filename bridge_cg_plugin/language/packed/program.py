@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from ...graphs.fallback import Fallback
 from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers, TensorSpec
-from ...graphs.rows import leading, write_rows
-from ...graphs.segments import fill_one_segment, fill_segments, write_offsets
-from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch, PackShape
+from ...graphs.rows import fill_one_segment, fill_segments, leading, write_offsets, write_rows
+from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch, PackShape, token_angles
 from .fit import refuse_pack
-from .layout import token_angles
 
 # Inputs that say how a pack is made: the same for all parts of a decoder's layers.
 SHARED = ("angles", "by_place", "used", *OFFSETS, *PADDED_OFFSETS)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from ...announce import announce
 from ...attention_bounds import replay_cost
@@ -21,17 +21,67 @@ from ...graphs.rank_consensus import digest
 from ...graphs.recordings.chain import Chain
 from ...graphs.recordings.compiling import KernelCompiler
 from ...graphs.region import Region
-from ...graphs.replays.inputs import want_gradients
+from ...graphs.replays.replay import want_gradients
 from ...graphs.replays.slot import SharedInputs
 from ...graphs.workload import Call, Manager, Workload
 from ...offload.offloading import offloading_of
 from ...options import PACKED_FIELDS, PackedOptions
-from .batch import PackedBatch, pack_batch
+from .batch import OFFSETS, PADDED_OFFSETS, JointShape, PackedBatch, PackShape, pack_batch, spread
 from .decoder import DecoderCall, DecoderFamily, DecoderPart
-from .layout import spread
 from .plan import PackPlan
 from .program import SHARED, PackedProgram, PackLayout
-from .shape_exchange import ShapeExchange
+
+EVERY_OFFSET = (*OFFSETS, *PADDED_OFFSETS)
+# Of a shape, behind whether there is one.
+NUMBERS = 7
+
+
+class ShapeExchange:
+    """Gathers the shapes of all ranks of a process group; every rank calls it equally often.
+
+    Args:
+        group: A group of a CPU backend.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        self._group = group
+
+    def joint(self, shape: PackShape | None, state: float) -> JointShape | None:
+        """Return the shapes of all ranks, in an order that is the same on all, or None where one of them runs eager.
+
+        Waits until every rank has come to the same microbatch.
+
+        Args:
+            shape: Of this rank's pack; None where it must run eager.
+            state: Stands for what else decides how a microbatch runs. Ranks in different states run eager.
+        """
+        own = torch.tensor([int(state), shape is not None, *_numbers(shape)], dtype=torch.int64)
+        found = [torch.empty_like(own) for _ in range(self._group.size())]
+        distributed.all_gather(found, own, group=self._group)
+        rows = [numbers.tolist() for numbers in found]
+        if any(row[0] != rows[0][0] or not row[1] for row in rows):
+            return None
+        return JointShape(tuple(_shape(row[2:]) for row in rows))
+
+
+def _numbers(shape: PackShape | None) -> Sequence[int]:
+    """Return what `_shape` makes a shape of that the same buckets take."""
+    if shape is None:
+        return (0,) * NUMBERS
+    layout = sum(1 << EVERY_OFFSET.index(name) for name in shape.layout)
+    lengths = len(shape.lengths), max(shape.lengths), sum(shape.lengths)
+    return shape.tokens, *lengths, layout, shape.rotated, len(shape.additions)
+
+
+def _shape(numbers: Sequence[int]) -> PackShape:
+    tokens, documents, longest, total, layout, rotated, additions = numbers
+    names = tuple(name for place, name in enumerate(EVERY_OFFSET) if layout >> place & 1)
+    return PackShape(tokens, (longest, *_spread(total - longest, documents - 1)), names, rotated, (None,) * additions)
+
+
+def _spread(total: int, count: int) -> Sequence[int]:
+    """Return as many numbers with this sum, as equal as they can be: none is above the largest that they stand for."""
+    return [total // count + (place < total % count) for place in range(count)]
 
 
 class PackedWorkload(Workload):

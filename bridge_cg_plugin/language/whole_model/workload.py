@@ -16,8 +16,7 @@ from ...graphs.piece import Growth, Piece
 from ...graphs.planning.buckets import Bucket
 from ...graphs.planning.demand import Demand, Menu
 from ...graphs.workload import Call, Workload
-from .microbatch import Microbatch, read_call
-from .program import LanguageModel, Recording
+from .program import LanguageModel, Microbatch, Recording, read_call
 
 # A shape is recorded once training has shown it so often, and so many are at most: where every microbatch has a shape
 # of its own, recordings would never end.

@@ -3,11 +3,9 @@
 from ..facts import Facts
 from ..graph_options import GraphOptions
 from ..vision import VisionGraphOptions
-from .fp8 import FP8
-from .images import IMAGES
-from .language_model import LANGUAGE_MODEL
+from .language_model import IMAGES, LANGUAGE_MODEL
 from .offload import OFFLOAD
-from .packed import PACKED
+from .packed import FP8, PACKED
 from .rule import Combination
 from .vision import VISION
 

@@ -14,7 +14,7 @@ from ..shared_offload import (
     READ_BY_RESIDUAL,
     reads_residual,
 )
-from .images import whole_language_model
+from .language_model import whole_language_model
 from .rule import Combination
 
 _IN_EXPERTS = set(IN_EXPERTS)

@@ -4,7 +4,7 @@ from ..facts import Facts
 from ..graph_options import GraphOptions
 from ..language_model import IMPL
 from ..vision import PROVIDER_FIELDS
-from .images import whole_language_model
+from .language_model import whole_language_model
 from .rule import Combination
 
 VISION_IMPL = PROVIDER_FIELDS["impl"]

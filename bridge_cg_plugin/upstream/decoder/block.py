@@ -25,9 +25,7 @@ from ...options import OptionError
 from ...options.language_model import MODULES
 from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
-from ..attributes import overridden
-from ..kernels.head_norms import fused_head_norms
-from ..kernels.layers import kernels_available
+from ..kernels.layers import fused_head_norms, kernels_available
 from ..kernels.precompile import of_language_models
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
@@ -38,9 +36,9 @@ from ..seams.contract import PACKED_ROTARY
 from ..seams.own_code import foreign_function, refuse_own_code
 from ..seams.registry import seam
 from ..seams.registry.models import ATTENTION as QWEN_ATTENTION
-from .attention_statistics import refuse_statistics
+from ..wrappers import overridden
 from .context_exchange import check_exchange
-from .experts import CapturedExperts
+from .experts import CapturedExperts, statistics_kept
 from .fp8 import (
     ROWS,
     DelayedScales,
@@ -54,9 +52,19 @@ from .fp8 import (
     is_delayed,
     is_on_around,
 )
-from .layers import MAX_SEQLENS, attention_and_router_part, attention_part, mlp_part, packed_params, router_part
-from .mamba import check_mamba_layer, current_parameters, is_mamba, mamba_part
-from .routers import statistics_kept
+from .layers import (
+    MAX_SEQLENS,
+    attention_and_router_part,
+    attention_part,
+    check_mamba_layer,
+    current_parameters,
+    is_mamba,
+    mamba_part,
+    mlp_part,
+    packed_params,
+    refuse_statistics,
+    router_part,
+)
 
 ROTARY = seam("packed_rotary")
 VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")

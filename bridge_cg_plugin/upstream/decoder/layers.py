@@ -1,20 +1,25 @@
 """Parts of megatron-core's transformer layers over packed documents: attention, MLP, and the router of experts."""
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...graphs.errors import CaptureError
+from ...graphs.instance import every_module
 from ...graphs.piece import CallSite, Follower
-from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
+from ...language.packed.batch import OFFSETS, PADDED_OFFSETS, document_indices
 from ...language.packed.decoder import DecoderPart
-from ...language.packed.layout import document_indices
 from ...language.packed.program import RecordedPack
 from ...options import OptionError
 from ...options.experts import ROUTERS
 from ...options.language_model import MODULES
+from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
+from ..seams.registry import seam
+from ..wrappers import overridden
 
 MAX_SEQLENS = ("max_seqlen_q", "max_seqlen_kv")
 NORM = "_forward_pre_mlp_layernorm"
@@ -184,3 +189,91 @@ def check_router(router: UpstreamModule) -> None:
             f"None with routers on graphs in {MODULES}",
             f"The router's input would be changed at random after it was recorded. Set {MODULES}=attn.",
         )
+
+
+# Fields of a transformer config that ask for them. Releases without a field do not have the statistics.
+FIELDS = ("qk_clip", "log_max_attention_logit")
+# Megatron-core's attention modules have this child, which has the statistics.
+ATTENDS = "core_attention"
+
+
+def refuse_statistics(modules: Sequence[nn.Module]) -> None:
+    """Refuse to record attention whose largest logits somebody reads after each forward: a replay sets no attribute.
+
+    Other modules' configs say nothing: attention around them runs eager.
+
+    Args:
+        modules: Roots of what is recorded.
+
+    Raises:
+        CaptureError: A config of attention asks for them.
+    """
+    attentions = [module for module in every_module(modules) if hasattr(module, ATTENDS)]
+    configs = {id(module.config): module.config for module in attentions}
+    for config in configs.values():
+        for field in FIELDS:
+            if getattr(config, field, False):
+                raise CaptureError(
+                    f"{field}=true reads the largest attention logits that every forward leaves in an attribute, which "
+                    f"a graph does not set; write {field}=false to have graphs"
+                )
+
+
+LAYER = seam("mamba_layer")
+MIXER = seam("mamba_mixer")
+# The mixer's helper keeps its parameters under their own name with this behind it.
+HELD = "_cp1"
+
+
+def is_mamba(layer: nn.Module) -> bool:
+    """Whether this is one of megatron-core's Mamba layers."""
+    module = sys.modules.get(LAYER.module)
+    return module is not None and isinstance(layer, module.MambaLayer)
+
+
+def check_mamba_layer(layer: UpstreamModule) -> None:
+    """Refuse a mixer that was not looked at.
+
+    Raises:
+        OptionError: Names the mixer.
+    """
+    if not _is_mixer(layer.mixer):
+        why = f"its Mamba layers must have megatron-core's MambaMixer, and one has {type(layer.mixer).__name__}"
+        raise OptionError.because(
+            MAX_PACKED_SEQS, f"Cannot use {MAX_PACKED_SEQS} on this model: {why}. Remove the option."
+        )
+
+
+def mamba_part(layer: nn.Module, parts: int) -> DecoderPart:
+    """Return a whole Mamba layer as a piece.
+
+    Args:
+        layer: The layer.
+        parts: Ranks that hold a part of the tokens each; the mixer has all of them, and a part of the heads.
+    """
+    forward: Callable[..., Any] = layer.forward
+
+    def run(pack: RecordedPack) -> tuple[Tensor]:
+        params = packed_params(pack.offsets, pack.longest, pack.hidden.shape[0] * parts)
+        return (forward(hidden_states=pack.hidden, packed_seq_params=params),)
+
+    return DecoderPart(f"packed_mamba_{layer.layer_number}", layer, (), run, CallSite(layer, "forward"))
+
+
+@contextmanager
+def current_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let the Mamba mixers below `modules` compute with the parameters that they have now.
+
+    A mixer hands its parameters over once, to a helper that is no module: what stands in for a parameter while work is
+    recorded would not reach it, and gradients would go past the graph.
+    """
+    with ExitStack() as stack:
+        for mixer in filter(_is_mixer, every_module(modules)):
+            for held in [name for name, value in vars(mixer.cp).items() if isinstance(value, nn.Parameter)]:
+                stack.enter_context(overridden(mixer.cp, held, getattr(mixer, held.removesuffix(HELD))))
+        yield
+
+
+def _is_mixer(module: nn.Module) -> bool:
+    core = sys.modules.get(MIXER.module)
+    return core is not None and type(module) is core.MambaMixer

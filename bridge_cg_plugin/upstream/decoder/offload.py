@@ -15,9 +15,9 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from ...upstream_types import UpstreamModule
-from ..attributes import overridden
 from ..seams.patches import Patch
 from ..seams.registry import seam
+from ..wrappers import overridden
 
 _BEGINS = seam("offload_begins").target.rpartition(".")[2]
 _GROUPS = seam("offload_groups").target

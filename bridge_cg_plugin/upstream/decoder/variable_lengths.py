@@ -9,9 +9,9 @@ from typing import Any
 
 from ...options import packed_options
 from ...options.language_model import IMPL
-from ..attributes import overridden
 from ..seams.patches import Patch
 from ..seams.registry import seam
+from ..wrappers import overridden
 
 
 def _with_packed_graphs(old: Callable[..., None]) -> Callable[..., None]:

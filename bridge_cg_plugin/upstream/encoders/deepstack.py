@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...options.deepstack import ALLREDUCE
+from ...options.normalization import ALLREDUCE
 from ...options.values import is_unset, parse_flag
-from ..attributes import overridden
 from ..seams.patches import Patch
 from ..seams.registry import seam
+from ..wrappers import overridden
 
 FORWARD, SPLIT = seam("deepstack_forward"), seam("deepstack_split")
 

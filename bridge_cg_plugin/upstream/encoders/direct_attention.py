@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ...attention_bounds import UNPACKED_FROM, deterministic
-from ...graphs.modules import every_module
+from ...graphs.instance import every_module
 from ...upstream_types import UpstreamModule
-from ..attributes import overridden
-from ..kernels.attention_choice import HOPPER, fused_attention_refusal
 from ..kernels.layers import is_te_attention, kernels_available
+from ..kernels.transformer_engine import HOPPER, fused_attention_refusal
+from ..wrappers import overridden
 
 # Bounds of the largest segment, in tokens, from which FlashAttention was faster on an H200:
 # docs/benchmarks/vision_bench.jsonl.

@@ -21,9 +21,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...announce import warn
+from ...vision.kernels.launch import tried
 from ...vision.kernels.padding import clear_padding
-from ...vision.kernels.trial import tried
-from ..attributes import overridden
+from ..wrappers import overridden
 
 PACKAGE = "flash-attn-4"
 INTERFACE = "flash_attn.cute.interface"

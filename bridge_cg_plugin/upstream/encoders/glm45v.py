@@ -18,14 +18,14 @@ from ...vision.encoders.grid_program import GridProgram
 from ...vision.encoders.layout import TokenPositions, token_positions
 from ...vision.guard import images, poisoned
 from ...vision.kernels.packed_attention import PackedSegments
-from ..attributes import overridden
 from ..kernels.layers import kernels_available
 from ..kernels.saved_tensors import known_activations
 from ..seams.own_code import as_shipped
-from .hugging_face import held_as
+from ..wrappers import overridden
 from .packed_towers import (
     PackedTowerAdapter,
     frame_segments,
+    held_as,
     reordering_kernels,
     rotation,
     row_products,

@@ -12,9 +12,8 @@ from ...graphs.fallback import Fallback
 from ...graphs.piece import CallSite
 from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers, TensorSpec
-from ...graphs.replays.inputs import want_gradients
-from ...graphs.rows import write_rows
-from ...graphs.segments import fill_one_segment, write_offsets
+from ...graphs.replays.replay import want_gradients
+from ...graphs.rows import fill_one_segment, write_offsets, write_rows
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import LayerPart, RecordingKernels
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...attention_bounds import scanned_limits
-from ...graphs.modules import every_module
+from ...graphs.instance import every_module
 from ...graphs.planning.buckets import Bucket
 from ...graphs.program import RegionProgram
 from ...graphs.workload import Call
@@ -22,16 +22,71 @@ from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import RecordingKernels, encoder_call
 from ...vision.alike_sizes import RowProduct
-from ...vision.batch import BatchError, VisionBatch, patch_shape, patches_misfit, read_patches
+from ...vision.batch import BatchError, HostGrids, VisionBatch, patch_shape, patches_misfit, read_patches, token_count
 from ...vision.encoders.layout import segment_offsets
-from ...vision.host_grids import HostGrids, token_count
 from ...vision.kernels.aligned_linear import aligned_linear, is_misaligned
 from ...vision.kernels.packed_attention import DTYPES, PackedSegments
-from ..attributes import overridden
 from ..kernels.layers import kernels_available
 from ..seams.own_code import as_shipped
-from .hugging_face import refuse_checkpointing, result, returns_an_object
-from .patch_gradients import patch_gradients
+from ..wrappers import overridden
+from .qwen3_vl import patch_gradients
+
+
+def held_as(attribute: str, tower: str) -> Callable[[nn.Module], nn.Module | None]:
+    """Return a function that finds a tower in the module that holds it, or takes the tower itself; see `EncoderFamily`.
+
+    Args:
+        attribute: Under which a model holds it.
+        tower: Its class; one derived from it is found as well.
+    """
+
+    def find(holder: nn.Module) -> nn.Module | None:
+        for module in (getattr(holder, attribute, None), holder):
+            if isinstance(module, nn.Module) and tower in {base.__name__ for base in type(module).__mro__}:
+                return module
+        return None
+
+    return find
+
+
+# What arguments ask for of a module's result, and its configuration where they do not.
+OF_RESULT = ("return_dict", "output_hidden_states", "output_attentions")
+
+
+def returns_an_object(model: UpstreamModule, others: dict[str, Any]) -> bool:
+    """Whether a call of a Hugging Face module asks for its usual result and for nothing else.
+
+    Args:
+        model: The module.
+        others: Further arguments.
+    """
+    by_default = {name: getattr(model.config, name, None) for name in OF_RESULT}
+    asked = {**by_default, **{name: value for name, value in others.items() if value is not None}}
+    as_object = asked.pop("return_dict") is not False
+    return as_object and all(value is None or value is False for value in asked.values())
+
+
+def result(**tensors: Any) -> Any:
+    """Return what a tower's forward returns, with these tensors in it."""
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    return BaseModelOutputWithPooling(**tensors)
+
+
+def refuse_checkpointing(model: UpstreamModule) -> None:
+    """Refuse a tower whose layers are recomputed in the backward.
+
+    Raises:
+        OptionError: It is one.
+    """
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise OptionError(
+            "gradient_checkpointing",
+            True,
+            "false on a vision tower with vision_cuda_graph_impl=transformer_engine",
+            "Call gradient_checkpointing_disable() on it: its activations live in the graph's memory.",
+        )
+
 
 # Modules of an encoder that multiply a row for each patch.
 OF_PATCHES = ("patch_embed.", "blocks.")

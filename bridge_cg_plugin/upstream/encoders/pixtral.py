@@ -17,15 +17,21 @@ from ...graphs.workload import Call
 from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import EncoderFamily, RecordingKernels, encoder_call
-from ...vision.batch import BatchError, PaddedImages, check_device
+from ...vision.batch import BatchError, Grid, HostGrids, PaddedImages, check_device
 from ...vision.encoders.grid_program import GridProgram
 from ...vision.encoders.layout import token_positions
 from ...vision.guard import images, poisoned, write_guarded
-from ...vision.host_grids import Grid, HostGrids
 from ...vision.kernels.packed_attention import PackedSegments
 from ..kernels.saved_tensors import known_activations
-from .hugging_face import held_as, refuse_checkpointing, returns_an_object
-from .packed_towers import Rotation, frame_segments, refuse_precision, reordering_kernels
+from .packed_towers import (
+    Rotation,
+    frame_segments,
+    held_as,
+    refuse_checkpointing,
+    refuse_precision,
+    reordering_kernels,
+    returns_an_object,
+)
 from .tower_attention import Attend, attend, attending, attending_by_cudnn, attending_by_flash, attending_by_mask
 
 EMBEDDING = 4  # patches: Mistral 3's projector merges 2 x 2 of them

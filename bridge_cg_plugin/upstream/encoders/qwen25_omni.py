@@ -6,8 +6,7 @@ from ...upstream_types import UpstreamModule
 from ...vision.adapter import EncoderFamily
 from ...vision.kernels.packed_attention import PackedSegments
 from ..kernels.saved_tensors import known_activations
-from .hugging_face import held_as
-from .packed_towers import Rotation, reordering_kernels, row_products
+from .packed_towers import Rotation, held_as, reordering_kernels, row_products
 from .qwen25_vl import Qwen25VLAdapter
 from .tower_attention import Attend, attend, attending, attending_as_alone, attending_by_cudnn, attending_by_flash
 

@@ -10,15 +10,15 @@ from ...upstream_types import UpstreamModule
 from ...vision.adapter import EncoderFamily, RecordingKernels
 from ...vision.batch import VisionBatch
 from ...vision.encoders.grid_program import GridProgram
-from ...vision.encoders.windows import most_windows, permuted, window_offsets, window_order
+from ...vision.encoders.layout import most_windows, permuted, window_offsets, window_order
 from ...vision.guard import images, poisoned
 from ...vision.kernels.packed_attention import PackedSegments
 from ..kernels.saved_tensors import known_activations
-from .hugging_face import held_as
 from .packed_towers import (
     PackedTowerAdapter,
     fewer_patches,
     frame_segments,
+    held_as,
     reordering_kernels,
     rotation,
     row_products,

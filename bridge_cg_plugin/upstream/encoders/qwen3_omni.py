@@ -14,10 +14,10 @@ from ...vision.encoders.grid_program import GridProgram
 from ...vision.encoders.layout import TokenPositions, position_interpolation, token_positions
 from ...vision.guard import images, poisoned
 from ..kernels.saved_tensors import known_activations
-from .hugging_face import held_as
 from .packed_towers import (
     PackedTowerAdapter,
     frame_segments,
+    held_as,
     reordering_kernels,
     rotation,
     row_products,

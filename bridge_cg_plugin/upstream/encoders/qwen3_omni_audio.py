@@ -16,15 +16,13 @@ from ...graphs.rows import write_rows
 from ...graphs.workload import Call
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import EncoderFamily, RecordingKernels, encoder_call
-from ...vision.batch import GRID_DTYPES, AudioBatch, check_device
+from ...vision.batch import GRID_DTYPES, AudioBatch, HostGrids, check_device
 from ...vision.encoders.chunks import Chunking, chunk_frames, token_places, window_ends
-from ...vision.encoders.windows import permuted
+from ...vision.encoders.layout import permuted
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
-from ...vision.host_grids import HostGrids
 from ...vision.kernels.packed_attention import PackedSegments, packed_attention
 from ..kernels.saved_tensors import known_activations
-from .hugging_face import held_as, refuse_checkpointing, result, returns_an_object
-from .packed_towers import refuse_precision
+from .packed_towers import held_as, refuse_checkpointing, refuse_precision, result, returns_an_object
 from .tower_attention import attending
 
 # Upstream counts tokens by chunks of so many frames, whatever the configuration.

@@ -1,27 +1,34 @@
 """Qwen3-VL's vision encoder, Bridge's module (dense, MoE and Qwen3.5-VL share it): its graphs and their kernels."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
+from ...graphs.instance import every_module
 from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers
-from ...graphs.recordings.side_stream import run_on_side_stream, start_on_side_stream
+from ...graphs.recordings.side_stream import (
+    current_side_stream,
+    output_on_side_stream,
+    run_on_side_stream,
+    start_on_side_stream,
+)
 from ...graphs.workload import Call
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import EncoderFamily, OtherAttention, RecordingKernels, encoder_call
-from ...vision.batch import VisionBatch, patch_shape, patches_misfit, read_patches
-from ...vision.encoders.grid_program import GridProgram
+from ...vision.batch import HostGrids, VisionBatch, patch_shape, patches_misfit, read_patches
+from ...vision.encoders.grid_program import GridProgram, embedded, embeddings, learned, scatter
 from ...vision.encoders.layout import TokenPositions, rotary_angles, segment_offsets, token_positions
-from ...vision.encoders.position_embedding import embedded, embeddings, learned, scatter
 from ...vision.guard import images, poisoned
-from ...vision.host_grids import HostGrids
 from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
 from ..kernels.precompile import compilations
 from ..kernels.rotary import fused_rotary
@@ -30,15 +37,78 @@ from ..kernels.side_products import side_weight_gradients, side_workspace
 from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
 from ..random_states import usable_random_states
 from ..seams.own_code import as_shipped
-from .direct_attention import (
-    direct_attention,
-    direct_attention_refusal,
-    flash_attention,
-    flash_attention_refusal,
-)
+from ..seams.registry import seam
+from ..wrappers import overridden
+from .direct_attention import direct_attention, direct_attention_refusal, flash_attention, flash_attention_refusal
 from .layer_parts import layer_parts
-from .patch_gradients import patch_gradients
-from .side_mergers import side_mergers
+
+
+@contextmanager
+def patch_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let convolutions of single patches multiply matrices in their backward, which adds up in another order."""
+    with ExitStack() as stack:
+        for module in every_module(modules):
+            if takes_patches(module):
+                stack.enter_context(overridden(module, "forward", functools.partial(_forward, module)))
+        yield
+
+
+def takes_patches(module: nn.Module) -> TypeGuard[nn.Conv2d | nn.Conv3d]:
+    """Whether a module is PyTorch's convolution as shipped, whose windows lie side by side, each used once."""
+    if not isinstance(module, nn.Conv2d | nn.Conv3d) or not as_shipped(module, "forward", "_conv_forward"):
+        return False
+    kernel, none, one = module.kernel_size, (0,) * len(module.kernel_size), (1,) * len(module.kernel_size)
+    return (module.stride, module.padding, module.dilation, module.groups) == (kernel, none, one, 1)
+
+
+def _forward(convolution: nn.Conv2d | nn.Conv3d, patches: Tensor) -> Tensor:
+    autocast = torch.is_autocast_enabled(patches.device.type)  # a function's backward gets no casts
+    if patches.requires_grad or autocast or patches.shape[2:] != convolution.kernel_size:
+        eager: Callable[..., Tensor] = type(convolution).forward
+        return eager(convolution, patches)
+    out: Tensor = _PatchConvolution.apply(convolution, patches, convolution.weight, convolution.bias)
+    return out
+
+
+class _PatchConvolution(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, convolution: nn.Conv2d | nn.Conv3d, patches: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(patches)
+        ctx.weight = weight.shape
+        out: Tensor = convolution._conv_forward(patches, weight, bias)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:
+        (patches,) = ctx.saved_tensors
+        flat = gradient.flatten(1)
+        weight = (flat.T @ patches.flatten(1)).view(ctx.weight) if ctx.needs_input_grad[2] else None
+        bias = flat.sum(0) if ctx.needs_input_grad[3] else None
+        return None, None, weight, bias
+
+
+_, MERGERS = seam("vision_block_parts").attributes
+
+
+@contextmanager
+def side_mergers(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Run deepstack mergers and their backward concurrently with the layers that follow them.
+
+    Mergers of tensor-parallel ranks reduce sums, which stay in the order of all others on the main stream.
+    """
+    with ExitStack() as stack:
+        for module in every_module(modules) if current_side_stream() is not None else ():
+            for merger in getattr(module, MERGERS, ()):
+                if (getattr(merger.config, "tensor_model_parallel_size", None) or 1) == 1:
+                    stack.enter_context(overridden(merger, "forward", partial(_on_side_stream, merger.forward)))
+        yield
+
+
+def _on_side_stream(original: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
+    return output_on_side_stream(original, hidden_states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,17 +24,14 @@ from ...graphs.workload import Call
 from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import EncoderFamily, OtherAttention, RecordingKernels, encoder_call
-from ...vision.batch import EmbeddedImages, check_device
+from ...vision.batch import EmbeddedImages, HostGrids, check_device
 from ...vision.fit import refuse_images
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
-from ...vision.host_grids import HostGrids
-from ..kernels.attention_lengths import device_lengths
-from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
+from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available, splits_without_copies
 from ..kernels.precompile import compilations
 from ..kernels.saved_tensors import known_activations
 from ..kernels.side_products import side_workspace
-from ..kernels.splits import splits_without_copies
-from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection
+from ..kernels.transformer_engine import accumulate_from_now_on, device_lengths, forget_attention_selection
 from ..random_states import usable_random_states
 from .direct_attention import (
     direct_attention,

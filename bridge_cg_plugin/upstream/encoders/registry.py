@@ -11,8 +11,8 @@ from torch import nn
 from ...announce import warn
 from ...options import PROVIDER_FIELDS, OptionError, VisionGraphOptions
 from ...vision.adapter import EncoderFamily
-from ..seams.encoder_group import GROUP, points
 from ..seams.encoders import Declaration, declared
+from ..seams.known_encoders import GROUP, points
 from ..wrappers import holders
 from .qwen3_vl import QWEN3_VL
 

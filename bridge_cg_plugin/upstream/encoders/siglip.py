@@ -15,10 +15,9 @@ from ...graphs.rows import write_rows
 from ...graphs.workload import Call
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import EncoderFamily, RecordingKernels, encoder_call
-from ...vision.batch import BatchError, ImageBatch, check_device, images_misfit
-from ...vision.host_grids import HostGrids
+from ...vision.batch import BatchError, HostGrids, ImageBatch, check_device, images_misfit
 from ..kernels.saved_tensors import known_activations
-from .hugging_face import held_as, refuse_checkpointing, result, returns_an_object
+from .packed_towers import held_as, refuse_checkpointing, result, returns_an_object
 
 
 class SiglipEncoder:

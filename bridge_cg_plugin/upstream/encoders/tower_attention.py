@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...attention_bounds import cudnn_pays
-from ...graphs.modules import every_module
+from ...graphs.instance import every_module
 from ...offload import never_offload
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import OtherAttention, RecordingKernels
 from ...vision.kernels.packed_attention import PackedSegments, packed_attention, segment_mask, taken_apart
-from ..attributes import overridden
 from ..seams.own_code import as_shipped
+from ..wrappers import overridden
 from .direct_attention import FLASH_FROM, Located, flash_attention_refusal, segment_attention_refusal
 from .packed_towers import Rotation
 

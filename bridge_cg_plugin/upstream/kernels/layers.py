@@ -1,6 +1,7 @@
 """Faster kernels in megatron-core's and Transformer Engine's layers while a region is recorded."""
 
 import functools
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +13,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...attention_bounds import UNPACKED_FROM, deterministic
-from ...graphs.modules import every_module
+from ...graphs.instance import every_module
 from ...offload.registry import derive
 from ...upstream_types import UpstreamModule
-from ..attributes import overridden
 from ..seams.contract import BIAS_DROPOUT_ADD, SWAPS, is_shipped
 from ..seams.own_code import as_shipped, foreign_function
-from ..seams.registry.engine import EXTENSIONS, MLP, TE_ATTENTION, TE_LAYERNORM, TE_LAYERNORM_LINEAR
-from .attention_choice import fused_attention_refusal
+from ..seams.registry.engine import (
+    CORE_ATTENTION,
+    EXTENSIONS,
+    MLP,
+    TE_ATTENTION,
+    TE_LAYERNORM,
+    TE_LAYERNORM_LINEAR,
+    TE_RMSNORM,
+    TE_UTILS,
+)
+from ..wrappers import overridden
+from .transformer_engine import fused_attention_refusal
 
 TE_EXTENSION = "transformer_engine_torch"
 
@@ -216,3 +226,48 @@ def _after_bias(activation: Callable[..., Tensor]) -> Callable[..., Tensor]:
     from ...vision.kernels.bias import bias_add, bias_gelu
 
     return bias_gelu if _is_tanh_gelu(activation) else lambda x, bias: activation(bias_add(x, bias))
+
+
+BACKWARD = "rmsnorm_bwd"
+
+
+@contextmanager
+def fused_head_norms(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let norms of 128 elements, as of queries and keys, be differentiated by kernels that give the same bits."""
+    if not any(map(is_head_norm, every_module(modules))):
+        yield
+        return
+    owner = sys.modules[TE_RMSNORM]
+    from ...vision.kernels import head_norms
+
+    original = getattr(owner, BACKWARD)
+
+    def rmsnorm_bwd(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, margin: int, zero_centered: bool) -> Any:
+        if head_norms.takes(gradient, x, weight, margin):
+            most = head_norms.most_blocks(x.device.index, original)
+            if most is not None:
+                return head_norms.backward(gradient, x, rstd, weight, zero_centered, most)
+        return original(gradient, x, rstd, weight, margin, zero_centered)
+
+    with overridden(owner, BACKWARD, rmsnorm_bwd):
+        yield
+
+
+def is_head_norm(module: nn.Module) -> bool:
+    """Return whether a module is Transformer Engine's RMSNorm over heads of 128."""
+    owner = sys.modules.get(TE_RMSNORM)
+    return owner is not None and isinstance(module, owner.RMSNorm) and module.weight.shape == (128,)
+
+
+SPLIT = "SplitAlongDim"
+
+
+@contextmanager
+def splits_without_copies() -> Iterator[None]:
+    """Let megatron-core's attention split projections by Transformer Engine's function."""
+    attention = importlib.import_module(CORE_ATTENTION)
+    if getattr(attention, SPLIT) is not None:
+        yield
+        return
+    with overridden(attention, SPLIT, getattr(importlib.import_module(TE_UTILS), SPLIT).apply):
+        yield

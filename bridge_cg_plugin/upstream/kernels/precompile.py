@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...graphs.modules import every_module
+from ...graphs.instance import every_module
 from ...graphs.recordings.compiling import Compilation
 from ...upstream_types import UpstreamModule
-from .head_norms import is_head_norm
 from .layers import (
     adds_bias_before_activation,
     adds_bias_before_gelu,
     begins_with_layernorm,
+    is_head_norm,
     is_te_layernorm,
     kernels_available,
 )

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...graphs.modules import every_module
+from ...graphs.instance import every_module
 from ...offload import never_offload
 from ...offload.registry import rewrite
 from ...upstream_types import UpstreamModule
-from ..attributes import overridden
 from ..seams.contract import ROTARY_HOMES, SWAPS
 from ..seams.own_code import as_shipped, foreign_function
 from ..seams.registry import seam
 from ..seams.registry.models import ATTENTION
+from ..wrappers import overridden
 
 ROTARY = seam("rotary_kernel").target
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...graphs.modules import every_module
+from ...graphs.instance import every_module
 from ...offload.registry import current_registry, derive, scoped
-from ..attributes import overridden
 from ..seams.registry.engine import TE_LAYERNORM_LINEAR
+from ..wrappers import overridden
 from .transformer_engine import in_linear_modules
 
 # Attribute of a module -> the name of what runs in it, for `vision_cuda_graph_offload`.

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...graphs.modules import every_module
+from ...graphs.instance import every_module
 from ...graphs.recordings.side_stream import SideStream, current_side_stream
 from ...graphs.replays.gradients import SMALL
-from ..attributes import overridden
 from ..seams.registry.engine import TE_GEMM
+from ..wrappers import overridden
 from .transformer_engine import in_linear_modules
 
 

@@ -1,5 +1,9 @@
 """What recording needs of Transformer Engine's modules."""
 
+import functools
+import importlib
+import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -8,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...graphs.modules import every_module
+from ...graphs.instance import every_module
 from ...graphs.recordings.parameters import sum_of
 from ...upstream_types import UpstreamModule
-from ..attributes import overridden
-from ..seams.registry.engine import TE_ATTENTION, TE_LAYERNORM_LINEAR, TE_LINEAR
+from ..seams.registry import seam
+from ..seams.registry.engine import TE_ATTENTION, TE_ATTENTION_UTILS, TE_LAYERNORM_LINEAR, TE_LINEAR
+from ..wrappers import overridden
 
 
 def forget_attention_selection() -> None:
@@ -94,3 +99,86 @@ def _placeholder(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -
     """Stand in for Transformer Engine's `get_dummy_wgrad`: what nobody reads, or zeros."""
     make = torch.zeros if zero else torch.empty
     return make((1,) * len(shape), dtype=dtype, device="cuda").expand(*shape)
+
+
+FUSED, FLASH, FLASH_2 = "NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V2"
+FLASH_BACKWARD = "NVTE_FUSED_ATTN_USE_FAv2_BWD"
+AMPERE, HOPPER = (8, 0), (9, 0)
+
+
+def fused_attention_refusal() -> str | None:
+    """Return why eager attends otherwise than by cuDNN's fused kernels in this process, None where it does not.
+
+    The variables are the whole choice: megatron-core writes `attention_backend` into them when it builds a language
+    model. Transformer Engine reads them whenever its attention parameters change.
+    """
+    if not _is_on(FUSED):
+        return f"{FUSED}=0 or attention_backend keeps eager from cuDNN's attention"
+    capability = torch.cuda.get_device_capability()
+    if capability < AMPERE:
+        return "Transformer Engine does not attend by cuDNN's kernels on this GPU"
+    if os.environ.get(FLASH_BACKWARD) == "1" and capability == HOPPER:
+        return f"{FLASH_BACKWARD}=1 gives eager FlashAttention's backward"
+    if capability < HOPPER and _is_on(FLASH) and _is_on(FLASH_2) and _has_flash_attention():
+        return f"Transformer Engine prefers the installed package flash-attn on this GPU; {FLASH}=0 switches it off"
+    return None
+
+
+def _is_on(name: str) -> bool:
+    return bool(int(os.environ.get(name, "1")))
+
+
+def _has_flash_attention() -> bool:
+    installed: bool = importlib.import_module(TE_ATTENTION_UTILS).FlashAttentionUtils.is_installed
+    return installed
+
+
+BACKWARD, VERSION = seam("attention_backward"), seam("engine_cudnn_version")
+CUDNN_WITH_HOST_COPIES, KEYS = (9, 15, 0), 128
+# Transformer Engine's names of masks -> the one that hides padding as well.
+PADDED = {
+    "no_mask": "padding",
+    "causal": "padding_causal",
+    "causal_bottom_right": "padding_causal_bottom_right",
+}
+
+
+@contextmanager
+def device_lengths() -> Iterator[None]:
+    """Let a recorded backward of unpacked attention mask padding behind full sequences, where cuDNN is that old."""
+    if not _copies_lengths():
+        yield
+        return
+    backends = importlib.import_module(BACKWARD.module)
+    with overridden(backends, BACKWARD.target, _with_lengths(getattr(backends, BACKWARD.target))):
+        yield
+
+
+def _copies_lengths() -> bool:
+    """Whether Transformer Engine's cuDNN, which need not be PyTorch's, copies lengths from the host."""
+    if not torch.cuda.is_available():
+        return False
+    version: tuple[int, ...] = getattr(importlib.import_module(VERSION.module), VERSION.target)()
+    return version <= CUDNN_WITH_HOST_COPIES
+
+
+def _with_lengths(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def fused_attn_bwd(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        given = call.arguments
+        mask = PADDED.get(given.get("attn_mask_type", ""))
+        if mask is not None and given["max_seqlen_kv"] % KEYS:
+            given["attn_mask_type"] = mask
+            for side in ("q", "kv"):
+                given[f"cu_seqlens_{side}"] = _full(given[f"cu_seqlens_{side}"], given[f"max_seqlen_{side}"])
+        return original(*call.args, **call.kwargs)
+
+    return fused_attn_bwd
+
+
+def _full(offsets: Tensor, tokens: int) -> Tensor:
+    """Return the offsets of sequences of so many tokens each; the graph computes them in memory of its own."""
+    return torch.arange(0, offsets.numel() * tokens, tokens, dtype=offsets.dtype, device=offsets.device)

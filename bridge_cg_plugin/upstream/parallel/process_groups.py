@@ -16,7 +16,7 @@ from ...graphs.recordings.executor import Isolated
 from ...options import OptionError
 from ...options.language_model import MODULES
 from ...upstream_types import UpstreamModule
-from ..attributes import overridden
+from ..wrappers import overridden
 
 # What layers exchange tensors by, besides batches of sends and receives.
 EXCHANGES = (

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-from ..attributes import overridden
 from ..seams.call_arguments import arguments_of
 from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..seams.registry.models import DROPS_STAGE, MODEL_OF_PROVIDER
 from ..seams.seam import Seam
+from ..wrappers import overridden
 
 STAGE = "vp_stage"
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from ...announce import LOGGER, warn
 from .contract import CONTRACT, remember
-from .encoder_group import other_providers
 from .encoders import models
+from .known_encoders import other_providers
 
 # Upstream module -> modules of this package that patch it when it is imported. The registry has the same, which a test
 # checks; it is not imported here because that would take half of what loading the plugin takes.

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...options import OFFLOAD_FIELDS, PACKED_FIELDS, PROVIDER_FIELDS, CudaGraphModule, Facts, GraphOptions
-from ...options.combinations.images import whole_language_model
+from ...options.combinations.language_model import whole_language_model
 from ...options.declaration import Option
-from ...options.deepstack import ALLREDUCE, splits_deepstack
 from ...options.language_model import IMPL
+from ...options.normalization import ALLREDUCE, splits_deepstack
 from ...options.vision import VISION
-from .encoder_group import other_providers
 from .encoders import Declaration, declared, models
+from .known_encoders import other_providers
 from .registry import SEAMS
 from .registry.models import QWEN3_VL
 from .registry.packed import PROVIDERS as LANGUAGE_MODELS

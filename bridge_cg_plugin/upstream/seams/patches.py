@@ -4,7 +4,7 @@ import functools
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
@@ -269,3 +269,30 @@ def _label(value: Any) -> str:
     names = getattr(code, "co_filename", "").rpartition("/")[2], getattr(code, "co_qualname", "")
     kind = type(value)
     return f"{names[1]} ({names[0]})" if code is not None else getattr(value, "__qualname__", None) or kind.__qualname__
+
+
+@dataclass(slots=True)
+class Additions(AtSeam):
+    """Attributes that an owner at a seam gets by name. Nothing of upstream's is replaced."""
+
+    _owner: Any = field(default=None, init=False, repr=False)
+    _added: Mapping[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def _add(self, owner: Any, values: Mapping[str, Any]) -> None:
+        """Set attributes of an owner that hold nothing of upstream's."""
+        self._owner, self._added = owner, values
+        for name, value in values.items():
+            setattr(owner, name, value)
+
+    def revert(self) -> None:
+        """Remove what was added; what somebody put in its place since stays."""
+        replaced = self._replaced()
+        for name in self._added:
+            if name not in replaced:
+                delattr(self._owner, name)
+        self._owner, self._added = None, {}
+        self.state, self.reason = "off", ""
+
+    def _replaced(self) -> list[str]:
+        """Return the names that hold something else now, or nothing."""
+        return [name for name, value in self._added.items() if vars(self._owner).get(name, _ABSENT) is not value]

@@ -14,7 +14,7 @@ import torch
 
 from ...announce import warn
 from ...graphs.errors import named
-from .trial import refuse_capture
+from .launch import refuse_capture
 
 PACKAGE = "nvidia-cudnn-frontend"
 PLAN = "a plan of cuDNN's attention"

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from ...graphs.modules import every_module
+from ...graphs.instance import every_module
 from ...graphs.recordings.side_stream import current_side_stream, run_on_side_stream
 from ...graphs.replays.gradients import SMALL
 from .launch import launch

@@ -18,8 +18,7 @@ from triton.language.extra import libdevice
 from ...announce import announce
 from .flash_operator import flash_forward
 from .key_parts import block_of, parts_by_length
-from .launch import launch
-from .trial import tried
+from .launch import launch, tried
 
 ROWS, WARPS = 32, 2
 LOG2_E = 1.4426950408889634074

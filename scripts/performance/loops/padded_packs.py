@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from bridge_cg_plugin.upstream.attributes import overridden
+from bridge_cg_plugin.upstream.wrappers import overridden
 from tests.models.packed_parity import at_rows
 
 

@@ -24,16 +24,14 @@ from bridge_cg_plugin.graphs.program import Buffers, TensorSpec
 from bridge_cg_plugin.graphs.rows import write_rows
 from bridge_cg_plugin.graphs.workload import Call
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.attributes import overridden
 from bridge_cg_plugin.upstream.kernels.saved_tensors import known_activations
+from bridge_cg_plugin.upstream.wrappers import overridden
 from bridge_cg_plugin.vision.adapter import EncoderFamily, RecordingKernels, encoder_call
-from bridge_cg_plugin.vision.batch import GRID_DTYPES, check_device
+from bridge_cg_plugin.vision.batch import GRID_DTYPES, Grid, HostGrids, check_device
 from bridge_cg_plugin.vision.encoders.layout import token_positions
-from bridge_cg_plugin.vision.fit import refuse_images
+from bridge_cg_plugin.vision.fit import Shape, refuse_images
 from bridge_cg_plugin.vision.guard import guarded_shape, images, poisoned, write_guarded
-from bridge_cg_plugin.vision.host_grids import Grid, HostGrids
 from bridge_cg_plugin.vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention
-from bridge_cg_plugin.vision.shape import Shape
 
 
 @dataclass(frozen=True, slots=True)

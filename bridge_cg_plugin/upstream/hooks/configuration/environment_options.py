@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from ....announce import announce
@@ -11,12 +12,36 @@ from ....options.facts import facts_of
 from ....options.groups import tuning_of
 from ....options.language_model import LANGUAGE_MODEL
 from ....options.migration import SWITCHES
-from ....options.sources import Written, collect, fields_of, set_together
+from ....options.sources import SETTINGS, Written, collect, fields_of, set_together
 from ....options.values import is_unset
 from ...environment import OPTIONS
 from .graph_fields import apply_options
-from .precision import collect_for_start
 from .provider_fields import EVERY
+
+
+def collect_for_start(config: Any) -> Written:
+    """Return what a configuration holds as `collect` does, with the precision that Bridge's start will set.
+
+    Args:
+        config: A Bridge `ConfigContainer`, or a model's config object.
+    """
+    held = collect(config)
+    precision = _named(getattr(config, "mixed_precision", None))
+    settings = {name: getattr(precision, name) for name in SETTINGS if hasattr(precision, name)}
+    return replace(held, settings={**held.settings, **settings})
+
+
+def _named(precision: Any) -> Any:
+    """Return the settings that a name stands for; None if Bridge has no such name, which it refuses itself."""
+    if not isinstance(precision, str):
+        return precision
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    try:
+        return get_mixed_precision_config(precision)
+    except ValueError:
+        return None
+
 
 WARMUP = "cuda_graph_warmup_steps"
 # What Bridge's recipes write while graphs of the language model are off.

@@ -12,7 +12,7 @@ from ....options.choice import CHOICE
 from ....options.offload import OFFLOAD
 from ....options.packed import PACKED
 from ....options.vision import VISION
-from ...seams.encoder_group import other_providers
+from ...seams.known_encoders import other_providers
 from ...seams.patches import Patch
 from ...seams.registry import seam
 from ...seams.registry.models import PROVIDERS, field_seams

@@ -6,8 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from ....recipes import DERIVED_RECIPES, SMALL_RECIPES
-from ...seams.additions import Additions
-from ...seams.patches import bridge_release
+from ...seams.patches import Additions, bridge_release
 from ...seams.registry import SEAMS
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ....graphs.host_copies import on_host
-from ...seams.additions import Additions
+from ...seams.patches import Additions
 from ...seams.registry import seam
 from ..helpers.graph_helper import any_on_graphs
 

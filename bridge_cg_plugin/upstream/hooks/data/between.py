@@ -7,23 +7,25 @@ and what they give goes to the device. Otherwise they run as upstream calls them
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ....graphs.host_copies import on_device
+from ....graphs.host_copies import HostTensors, on_device
+from ....language.packed.batch import OFFSETS, PADDED_OFFSETS
 from ....vision.known_mask import KnownMask
 from ...host_batch import GRIDS, KEPT, PACK_OFFSETS, TOKENS
 from ...seams.patches import Patch
 from ...seams.registry import seam
 from ...seams.seam import drift
 from ...seams.source_reader import NoSourceError, SourceReader
-from ..helpers.graph_helper import any_on_graphs
+from ..helpers.graph_helper import active_helpers, any_on_graphs
+from ..helpers.packed_helper import DecoderHelper
 from .host_tokens import STEP_TOKENS
-from .packed_rows import packed_rows
+from .packed_rows import forget_rows, packed_rows
 
 Function = Callable[..., Any]
 GRID_NAMES = ("image_grid_thw", "video_grid_thw")
@@ -219,3 +221,75 @@ PATCHES = (
     Patch(seam("packed_rows"), _packed_at_once),
     Patch(seam("positions"), _positions_on_host),
 )
+
+
+BATCH = seam("batch_of_model")
+Forget = Callable[[], None]
+
+
+class EarlyReads:
+    """Lets a Qwen3-VL model read its batch first; any other model is left alone.
+
+    Args:
+        holder: The module that holds the vision model and the language model.
+    """
+
+    def __init__(self, holder: nn.Module) -> None:
+        self._forget: list[Forget] = []
+        mine = any(kind.__module__ == BATCH.module for kind in type(holder).__mro__)
+        self._handles = (
+            [
+                holder.register_forward_pre_hook(self._began, with_kwargs=True),
+                holder.register_forward_hook(self._ended, always_call=True),
+            ]
+            if mine
+            else []
+        )
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _began(self, holder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any_on_graphs():
+            self._forget += read_ahead(kwargs if not args else {"input_ids": args[0], **kwargs})
+
+    def _ended(self, *unused: Any) -> None:
+        for forget in self._forget:
+            forget()
+        self._forget = []
+
+
+def read_ahead(call: Mapping[str, Any]) -> list[Forget]:
+    """Read what upstream would read of a call's batch, unless the host knows it.
+
+    Args:
+        call: Arguments of the forward, by name.
+
+    Returns:
+        What forgets tokens and mask that were read; sizes are kept as those of any batch.
+    """
+    tokens, mask, params = (call.get(name) for name in ("input_ids", "attention_mask", "packed_seq_params"))
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.is_contiguous():
+        return []
+    grids = [call[name] for name in GRID_NAMES if isinstance(call.get(name), Tensor)]
+    padded = params is not None and len(tokens) > 1
+    if not (grids or padded) or (tokens.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return []
+    forget = [] if TOKENS.known(tokens) is not None else [_read(TOKENS, tokens)]
+    # Releases before 0.6.2 pack a single sample by its mask, too.
+    if params is not None and is_mask_of(mask, tokens) and mask.is_contiguous() and mask_on_host(tokens, mask) is None:
+        forget += [_read(KEPT, mask), lambda: forget_rows(mask)]
+    for grid in grids:
+        GRIDS.values(grid)
+    if params is not None and (not padded or any(isinstance(each, DecoderHelper) for each in active_helpers())):
+        for name in (*OFFSETS, *PADDED_OFFSETS):
+            if isinstance(value := getattr(params, name, None), Tensor):
+                PACK_OFFSETS.values(value)
+    return forget
+
+
+def _read(copies: HostTensors, tensor: Tensor) -> Forget:
+    copies.remember(tensor, tensor.cpu())
+    return lambda: copies.forget(tensor)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...attributes import overridden
+from ...wrappers import overridden
 
 
 @contextmanager

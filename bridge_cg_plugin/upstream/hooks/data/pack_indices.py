@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....language.packed.layout import document_indices
+from ....language.packed.batch import document_indices
 from ...host_batch import PACK_OFFSETS
 from ...seams.patches import Patch
 from ...seams.registry import seam

@@ -18,23 +18,19 @@ from ....graphs.manager import GraphManager
 from ....graphs.piece import Surroundings
 from ....language.whole_model.workload import LanguageModelWorkload
 from ....upstream_types import UpstreamModule
-from ...attributes import overridden
-from ...decoder.attention_statistics import refuse_statistics
+from ...decoder.layers import refuse_statistics
 from ...environment import check_process
 from ...exempt import EXEMPT
-from ...kernels.attention_lengths import device_lengths
-from ...kernels.head_norms import fused_head_norms
-from ...kernels.layers import kernels_available
+from ...kernels.layers import fused_head_norms, kernels_available
 from ...kernels.rotary import fused_rotary
-from ...kernels.transformer_engine import forget_attention_selection, fused_accumulation
-from ...parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
+from ...kernels.transformer_engine import device_lengths, forget_attention_selection, fused_accumulation
+from ...parallel.data_parallel import ReductionOrder, gradient_reduction, parameter_gather, reduction_order
 from ...parallel.process_groups import sharing_groups, tensor_group
-from ...parallel.reduction_order import ReductionOrder
 from ...random_states import random_states
 from ...seams.activation import before_deactivation
 from ...seams.patches import Patch
 from ...seams.registry import seam
-from ...wrappers import holders
+from ...wrappers import holders, overridden
 from .graph_helper import active_graphs, default_executor
 
 WRAPPER_PATCH = "full_iteration"

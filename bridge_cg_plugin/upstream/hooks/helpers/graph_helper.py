@@ -13,9 +13,8 @@ from ....announce import announce
 from ....graphs.manager import GraphManager
 from ....graphs.recordings.executor import CudaGraphExecutor, Executor, Isolated, ReferenceExecutor
 from ....options import PROVIDER_FIELDS
-from ...parallel.failures import named_failure
-from ...parallel.reduction_order import ReductionOrder
-from ...parallel.watchdog import WATCHDOG
+from ...parallel.data_parallel import ReductionOrder
+from ...parallel.watchdog import WATCHDOG, named_failure
 from ...seams.activation import before_deactivation
 
 _active: "weakref.WeakSet[GraphHelper]" = weakref.WeakSet()

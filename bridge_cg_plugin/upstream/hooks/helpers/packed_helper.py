@@ -10,12 +10,11 @@ from torch import distributed, nn
 from ....graphs.manager import GraphManager
 from ....graphs.piece import Surroundings
 from ....graphs.recordings.executor import Executor, Isolated
-from ....language.packed.shape_exchange import ShapeExchange
-from ....language.packed.workload import PackedWorkload
+from ....language.packed.workload import PackedWorkload, ShapeExchange
 from ....options import PackedOptions, check_options, facts_of, packed_options
-from ....options.activations import offloads
 from ....options.migration import module_names
 from ....options.normalization import options_of
+from ....options.offload import offloads
 from ....options.sources import collect
 from ...decoder.block import TransformerBlockFamily
 from ...decoder.context_exchange import levels

@@ -11,7 +11,7 @@ from ....graphs.manager import GraphManager
 from ....graphs.piece import Surroundings
 from ....graphs.recordings.executor import Executor
 from ....options import VisionGraphOptions, audio_options, check_combinations, vision_options
-from ....options.activations import offloads
+from ....options.offload import offloads
 from ....vision.workload import VisionWorkload
 from ...encoders.registry import FoundEncoder, check_modules, find_encoder
 from ...environment import check_process
@@ -20,7 +20,7 @@ from ...host_batch import GRIDS
 from ...parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
 from ...parallel.process_groups import consensus_of, shared_group, tensor_group, without_collectives
 from ...parallel.schedules import microbatches_in_flight
-from ..data.early_reads import EarlyReads
+from ..data.between import EarlyReads
 from ..loops.text_only import TextOnlyMicrobatches
 from .graph_helper import GraphHelper, default_executor, release_module
 

@@ -24,7 +24,7 @@ from ...seams.activation import before_deactivation
 from ...seams.call_arguments import arguments_of
 from ...seams.patches import Patch
 from ...seams.registry import seam
-from ...seams.registry.loops import SCHEDULES
+from ...seams.registry.training import SCHEDULES
 from ...wrappers import config_of, unwrapped
 from ..helpers.graph_helper import active_graphs, modules_on_graphs
 

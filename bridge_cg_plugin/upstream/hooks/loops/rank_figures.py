@@ -9,7 +9,7 @@ from ....announce import announce
 from ....graphs.manager import GraphManager
 from ....graphs.reports.report import merge_statistics, pause_metrics, render_ranks, render_steps
 from ....graphs.reports.statistics import RegionStatistics
-from ...parallel.failures import several_ranks
+from ...parallel.watchdog import several_ranks
 from ..helpers.graph_helper import GraphHelper, asks_for_graphs
 
 # Group of the figures of all modules together.

@@ -10,8 +10,7 @@ from torch import nn
 from ....graphs.joint_step import joint_step
 from ....graphs.recordings.compiling import TURNS
 from ....graphs.reports.report import metrics_of_ranks, pause_metrics
-from ...parallel.failures import named_failure, several_ranks
-from ...parallel.watchdog import WATCHDOG, timeout_s
+from ...parallel.watchdog import WATCHDOG, named_failure, several_ranks, timeout_s
 from ...seams.call_arguments import arguments_of
 from ...seams.patches import Patch
 from ...seams.registry import seam

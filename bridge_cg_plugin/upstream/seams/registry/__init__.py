@@ -5,33 +5,21 @@ Data only, without torch. Someone who ports to a new release starts here: docs/r
 
 from ..encoders import declared
 from ..seam import Seam
-from . import (
-    between,
-    core_offload,
-    engine,
-    hybrid,
-    language_model,
-    loops,
-    models,
-    packed,
-    performance,
-    recipes,
-    training,
-)
+from . import engine, language_model, models, packed, training
 
 SEAMS: tuple[Seam, ...] = (
     *training.SEAMS,
     *models.SEAMS,
-    *between.SEAMS,
+    *language_model.BETWEEN_SEAMS,
     *(seam for encoder in declared() for seam in encoder.seams(encoder.feature)),
     *language_model.SEAMS,
     *packed.SEAMS,
-    *hybrid.SEAMS,
-    *recipes.SEAMS,
-    *performance.SEAMS,
-    *loops.SEAMS,
+    *packed.HYBRID_SEAMS,
+    *training.RECIPE_SEAMS,
+    *training.PERFORMANCE_SEAMS,
+    *training.LOOP_SEAMS,
     *engine.SEAMS,
-    *core_offload.SEAMS,
+    *language_model.CORE_OFFLOAD_SEAMS,
 )
 _BY_NAME = {seam.name: seam for seam in SEAMS}
 

@@ -2,7 +2,7 @@
 
 from ..seam import Feature, called, patched, read, recorded, touched
 from .engine import CORE, LAYER
-from .models import ATTENTION, BLOCK, MODELLING, QWEN3_VL
+from .models import ATTENTION, BLOCK, MODEL, MODELLING, QWEN3_VL
 from .training import QWEN3_VL_STEP
 
 STEP = QWEN3_VL_STEP
@@ -131,5 +131,155 @@ SEAMS = (
         f"{CORE}.tensor_parallel.random:get_cuda_rng_tracker",
         "the tracker that a decoder's layers fork",
         (Feature.PACKED, Feature.VISION_QWEN3_VL),
+    ),
+)
+
+
+STEP_PACKING = "0.6.2"  # the first release whose step has a packing of its own
+
+BETWEEN_SEAMS = (
+    patched(
+        "step_padding",
+        f"{STEP}:_pad_and_pack_qwen3_vl_step",
+        "tokens are padded on the host as well, and a pack's offsets and longest sequence computed there",
+        Feature.BETWEEN,
+        "hooks.data.host_tokens",
+        takes="tokens",
+        since=STEP_PACKING,
+    ),
+    read(
+        "batch_of_model",
+        f"{MODEL}:Qwen3VLModel.forward",
+        "the batch whose tokens, mask, grids and offsets are read before the encoder is launched",
+        Feature.BETWEEN,
+        takes="self input_ids attention_mask packed_seq_params image_grid_thw video_grid_thw",
+    ),
+    patched(
+        "image_tokens",
+        f"{MODEL}:reorganize_inputs",
+        "image features are put into their places, and deepstack's added, by indices that the host computed",
+        Feature.BETWEEN,
+        "hooks.data.between",
+        takes="input_ids image_grid_thw video_grid_thw image_input_mask video_input_mask",
+    ),
+    patched(
+        "deepstack_parts",
+        f"{MODEL}:split_deepstack_embs",
+        "the host counts the image features of each rank where it knows their places",
+        Feature.BETWEEN,
+        "hooks.data.between",
+        takes="visual_pos_masks deepstack_visual_embeds",
+    ),
+    patched(
+        "packed_rows",
+        f"{MODEL}:preprocess_packed_seqs",
+        "samples are packed by what the host knows of their padding",
+        Feature.BETWEEN,
+        "hooks.data.between",
+        takes="input_ids attention_mask pre_process pg_collection",
+        uses=(
+            "align_size = tp_size * cp_size * 2 if cp_size > 1 else tp_size",
+            "input_ids_rmpad = torch.zeros(shape, dtype=input_ids.dtype, device=input_ids.device)",
+            "input_ids_rmpad[start_idx:start_idx + seqlen] = input_ids[i, attention_mask[i]]",
+        ),
+    ),
+    patched(
+        "positions",
+        f"{MODEL}:get_rope_index",
+        "positions of a batch with images are computed on the host",
+        Feature.BETWEEN,
+        "hooks.data.between",
+        takes="input_ids image_grid_thw video_grid_thw attention_mask packed_seq_params",
+    ),
+    read(
+        "step_packing",
+        f"{STEP}:forward_step",
+        "what the step packs keeps every token, padding included",
+        Feature.BETWEEN,
+        uses=(
+            "original_tokens = tokens.clone()",
+            "forward_args['input_ids'] = original_tokens",
+            "attention_mask = torch.ones(original_tokens.shape[0], original_tokens.shape[1], dtype=torch.bool",
+            "forward_args['attention_mask'] = attention_mask",
+        ),
+    ),
+)
+
+
+TE_OFFLOAD = "transformer_engine.pytorch.cpu_offload"
+GPT_MODEL = f"{CORE}.models.gpt.gpt_model"
+CORE_OFFLOAD = f"{CORE}.pipeline_parallel.fine_grained_activation_offload"
+
+CORE_OFFLOAD_SEAMS = (
+    read(
+        "weights_stay",
+        f"{TE_OFFLOAD}:NVTE_CPU_OFFLOAD_V1",
+        "whether Transformer Engine leaves weights on the device while megatron-core offloads",
+        Feature.CORE_OFFLOAD,
+        kind="value",
+    ),
+    read(
+        "offload_marks",
+        f"{CORE_OFFLOAD}:ChunkOffloadHandler.tensor_need_offloading_checker",
+        "a tensor marked with never_offload stays on the device in megatron-core's offloading, too",
+        Feature.CORE_OFFLOAD,
+        takes="self tensor",
+    ),
+    patched(
+        "offloaded_microbatch_ends",
+        f"{CORE_OFFLOAD}:ChunkOffloadHandler.finish_all_groups",
+        "a microbatch is not over before its last group, whichever groups stay on the device",
+        Feature.CORE_OFFLOAD,
+        "decoder.offloaded_groups",
+        takes="self name",
+    ),
+    patched(
+        "offloaded_memory",
+        f"{CORE_OFFLOAD}:ChunkOffloadHandler.bulk_offload",
+        "memory that is given back is not that of saved tensors that stay",
+        Feature.CORE_OFFLOAD,
+        "decoder.offloaded_groups",
+        takes="self forced_released_tensors",
+        uses=(("self.should_bulk_offload(group_to_offload)", "self.should_bulk_offload()"),),
+    ),
+    read(
+        "offloaded_microbatch",
+        f"{CORE_OFFLOAD}:ChunkOffloadHandler",
+        "groups of a microbatch: which are yet to leave and what each saved",
+        Feature.CORE_OFFLOAD,
+        has="_groups_to_offload offload_groups _offloaded_group_index "
+        "find_next_group should_bulk_offload tensor_need_offloading_checker",
+    ),
+    read(
+        "offloaded_backwards",
+        f"{CORE_OFFLOAD}:PipelineOffloadManager",
+        "which microbatches' backward has begun",
+        Feature.CORE_OFFLOAD,
+        has="get_instance _cached_chunks_backward _cached_chunks_index_backward",
+    ),
+    called(
+        "offload_groups",
+        f"{CORE_OFFLOAD}:FineGrainedActivationOffloadingInterface",
+        "a step of attention is a group that megatron-core offloads",
+        Feature.CORE_OFFLOAD,
+        takes="offload tensor name",
+        models=QWEN3_VL,
+    ),
+    called(
+        "offload_group_ends",
+        f"{CORE_OFFLOAD}:FineGrainedActivationOffloadingInterface.group_offload",
+        "a group is offloaded once its step ended",
+        Feature.CORE_OFFLOAD,
+        takes="tensor forced_released_tensors",
+        formerly=("FineGrainedActivationOffloadingInterface.group_commit",),
+        models=QWEN3_VL,
+    ),
+    called(
+        "offload_begins",
+        f"{GPT_MODEL}:GPTModel.preprocess_for_fine_grained_offloading",
+        "megatron-core's offloading is told that a microbatch of a language model begins",
+        Feature.CORE_OFFLOAD,
+        takes="self",
+        models=QWEN3_VL,
     ),
 )

@@ -192,3 +192,112 @@ SEAMS = (
         undo="undone when training ends",
     ),
 )
+
+
+RECIPES = "megatron.bridge.recipes"
+NAMES_BY_TASK = "0.6.2"  # the first release whose recipes of these models the presets derive from
+
+RECIPE_SEAMS = tuple(
+    touched(
+        "extended",
+        name,
+        f"{module}",
+        "presets are found by name where Bridge's own recipes are",
+        Feature.RECIPES,
+        undo="deactivate() takes the names off",
+        patched_by="hooks.configuration.recipe_names",
+        since=NAMES_BY_TASK,
+    )
+    for name, module in (("recipe_names", RECIPES), ("recipe_names.qwen_vl", f"{RECIPES}.qwen_vl"))
+)
+
+
+PARSER, OVERRIDES, UTILITIES = "argument_parser", "utils.overrides", "utils.utils"
+
+PERFORMANCE_SEAMS = (
+    patched(
+        "performance_parser",
+        f"{PARSER}:parse_cli_args",
+        "the performance scripts have the graph flags",
+        Feature.PERFORMANCE,
+        "hooks.configuration.performance_scripts",
+        packaged=False,
+    ),
+    patched(
+        "performance_overrides",
+        f"{OVERRIDES}:_set_cuda_graph_overrides",
+        "vision graphs keep their random-state tracker when the language model has no graphs",
+        Feature.PERFORMANCE,
+        "hooks.configuration.performance_scripts",
+        takes="recipe cuda_graph_impl cuda_graph_scope",
+        packaged=False,
+    ),
+    patched(
+        "performance_user_overrides",
+        f"{OVERRIDES}:set_user_overrides",
+        "graph flags of the performance scripts reach the configuration",
+        Feature.PERFORMANCE,
+        "hooks.configuration.performance_scripts",
+        takes="recipe args",
+        packaged=False,
+    ),
+    patched(
+        "performance_words",
+        f"{OVERRIDES}:set_cli_overrides",
+        "graph flags that the parser did not know, since it was imported before PyTorch, are no Hydra words",
+        Feature.PERFORMANCE,
+        "hooks.configuration.performance_scripts",
+        takes="recipe cli_overrides",
+        packaged=False,
+    ),
+    patched(
+        "performance_recipes",
+        f"{UTILITIES}:apply_argparse_overrides",
+        "graph flags reach the configuration with --use_recipes too",
+        Feature.PERFORMANCE,
+        "hooks.configuration.performance_scripts",
+        takes="config args",
+        since="0.6.2",
+        packaged=False,
+    ),
+    patched(
+        "hydra_words",
+        "megatron.bridge.training.utils.omegaconf_utils:process_config_with_overrides",
+        "graph flags among Hydra words, from performance scripts with --use_recipes",
+        Feature.PERFORMANCE,
+        "hooks.configuration.performance_scripts",
+        takes="config cli_overrides",
+    ),
+)
+
+
+MODULE = "megatron.core.pipeline_parallel.schedules"
+SCHEDULES = {
+    "schedule_alone": "forward_backward_no_pipelining",
+    "schedule_pipeline": "forward_backward_pipelining_without_interleaving",
+    "schedule_interleaved": "forward_backward_pipelining_with_interleaving",
+}
+
+LOOP_SEAMS = (
+    *(
+        touched(
+            "extended",
+            name,
+            f"{MODULE}:{target}",
+            "a loop that calls the schedule itself trains with graphs",
+            Feature.LOOPS,
+            undo="deactivate() puts the same object back",
+            patched_by="hooks.loops.any_loop",
+            kind="function",
+            takes="model num_microbatches forward_only",
+        )
+        for name, target in SCHEDULES.items()
+    ),
+    read(
+        "schedule_lookup",
+        f"{MODULE}:get_forward_backward_func",
+        "loops get the schedules from here, by name when they ask",
+        Feature.LOOPS,
+        uses=tuple(SCHEDULES.values()),
+    ),
+)
