@@ -98,11 +98,6 @@ def results(model):
     return [loss.detach() for loss in losses], [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def test_its_layers_are_found_in_bridges_model():
-    model = build()
-    found = registry.find_encoder([nn.Sequential(), model])
-    assert found.model is model.vision_tower.encoder and found.holder is model
-    assert found.family is region().MOONVIT
 
 
 def test_steps_of_the_train_loop_drive_graphs_that_compute_what_eager_computes(monkeypatch):

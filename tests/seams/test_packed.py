@@ -160,20 +160,8 @@ def test_upstreams_graphs_refuse_packs(active):
     assert "packed_seq_params" in source and "excluded from input list" in source
 
 
-def test_options_are_fields_of_providers(active):
-    provider = active[GPT_PROVIDER].GPTModelProvider
-    made = provider(num_layers=2, cuda_graph_max_packed_seqs=16, cuda_graph_packed_tuning={"slots": 2})
-    assert (made.cuda_graph_max_packed_seqs, made.cuda_graph_packed_tuning) == (16, {"slots": 2})
-    assert provider().cuda_graph_max_packed_seqs is None
 
 
-def test_providers_that_are_derived_later_take_the_options(active):
-    provider = active[GPT_PROVIDER].GPTModelProvider
-    derived = dataclasses.make_dataclass("Derived", [("own", int, 3)], bases=(provider,))
-    made = derived(num_layers=2, own=4, cuda_graph_max_packed_seqs=8)
-    assert (made.own, made.cuda_graph_max_packed_seqs) == (4, 8)
-    assert dataclasses.replace(made).cuda_graph_max_packed_seqs == 8
-    assert "cuda_graph_packed_strict" in {field.name for field in dataclasses.fields(made)}
 
 
 def config_of(**changes):
@@ -190,26 +178,8 @@ def config_of(**changes):
     return SimpleNamespace(model=SimpleNamespace(**{**model, **changes}), dataset=dataset, rng=None, ddp=None)
 
 
-def test_a_packed_configuration_passes(active):
-    check_training_config(config_of())
-    check_training_config(config_of(cuda_graph_impl="none", cuda_graph_max_packed_seqs=None))
 
 
-@pytest.mark.parametrize(
-    "changes, field",
-    [
-        ({"cuda_graph_max_packed_seqs": None}, "cuda_graph_max_packed_seqs"),
-        ({"cuda_graph_max_packed_seqs": 0}, "cuda_graph_max_packed_seqs"),
-        ({"cuda_graph_impl": "none"}, "cuda_graph_impl"),
-        ({"num_moe_experts": 8, "expert_tensor_parallel_size": 2}, "model.expert_tensor_parallel_size"),
-        ({"hidden_dropout": 0.1}, "model.hidden_dropout"),
-        ({"recompute_granularity": "full"}, "model.recompute_granularity"),
-    ],
-)
-def test_a_packed_configuration_that_cannot_work(active, changes, field):
-    with pytest.raises(OptionError) as caught:
-        check_training_config(config_of(**changes))
-    assert caught.value.field == field
 
 
 def test_a_model_that_cannot_work_is_refused_by_the_helper_too(active):
@@ -219,16 +189,6 @@ def test_a_model_that_cannot_work_is_refused_by_the_helper_too(active):
         PackedCudaGraphHelper([model], model.config, num_microbatches=1)
 
 
-def test_a_broken_seam_refuses_packed_graphs_only(active, monkeypatch):
-    from bridge_cg_plugin.upstream.hooks.configuration import training_config
-    from bridge_cg_plugin.upstream.seams.patches import DriftError
-
-    monkeypatch.setattr(training_config, "broken_seams", lambda: {"packed_rotary": "it is gone"})
-    with pytest.raises(DriftError, match="packed_rotary: it is gone"):
-        check_training_config(config_of())
-    plain = config_of(cuda_graph_max_packed_seqs=None)
-    plain.dataset.enable_in_batch_packing = False
-    check_training_config(plain)
 
 
 def test_packs_are_not_padded_to_the_length_of_unpacked_graphs(active):

@@ -15,8 +15,7 @@ from ..unit.towers import DEFAULTS, assert_close
 SAMPLES = [vlm.sample(images, seed) for seed, images in enumerate(([(4, 4)], [], [(2, 4), (4, 6)]))]
 
 
-@pytest.mark.parametrize("modules", [(), ("attn",), ("mlp",)])
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("modules, frozen", [((), False), ((), True), (("attn",), False), (("mlp",), False)], ids=str)
 def test_a_step_on_graphs_is_eagers(active, modules, frozen):
     with vlm.on_cpu():
         model = vlm.build(graphs=False, deepstack=False)

@@ -171,11 +171,6 @@ def test_the_end_of_training_reports_and_frees(helper, capsys):
     assert "forward" not in model.__dict__ and helper not in active_helpers()
 
 
-def test_deactivating_frees_the_graphs(helper):
-    model = helper.graphs.model
-    bridge_cg_plugin.deactivate()
-    assert "forward" not in model.__dict__
-    assert not helper.graphs_created()
 
 
 def test_upstreams_own_padding_is_never_used(active):
