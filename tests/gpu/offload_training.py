@@ -1,11 +1,9 @@
 """Training of a packed language model whose activations leave its graphs."""
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +17,6 @@ from scripts.performance.records import first_line
 from tests.models.tower import MegatronParameter
 
 PACKS, TOKENS, DOCUMENTS = 4, 8192, 5
-# Steps after which memory is looked at, beside the last; what the first of them took is what later ones may take.
-LOOKS = (10, 50, 100)
 LEARNING_RATE = 3e-4
 OFFLOAD_OFF = dict.fromkeys(f"cuda_graph_packed_{name}" for name in ("offload", "recompute", "offload_above_gb"))
 
@@ -80,13 +76,13 @@ class Trainer:
         losses: list[float] = self._steps(steps, **config)["losses"]
         return losses
 
-    def graphs(self, steps: int, options: dict[str, Any], look: bool = False) -> dict[str, Any]:
+    def graphs(self, steps: int, options: dict[str, Any]) -> dict[str, Any]:
         """Train on graphs with these options; returns what a record says of it.
 
         Raises:
             OutOfSpace: It took more than it may.
         """
-        return self._record(lambda: self._graphed(steps, options, look))
+        return self._record(lambda: self._graphed(steps, options))
 
     def _record(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         collect()
@@ -103,7 +99,7 @@ class Trainer:
             **provenance(len(times) - 1, 0),
         }
 
-    def _graphed(self, steps: int, options: dict[str, Any], look: bool) -> dict[str, Any]:
+    def _graphed(self, steps: int, options: dict[str, Any]) -> dict[str, Any]:
         from tests.models import language_model as lm
 
         tokens, config = self.packs[0].tokens, vars(self.model.config)
@@ -124,7 +120,7 @@ class Trainer:
         )
         try:
             helper.create_cudagraphs()
-            found = self._steps(steps, look=look)
+            found = self._steps(steps)
             said = helper.graphs.statistics()
             if said.fallbacks or said.replays != steps * len(self.packs):
                 raise CaptureError(f"{said.replays} replays, packs that ran eager: {dict(said.fallbacks)}")
@@ -134,24 +130,22 @@ class Trainer:
             helper.delete_cuda_graphs()
             vars(self.model.config).update(kept)
 
-    def _steps(self, steps: int, look: bool = False, **config: Any) -> dict[str, Any]:
+    def _steps(self, steps: int, **config: Any) -> dict[str, Any]:
         """Train from the first weights on."""
         with torch.no_grad():
             for parameter, initial in zip(self.grads.parameters, self._initial, strict=True):
                 parameter.copy_(initial)
                 parameter.grad = None  # of a run that ended in the middle of a backward
         weights = MasterWeights(self.grads.parameters)
-        losses, times, looks = [], [], {}
+        losses, times = [], []
         with configured(self.model.config, config):
-            for step in range(1, steps + 1):
+            for _ in range(steps):
                 began = time.perf_counter()
                 losses.append(self._step())
                 weights.step()
                 synchronize()
                 times.append((time.perf_counter() - began) * 1e3)
-                if look and step in (*LOOKS, steps):
-                    looks[str(step)] = memory_now()
-        return {"losses": losses, "step_ms": times, **({"memory_steps": looks} if look else {})}
+        return {"losses": losses, "step_ms": times}
 
     def _step(self) -> float:
         self.grads.zero()
@@ -208,17 +202,3 @@ def fitting(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         said = first_line(error)
     collect()
     raise OutOfSpace(said)
-
-
-def memory_now() -> dict[str, float]:
-    """Return device memory allocated and reserved, page-locked memory, and the process's resident memory, in GiB."""
-    gc.collect()
-    on_gpu = torch.cuda.is_available()
-    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if on_gpu else 0
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "allocated_gb": (torch.cuda.memory_allocated() if on_gpu else 0) / GIB,
-        "reserved_gb": (torch.cuda.memory_reserved() if on_gpu else 0) / GIB,
-        "pinned_gb": pinned / GIB,
-        "resident_gb": pages * 4096 / GIB,
-    }

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.bridge.peft.lora import LoRA
 from megatron.core import tensor_parallel
 from torch import nn
 
@@ -27,7 +26,7 @@ from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGr
 from bridge_cg_plugin.upstream.hooks.loops.any_loop import HELD, LOOPS, _with_graphs
 from bridge_cg_plugin.upstream.hooks.loops.loop_driver import WARMUP_CALLS
 from tests.python_calls import python_calls
-from tests.unit.towers import assert_close, new_tower
+from tests.unit.towers import new_tower
 
 from .loops import Policy, assert_equal, call, in_one_process, on_cpu
 
@@ -82,8 +81,6 @@ def test_a_compiled_model_gets_graphs_inside_its_calls(monkeypatch):
     assert active_graphs()[0].statistics().replays == 4
 
 
-
-
 def test_an_encoder_in_the_place_of_another_gets_graphs_of_its_own():
     model, eager = Policy(), Policy(vision_cuda_graph_impl="none")
     for each in (model, eager):
@@ -121,12 +118,6 @@ def test_models_of_two_threads_are_recorded_one_after_the_other(monkeypatch):
             training.result()
     assert all(graphs.statistics().replays == 12 for graphs in active_graphs())
     assert modules._walked is None and side_stream.current_side_stream() is None
-
-
-
-
-
-
 
 
 def test_warm_up_is_what_the_config_says_or_a_few_calls():
@@ -201,8 +192,6 @@ def plain_states(monkeypatch):
     return forks
 
 
-
-
 def test_dropout_that_draws_from_them_is_refused_with_what_to_do(monkeypatch):
     plain_states(monkeypatch)
     model = Policy()
@@ -225,8 +214,6 @@ def test_recordings_attend_as_the_loop_chose(monkeypatch, variable, backend):
     call(model, 1)
     assert active_graphs()[0].captured
     assert active_graphs()[0].workload.attention == backend
-
-
 
 
 def test_a_model_that_is_dropped_is_freed_and_reported(capsys, monkeypatch):

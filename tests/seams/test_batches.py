@@ -15,14 +15,10 @@ def batch(**visual):
     return {"tokens": torch.zeros(2, 4), "visual_inputs": GenericVisualInputs(**visual)}
 
 
-
-
 def test_host_grids_are_noted():
     noting = _Noting(iter([batch(image_grid_thw=GRID, video_grid_thw=VIDEO)]))
     next(noting)
     assert noting.grids["image_grid_thw"] is GRID and noting.grids["video_grid_thw"] is VIDEO
-
-
 
 
 def fake_step(device="meta"):
@@ -64,13 +60,9 @@ def test_sizes_of_padded_images_are_remembered():
     assert GRIDS.values(moved) == (56, 84, 28, 56) and GRIDS.device_reads == before
 
 
-
-
 def test_a_step_that_drops_the_visual_inputs_passes():
     step = PATCHES[0].make(lambda data_iterator: {"tokens": next(data_iterator)["tokens"]})
     assert set(step(iter([batch(image_grid_thw=GRID)]))) == {"tokens"}
-
-
 
 
 def test_later_batches_have_their_own_grids():

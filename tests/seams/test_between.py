@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_block import Qwen3VLTransformerBlock
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from bridge_cg_plugin.upstream.hooks.data import between
@@ -49,8 +48,6 @@ def elsewhere(call):
             moved[name] = call[name].to("meta")
             known.remember(moved[name], call[name])
     return moved
-
-
 
 
 @every_batch
@@ -194,10 +191,6 @@ def test_losses_and_every_gradient_are_upstreams(active, samples):
     with patched(False):
         expected = trained(samples)
     assert equal(trained(samples), expected)
-
-
-
-
 
 
 def through(model, call, packed, waits):

@@ -12,7 +12,6 @@ from bridge_cg_plugin.options import OptionError, VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
 from bridge_cg_plugin.upstream.encoders.pixtral import PIXTRAL
 from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI
-from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import QWEN3_OMNI_AUDIO
 from bridge_cg_plugin.upstream.encoders.qwen25_omni import QWEN25_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder, find_encoders
@@ -76,8 +75,6 @@ def results(model, samples):
     return [loss.detach() for loss in losses], {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-
-
 @every_model
 @pytest.mark.parametrize("frozen", ["", "vision_model"])
 def test_losses_and_gradients_are_eagers(build, sample, sizes, family, attribute, frozen):
@@ -97,8 +94,6 @@ def test_losses_and_gradients_are_eagers(build, sample, sizes, family, attribute
     names = [name for name, gradient in expected[1].items() if gradient.norm() > 1e-5]
     assert names
     assert_close([found[1][name] for name in names], [expected[1][name] for name in names], 2e-5)
-
-
 
 
 @every_model
@@ -158,8 +153,6 @@ def heard_samples():
         towers.qwen3_omni_sample(images, seed) if frames is None else towers.qwen3_omni_heard(frames, images, seed)
         for seed, (frames, images) in enumerate(HEARD)
     ]
-
-
 
 
 @with_qwen3_omni

@@ -54,5 +54,3 @@ def test_upstreams_own_worker_waits():
 
 def test_the_scripts_worker_ends():
     assert outcome(BY_THE_SCRIPT, 60) == "ended"
-
-

@@ -247,8 +247,6 @@ def test_as_released_ranks_disagree_on_a_bias_that_all_of_them_have(halves):
     assert apart == mergers
 
 
-
-
 def test_default_targets_of_adapters_are_layers_of_the_tower():
     assert set(LoRA().target_modules) == set(ENCODER_LAYERS)
 

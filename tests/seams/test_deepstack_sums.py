@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import distributed
 
-import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders import deepstack
 from bridge_cg_plugin.upstream.seams.seam import drift
@@ -82,12 +81,8 @@ def test_the_split_comes_back_after_an_error(modelling):
     assert modelling.split_deepstack_embs is before
 
 
-
-
 def test_a_microbatch_without_images_has_nothing_to_sum(modelling, group):
     assert called(modelling, model(group))(None, None, **SIZES) == (None, None)
-
-
 
 
 def test_a_gradient_that_others_hold_is_not_changed(group, monkeypatch):

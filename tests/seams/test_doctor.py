@@ -84,8 +84,6 @@ def test_a_plugin_that_is_off_is_a_problem():
     assert {found.seams[p.name]["state"] for p in train_loop.PATCHES} == {"off"}
 
 
-
-
 def test_a_pytorch_that_loads_no_plugins_is_one_problem(monkeypatch):
     bridge_cg_plugin.deactivate()
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "false")
@@ -195,8 +193,6 @@ def test_no_line_is_wider_than_a_terminal(monkeypatch):
     assert all(len(line) <= 80 for line in doctor.render(doctor.diagnose()).splitlines())
 
 
-
-
 def test_the_verdict_and_what_to_do_come_first(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     lines = doctor.render(doctor.diagnose()).splitlines()
@@ -284,10 +280,6 @@ def test_a_library_that_ends_its_process_is_named(tmp_path):
     code = IMPORTS.format(str(tmp_path))
     with pytest.raises(probe.ProbeError, match="hydra ended the process that imported it"):
         doctor._look_at_libraries(found, started(code), 120)
-
-
-
-
 
 
 def test_a_process_that_ends_or_takes_too_long():

@@ -11,7 +11,6 @@ import pytest
 from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
 
 from bridge_cg_plugin.cli.explain.models import encoder_of
-from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.cli.planner.records import NotMeasured, language_model_of
 from bridge_cg_plugin.options import OptionError, facts_of, normalize
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
@@ -203,7 +202,9 @@ def test_an_encoder_without_an_adapter_is_named_where_only_the_hub_has_its_sizes
     if not hasattr(bridge, recipe):
         pytest.skip("this megatron-bridge lacks the recipe")
     found = json.loads(in_a_process(recipe, "--json"))
-    wanted = "of Gemma4VLModelProvider, without an adapter for vision graphs: it runs eager; docs/adding_an_encoder.md shows"
+    wanted = (
+        "of Gemma4VLModelProvider, without an adapter for vision graphs: it runs eager; docs/adding_an_encoder.md shows"
+    )
     assert found["encoder"].startswith(wanted)
     assert (found["table"][0]["runs"], found["table"][0]["why"]) == ("eager", "no adapter for it is known")
 
@@ -269,8 +270,6 @@ def test_what_the_one_setting_cannot_have_is_eager_with_its_reason(capsys, bridg
     found = table(capsys, "qwen3_vl_8b_sft_config", "cuda_graphs=exact", *words)
     assert found["vision encoder"]["runs"] == "graphs"
     assert found["language model"]["runs"] == graphs and why in found["language model"]["why"]
-
-
 
 
 def test_graphs_on_a_recipe(capsys, bridge):
@@ -340,8 +339,6 @@ def test_the_one_setting_is_told_once(capsys, bridge):
     assert "[bridge-cg]" not in explain(capsys, *words)[2]
 
 
-
-
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -407,7 +404,3 @@ def test_a_recipe_whose_configuration_is_on_the_hub_only(monkeypatch, said):
         "Cannot build recipe hub_config: its Hugging Face configuration is not cached, and the hub cannot be reached. "
         "`bridge-cg explain hub_config` answers without it."
     )
-
-
-
-

@@ -222,8 +222,6 @@ def test_seams_of_other_features_leave_vision_graphs_alone(configs, monkeypatch,
     assert all(feature in said for feature in seam(name).features)
 
 
-
-
 @pytest.mark.parametrize("name", ["vlm_stage", "offload_marks", "language_model_length"])
 def test_sums_of_deepstack_gradients_without_graphs_need_their_own_seams_alone(active, monkeypatch, name):
     fields = {**CONFIGURATIONS["sums of deepstack gradients alone"][1], "pipeline_model_parallel_size": 2}

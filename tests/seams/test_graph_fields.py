@@ -4,6 +4,8 @@ import importlib
 import itertools
 import re
 import warnings
+from contextlib import suppress
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +85,7 @@ INPUTS = [
         [ABSENT, None, "none", "layer", "block"],
         [{}, {"enable_cuda_graph": True}, {"external_cuda_graph": True}],
     )
+    if not switches or scope in (ABSENT, "block")
     for fields in [{"cuda_graph_impl": impl, field: spelled, "inference_cuda_graph_scope": scope, **switches}]
 ]
 
@@ -112,12 +115,13 @@ def correction(fields):
     return None
 
 
+@cache
 def accepted():
+    made = []
     for fields in INPUTS:
-        try:
-            yield fields, core_config(**fields)
-        except (AssertionError, ValueError, KeyError, TypeError, AttributeError):
-            continue
+        with suppress(AssertionError, ValueError, KeyError, TypeError, AttributeError):
+            made.append((fields, core_config(**fields)))
+    return made
 
 
 def as_core_says(config):

@@ -98,8 +98,6 @@ def results(model):
     return [loss.detach() for loss in losses], [p.grad for p in model.parameters() if p.grad is not None]
 
 
-
-
 def test_steps_of_the_train_loop_drive_graphs_that_compute_what_eager_computes(monkeypatch):
     monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
     monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 3)

@@ -1,6 +1,5 @@
 """Packed-sequence graphs and Bridge: the train loop's helper, batch steps, providers, configurations."""
 
-import dataclasses
 import inspect
 import re
 from types import SimpleNamespace
@@ -11,11 +10,10 @@ import torch
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
-from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper, find_decoders
 from bridge_cg_plugin.upstream.host_batch import PACK_OFFSETS
-from bridge_cg_plugin.upstream.seams.registry.packed import GPT_PROVIDER, GPT_STEP
+from bridge_cg_plugin.upstream.seams.registry.packed import GPT_STEP
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 
 from ..unit.packs import graphs_on, losses_and_gradients, new_model, pack
@@ -160,10 +158,6 @@ def test_upstreams_graphs_refuse_packs(active):
     assert "packed_seq_params" in source and "excluded from input list" in source
 
 
-
-
-
-
 def config_of(**changes):
     model = {
         "cuda_graph_impl": "transformer_engine",
@@ -178,17 +172,11 @@ def config_of(**changes):
     return SimpleNamespace(model=SimpleNamespace(**{**model, **changes}), dataset=dataset, rng=None, ddp=None)
 
 
-
-
-
-
 def test_a_model_that_cannot_work_is_refused_by_the_helper_too(active):
     model = new_model(hidden_dropout=0.1)
     model.config.cuda_graph_max_packed_seqs = 4
     with pytest.raises(OptionError, match="hidden_dropout"):
         PackedCudaGraphHelper([model], model.config, num_microbatches=1)
-
-
 
 
 def test_packs_are_not_padded_to_the_length_of_unpacked_graphs(active):

@@ -39,8 +39,6 @@ def test_packs_that_were_made_offline_are_padded_to_one_length(bridge, base):
     assert OFFLINE_FIELDS.intersection(changed(plain, graphs)) == (OFFLINE_FIELDS if offline else set())
 
 
-
-
 @every_packed_base
 def test_dropout_keeps_the_language_model_eager_unless_its_graphs_were_set_explicitly(bridge, base, capsys):
     config = with_graphs(base)

@@ -171,8 +171,6 @@ def check_upstreams(value):
         assert value.__module__.startswith("megatron.")
 
 
-
-
 @pytest.mark.parametrize("patch", [p for p in PATCHES if p.seam.parameters], ids=lambda p: p.name)
 def test_a_target_that_lost_a_parameter_is_left_alone(patch):
     for lost in patch.seam.parameters:

@@ -13,7 +13,6 @@ from bridge_cg_plugin.cli.main import main as bridge_cg
 from bridge_cg_plugin.options import GraphOptionWarning, LanguageModelGraphOptions, OptionError, graph_options
 from bridge_cg_plugin.options.choice import SETTING
 from bridge_cg_plugin.options.explain import in_words
-from bridge_cg_plugin.options.flags import take_flags
 from bridge_cg_plugin.options.language_model import IMPL, MODULES, SCOPE
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options, read_options
@@ -92,8 +91,6 @@ def check_full_iteration(config):
     assert config.rerun_state_machine.check_for_nan_in_loss is False
 
 
-
-
 @every_way
 @FULL_BOTH
 def test_full_iteration_over_a_recipe_with_modules(with_modules, way, name, tmp_path):
@@ -106,12 +103,6 @@ def test_what_is_dropped_is_announced_once(with_modules, monkeypatch):
     with pytest.warns(GraphOptionWarning, match=f"{MODULES}=attn,mlp of the recipe is dropped: {IMPL}=full") as caught:
         apply_overrides(with_modules, {IMPL: "full_iteration"})
     assert len(caught) == 1
-
-
-
-
-
-
 
 
 def test_bridges_words_and_flags_of_one_command_line_are_one_persons(with_modules):
@@ -143,8 +134,6 @@ def test_explain_resolves_alike(with_modules, name, monkeypatch, capsys):
     assert all(f"warning: {text}" in explained for text in options.warnings)
     assert "one graph of forward and backward of the whole step" in in_words(options)
     assert "of the recipe is dropped" in explained
-
-
 
 
 # What Bridge makes of its own overrides
@@ -244,8 +233,6 @@ def test_settings_of_the_users_own_that_graphs_cannot_have_are_refused(with_modu
     for place, value in settings.items():
         section, name = place.split(".")
         assert getattr(getattr(with_modules, section), name) is value
-
-
 
 
 @every_way

@@ -19,8 +19,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-
-
 def test_a_name_says_what_bridges_launchers_read_from_it():
     """They choose the forward step by the name's beginning and the mode by one of these parts."""
     words = ("pretrain", "sft", "finetune", "dora", "peft", "lora")
@@ -51,8 +49,6 @@ def test_the_names_go_away_with_the_plugin(active):
             after = list(vars(package).items())
             assert [name for name, _ in after] == [name for name, _ in snapshot]
             assert all(now is then for (_, now), (_, then) in zip(after, snapshot, strict=True))
-
-
 
 
 def test_a_preset_needs_the_plugin(bridge):

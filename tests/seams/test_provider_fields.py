@@ -1,4 +1,3 @@
-import copy
 import dataclasses
 import importlib
 import re
@@ -74,12 +73,6 @@ def test_defaults_are_the_options_defaults(provider):
     assert vision_options(made) == VisionGraphOptions()
 
 
-
-
-
-
-
-
 def test_an_unknown_keyword_is_still_refused(provider):
     with pytest.raises(TypeError, match="vision_cuda_graph_bukets"):
         provider(vision_cuda_graph_bukets=[64])
@@ -95,14 +88,6 @@ def test_the_old_name_of_the_modules_keeps_working(provider):
 def test_list_defaults_are_not_shared(provider):
     provider().vision_cuda_graph_scope.append("attn")
     assert provider().vision_cuda_graph_scope == []
-
-
-
-
-
-
-
-
 
 
 def test_fields_go_away_with_the_plugin(provider):
@@ -140,5 +125,3 @@ def test_bridges_overrides_reach_the_fields(config):
         for name, value in {**FIELDS, "vision_cuda_graph_modules": "[attn,mlp]"}.items()
     ]
     assert vision_options(process_config_with_overrides(config, cli_overrides=words).model) == OPTIONS
-
-

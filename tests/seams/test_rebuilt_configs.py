@@ -143,8 +143,6 @@ def test_rebuilt_providers_keep_every_option(carrier, caplog):
     assert "Dropping" not in caplog.text
 
 
-
-
 @every_kind
 def test_tuples_mean_the_same_when_they_come_back(carrier):
     """Bridge writes tuples as lists."""
@@ -210,6 +208,7 @@ def derive(carrier):
     gc.collect()
 
 
+@every_kind
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_derived_providers_keep_every_option(carrier, derive, when):
     provider, options = carrier

@@ -15,7 +15,7 @@ import pytest
 from bridge_cg_plugin.options import GraphOptionWarning, OptionError, graph_options, normalize, vision_options
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.normalization import _warned
-from bridge_cg_plugin.recipes import DERIVED_RECIPES, GPUS, PRESETS, RECIPES, with_graphs
+from bridge_cg_plugin.recipes import GPUS, PRESETS, RECIPES, with_graphs
 from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
@@ -116,8 +116,6 @@ def launched(config, gpus):
 def parts_of(config):
     """Return what `cuda_graphs` comes to on a configuration, by part."""
     return {part.name: part for part in normalize(config)[0].chosen}
-
-
 
 
 @every_base
@@ -280,8 +278,6 @@ def test_a_preset_puts_the_encoder_and_the_language_model_on_graphs_or_says_why_
     assert options.packed.enabled == (config.dataset.enable_in_batch_packing and not preset.note)
 
 
-
-
 def test_the_offloading_preset_holds_as_much_as_a_larger_gpu(bridge):
     config = bridge.qwen3_vl_8b_vision_graphs_offload_h100_sft_config()
     options = normalize(config)[0].vision
@@ -302,8 +298,6 @@ def test_the_comparison_sees_any_change(bridge):
     assert other(lambda c: setattr(c.model, "nobody_knows", None)) == {"model.nobody_knows"}
     assert other(lambda c: c.env_vars.update(A=1)) == {"env_vars.A"}
     assert "ddp" in other(lambda c: setattr(c, "ddp", c.rng))
-
-
 
 
 @every_base

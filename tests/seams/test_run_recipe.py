@@ -21,7 +21,6 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
-from bridge_cg_plugin.upstream.hooks.configuration.overrides import apply_overrides
 from bridge_cg_plugin.upstream.hooks.configuration.training_config import refused_start
 from bridge_cg_plugin.upstream.hooks.loops import steps
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
@@ -263,8 +262,6 @@ def test_a_recipe_is_needed(trained, capsys, words, said):
     assert said in capsys.readouterr().err
 
 
-
-
 def test_mock_images_are_for_models_with_images(trained, bridge, capsys):
     assert run_recipe.main(["--recipe", "qwen3_8b_pretrain_config", "--mock_data", "--dry-run"]) == 2
     assert "Cannot use --mock_data: it must be left out with" in capsys.readouterr().err
@@ -288,14 +285,6 @@ def test_the_model_follows_the_datasets_sequence_length(trained):
     assert config.model.seq_length == config.dataset.seq_length == 1024
     assert run("dataset.seq_length=1024", "model.seq_length=2048") == 0
     assert trained[1][1]["config"].model.seq_length == 2048
-
-
-
-
-
-
-
-
 
 
 def test_a_benchmark_is_told_from_a_library_recipe(bridge):

@@ -63,7 +63,7 @@ def test_bridges_look_up_finds_it_by_name(offline):
         SMALL_RECIPES[NAME]()
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 4])
+@pytest.mark.parametrize("gpus", [1, 4])
 def test_it_validates_as_a_launch_would(config, gpus, monkeypatch):
     properties = SimpleNamespace(major=9, minor=0, name="NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
@@ -98,8 +98,6 @@ def test_run_recipe_explains_it(offline, capsys):
     assert f"{NAME}: pretrain() with qwen3_vl_step" in said and "buckets of 1024 and 4608 tokens" in said
 
 
-
-
 def test_every_sample_fits_the_sequence_and_the_largest_bucket(config):
     data, model = samples(config, 40), config.model
     longest = vision_options(model).max_seq_length
@@ -123,8 +121,9 @@ def test_samples_are_the_same_in_every_run_and_tell_names_apart(config):
         assert torch.equal(first[i]["images"].pixels, again[i]["images"].pixels)
         assert torch.equal(first[i]["tokens"], again[i]["tokens"])
     means = {}
+    data = samples(config)
     for i in range(12):
-        images = samples(config)[i]["images"]
+        images = data[i]["images"]
         for name, pixels in zip(images.names, images.pixels.split(images.grid.prod(-1).tolist()), strict=True):
             means.setdefault(name, []).append(pixels.mean(0))
     assert len(means) >= 4

@@ -171,8 +171,6 @@ def test_the_end_of_training_reports_and_frees(helper, capsys):
     assert "forward" not in model.__dict__ and helper not in active_helpers()
 
 
-
-
 def test_upstreams_own_padding_is_never_used(active):
     model = new_tower().train()
     model.config = copy.copy(model.config)  # the layers keep theirs

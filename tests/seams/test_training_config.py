@@ -1,20 +1,16 @@
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
 from bridge_cg_plugin.upstream.encoders import deepstack
 from bridge_cg_plugin.upstream.environment import check_process
 from bridge_cg_plugin.upstream.hooks.configuration import training_config
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
 from bridge_cg_plugin.upstream.hooks.loops import train_loop
-from bridge_cg_plugin.upstream.seams import states
-from bridge_cg_plugin.upstream.seams.patches import DriftError, bridge_release
-from bridge_cg_plugin.upstream.seams.registry import SEAMS, seam
+from bridge_cg_plugin.upstream.seams.patches import DriftError
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 
 
@@ -47,8 +43,6 @@ def test_megatron_fsdp_wherever_bridge_reads_it(config, section):
     refused(config, "ddp.use_megatron_fsdp")
 
 
-
-
 @pytest.mark.parametrize(
     "granularity, modules",
     [("full", None), ("selective", None), ("selective", ["moe", "layernorm"])],
@@ -57,8 +51,6 @@ def test_recomputation_of_the_encoder(config, granularity, modules):
     """megatron-core turns None into ["core_attn"] when the configuration is finalized, after this check."""
     config.model.recompute_granularity, config.model.recompute_modules = granularity, modules
     refused(config, "model.recompute_granularity")
-
-
 
 
 def test_recomputation_that_spares_the_encoder_passes(config):
@@ -83,8 +75,6 @@ def test_no_expandable_segments_pass(monkeypatch):
     check_process()
 
 
-
-
 def test_nothing_is_checked_while_graphs_are_off(config, monkeypatch):
     config.model.vision_cuda_graph_impl = "none"
     config.model.use_te_rng_tracker = config.rng.te_rng_tracker = False
@@ -104,12 +94,6 @@ def test_bridges_validate_refuses_before_it_does_anything(config):
         config.validate()
 
 
-
-
-
-
-
-
 def test_a_patch_that_failed_stops_training_with_vision_graphs_only(active, config, monkeypatch, caplog):
     patch = next(p for p in train_loop.PATCHES if p.name == "train_end")
     bridge_cg_plugin.deactivate()
@@ -121,10 +105,6 @@ def test_a_patch_that_failed_stops_training_with_vision_graphs_only(active, conf
             check_training_config(config)
     config.model.vision_cuda_graph_impl = "none"
     check_training_config(config)
-
-
-
-
 
 
 def language_model_graphs(config, impl="transformer_engine", **fields):
@@ -148,10 +128,6 @@ def test_language_model_graphs_beside_vision_graphs(config):
     assert [m.name for m in config.model.cuda_graph_modules] == ["attn", "mlp"]
 
 
-
-
-
-
 @pytest.mark.parametrize("upstream_refuses", [True, False])
 def test_what_upstream_refuses_too_it_says_itself(config, upstream_refuses):
     def upstreams(self):
@@ -173,8 +149,6 @@ def test_upstream_is_not_asked_about_graphs_that_the_plugin_makes(config):
         training_config._checked(lambda self: pytest.fail("upstream was called"))(config)
 
 
-
-
 def test_the_main_job_validates_with_full_iteration(active):
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
@@ -193,8 +167,6 @@ def test_the_main_job_validates_with_full_iteration(active):
     assert training.training_config(training.Run()).rerun_state_machine.check_for_nan_in_loss
 
 
-
-
 def test_full_iteration_of_a_model_that_takes_images_in_fp8(config):
     config.rerun_state_machine.check_for_nan_in_loss = False
     language_model_graphs(config, "full_iteration", cuda_graph_modules=[])
@@ -203,8 +175,6 @@ def test_full_iteration_of_a_model_that_takes_images_in_fp8(config):
     config.mixed_precision = "bf16_mixed"  # which Bridge sets on the model in place of its own
     config.model.fp8 = "hybrid"
     check_training_config(config)
-
-
 
 
 def test_summed_deepstack_gradients_of_a_release_that_moved_a_part_they_need(config, monkeypatch):
@@ -239,7 +209,3 @@ def test_what_upstream_runs_is_left_alone(config, fields):
 def test_a_provider_that_is_no_gpt_model_keeps_its_tracker():
     model = SimpleNamespace(cuda_graph_impl="transformer_engine", cuda_graph_modules=[], use_te_rng_tracker=False)
     check_training_config(SimpleNamespace(model=model, rng=SimpleNamespace(te_rng_tracker=False)))
-
-
-
-
