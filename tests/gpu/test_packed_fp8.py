@@ -273,24 +273,6 @@ def test_only_a_first_microbatch_quantizes_weights():
     assert torch.equal(first, again) and not torch.equal(first, quantized)
 
 
-def test_evaluation_between_steps_leaves_copies_where_they_are():
-    training = Training(**TENSORWISE)
-    pack = lm.make_pack((500, 300, 224))
-    with graphs_on(training.model, pack) as graphs:
-        for _ in range(2):
-            training.step()
-            training.model.eval()
-            training.model.set_is_first_microbatch()
-            with torch.no_grad():
-                found = training.model(**pack.arguments).clone()
-                training.model.set_is_first_microbatch()
-                with parity.eager_at(graphs, rows_of(pack)):
-                    expected = training.model(**pack.arguments)
-            training.model.train()
-            assert torch.equal(found, expected)
-        assert not graphs.statistics().fallbacks, graphs.statistics()
-
-
 def with_evaluation(config, on_graphs, evaluates_eager):
     """Train with a validation step before each step; returns steps, names of parameters, and what was replayed."""
     training = Training(**config)
@@ -319,22 +301,6 @@ def test_steps_after_evaluation_equal_eager(config, evaluates_eager):
     found, names, statistics = with_evaluation(config, True, evaluates_eager)
     assert statistics.replays == STEPS * (MICROBATCHES + (not evaluates_eager)), statistics
     assert_steps_same(expected, found, names)
-
-
-def test_fp8_that_is_switched_off_runs_eager_at_first():
-    training = Training(**TENSORWISE)
-    pack = lm.make_pack((500, 300, 224))
-    with graphs_on(training.model, pack) as graphs:
-        lm.step(training.model, pack)
-        training.model.config.fp8 = None
-        found = lm.step(training.model, pack)
-        with parity.eager_at(graphs, rows_of(pack)):
-            expected = lm.step(training.model, pack)
-        training.model.config.fp8 = "hybrid"
-        lm.step(training.model, pack)
-        statistics = graphs.statistics()
-    assert torch.equal(found, expected)
-    assert statistics.replays == 2 and statistics.fallbacks == {"model_changed": 1}, statistics
 
 
 def test_fp8_around_the_model_runs_eager():

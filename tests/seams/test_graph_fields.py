@@ -219,17 +219,12 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_apply_then_read_back(options, provider):
+def test_upstreams_own_steps_change_nothing_that_was_applied(options, provider):
     for config in (core_config(), provider):
         apply_options(options, config)
         assert read_options(config) == options
         assert all(type(m) is enums.CudaGraphModule for m in config.cuda_graph_modules)
         assert type(config.inference_cuda_graph_scope) is enums.InferenceCudaGraphScope
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_upstreams_own_steps_change_nothing_that_was_applied(options, provider):
-    apply_options(options, provider)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         provider.finalize()

@@ -16,7 +16,7 @@ from bridge_cg_plugin.upstream.host_batch import PACK_OFFSETS
 from bridge_cg_plugin.upstream.seams.registry.packed import GPT_STEP
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 
-from ..unit.packs import graphs_on, losses_and_gradients, new_model, pack
+from ..unit.packs import graphs_on, new_model, pack
 
 
 def test_the_loop_gets_the_plugins_helper_for_packs(active):
@@ -90,14 +90,6 @@ def test_steps_and_the_end_of_training_reach_the_decoder(active):
         assert graphs.step_number == 1
         active[TRAIN]._delete_cuda_graphs(None)
         assert "forward" not in vars(model.decoder) and not active_helpers()
-
-
-def test_deactivation_drops_the_graphs(active):
-    model = new_model()
-    with graphs_on(model, pack((300,))):
-        losses_and_gradients(model, pack((300,)))
-        bridge_cg_plugin.deactivate()
-        assert "forward" not in vars(model.decoder)
 
 
 @pytest.mark.parametrize(

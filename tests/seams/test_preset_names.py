@@ -7,7 +7,7 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin import recipes
-from bridge_cg_plugin.recipes import DERIVED_RECIPES, GPUS, PRESETS, RECIPES
+from bridge_cg_plugin.recipes import DERIVED_RECIPES, PRESETS, RECIPES
 from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
@@ -62,7 +62,3 @@ def test_presets_are_functions_of_their_package():
     for name, recipe in RECIPES.items():
         assert getattr(recipes, name) is recipe and name in recipes.__all__
         assert pickle.loads(pickle.dumps(recipe)) is recipe
-
-
-def test_larger_gpus_allow_more():
-    assert GPUS["h100"] < GPUS["h200"] < GPUS["b200"]

@@ -1,6 +1,5 @@
 """The small preset: found by name, validated, trained as far as a CPU can, without a hub, on every release."""
 
-import dataclasses
 import importlib
 import pickle
 import socket
@@ -14,11 +13,9 @@ from transformers.utils import hub
 
 import bridge_cg_plugin
 from bridge_cg_plugin import recipes
-from bridge_cg_plugin.cli.runs import train as run_recipe
 from bridge_cg_plugin.cli.runs.first_look import with_package
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.options import VisionGraphOptions, normalize, vision_options
-from bridge_cg_plugin.options.explain import in_words
+from bridge_cg_plugin.options import VisionGraphOptions, vision_options
 from bridge_cg_plugin.recipes import SMALL_RECIPES
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
@@ -75,27 +72,9 @@ def test_it_validates_as_a_launch_would(config, gpus, monkeypatch):
     assert not config.rerun_state_machine.check_for_nan_in_loss
 
 
-def test_it_is_explained_before_a_run(config):
-    said = in_words(normalize(config)[0])
-    assert "cuda_graphs=exact: vision encoder: the whole encoder\n" in said
-    assert "cuda_graphs=exact: language model: the whole of it\n" in said
-    assert config.model.cuda_graphs == "exact" and config.model.vision_cuda_graph_impl == "none"
-
-
-def test_the_recipe_reads_the_setting_on_every_release_as_a_field_of_the_provider(config):
-    again = dataclasses.replace(config.model, num_layers=2)
-    assert (again.cuda_graphs, again.max_vision_cuda_graph_seq_length) == ("exact", 4608)
-
-
 def test_nothing_is_read_or_written(config):
     assert config.checkpoint.load is config.checkpoint.save is config.logger.tensorboard_dir is None
     assert config.tokenizer.tokenizer_type == "NullTokenizer" and config.tokenizer.tokenizer_model is None
-
-
-def test_run_recipe_explains_it(offline, capsys):
-    assert run_recipe.main(["--recipe", NAME, "--dry-run", "--vision_cuda_graph_buckets", "1024,4608"]) == 0
-    said = capsys.readouterr().out
-    assert f"{NAME}: pretrain() with qwen3_vl_step" in said and "buckets of 1024 and 4608 tokens" in said
 
 
 def test_every_sample_fits_the_sequence_and_the_largest_bucket(config):
