@@ -13,7 +13,6 @@ SCRIPTS = (
     "test_compare",
     "test_presets",
     "test_tower_training",
-    "test_train_offload",
 )
 # Runs over several GPUs.
 PARALLEL = ("test_parallel", "test_packed_parallel")
