@@ -61,7 +61,7 @@ def offloaded_bytes() -> int:
 def train_dense(steps: int, words: Sequence[str]) -> dict[str, Any]:
     """Run Bridge's `pretrain()` on documents that are not packed; several do so side by side, on any cores."""
     use_any_cores()
-    config = packed_training.training_config("eager", steps)
+    config = packed_training.training_config(steps)
     config.dataset = WholeDocumentProvider()
     for name, value in (word.split("=", 1) for word in words):
         setattr(config.model, name, value)
@@ -91,7 +91,7 @@ class WholeDocumentProvider(packed_training.DocumentProvider):
     def build_datasets(self, context: Any) -> tuple[Dataset, Dataset, Dataset]:
         """Build train, validation and test sets of the sizes that training asks for."""
         counts = (context.train_samples, context.valid_samples, context.test_samples)
-        return tuple(WholeDocuments(max(count, 1), self.seed + i, self.rows) for i, count in enumerate(counts))
+        return tuple(WholeDocuments(max(count, 1), self.seed + i) for i, count in enumerate(counts))
 
 
 def train_qwen(words: Sequence[str]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def train_words(words: Sequence[str]) -> None:
 def configuration(model: str, steps: int, words: Sequence[str]) -> ConfigContainer:
     """Return Bridge's configuration of a small model whose fields are set as words say, `name=value`."""
     base, own = MODELS[model]
-    config = packed_training.training_config("eager", steps, model=base)
+    config = packed_training.training_config(steps, base)
     config.dataset = WholeDocumentProvider()
     if model == "norms":
         told = {one.name: getattr(config.model, one.name) for one in fields(config.model) if one.init}

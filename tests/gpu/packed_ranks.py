@@ -58,7 +58,6 @@ class Ranks:
         context: Ranks of context parallelism.
         sequence: Whether tensor-parallel ranks hold a part of the tokens each between their layers.
         exchange: How context-parallel ranks exchange keys and values; None is upstream's default.
-        levels: Ranks of each level of a hierarchical exchange.
         hybrid: Whether the model is a Mamba-Transformer hybrid.
         images: Whether it is Qwen3-VL's language model, with features of images.
         experts: Ranks of expert parallelism, which have packs of their own.
@@ -68,7 +67,6 @@ class Ranks:
     context: int = 1
     sequence: bool = False
     exchange: str | None = None
-    levels: tuple[int, ...] = ()
     hybrid: bool = False
     images: bool = False
     experts: int = 1
@@ -95,7 +93,6 @@ LAYOUTS = {
     "CP2": Ranks(context=2),
     "CP2_a2a": Ranks(context=2, exchange="a2a"),
     "CP2_images": Ranks(context=2, images=True),
-    "CP4_a2a_p2p": Ranks(context=4, exchange="a2a+p2p", levels=(2, 2)),
     "TP2_mamba": Ranks(tensor=2, hybrid=True),
     "CP2_mamba": Ranks(context=2, hybrid=True),
     "EP2": Ranks(experts=2),
@@ -151,7 +148,6 @@ class Rank:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
             context_parallel_size=layout.context,
-            hierarchical_context_parallel_sizes=list(layout.levels) or None,
             expert_model_parallel_size=layout.experts,
         )
         initialize_rng_tracker(use_te_rng_tracker=True)
@@ -298,7 +294,6 @@ class Rank:
             context_parallel_size=self.layout.context,
             sequence_parallel=self.layout.sequence,
             cp_comm_type=self.layout.exchange,
-            hierarchical_context_parallel_sizes=list(self.layout.levels) or None,
             expert_model_parallel_size=self.layout.experts,
             **changes,
         )

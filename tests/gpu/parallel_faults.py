@@ -2,7 +2,6 @@
 
 import functools
 import os
-import signal
 import time
 from collections.abc import Callable
 
@@ -107,11 +106,6 @@ def second_rank_stops_before_a_collective() -> None:
     """The same, with peers that NCCL's watchdog ends soon after its time-out."""
     os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "2000"
     second_rank_stops()
-
-
-def second_rank_is_killed() -> None:
-    """End rank 1 in a step on graphs as the system does, without a word."""
-    _second_rank_does(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def _second_rank_does(act: Callable[[], None]) -> None:

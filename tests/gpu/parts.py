@@ -13,10 +13,9 @@ SCRIPTS = (
     "test_compare",
     "test_presets",
     "test_tower_training",
-    "test_train_offload",
 )
 # Runs over several GPUs.
-PARALLEL = ("test_parallel", "test_packed_parallel", "test_shared_gpus")
+PARALLEL = ("test_parallel", "test_packed_parallel")
 # Seconds of modules on an H200, without training runs. Those that `./run gpu-test` leaves out take none.
 SECONDS = {
     **dict.fromkeys((*SCRIPTS, *PARALLEL), 0.0),

@@ -5,8 +5,6 @@ import gc
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.errors import CaptureError
-
 from ..regions import new_region
 from .trainings import Training
 
@@ -40,18 +38,6 @@ def test_host_read_during_capture(tower_module, model, grads, graphs_of, monkeyp
     assert helper.graphs_created()
     assert usable(tower_module, model, batch)
     assert helper.graphs.statistics().replays == 1
-
-
-def test_strict_stops(tower_module, model, graphs_of):
-    helper = graphs_of(capture=False, buckets=(1024,))
-
-    def fails(*args, **kwargs):
-        raise RuntimeError("planned")
-
-    model.decoder.forward = fails
-    with pytest.raises(CaptureError, match="planned"):
-        helper.create_cudagraphs()
-    del model.decoder.forward
 
 
 def test_out_of_memory_falls_back(tower_module, model, grads, graphs_of, caplog):
@@ -108,15 +94,6 @@ def test_memory_is_shared_by_buckets_and_released(tower_module, model, grads, gr
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() - before < 0.05 * largest
-
-
-def test_parameters_on_another_address_are_recaptured(tower_module, model, grads, graphs_of):
-    helper = graphs_of(buckets=(1024,))
-    batch = tower_module.make_batch([(1, 28, 28)], model)
-    parameter = model.patch_embed.proj.weight
-    parameter.data = parameter.data.clone()
-    assert usable(tower_module, model, batch)
-    assert helper.graphs.statistics().replays > 0 and not helper.graphs.statistics().fallbacks
 
 
 def test_memory_limit_cuts_the_largest_bucket(tower_module, model, grads, graphs_of):

@@ -174,18 +174,6 @@ def test_replays_repeat_to_the_bit(compared):
     assert parity.same(first, second)
 
 
-def test_documents_do_not_see_each_other(compared):
-    pack, changed = lm.make_pack((300, 450, 200)), lm.make_pack((300, 450, 200))
-    ids = changed.arguments["input_ids"]
-    ids[0, 300:750] = ids[0, 300:750].flip(0)
-    model = compared.trained.model
-    with graphs_on(model, lm.make_pack((500, 200))) as graphs:
-        first, second = (model(**{**p.arguments, "labels": None}).detach() for p in (pack, changed))
-        assert graphs.statistics().replays == 2, graphs.statistics().fallbacks
-    differ = (first != second).any(-1)[0]
-    assert not differ[:300].any() and not differ[750:].any() and differ[300:750].any()
-
-
 OTHERS = {
     "shared experts": {"moe_shared_expert_intermediate_size": 512},
     "an auxiliary loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2},

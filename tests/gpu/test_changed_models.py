@@ -1,7 +1,6 @@
 """A tower that changes under its graphs, on a GPU; `tests/unit/test_changed_models.py` has the rest on a CPU."""
 
 import gc
-from functools import partial
 
 import pytest
 import torch
@@ -136,11 +135,10 @@ def stay(buffers):
 class Training:
     """Steps of a tower whose buffers leave and return after each; the losses, statistics and seconds of captures."""
 
-    def __init__(self, tower_module, start, leave=stay, follow=lambda models: None) -> None:
+    def __init__(self, tower_module, start, leave=stay) -> None:
         model = tower_module.build_tower(layers=4)
         buffers = Buffers(tower_module, model)
         buffers.weights.copy_(start)
-        follow([model])
         helper = new_helper(model, buckets=BUCKETS)
         self.losses, self.seconds, others = [], [], []
         for step in range(STEPS):
@@ -169,20 +167,6 @@ def test_buffers_offloaded_and_restored_after_every_step(deterministic, tower_mo
     print(f"buffers moved: losses {losses[0]:.6f} to {losses[-1]:.6f}, captured in {found.seconds[-1]:.1f} s in all")
     assert losses == expected.losses and losses[0] != losses[-1]
     assert found.statistics.replays == STEPS and not found.statistics.fallbacks
-
-
-def test_buffers_that_return_to_their_addresses_need_no_further_capture(deterministic, tower_module, start):
-    from bridge_cg_plugin.upstream.hooks.loops.resized_storages import PATCH, follow_storages
-
-    try:
-        found = Training(tower_module, start, partial(Buffers.move, elsewhere=False), follow_storages)
-    finally:
-        PATCH.revert()
-    settled = 2 * len(MIXED)  # the first return is to other addresses, for which each size is captured once more
-    print(f"buffers returned: captured in {found.seconds[settled]:.1f} s in all")
-    assert found.losses == Training(tower_module, start).losses
-    assert found.statistics.replays == STEPS and not found.statistics.fallbacks
-    assert len(set(found.seconds[settled:])) == 1
 
 
 def on_the_device_elsewhere(tensor: torch.Tensor, address: int) -> torch.Tensor:

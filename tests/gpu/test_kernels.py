@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from .lora import add_lora
-
 ROWS = (4, 784, 2304)
 WIDTH, MLP = 1152, 4304
 GRID = [(1, 28, 28)]
@@ -187,11 +185,6 @@ def test_fast_kernels_without_main_grad(tower_module, model, graphs_of):
         expected = gradients()
     assert tower_module.largest_relative(gradients(), expected) <= 3e-2
     assert helper.graphs.statistics().replays == 1
-
-
-def test_fast_kernels_with_lora(tower_module, model, graphs_of):
-    add_lora(model, ["linear_qkv", "linear_fc1"])
-    train_beside_eager(tower_module, model, graphs_of)
 
 
 def counted(monkeypatch, owner, name):

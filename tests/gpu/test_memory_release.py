@@ -284,19 +284,6 @@ def test_without_room_a_step_runs_eager_and_a_later_one_replays(tower_module, to
     assert len([r for r in caplog.records if "memory cannot return" in r.getMessage()]) == 1
 
 
-def test_memory_of_graphs_that_are_dropped_goes_back(tower_module, tower, helper):
-    model, _, batch = tower
-    torch.cuda.empty_cache()
-    before = free_bytes()
-    helper.create_cudagraphs()
-    tower_module.step(model, batch)
-    memory = helper.graphs.executor._releasable.memory
-    helper.delete_cuda_graphs()
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert memory.nbytes == 0 and before - free_bytes() <= MOST_LEFT
-
-
 @pytest.mark.first
 @pytest.mark.parametrize("group", [tensor_homes.GROUP_BYTES, 32 * MB], ids=["together", "in groups"])
 def test_weights_given_other_memory_return_to_the_addresses_of_graphs(tower_module, tower, helper, group, monkeypatch):

@@ -262,12 +262,6 @@ def test_nccls_time_out_is_preceded_by_rank_and_step(trained, run):
     assert "collective operation timeout" in said
 
 
-@pytest.mark.parametrize("run", [stopped("second_rank_is_killed", *TP2)], ids=["TP2"])
-def test_a_rank_that_dies_ends_the_job(trained, run):
-    with pytest.raises(TrainingFailed, match="process 1 of 2 ended with status -9"):
-        trained(run)
-
-
 SOON = (*BUCKETS, "cuda_graph_warmup_steps=1")  # a run that reads a checkpoint warms up and captures again
 
 

@@ -88,7 +88,7 @@ def train_words(words: Sequence[str]) -> None:
     bridge_cg_plugin.activate()
     if args.at_once:
         loss_checks.any_on_graphs = lambda: False
-    config = photograph_config("graphs", args.steps)
+    config = photograph_config(args.steps)
     config.dataset.sizes, config.dataset.most_images = [(448, 448)], 1
     apply_options(graph_options(config.model, OPTIONS), config.model)
     waits, kept = Waits(), Statistics()

@@ -64,7 +64,7 @@ def train_words(words: Sequence[str]) -> None:
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Run Bridge's `pretrain()`; returns losses, tokens that were generated and what was on graphs."""
     use_any_cores()
-    config = packed_training.training_config("eager", args.steps, model=args.model.removeprefix("equal_"))
+    config = packed_training.training_config(args.steps, args.model.removeprefix("equal_"))
     if not args.packed:
         config.dataset = WholeDocumentProvider()
     config.ddp.overlap_grad_reduce = config.ddp.overlap_param_gather = False  # generation calls the model's chunk

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.bridge.peft.lora import LoRA
 from megatron.core import tensor_parallel
 from torch import nn
 
@@ -27,7 +26,7 @@ from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGr
 from bridge_cg_plugin.upstream.hooks.loops.any_loop import HELD, LOOPS, _with_graphs
 from bridge_cg_plugin.upstream.hooks.loops.loop_driver import WARMUP_CALLS
 from tests.python_calls import python_calls
-from tests.unit.towers import assert_close, new_tower
+from tests.unit.towers import new_tower
 
 from .loops import Policy, assert_equal, call, in_one_process, on_cpu
 
@@ -82,16 +81,6 @@ def test_a_compiled_model_gets_graphs_inside_its_calls(monkeypatch):
     assert active_graphs()[0].statistics().replays == 4
 
 
-def test_policy_and_reference_in_one_process_have_graphs_of_their_own():
-    policy, reference = Policy(0), Policy(1).eval()
-    for seed in range(4):
-        with torch.no_grad():
-            call(reference, 2, forward_only=True, seed=seed)
-        call(policy, 2, seed=seed)
-    assert {id(graphs.model) for graphs in active_graphs()} == {id(policy.vision_model), id(reference.vision_model)}
-    assert all(graphs.statistics().replays > 0 for graphs in active_graphs())
-
-
 def test_an_encoder_in_the_place_of_another_gets_graphs_of_its_own():
     model, eager = Policy(), Policy(vision_cuda_graph_impl="none")
     for each in (model, eager):
@@ -129,55 +118,6 @@ def test_models_of_two_threads_are_recorded_one_after_the_other(monkeypatch):
             training.result()
     assert all(graphs.statistics().replays == 12 for graphs in active_graphs())
     assert modules._walked is None and side_stream.current_side_stream() is None
-
-
-def log_probabilities(model, seed):
-    """Return those of a pass as RL loops make it, stood in for by losses, on graphs and eager."""
-    with torch.no_grad():
-        found = call(model, 2, forward_only=True, seed=seed)[0]
-        (graphs,) = active_graphs()
-        with graphs.paused():
-            return found, call(model, 2, forward_only=True, seed=seed)[0]
-
-
-def test_the_policy_with_its_adapters_off_is_a_reference():
-    model = Policy()
-    lora = LoRA(target_modules=["linear_qkv", "linear_proj"], dim=4, alpha=8)
-    model.vision_model = lora(model.vision_model, training=True)
-    for name, parameter in model.named_parameters():
-        if "adapter" in name:
-            nn.init.normal_(parameter, std=0.2)
-    for seed in range(4):
-        model.eval()
-        on, eager_on = log_probabilities(model, 7)
-        with lora.disable_adapter(model.vision_model):
-            off, eager_off = log_probabilities(model, 7)
-        assert_close(on, eager_on)
-        assert_close(off, eager_off)
-        assert abs(on[0] - off[0]) > 1e-3
-        model.train()
-        call(model, 2, seed=seed)
-    (graphs,) = active_graphs()
-    assert len(graphs._regions[0].sources._all) == 2
-    assert graphs.statistics().fallbacks["model_changed"] <= 2
-
-
-def test_weights_that_leave_between_calls_and_return_elsewhere_are_recaptured():
-    eager, model = Policy(vision_cuda_graph_impl="none"), Policy()
-    for seed in range(5):
-        assert_equal(call(model, 2, seed=seed), call(eager, 2, seed=seed))
-        gone = [parameter.data for parameter in model.parameters()]
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-        for old in gone:
-            old.fill_(torch.nan)  # somebody else's now
-        with torch.no_grad():
-            for one in (model, eager):
-                for parameter in one.parameters():
-                    parameter.mul_(0.9)  # the optimizer's step
-    (graphs,) = active_graphs()
-    assert graphs.statistics().replays >= 6
-    assert set(graphs.statistics().fallbacks) <= {"not_captured_yet"}
 
 
 def test_warm_up_is_what_the_config_says_or_a_few_calls():
@@ -252,17 +192,6 @@ def plain_states(monkeypatch):
     return forks
 
 
-def test_random_states_that_graphs_cannot_use_do_not_matter_where_nothing_is_drawn(monkeypatch):
-    forks = plain_states(monkeypatch)
-    model = Policy(use_te_rng_tracker=False)
-    model.vision_model.config.sequence_parallel = True  # layers below a fork
-    for seed in range(3):
-        call(model, 3, seed=seed)
-    (graphs,) = active_graphs()
-    replays = graphs.statistics().replays
-    assert replays > 0 and len(forks) == 9 - replays
-
-
 def test_dropout_that_draws_from_them_is_refused_with_what_to_do(monkeypatch):
     plain_states(monkeypatch)
     model = Policy()
@@ -285,14 +214,6 @@ def test_recordings_attend_as_the_loop_chose(monkeypatch, variable, backend):
     call(model, 1)
     assert active_graphs()[0].captured
     assert active_graphs()[0].workload.attention == backend
-
-
-def test_reports_are_printed_at_exit(capsys):
-    model = Policy()
-    for seed in range(3):
-        call(model, 2, seed=seed)
-    LOOPS.report()
-    assert "vision CUDA graphs" in capsys.readouterr().out
 
 
 def test_a_model_that_is_dropped_is_freed_and_reported(capsys, monkeypatch):

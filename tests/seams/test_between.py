@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_block import Qwen3VLTransformerBlock
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from bridge_cg_plugin.upstream.hooks.data import between
@@ -49,15 +48,6 @@ def elsewhere(call):
             moved[name] = call[name].to("meta")
             known.remember(moved[name], call[name])
     return moved
-
-
-@every_batch
-def test_images_are_found_as_upstream_finds_them(modelling, samples):
-    call = make(samples)
-    new, old = modelling.reorganize_inputs, modelling.reorganize_inputs.__wrapped__
-    expected, found = old(**call, **IDS), new(**call, **IDS)
-    assert all(same(*pair) for pair in zip(found, expected, strict=True))
-    assert expected[2] is None or isinstance(found[2], KnownMask)
 
 
 @every_batch
@@ -133,10 +123,10 @@ def uploaded(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("form", ["unpacked", "flat", "one sample"])
+@pytest.mark.parametrize("form", ["unpacked", "flat"])
 @every_batch_with_images
 def test_positions_are_upstreams_and_need_no_device(modelling, samples, form, uploaded):
-    call = make(samples[:1] if form == "one sample" else samples)
+    call = make(samples)
     ids = call["input_ids"]
     packed = {"unpacked": lambda *_: None}.get(form, pack)
     if form == "flat":
@@ -201,32 +191,6 @@ def test_losses_and_every_gradient_are_upstreams(active, samples):
     with patched(False):
         expected = trained(samples)
     assert equal(trained(samples), expected)
-
-
-def placed(mask, call):
-    """Put features into their places as the model's forward does, then add others as its first layers do."""
-    torch.manual_seed(1)
-    patches = sum(pixels.shape[0] for name, pixels in call.items() if name.startswith("pixel_values"))
-    tokens = torch.randn(*call["input_ids"].shape, 3, requires_grad=True)
-    rows = [torch.randn(patches // 4, 3, requires_grad=True) for _ in range(2)]
-    embedded = tokens.clone()
-    embedded[mask] = rows[0]
-    added = Qwen3VLTransformerBlock._deepstack_process(None, embedded.transpose(0, 1).contiguous(), mask, rows[1])
-    (added * torch.arange(added.numel()).view_as(added)).sum().backward()
-    return [added.detach(), tokens.grad, *(row.grad for row in rows)]
-
-
-@every_batch_with_images
-def test_features_are_placed_and_added_without_a_wait(modelling, samples):
-    call = make(samples)
-    plain = modelling.reorganize_inputs.__wrapped__(**call, **IDS)[2]
-    expected = placed(plain, call)
-    known = modelling.reorganize_inputs(**call, **IDS)[2]
-    with no_host_waits():
-        found = placed(known, call)
-    assert all(same(*pair) for pair in zip(found, expected, strict=True))
-    with no_host_waits(), pytest.raises(HostWait):
-        placed(plain, call)
 
 
 def through(model, call, packed, waits):

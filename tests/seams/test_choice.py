@@ -1,7 +1,5 @@
 """One setting for all graphs, on the providers of the installed release and through Bridge's validation."""
 
-import copy
-
 import pytest
 import torch
 
@@ -52,14 +50,6 @@ def test_graphs_that_were_set_by_hand_have_no_table(active, capsys):
     assert capsys.readouterr().out == "[bridge-cg] cuda_graphs: all: eager (cuda_graphs=off)\n"
 
 
-def test_packed_data_get_graphs_of_packs(active):
-    config = config_of(QWEN3_VL, cuda_graphs="fastest")
-    config.dataset.enable_in_batch_packing = True
-    check_training_config(config)
-    options = normalize(config)[0]
-    assert options.packed.max_packed_seqs == "auto" and options.language_model.impl == "transformer_engine"
-
-
 def test_a_word_for_another_tracker_is_refused(active):
     config = config_of(QWEN3_VL)
     with pytest.raises(OptionError, match="cuda_graphs=exact with rng.te_rng_tracker=false"):
@@ -78,21 +68,10 @@ def test_flags_say_it_too_and_win_over_the_recipe(active):
     check_training_config(config)
 
 
-def test_a_language_model_alone(active):
-    config = config_of(GPT, cuda_graphs="fastest")
-    check_training_config(config)
-    assert normalize(config)[0].language_model.enabled
-
-
 def test_vision_graphs_of_a_language_model_are_refused_for_its_missing_encoder(active):
     config = config_of(GPT, recompute_granularity="full")
     with pytest.raises(OptionError, match="whose configuration has no such field"):
         apply_overrides(config, {}, ["model.vision_cuda_graph_impl=transformer_engine"], set_words)
-
-
-def test_the_setting_survives_copies_until_it_is_resolved(active):
-    config = config_of(QWEN3_VL, cuda_graphs="exact")
-    assert copy.deepcopy(config.model).cuda_graphs == "exact"
 
 
 def test_without_the_setting_nothing_is_touched(active):

@@ -37,6 +37,7 @@ OFFLOADED = (
     *(["core_attn"], ["attn_proj"], ["qkv_linear", "core_attn", "attn_proj"], ["attn_norm"], ["mlp_norm"]),
     *(["expert_fc1"], ["moe_act"], ["fused_group_mlp"], ["fused_group_mlp", "moe_act"], ["core_attn", "expert_fc1"]),
 )
+SOME_OFFLOADED = (["qkv_linear", "core_attn", "attn_proj"], ["mlp_norm"], ["core_attn", "expert_fc1"])
 SETTINGS = (
     *({}, {"cuda_graph_warmup_steps": 0}, {"fine_grained_offloading_max_inflight_offloads": 1}),
     *({"activation_offload_fraction": 0.5}, {"delta_offload_bytes_across_pp_ranks": 4096}),
@@ -81,7 +82,7 @@ def test_the_plugin_refuses_what_megatron_core_asserts(latest, model, graphs):
     if refusal_of(provider(**MODELS[model], **GRAPHS[graphs]).finalize, AssertionError, ValueError):
         pytest.skip("refused without offloading, too")
     missed = []
-    for modules, setting in product(OFFLOADED, SETTINGS):
+    for modules, setting in (*product(OFFLOADED, SETTINGS[:1]), *product(SOME_OFFLOADED, SETTINGS[1:])):
         fields = {**MODELS[model], **GRAPHS[graphs], **setting}
         upstream = refusal_of(offloading(modules, **fields).finalize, AssertionError, ValueError)
         mine = refusal_of(lambda m=modules, f=fields: graph_options(offloading(m, **f)), OptionError)

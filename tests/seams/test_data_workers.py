@@ -54,8 +54,3 @@ def test_upstreams_own_worker_waits():
 
 def test_the_scripts_worker_ends():
     assert outcome(BY_THE_SCRIPT, 60) == "ended"
-
-
-def test_a_users_setting_stays(monkeypatch):
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    assert outcome(BY_THE_SCRIPT, 3) == "waits"

@@ -11,7 +11,6 @@ import pytest
 from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
 
 from bridge_cg_plugin.cli.explain.models import encoder_of
-from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.cli.planner.records import NotMeasured, language_model_of
 from bridge_cg_plugin.options import OptionError, facts_of, normalize
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
@@ -81,7 +80,7 @@ def test_in_words(capsys):
     ]
 
 
-@pytest.mark.parametrize("words", [[], ["cuda_graph_impl=none"], ["some_recipe_config"]])
+@pytest.mark.parametrize("words", [[], ["some_recipe_config"]])
 def test_without_graphs_the_setting_that_switches_them_on_is_named(capsys, one_recipe, words):
     hint = "No graphs are on. Add cuda_graphs=exact to see what can run on them."
     assert hint in explain(capsys, *words)[1].splitlines()
@@ -113,10 +112,7 @@ def test_what_else_was_set_is_said_too(capsys):
 @pytest.mark.parametrize(
     "words, reason",
     [
-        (["cuda_graph_impl=cuda"], "cuda_graph_impl='cuda'"),
         (["--json", "cuda_graph_impl=none", "cuda_graph_modules=attn"], "nothing is captured"),
-        (["cuda_graph_max_packed_seqs=64"], "packed"),
-        (["cuda_graph_iml=local"], "cuda_graph_impl"),
         (["missing.yaml"], "missing.yaml"),
         (["cuda_graph_impl=local", "stray"], "stray"),
         (["enable_cuda_graph=true", "cuda_graph_impl=transformer_engine"], "cuda_graph_impl=transformer_engine"),
@@ -201,26 +197,20 @@ def test_the_encoder_of_a_recipe_is_named(capsys, one_recipe, monkeypatch, kind,
     assert json.loads(out)["encoder"].startswith(said)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "provider"),
-    [
-        ("kimi_k25_vl_sft_config", "KimiK25VLModelProvider"),
-        ("gemma4_vl_26b_sft_config", "Gemma4VLModelProvider"),
-        ("exaone45_vl_33b_sft_config", "Exaone45ModelProvider"),
-        ("step37_sft_4gpu_h100_bf16_flickr8k_smoke_config", "Step37ModelProvider"),
-    ],
-)
-def test_an_encoder_without_an_adapter_is_named_where_only_the_hub_has_its_sizes(bridge, recipe, provider):
+def test_an_encoder_without_an_adapter_is_named_where_only_the_hub_has_its_sizes(bridge):
+    recipe = "gemma4_vl_26b_sft_config"
     if not hasattr(bridge, recipe):
         pytest.skip("this megatron-bridge lacks the recipe")
     found = json.loads(in_a_process(recipe, "--json"))
-    wanted = f"of {provider}, without an adapter for vision graphs: it runs eager; docs/adding_an_encoder.md shows"
+    wanted = (
+        "of Gemma4VLModelProvider, without an adapter for vision graphs: it runs eager; docs/adding_an_encoder.md shows"
+    )
     assert found["encoder"].startswith(wanted)
     assert (found["table"][0]["runs"], found["table"][0]["why"]) == ("eager", "no adapter for it is known")
 
 
-@pytest.mark.parametrize("recipe", ["qwen3_vl_30b_a3b_sft_config", "qwen3_30b_a3b_sft_config"])
-def test_a_routers_loss_that_only_the_conversion_sets_is_seen(bridge, recipe):
+def test_a_routers_loss_that_only_the_conversion_sets_is_seen(bridge):
+    recipe = "qwen3_30b_a3b_sft_config"
     if not hasattr(bridge, recipe):
         pytest.skip("this megatron-bridge lacks the recipe")
     words = ("model.moe_router_fusion=true", "model.expert_model_parallel_size=2", "cuda_graphs=exact", "--json")
@@ -270,14 +260,7 @@ def test_a_recipe_with_upstreams_own_graphs_is_told(capsys, one_recipe, monkeypa
     "words, graphs, why",
     [
         (["cuda_graph_max_packed_seqs=64"], "graphs", "up to 64 documents"),
-        (["model.cpu_offloading=true"], "eager", "model.cpu_offloading=True"),
-        (["model.cpu_offloading=true", "cuda_graph_max_packed_seqs=64"], "eager", "model.cpu_offloading=True"),
         (["mixed_precision=bf16_with_mxfp8_mixed"], "eager", "model.fp8_recipe='mxfp8'"),
-        (
-            ["mixed_precision=bf16_with_fp8_current_scaling_mixed", "tensor_model_parallel_size=2"],
-            "eager",
-            "model.tensor_model_parallel_size=2",
-        ),
         (["mixed_precision=bf16-with-fp8-current-scaling-mixed", "tensor_model_parallel_size=1"], "graphs", "packed"),
     ],
 )
@@ -287,12 +270,6 @@ def test_what_the_one_setting_cannot_have_is_eager_with_its_reason(capsys, bridg
     found = table(capsys, "qwen3_vl_8b_sft_config", "cuda_graphs=exact", *words)
     assert found["vision encoder"]["runs"] == "graphs"
     assert found["language model"]["runs"] == graphs and why in found["language model"]["why"]
-
-
-def test_a_model_without_images_has_no_encoder(capsys, one_recipe):
-    assert "encoder:" not in explain(capsys, "some_recipe_config")[1]
-    assert json.loads(explain(capsys, "--json", "some_recipe_config")[1])["encoder"] == ""
-    assert table(capsys, "some_recipe_config")["vision encoder"]["runs"] == "none"
 
 
 def test_graphs_on_a_recipe(capsys, bridge):
@@ -305,21 +282,11 @@ def test_graphs_on_a_recipe(capsys, bridge):
     assert set(line["options"]) == {"vision_cuda_graph_strict=True", *tuned}
 
 
-@pytest.mark.parametrize(
-    "recipe, words", [("flux_12b_pretrain_config", ()), ("wan_1_3b_pretrain_config", ("cuda_graphs=fastest",))]
-)
-def test_a_model_that_is_a_stand_in_has_no_graph_options_of_its_own(bridge, recipe, words):
+def test_a_model_that_is_a_stand_in_has_no_graph_options_of_its_own(bridge):
+    recipe = "wan_1_3b_pretrain_config"
     if not hasattr(bridge, recipe):
         pytest.skip("this megatron-bridge lacks the recipe")
-    done = subprocess.run(
-        [sys.executable, "-m", "bridge_cg_plugin.cli.main", "explain", recipe, *words, "--json"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    encoder, _ = json.loads(done.stdout)["table"]
+    encoder, _ = json.loads(in_a_process(recipe, "cuda_graphs=fastest", "--json"))["table"]
     assert encoder["runs"] == "none"
 
 
@@ -372,12 +339,6 @@ def test_the_one_setting_is_told_once(capsys, bridge):
     assert "[bridge-cg]" not in explain(capsys, *words)[2]
 
 
-def test_flags_are_those_of_run_recipe(capsys):
-    why = table(capsys, "--max-packed-seqs", "64", "cuda_graph_impl=transformer_engine")["language model"]["why"]
-    assert "all layers as one region by the plugin, over packed sequences" in why
-    assert "graphs of up to 64 documents" in why
-
-
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -410,9 +371,8 @@ def test_a_package_of_recipes_that_a_release_lacks_is_left_out(monkeypatch):
         recipes.build_recipe("some_recipe_config")
 
 
-@pytest.mark.parametrize("written", ["some_recipe_confg", "Some_Recipe_Config"])
-def test_an_unknown_recipe_names_the_nearest(capsys, one_recipe, written):
-    status, out, err = explain(capsys, written)
+def test_an_unknown_recipe_names_the_nearest(capsys, one_recipe):
+    status, out, err = explain(capsys, "Some_Recipe_Confg")
     assert (status, out) == (2, "") and "some_recipe_config" in err
 
 
@@ -444,12 +404,3 @@ def test_a_recipe_whose_configuration_is_on_the_hub_only(monkeypatch, said):
         "Cannot build recipe hub_config: its Hugging Face configuration is not cached, and the hub cannot be reached. "
         "`bridge-cg explain hub_config` answers without it."
     )
-
-
-def test_recipes_of_bridge_are_found(active):
-    assert any(hasattr(module, "qwen3_vl_8b_sft_config") for module in recipes._modules())
-
-
-def test_doctor_still_refuses_unknown_arguments():
-    with pytest.raises(SystemExit):
-        main(["doctor", "cuda_graph_impl=local"])

@@ -89,10 +89,8 @@ def test_nodes_and_layout(capsys, mixture):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--nodes", "3", "--gpus_per_node", "4"],
         ["--nodes", "1"],
         ["--nodes", "2", "--gpus_per_node", "8", "model.pipeline_model_parallel_size=3"],
-        ["--nodes", "3", "--gpus_per_node", "8"],
     ],
 )
 def test_gpus_that_do_not_fit_are_refused_as_a_dry_run_refuses_them(capsys, mixture, words, tmp_path):

@@ -13,7 +13,6 @@ from .explained import explain
     "words, said",
     [
         (["vision_graph=on"], "vision_cuda_graph_impl"),
-        (["modle.x=4"], "Did you mean model?"),
         (["model.vision_graph=on"], "vision_cuda_graph_impl"),
         (["--max-paked-seqs", "64"], "--max_packed_seqs"),
         (["max_vision_cuda_graph_seq_length=100000000000", "vision_cuda_graph_impl=transformer_engine"], "2147483647"),
@@ -30,7 +29,6 @@ def test_words_that_mean_nothing_or_contradict_each_other_are_refused(capsys, wo
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("modle:\n  vision_cuda_graph_impl: transformer_engine\n", "Did you mean model?"),
         ("model:\n  vision_graph: true\n", "vision_cuda_graph_impl"),
         ("vision_graph: true\n", "vision_cuda_graph_impl"),
         ("trian:\n  train_iters: 5\n", "Did you mean train?"),
@@ -68,21 +66,13 @@ SMALL = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
         ("train=null", "train must be a section, not None. Write train.FIELD=VALUE"),
         ("checkpoint=5", "checkpoint must be a section, not 5"),
         ("train.train_iters=-5", "train.train_iters must be at least 0, not -5"),
-        ("train.micro_batch_size=0", "train.micro_batch_size must be at least 1, not 0"),
-        ("train.micro_batch_size=-2", "train.micro_batch_size must be at least 1, not -2"),
         ("train.micro_batch_size=3", "train.global_batch_size must be a multiple of train.micro_batch_size=3, not 4"),
         ("model.tensor_model_parallel_size=-2", "tensor_model_parallel_size must be at least 1, not -2"),
         ("model.tensor_model_parallel_size=5", "a divisor of model.num_attention_heads=8, not 5"),
         ("model.pipeline_model_parallel_size=3", "a divisor of model.num_layers=4, not 3"),
-        ("model.num_layers=-1", "model.num_layers must be at least 0, not -1"),
         ("model.hidden_size=1001", "model.hidden_size must be model.vision_config.out_hidden_size=1024, not 1001"),
-        ("dataset.seq_length=-5", "dataset.seq_length must be at least 1, not -5"),
-        ("optimizer.lr=-1", "optimizer.lr must be at least 0, not -1"),
-        ("scheduler.lr_decay_iters=-3", "scheduler.lr_decay_iters must be at least 1, not -3"),
-        ("mixed_precision=foo", "mixed_precision must be one of bf16_mixed, "),
         ("mixed_precision=foo", ", not 'foo'. Correct it."),
         ("scheduler.lr_warmup_fraction=0.5", "Bridge refuses it. Cannot specify lr_warmup_fraction=0.5 with"),
-        ("train.train_samples=8", "Bridge refuses it. Cannot specify"),
     ],
 )
 def test_values_that_training_would_refuse_are_refused(capsys, active, word, said):

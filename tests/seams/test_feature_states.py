@@ -41,16 +41,6 @@ def test_doctor_shows_what_works_for_other_models(active, break_seam):
     assert "(not for Gemma3VLModelProvider): seam Gemma3VLModelProvider.init" in text
 
 
-def test_doctor_shows_what_works_for_no_model(active, break_seam):
-    break_seam(seam("vlm_stage"))
-    found = doctor.diagnose(wants_gpu=False)
-    assert found.features["interleaved pipelines of Qwen3-VL"] == {
-        "state": "not available",
-        "seams": ("vlm_stage",),
-        "models": (),
-    }
-
-
 @pytest.mark.parametrize(
     "broken, name, state",
     [

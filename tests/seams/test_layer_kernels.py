@@ -141,15 +141,6 @@ def test_other_attention_stays_upstreams(params, tokens):
     assert found == "packed"
 
 
-def test_transformer_engines_attention_takes_these_arguments():
-    extensions = importlib.import_module(layer_kernels.EXTENSIONS)
-    parent = extensions.TEDotProductAttention.__mro__[1]
-    names = inspect.signature(parent.forward).parameters
-    wanted = ["qkv_format", "attn_mask_type", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"]
-    assert list(names)[1:5] == ["query_layer", "key_layer", "value_layer", "attention_mask"]
-    assert set(wanted) <= set(names)
-
-
 def test_layernorms_backward_is_called_as_the_kernel_expects():
     extension = importlib.import_module(layer_kernels.TE_EXTENSION)
     original = extension.layernorm_bwd

@@ -14,7 +14,6 @@ from bridge_cg_plugin.upstream.hooks.helpers import vision_helper
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.loops import emptied_cache, resized_storages
 from bridge_cg_plugin.upstream.hooks.loops.any_loop import LOOPS
-from bridge_cg_plugin.upstream.hooks.loops.returning_buffers import ReturningBuffers
 from tests.leaving import LeavingExecutor
 from tests.main_grads import give_main_grads
 from tests.returning import Returning
@@ -243,35 +242,3 @@ def test_memory_of_weights_leaves_once_nobody_holds_one(monkeypatch, asked_for):
         expected = active_graphs()[0].statistics().replays + 2
         call(reference, 2, forward_only=True)
     assert not executor.memory.away and active_graphs()[0].statistics().replays == expected
-
-
-def test_a_model_that_leaves_with_its_buffers_keeps_its_graphs(monkeypatch, asked_for):
-    """As by `model.to("cpu")` and `model.to("cuda")`: parameters stay the same tensors, buffers do not."""
-    executor, eager = Returning(), Policy(vision_cuda_graph_impl="none").eval()
-    monkeypatch.setattr(vision_helper, "default_executor", lambda *args, **kwargs: executor)
-    reference, counts = Policy().eval(), []
-    assert list(reference.vision_model.buffers())
-    with torch.no_grad():
-        for number in range(8):
-            for model in (reference, eager):
-                model.vision_model._apply(lambda tensor, factor=1 + number / 8: factor * tensor)
-            torch.cuda.empty_cache()
-            for seed in range(2):
-                actual = call(reference, 2, forward_only=True, seed=seed)
-                assert_equal(actual, call(eager, 2, forward_only=True, seed=seed))
-            counts.append(executor.recorded)
-    assert counts[1] == counts[-1] and not active_graphs()[0].statistics().fallbacks
-
-
-def test_buffers_that_were_replaced_keep_no_memory_while_their_model_is_away():
-    model = torch.nn.Module()
-    model.register_buffer("angles", torch.arange(3.0))
-    held, buffers = model.angles, ReturningBuffers([model])
-    for away in (torch.arange(3.0) + 1, torch.arange(3.0, device="meta")):
-        model.angles = away
-        buffers.let_go()
-        assert away.is_meta or held.data_ptr() == away.data_ptr()
-        assert model.angles is away
-    model.angles = torch.arange(3.0) + 2
-    buffers.put_back()
-    assert model.angles is held and held.tolist() == [2, 3, 4]

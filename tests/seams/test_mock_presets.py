@@ -1,5 +1,6 @@
 """Mock data of recipes, made by Bridge from a hub's cache that was made here, and whether graphs take it."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.skipif(
     not recipe_names.PATCHES[0].seam.expected_in(bridge_release()),
     reason="the recipes are those of a later megatron-bridge",
 )
-RECIPES = [f"{model}_{task}_config" for model in local_hub.MODELS for task in ("pretrain_mock", "sft", "peft")]
+TASKS = "pretrain_mock", "sft", "peft"
+RECIPES = [f"{model}_{task}_config" for model, task in zip(itertools.cycle(local_hub.MODELS), TASKS, strict=False)]
 
 
 @pytest.fixture(scope="module")

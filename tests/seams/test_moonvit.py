@@ -19,7 +19,6 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.encoders import registry
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
 from bridge_cg_plugin.upstream.hooks.helpers import vision_helper as helpers
-from bridge_cg_plugin.upstream.hooks.loops.loop_driver import LoopDriver
 from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
 from examples.photographs.small_tower import start_single_process
 
@@ -98,13 +97,6 @@ def results(model):
     return [loss.detach() for loss in losses], [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def test_its_layers_are_found_in_bridges_model():
-    model = build()
-    found = registry.find_encoder([nn.Sequential(), model])
-    assert found.model is model.vision_tower.encoder and found.holder is model
-    assert found.family is region().MOONVIT
-
-
 def test_steps_of_the_train_loop_drive_graphs_that_compute_what_eager_computes(monkeypatch):
     monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
     monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 3)
@@ -120,15 +112,3 @@ def test_steps_of_the_train_loop_drive_graphs_that_compute_what_eager_computes(m
     statistics = helper.graphs.statistics()
     assert (statistics.warmup_microbatches, statistics.replays, statistics.fallbacks) == (3, 6, {})
     helper.delete_cuda_graphs()
-
-
-def test_other_loops_drive_them_too(monkeypatch):
-    monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
-    model = build(**FIELDS)
-    driver = LoopDriver([model], model.config, 3, vision=True, packed=False)
-    for _ in range(2):
-        with driver.step():
-            results(model)
-    assert driver.graphs[0].model is model.vision_tower.encoder
-    assert driver.graphs[0].statistics().replays >= 1
-    driver.end()

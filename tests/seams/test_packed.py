@@ -1,6 +1,5 @@
 """Packed-sequence graphs and Bridge: the train loop's helper, batch steps, providers, configurations."""
 
-import dataclasses
 import inspect
 import re
 from types import SimpleNamespace
@@ -11,14 +10,13 @@ import torch
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
-from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper, find_decoders
 from bridge_cg_plugin.upstream.host_batch import PACK_OFFSETS
-from bridge_cg_plugin.upstream.seams.registry.packed import GPT_PROVIDER, GPT_STEP
+from bridge_cg_plugin.upstream.seams.registry.packed import GPT_STEP
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 
-from ..unit.packs import graphs_on, losses_and_gradients, new_model, pack
+from ..unit.packs import graphs_on, new_model, pack
 
 
 def test_the_loop_gets_the_plugins_helper_for_packs(active):
@@ -94,14 +92,6 @@ def test_steps_and_the_end_of_training_reach_the_decoder(active):
         assert "forward" not in vars(model.decoder) and not active_helpers()
 
 
-def test_deactivation_drops_the_graphs(active):
-    model = new_model()
-    with graphs_on(model, pack((300,))):
-        losses_and_gradients(model, pack((300,)))
-        bridge_cg_plugin.deactivate()
-        assert "forward" not in vars(model.decoder)
-
-
 @pytest.mark.parametrize(
     "names", [("language_model",), ("module", "module"), ("module", "module", "language_model"), ()]
 )
@@ -160,22 +150,6 @@ def test_upstreams_graphs_refuse_packs(active):
     assert "packed_seq_params" in source and "excluded from input list" in source
 
 
-def test_options_are_fields_of_providers(active):
-    provider = active[GPT_PROVIDER].GPTModelProvider
-    made = provider(num_layers=2, cuda_graph_max_packed_seqs=16, cuda_graph_packed_tuning={"slots": 2})
-    assert (made.cuda_graph_max_packed_seqs, made.cuda_graph_packed_tuning) == (16, {"slots": 2})
-    assert provider().cuda_graph_max_packed_seqs is None
-
-
-def test_providers_that_are_derived_later_take_the_options(active):
-    provider = active[GPT_PROVIDER].GPTModelProvider
-    derived = dataclasses.make_dataclass("Derived", [("own", int, 3)], bases=(provider,))
-    made = derived(num_layers=2, own=4, cuda_graph_max_packed_seqs=8)
-    assert (made.own, made.cuda_graph_max_packed_seqs) == (4, 8)
-    assert dataclasses.replace(made).cuda_graph_max_packed_seqs == 8
-    assert "cuda_graph_packed_strict" in {field.name for field in dataclasses.fields(made)}
-
-
 def config_of(**changes):
     model = {
         "cuda_graph_impl": "transformer_engine",
@@ -190,45 +164,11 @@ def config_of(**changes):
     return SimpleNamespace(model=SimpleNamespace(**{**model, **changes}), dataset=dataset, rng=None, ddp=None)
 
 
-def test_a_packed_configuration_passes(active):
-    check_training_config(config_of())
-    check_training_config(config_of(cuda_graph_impl="none", cuda_graph_max_packed_seqs=None))
-
-
-@pytest.mark.parametrize(
-    "changes, field",
-    [
-        ({"cuda_graph_max_packed_seqs": None}, "cuda_graph_max_packed_seqs"),
-        ({"cuda_graph_max_packed_seqs": 0}, "cuda_graph_max_packed_seqs"),
-        ({"cuda_graph_impl": "none"}, "cuda_graph_impl"),
-        ({"num_moe_experts": 8, "expert_tensor_parallel_size": 2}, "model.expert_tensor_parallel_size"),
-        ({"hidden_dropout": 0.1}, "model.hidden_dropout"),
-        ({"recompute_granularity": "full"}, "model.recompute_granularity"),
-    ],
-)
-def test_a_packed_configuration_that_cannot_work(active, changes, field):
-    with pytest.raises(OptionError) as caught:
-        check_training_config(config_of(**changes))
-    assert caught.value.field == field
-
-
 def test_a_model_that_cannot_work_is_refused_by_the_helper_too(active):
     model = new_model(hidden_dropout=0.1)
     model.config.cuda_graph_max_packed_seqs = 4
     with pytest.raises(OptionError, match="hidden_dropout"):
         PackedCudaGraphHelper([model], model.config, num_microbatches=1)
-
-
-def test_a_broken_seam_refuses_packed_graphs_only(active, monkeypatch):
-    from bridge_cg_plugin.upstream.hooks.configuration import training_config
-    from bridge_cg_plugin.upstream.seams.patches import DriftError
-
-    monkeypatch.setattr(training_config, "broken_seams", lambda: {"packed_rotary": "it is gone"})
-    with pytest.raises(DriftError, match="packed_rotary: it is gone"):
-        check_training_config(config_of())
-    plain = config_of(cuda_graph_max_packed_seqs=None)
-    plain.dataset.enable_in_batch_packing = False
-    check_training_config(plain)
 
 
 def test_packs_are_not_padded_to_the_length_of_unpacked_graphs(active):

@@ -1,6 +1,5 @@
 """Packed-sequence graphs of hybrids and the installed release: its stack, mixer and metadata, Bridge's providers."""
 
-import importlib
 from dataclasses import fields
 
 import pytest
@@ -12,15 +11,11 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
 from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper, find_decoders
-from bridge_cg_plugin.upstream.seams.patches import DriftError, bridge_release
-from bridge_cg_plugin.upstream.seams.registry import seam
-from bridge_cg_plugin.upstream.seams.registry.packed import PROVIDERS, SEAMS
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 
 from ..unit.hybrids import hybrid_pack, new_hybrid, stand_ins
 from ..unit.packs import ends, graphs_on, losses_and_gradients
 from ..unit.towers import assert_close
-from .conftest import is_importable
 from .test_packed import config_of
 
 PACK = hybrid_pack((30, 180, 77))
@@ -79,33 +74,12 @@ def test_metadata_of_a_pack_on_graphs_is_upstreams_to_the_bit(active):
         assert torch.equal(a, b) and a.dtype == b.dtype and a.shape == b.shape
 
 
-@pytest.mark.parametrize("module, name, since", PROVIDERS, ids=lambda p: str(p))
-def test_options_are_fields_of_the_providers(active, module, name, since):
-    if not is_importable(seam(f"{name}.init")):
-        assert not seam(f"{name}.init").expected_in(bridge_release())
-        return
-    provider = getattr(importlib.import_module(module), name)
-    made = provider(num_layers=2, num_attention_heads=4, hidden_size=32, cuda_graph_max_packed_seqs=16)
-    assert made.cuda_graph_max_packed_seqs == 16
-    assert provider().cuda_graph_packed_buckets == "auto" and provider().cuda_graph_max_packed_seqs is None
-
-
 def test_a_packed_hybrids_configuration(active):
     check_training_config(config_of(hybrid_layer_pattern="M*-M"))
     check_training_config(config_of(hybrid_layer_pattern="M*-M", cuda_graph_modules=["attn", "mamba"]))
     check_training_config(config_of(hybrid_layer_pattern="M*ME", num_moe_experts=8))
     with pytest.raises(OptionError, match="attn,moe_router,mamba"):
         check_training_config(config_of(hybrid_layer_pattern="M*ME", num_moe_experts=8, expert_tensor_parallel_size=2))
-
-
-@pytest.mark.parametrize("name", [entry.name for entry in SEAMS])
-def test_a_broken_seam_refuses_packed_hybrids_only(active, monkeypatch, name):
-    from bridge_cg_plugin.upstream.hooks.configuration import training_config
-
-    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it is gone"})
-    with pytest.raises(DriftError, match=f"{name}: it is gone"):
-        check_training_config(config_of(hybrid_layer_pattern="M*-M"))
-    check_training_config(config_of(hybrid_layer_pattern="*-*-"))
 
 
 def test_the_mixers_helper_holds_parameters_under_names_of_the_mixers(active):

@@ -40,15 +40,6 @@ def test_packs_that_were_made_offline_are_padded_to_one_length(bridge, base):
 
 
 @every_packed_base
-def test_bridges_own_recipe_packs_without_graphs(bridge, base):
-    config = getattr(bridge, base)()
-    launched(config, gpus_of(bridge, base))
-    data = config.dataset
-    assert getattr(data, "enable_offline_packing", False) or data.enable_in_batch_packing
-    assert config.model.cuda_graph_impl == "none"
-
-
-@every_packed_base
 def test_dropout_keeps_the_language_model_eager_unless_its_graphs_were_set_explicitly(bridge, base, capsys):
     config = with_graphs(base)
     config.model.hidden_dropout = 0.1

@@ -136,9 +136,12 @@ def test_every_patched_seam_has_one_patch():
 def test_apply_and_revert_leave_the_same_object(module, patch):
     patch.revert()
     original = raw(patch, module)
+    check_upstreams(original)
     for _ in range(CYCLES):
         patch.apply(module)
-        assert patch.state in ("active", "native")
+        once = raw(patch, module)
+        patch.apply(module)
+        assert raw(patch, module) is once and patch.state in ("active", "native")
         assert (raw(patch, module) is original) == (patch.state == "native")
         patch.revert()
         assert patch.state == "off"
@@ -160,28 +163,12 @@ def test_a_hundred_times_on_and_off_leave_every_owner_as_it_was(active):
         assert [n for n in after if after[n] is not before[key][n]] == [], owner
 
 
-@every_patch
-def test_what_is_left_after_revert_is_upstreams(module, patch):
-    patch.revert()
-    value = raw(patch, module)
+def check_upstreams(value):
     if inspect.isfunction(value):
         assert not value.__module__.startswith("bridge_cg_plugin")
         assert "bridge_cg_plugin" not in value.__code__.co_filename
     elif inspect.isclass(value):
         assert value.__module__.startswith("megatron.")
-
-
-@every_patch
-def test_applying_twice_is_applying_once(module, patch):
-    before = raw(patch, module)
-    patch.apply(module)
-    assert raw(patch, module) is before
-    patch.revert()
-    patch.revert()
-    once = raw(patch, module)
-    patch.apply(module)
-    patch.revert()
-    assert raw(patch, module) is once
 
 
 @pytest.mark.parametrize("patch", [p for p in PATCHES if p.seam.parameters], ids=lambda p: p.name)
@@ -207,7 +194,7 @@ def test_a_target_of_another_kind_is_left_alone():
 
 # Every class has some `__init__`.
 @pytest.mark.parametrize("patch", [p for p in PATCHES if not p.target.endswith("__init__")], ids=lambda p: p.name)
-@pytest.mark.parametrize("release", ["0.5.1", "0.6.2", "0.9.0", ""])
+@pytest.mark.parametrize("release", ["0.5.1", "0.9.0"])
 def test_a_target_that_is_gone_is_broken_where_the_release_had_it(patch, release, monkeypatch):
     monkeypatch.setattr(patches, "bridge_release", lambda: release)
     other, module = fresh(patch), fake_module(patch, ABSENT)

@@ -14,9 +14,9 @@ import pytest
 from wrapt import register_post_import_hook
 
 import bridge_cg_plugin
-from bridge_cg_plugin.options import LanguageModelGraphOptions, OptionError, graph_options
+from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks.configuration import performance_scripts as performance
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options, read_options
+from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.loops import steps
 from bridge_cg_plugin.upstream.seams.activation import patch_module
 
@@ -101,14 +101,6 @@ def test_upstreams_function_gets_the_final_fields_and_no_flags(scripts, tmp_path
     assert found.model.cuda_graph_impl == "transformer_engine" and found.rng.te_rng_tracker is True
 
 
-@pytest.mark.parametrize("name", ["cuda_graph_impl", "cuda_graph_scope"])
-def test_full_iteration_wins_over_a_recipes_modules(scripts, tmp_path, recipe, name):
-    scripts(write_lookalike(tmp_path / "scripts", argument_parser=PERMISSIVE))
-    apply_options(graph_options("cuda_graph_impl=transformer_engine cuda_graph_modules=attn"), recipe)
-    found = launch([f"--{name}", "full_iteration", "train.train_iters=5"])(recipe)
-    assert read_options(found).language_model == LanguageModelGraphOptions(impl="full_iteration")
-
-
 def test_words_and_flags_of_one_command_line_are_one_persons(scripts, tmp_path, recipe):
     scripts(write_lookalike(tmp_path / "scripts", argument_parser=PERMISSIVE))
     words = ["--cuda_graph_impl", "full_iteration", "model.cuda_graph_modules=[attn]"]
@@ -116,15 +108,6 @@ def test_words_and_flags_of_one_command_line_are_one_persons(scripts, tmp_path, 
         words[-1] = "model.cuda_graph_scope=[attn]"
     with pytest.raises(OptionError, match="cuda_graph_modules='attn'"):
         launch(words)(recipe)
-
-
-def test_an_interpolation_among_words_means_what_bridge_makes_of_it(scripts, tmp_path, recipe):
-    scripts(write_lookalike(tmp_path / "scripts"))
-    recipe.dataset.seq_length = 2048
-    words = ["--vision_cuda_graph_impl", "transformer_engine"]
-    words.append("model.max_vision_cuda_graph_seq_length=${dataset.seq_length}")
-    vision = read_options(launch(words)(recipe)).vision
-    assert (vision.impl, vision.max_seq_length) == ("transformer_engine", 2048)
 
 
 def test_upstreams_function_keeps_the_tracker_for_vision_graphs_only(scripts, tmp_path, recipe):

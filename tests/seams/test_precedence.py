@@ -13,7 +13,6 @@ from bridge_cg_plugin.cli.main import main as bridge_cg
 from bridge_cg_plugin.options import GraphOptionWarning, LanguageModelGraphOptions, OptionError, graph_options
 from bridge_cg_plugin.options.choice import SETTING
 from bridge_cg_plugin.options.explain import in_words
-from bridge_cg_plugin.options.flags import take_flags
 from bridge_cg_plugin.options.language_model import IMPL, MODULES, SCOPE
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options, read_options
@@ -94,16 +93,6 @@ def check_full_iteration(config):
 
 @every_way
 @FULL_BOTH
-def test_full_iteration_over_a_recipe_without_graphs(recipe, way, name, tmp_path):
-    way(recipe, name, "full_iteration", tmp_path)
-    if (way, name) in ((by_bridges_words, IMPL), (by_bridges_yaml, IMPL)):  # Bridge's own words, and no contradiction
-        assert read_options(recipe).language_model == FULL
-    else:
-        check_full_iteration(recipe)
-
-
-@every_way
-@FULL_BOTH
 def test_full_iteration_over_a_recipe_with_modules(with_modules, way, name, tmp_path):
     way(with_modules, name, "full_iteration", tmp_path)
     check_full_iteration(with_modules)
@@ -114,40 +103,6 @@ def test_what_is_dropped_is_announced_once(with_modules, monkeypatch):
     with pytest.warns(GraphOptionWarning, match=f"{MODULES}=attn,mlp of the recipe is dropped: {IMPL}=full") as caught:
         apply_overrides(with_modules, {IMPL: "full_iteration"})
     assert len(caught) == 1
-
-
-@every_way
-def test_modules_of_a_recipe_stay_with_an_implementation_that_has_them(recipe, way, tmp_path):
-    recipe.model.cuda_graph_modules = ["attn"]
-    way(recipe, IMPL, "transformer_engine", tmp_path)
-    options = read_options(recipe).language_model
-    assert (options.impl, [m.name for m in options.modules]) == ("transformer_engine", ["attn"])
-
-
-@every_way
-def test_full_iteration_in_a_recipes_old_words_stays_beside_local(recipe, way, tmp_path):
-    """As upstream's own performance recipes have it."""
-    recipe.model.cuda_graph_impl, recipe.model.cuda_graph_scope = "local", ["full_iteration"]
-    way(recipe, IMPL, "local", tmp_path)
-    assert read_options(recipe).language_model == FULL
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        [f"model.{IMPL}=full_iteration", f"model.{MODULES}=[attn]"],
-        [f"model.{IMPL}=transformer_engine", f"model.{SCOPE}=full_iteration"],
-    ],
-    ids=str,
-)
-def test_a_contradiction_of_the_users_own_is_refused(with_modules, words):
-    before = read_options(with_modules)
-    with pytest.raises(OptionError, match="full_iteration"):
-        apply_overrides(with_modules, {}, words)
-    flags, _ = take_flags([f"--{word.removeprefix('model.')}" for word in words])
-    with pytest.raises(OptionError, match="full_iteration"):
-        apply_overrides(with_modules, flags)
-    assert read_options(with_modules) == before
 
 
 def test_bridges_words_and_flags_of_one_command_line_are_one_persons(with_modules):
@@ -179,17 +134,6 @@ def test_explain_resolves_alike(with_modules, name, monkeypatch, capsys):
     assert all(f"warning: {text}" in explained for text in options.warnings)
     assert "one graph of forward and backward of the whole step" in in_words(options)
     assert "of the recipe is dropped" in explained
-
-
-def test_vision_buckets_of_the_user_reach_beyond_a_recipes_limit(active, tmp_path):
-    from examples.photographs.training import Run, training_config
-
-    for way in WAYS:
-        config = training_config(Run(impl="transformer_engine"))
-        config.model.max_vision_cuda_graph_seq_length = 1024
-        way(config, "vision_cuda_graph_buckets", "[64,2048]", tmp_path)
-        vision = read_options(config).vision
-        assert (vision.buckets, vision.max_seq_length) == ((64, 2048), None), way
 
 
 # What Bridge makes of its own overrides
@@ -289,13 +233,6 @@ def test_settings_of_the_users_own_that_graphs_cannot_have_are_refused(with_modu
     for place, value in settings.items():
         section, name = place.split(".")
         assert getattr(getattr(with_modules, section), name) is value
-
-
-@every_writing
-@pytest.mark.parametrize("settings", [{NAN_CHECK: False}, dict.fromkeys(TRACKER, True)], ids=["nan", "rng"])
-def test_settings_of_the_users_own_that_graphs_need_are_kept(with_modules, write, settings, tmp_path):
-    write(with_modules, settings, tmp_path)
-    check_full_iteration(with_modules)
 
 
 @every_way

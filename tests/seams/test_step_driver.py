@@ -92,13 +92,6 @@ def test_nothing_is_made_where_nobody_asks(loop, impl):
     assert graph_helper.active_helpers() == []
 
 
-def test_a_stage_without_a_vision_model_passes(loop):
-    state, _ = state_of()
-    for _ in range(4):
-        loop.before_step([nn.Linear(1, 1)], state)
-    assert graph_helper.active_helpers() == []
-
-
 def test_no_warm_up_captures_before_the_first_step(loop):
     state, provider = state_of(cuda_graph_warmup_steps=0)
     model = [Chunk(provider)]

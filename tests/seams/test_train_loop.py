@@ -171,13 +171,6 @@ def test_the_end_of_training_reports_and_frees(helper, capsys):
     assert "forward" not in model.__dict__ and helper not in active_helpers()
 
 
-def test_deactivating_frees_the_graphs(helper):
-    model = helper.graphs.model
-    bridge_cg_plugin.deactivate()
-    assert "forward" not in model.__dict__
-    assert not helper.graphs_created()
-
-
 def test_upstreams_own_padding_is_never_used(active):
     model = new_tower().train()
     model.config = copy.copy(model.config)  # the layers keep theirs
@@ -317,22 +310,6 @@ def test_upstreams_reduction_counts_gradients_of_the_last_microbatch_only(last):
     chunk.force_all_reduce = False
     gradient_reduction([chunk], model, None).arrived(parameters)
     assert group.started == ([False] if last else [])
-
-
-def test_upstreams_data_parallelism_has_what_the_gather_uses():
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-
-    assert "skip_next_bucket_dispatch" in inspect.signature(_ParamAndGradBucketGroup.finish_param_sync).parameters
-    assert hasattr(DistributedDataParallelConfig(), "align_param_gather")
-    source = inspect.getsource(DistributedDataParallel)
-    for name in (
-        "param_to_bucket_group",
-        "remove_forward_pre_hook_handles",
-        "overlap_param_gather_with_optimizer_step",
-    ):
-        assert f"self.{name}" in source, name
-    assert "grad_added_to_main_grad" in source
 
 
 def test_transformer_engine_keeps_its_attention_choice_where_it_is_dropped(monkeypatch):

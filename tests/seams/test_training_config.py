@@ -1,20 +1,16 @@
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
 from bridge_cg_plugin.upstream.encoders import deepstack
 from bridge_cg_plugin.upstream.environment import check_process
 from bridge_cg_plugin.upstream.hooks.configuration import training_config
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
 from bridge_cg_plugin.upstream.hooks.loops import train_loop
-from bridge_cg_plugin.upstream.seams import states
-from bridge_cg_plugin.upstream.seams.patches import DriftError, bridge_release
-from bridge_cg_plugin.upstream.seams.registry import SEAMS, seam
+from bridge_cg_plugin.upstream.seams.patches import DriftError
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 
 
@@ -47,23 +43,13 @@ def test_megatron_fsdp_wherever_bridge_reads_it(config, section):
     refused(config, "ddp.use_megatron_fsdp")
 
 
-def test_torch_fsdp2(config):
-    config.dist.use_torch_fsdp2 = True
-    refused(config, "dist.use_torch_fsdp2")
-
-
 @pytest.mark.parametrize(
     "granularity, modules",
-    [("full", None), ("selective", ["core_attn"]), ("selective", ["mlp"]), ("selective", ["moe", "layernorm"])],
+    [("full", None), ("selective", None), ("selective", ["moe", "layernorm"])],
 )
 def test_recomputation_of_the_encoder(config, granularity, modules):
-    config.model.recompute_granularity, config.model.recompute_modules = granularity, modules
-    refused(config, "model.recompute_granularity")
-
-
-def test_selective_recomputation_without_modules_means_attention(config):
     """megatron-core turns None into ["core_attn"] when the configuration is finalized, after this check."""
-    config.model.recompute_granularity, config.model.recompute_modules = "selective", None
+    config.model.recompute_granularity, config.model.recompute_modules = granularity, modules
     refused(config, "model.recompute_granularity")
 
 
@@ -89,21 +75,6 @@ def test_no_expandable_segments_pass(monkeypatch):
     check_process()
 
 
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("vision_cuda_graph_impl", "local"),
-        ("vision_cuda_graph_buckets", [64, 66]),
-        ("vision_cuda_graph_tuning.slots", 0),
-        ("vision_cuda_graph_tuning.slts", 2),
-    ],
-)
-def test_options_that_cannot_work(config, field, value):
-    name, _, key = field.partition(".")
-    setattr(config.model, name, {key: value} if key else value)
-    refused(config, field)
-
-
 def test_nothing_is_checked_while_graphs_are_off(config, monkeypatch):
     config.model.vision_cuda_graph_impl = "none"
     config.model.use_te_rng_tracker = config.rng.te_rng_tracker = False
@@ -123,45 +94,6 @@ def test_bridges_validate_refuses_before_it_does_anything(config):
         config.validate()
 
 
-@pytest.fixture
-def renamed(active, monkeypatch, request):
-    """A function of Bridge's train loop with a renamed parameter; the plugin is switched on again over it."""
-    patch, module = next(p for p in train_loop.PATCHES if p.name == request.param), active[TRAIN]
-
-    def upstreams(losses, chunks, global_state):
-        return "upstream's"
-
-    bridge_cg_plugin.deactivate()
-    with monkeypatch.context() as changed:
-        changed.setattr(module, patch.target, upstreams)
-        bridge_cg_plugin.activate()
-        yield patch
-        assert getattr(module, patch.target) is upstreams
-    bridge_cg_plugin.deactivate()
-    bridge_cg_plugin.activate()
-    assert patch.state == "active"
-
-
-@pytest.mark.parametrize("renamed", ["train_step"], indirect=True)
-def test_a_renamed_parameter_stops_training_with_vision_graphs_only(renamed, config):
-    assert renamed.state == "broken"
-    with pytest.raises(DriftError) as caught:
-        config.validate()
-    message = str(caught.value)
-    assert "train_step: " in message and "no longer takes model" in message
-    assert f"megatron-bridge {bridge_release()}" in message
-    config.model.vision_cuda_graph_impl = "none"
-    check_training_config(config)
-
-
-@pytest.mark.parametrize("renamed", ["train_log"], indirect=True)
-def test_a_log_that_changed_costs_a_run_its_figures_only(renamed, config, caplog):
-    training_config._told.discard("train_log")
-    check_training_config(config)
-    assert renamed.state == "broken" and "no longer takes loss_dict" in renamed.reason
-    assert "seam train_log does not fit" in caplog.text and "asks for none of: figures in logs" in caplog.text
-
-
 def test_a_patch_that_failed_stops_training_with_vision_graphs_only(active, config, monkeypatch, caplog):
     patch = next(p for p in train_loop.PATCHES if p.name == "train_end")
     bridge_cg_plugin.deactivate()
@@ -173,25 +105,6 @@ def test_a_patch_that_failed_stops_training_with_vision_graphs_only(active, conf
             check_training_config(config)
     config.model.vision_cuda_graph_impl = "none"
     check_training_config(config)
-
-
-def test_a_relied_on_part_that_is_gone_stops_training_with_vision_graphs_only(config, monkeypatch):
-    lost = replace(seam("vision_parts"), attributes=("patch_embed", "patch_embedding_of_old"))
-    monkeypatch.setattr(states, "SEAMS", (*(s for s in SEAMS if s.name != lost.name), lost))
-    states.installed_states.cache_clear()
-    with pytest.raises(DriftError, match="vision_parts: .*no longer has patch_embedding_of_old"):
-        check_training_config(config)
-    config.model.vision_cuda_graph_impl = "none"
-    check_training_config(config)
-    monkeypatch.undo()
-    states.installed_states.cache_clear()
-    config.model.vision_cuda_graph_impl = "transformer_engine"
-    check_training_config(config)
-
-
-def test_a_check_of_layer_graphs(config):
-    config.model.vision_cuda_graph_scope, config.model.vision_cuda_graph_check_interval = ["attn"], 5
-    refused(config, "vision_cuda_graph_check_interval")
 
 
 def language_model_graphs(config, impl="transformer_engine", **fields):
@@ -215,26 +128,6 @@ def test_language_model_graphs_beside_vision_graphs(config):
     assert [m.name for m in config.model.cuda_graph_modules] == ["attn", "mlp"]
 
 
-def test_language_model_graphs_without_the_tracker(config):
-    language_model_graphs(config)
-    check_training_config(config)
-    config.model.use_te_rng_tracker = config.rng.te_rng_tracker = False
-    refused(config, "rng.te_rng_tracker")
-
-
-@pytest.mark.parametrize(
-    "fields, field",
-    [
-        ({"cuda_graph_modules": "moe,moe_router"}, "cuda_graph_modules"),
-        ({"variable_seq_lengths": True}, "model.variable_seq_lengths"),
-        ({"recompute_granularity": "full"}, "model.recompute_granularity"),
-        ({"impl": "full_iteration", "cuda_graph_modules": []}, "rerun_state_machine.check_for_nan_in_loss"),
-    ],
-)
-def test_language_model_graphs_that_cannot_work(config, fields, field):
-    refused(language_model_graphs(config, **fields), field)
-
-
 @pytest.mark.parametrize("upstream_refuses", [True, False])
 def test_what_upstream_refuses_too_it_says_itself(config, upstream_refuses):
     def upstreams(self):
@@ -256,14 +149,6 @@ def test_upstream_is_not_asked_about_graphs_that_the_plugin_makes(config):
         training_config._checked(lambda self: pytest.fail("upstream was called"))(config)
 
 
-@pytest.mark.parametrize("vision", ["none", "transformer_engine"])
-def test_full_iteration_of_a_model_that_takes_images(config, vision):
-    config.rerun_state_machine.check_for_nan_in_loss = False
-    language_model_graphs(config, "full_iteration", cuda_graph_modules=[])
-    config.model.vision_cuda_graph_impl = vision
-    check_training_config(config)
-
-
 def test_the_main_job_validates_with_full_iteration(active):
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
@@ -282,23 +167,6 @@ def test_the_main_job_validates_with_full_iteration(active):
     assert training.training_config(training.Run()).rerun_state_machine.check_for_nan_in_loss
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("pipeline_model_parallel_size", 2),
-        ("context_parallel_size", 2),
-        ("recompute_granularity", "selective"),
-        ("num_moe_experts", 8),
-        ("mtp_num_layers", 1),
-    ],
-)
-def test_full_iteration_that_cannot_work_on_a_model_that_takes_images(config, name, value):
-    config.rerun_state_machine.check_for_nan_in_loss = False
-    language_model_graphs(config, "full_iteration", cuda_graph_modules=[])
-    setattr(config.model, name, value)
-    refused(config, f"model.{name}")
-
-
 def test_full_iteration_of_a_model_that_takes_images_in_fp8(config):
     config.rerun_state_machine.check_for_nan_in_loss = False
     language_model_graphs(config, "full_iteration", cuda_graph_modules=[])
@@ -309,19 +177,8 @@ def test_full_iteration_of_a_model_that_takes_images_in_fp8(config):
     check_training_config(config)
 
 
-@pytest.mark.parametrize("name", ["full_iteration", "deepstack_addition"])
-def test_full_iteration_of_a_release_that_moved_a_part_it_needs(config, monkeypatch, name):
-    config.rerun_state_machine.check_for_nan_in_loss = False
-    language_model_graphs(config, "full_iteration", cuda_graph_modules=[])
-    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "moved"})
-    with pytest.raises(DriftError, match=f"cuda_graph_impl=full_iteration needs .*{name}: moved"):
-        check_training_config(config)
-
-
-@pytest.mark.parametrize("impl", ["none", "transformer_engine"])
-@pytest.mark.parametrize("name", [deepstack.FORWARD.name, deepstack.SPLIT.name])
-def test_summed_deepstack_gradients_of_a_release_that_moved_a_part_they_need(config, monkeypatch, name, impl):
-    config.model.vision_cuda_graph_impl = impl
+def test_summed_deepstack_gradients_of_a_release_that_moved_a_part_they_need(config, monkeypatch):
+    name = deepstack.FORWARD.name
     config.model.tensor_model_parallel_size = 2
     config.model.vision_deepstack_gradient_allreduce = True
     monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "moved"})
@@ -352,33 +209,3 @@ def test_what_upstream_runs_is_left_alone(config, fields):
 def test_a_provider_that_is_no_gpt_model_keeps_its_tracker():
     model = SimpleNamespace(cuda_graph_impl="transformer_engine", cuda_graph_modules=[], use_te_rng_tracker=False)
     check_training_config(SimpleNamespace(model=model, rng=SimpleNamespace(te_rng_tracker=False)))
-
-
-def test_a_broken_rotary_patch_stops_graphs_of_attention_only(active, config, monkeypatch):
-    patch = language_model.PATCHES[0]
-    bridge_cg_plugin.deactivate()
-    with monkeypatch.context() as changed:
-        layer = active[patch.module].TransformerLayer
-        changed.setattr(layer, "get_layer_static_inputs", lambda self, length, micro_batch_size: None)
-        bridge_cg_plugin.activate()
-        language_model_graphs(config, cuda_graph_modules=["mlp"])
-        check_training_config(config)
-        language_model_graphs(config, cuda_graph_modules=["attn"])
-        with pytest.raises(DriftError, match=f"{patch.name}: .*no longer takes seq_length"):
-            check_training_config(config)
-
-
-@pytest.mark.parametrize("name", ["cuda_graph_modules", "cuda_graph_scope"])
-def test_the_main_job_takes_language_model_options_in_any_spelling(active, name):
-    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
-
-    from examples.photographs import training
-
-    overrides = {"model.cuda_graph_impl": "transformer_engine", f"model.{name}": "attn,mlp"}
-    config = training.training_config(training.Run(impl="transformer_engine", overrides=overrides))
-    config.mixed_precision = get_mixed_precision_config(config.mixed_precision)
-    config.validate()
-    found = read_options(config)
-    assert [m.name for m in found.language_model.modules] == ["attn", "mlp"] and found.vision.enabled
-    eager = training.training_config(training.Run(impl="none", overrides=overrides))
-    assert not read_options(eager).enabled
