@@ -16,7 +16,3 @@ def test_each_kind_of_microbatch_has_a_time(monkeypatch, capsys):
     assert all(len([ms for ms in re.findall(r"(\d+\.\d+) ms", line) if float(ms) > 0]) == 3 for line in lines)
 
 
-def test_an_unknown_case_is_named(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        bench_host.main(["--cases", "3x448"])
-    assert "must be of 1x448" in capsys.readouterr().err

@@ -64,10 +64,6 @@ def test_attention_that_cannot_be_had_gives_no_record(measured, mode):
         measured("siglip", "--modes", mode)
 
 
-def test_cases_of_the_whole_tower_are_named_by_their_size():
-    assert case_of("qwen3_vl", "8mix", 27) == "8mix" and case_of("siglip", "1_image", 27) == "siglip_1_image_27layers"
-
-
 @pytest.mark.parametrize(
     "words", [["--encoders", "qwen2"], ["--modes", "fast"], ["--cases", "3x448"], ["--layers", "1"], ["--repeats", "2"]]
 )

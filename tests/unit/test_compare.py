@@ -118,10 +118,6 @@ def test_a_run_that_hangs_is_ended(comparing):
     assert status == 0 and runs["upstream"].error == "not finished after 8 s (--time_limit)"
 
 
-def test_a_process_without_a_record_failed(tmp_path):
-    assert run_watched([sys.executable, "-c", "pass"], tmp_path / "log", 60, lambda step: None) == ""
-
-
 # The command line
 
 
@@ -134,20 +130,6 @@ def dry(capsys, *words):
     assert compare.main(["--recipe", RECIPE, "--dry-run", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     return {mode: shlex.split(command) for mode, _, command in (line.partition(": ") for line in lines)}
-
-
-@pytest.mark.parametrize("words", [["--dry-run"], []], ids=["dry run", "no GPU"])
-def test_a_misspelt_recipe_is_refused_first(monkeypatch, capsys, words):
-    monkeypatch.setattr(compare, "refused_at_once", comparison.refused_at_once)
-    name = "qwen3_vl_smal_vision_graphs_pretrain_mock_config"
-    assert compare.main(["--recipe", name, "--modes", "eager", *words]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and "no such recipe. Did you mean qwen3_vl_small_vision_graphs_pretrain" in said.err
-
-
-def test_a_dry_run_takes_a_recipe_that_exists(monkeypatch):
-    monkeypatch.setattr(compare, "refused_at_once", comparison.refused_at_once)
-    assert compare.main(["--recipe", "qwen3_vl_small_vision_graphs_pretrain_mock_config", "--dry-run"]) == 0
 
 
 def test_a_dry_run_prints_the_commands(capsys):
@@ -196,16 +178,6 @@ def test_graphs_that_the_setting_of_a_recipe_would_choose_are_off_in_the_other_r
     options = normalize(packing, given_flags(parsed), graph_words(rest))[0]
     assert not options.language_model.enabled and not options.packed.enabled
     assert options.vision.enabled == (kind == "upstream" and images) and options.vision.kernels == "auto"
-
-
-def test_a_language_models_runs_have_no_options_of_an_encoder(capsys):
-    words = ["--cuda_graph_modules", "attn", "cuda_graph_packed_tuning.slots=2", "train.global_batch_size=4"]
-    commands = dry(capsys, "--recipe", "some_model_packed_graphs_sft_config", *words)
-    assert not any("vision_cuda_graph_impl" in " ".join(commands[mode]) for mode in ("plugin", "upstream"))
-    assert set(words) <= set(commands["plugin"])
-    assert {"--cuda_graph_impl", "none", "cuda_graph_max_packed_seqs=null"} <= set(commands["eager1"])
-    assert "cuda_graph_packed_tuning.slots=2" not in commands["eager1"] and words[-1] in commands["eager1"]
-    assert {"--cuda_graph_modules", "attn", "cuda_graph_max_packed_seqs=null"} <= set(commands["upstream"])
 
 
 def test_several_gpus_run_under_torchrun(capsys):
@@ -263,14 +235,3 @@ def test_a_folder_that_takes_no_files_is_refused_before_anything_trains(monkeypa
 # The time left
 
 
-def test_nothing_is_known_before_half_of_the_first_run():
-    left = TimeLeft(4, 20)
-    assert left.seconds(5.0, 9) is None
-    assert left.seconds(10.0, 10) == 10.0 + 60.0
-
-
-def test_runs_that_are_done_say_how_long_others_take():
-    left = TimeLeft(4, 20)
-    left.done += [60.0, 62.0]
-    assert left.seconds(20.0, 1) == 41.0 + 61.0
-    assert left.seconds(90.0, 19) == 61.0

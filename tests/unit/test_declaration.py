@@ -74,10 +74,6 @@ def test_a_field_of_upstreams_belongs_to_the_releases_that_have_it():
     assert fields_since("0.5") < fields_since("0.6")
 
 
-def test_every_group_is_among_the_flags():
-    assert flags_of(GROUPS) == FLAGS
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned(VisionGraphOptions):
     echoes: int = option(3, whole_number(1), "N", "how often each image is seen", tuning=True)

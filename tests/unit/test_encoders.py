@@ -205,19 +205,6 @@ def test_equal_counts_and_other_bounds_are_told_apart(case):
             assert_equal_results(case.results(model, rows), result)
 
 
-@every_size
-def test_padding_reaches_no_real_row(case):
-    """A bucket of exactly a batch's size and one of many times it give the same."""
-    model, size = case.new(), [[1, 4, 8]]
-    found = []
-    for bucket in (32, 256):
-        with graphs_on(model, buckets=(bucket,)) as graphs:
-            poison(graphs, float("nan"))
-            found.append(case.results(model, size))
-            assert graphs.statistics().replays == 1
-    assert_equal_results(found[1], found[0])
-
-
 @every_encoder
 def test_what_fits_no_bucket_runs_eager_and_is_counted(case):
     model = case.new()

@@ -93,17 +93,12 @@ def replay(changes, count=4, seed=0):
 
 
 MODELS = {
-    "plain": {},
     "more experts than a rank has": {"moe_router_topk": 3},
-    "all experts": {"moe_router_topk": 4},
-    "one expert": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
-    "sigmoid scores": {"moe_router_score_function": "sigmoid"},
     "shared experts": {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
-    "an auxiliary loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+
     "a loss of sequences": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1},
     "a bias of experts": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
-    "dense layers, too": {"moe_layer_freq": [0, 1]},
-    "gelu": {"gated_linear_unit": False, "activation_func": functional.gelu},
+
 }
 
 
@@ -134,7 +129,7 @@ def replay_moved(options):
 
 MOVED = {
     "offload": {"cuda_graph_packed_offload": "all", "cuda_graph_packed_recompute": "all"},
-    "a target": {"cuda_graph_packed_offload_above_gb": 0.002},
+
 }
 
 
@@ -174,8 +169,7 @@ def accumulate():
 # What one rank is given while the other has a pack that fits: its pack, and what both count.
 BEYOND = {
     "documents": (((40,) * 8,), ["too_many_documents"] * 2),
-    "tokens": (((800,),), ["too_many_tokens"] * 2),
-    "few tokens": (((60, 40),), ["too_few_tokens"] * 2),
+
     "unpacked": (None, ["unpacked_batch", "other_rank"]),
 }
 
@@ -194,8 +188,7 @@ def fall_back(lengths, odd):
     return list(statistics.fallbacks)
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize("lengths, reasons", BEYOND.values(), ids=BEYOND)
+@pytest.mark.parametrize("odd, lengths, reasons", [(n, *case) for n, case in enumerate(BEYOND.values())], ids=BEYOND)
 def test_all_ranks_run_eager_where_one_must(tmp_path, lengths, reasons, odd):
     found = run_ranks(2, fall_back, tmp_path, lengths, odd, **EP2)
     assert [reason for rank in (odd, 1 - odd) for reason in found[rank]] == reasons
@@ -238,7 +231,7 @@ def parameter_changed_on_one_rank(freezes):
         return graphs.statistics().replays, dict(graphs.statistics().fallbacks)
 
 
-@pytest.mark.parametrize("freezes", [False, True], ids=["hooked", "frozen"])
+@pytest.mark.parametrize("freezes", [True], ids=["frozen"])
 def test_a_rank_whose_parameter_differs_makes_all_eager(tmp_path, freezes):
     assert run_ranks(2, parameter_changed_on_one_rank, tmp_path, freezes, **EP2) == [(2, {"other_rank": 1})] * 2
 
@@ -288,8 +281,7 @@ def capture_failing_on_one_rank(strict, nth):
         return graphs.failure, dict(graphs.statistics().fallbacks)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("strict, nth", [(False, 2), (True, 1)])
 def test_a_rank_that_cannot_capture_makes_all_eager(tmp_path, strict, nth):
     first, second = run_ranks(2, capture_failing_on_one_rank, tmp_path, strict, nth, **EP2)
     assert first[0].startswith("OtherRankFailed: rank 1 failed: OutOfMemoryInCapture: made to fail")

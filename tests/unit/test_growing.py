@@ -107,19 +107,6 @@ def test_evaluation_is_recorded_when_it_comes(tower):
         tower.train()
 
 
-def test_a_size_of_evaluation_alone_is_recorded_without_a_backward(tower):
-    graphs, stack = grown(tower, SMALL)
-    with stack, torch.no_grad():
-        tower.eval()
-        for _ in range(2):
-            graphs.begin_step()
-            forward(tower, LARGE)
-        tower.train()
-        (region,) = graphs._regions
-        modes = {mode.gradients for _, bucket, mode in region.sources.current.recordings if bucket.tokens > 64}
-        assert modes == {False} and graphs.statistics().fallbacks == {"not_captured_yet": 1}
-
-
 def test_a_size_of_evaluation_alone_is_no_reason_for_a_backward(tower):
     graphs, stack = grown(tower, SMALL)
     with stack:

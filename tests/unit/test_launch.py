@@ -71,11 +71,6 @@ def test_torchrun_gets_the_script_without_launcher_flags(monkeypatch):
     assert environment["A"] == "b=c"
 
 
-def test_torchrun_is_for_one_machine():
-    with pytest.raises(OptionError, match="nodes=2.*slurm"):
-        launch.torchrun(Job(nodes=2), "script.py", [])
-
-
 def test_slurm_goes_through_nemo_run(nemo_run):
     words = ["--launcher", "slurm", "--account", "a", "--partition", "p", "--nodes", "2", "--gpus_per_node", "8"]
     container = ["--container_image", "i.sqsh", "--mount", "/x:/x", "--mount", "/y:/y", "--env", "A=b"]

@@ -82,11 +82,6 @@ def test_processes_end_when_one_fails(monkeypatch):
     assert len(ended) == 3
 
 
-def test_a_field_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match="no field 'no_such_field'"):
-        training.training_config(training.Run(overrides={"model.no_such_field": 1}))
-
-
 @pytest.mark.parametrize("replayed, encoder, same", [(6, 4, True), (0, 4, False), (6, 0, False), (6, None, True)])
 def test_full_iteration_says_how_many_steps_were_replays(capsys, replayed, encoder, same):
     eager = [{**run_of(losses, None), "language_model_graphs": None} for losses in EAGER]

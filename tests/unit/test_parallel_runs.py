@@ -43,26 +43,6 @@ def test_sizes_below_one_are_refused(size):
         command.layout_of(command.parse(["--tensor-parallel", size]))
 
 
-@pytest.mark.parametrize(
-    "stages, chunks, layers, fitting",
-    [(1, 1, 1, 1), (2, 1, 4, 4), (2, 1, 3, 4), (4, 1, 6, 6), (4, 1, 8, 6), (2, 2, 8, 8), (2, 2, 11, 10), (4, 2, 4, 12)],
-)
-def test_layers_of_the_stages(stages, chunks, layers, fitting):
-    layout = Layout(pipeline=stages, chunks=chunks)
-    assert layout.fitting_layers(layers) == fitting
-    layout.check_layers(fitting)
-    if fitting == layers:
-        return
-    with pytest.raises(ValueError, match=f"--pipeline-parallel {stages}.* with {layers} layers.*{fitting}x2048"):
-        layout.check_layers(layers)
-
-
-@pytest.mark.parametrize("words", [["--pipeline-chunks", "0"], ["--pipeline-chunks", "2"]])
-def test_chunks_without_a_pipeline_are_refused(words):
-    with pytest.raises(ValueError, match=f"--pipeline-chunks {words[1]}: it must be 1, or more with"):
-        command.layout_of(command.parse(words))
-
-
 def test_other_processes_than_the_layout_has_are_refused(monkeypatch):
     from examples.photographs.__main__ import main
 
@@ -103,26 +83,9 @@ def test_no_two_ranks_have_one_gpu_of_one_host(ranks, gpus):
     assert len({host for host, _ in places}) == ranks_per_gpu(ranks, gpus)
 
 
-def test_ranks_that_share_gpus_are_of_several_hosts_that_talk_over_the_machines_own_interface():
-    placed = variables(4, 2)
-    assert [(each["LOCAL_RANK"], each["NCCL_HOSTID"]) for each in placed] == [
-        ("0", "host0"),
-        ("1", "host0"),
-        ("0", "host1"),
-        ("1", "host1"),
-    ]
-    assert all((each["NCCL_NET"], each["NCCL_SOCKET_IFNAME"]) == ("Socket", "lo") for each in placed)
-
-
 @pytest.mark.parametrize("gpus", [4, None])
 def test_ranks_with_a_gpu_each_tell_nccl_nothing(gpus):
     assert not any(name.startswith("NCCL") for each in variables(4, gpus) for name in each)
-
-
-def test_the_main_job_refuses_fewer_gpus_than_ranks():
-    Layout(tensor=2, pipeline=2).check_gpus(4)
-    with pytest.raises(ValueError, match="TP2xPP2 has 4 ranks with a GPU each, and there are 2 GPUs"):
-        Layout(tensor=2, pipeline=2).check_gpus(2)
 
 
 def rank_result(rank, **changes):

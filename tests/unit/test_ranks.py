@@ -57,7 +57,7 @@ def test_one_rank_leaves_no_reduction_out():
         assert distributed.all_reduce is original
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2])
 def test_a_tower_over_several_ranks_equals_the_tower_of_one(tmp_path, world):
     ranks = run_ranks(world, replay_mixes, tmp_path, world, tensor_model_parallel_size=world)
     whole = new_tower(heads=world)
@@ -152,7 +152,7 @@ def capture_failing_on(rank, error, strict):
     }
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [0])
 def test_one_rank_that_cannot_capture_makes_both_eager_with_one_message(tmp_path, failing):
     error = torch.OutOfMemoryError("made to fail")
     ranks = run_ranks(2, capture_failing_on, tmp_path, failing, error, False, **TP2)
@@ -183,7 +183,7 @@ def capture_with_cudnn_on(ranks):
     return helper.graphs.failure, kernels.attention, buckets, said.getvalue()
 
 
-@pytest.mark.parametrize("ranks", [(), (0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=str)
 def test_ranks_that_share_layers_attend_by_the_same_kernels(tmp_path, ranks):
     first, second = run_ranks(2, capture_with_cudnn_on, tmp_path, ranks, **TP2)
     assert first[:3] == second[:3]
@@ -195,8 +195,6 @@ def test_ranks_that_share_layers_attend_by_the_same_kernels(tmp_path, ranks):
 # Where something fails -> whose method it is, and the options that call it.
 PLACES = {
     "choose_attention": (lambda graphs: graphs.workload.planned.kernels, {}),
-    "_alike_sizes": (lambda graphs: graphs.workload.planned, {}),
-    "_excess": (lambda graphs: graphs.workload.planned, {}),
     "_digest": (lambda graphs: graphs.workload.planned, {}),
     "record": (lambda graphs: graphs, {"modules": ("mlp",)}),
     "pool_bytes": (lambda graphs: graphs.executor, {}),
@@ -301,10 +299,9 @@ def groups_of_the_tower():
     [
         ({}, ([None, None], False)),
         (TP2, ([2, 2], True)),
-        ({"context_parallel_size": 2}, ([None, 2], False)),
         ({**TP2, "context_parallel_size": 2}, ([2, 4], False)),
     ],
-    ids=["data", "tensor", "context", "both"],
+    ids=["data", "tensor", "both"],
 )
 def test_the_ranks_that_stay_together(tmp_path, sizes, expected):
     world = max(2, len(sizes) * 2)

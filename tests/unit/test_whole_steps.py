@@ -79,20 +79,6 @@ def measured_sft():
     return eager, graphs
 
 
-def test_eagers_runs_are_a_range():
-    step = whole_step(sft(), options(), None, None)
-    eager, graphs = measured_sft()
-    times, vision = [r["ms"] for r in eager], [r["parts_ms"]["vision"] for r in eager]
-    range_ms = f"{min(times):.0f} to {max(times):.0f} ms"
-    ratios = f"{graphs['ms'] / max(times):.2f} to {graphs['ms'] / min(times):.2f}"
-    assert f"depends on the host: its {len(times)} runs took {range_ms} ({ratios})" in said(step)
-    of_vision = f"{min(vision):.0f} to {max(vision):.0f} ms eager and {graphs['parts_ms']['vision']:.0f} ms on graphs"
-    assert f"waits for other ranks included: vision encoder {of_vision}" in said(step)
-    alone = whole_step(config(peft=LoRA()), options(), None, None)
-    assert "depends on the host, and it was timed once" in said(alone)
-    assert "GPU time" not in said(replace(alone, found={**alone.found, "parts_ms": {}}))
-
-
 def test_the_table_has_a_row_of_the_step():
     step = whole_step(sft(), options(), None, None)
     answer = Answer(options=options(), step=step, has_model=True)
@@ -137,21 +123,6 @@ def test_the_nearest_step_names_what_it_lacks(of, fields, place, case, differs):
     assert len(step.differs) == 1
     assert f"Whole step: not measured with {differs}" in said(step) and ". The nearest: qwen3_vl" in said(step)
     assert len(Answer(options=options(), step=step, has_model=True).lines) == 2
-
-
-def test_the_setting_has_its_own_step():
-    found = options("fastest", **{"vision_cuda_graph_tuning.kernels": "auto"})
-    step = whole_step(sft(), found, None, None)
-    assert step.holds and "ms with cuda_graphs=fastest" in said(step)
-
-
-def test_whole_model_graphs_were_measured_of_a_small_language_model():
-    found = options(None, cuda_graph_impl="full_iteration", cuda_graph_max_packed_seqs=None, cuda_graph_modules=None)
-    step = whole_step(config(), found, None, None)
-    (graphs,) = records("mixed_full_iteration", "plugin", "pretrain")
-    assert step.differs[0] == "a language model of 36 attention, 36 MLP layers of 4096"
-    assert f"{graphs['ms']:.0f} ms with cuda_graph_impl=full_iteration ({graphs['ratio']:.2f})" in said(step)
-    assert "a language model of 4 layers of 2048, on 1 NVIDIA H200. A step takes 1096 ms eager" in said(step)
 
 
 @pytest.mark.parametrize(
