@@ -192,5 +192,3 @@ def test_the_command_writes_record_and_page(tool, folder, monkeypatch, capsys):
     assert page.read_text() == f"before\n<!-- audited -->\n{tool.tables(written)}\n<!-- /audited -->\nafter\n"
     assert tool.main(["--wheels", str(folder / "absent"), "--offline"]) == 1
     assert "has no wheel of megatron-bridge, megatron-core, transformer-engine, transformers" in capsys.readouterr().err
-
-

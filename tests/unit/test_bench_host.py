@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from scripts.performance import bench_host
 
 
@@ -14,5 +12,3 @@ def test_each_kind_of_microbatch_has_a_time(monkeypatch, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mixed ")]
     assert [line.split(":")[0] for line in lines] == ["mixed in a row", "mixed idle"]
     assert all(len([ms for ms in re.findall(r"(\d+\.\d+) ms", line) if float(ms) > 0]) == 3 for line in lines)
-
-

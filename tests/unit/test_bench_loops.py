@@ -1,37 +1,22 @@
 """The benchmark of other training loops without a GPU: samples, batches, turns, records, what is refused."""
 
 import hashlib
-import importlib.util
-import json
 import math
-import subprocess
-import sys
-import time
 
 import pytest
-import torch
 
 from bridge_cg_plugin.cli.runs.results import provenance, read_records
 from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY
-from bridge_cg_plugin.upstream.environment import RELEASE_MEMORY
 from examples.photographs.processes import TrainingFailed
 from scripts.performance import bench_loops
 from scripts.performance.loops import records
-from scripts.performance.loops.rounds import PASSES, Counts, Round, timed, worker_arguments
+from scripts.performance.loops.rounds import PASSES, Round, worker_arguments
 from scripts.performance.loops.samples import (
-    IMAGE,
-    MERGED,
     MIXES,
     PAIR,
     draw_round,
-    microbatches,
 )
-from scripts.performance.loops.verl_engines import RayStandIn
-from scripts.performance.loops.verl_setup import PACK_BUCKETS
 from scripts.performance.records import check_record
-
-needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
-
 
 # Of the lengths, grids and seeds of a round's samples as records have them.
 RECORDED = "059be5a239c7ed33"
@@ -63,14 +48,12 @@ class TestSamples:
         assert all(h % 2 == w % 2 == 0 for each in MIXES.values() for grids in each for _, h, w in grids)
         assert max(len(grids) for each in MIXES.values() for grids in each) == 3
 
-
     def test_usual_samples_are_those_of_the_records(self):
         drawn = [(len(sample.prompt), len(sample.response), sample.grids, sample.seed) for sample in draw_round(1, 0)]
         assert hashlib.sha256(repr(drawn).encode()).hexdigest()[:16] == RECORDED
 
 
 class TestRecords:
-
     def test_graphs_beside_eager(self):
         eager = [a_run([a_round(2.0, shift=0.01 * n) for _ in range(6)]) for n in range(2)]
         graphs = a_run(
@@ -85,7 +68,6 @@ class TestRecords:
         assert found["graph_share"] == pytest.approx(0.75)
         assert (found["capture_s"], found["memory_gb"]) == (5.0, 6.0)
         check_record({"case": "verl", "mode": "plugin", **provenance(5, 0), **found})
-
 
     def test_any_round_that_differs_from_eager_passes_over_its_weights_is_not_equal(self):
         rounds = [a_round(bit_equal=number != 4) for number in range(6)]
@@ -150,42 +132,7 @@ class TestBench:
         assert status == 1 and "no memory" in found["plugin"]["error"] and "ms" in found["eager2"]
         assert "all of its log" in capsys.readouterr().err
 
-
     @pytest.mark.parametrize("words", [["--cases", "ver"], ["--modes", "fast"], ["--rounds", "3"]])
     def test_what_cannot_work_is_refused(self, words):
         with pytest.raises(SystemExit, match="2"):
             bench_loops.parse(words)
-
-
-class TestVerl:
-
-    @needs_verl
-    def test_verl_takes_a_batch_and_its_loss_is_that_of_its_tokens(self):
-        code = """
-import json, torch
-from scripts.performance.loops.samples import draw_round
-from scripts.performance.loops.verl_engines import stand_in
-stand_in()
-from scripts.performance.loops import verl_batches, verl_engines
-samples = draw_round(0, 0)
-batch = verl_batches.batch_of(samples)
-ids = batch["input_ids"]
-log_probs = torch.nested.nested_tensor_from_jagged(torch.arange(ids.values().numel()).float(), ids.offsets())
-output = {"model_output": {"log_probs": log_probs}}
-old = verl_batches.response_log_probs(output, batch)
-batch = verl_batches.batch_of(samples, old, old)
-from verl.utils import tensordict_utils as tu
-tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=batch["loss_mask"].values().sum().item())
-loss, _ = verl_engines.loss_function()(model_output=output["model_output"], data=batch)
-tokens = [len(s.response) for s in samples]
-wanted = -sum(s.advantage * n for s, n in zip(samples, tokens)) / sum(tokens)
-rows = [int(row[0]) for row in old.unbind()]
-starts = [0, *torch.tensor([len(s.prompt) + len(s.response) for s in samples]).cumsum(0).tolist()]
-first = [start + len(s.prompt) - 1 for start, s in zip(starts, samples)]
-print(json.dumps([float(loss), wanted, rows == first]))
-"""
-        written = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-        assert written.returncode == 0, written.stderr[-2000:]
-        loss, wanted, aligned = json.loads(written.stdout.splitlines()[-1])
-        assert aligned and loss == pytest.approx(wanted, rel=1e-4)
-

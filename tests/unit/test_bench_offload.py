@@ -1,15 +1,10 @@
 """The benchmark of offloading and recompute without a GPU, on small models."""
 
 import pytest
-import torch
 
 from bridge_cg_plugin.cli.runs.results import read_records
-from bridge_cg_plugin.options import VisionGraphOptions
 from scripts.performance import bench_offload
 from scripts.performance.records import check_record
-from tests.models import language_model
-
-from .packs import EXPERTS, ON_CPU, new_model, pack
 
 
 @pytest.fixture

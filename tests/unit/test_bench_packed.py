@@ -1,16 +1,13 @@
 """The benchmark of packed documents without a GPU, on small models."""
 
-from unittest import mock
-
 import pytest
 import torch
 
 from bridge_cg_plugin.cli.runs.results import provenance, read_records
-from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from scripts.performance import bench_packed
 from scripts.performance.records import check_record
 from tests.models import language_model
-from tests.models.language_model import Pack, draw, split
+from tests.models.language_model import Pack
 
 from . import packs
 
@@ -62,5 +59,3 @@ def test_a_model_is_measured_in_every_mode(monkeypatch, tmp_path):
         assert one["mode"] == "eager" or not one["fallbacks"]
         assert one["mode"] != "plugin" or one["bit_equal"]
     assert records[0]["gpu_busy_ms"] == 0 and records[2]["max_packed_seqs"] == 20
-
-

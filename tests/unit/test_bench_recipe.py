@@ -12,7 +12,6 @@ from bridge_cg_plugin.options.flags import given_flags
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import graph_words
 from examples.photographs.processes import TrainingFailed
 from scripts.performance import bench_recipe
-from scripts.performance.bench_recipe import CASES
 from scripts.performance.records import check_record
 
 STEPS = WARM_UP + 2
@@ -112,18 +111,6 @@ def test_eager_has_no_graphs_and_each_mode_of_graphs_has_its_setting(runs, tmp_p
         assert options.vision.enabled and options.packed.enabled
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_case_has_its_recipe_gpus_and_overrides_in_every_run(runs, tmp_path, name):
-    started = runs(eager1=result(200.0), plugin=result(80.0))
-    status, found = measure(tmp_path / "r.jsonl", "--case", name, "--eager-runs", "1", "model.seq_length=2048")
-    case = CASES[name]
-    assert status == 0 and runs.ranks == [case.gpus] * 2
-    for words in started.values():
-        wanted = {*case.words, "model.seq_length=2048", f"train.global_batch_size={case.batch}"}
-        assert words[words.index("--recipe") + 1] == case.recipe and wanted <= {*words}
-    assert all((record["case"], record["gpus"]) == (name, case.gpus) for record in found.values())
-
-
 def test_all_runs_have_the_same_images_steps_and_weights(runs, tmp_path):
     started = runs(eager1=result(200.0), plugin=result(80.0))
     measure(tmp_path / "r.jsonl", "--eager-runs", "1", "--global-batch", "4")
@@ -155,5 +142,3 @@ def test_bad_input_is_refused_before_anything_runs(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(bench_recipe, "TrainingProcess", None)
     assert bench_recipe.main(["--out", str(tmp_path / "r.jsonl"), *line]) == 2
     assert says in capsys.readouterr().err and not (tmp_path / "r.jsonl").exists()
-
-

@@ -1,6 +1,5 @@
 """Records of benchmarks: their form, and the page of their tables."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -59,5 +58,3 @@ def test_the_page_is_that_of_the_records():
     text = (FOLDER / "README.md").read_text()
     assert tables.page(FOLDER, text) == text, "run scripts/performance/tables.py"
     assert all(f"\n## {each.title}\n" in text for each in tables.TABLES)
-
-

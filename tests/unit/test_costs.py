@@ -84,19 +84,6 @@ def test_any_number_of_shapes_takes_bounded_memory(costs, clock, monkeypatch):
     assert len(costs._choices) <= 3
 
 
-def test_eager_is_chosen_only_if_it_was_faster(costs, clock):
-    measure(costs, clock, [((800,), 75.0)], [(BUCKET, 200.0), (Bucket(1024, (32, 1024)), 15.0)] * TIMED_REPLAYS)
-    assert costs.eager_is_faster(Shape(800, 1, 800), BUCKET)
-    assert costs.eager_is_faster(Shape(600, 1, 600), BUCKET)
-    assert not costs.eager_is_faster(Shape(800, 1, 800), Bucket(1024, (32, 1024)))
-
-
-@pytest.mark.parametrize("larger", [(804, 1, 800), (804, 2, 800), (800, 2, 400)])
-def test_beyond_what_was_measured_the_batch_is_replayed(costs, clock, larger):
-    measure(costs, clock, [((800,), 75.0)], [(BUCKET, 200.0)] * TIMED_REPLAYS)
-    assert not costs.eager_is_faster(Shape(*larger), BUCKET)
-
-
 def test_nothing_measured_means_replay(costs, clock):
     assert not costs.eager_is_faster(Shape(800, 1, 800), BUCKET)
     measure(costs, clock, [((800,), 75.0)])

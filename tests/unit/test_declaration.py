@@ -10,8 +10,7 @@ from bridge_cg_plugin.options import OptionError, VisionGraphOptions, normalize
 from bridge_cg_plugin.options import flags as flags_module
 from bridge_cg_plugin.options.declaration import Group, option
 from bridge_cg_plugin.options.explain import further, group_table, tuning_table
-from bridge_cg_plugin.options.flags import FLAGS, add_flags, flags_of, given_flags
-from bridge_cg_plugin.options.groups import GROUPS
+from bridge_cg_plugin.options.flags import add_flags, flags_of, given_flags
 from bridge_cg_plugin.options.releases import RELEASES, fields_since
 from bridge_cg_plugin.options.values import whole_number
 from bridge_cg_plugin.options.vision import VISION

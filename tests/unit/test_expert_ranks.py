@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, strategies
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed
-from torch.nn import functional
 
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
@@ -95,10 +94,8 @@ def replay(changes, count=4, seed=0):
 MODELS = {
     "more experts than a rank has": {"moe_router_topk": 3},
     "shared experts": {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
-
     "a loss of sequences": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1},
     "a bias of experts": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
-
 }
 
 
@@ -129,7 +126,6 @@ def replay_moved(options):
 
 MOVED = {
     "offload": {"cuda_graph_packed_offload": "all", "cuda_graph_packed_recompute": "all"},
-
 }
 
 
@@ -169,7 +165,6 @@ def accumulate():
 # What one rank is given while the other has a pack that fits: its pack, and what both count.
 BEYOND = {
     "documents": (((40,) * 8,), ["too_many_documents"] * 2),
-
     "unpacked": (None, ["unpacked_batch", "other_rank"]),
 }
 

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from bridge_cg_plugin.cli.explain.answer import NOT_MEASURED, Answer, render
-from bridge_cg_plugin.cli.explain.forecast import as_json, largest_bucket
+from bridge_cg_plugin.cli.explain.forecast import as_json
 from bridge_cg_plugin.cli.explain.forecast import vision_forecast as forecast
-from bridge_cg_plugin.cli.explain.models import QWEN3_VL, Encoder, encoder_of
+from bridge_cg_plugin.cli.explain.models import encoder_of
 from bridge_cg_plugin.cli.planner.records import TOWER, of_encoder
 from bridge_cg_plugin.options import VisionGraphOptions, graph_options
-from bridge_cg_plugin.options.explain import text_table
 
 
 def options_with(vision):
@@ -129,5 +128,3 @@ tokens_8192                   8192     209.3      147.7   0.71         8.0
 1x2048                       16384     583.1      473.5   0.81        15.9
 Records of docs/benchmarks/vision_bench.jsonl, 2026-11-22, NVIDIA H200. Eager
   waits for the host: its time depends on how fast and how busy that is."""
-
-

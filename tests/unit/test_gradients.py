@@ -80,10 +80,7 @@ FITTING, TOO_LARGE = (2, 4), (10, 8)
 @pytest.mark.parametrize(
     "lengths",
     [
-        [FITTING] * 3,
-        [FITTING, TOO_LARGE, FITTING],
-        [TOO_LARGE, FITTING, TOO_LARGE],
-        [TOO_LARGE, TOO_LARGE],
+        [FITTING, TOO_LARGE, TOO_LARGE, FITTING, FITTING],
         [(2,), (4,), (16,), FITTING],
     ],
 )
@@ -97,7 +94,7 @@ def test_microbatches_accumulate_as_in_eager(lengths):
         assert parallel.flags == [False] * 6
 
 
-@pytest.mark.parametrize("order", [(FITTING, TOO_LARGE), (TOO_LARGE, FITTING), (FITTING, TOO_LARGE, FITTING)])
+@pytest.mark.parametrize("order", [(FITTING, TOO_LARGE, FITTING)])
 @pytest.mark.parametrize("flip", [False, True])
 def test_replay_and_eager_in_one_backward(order, flip):
     reference, parallel, region = pair()
@@ -108,16 +105,6 @@ def test_replay_and_eager_in_one_backward(order, flip):
     assert parallel.flags == [False] * 6
 
 
-def test_forwards_first_then_backwards_in_either_kind():
-    reference, parallel, region = pair()
-    items = [FITTING, TOO_LARGE, (2, 2), FITTING]
-    for seed, item in enumerate(items):
-        eager_loss(reference, toy_batch(item, seed)).backward()
-    for loss in [region_loss(region, toy_batch(item, seed)) for seed, item in enumerate(items)]:
-        loss.backward()
-    assert_same(parallel.main_grads, reference.main_grads)
-
-
 def test_every_hook_fires_once_for_each_backward_with_a_gradient():
     _, parallel, region = pair()
     names = sorted(n for n, _ in region.program.model.named_parameters())
@@ -126,22 +113,6 @@ def test_every_hook_fires_once_for_each_backward_with_a_gradient():
         region_loss(region, toy_batch(FITTING, seed)).backward()
         assert sorted(parallel.fired) == names
     assert all(parallel.arrived)
-
-
-def test_hooks_fire_once_when_one_backward_covers_several_replays():
-    _, parallel, region = pair()
-    sum(region_loss(region, toy_batch(FITTING, seed)) for seed in range(3)).backward()
-    assert sorted(parallel.fired) == sorted(n for n, _ in region.program.model.named_parameters())
-
-
-def test_the_flag_is_set_when_hooks_fire():
-    _, parallel, region = pair()
-    seen = []
-    parameter = region.program.model.mix.weight
-    node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-    node.register_hook(lambda *unused: seen.append(parameter.grad_added_to_main_grad))
-    region_loss(region, toy_batch()).backward()
-    assert seen == [True]
 
 
 def test_main_grad_is_added_to_not_overwritten():
@@ -171,17 +142,6 @@ def test_capture_adds_nothing_to_main_grad():
     _, parallel, _ = pair()
     assert all(not g.any() for g in parallel.main_grads)
     assert parallel.fired == []
-
-
-def test_main_grad_zeroed_between_steps():
-    reference, parallel, region = pair()
-    for step in range(3):
-        for side in (reference, parallel):
-            for gradient in side.main_grads:
-                gradient.zero_()
-        eager_loss(reference, toy_batch(seed=step)).backward()
-        region_loss(region, toy_batch(seed=step)).backward()
-        assert_same(parallel.main_grads, reference.main_grads)
 
 
 def test_another_main_grad_tensor_after_capture_falls_back():
@@ -242,16 +202,6 @@ def test_plain_gradients_accumulate_without_aliasing():
     assert not torch.equal(kept[0][1], kept[2][1])
 
 
-def test_a_plain_gradient_set_aside_outlives_the_next_backward():
-    region = toy_region()
-    region_loss(region, toy_batch(seed=0)).backward()
-    aside = [p.grad for p in region.program.model.parameters()]
-    values = [g.clone() for g in aside]
-    region.program.model.zero_grad(set_to_none=True)
-    region_loss(region, toy_batch(seed=1)).backward()
-    assert_same(aside, values)
-
-
 def test_a_backward_that_fails_leaves_no_flag_behind():
     """Else the next eager gradient would be taken for one that main_grad has already."""
     reference, parallel, region = pair()
@@ -280,14 +230,6 @@ def test_a_reset_between_forward_and_backward(again):
     loss.backward()
     assert_same(parallel.main_grads, reference.main_grads)
     assert parallel.flags == [False] * 6
-
-
-def test_dropping_a_region_takes_its_hooks_off_the_parameters():
-    _, _, region = pair()
-    model = region.program.model
-    assert all(p._backward_hooks for p in model.parameters())
-    region.reset()
-    assert not any(p._backward_hooks for p in model.parameters())
 
 
 def test_recapture_leaves_one_hook_on_each_parameter():
@@ -362,10 +304,7 @@ class Left(DataParallel):
         return lambda *unused: self.fired.append(name)
 
 
-MIXES = [(FITTING, TOO_LARGE, FITTING, FITTING, TOO_LARGE), (TOO_LARGE, FITTING), (FITTING, FITTING)]
-
-
-@pytest.mark.parametrize("lengths", MIXES)
+@pytest.mark.parametrize("lengths", [(FITTING, TOO_LARGE, FITTING, FITTING, TOO_LARGE), (TOO_LARGE, FITTING)])
 @pytest.mark.parametrize("hooks", [None, Left, DataParallel], ids=["none", "leaving", "adding"])
 def test_a_loop_that_leaves_gradients_between_microbatches(lengths, hooks):
     """Nothing is lost or counted twice in `main_grad` and `.grad` together; without hooks, each is as in eager."""

@@ -23,11 +23,8 @@ from bridge_cg_plugin.options import (
     PackedOptions,
     VisionGraphOptions,
     as_fields,
-    check_deprecated_scope,
     graph_options,
     normalize,
-    normalize_cuda_graph_modules,
-    normalize_inference_cuda_graph_scope,
 )
 from bridge_cg_plugin.options import graph_options as make
 from bridge_cg_plugin.options.language_model import INFERENCE_SCOPES
@@ -334,42 +331,9 @@ def test_unknown_graph_options_name_the_nearest(wrong, nearest):
             make(source)
 
 
-def test_other_words_are_none_of_our_business():
-    assert (
-        make("train.train_iters=5 optimizer.optimizer_cuda_graph=true --steps 3 model.num_layers=2") == GraphOptions()
-    )
-
-
 def test_a_graph_option_in_the_wrong_section():
     with pytest.raises(OptionError, match=r"model\.cuda_graph_impl"):
         make("train.cuda_graph_impl=local")
-
-
-@pytest.mark.parametrize(
-    "text", ["nonsense", "a.yaml", "\0.yaml", "'", "model: [", "- 1\n- 2\n", "x: !!python/name:os.x\n"]
-)
-def test_sources_that_cannot_be_read(text):
-    with pytest.raises(OptionError):
-        make(text)
-
-
-def test_normalizers_alone():
-    assert normalize_cuda_graph_modules("attn,full_iteration") == ((M.attn,), ("full_iteration",), False)
-    assert normalize_cuda_graph_modules("full") == ((), (), True)
-    assert normalize_inference_cuda_graph_scope(None, "local") is S.layer
-    assert normalize_inference_cuda_graph_scope(None, "full_iteration") is S.none
-    assert normalize_inference_cuda_graph_scope("InferenceCudaGraphScope.block", "local") is S.block
-    check_deprecated_scope(("full_iteration",), None, None)
-    with pytest.raises(OptionError, match="transformer_engine"):
-        check_deprecated_scope(("full_iteration",), "transformer_engine", None)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"impl": "cuda"}, {"modules": ("attn",)}, {"modules": [M.attn]}, {"inference_scope": "none"}]
-)
-def test_typed_options_hold_typed_values_only(wrong):
-    with pytest.raises(OptionError):
-        LanguageModelGraphOptions(**wrong)
 
 
 def test_values_that_a_release_cannot_do_name_the_release_that_can():

@@ -51,8 +51,7 @@ def test_what_warm_up_did_not_show_runs_eager_once_and_is_recorded_before_the_ne
         assert list(graphs.statistics().pauses) == [2] and graphs.statistics().longest_pause > 0
 
 
-@pytest.mark.parametrize("modules", MODULES)
-@pytest.mark.parametrize("frames", [65, 90, 300])
+@pytest.mark.parametrize("modules, frames", zip(MODULES, [65, 90, 300], strict=True))
 def test_frames_grow_as_tokens_do(tower, modules, frames):
     graphs, stack = grown(tower, SMALL, modules=modules, max_frames="auto")
     with stack:
@@ -350,7 +349,7 @@ def test_any_sizes_over_thirty_steps_equal_eager(tower, modules):
         assert statistics.replays > 3 * statistics.fallbacks.total()
 
 
-@pytest.mark.parametrize("modules", [[], ["attn"], ["attn", "mlp"]])
+@pytest.mark.parametrize("modules", [[], ["attn"]])
 def test_packs(modules):
     model, seen = packs.new_model(), [(300,), (100, 150, 50), (400, 200), (300,), (7, 290), (500, 90, 10), (400, 190)]
     options = {

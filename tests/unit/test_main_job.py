@@ -3,7 +3,7 @@ import sys
 import pytest
 
 from examples.photographs import arguments as command
-from examples.photographs import comparison, gpu, training
+from examples.photographs import comparison, gpu
 from examples.photographs.processes import TrainingFailed
 
 

@@ -12,7 +12,6 @@ from torch import distributed
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.reports.report import (
-    metrics,
     metrics_of_ranks,
     pause_metrics,
     render_ranks,
@@ -22,7 +21,6 @@ from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, RegionS
 from bridge_cg_plugin.upstream.hooks.loops import rank_figures, train_loop
 from bridge_cg_plugin.upstream.hooks.loops.rank_figures import LastFigures, pauses_of_ranks
 from bridge_cg_plugin.upstream.parallel.schedules import most_microbatches
-from bridge_cg_plugin.upstream.parallel.watchdog import named_failure
 from bridge_cg_plugin.vision.batch import token_count
 from tests.ranks import run_ranks
 

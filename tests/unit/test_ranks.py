@@ -236,13 +236,6 @@ def test_strict_stops_every_rank_with_the_failing_ones_reason(tmp_path):
     assert "rank 1 failed" in ranks[0]["raised"]
 
 
-def capture_after_other_images():
-    model = new_tower()
-    helper = helper_on(model, buckets="auto", strict=False)
-    run_tower(model, IMAGES if distributed.get_rank() == 0 else [(1, 16, 16)])
-    return helper.create_cudagraphs(), helper.graphs.failure
-
-
 def sees_other_images_under_context_parallelism():
     model = new_tower()
     helper = helper_on(model, buckets="auto")

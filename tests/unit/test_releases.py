@@ -101,22 +101,6 @@ def test_a_command_runs_with_its_release(tool, monkeypatch):
     assert tool.named("oldest").bridge == OLDEST.bridge
 
 
-def test_a_download_that_fails_leaves_nothing_and_says_so(tool, monkeypatch, capsys):
-    def run(command, **options):
-        return subprocess.CompletedProcess(command, 1, "", "no route to the index\n")
-
-    monkeypatch.setattr(tool.subprocess, "run", run)
-    assert tool.main([]) == 1
-    assert "no route to the index" in capsys.readouterr().err
-    assert not tool.folder_of(tool.RELEASES[1]).exists()
-
-
-def test_an_unknown_release_is_refused(tool, capsys):
-    assert tool.main(["on", "9.9", "python"]) == 1
-    assert "0.5.1" in capsys.readouterr().err
-    assert tool.main(["nonsense"]) == 2
-
-
 def test_every_seam_is_declared_in_full():
     assert len({seam.name for seam in SEAMS}) == len(SEAMS)
     replaced = [seam.place for seam in SEAMS if seam.patched_by]

@@ -218,11 +218,7 @@ def test_the_committed_records_make_a_page_per_release():
     ("line", "says"),
     [
         ("{", r"runs\.jsonl:2 as a benchmark record: it is no JSON"),
-        ("[]", "it is no JSON object"),
         ('{"mode": "eager", "versions": {}}', "'case' is missing or no str"),
-        ('{"case": "a", "mode": "eager", "versions": {}, "losses": ["x"]}', "'losses' is no list of numbers"),
-        ('{"case": "a", "mode": "eager", "versions": {}, "losses": [1], "ms": "3"}', "'ms' is no number"),
-        ('{"case": "a", "mode": "eager", "versions": {}, "losses": [1], "gpu": 7}', "'gpu' is no text"),
         (
             '{"case": "a", "mode": "plugin", "versions": {}, "losses": [1], "graphs": {"buckets": {}}}',
             "'graphs' has no statistics of this version .KeyError: 'replays'.",
@@ -339,8 +335,7 @@ def test_a_missing_package_is_named(package, words, says, monkeypatch, capsys, t
     assert not (tmp_path / "x.html").exists()
 
 
-@pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1", "TERM": "dumb"}])
-@pytest.mark.parametrize("columns", [50, 80, 200, None])
+@pytest.mark.parametrize("columns, variables", [(50, {"FORCE_COLOR": "1", "TERM": "dumb"}), (None, {})])
 def test_tables_of_a_file_are_as_wide_as_columns(columns, variables, capsys, monkeypatch):
     for name, value in {"COLUMNS": "" if columns is None else str(columns), **variables}.items():
         monkeypatch.setenv(name, value)

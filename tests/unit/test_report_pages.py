@@ -1,19 +1,14 @@
 """Verdicts of a report, and its pages in Markdown, JSON and HTML."""
 
 import html.parser
-import io
 import json
 import re
-import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
-from bridge_cg_plugin.cli.report.page import Table, make_page
-from bridge_cg_plugin.cli.report.plots import INK, draw
-from bridge_cg_plugin.cli.report.records import peak_tflops
-from bridge_cg_plugin.cli.report.render import to_html, to_json, to_markdown, to_terminal
+from bridge_cg_plugin.cli.report.page import make_page
+from bridge_cg_plugin.cli.report.plots import draw
+from bridge_cg_plugin.cli.report.render import to_html, to_json, to_markdown
 from bridge_cg_plugin.cli.report.runs import Run, counts_of
 from bridge_cg_plugin.cli.report.verdict import verdicts
 from bridge_cg_plugin.graphs.reports.statistics import RegionStatistics

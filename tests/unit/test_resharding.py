@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-import pytest
 import torch
 from megatron.core import dist_checkpointing
 from torch import distributed

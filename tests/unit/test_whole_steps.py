@@ -1,6 +1,5 @@
 """Which measured whole step `bridge-cg explain` names for a configuration, and what it says of it."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
