@@ -165,24 +165,6 @@ def test_orders_do_not_depend_on_what_weights_hold(begins, value):
     assert sizes.last(4, 1024) == begins[0] - 4
 
 
-def test_products_of_each_type_are_tried(monkeypatch):
-    def linear(x, weight, bias):
-        return LINEAR(x, weight, bias) * (1 + (x.dtype == torch.float64 and len(x) >= 68))
-
-    monkeypatch.setattr(functional, "linear", linear)
-    layers = [nn.Linear(8, 8).double(), nn.Linear(8, 8)]
-    assert AlikeSizes([RowProduct.of(layer, 1) for layer in layers], unit=4).last(4, 1024) == 64
-
-
-def test_autocast_that_casts_nothing_is_not_tried(tried):
-    sizes = AlikeSizes([RowProduct.of(nn.Linear(8, 8).bfloat16(), 1)], unit=4)
-    sizes.last(64, 256)
-    del tried[:]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert sizes.alike_now(64, 256) and sizes.alike(64, 256)
-    assert not tried
-
-
 def test_products_are_those_of_the_modules():
     """GLM-4.5V has convolutions of patches and of embeddings; images of the latter are in channels-last format."""
     model = new_glm45v()
@@ -360,21 +342,6 @@ def run_under_autocast(model, rows):
         [outputs] = run_qwen25(model, rows)
     outputs.float().sum().backward()
     return outputs
-
-
-def test_autocast_has_orders_of_its_own(begins_under_autocast):
-    """Warm-up steps ran without it."""
-    model, options = new_qwen25(**WIDTHS), {"buckets": "auto", "kernels": "exact"}
-    expected = [run_under_autocast(model, rows) for rows in ROWS]
-    with every_product(), graphs_on(model, capture=False, **options) as graphs:
-        for rows in ROWS:
-            run_qwen25(model, rows)
-        assert graphs.capture()
-        run_under_autocast(model, ROWS[0])
-        for rows, outputs in zip(ROWS, expected, strict=True):
-            assert_close([run_under_autocast(model, rows)], [outputs], 2e-2)
-        found = graphs.statistics()
-        assert found.replays > 0 and found.fallbacks.total() > 0
 
 
 def test_sizes_get_buckets_by_the_orders_of_the_autocast_of_microbatches(begins_under_autocast):

@@ -11,7 +11,6 @@ from bridge_cg_plugin.cli.audit import AuditError, audit
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.upstream.seams.registry import SEAMS, seam
 from bridge_cg_plugin.upstream.seams.releases import RELEASES
-from bridge_cg_plugin.upstream.seams.seam import Seam
 
 from ..releases import folder_of, sources_of
 
@@ -118,40 +117,3 @@ assert not bad, bad
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"megatron-bridge {importlib.metadata.version('megatron-bridge')}" in done.stdout
-
-
-SOURCES = {
-    "megatron.a": (
-        "from .b import Thing as Other, function\nfrom x import Foreign\nAlias = Other\n"
-        "class Mine(Other): size: int = 1\n"
-        "class Theirs(Foreign): pass\ntry:\n    from .b import only_here\nexcept ImportError:\n    only_here = None\n",
-        False,
-    ),
-    "megatron": ("", True),
-    "megatron.b": (
-        "class Thing:\n    def __init__(self, first, *, second=1):\n        self.kept, local = first, 2\n"
-        "    @property\n    def shown(self): return 1\ndef function(a, /, b, *c, d, **e):\n    return a(b)\n"
-        "def only_here(): pass\n",
-        False,
-    ),
-}
-
-
-def look(target, **expected):
-    reader = auditing.SourceReader(SOURCES.get)
-    kind = expected.pop("kind", "class")
-    return reader.find(
-        Seam(name="s", module="megatron.a", target=target, kind=kind, touch="read", purpose="p", **expected)
-    )
-
-
-def test_sources_are_followed_through_imports_aliases_and_bases():
-    for name in ("Other", "Alias", "Mine"):
-        found = look(name, attributes=("kept",))
-        assert found.kind == "class" and found.parameters == ("self", "first", "second")
-        assert {"kept", "shown", "__init__"} <= found.attributes and "local" not in found.attributes
-    assert look("Mine").attributes - look("Other").attributes == {"size"}
-    assert look("function").parameters == ("a", "b", "d")
-    assert "a(b)" in look("function").code
-    assert look("only_here").kind == "function"
-    assert look("Mine.shown").kind == "function" and look("Mine.absent") is None and look("absent") is None

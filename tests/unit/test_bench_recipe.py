@@ -126,14 +126,11 @@ def test_all_runs_have_the_same_images_steps_and_weights(runs, tmp_path):
     ("line", "says"),
     [
         (["--case", "8b_sft_tp2", "--gpus", "1"], "model.tensor_model_parallel_size=2 needs a multiple of 2"),
-        (["--case", "30b_a3b_8_layers_ep2", "--gpus", "3"], "model.expert_model_parallel_size=2 needs a multiple of 2"),
-        (["--gpus", "3"], "train.global_batch_size must be a multiple of train.micro_batch_size=2 times 3"),
         (
             ["--recipe", "qwen3_8b_sft_config"],
             "Cannot use --recipe qwen3_8b_sft_config: it must be a recipe or preset of",
         ),
         (["--vision_cuda_graph_bukets", "2"], "Did you mean --vision_cuda_graph_buckets"),
-        (["--recipe", "qwen3_vl_8b_pft_config"], "no such recipe. Did you mean qwen3_vl_8b_peft_config"),
         (["--global-batch", "3"], "train.global_batch_size must be a multiple of train.micro_batch_size=2, not 3"),
         (["train.trian_iters=4"], "Did you mean train.train_iters"),
     ],

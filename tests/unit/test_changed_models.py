@@ -1,7 +1,7 @@
 """A model that changes under its graphs: every microbatch equals eager, on graphs again where the change lasts."""
 
 import functools
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -12,10 +12,7 @@ from megatron.bridge.peft.lora import LoRA
 from torch.nn.utils import parametrize
 
 from bridge_cg_plugin.graphs.changes.sources import LASTING, MANY_ADOPTED, MOST_TOLD
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
 
-from ..regions import new_region
-from ..rows_program import RowsProgram
 from ..tape import TapeExecutor
 from . import packs
 from .changes import LAYERS, GraphedAndEager
@@ -110,21 +107,6 @@ def test_a_tower_trains_nothing_while_its_adapters_are_switched_off(executor):
         assert graphs.statistics().fallbacks == {"model_changed": 1} and graphs.statistics().replays == 2
 
 
-def test_adapters_added_to_a_frozen_tower_after_capture():
-    tower = new_tower().requires_grad_(False)
-    pixels, grid = draw([[1, 4, 4]])
-    with graphs_on(tower, executor=TapeExecutor()) as graphs:
-        assert not tower(pixels, grid)[0].requires_grad
-        with_adapters(tower)
-        for _ in range(3):
-            actual = results(tower, [[1, 4, 4]])
-            with graphs.paused():
-                expected = results(tower, [[1, 4, 4]])
-            assert_close(actual[0], expected[0])
-            assert_close(actual[1], expected[1])
-        assert graphs.statistics().fallbacks == {"model_changed": 1}
-
-
 def test_a_forward_hook_on_a_layer_runs_eager_while_it_is_there(caplog):
     tower, seen = new_tower(), []
     pixels, grid = draw([[1, 4, 4]])
@@ -168,27 +150,6 @@ def test_a_tower_of_another_type_than_at_capture_runs_eager_until_it_is_back(con
                     assert torch.equal(tower(pixels.to(dtype), grid)[0], reference(pixels.to(dtype), grid)[0])
         # `to` also leaves another buffer behind.
         assert graphs.statistics().fallbacks["numerics_changed"] == 3 and graphs.statistics().replays >= 5
-
-
-@pytest.mark.parametrize("around_capture", [False, True])
-def test_autocast_outside_is_part_of_what_is_recorded(around_capture):
-    # Without gradients: megatron-core's own layers on a CPU do not differentiate what autocast has cast.
-    tower, (pixels, grid) = new_tower().requires_grad_(False), draw([[1, 4, 4], [1, 6, 8]])
-    with ExitStack() as stack:
-        if around_capture:
-            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-        graphs = stack.enter_context(graphs_on(tower, buckets=(64,), executor=TapeExecutor()))
-        for autocast in (True, False, True, False, True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                outputs = tower(pixels, grid)[0]
-                with graphs.paused():
-                    expected = tower(pixels, grid)[0]
-            assert_close([outputs.detach()], [expected.detach()])
-            del outputs, expected
-            with torch.no_grad():
-                for parameter in tower.parameters():
-                    parameter.mul_(1.1)
-        assert graphs.statistics().fallbacks == {"autocast_changed": 1} and graphs.statistics().replays == 4
 
 
 def test_a_model_that_changes_all_the_time_is_captured_seldom_and_on_graphs_again_once_it_stays(caplog):
@@ -268,10 +229,10 @@ def write(held, scale):
         write(held.a, scale)
 
 
-@pytest.mark.parametrize("within, in_step", [(within, within % 2 == 1) for within in range(len(WITHIN))])
-def test_what_objects_in_attributes_hold_is_part_of_the_model(within, in_step):
-    for make in HELD:
-        tower, held = new_tower(), WITHIN[within](make())
+@pytest.mark.parametrize("in_step", [False, True])
+def test_what_objects_in_attributes_hold_is_part_of_the_model(in_step):
+    for make, within in [*((make, WITHIN[0]) for make in HELD), *((Settings, within) for within in WITHIN[1:])]:
+        tower, held = new_tower(), within(make())
         tower.decoder.layers[0].mlp.linear_fc2 = reading = Reading(tower.decoder.layers[0].mlp.linear_fc2, held)
         with graphs_on(tower, buckets=(16,), executor=TapeExecutor()) as graphs:
             for changed in (held, reading.config.inner):
@@ -283,26 +244,6 @@ def test_what_objects_in_attributes_hold_is_part_of_the_model(within, in_step):
                             with graphs.paused():
                                 assert_close([actual], [tower(*draw([[1, 4, 4]]))[0]])
             assert graphs.statistics().fallbacks["model_changed"] == 2
-
-
-class Louder(torch.nn.Linear):
-    def forward(self, x):
-        return 3 * super().forward(x)
-
-
-def test_a_module_of_another_class_is_another_model():
-    region_model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    region = new_region(RowsProgram(region_model, (4,)), TapeExecutor(), [Bucket(8)])
-    region.capture()
-    x = torch.randn(3, 4)
-    for kind in (Louder, torch.nn.Linear):
-        region_model[0].__class__ = kind
-        for _ in range(2):
-            found = region.run(x)
-            if found is not None:
-                torch.testing.assert_close(found[0], region_model(x))
-            del found
-    assert region.statistics.fallbacks == {"model_changed": 1}
 
 
 class Gained(torch.nn.Module):

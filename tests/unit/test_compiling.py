@@ -75,12 +75,6 @@ def test_sizes_of_a_magnitude_are_compiled_once_and_beside_the_training(kernels)
     assert threading.get_ident() not in kernels.threads and len(kernels.threads) == 1
 
 
-def test_a_microbatchs_own_size_comes_first(kernels):
-    KernelCompiler(kernels.compilations).saw(784)
-    wait_for(lambda: len(kernels.done) == 12)
-    assert [tokens for tokens, _ in kernels.done[::2]] == [784, 1568, 392, 3136, 196, 6272]
-
-
 def test_a_recording_waits_for_one_kernel_and_the_next_ones_for_it(kernels):
     kernels.hold.clear()
     KernelCompiler(kernels.compilations).saw(784)
@@ -264,17 +258,6 @@ def test_rotations_of_a_language_model(compiled, in_fp32):
     heads = {shape[0] for shape, *_ in rotations}
     assert len(rotations) == len(set(rotations)) == 2 * len(heads) and 1 in heads and len(heads) == 2
     assert all(rounds is not in_fp32 for *_, rounds in rotations)
-
-
-def test_norms_over_heads_of_a_language_model(compiled):
-    from transformer_engine.pytorch import RMSNorm
-
-    kind = {"device": "meta", "dtype": torch.bfloat16}
-    norms = [
-        RMSNorm(width, zero_centered_gamma=zero, **kind) for width, zero in ((128, False), (128, False), (64, True))
-    ]
-    list(precompile.of_language_models((torch.nn.ModuleList(norms),), 48))
-    assert sorted(name for name, *_ in compiled) == ["_rows_backward", "_sum_of_blocks"]
 
 
 def test_nothing_without_a_gpu_or_parameters():

@@ -144,24 +144,6 @@ def test_ranks_that_share_a_pack_ask_nobody(tmp_path):
     assert run_ranks(2, replay, tmp_path, {"context_parallel_size": 2}, **sizes) == [1, 1]
 
 
-def test_a_mixture_of_losses_goes_to_main_grad(tmp_path):
-    run_ranks(2, accumulate, tmp_path, **EP2)
-
-
-@dispatching_on_cpu()
-def accumulate():
-    model, packs = rank_model(), own_packs(2)
-    expected = [losses_and_gradients(model, arguments)[1] for arguments in packs]
-    model.nodes = hook_main_grads(model.decoder.parameters())
-    with on_graphs(model, packs[0]):
-        for arguments in packs:
-            losses = model(**arguments)
-            (losses * torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)).sum().backward()
-    inside = set(model.decoder.parameters())
-    for parameter, one, other in zip(model.parameters(), *expected, strict=True):
-        assert_close([parameter.main_grad if parameter in inside else parameter.grad], [one + other])
-
-
 # What one rank is given while the other has a pack that fits: its pack, and what both count.
 BEYOND = {
     "documents": (((40,) * 8,), ["too_many_documents"] * 2),
@@ -282,21 +264,6 @@ def test_a_rank_that_cannot_capture_makes_all_eager(tmp_path, strict, nth):
     assert first[0].startswith("OtherRankFailed: rank 1 failed: OutOfMemoryInCapture: made to fail")
     assert second[0].startswith("OutOfMemoryInCapture: made to fail")
     assert first[1] == second[1] == (None if strict else {"capture_failed": 1})
-
-
-@dispatching_on_cpu()
-def evaluate():
-    model, packs = rank_model(), own_packs(3)
-    with on_graphs(model) as graphs, torch.no_grad():
-        model.eval()
-        found = [model(**arguments) for arguments in packs]
-        with graphs.paused():
-            assert_close(found, [model(**arguments) for arguments in packs])
-        assert sum(bucket.evaluations for bucket in graphs.statistics().buckets.values()) == 3
-
-
-def test_evaluation_replays(tmp_path):
-    run_ranks(2, evaluate, tmp_path, **EP2)
 
 
 @dispatching_on_cpu()

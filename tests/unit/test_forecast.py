@@ -21,10 +21,6 @@ class Qwen3VLModelProvider:
     vision_cuda_graph_impl = "none"
 
 
-class Qwen25VLModelProvider(Qwen3VLModelProvider):
-    pass
-
-
 def model(kind=Qwen3VLModelProvider, layers=27, width=1152, **fields):
     made = kind()
     vars(made).update(fields, vision_config=SimpleNamespace(depth=layers, hidden_size=width))
@@ -38,17 +34,6 @@ def config(of=None, **fields):
 
 def on(**fields):
     return VisionGraphOptions(impl="transformer_engine", **fields)
-
-
-def test_figures_of_other_attention_are_not_measured():
-    def differs(**options):
-        return forecast(config(model(Qwen25VLModelProvider, 32, 1280)), on(**options), None).differs
-
-    said = "vision_cuda_graph_tuning.attention="
-    assert differs(kernels="exact") == () and differs(kernels="exact", attention="transformer_engine") == ()
-    for attention in ("cudnn", "flash"):
-        assert differs(kernels="exact", attention=attention) == (f"{said}{attention}",)
-    assert len({differs(attention=name) == () for name in ("transformer_engine", "cudnn")}) == 2
 
 
 def test_figures_are_the_records_that_the_largest_bucket_takes():
@@ -70,10 +55,7 @@ def test_a_model_without_an_encoder_has_no_forecast():
     "of, options, gpu, said",
     [
         (model(), on(), "h100", "--gpu h100"),
-        (model(), on(), "b200", "--gpu b200"),
         (model(tensor_model_parallel_size=4), on(), None, "model.tensor_model_parallel_size=4"),
-        (model(context_parallel_size=2), on(), None, "model.context_parallel_size=2"),
-        (model(freeze_vision_model=True), on(), None, "model.freeze_vision_model=True"),
         (model(), on(modules=("attn",)), None, "vision_cuda_graph_modules=['attn']"),
         (model(), on(offload_above_gb=14.0), None, "vision_cuda_graph_offload_above_gb=14.0"),
     ],
@@ -85,16 +67,6 @@ def test_what_was_not_measured_has_no_figure_in_the_table(of, options, gpu, said
     assert (answer.lines[0].memory, answer.lines[0].ratio) == (NOT_MEASURED, NOT_MEASURED)
     assert f"Not measured here: {said}. The figures are of one NVIDIA H200" in " ".join(render(answer).split())
     assert as_json(found)["not_measured"] == [said]
-
-
-def test_the_gpu_of_the_records_and_measured_options_have_figures():
-    model_of_one = model(tensor_model_parallel_size=1, context_parallel_size=1, freeze_vision_model=False)
-    options = on(modules=("attn", "mlp"), kernels="fast", attention="cudnn", slots=2, strict=True, buckets=(784,))
-    assert forecast(config(model_of_one), options, "h200").holds
-    exact = forecast(config(), replace(options, kernels="exact"), "h200")
-    assert exact.holds and exact.measured == of_encoder(TOWER, "exact")
-    records_only = forecast(config(model(Qwen25VLModelProvider, 32, 1280)), on(kernels="exact", buckets=(6720,)), None)
-    assert records_only.holds and round(records_only.memory_gb, 1) == 14.0
 
 
 def test_the_text():

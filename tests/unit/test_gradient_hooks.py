@@ -130,18 +130,6 @@ def test_gradients_of_another_module_wait_for_no_replay():
     assert seen == [(True, False)]
 
 
-def test_parameters_without_main_grad_get_their_gradient():
-    reference, parallel, _, region = setup(only=("mix.weight", "out.bias"))
-    for seed in range(2):
-        eager_loss(reference, toy_batch(FITTING, seed)).backward()
-        region_loss(region, toy_batch(FITTING, seed)).backward()
-    for ours, theirs in zip(parallel.model.parameters(), reference.model.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None)
-        if ours.grad is not None:
-            torch.testing.assert_close(ours.grad, theirs.grad)
-    assert_same([g for g in parallel.main_grads if g is not None], [g for g in reference.main_grads if g is not None])
-
-
 def test_inputs_get_their_gradient_beside_the_anchor():
     _, _, _, region = setup()
     batch = toy_batch(FITTING)

@@ -155,13 +155,6 @@ def test_another_main_grad_tensor_after_capture_falls_back():
     assert not region.statistics.fallbacks
 
 
-def test_main_grad_given_after_capture_falls_back():
-    region = toy_region()
-    parallel = DataParallel(region.program.model)
-    loss_of(region.run(toy_batch())).backward()
-    assert all(g.any() for g in parallel.main_grads) and not region.statistics.fallbacks
-
-
 def test_parameters_without_main_grad_get_theirs_beside_ones_with():
     eager, model = Toy(), Toy()
     model.load_state_dict(eager.state_dict())
@@ -173,19 +166,6 @@ def test_parameters_without_main_grad_get_theirs_beside_ones_with():
         region_loss(region, toy_batch(seed=seed)).backward()
     assert_same(parallel.main_grads, reference.main_grads)
     assert_same([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
-
-
-def test_frozen_parameters_get_nothing():
-    eager, model = Toy(), Toy()
-    model.load_state_dict(eager.state_dict())
-    for each in (eager, model):
-        each.mix.requires_grad_(False)
-    reference, parallel = DataParallel(eager), DataParallel(model)
-    region = toy_region(model)
-    eager_loss(reference, toy_batch()).backward()
-    region_loss(region, toy_batch()).backward()
-    assert_same(parallel.main_grads, reference.main_grads)
-    assert model.mix.weight.grad is None
 
 
 def test_plain_gradients_accumulate_without_aliasing():

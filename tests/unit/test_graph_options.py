@@ -289,30 +289,11 @@ def test_the_defaults_of_a_config_object_are_no_choice():
     assert make(config).language_model.impl == "local"
 
 
-def test_later_sources_win_over_what_a_recipe_says_in_old_words():
-    recipe = SimpleNamespace(model=SimpleNamespace(cuda_graph_impl="none", cuda_graph_scope=["full_iteration"]))
-    found = make(recipe, ["model.cuda_graph_impl=transformer_engine", "model.cuda_graph_modules=attn"])
-    assert found.language_model == lm("transformer_engine", (M.attn,))
-    off = make(found, "cuda_graph_impl=none")
-    assert not off.enabled and off.language_model.modules == (M.attn,)
-
-
 def test_an_inference_scope_that_was_derived_goes_with_its_implementation():
     finalized = SimpleNamespace(cuda_graph_impl="local", inference_cuda_graph_scope="layer")
     assert make(finalized, "cuda_graph_impl=transformer_engine").language_model == lm("transformer_engine")
     with pytest.raises(OptionError, match="inference_cuda_graph_scope"):
         make({"inference_cuda_graph_scope": "layer"}, "cuda_graph_impl=transformer_engine")
-
-
-def test_a_saved_configuration_is_no_explicit_choice(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model:\n  _target_: x.Provider\n  cuda_graph_impl: none\n  enable_cuda_graph: false\n"
-        "  cuda_graph_modules:\n  - {_args_: [1], _call_: true, _name_: attn, _target_: x.CudaGraphModule}\n"
-        "rng:\n  te_rng_tracker: false\n"
-    )
-    assert make(path) == make(str(path))
-    assert make(path).language_model == lm(modules=(M.attn,))
 
 
 LOOKALIKES = [

@@ -95,17 +95,6 @@ def test_nothing_but_text_in_warm_up(tower):
         assert graphs.statistics().replays == 1
 
 
-def test_evaluation_is_recorded_when_it_comes(tower):
-    graphs, stack = grown(tower, SMALL)
-    with stack, torch.no_grad():
-        tower.eval()
-        replayed = forward(tower, SMALL)
-        with graphs.paused():
-            assert_close(replayed, forward(tower, SMALL))
-        assert sum(counts.evaluations for counts in graphs.statistics().buckets.values()) == 1
-        tower.train()
-
-
 def test_a_size_of_evaluation_alone_is_no_reason_for_a_backward(tower):
     graphs, stack = grown(tower, SMALL)
     with stack:
@@ -315,17 +304,6 @@ def test_activations_of_buckets_on_demand_leave_the_device(tower, target):
                 assert_equals_eager(tower, graphs, SMALL, seed)
         assert graphs.statistics().pinned_bytes > 0
         assert len(capacities(graphs)) == 2 and graphs.statistics().replays == 5
-
-
-def test_the_report_tells_how_long_steps_waited_and_how_to_get_the_same_buckets(tower):
-    graphs, stack = grown(tower, SMALL)
-    with stack:
-        for _ in range(2):
-            with graphs.step():
-                forward(tower, OTHER)
-        assert "1 step(s) waited 0." in graphs.report() and "s before or in one step" in graphs.report()
-        named = ",".join(map(str, capacities(graphs)))
-        assert f"next run: vision_cuda_graph_buckets=[{named}] captures" in graphs.report()
 
 
 @pytest.mark.parametrize("modules", [(), ("attn",)])

@@ -108,38 +108,6 @@ def test_a_setting_of_any_plain_type_makes_a_kind(name, value):
     assert ran_in(all_set) == [0]
 
 
-class Configuration:
-    """Settings, and how often they were read."""
-
-    __slots__ = ("reads", "settings")
-
-    def __init__(self, **settings) -> None:
-        self.settings, self.reads = settings, 0
-
-    @property
-    def __dict__(self):
-        self.reads += 1
-        return self.settings
-
-
-def configured(ran, *configurations):
-    layers = numbered(ran)
-    for layer, configuration in zip(layers, configurations, strict=True):
-        layer.config = layer.linear.config = configuration
-    return Model(*layers)
-
-
-def test_a_configuration_that_layers_share_is_read_once():
-    shared = Configuration(window=1)
-    assert ran_in(lambda ran: configured(ran, *[shared] * 4)) == [0]
-    assert shared.reads == 1
-
-
-def test_another_argument_is_another_kind():
-    windows, frames = torch.zeros(1), torch.zeros(1)
-    assert ran_in(lambda ran: Model(*numbered(ran), others=[windows, frames, windows, frames])) == [0, 1]
-
-
 def test_a_gradient_that_is_wanted_from_the_second_layer_on_makes_a_kind():
     assert ran_in(lambda ran: Model(*numbered(ran)), wants_gradients=False) == [0, 1]
 
@@ -147,14 +115,6 @@ def test_a_gradient_that_is_wanted_from_the_second_layer_on_makes_a_kind():
 @pytest.mark.parametrize("returns", [lambda out: (out, out), lambda out: (out.sum() + out, out.sum())])
 def test_what_cannot_be_handed_on_computes(returns):
     assert ran_in(lambda ran: Model(*numbered(ran, returns=returns))) == [0, 1, 2, 3]
-
-
-def test_lists_may_have_gaps():
-    model = Model(*numbered([]))
-    model.layers.append(None)
-    with one_layer_of_each_kind([model]):
-        assert "forward" in vars(model.layers[0])
-    assert not any("forward" in vars(layer) for layer in model.layers if layer is not None)
 
 
 class Sealed(nn.Module):

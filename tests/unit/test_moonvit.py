@@ -90,16 +90,6 @@ def test_rotations_are_those_that_the_remote_code_concatenates(rows):
     assert torch.equal(found[: len(expected)], expected)
 
 
-def test_equal_patches_of_other_items_are_told_apart():
-    model = new_moonvit()
-    mixes = ([(1, 8, 8)], [(1, 4, 8), (1, 8, 4)], [(2, 4, 8)], [(1, 4, 16)])
-    expected = [results(run_moonvit, model, rows) for rows in mixes]
-    with graphs_on(model, buckets=(64,), max_frames=8) as graphs:
-        for rows, wanted in zip(mixes, expected, strict=True):
-            assert_equal_results(results(run_moonvit, model, rows), wanted)
-        assert graphs.statistics().replays == len(mixes)
-
-
 @pytest.mark.parametrize("frozen", ["encoder.blocks.0", "patch_embed"])
 def test_parts_of_the_tower_are_trained(frozen):
     model = new_moonvit()
@@ -111,16 +101,6 @@ def test_parts_of_the_tower_are_trained(frozen):
             poison(graphs, float("nan"))
             assert_equal_results(results(run_moonvit, model, MIX), expected)
         assert graphs.statistics().replays
-
-
-def test_buckets_on_demand():
-    model = new_moonvit()
-    with graphs_on(model, capture=False, buckets="auto", max_frames="auto") as graphs:
-        for _ in range(4):
-            run_moonvit(model, MIX)
-        assert graphs.capture()
-        run_moonvit(model, MIX)
-        assert graphs.statistics().replays == 1
 
 
 def test_calls_that_no_graph_takes_run_eager():

@@ -96,12 +96,6 @@ def test_nothing_of_another_batch_is_left(model, graphs):
         assert_close(found[1], expected[1])
 
 
-def test_equal_sizes_and_other_boundaries(model, graphs):
-    for lengths in ((100, 200), (200, 100), (150, 150)):
-        expected = eager(model, graphs, pack(lengths))
-        assert_close(losses_and_gradients(model, pack(lengths))[1], expected[1])
-
-
 FALLBACKS = {
     "too_many_documents": pack((50,) * 7),
     "too_many_tokens": pack((513,)),

@@ -8,9 +8,7 @@ import torch
 from scripts.performance.loops.padded_packs import decoders_of, padded
 from tests.models.packed_parity import (
     beyond_noise,
-    deterministic,
     eager_at,
-    padded_params,
     spread_of,
     worst_gradient,
 )
@@ -59,24 +57,6 @@ def test_decoders_of_language_models_compute_a_buckets_rows():
         assert_close([found[0], *found[1]], [expected[0], *expected[1]])
     hook.remove()
     assert rows == [320, 287] and "forward" not in vars(decoder)
-
-
-def test_padding_is_documents_that_rotary_tables_reach():
-    params = pack((30, 100), room=(32, 104))["packed_seq_params"]
-    found = padded_params(params, 136, 400)
-    assert found.cu_seqlens_q_padded.tolist() == [0, 32, 136, 240, 344, 400]
-    assert found.cu_seqlens_kv.tolist() == [0, 30, 130, 234, 338, 394]
-    assert found.max_seqlen_q == 104 and found.cu_seqlens_q.dtype == torch.int32
-    assert padded_params(params, 136, 136).cu_seqlens_q_padded.tolist() == [0, 32, 136]
-
-
-def test_attention_that_was_built_before_is_told_to_add_up_in_one_order():
-    made = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
-    made[1].deterministic = False
-    with deterministic(made):
-        assert made[1].deterministic and torch.are_deterministic_algorithms_enabled()
-        assert not hasattr(made[0], "deterministic")
-    assert not made[1].deterministic and not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -8,39 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.photographs import arguments as command
-from examples.photographs import comparison
 from examples.photographs.hosts import placement, ranks_per_gpu
 from examples.photographs.layout import Layout
 from examples.photographs.processes import TrainingFailed, TrainingProcess
 from tests.unit.stand_in_ranks import FAILING_STEPS
 
 STAND_IN = "tests.unit.stand_in_ranks"
-
-
-@pytest.mark.parametrize(
-    "words, ranks, name",
-    [
-        ([], 1, "one GPU"),
-        (["--tensor-parallel", "2"], 2, "TP2"),
-        (["--tensor-parallel", "2", "--pipeline-parallel", "2"], 4, "TP2xPP2"),
-        (["--data-parallel", "2", "--context-parallel", "2"], 4, "DP2xCP2"),
-        (["--data-parallel", "2", "--pipeline-parallel", "2", "--pipeline-chunks", "3"], 4, "DP2xPP2VP3"),
-    ],
-)
-def test_a_command_line_says_a_layout(words, ranks, name):
-    layout = command.layout_of(command.parse(words))
-    assert (layout.ranks, str(layout)) == (ranks, name)
-    assert command.layout_of(command.parse(layout.words())) == layout
-    again = command.training_arguments(command.parse([*words, "--global-batch", "8", "--loader-workers", "0"]), 3)
-    args = command.parse(again)
-    assert (command.layout_of(args), args.global_batch, args.loader_workers) == (layout, 8, 0)
-
-
-@pytest.mark.parametrize("size", ["0", "-1"])
-def test_sizes_below_one_are_refused(size):
-    with pytest.raises(ValueError, match=f"--tensor-parallel {size}: it must be 1 or more"):
-        command.layout_of(command.parse(["--tensor-parallel", size]))
 
 
 def test_other_processes_than_the_layout_has_are_refused(monkeypatch):
@@ -88,31 +61,6 @@ def test_ranks_with_a_gpu_each_tell_nccl_nothing(gpus):
     assert not any(name.startswith("NCCL") for each in variables(4, gpus) for name in each)
 
 
-def rank_result(rank, **changes):
-    kept = {"rank": rank, "losses": [], "grad_norms": [1.0], "step_ms": [5.0], "evaluations": [], "peak_gb": 1.0}
-    graphs = {
-        "graphs": None,
-        "checks": [],
-        "step_tokens": [],
-        "language_model_layers": 0,
-        "language_model_graphs": None,
-    }
-    return {**kept, **graphs, **changes}
-
-
-def test_results_come_from_the_ranks_that_know_them():
-    from examples.photographs.training import merge_ranks
-
-    first = rank_result(0, losses=[float("nan")], graphs={"replays": 3}, step_tokens=[784], peak_gb=2.0)
-    last = rank_result(1, losses=[2.5], peak_gb=3.0)
-    merged = merge_ranks([first, last])
-    assert merged["losses"] == [2.5] and merged["graphs"] == {"replays": 3} and merged["peak_gb"] == 3.0
-    assert [rank["peak_gb"] for rank in merged["ranks"]] == [2.0, 3.0]
-    assert [rank["step_tokens"] for rank in merged["ranks"]] == [[784], []]
-    assert comparison.peaks(merged) == "2.0/3.0 GiB" and comparison.peaks(merge_ranks([first])) == "2.0 GiB"
-    assert "ranks" not in merge_ranks([first])
-
-
 def processes(log, ranks, devices, **further):
     return TrainingProcess(log, ranks, devices, f"{STAND_IN}:start_a_thread", STAND_IN, **further)
 
@@ -133,21 +81,6 @@ def test_every_process_knows_its_place(two_processes):
     assert first["WORLD_SIZE"] == second["WORLD_SIZE"] == "2"
     assert first["CUDA_VISIBLE_DEVICES"] == second["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert first["threads"] == second["threads"] > 1, "they were prepared"
-
-
-def test_processes_that_import_end_at_once(tmp_path):
-    process = processes(tmp_path / "run.log", 2, (0, 1))
-    began = time.monotonic()
-    process.close()
-    assert time.monotonic() - began < 5 and all(rank.process.exitcode for rank in process._ranks)
-
-
-def test_one_process_is_alone_where_torchrun_started_several(tmp_path, monkeypatch):
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
-        monkeypatch.setenv(name, value)
-    process = processes(tmp_path / "run.log", 1, (1,))
-    process.wait_until_ready()
-    assert process.train("eager", ["--steps", "1"])[0]["WORLD_SIZE"] == "1"
 
 
 @pytest.mark.parametrize("given, seen", [(True, "0"), (False, "1")], ids=["given", "this process's"])

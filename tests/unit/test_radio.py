@@ -78,16 +78,6 @@ def test_images_of_any_size_equal_eager(sequence):
         assert statistics.replays + statistics.fallbacks["too_many_tokens"] == len(sequence)
 
 
-def test_equal_tokens_in_other_images_are_told_apart():
-    model = new_radio(packed=True, interpolate_only_cpe=True)
-    one, two = [(64, 64)], [(64, 32), (32, 64 - PATCH)]
-    expected = [results(run_images, model, sizes) for sizes in (one, two)]
-    with graphs_on(model, buckets=(64,)) as graphs:
-        for sizes, wanted in zip((one, two), expected, strict=True):
-            assert_equal_results(results(run_images, model, sizes), wanted)
-        assert graphs.statistics().replays == 2
-
-
 @pytest.mark.parametrize("frozen", ["decoder.layers.0", "embedder"])
 def test_parts_of_the_tower_are_trained(frozen):
     """Frozen layers hand gradients on to what embeds patches."""

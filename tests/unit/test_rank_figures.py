@@ -15,12 +15,10 @@ from bridge_cg_plugin.graphs.reports.report import (
     metrics_of_ranks,
     pause_metrics,
     render_ranks,
-    token_imbalance,
 )
 from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, RegionStatistics
 from bridge_cg_plugin.upstream.hooks.loops import rank_figures, train_loop
 from bridge_cg_plugin.upstream.hooks.loops.rank_figures import LastFigures, pauses_of_ranks
-from bridge_cg_plugin.upstream.parallel.schedules import most_microbatches
 from bridge_cg_plugin.vision.batch import token_count
 from tests.ranks import run_ranks
 
@@ -59,12 +57,6 @@ def test_figures_of_ranks_are_sums_and_how_far_they_are_apart():
             "v/longest_pause_s": 2.0,
         }
     )
-
-
-def test_ranks_are_as_far_apart_as_in_a_step_not_as_over_the_run():
-    first, second = RegionStatistics(step_tokens=[5, 9, 3, 4, 0]), RegionStatistics(step_tokens=[3, 9, 4, 0])
-    assert token_imbalance([first, second]) == pytest.approx((1.5 + 1.5 + 1.0) / 3)
-    assert token_imbalance([RegionStatistics(step_tokens=[0]), RegionStatistics(step_tokens=[0])]) == 0
 
 
 def test_the_table_of_ranks_names_those_that_the_others_wait_for():
@@ -215,16 +207,6 @@ def test_a_rank_that_a_strict_capture_ends_says_so(tmp_path):
     why = "vision CUDA graphs could not be captured: RuntimeError: no more."
     assert first == []
     assert second == [f"[rank 1] this rank ends in capture: CaptureError: {why}", why]
-
-
-@pytest.mark.parametrize("now, most", [(1, 8), (16, 16)])
-def test_the_largest_step_of_a_schedule_counts(monkeypatch, now, most):
-    from megatron.core import num_microbatches_calculator as calculator
-
-    schedule = calculator.StepBatchsizeNumMicroBatchesCalculator(2, 4, False, 0, "0:8 100:64")
-    monkeypatch.setattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", schedule)
-    assert schedule.get() == 1
-    assert most_microbatches(now) == most
 
 
 def look(replays, eager=0):

@@ -21,24 +21,6 @@ TOO_LARGE = [(1, 20, 20)]
 WIDTH = 24  # of the towers' outputs
 
 
-def pipeline(stages, microbatches, slots):
-    plain = train_pipeline(Stage(stages), stages, microbatches)
-    model = Stage(stages)
-    encoder = getattr(model, "vision_model", None)
-    config = encoder.config if encoder is not None else model.config
-    options = VisionGraphOptions(**{**DEFAULTS, "slots": slots})
-    helper = VisionTECudaGraphHelper([model], config, num_microbatches=microbatches, options=options)
-    helper.create_cudagraphs()
-    helper.cuda_graph_set_manual_hooks()
-    graphed = train_pipeline(model, stages, microbatches)
-    found = None
-    if helper.graphs is not None:
-        statistics = helper.graphs.statistics()
-        found = helper.graphs.slots, statistics.replays, dict(statistics.fallbacks)
-    helper.delete_cuda_graphs()
-    return plain, graphed, found
-
-
 class Model(nn.Module):
     def __init__(self):
         super().__init__()

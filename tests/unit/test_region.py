@@ -67,18 +67,6 @@ def test_equal_token_counts_with_other_boundaries_are_told_apart():
     assert_equals_eager(region, second)
 
 
-def test_a_batch_above_all_buckets_falls_back_with_its_reason():
-    region = toy_region()
-    assert region.run(toy_batch((18,))) is None
-    assert region.statistics.fallbacks == {"too_many_tokens": 1}
-
-
-def test_what_the_program_refuses_falls_back_with_its_reason():
-    region = toy_region()
-    assert region.run(toy_batch((2, 2, 2, 2, 2))) is None
-    assert region.statistics.fallbacks == {"too_many_frames": 1}
-
-
 def test_evaluation_replays_forward_only():
     region, batch = toy_region(), toy_batch((2, 4))
     expected = eager_results(region.program.model, batch)[0]

@@ -220,15 +220,6 @@ def test_a_block_stays_as_it_is_where_a_call_of_its_division_fails(half_dead, mo
     assert there(device, found) and not memory.away and memory.nbytes == 32
 
 
-def test_a_large_range_does_not_part_small_ones():
-    device = FakeVirtualMemory()
-    memory = ReleasableMemory(device, 64)
-    found = [memory.allocate(nbytes) for nbytes in (16, 80, 16, 80, 16)]
-    memory.release()
-    memory.restore()
-    assert sorted(device.mapped) == [found[0], found[1], found[3]] and len(device.reserved) == 3
-
-
 def settings_of_pytorch():
     return torch._C._cuda_memorySnapshot((0, 0, False))["allocator_settings"]
 

@@ -70,23 +70,6 @@ def test_the_test_command_covers_every_older_release():
     assert line.split() == [release.bridge for release in RELEASES[1:]]
 
 
-def test_environments_are_made_once(tool, monkeypatch, capsys):
-    made = []
-
-    def download(release, wheels):
-        made.append(release)
-        return fake_wheels(release, wheels)
-
-    monkeypatch.setattr(tool, "download", download)
-    for _ in range(2):
-        assert tool.main([]) == 0
-    assert made == list(tool.RELEASES[1:])
-    assert "megatron-bridge 0.5.1, core 0.18.2" in capsys.readouterr().out
-    (tool.folder_of(tool.OLDEST) / "megatron_core-0.18.2.dist-info" / "RECORD").unlink()
-    tool.main([])
-    assert made[1:] == [tool.OLDEST]
-
-
 def test_a_command_runs_with_its_release(tool, monkeypatch):
     monkeypatch.setattr(tool, "download", fake_wheels)
     tool.make_all()

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,12 @@ from bridge_cg_plugin.cli.report.records import read_runs, runs_in
 from bridge_cg_plugin.cli.report.render import to_markdown
 from bridge_cg_plugin.cli.report.runs import GIB, KINDS, counts_of
 from bridge_cg_plugin.cli.report.training_log import read_graphs
-from bridge_cg_plugin.cli.report.verdict import verdicts
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.reports.report import merge_statistics, metrics, render, render_steps
-from bridge_cg_plugin.graphs.reports.statistics import LAST_FALLBACKS, BucketStatistics, EagerRun, RegionStatistics
-from bridge_cg_plugin.options import OptionError, VisionGraphOptions
+from bridge_cg_plugin.graphs.reports.report import metrics, render, render_steps
+from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, EagerRun, RegionStatistics
+from bridge_cg_plugin.options import OptionError
 
-from . import mean_encoder
 from .reported import statistics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,20 +138,6 @@ def test_the_report_has_the_last_fallbacks_and_the_remedy_of_the_most_frequent()
     assert "last fallbacks" not in render(RegionStatistics(), "vision CUDA graphs")
 
 
-def test_the_last_fallbacks_of_regions_are_put_in_order_and_alike_ones_said_once():
-    parts = [RegionStatistics() for _ in range(3)]
-    for step in range(1, 9):
-        for part in parts:
-            part.step = step
-            part.fell_back("layer", Fallback.TOO_MANY_FRAMES, 10 * step)
-    parts[1].fell_back("layer", Fallback.MEMORY_MOVED)
-    total = merge_statistics(parts)
-    expected = [EagerRun(step, Fallback.TOO_MANY_FRAMES, 10 * step) for step in (5, 6, 7, 8)]
-    assert list(total.last_fallbacks) == [*expected, EagerRun(8, Fallback.MEMORY_MOVED)]
-    assert all(len(part.last_fallbacks) == LAST_FALLBACKS for part in parts)
-    assert total.fallbacks == {"too_many_frames": 24, "memory_moved": 1}
-
-
 # Event files
 
 
@@ -250,13 +233,6 @@ def test_the_folder_of_the_published_measurements_has_a_page(capsys):
     assert cli.main(["report", str(ROOT / "docs/benchmarks"), "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert len(runs) > 50 and not any("compile" in run["mode"] for run in runs)
-
-
-def test_a_mode_before_a_path_names_the_run(tmp_path):
-    graphed = log_with_report(tmp_path)
-    found = read_runs([f"eager1={LOG}", f"eager2={LOG}", f"plugin={graphed}"])
-    assert [run.mode for run in found] == ["eager1", "eager2", "plugin"]
-    assert [v.state for v in verdicts(found)] == ["same"]
 
 
 @pytest.mark.parametrize(
@@ -355,15 +331,3 @@ def test_loading_the_report_imports_neither_torch_nor_megatron():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "set()", done.stderr
-
-
-def test_the_kinds_of_graphs_are_called_as_the_plugin_calls_them():
-    from bridge_cg_plugin.language.packed.workload import PackedWorkload
-    from bridge_cg_plugin.language.whole_model.workload import LanguageModelWorkload
-    from bridge_cg_plugin.vision.workload import VisionWorkload
-
-    model, options = mean_encoder.MeanTower(), VisionGraphOptions()
-    families = [replace(mean_encoder.ENCODER, encodes=what) for what in ("vision", "audio")]
-    encoders = [VisionWorkload(model, options, family) for family in families]
-    workloads = (*encoders, PackedWorkload, LanguageModelWorkload)
-    assert {(kind.title, kind.group) for kind in KINDS} == {(each.title, each.group) for each in workloads}

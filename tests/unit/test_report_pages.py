@@ -138,8 +138,3 @@ def test_the_html_page_is_whole_and_loads_nothing():
         "Share of steps by step time",
         "Replays and padding per bucket",
     ]
-
-
-def test_the_same_runs_give_the_same_page():
-    page = whole_page()
-    assert to_html(page, draw(page)) == to_html(page, draw(page))

@@ -91,14 +91,6 @@ def test_what_is_asked_for_is_waited_for(machine):
         assert late.result() in machine.main.done
 
 
-def test_work_inside_work_stays_in_its_place(machine):
-    with SideStream(machine.side).active():
-        made = run_on_side_stream(
-            lambda: (run_on_side_stream(machine.submit), start_on_side_stream(machine.submit).result())
-        )
-    assert set(made) <= machine.side.done
-
-
 @given(st.lists(st.sampled_from(["main", "run", "start", "result"]), max_size=80))
 def test_nothing_is_dropped_that_may_still_be_read(steps):
     with pytest.MonkeyPatch.context() as patched:
@@ -146,12 +138,6 @@ def test_a_stream_that_nothing_ran_on_is_not_waited_for(machine):
     with SideStream(machine.side).active():
         machine.submit()
     assert 99 not in machine.main.done
-
-
-def test_without_a_side_stream_work_runs_in_its_place(machine):
-    assert current_side_stream() is None
-    assert run_on_side_stream(machine.submit) == 1 and start_on_side_stream(machine.submit).result() == 2
-    assert machine.main.done == {1, 2} and not machine.side.done
 
 
 def test_a_tensor_that_is_used_twice_in_a_forward_is_told_apart():

@@ -147,15 +147,6 @@ def test_patches_frozen_and_layers_trained(modules):
     assert_close(gradients, expected[1])
 
 
-def test_frames_seen_in_warm_up_raise_the_frame_bound():
-    model = new_tower()
-    with graphs_on(model, capture=False, max_frames="auto") as graphs:
-        forward(model, [[50, 2, 2]])
-        graphs.capture()
-        forward(model, [[63, 2, 2]])
-        assert graphs.statistics().fallbacks == {}
-
-
 @pytest.mark.both_executors
 @pytest.mark.parametrize("modules", MODULES)
 def test_evaluation_equals_eager_and_is_counted(modules):
@@ -170,29 +161,6 @@ def test_evaluation_equals_eager_and_is_counted(modules):
     assert_close(outputs, expected)
     assert sum(c.evaluations for c in counts) == regions(model, modules)
     assert sum(c.replays for c in counts) == 0
-
-
-def test_training_after_evaluation():
-    model = new_tower()
-    expected = results(model, MIXED)
-    with graphs_on(model) as graphs:
-        results(model, IMAGES)
-        model.eval()
-        with torch.no_grad():
-            forward(model, IMAGES)
-        model.train()
-        found = results(model, MIXED)
-        assert graphs.statistics().fallbacks == {}
-    assert_close(found[0], expected[0])
-    assert_close(found[1], expected[1])
-
-
-def test_evaluation_can_be_left_eager():
-    model = new_tower()
-    with graphs_on(model, evaluation=False) as graphs, torch.no_grad():
-        model.eval()
-        forward(model, MIXED)
-        assert graphs.statistics().fallbacks == {"evaluation_not_captured": 1}
 
 
 def test_text_only_steps_need_no_call():

@@ -100,19 +100,6 @@ def test_a_helper_reads_the_options_of_the_models_provider():
     helper.delete_cuda_graphs()
 
 
-def test_deleting_prints_the_report(capsys):
-    model = new_tower()
-    helper = VisionTECudaGraphHelper(
-        model, model.config, options=VisionGraphOptions(**DEFAULTS), executor=ReferenceExecutor()
-    )
-    helper.create_cudagraphs()
-    capsys.readouterr()
-    helper.delete_cuda_graphs()
-    printed = capsys.readouterr().out
-    assert "eager fallbacks: none" in printed
-    assert all(line.startswith("[bridge-cg] ") for line in printed.splitlines())
-
-
 def test_the_seq_length_for_upstreams_log_line():
     from types import SimpleNamespace
 

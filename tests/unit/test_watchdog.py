@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -183,17 +182,6 @@ def test_what_has_no_time_out_of_its_own_has_that_of_the_last_step(rank, caplog)
     with caplog.at_level(logging.WARNING, "bridge_cg_plugin"), rank.watch.during("capture"):
         rank.check_until(1e3 + 31)
     assert "has been in capture for 31 s" in caplog.text
-
-
-def test_its_thread_checks_by_itself():
-    ended, device = [], Device()
-    watch = Watchdog(ended.append, event=device.event)
-    with watch.during("step 1", 0.2):
-        watch.launched("replay")
-        end = time.monotonic() + 10
-        while not ended and time.monotonic() < end:
-            time.sleep(0.01)
-    assert ended
 
 
 def test_every_replay_tells(monkeypatch):
