@@ -1,7 +1,7 @@
 """A model that changes under its graphs: every microbatch equals eager, on graphs again where the change lasts."""
 
 import functools
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -150,6 +150,27 @@ def test_a_tower_of_another_type_than_at_capture_runs_eager_until_it_is_back(con
                     assert torch.equal(tower(pixels.to(dtype), grid)[0], reference(pixels.to(dtype), grid)[0])
         # `to` also leaves another buffer behind.
         assert graphs.statistics().fallbacks["numerics_changed"] == 3 and graphs.statistics().replays >= 5
+
+
+@pytest.mark.parametrize("around_capture", [False, True])
+def test_autocast_outside_is_part_of_what_is_recorded(around_capture):
+    # Without gradients: megatron-core's own layers on a CPU do not differentiate what autocast has cast.
+    tower, (pixels, grid) = new_tower().requires_grad_(False), draw([[1, 4, 4], [1, 6, 8]])
+    with ExitStack() as stack:
+        if around_capture:
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        graphs = stack.enter_context(graphs_on(tower, buckets=(64,), executor=TapeExecutor()))
+        for autocast in (True, False, True, False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                outputs = tower(pixels, grid)[0]
+                with graphs.paused():
+                    expected = tower(pixels, grid)[0]
+            assert_close([outputs.detach()], [expected.detach()])
+            del outputs, expected
+            with torch.no_grad():
+                for parameter in tower.parameters():
+                    parameter.mul_(1.1)
+        assert graphs.statistics().fallbacks == {"autocast_changed": 1} and graphs.statistics().replays == 4
 
 
 def test_a_model_that_changes_all_the_time_is_captured_seldom_and_on_graphs_again_once_it_stays(caplog):

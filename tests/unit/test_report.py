@@ -311,17 +311,6 @@ def test_a_missing_package_is_named(package, words, says, monkeypatch, capsys, t
     assert not (tmp_path / "x.html").exists()
 
 
-@pytest.mark.parametrize("columns, variables", [(50, {"FORCE_COLOR": "1", "TERM": "dumb"}), (None, {})])
-def test_tables_of_a_file_are_as_wide_as_columns(columns, variables, capsys, monkeypatch):
-    for name, value in {"COLUMNS": "" if columns is None else str(columns), **variables}.items():
-        monkeypatch.setenv(name, value)
-    title = "word " * 60
-    assert cli.main(["report", str(LOG), "--title", title]) == 0
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
-    width = columns or 160
-    assert width - 5 <= max(map(len, lines)) <= width
-
-
 def test_loading_the_report_imports_neither_torch_nor_megatron():
     import subprocess
 
