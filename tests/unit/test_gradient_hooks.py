@@ -91,11 +91,10 @@ def test_replays_of_other_backwards_are_not_waited_for():
         assert reduction.told == [set(parallel.model.parameters())] * count
 
 
-@pytest.mark.parametrize("order", [(FITTING, TOO_LARGE, FITTING)])
 @pytest.mark.parametrize("flip", [False, True])
-def test_what_an_eager_pass_reaches_is_left_to_autograd(order, flip):
+def test_what_an_eager_pass_reaches_is_left_to_autograd(flip):
     """Data parallelism counts the gradients of a parameter: twice would be one too many."""
-    reference, parallel, reduction, region = setup()
+    (reference, parallel, reduction, region), order = setup(), (FITTING, TOO_LARGE, FITTING)
     reduction.now = True
     sum(eager_loss(reference, toy_batch(item, seed)) for seed, item in enumerate(order)).backward()
     losses = [region_loss(region, toy_batch(item, seed)) for seed, item in enumerate(order)]

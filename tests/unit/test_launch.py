@@ -97,7 +97,6 @@ def test_a_job_that_cannot_run_is_not_submitted(nemo_run, capsys, words, said):
     assert said in capsys.readouterr().err and nemo_run.task is None
 
 
-@pytest.mark.parametrize("dry_run", [["--dry-run"]], ids=["dry run"])
 @pytest.mark.parametrize(
     "words, said",
     [
@@ -109,9 +108,9 @@ def test_a_job_that_cannot_run_is_not_submitted(nemo_run, capsys, words, said):
         (["--env", "A=b"], "Cannot use --env A=b: without a launcher this process is the worker"),
     ],
 )
-def test_what_would_have_no_effect_or_not_start_is_refused(nemo_run, monkeypatch, capsys, words, said, dry_run):
+def test_what_would_have_no_effect_or_not_start_is_refused(nemo_run, monkeypatch, capsys, words, said):
     monkeypatch.setattr(run_recipe, "prepare", lambda *_: pytest.fail("went on"))
-    assert run_recipe.main([*words, *dry_run, *RECIPE]) == 2
+    assert run_recipe.main([*words, "--dry-run", *RECIPE]) == 2
     assert said in capsys.readouterr().err
 
 

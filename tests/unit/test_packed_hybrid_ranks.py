@@ -71,13 +71,12 @@ def test_documents_with_padding_between_them(tmp_path):
 
 
 @dispatching_on_cpu()
-def replay_experts(modules):
-    replay(EP2, modules=modules, pattern="ME*EM", **{**EXPERTS, "moe_token_dispatcher_type": "alltoall"})
+def replay_experts():
+    replay(EP2, pattern="ME*EM", **{**EXPERTS, "moe_token_dispatcher_type": "alltoall"})
 
 
-@pytest.mark.parametrize("modules", [()], ids=["whole"])
-def test_experts_of_two_ranks(tmp_path, modules):
-    run_ranks(2, replay_experts, tmp_path, modules, **EP2)
+def test_experts_of_two_ranks(tmp_path):
+    run_ranks(2, replay_experts, tmp_path, **EP2)
 
 
 def test_attention_that_gives_tokens_for_heads(tmp_path):

@@ -176,9 +176,8 @@ def text_only_ranks(graphs):
     return plain, found
 
 
-@pytest.mark.parametrize("graphs", ["captured"])
-def test_a_rank_whose_last_microbatch_has_no_image_reduces_what_others_reduce(tmp_path, graphs):
-    for plain, found in run_ranks(2, text_only_ranks, tmp_path, graphs):
+def test_a_rank_whose_last_microbatch_has_no_image_reduces_what_others_reduce(tmp_path):
+    for plain, found in run_ranks(2, text_only_ranks, tmp_path, "captured"):
         for expected, gradients in zip(plain, found, strict=True):
             assert_close(gradients, expected, 1e-4)
 
@@ -214,10 +213,9 @@ def test_a_microbatch_without_an_image_gathers_in_the_same_order(tmp_path):
         assert with_images == without and len(without) > 3
 
 
-@pytest.mark.parametrize("beside", [(-1, 1)])
-def test_an_eager_pass_beside_a_replay_in_the_last_backward(tmp_path, beside):
+def test_an_eager_pass_beside_a_replay_in_the_last_backward(tmp_path):
     """Its hooks are all that data parallelism sees; a reduction must not start before the replay has added its part."""
-    for (plain, _), (graphed, replays) in run_ranks(2, data_parallel, tmp_path, True, None, beside):
+    for (plain, _), (graphed, replays) in run_ranks(2, data_parallel, tmp_path, True, None, (-1, 1)):
         assert replays == 6
         assert graphed[1][1] == plain[1][1] == list(range(len(plain[1][1])))
         for (expected, _), (gradients, _) in zip(plain, graphed, strict=True):

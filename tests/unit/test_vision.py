@@ -87,9 +87,8 @@ def test_more_frames_than_recorded_run_eager(modules):
     assert_close(found[0] + list(found[1]), expected[0] + list(expected[1]), 0.0)
 
 
-@pytest.mark.parametrize("modules", [("mlp",)])
-def test_more_tokens_than_recorded_run_eager(modules):
-    model = new_tower()
+def test_more_tokens_than_recorded_run_eager():
+    model, modules = new_tower(), ("mlp",)
     expected = results(model, TOO_MANY_TOKENS)
     with graphs_on(model, modules=modules) as graphs:
         found = results(model, TOO_MANY_TOKENS)
