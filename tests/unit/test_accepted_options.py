@@ -37,12 +37,6 @@ def test_full_iteration_on_a_model_with_such_a_tower_is_upstreams_own():
     assert facts.other_tower and not facts.images
 
 
-@pytest.mark.parametrize("modules", ["attn", "attn,mlp", "attn,moe_router"])
-def test_activations_of_parts_of_layers_with_experts_may_leave(modules):
-    words = f"{TE} {PACKED} num_moe_experts=8 cuda_graph_modules={modules} cuda_graph_packed_offload_above_gb=4"
-    assert graph_options(words).packed.moves_activations
-
-
 ACCEPTED = [
     "",
     TE,

@@ -84,27 +84,12 @@ def test_a_row_of_several_tokens_changes_its_order_at_a_multiple(begins):
     assert sizes_of(4, 1).last(4, 1024) == begins[0] - 4
 
 
-def test_products_of_one_shape_are_tried_once(monkeypatch):
-    calls = []
-    monkeypatch.setattr(functional, "linear", lambda *args: calls.append(1) or LINEAR(*args))
-    layers = [nn.Linear(8, 8) for _ in range(5)]
-    AlikeSizes([RowProduct.of(layer, 1) for layer in layers], unit=4).last(4, 1024)
-    for_five = len(calls)
-    AlikeSizes([RowProduct.of(layers[0], 1)], unit=4).last(4, 1024)
-    assert len(calls) == 2 * for_five
-
-
 @pytest.fixture
 def tried(monkeypatch):
     """Numbers of rows that were multiplied."""
     found = []
     monkeypatch.setattr(functional, "linear", lambda x, *args: found.append(len(x)) or LINEAR(x, *args))
     return found
-
-
-def test_a_large_size_is_tried_with_its_neighbours_alone(tried):
-    assert AlikeSizes([RowProduct.of(nn.Linear(8, 8), 1)], unit=4).last(20_000, 20_032) == 20_032
-    assert len(tried) < 200 and min(tried) > 19_000 and max(tried) < 21_000
 
 
 def planned(seen, sizes):
@@ -121,17 +106,6 @@ def test_many_large_sizes_take_few_products(tried):
     seen = [40_000 + 404 * number for number in range(60)]
     planned(seen, sizes)
     assert len(tried) < 4 * len(seen)
-
-
-def test_sizes_of_many_orders_take_few_products(monkeypatch):
-    tried = []
-    monkeypatch.setattr(
-        functional, "linear", lambda x, *others: tried.append(1) or LINEAR(x, *others) * (1 + len(x) // 16)
-    )
-    sizes = AlikeSizes([RowProduct.of(nn.Linear(8, 8), 1)], unit=4)
-    seen = range(300, 16_000, 80)
-    planned(seen, sizes)
-    assert len(tried) < 32 * len(seen)
 
 
 def test_sizes_that_no_bucket_may_hold_are_not_tried(tried):
@@ -189,31 +163,6 @@ def test_orders_do_not_depend_on_what_weights_hold(begins, value):
         for parameter in layer.parameters():
             parameter.untyped_storage().resize_(0) if value is None else parameter.data.fill_(value)
     assert sizes.last(4, 1024) == begins[0] - 4
-
-
-def test_products_of_each_type_are_tried(monkeypatch):
-    def linear(x, weight, bias):
-        return LINEAR(x, weight, bias) * (1 + (x.dtype == torch.float64 and len(x) >= 68))
-
-    monkeypatch.setattr(functional, "linear", linear)
-    layers = [nn.Linear(8, 8).double(), nn.Linear(8, 8)]
-    assert AlikeSizes([RowProduct.of(layer, 1) for layer in layers], unit=4).last(4, 1024) == 64
-
-
-def test_autocast_that_casts_nothing_is_not_tried(tried):
-    sizes = AlikeSizes([RowProduct.of(nn.Linear(8, 8).bfloat16(), 1)], unit=4)
-    sizes.last(64, 256)
-    del tried[:]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert sizes.alike_now(64, 256) and sizes.alike(64, 256)
-    assert not tried
-
-
-def test_trying_draws_no_random_number(begins):
-    sizes = sizes_of(1)
-    state = torch.get_rng_state()
-    sizes.last(4, 64)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_products_are_those_of_the_modules():
@@ -393,21 +342,6 @@ def run_under_autocast(model, rows):
         [outputs] = run_qwen25(model, rows)
     outputs.float().sum().backward()
     return outputs
-
-
-def test_autocast_has_orders_of_its_own(begins_under_autocast):
-    """Warm-up steps ran without it."""
-    model, options = new_qwen25(**WIDTHS), {"buckets": "auto", "kernels": "exact"}
-    expected = [run_under_autocast(model, rows) for rows in ROWS]
-    with every_product(), graphs_on(model, capture=False, **options) as graphs:
-        for rows in ROWS:
-            run_qwen25(model, rows)
-        assert graphs.capture()
-        run_under_autocast(model, ROWS[0])
-        for rows, outputs in zip(ROWS, expected, strict=True):
-            assert_close([run_under_autocast(model, rows)], [outputs], 2e-2)
-        found = graphs.statistics()
-        assert found.replays > 0 and found.fallbacks.total() > 0
 
 
 def test_sizes_get_buckets_by_the_orders_of_the_autocast_of_microbatches(begins_under_autocast):

@@ -45,15 +45,6 @@ def test_patches_that_disagree_with_the_grid(patches):
     assert f"has {patches} patches, grid_thw describes 24" in patches_misfit(batch([[1, 4, 6]], patches), 2)
 
 
-def test_the_named_row_is_the_wrong_one():
-    assert "grid_thw[2]=(1, 4, 3)" in patches_misfit(batch([[1, 2, 2], [1, 2, 2], [1, 4, 3]], 20), 2)
-
-
-def test_another_merge_size():
-    assert patches_misfit(batch([[1, 6, 3]], 18), 3) is None
-    assert "spatial_merge_size=3" in patches_misfit(batch([[1, 6, 4]], 24), 3)
-
-
 @pytest.mark.parametrize(
     ("pixels", "grid", "said"),
     [

@@ -90,7 +90,7 @@ def grid_forms(grid):
         "a list": grid.tolist(),
         "no image": torch.zeros(0, 3, dtype=torch.int64),
     }
-    for row in ([0, 2, 2], [1, 0, 2], [1, 2, 0], [0, 0, 0], [-1, 2, -2], [1, -2, -2], [0, 3, 3], [1, 3, 2], [1, 1, 4]):
+    for row in ([0, 2, 2], [-1, 2, -2]):  # others: any rows at all, below
         forms[f"{row} behind"] = torch.cat((grid, torch.tensor([row])))
         forms[f"{row} first"] = torch.cat((torch.tensor([row]), grid))
         forms[f"{row} alone"] = torch.tensor([row])
@@ -183,7 +183,6 @@ def batches(width, side, grid=GRID):
 # Small towers: what differs is how a batch is read.
 FAMILIES = {
     "qwen3-vl": (lambda: new_tower(layers=2), run_qwen3, batches(PATCH, 16), {}),
-    "qwen3.5-vl": (lambda: new_tower(deepstack=False, layers=1), run_qwen3, batches(PATCH, 16), {}),
     "qwen2.5-vl": (lambda: new_qwen25(layers=2), run_qwen25, batches(WINDOW_PATCH, 14), {}),
     "glm-4.5v": (lambda: new_glm45v(depth=1), run_qwen25, batches(WINDOW_PATCH, 14, FRAMES), {}),
     "qwen2.5-omni": (new_qwen25_omni, run_qwen25, batches(WINDOW_PATCH, 14), {}),
@@ -191,7 +190,6 @@ FAMILIES = {
     "ministral-3": (lambda: new_pixtral(num_hidden_layers=1), run_padded, padded_forms(), {}),
     "siglip": (lambda: new_siglip(num_hidden_layers=1), run_siglip, image_forms(), {"buckets": (8, 16)}),
 }
-FORMS = [pytest.param(family, name, id=f"{family}: {name}") for family in FAMILIES for name in FAMILIES[family][2]]
 
 
 def tried(model, run, batch):
@@ -247,8 +245,13 @@ def assert_same(found, expected):
         assert_close([t.nan_to_num() for t in found], [t.nan_to_num() for t in expected])
 
 
-@pytest.mark.parametrize("capture", [False, True], ids=["warm-up", "captured"])
-@pytest.mark.parametrize(("family", "name"), FORMS)
+@pytest.mark.parametrize(
+    ("family", "name", "capture"),
+    [
+        *((family, name, True) for family, (_, _, forms, _) in FAMILIES.items() for name in forms),
+        *((family, name, False) for family in ("qwen3-vl", "siglip", "ministral-3") for name in FAMILIES[family][2]),
+    ],
+)
 def test_a_batch_is_taken_as_eager_takes_it(graphs_of, family, name, capture):
     _, run, forms, _ = FAMILIES[family]
     graphs, expected = graphs_of(family, capture), expected_of(family, name)
@@ -268,7 +271,7 @@ REPLAYED = {
 
 
 @pytest.mark.parametrize("name", sorted(REPLAYED))
-@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl", "glm-4.5v", "qwen2.5-omni", "qwen3-omni"])
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl"])
 def test_forms_that_are_replayed(graphs_of, family, name):
     _, run, forms, _ = FAMILIES[family]
     graphs = graphs_of(family, True)

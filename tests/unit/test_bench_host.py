@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from scripts.performance import bench_host
 
 
@@ -14,9 +12,3 @@ def test_each_kind_of_microbatch_has_a_time(monkeypatch, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("mixed ")]
     assert [line.split(":")[0] for line in lines] == ["mixed in a row", "mixed idle"]
     assert all(len([ms for ms in re.findall(r"(\d+\.\d+) ms", line) if float(ms) > 0]) == 3 for line in lines)
-
-
-def test_an_unknown_case_is_named(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        bench_host.main(["--cases", "3x448"])
-    assert "must be of 1x448" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 from itertools import combinations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,11 +80,6 @@ def test_bounds_are_distinct_cheapest_first_and_within_what_was_asked(tokens, mo
     assert all(1 <= frames <= most and 1 <= largest <= tokens for frames, largest in limits)
 
 
-def test_a_single_frame_has_a_bound_of_its_own_where_unpacking_pays():
-    assert frame_limits(768, 64)[0] == (1, 768)
-    assert (1, 764) not in frame_limits(764, 64)
-
-
 @given(capacities, st.integers(1, 600), st.sampled_from([frame_limits, scanned_limits]))
 def test_no_bound_is_recorded_that_cannot_fill_its_capacity(tokens, most, limits_of):
     assert all(frames * largest >= tokens for frames, largest in limits_of(tokens, most))
@@ -115,32 +109,6 @@ def test_a_few_frames_of_any_size_scan_at_most_16_rows_a_token(tokens, most, dat
     assert found[0] * found[1] <= 16 * tokens
 
 
-@pytest.mark.parametrize(
-    ("tokens", "most", "limits"),
-    [
-        (640, 64, [(8, 640), (64, 640)]),
-        (784, 64, [(1, 784), (8, 784), (64, 784)]),
-        (6720, 8, [(1, 6720), (8, 3392), (8, 6720)]),
-        (6400, 16, [(1, 6400), (8, 3200), (16, 1600), (16, 6400)]),
-        (6720, 64, [(1, 6720), (8, 3392), (32, 896), (16, 6720), (64, 6720)]),
-    ],
-)
-def test_scanned_bounds(tokens, most, limits):
-    assert scanned_limits(tokens, most) == limits
-
-
-@pytest.mark.parametrize("limits_of", [frame_limits, scanned_limits])
-def test_a_single_frame_needs_one_recording(limits_of):
-    assert limits_of(32768, 1) == [(1, 32768)]
-
-
-def test_many_small_frames_and_one_large_have_bounds_of_their_own():
-    limits = frame_limits(4096, 512)
-    assert accepts(limits, 1, 4096)[0] == (1, 4096)
-    assert accepts(limits, 2, 4096)[0] == (32, 4096)
-    assert accepts(limits, 512, 8)[0] == (512, 512)
-
-
 @given(capacities, st.integers(1, 600))
 def test_deterministic_bounds_stay_under_the_fused_kernels_wall(monkeypatch, tokens, most):
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
@@ -149,12 +117,6 @@ def test_deterministic_bounds_stay_under_the_fused_kernels_wall(monkeypatch, tok
     assert all(frames * 16 * largest**2 < 2**30 for frames, largest in limits)
     assert all(frames <= most and largest <= tokens for frames, largest in limits)
     assert accepts(limits, 1, min(tokens, 4096))
-
-
-def test_deterministic_bounds_take_several_frames_under_a_small_frame_bound(monkeypatch):
-    """16 frames of 256 tokens fit the kernel: no reason to refuse them because max_frames is 16 and not 32."""
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    assert accepts(frame_limits(4096, 16), 16, 256)
 
 
 def test_deterministic_only_when_the_variable_is_zero(monkeypatch):

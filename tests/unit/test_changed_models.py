@@ -12,25 +12,20 @@ from megatron.bridge.peft.lora import LoRA
 from torch.nn.utils import parametrize
 
 from bridge_cg_plugin.graphs.changes.sources import LASTING, MANY_ADOPTED, MOST_TOLD
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
-from ..regions import new_region
-from ..rows_program import RowsProgram
 from ..tape import TapeExecutor
 from . import packs
 from .changes import LAYERS, GraphedAndEager
 from .towers import assert_close, draw, graphs_on, new_tower, results
 
 
-@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize("block", range(3))
 def test_any_sequence_of_changes_equals_eager(block):
     equals_eager(range(40 * block, 40 * (block + 1)), parts=lambda seed: seed % 3 == 0)
 
 
-@pytest.mark.parametrize("block", range(2))
-def test_any_sequence_of_changes_equals_eager_where_activations_of_parts_leave(block):
-    equals_eager(range(40 * block, 40 * (block + 1)), parts=lambda seed: True, chained=True)
+def test_any_sequence_of_changes_equals_eager_where_activations_of_parts_leave():
+    equals_eager(range(40), parts=lambda seed: True, chained=True)
 
 
 def equals_eager(seeds, parts, chained=False):
@@ -73,8 +68,7 @@ def test_a_submodule_that_a_layer_gets_after_capture_runs_and_is_trained(modules
         assert graphs.statistics().fallbacks == {"model_changed": 1} and graphs.statistics().replays == 8
 
 
-@pytest.mark.parametrize("executor", [ReferenceExecutor, TapeExecutor])
-def test_a_tower_with_adapters_switched_off_equals_eager_and_gets_graphs_of_its_own(executor):
+def test_a_tower_with_adapters_switched_off_equals_eager_and_gets_graphs_of_its_own():
     tower, lora = with_adapters()
     pixels, grid = draw([[1, 4, 4], [1, 2, 6]])
     tower.eval()
@@ -84,7 +78,7 @@ def test_a_tower_with_adapters_switched_off_equals_eager_and_gets_graphs_of_its_
             off = tower(pixels, grid)[0]
     assert (on - off).norm() > 0.1
     tower.train()
-    with graphs_on(tower, executor=executor()) as graphs:
+    with graphs_on(tower, executor=TapeExecutor()) as graphs:
         tower.eval()
         for _ in range(3):
             with torch.no_grad():
@@ -95,12 +89,11 @@ def test_a_tower_with_adapters_switched_off_equals_eager_and_gets_graphs_of_its_
         assert statistics.fallbacks == {"model_changed": 1} and statistics.replays == 5
 
 
-@pytest.mark.parametrize("executor", [ReferenceExecutor, TapeExecutor])
-def test_a_tower_trains_nothing_while_its_adapters_are_switched_off(executor):
+def test_a_tower_trains_nothing_while_its_adapters_are_switched_off():
     tower, lora = with_adapters()
     pixels, grid = draw([[1, 4, 4], [1, 2, 6]])
     scale = torch.ones((), requires_grad=True)
-    with graphs_on(tower, executor=executor()) as graphs:
+    with graphs_on(tower, executor=TapeExecutor()) as graphs:
         for _ in range(3):
             with lora.disable_adapter(tower):
                 outputs = tower(pixels, grid)[0]
@@ -109,21 +102,6 @@ def test_a_tower_trains_nothing_while_its_adapters_are_switched_off(executor):
             (outputs * scale).sum().backward()
             assert all(parameter.grad is None for parameter in tower.parameters())
         assert graphs.statistics().fallbacks == {"model_changed": 1} and graphs.statistics().replays == 2
-
-
-def test_adapters_added_to_a_frozen_tower_after_capture():
-    tower = new_tower().requires_grad_(False)
-    pixels, grid = draw([[1, 4, 4]])
-    with graphs_on(tower, executor=TapeExecutor()) as graphs:
-        assert not tower(pixels, grid)[0].requires_grad
-        with_adapters(tower)
-        for _ in range(3):
-            actual = results(tower, [[1, 4, 4]])
-            with graphs.paused():
-                expected = results(tower, [[1, 4, 4]])
-            assert_close(actual[0], expected[0])
-            assert_close(actual[1], expected[1])
-        assert graphs.statistics().fallbacks == {"model_changed": 1}
 
 
 def test_a_forward_hook_on_a_layer_runs_eager_while_it_is_there(caplog):
@@ -149,17 +127,6 @@ def test_the_towers_own_hooks_run_around_replays():
         assert len(seen) == 2 == graphs.statistics().replays
 
 
-def test_a_tower_unfrozen_after_capture_is_trained_on_graphs_again():
-    tower, reference = new_tower().requires_grad_(False), new_tower()
-    with graphs_on(tower, executor=TapeExecutor()) as graphs:
-        tower.requires_grad_(True)
-        for seed in range(3):
-            actual, expected = (results(model, [[1, 4, 4]], seed) for model in (tower, reference))
-            assert_close(actual[0], expected[0])
-            assert_close(actual[1], expected[1])
-        assert graphs.statistics().fallbacks == {"parameters_changed": 1} and graphs.statistics().replays == 2
-
-
 def in_the_same_memory(model, dtype):
     """Convert weights where they lie, as a loop does whose memory happens to return to its addresses."""
     for parameter in model.parameters():
@@ -167,8 +134,7 @@ def in_the_same_memory(model, dtype):
         parameter.data = parameter.data.view(dtype).copy_(converted)
 
 
-@pytest.mark.parametrize("in_step", [False, True])
-@pytest.mark.parametrize("convert", [in_the_same_memory, torch.nn.Module.to])
+@pytest.mark.parametrize("convert, in_step", [(in_the_same_memory, True), (torch.nn.Module.to, False)])
 def test_a_tower_of_another_type_than_at_capture_runs_eager_until_it_is_back(convert, in_step):
     tower, reference = (new_tower().bfloat16().requires_grad_(False) for _ in range(2))
     pixels, grid = draw([[1, 4, 4]])
@@ -282,10 +248,9 @@ def write(held, scale):
 
 
 @pytest.mark.parametrize("in_step", [False, True])
-@pytest.mark.parametrize("within", range(len(WITHIN)))
-def test_what_objects_in_attributes_hold_is_part_of_the_model(within, in_step):
-    for make in HELD:
-        tower, held = new_tower(), WITHIN[within](make())
+def test_what_objects_in_attributes_hold_is_part_of_the_model(in_step):
+    for make, within in [*((make, WITHIN[0]) for make in HELD), *((Settings, within) for within in WITHIN[1:])]:
+        tower, held = new_tower(), within(make())
         tower.decoder.layers[0].mlp.linear_fc2 = reading = Reading(tower.decoder.layers[0].mlp.linear_fc2, held)
         with graphs_on(tower, buckets=(16,), executor=TapeExecutor()) as graphs:
             for changed in (held, reading.config.inner):
@@ -297,68 +262,6 @@ def test_what_objects_in_attributes_hold_is_part_of_the_model(within, in_step):
                             with graphs.paused():
                                 assert_close([actual], [tower(*draw([[1, 4, 4]]))[0]])
             assert graphs.statistics().fallbacks["model_changed"] == 2
-
-
-class Louder(torch.nn.Linear):
-    def forward(self, x):
-        return 3 * super().forward(x)
-
-
-def test_a_module_of_another_class_is_another_model():
-    region_model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    region = new_region(RowsProgram(region_model, (4,)), TapeExecutor(), [Bucket(8)])
-    region.capture()
-    x = torch.randn(3, 4)
-    for kind in (Louder, torch.nn.Linear):
-        region_model[0].__class__ = kind
-        for _ in range(2):
-            found = region.run(x)
-            if found is not None:
-                torch.testing.assert_close(found[0], region_model(x))
-            del found
-    assert region.statistics.fallbacks == {"model_changed": 1}
-
-
-def test_packed_layers_with_adapters_switched_off_equal_eager():
-    model = packs.new_model()
-    lora = LoRA(target_modules=["linear_qkv", "linear_proj"], dim=4, alpha=8)
-    model = lora(model, training=True)
-    widen(model)
-    batch = packs.pack((120, 150))
-    model.eval()
-    with torch.no_grad():
-        on = model(**batch)
-        with lora.disable_adapter(model):
-            off = model(**batch)
-    assert (on - off).norm() > 0.1
-    for modules in ([], ["attn"]):
-        model.train()
-        with packs.graphs_on(
-            model, packs.pack((100, 150, 50)), executor=TapeExecutor(), cuda_graph_modules=modules
-        ) as graphs:
-            model.eval()
-            for _ in range(3):
-                with torch.no_grad():
-                    assert_close([model(**batch)], [on], 1e-4)
-                    with lora.disable_adapter(model):
-                        assert_close([model(**batch)], [off], 1e-4)
-            assert graphs.statistics().fallbacks == {"model_changed": 1}
-
-
-@pytest.mark.parametrize("modules", [["attn"], ["mlp"]])
-def test_a_submodule_that_a_packed_layer_gets_after_capture_runs_and_is_trained(modules):
-    model, name = packs.new_model(), {"attn": "self_attention", "mlp": "mlp"}[modules[0]]
-    batch = packs.pack((120, 150))
-    options = {"executor": TapeExecutor(), "cuda_graph_modules": modules}
-    with packs.graphs_on(model, packs.pack((100, 150, 50)), **options) as graphs:
-        layer = model.decoder.layers[1]
-        setattr(layer, name, Gained(getattr(layer, name)))
-        for _ in range(3):
-            actual = packs.losses_and_gradients(model, batch)
-            with graphs.paused():
-                expected = packs.losses_and_gradients(model, batch)
-            assert_close([actual[0], *actual[1]], [expected[0], *expected[1]], 1e-4)
-        assert graphs.statistics().fallbacks == {"model_changed": 1} and graphs.statistics().replays == 4
 
 
 class Gained(torch.nn.Module):
@@ -442,9 +345,8 @@ def test_statistics_that_attention_leaves_in_attributes_keep_the_decoder_eager(f
     assert sum(field in record.message for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("field", ["qk_clip", "log_max_attention_logit"])
-def test_statistics_of_attention_that_runs_eager_leave_other_parts_on_graphs(field):
-    model = packs.new_model(**{field: True})
+def test_statistics_of_attention_that_runs_eager_leave_other_parts_on_graphs():
+    model = packs.new_model(qk_clip=True)
     with packs.graphs_on(model, packs.pack((100, 150, 50)), cuda_graph_modules=["mlp"]) as graphs:
         model(**packs.pack((120, 150)))
         assert graphs.failure is None and graphs.statistics().replays == 2  # one of each layer

@@ -6,10 +6,10 @@ import torch
 
 from bridge_cg_plugin.graphs.recordings.recording import Gradients
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.vision.runs import CheckFailedError, relative_difference
+from bridge_cg_plugin.vision.runs import CheckFailedError
 
 from .test_gradients import DataParallel
-from .towers import assert_close, forward, graphs_on, loss_of, new_tower, results
+from .towers import assert_close, forward, graphs_on, loss_of, new_tower
 
 ROWS = [[1, 6, 4], [3, 4, 2], [1, 2, 8]]
 STRICT = {"check_interval": 1, "check_tolerance": 1e-4, "check_action": "stop"}
@@ -36,28 +36,12 @@ def warnings(caplog):
     return [r.getMessage() for r in caplog.records if r.name == "bridge_cg_plugin"]
 
 
-def test_a_right_replay_passes_and_is_announced(capsys):
-    with graphs_on(new_tower(), **STRICT) as graphs:
-        train_step(graphs)
-        (check,) = graphs.workload.checks
-        assert check.step == 1
-        assert check.forward <= 1e-5 and check.gradient <= 1e-5
-        assert "check passed, step 1" in capsys.readouterr().out
-        assert "1 replays compared with eager" in graphs.report()
-
-
 def test_checks_come_at_their_interval_once_a_step():
     with graphs_on(new_tower(), **{**STRICT, "check_interval": 3}) as graphs:
         for _ in range(7):
             train_step(graphs)
             loss_of(forward(graphs.model, ROWS, 1)).backward()
         assert [c.step for c in graphs.workload.checks] == [3, 6]
-
-
-def test_no_check_without_an_interval():
-    with graphs_on(new_tower()) as graphs:
-        train_step(graphs)
-        assert graphs.workload.checks == []
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -114,13 +98,6 @@ def test_a_wrong_replay_warns_and_goes_on(caplog):
         assert graphs.workload.checks[0].forward > 1e-4 and graphs.workload.checks[0].gradient > 1e-4
         train_step(graphs)
         assert len(graphs.workload.checks) == 2
-
-
-def test_a_wrong_replay_stops_training_when_asked_to():
-    with graphs_on(new_tower(), **STRICT) as graphs:
-        corrupt_inputs(graphs)
-        with pytest.raises(CheckFailedError, match="check FAILED, step 1"):
-            train_step(graphs)
 
 
 def test_a_wrong_gradient_alone_is_found(monkeypatch):
@@ -217,21 +194,3 @@ def test_checks_of_layer_graphs_run_or_are_refused(modules):
             assert graphs.workload.checks
     except OptionError as error:
         assert "check_interval" in str(error)
-
-
-def test_relative_difference():
-    ones = torch.ones(4)
-    assert relative_difference(ones * 1.5, ones) == pytest.approx(0.5)
-    assert relative_difference(torch.zeros(4), torch.zeros(4)) == 0
-    assert relative_difference(ones, torch.zeros(4)) == pytest.approx(2.0)
-    assert relative_difference(ones * float("nan"), ones) != relative_difference(ones, ones)
-
-
-def test_results_of_a_checked_step_equal_eager():
-    model = new_tower()
-    expected = results(model, ROWS)
-    with graphs_on(model, **STRICT) as graphs:
-        graphs.begin_step()
-        found = results(model, ROWS)
-    assert_close(found[0], expected[0])
-    assert_close(found[1], expected[1])

@@ -11,7 +11,6 @@ from bridge_cg_plugin.options import (
     graph_options,
     normalize,
 )
-from bridge_cg_plugin.options.explain import chosen_table, in_words
 
 DENSE = {"cuda_graphs": "fastest", "recompute_granularity": None, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 PACKED = {**DENSE, "pack_sequences_in_batch": True}
@@ -20,10 +19,6 @@ PACKED = {**DENSE, "pack_sequences_in_batch": True}
 def chosen(*sources):
     options, _ = normalize(*sources)
     return options, {part.name: part for part in options.chosen}
-
-
-def test_nothing_changes_without_the_setting():
-    assert chosen({"cuda_graph_impl": "none"})[1] == {}
 
 
 def test_unpacked_data_put_the_encoder_and_the_whole_language_model_on_graphs():
@@ -186,11 +181,6 @@ def test_what_was_set_stays(held):
     assert parts["language model"].why == "as it was set"
 
 
-def test_a_field_of_a_part_that_was_set_stays():
-    options, _ = chosen({**PACKED, "cuda_graph_max_packed_seqs": 4, "vision_cuda_graph_buckets": [1024]})
-    assert options.packed.max_packed_seqs == 4 and options.vision.buckets == (1024,) and options.vision.enabled
-
-
 @pytest.mark.parametrize("data", [DENSE, PACKED])
 def test_a_number_of_documents_asks_for_packs_and_keeps_nothing_else_from_graphs(data):
     options, parts = chosen({**data, "cuda_graph_max_packed_seqs": 64})
@@ -210,27 +200,11 @@ def test_whole_layers_that_a_recipe_names_beside_graphs_that_are_off_stand_in_no
     assert parts["language model"].graphs == "eager"
 
 
-def test_experts_of_many_ranks_are_captured_where_a_person_asks():
-    settings = {**PACKED, "num_moe_experts": 8, "expert_model_parallel_size": 8}
-    options, parts = chosen(settings, {"cuda_graph_modules": "[]"})
-    assert options.language_model.modules == () and parts["language model"].graphs.startswith("all layers")
-
-
-def test_an_explicit_none_stays():
-    options, parts = chosen({**DENSE, "vision_cuda_graph_impl": "none"})
-    assert not options.vision.enabled and parts["vision encoder"].why == "as it was set"
-
-
 def test_packed_layers_that_attend_linearly_stay_eager():
     model = SimpleNamespace(experimental_attention_variant="gated_delta_net", vision_cuda_graph_impl="none", **PACKED)
     _, parts = chosen(model)
     assert parts["language model"].graphs == "eager" and "were tried" in parts["language model"].why
     assert parts["vision encoder"].graphs == "the whole encoder"
-
-
-def test_a_model_without_an_encoder_has_no_such_part():
-    _, parts = chosen(SimpleNamespace(cuda_graph_impl="none", **PACKED))
-    assert list(parts) == ["language model"]
 
 
 def test_it_passes_the_checks_of_training_as_fields_set_one_by_one_do():
@@ -259,27 +233,3 @@ def test_a_value_that_no_graph_can_have_is_refused(source, field, value):
 def test_no_such_setting():
     with pytest.raises(OptionError, match="cuda_graphs"):
         normalize({"cuda_graphs": "quick"})
-
-
-def test_in_words():
-    words = in_words(chosen(PACKED)[0])
-    assert words.startswith("cuda_graphs=fastest: vision encoder: the whole encoder\n")
-    assert "graphs of as many documents as warm-up steps show" in words
-
-
-def test_the_table_of_training_has_a_row_for_each_part():
-    options, _ = chosen({**PACKED, "multi_latent_attention": True, "vision_cuda_graph_buckets_max_gb": 8})
-    head, slot, *lines, last = chosen_table(options, 68).splitlines()
-    assert (head.split(), slot.strip()) == (["part", "runs", "memory", "a", "why"], "slot")
-    assert last == "Measured time and memory: bridge-cg explain"
-    assert max(map(len, lines)) <= 68
-    rows = [line for line in lines if not line.startswith(" ")]
-    assert [row.split("  ")[0] for row in rows] == ["vision encoder", "language model"]
-    assert rows[0].split()[2:5] == ["graphs", "8", "GiB"] and rows[1].split()[2:4] == ["eager", "-"]
-    assert "multi_latent_attention" in " ".join(lines)
-
-
-def test_a_part_that_the_model_lacks_has_no_row_and_offloading_has_one():
-    options, _ = chosen(SimpleNamespace(cuda_graph_impl="none", **PACKED), {"activation_offload": "attention"})
-    rows = [line for line in chosen_table(options, 68).splitlines() if line.split("  ")[0].strip()]
-    assert [row.split("  ")[0] for row in rows[1:-1]] == ["language model", "offloading"]

@@ -84,25 +84,6 @@ def test_any_number_of_shapes_takes_bounded_memory(costs, clock, monkeypatch):
     assert len(costs._choices) <= 3
 
 
-def test_eager_is_chosen_only_if_it_was_faster(costs, clock):
-    measure(costs, clock, [((800,), 75.0)], [(BUCKET, 200.0), (Bucket(1024, (32, 1024)), 15.0)] * TIMED_REPLAYS)
-    assert costs.eager_is_faster(Shape(800, 1, 800), BUCKET)
-    assert costs.eager_is_faster(Shape(600, 1, 600), BUCKET)
-    assert not costs.eager_is_faster(Shape(800, 1, 800), Bucket(1024, (32, 1024)))
-
-
-@pytest.mark.parametrize("larger", [(804, 1, 800), (804, 2, 800), (800, 2, 400)])
-def test_beyond_what_was_measured_the_batch_is_replayed(costs, clock, larger):
-    measure(costs, clock, [((800,), 75.0)], [(BUCKET, 200.0)] * TIMED_REPLAYS)
-    assert not costs.eager_is_faster(Shape(*larger), BUCKET)
-
-
-def test_nothing_measured_means_replay(costs, clock):
-    assert not costs.eager_is_faster(Shape(800, 1, 800), BUCKET)
-    measure(costs, clock, [((800,), 75.0)])
-    assert not costs.eager_is_faster(Shape(800, 1, 800), BUCKET)
-
-
 def test_a_replay_that_still_runs_is_not_waited_for(costs, clock):
     measure(costs, clock, [((800,), 75.0)])
     clock.reached = False
@@ -160,14 +141,6 @@ def test_a_backward_after_its_graph_was_dropped_is_not_taken_over(costs, clock):
     finish(timing, clock, 200.0)
     assert costs.replay_ms(BUCKET) == 0.0
     assert not costs.eager_is_faster(Shape(4, 1, 4), BUCKET)
-
-
-def test_the_shapes_that_are_kept_are_bounded(costs, clock, monkeypatch):
-    monkeypatch.setattr("bridge_cg_plugin.vision.eager_costs.KEPT_SHAPES", 2)
-    measure(costs, clock, [((100,), 10.0), ((200,), 20.0), ((300,), 30.0)])
-    assert costs.eager_bound(Shape(300, 1, 300)) == math.inf
-    measure(costs, clock, [((100,), 5.0)])
-    assert costs.eager_bound(Shape(100, 1, 100)) == pytest.approx(5.0)
 
 
 times = st.floats(0.5, 1000)

@@ -10,8 +10,7 @@ from bridge_cg_plugin.options import OptionError, VisionGraphOptions, normalize
 from bridge_cg_plugin.options import flags as flags_module
 from bridge_cg_plugin.options.declaration import Group, option
 from bridge_cg_plugin.options.explain import further, group_table, tuning_table
-from bridge_cg_plugin.options.flags import FLAGS, add_flags, flags_of, given_flags
-from bridge_cg_plugin.options.groups import GROUPS
+from bridge_cg_plugin.options.flags import add_flags, flags_of, given_flags
 from bridge_cg_plugin.options.releases import RELEASES, fields_since
 from bridge_cg_plugin.options.values import whole_number
 from bridge_cg_plugin.options.vision import VISION
@@ -72,10 +71,6 @@ def test_a_field_of_upstreams_belongs_to_the_releases_that_have_it():
     assert group.added == {} and group.names == ("late",)
     assert [release.fields for release in RELEASES] == [fields_since(name) for name in ("0.6", "0.5")]
     assert fields_since("0.5") < fields_since("0.6")
-
-
-def test_every_group_is_among_the_flags():
-    assert flags_of(GROUPS) == FLAGS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,7 +125,7 @@ def test_the_wheel_works_alone(wheel, tmp_path):
     assert file == str(tmp_path / "bridge_cg_plugin" / "recipes" / "__init__.py")
 
 
-@pytest.fixture(params=RELEASES, ids=lambda release: release.bridge)
+@pytest.fixture(params=RELEASES[:1], ids=lambda release: release.bridge)
 def fresh(request, wheel, tmp_path):
     """A fresh environment beside the stack of a release, with the wheel installed; the folder of its commands."""
     older = [] if request.param == NEWEST else [folder_of(request.param).resolve()]

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from bridge_cg_plugin.cli.explain.answer import NOT_MEASURED, Answer, render
-from bridge_cg_plugin.cli.explain.forecast import as_json, largest_bucket
+from bridge_cg_plugin.cli.explain.forecast import as_json
 from bridge_cg_plugin.cli.explain.forecast import vision_forecast as forecast
-from bridge_cg_plugin.cli.explain.models import QWEN3_VL, Encoder, encoder_of
+from bridge_cg_plugin.cli.explain.models import encoder_of
 from bridge_cg_plugin.cli.planner.records import TOWER, of_encoder
 from bridge_cg_plugin.options import VisionGraphOptions, graph_options
-from bridge_cg_plugin.options.explain import text_table
 
 
 def options_with(vision):
@@ -19,14 +18,6 @@ def options_with(vision):
 
 
 class Qwen3VLModelProvider:
-    vision_cuda_graph_impl = "none"
-
-
-class Qwen25VLModelProvider(Qwen3VLModelProvider):
-    pass
-
-
-class OtherModelProvider:
     vision_cuda_graph_impl = "none"
 
 
@@ -45,17 +36,6 @@ def on(**fields):
     return VisionGraphOptions(impl="transformer_engine", **fields)
 
 
-def test_figures_of_other_attention_are_not_measured():
-    def differs(**options):
-        return forecast(config(model(Qwen25VLModelProvider, 32, 1280)), on(**options), None).differs
-
-    said = "vision_cuda_graph_tuning.attention="
-    assert differs(kernels="exact") == () and differs(kernels="exact", attention="transformer_engine") == ()
-    for attention in ("cudnn", "flash"):
-        assert differs(kernels="exact", attention=attention) == (f"{said}{attention}",)
-    assert len({differs(attention=name) == () for name in ("transformer_engine", "cudnn")}) == 2
-
-
 def test_figures_are_the_records_that_the_largest_bucket_takes():
     found = forecast(config(), on(max_seq_length=16384), None)
     (measured,) = of_encoder(TOWER, "auto")
@@ -65,33 +45,17 @@ def test_figures_are_the_records_that_the_largest_bucket_takes():
     assert forecast(config(), on(max_seq_length=4096), None).memory_gb == measured.rows[2].memory_gb * 4096 / 3136
 
 
-@pytest.mark.parametrize("kind, layers, width", [(Qwen3VLModelProvider, 24, 1024), (OtherModelProvider, 27, 1152)])
-def test_another_encoder_has_no_figures(kind, layers, width):
-    found = forecast(config(model(kind, layers, width)), on(), "h200")
-    assert found.measured == found.rows == () and not found.holds
-    text = render(Answer(options=options_with(on()), forecast=found, has_model=True))
-    assert f"Nothing was measured of this {found.of}." in text and "GiB" not in text
-
-
 def test_a_model_without_an_encoder_has_no_forecast():
     assert forecast(config(SimpleNamespace()), on(), None) is None and encoder_of(None) is None
     (line, _) = Answer(options=options_with(VisionGraphOptions()), has_model=True).lines
     assert (line.runs, line.memory) == ("none", "-")
 
 
-def test_sizes_that_are_not_numbers_are_unknown():
-    of = model(layers=SimpleNamespace(), width=None)
-    assert encoder_of(of) == Encoder(QWEN3_VL) and "unknown size" in str(encoder_of(of))
-
-
 @pytest.mark.parametrize(
     "of, options, gpu, said",
     [
         (model(), on(), "h100", "--gpu h100"),
-        (model(), on(), "b200", "--gpu b200"),
         (model(tensor_model_parallel_size=4), on(), None, "model.tensor_model_parallel_size=4"),
-        (model(context_parallel_size=2), on(), None, "model.context_parallel_size=2"),
-        (model(freeze_vision_model=True), on(), None, "model.freeze_vision_model=True"),
         (model(), on(modules=("attn",)), None, "vision_cuda_graph_modules=['attn']"),
         (model(), on(offload_above_gb=14.0), None, "vision_cuda_graph_offload_above_gb=14.0"),
     ],
@@ -103,78 +67,6 @@ def test_what_was_not_measured_has_no_figure_in_the_table(of, options, gpu, said
     assert (answer.lines[0].memory, answer.lines[0].ratio) == (NOT_MEASURED, NOT_MEASURED)
     assert f"Not measured here: {said}. The figures are of one NVIDIA H200" in " ".join(render(answer).split())
     assert as_json(found)["not_measured"] == [said]
-
-
-@pytest.mark.parametrize(
-    "kernels, said", [("exact", "vision_cuda_graph_tuning.kernels=exact"), ("auto", "default options")]
-)
-def test_figures_say_which_kernels_they_are_of(kernels, said):
-    found = forecast(config(model(tensor_model_parallel_size=4)), on(kernels=kernels), None)
-    text = render(Answer(options=options_with(on(kernels=kernels)), forecast=found, has_model=True))
-    assert f"an encoder trained whole, and {said}." in " ".join(text.split())
-
-
-def test_adapters_were_not_measured():
-    class LoRA:
-        pass
-
-    assert forecast(config(peft=LoRA()), on(), "h200").differs == ("peft=LoRA",)
-
-
-@pytest.mark.parametrize(
-    "precision, said",
-    [
-        (None, ()),
-        ("bf16_mixed", ()),
-        ("fp16_mixed", ("mixed_precision=fp16_mixed",)),
-        (SimpleNamespace(bf16=True, fp16=False, fp8=None), ()),
-        (SimpleNamespace(bf16=True, fp8="hybrid"), ("mixed_precision.fp8=hybrid",)),
-    ],
-)
-def test_other_precisions_were_not_measured(precision, said):
-    assert forecast(config(mixed_precision=precision), on(), "h200").differs == said
-
-
-def test_deterministic_algorithms_were_not_measured(monkeypatch):
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    assert forecast(config(), on(), None).differs == ("deterministic algorithms",)
-
-
-def test_the_gpu_of_the_records_and_measured_options_have_figures():
-    model_of_one = model(tensor_model_parallel_size=1, context_parallel_size=1, freeze_vision_model=False)
-    options = on(modules=("attn", "mlp"), kernels="fast", attention="cudnn", slots=2, strict=True, buckets=(784,))
-    assert forecast(config(model_of_one), options, "h200").holds
-    exact = forecast(config(), replace(options, kernels="exact"), "h200")
-    assert exact.holds and exact.measured == of_encoder(TOWER, "exact")
-    records_only = forecast(config(model(Qwen25VLModelProvider, 32, 1280)), on(kernels="exact", buckets=(6720,)), None)
-    assert records_only.holds and round(records_only.memory_gb, 1) == 14.0
-
-
-@pytest.mark.parametrize(
-    "options, largest",
-    [
-        (VisionGraphOptions(max_seq_length=8192), None),
-        (on(), None),
-        (on(max_seq_length=8192), 8192),
-        (on(buckets=(784, 4096)), 4096),
-        (on(buckets=(784, 4096), max_seq_length=8192), 8192),
-        (on(max_seq_length=8192, buckets_max_gb=26.0), 8192),
-        (on(buckets_max_gb=10.0), None),
-    ],
-)
-def test_the_largest_bucket(options, largest):
-    assert largest_bucket(options) == largest
-
-
-def test_without_a_limit_memory_goes_by_size():
-    found = forecast(config(), on(), None)
-    assert found.largest is found.memory_gb is None and found.rows == of_encoder(TOWER, "auto")[0].rows
-    assert Answer(options=options_with(on()), forecast=found, has_model=True).lines[0].memory == "by size"
-
-
-def test_buckets_outside_the_records_have_no_memory():
-    assert forecast(config(), on(max_seq_length=65536), None).memory_gb is None
-    assert forecast(config(), on(max_seq_length=512), None).rows == of_encoder(TOWER, "auto")[0].rows
 
 
 def test_the_text():
@@ -208,12 +100,3 @@ tokens_8192                   8192     209.3      147.7   0.71         8.0
 1x2048                       16384     583.1      473.5   0.81        15.9
 Records of docs/benchmarks/vision_bench.jsonl, 2026-11-22, NVIDIA H200. Eager
   waits for the host: its time depends on how fast and how busy that is."""
-
-
-def test_names_longer_than_a_cell_are_divided_at_their_joints():
-    cells = ["set model.vision_cuda_graph_tuning.gradient_accumulation_fusion=false there"]
-    lines = text_table([cells], [34])
-    assert "".join(lines).replace(" ", "") == (
-        "setmodel.vision_cuda_graph_tuning.gradient_accumulation_fusion=falsethere"
-    )
-    assert all(len(line) <= 34 for line in lines) and all(line[-1] in "_.= e" for line in lines)

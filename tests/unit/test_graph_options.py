@@ -23,11 +23,8 @@ from bridge_cg_plugin.options import (
     PackedOptions,
     VisionGraphOptions,
     as_fields,
-    check_deprecated_scope,
     graph_options,
     normalize,
-    normalize_cuda_graph_modules,
-    normalize_inference_cuda_graph_scope,
 )
 from bridge_cg_plugin.options import graph_options as make
 from bridge_cg_plugin.options.language_model import INFERENCE_SCOPES
@@ -292,30 +289,11 @@ def test_the_defaults_of_a_config_object_are_no_choice():
     assert make(config).language_model.impl == "local"
 
 
-def test_later_sources_win_over_what_a_recipe_says_in_old_words():
-    recipe = SimpleNamespace(model=SimpleNamespace(cuda_graph_impl="none", cuda_graph_scope=["full_iteration"]))
-    found = make(recipe, ["model.cuda_graph_impl=transformer_engine", "model.cuda_graph_modules=attn"])
-    assert found.language_model == lm("transformer_engine", (M.attn,))
-    off = make(found, "cuda_graph_impl=none")
-    assert not off.enabled and off.language_model.modules == (M.attn,)
-
-
 def test_an_inference_scope_that_was_derived_goes_with_its_implementation():
     finalized = SimpleNamespace(cuda_graph_impl="local", inference_cuda_graph_scope="layer")
     assert make(finalized, "cuda_graph_impl=transformer_engine").language_model == lm("transformer_engine")
     with pytest.raises(OptionError, match="inference_cuda_graph_scope"):
         make({"inference_cuda_graph_scope": "layer"}, "cuda_graph_impl=transformer_engine")
-
-
-def test_a_saved_configuration_is_no_explicit_choice(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model:\n  _target_: x.Provider\n  cuda_graph_impl: none\n  enable_cuda_graph: false\n"
-        "  cuda_graph_modules:\n  - {_args_: [1], _call_: true, _name_: attn, _target_: x.CudaGraphModule}\n"
-        "rng:\n  te_rng_tracker: false\n"
-    )
-    assert make(path) == make(str(path))
-    assert make(path).language_model == lm(modules=(M.attn,))
 
 
 LOOKALIKES = [
@@ -334,42 +312,9 @@ def test_unknown_graph_options_name_the_nearest(wrong, nearest):
             make(source)
 
 
-def test_other_words_are_none_of_our_business():
-    assert (
-        make("train.train_iters=5 optimizer.optimizer_cuda_graph=true --steps 3 model.num_layers=2") == GraphOptions()
-    )
-
-
 def test_a_graph_option_in_the_wrong_section():
     with pytest.raises(OptionError, match=r"model\.cuda_graph_impl"):
         make("train.cuda_graph_impl=local")
-
-
-@pytest.mark.parametrize(
-    "text", ["nonsense", "a.yaml", "\0.yaml", "'", "model: [", "- 1\n- 2\n", "x: !!python/name:os.x\n"]
-)
-def test_sources_that_cannot_be_read(text):
-    with pytest.raises(OptionError):
-        make(text)
-
-
-def test_normalizers_alone():
-    assert normalize_cuda_graph_modules("attn,full_iteration") == ((M.attn,), ("full_iteration",), False)
-    assert normalize_cuda_graph_modules("full") == ((), (), True)
-    assert normalize_inference_cuda_graph_scope(None, "local") is S.layer
-    assert normalize_inference_cuda_graph_scope(None, "full_iteration") is S.none
-    assert normalize_inference_cuda_graph_scope("InferenceCudaGraphScope.block", "local") is S.block
-    check_deprecated_scope(("full_iteration",), None, None)
-    with pytest.raises(OptionError, match="transformer_engine"):
-        check_deprecated_scope(("full_iteration",), "transformer_engine", None)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"impl": "cuda"}, {"modules": ("attn",)}, {"modules": [M.attn]}, {"inference_scope": "none"}]
-)
-def test_typed_options_hold_typed_values_only(wrong):
-    with pytest.raises(OptionError):
-        LanguageModelGraphOptions(**wrong)
 
 
 def test_values_that_a_release_cannot_do_name_the_release_that_can():

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.host_copies import HostTensors
-from bridge_cg_plugin.vision.batch import HostGrids, as_grid, shape_of_rows
-from bridge_cg_plugin.vision.fit import Shape
+from bridge_cg_plugin.vision.batch import HostGrids
 
 ROWS = ((1, 4, 6), (3, 2, 8))
 
@@ -111,12 +110,6 @@ def test_inference_tensors_are_found():
     assert grids.lookup(grid) == ROWS
 
 
-def test_counts():
-    assert as_grid(torch.tensor(ROWS)) == ROWS
-    assert shape_of_rows(ROWS) == Shape(tokens=72, frames=4, largest_frame=24)
-    assert shape_of_rows(()) == Shape(0, 0, 0)
-
-
 def test_a_remembered_tensor_is_found_in_the_shape_of_any_view():
     tensors, device, host = HostTensors(), torch.zeros(2, 3).to("meta"), torch.arange(6).view(2, 3)
     tensors.remember(device, host)
@@ -126,15 +119,3 @@ def test_a_remembered_tensor_is_found_in_the_shape_of_any_view():
     assert tensors.known(device[:1]) is None and tensors.known(device.clone()) is None
     device.add_(1)
     assert tensors.known(device) is None
-
-
-def test_a_tensor_on_the_host_is_known():
-    host = torch.arange(6)
-    assert HostTensors().known(host) is host
-
-
-def test_old_tensors_are_forgotten():
-    tensors, devices = HostTensors(capacity=2), [torch.zeros(3).to("meta") for _ in range(3)]
-    for device in devices:
-        tensors.remember(device, torch.zeros(3))
-    assert [tensors.known(device) is None for device in devices] == [True, False, False]

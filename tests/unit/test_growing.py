@@ -51,8 +51,7 @@ def test_what_warm_up_did_not_show_runs_eager_once_and_is_recorded_before_the_ne
         assert list(graphs.statistics().pauses) == [2] and graphs.statistics().longest_pause > 0
 
 
-@pytest.mark.parametrize("modules", MODULES)
-@pytest.mark.parametrize("frames", [65, 90, 300])
+@pytest.mark.parametrize("modules, frames", zip(MODULES, [65, 90, 300], strict=True))
 def test_frames_grow_as_tokens_do(tower, modules, frames):
     graphs, stack = grown(tower, SMALL, modules=modules, max_frames="auto")
     with stack:
@@ -94,30 +93,6 @@ def test_nothing_but_text_in_warm_up(tower):
             with graphs.step():
                 assert_equals_eager(tower, graphs, SMALL, seed)
         assert graphs.statistics().replays == 1
-
-
-def test_evaluation_is_recorded_when_it_comes(tower):
-    graphs, stack = grown(tower, SMALL)
-    with stack, torch.no_grad():
-        tower.eval()
-        replayed = forward(tower, SMALL)
-        with graphs.paused():
-            assert_close(replayed, forward(tower, SMALL))
-        assert sum(counts.evaluations for counts in graphs.statistics().buckets.values()) == 1
-        tower.train()
-
-
-def test_a_size_of_evaluation_alone_is_recorded_without_a_backward(tower):
-    graphs, stack = grown(tower, SMALL)
-    with stack, torch.no_grad():
-        tower.eval()
-        for _ in range(2):
-            graphs.begin_step()
-            forward(tower, LARGE)
-        tower.train()
-        (region,) = graphs._regions
-        modes = {mode.gradients for _, bucket, mode in region.sources.current.recordings if bucket.tokens > 64}
-        assert modes == {False} and graphs.statistics().fallbacks == {"not_captured_yet": 1}
 
 
 def test_a_size_of_evaluation_alone_is_no_reason_for_a_backward(tower):
@@ -331,17 +306,6 @@ def test_activations_of_buckets_on_demand_leave_the_device(tower, target):
         assert len(capacities(graphs)) == 2 and graphs.statistics().replays == 5
 
 
-def test_the_report_tells_how_long_steps_waited_and_how_to_get_the_same_buckets(tower):
-    graphs, stack = grown(tower, SMALL)
-    with stack:
-        for _ in range(2):
-            with graphs.step():
-                forward(tower, OTHER)
-        assert "1 step(s) waited 0." in graphs.report() and "s before or in one step" in graphs.report()
-        named = ",".join(map(str, capacities(graphs)))
-        assert f"next run: vision_cuda_graph_buckets=[{named}] captures" in graphs.report()
-
-
 @pytest.mark.parametrize("modules", [(), ("attn",)])
 def test_any_sizes_over_thirty_steps_equal_eager(tower, modules):
     draw = random.Random(7)
@@ -363,7 +327,7 @@ def test_any_sizes_over_thirty_steps_equal_eager(tower, modules):
         assert statistics.replays > 3 * statistics.fallbacks.total()
 
 
-@pytest.mark.parametrize("modules", [[], ["attn"], ["attn", "mlp"]])
+@pytest.mark.parametrize("modules", [[], ["attn"]])
 def test_packs(modules):
     model, seen = packs.new_model(), [(300,), (100, 150, 50), (400, 200), (300,), (7, 290), (500, 90, 10), (400, 190)]
     options = {

@@ -57,15 +57,6 @@ def test_regions_share_memory_that_leaves_with_the_last_and_returns_with_the_fir
     assert len(memory.made) == 1
 
 
-def test_a_region_that_is_not_back_does_not_keep_memory(joint, memory):
-    regions = [Region(joint) for _ in range(2)]
-    for region in regions:
-        region.settle()
-    assert [region.leave() for region in regions] == [0, 100]
-    regions[0].settle()
-    assert regions[0].leave() == 100 and memory.away
-
-
 def test_a_region_that_comes_while_memory_is_away_brings_it_back(joint, memory):
     first, second = Region(joint), Region(joint)
     home = first.settle()

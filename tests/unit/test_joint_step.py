@@ -50,18 +50,6 @@ def test_all_get_what_they_want_one_a_step(wants):
         assert not module.made or module.made[0][1] - each[0] < len(modules)
 
 
-def test_one_module_may_record_before_each_step():
-    module = Module(wants=[0, 0, 0])
-    run([module], 3)
-    assert module.made == [(0, 0), (0, 1), (0, 2)]
-
-
-def test_a_module_that_wants_nothing_leaves_its_turn_to_the_next():
-    idle, busy = Module(ranks=(0, 1)), Module(ranks=(0, 1), wants=[0, 0, 0])
-    run([idle, busy], 3)
-    assert not busy.wants
-
-
 @given(wishes, wishes, wishes)
 def test_what_a_module_may_do_depends_on_no_module_of_other_ranks(wants, other, another):
     """Ranks that share a module may see different wishes of the other one: they must wait for each other alike."""

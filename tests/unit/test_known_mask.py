@@ -85,13 +85,6 @@ def test_a_mask_that_was_written_to_is_asked_again():
         target[mask]
 
 
-def test_other_operations_give_plain_tensors():
-    plain, mask = masks((2, 6))
-    for found, expected in ((mask.chunk(2, dim=-1)[0], plain.chunk(2, dim=-1)[0]), (mask.sum(-1), plain.sum(-1))):
-        assert type(found) is torch.Tensor and found.equal(expected)
-    assert mask.data_ptr() == plain.data_ptr() and mask.dim() == 2 and "KnownMask" in repr(mask)
-
-
 def test_recomputed_layers_keep_the_places():
     _, mask = masks((2, 6))
     kept = mask.detach()
@@ -99,9 +92,3 @@ def test_recomputed_layers_keep_the_places():
         assert isinstance(kept, KnownMask) and torch.zeros(2, 6, 3)[kept].shape[0] == mask.places[0].shape[0]
     mask.fill_(False)
     assert type(mask.detach()) is torch.Tensor
-
-
-def test_in_evaluation():
-    with torch.inference_mode():
-        plain, mask = masks((2, 6))
-        assert torch.ones(2, 6, 3)[mask].equal(torch.ones(2, 6, 3)[plain])

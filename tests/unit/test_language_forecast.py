@@ -41,39 +41,6 @@ def test_figures_are_the_records_of_the_model(shape):
     assert line.memory == "by size" and line.ratio == "-".join(f"{ratio:.2f}" for ratio in found.ratios)
 
 
-def test_the_datas_own_pack_is_the_largest_bucket():
-    found = language_forecast(config(size=6000), options(), None)
-    assert [row.tokens for row in found.rows] == [2048, 4096]
-    assert found.memory_gb == found.measured[0].memory_gb(6000)
-    line = Answer(options=options(), language_model=found, has_model=True).lines[1]
-    assert line.memory == f"{found.memory_gb:.1f} GiB"
-    assert language_forecast(config(size=32768), options(), None).memory_gb is None
-    listed = language_forecast(config(), options(cuda_graph_packed_buckets=[2048, 4096]), None)
-    assert listed.largest == 4096 and [row.tokens for row in listed.rows] == [2048, 4096]
-
-
-def test_experts_that_stay_eager_have_figures_of_their_own():
-    inside = language_forecast(config("moe"), options(), None)
-    outside = language_forecast(config("moe"), options(cuda_graph_modules=["attn", "moe_router"]), None)
-    assert outside.holds
-    assert all(out.graphs_ms > row.graphs_ms for out, row in zip(outside.rows, inside.rows, strict=True))
-
-
-def test_a_model_that_was_not_measured_has_the_nearest_named():
-    found = language_forecast(config(num_layers=36), options(), None)
-    answer = Answer(options=options(), language_model=found, has_model=True)
-    assert (answer.lines[1].memory, answer.lines[1].ratio) == ("not measured", "not measured")
-    said = " ".join(render(answer).split())
-    assert "36 attention, 36 MLP layers of 2048 was not measured. The nearest" in said
-    assert "16 attention, 16 MLP layers of 2048 and 8 attention, 8 MLP layers of 5120:" in said
-    assert "dense_2048" in said and "Records of docs/benchmarks/packed.jsonl, 2026-11-22, NVIDIA H200." in said
-
-
-def test_two_ranks_have_records_of_their_own():
-    found = language_forecast(config(tensor_model_parallel_size=2), options(), None)
-    assert found.holds and [row.case for row in found.rows] == ["TP2_2048", "TP2_4096"] and found.memory_gb is None
-
-
 class LoRA:
     pass
 
@@ -83,9 +50,6 @@ class LoRA:
     [
         ({}, {}, "b200", "--gpu b200"),
         ({"tensor_model_parallel_size": 8}, {}, None, "model.tensor_model_parallel_size=8"),
-        ({"pipeline_model_parallel_size": 2}, {}, None, "model.pipeline_model_parallel_size=2"),
-        ({"freeze_language_model": True}, {}, None, "model.freeze_language_model=True"),
-        ({"recompute_granularity": "full"}, {}, None, "model.recompute_granularity=full"),
         ({"peft": LoRA()}, {}, None, "peft=LoRA"),
         ({"hidden_size": None}, {}, None, "model.hidden_size is not known here"),
         ({}, {"cuda_graph_packed_offload": "mlp"}, None, "cuda_graph_packed_offload=('mlp',)"),
@@ -99,16 +63,6 @@ def test_what_no_record_supports_has_no_figure(held, fields, gpu, said):
     answer = Answer(options=options(**fields), language_model=found, has_model=True)
     assert answer.lines[1].memory == answer.lines[1].ratio == "not measured"
     assert said in " ".join(render(answer).split())
-
-
-def test_deterministic_algorithms_were_not_measured(monkeypatch):
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    assert language_forecast(config(), options(), None).differs == ("deterministic algorithms",)
-
-
-def test_other_graphs_have_no_forecast():
-    assert language_forecast(config(), graph_options({}), None) is None
-    assert language_forecast(config(), graph_options({"cuda_graph_impl": "full_iteration"}), None) is None
 
 
 def explained(*words):

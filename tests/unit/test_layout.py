@@ -73,25 +73,8 @@ def test_padding_is_told_apart_and_has_harmless_positions(grid, spare, spare_row
         assert (values[count(grid) :] == blank).all()
 
 
-def test_one_merge_unit():
-    found = token_positions(torch.tensor([[1, 2, 2]]), 4, MERGE)
-    assert found.row.tolist() == [0, 0, 1, 1]
-    assert found.column.tolist() == [0, 1, 0, 1]
-
-
-def test_frames_of_a_video_repeat_their_positions():
-    found = token_positions(torch.tensor([[3, 4, 2]]), 24, MERGE)
-    for values in (found.row, found.column):
-        assert values[:8].tolist() == values[8:16].tolist() == values[16:].tolist()
-
-
 @pytest.mark.parametrize("end", [1, 15, 23, 47, 63])
 def test_linspace_at_equals_torch_linspace_to_the_last_bit(end):
     for length in range(1, 601):
         found = linspace_at(torch.arange(length), torch.full((length,), length), end)
         assert torch.equal(found, torch.linspace(0, end, length)), length
-
-
-def test_linspace_at_takes_each_element_from_its_own_line():
-    index, length = torch.tensor([0, 6, 2, 0]), torch.tensor([1, 7, 5, 9])
-    assert linspace_at(index, length, 12).tolist() == [0.0, 12.0, 6.0, 0.0]

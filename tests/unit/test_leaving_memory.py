@@ -5,7 +5,7 @@ import torch
 
 from ..leaving import LeavingExecutor
 from . import packs
-from .changes import CAPACITIES, GraphedAndEager
+from .changes import GraphedAndEager
 from .growing import grown
 from .towers import assert_close, forward, graphs_on, new_tower, results
 
@@ -109,11 +109,3 @@ def test_graphs_are_dropped_while_their_memory_is_away(executor):
         graphs.detach()
         assert executor.away
     assert torch.equal(forward(model, ROWS[0])[0], forward(new_tower(), ROWS[0])[0])
-
-
-def test_rows_of_every_capacity_leave():
-    pair = GraphedAndEager(3)
-    for _ in range(2 * len(CAPACITIES)):
-        pair.microbatch()
-        pair.graphs.release_memory()
-    assert pair.graphs.executor.returned >= 2

@@ -1,9 +1,6 @@
-import sys
-
 import pytest
 
-from examples.photographs import arguments as command
-from examples.photographs import comparison, gpu, training
+from examples.photographs import comparison, gpu
 from examples.photographs.processes import TrainingFailed
 
 
@@ -82,11 +79,6 @@ def test_processes_end_when_one_fails(monkeypatch):
     assert len(ended) == 3
 
 
-def test_a_field_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match="no field 'no_such_field'"):
-        training.training_config(training.Run(overrides={"model.no_such_field": 1}))
-
-
 @pytest.mark.parametrize("replayed, encoder, same", [(6, 4, True), (0, 4, False), (6, 0, False), (6, None, True)])
 def test_full_iteration_says_how_many_steps_were_replays(capsys, replayed, encoder, same):
     eager = [{**run_of(losses, None), "language_model_graphs": None} for losses in EAGER]
@@ -94,28 +86,3 @@ def test_full_iteration_says_how_many_steps_were_replays(capsys, replayed, encod
     graphs = {**run_of([2.05] * 8, encoder), "language_model_graphs": whole}
     assert comparison.compare(eager, graphs, 8) is same
     assert f"replayed the whole language model: {replayed} of 8" in capsys.readouterr().out
-
-
-def test_options_reach_the_single_runs(monkeypatch):
-    line = ["--steps", "9", "--single", "--validate-every", "3", "a.b=1", "--eager-runs", "2"]
-    monkeypatch.setattr(sys, "argv", ["photographs", *line])
-    arguments = command.training_arguments(command.parse(), 9)
-    assert arguments == ["--steps", "9", "a.b=1", "--single", "--validate-every", "3"]
-    monkeypatch.setattr(sys, "argv", ["photographs", "--train", "graphs", "--out", "x.json", *arguments])
-    again = command.parse()
-    assert (again.steps, again.single, again.validate_every, again.overrides) == (9, True, 3, ["a.b=1"])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["model.tuning={capture_mode:"], "must be name=value in YAML, not 'model.tuning={capture_mode:'"),
-        (["graphs"], "must be name=value, not 'graphs'"),
-        (["=4"], "must be name=value, not '=4'"),
-        (["model.tuning={"], "quotes may be missing"),
-    ],
-)
-def test_overrides_that_no_run_could_take_are_refused_before_any_trains(words, message, capsys):
-    with pytest.raises(SystemExit):
-        command.parse(words)
-    assert message in capsys.readouterr().err

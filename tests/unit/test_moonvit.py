@@ -14,8 +14,8 @@ from bridge_cg_plugin.vision.batch import BatchError
 from bridge_cg_plugin.vision.kernels.packed_attention import PackedSegments
 
 from .hugging_face_towers import results
-from .moonvit_towers import PACKAGE, draw_items, entry_points, new_moonvit, region, remote, run_moonvit
-from .towers import assert_close, graphs_on, loss_of, poison
+from .moonvit_towers import PACKAGE, entry_points, new_moonvit, region, run_moonvit
+from .towers import assert_close, graphs_on, poison
 
 TOLERANCE = 1e-6
 BUCKETS = {"buckets": (32, 64, 128, 256), "max_frames": 8}
@@ -90,28 +90,7 @@ def test_rotations_are_those_that_the_remote_code_concatenates(rows):
     assert torch.equal(found[: len(expected)], expected)
 
 
-def test_equal_patches_of_other_items_are_told_apart():
-    model = new_moonvit()
-    mixes = ([(1, 8, 8)], [(1, 4, 8), (1, 8, 4)], [(2, 4, 8)], [(1, 4, 16)])
-    expected = [results(run_moonvit, model, rows) for rows in mixes]
-    with graphs_on(model, buckets=(64,), max_frames=8) as graphs:
-        for rows, wanted in zip(mixes, expected, strict=True):
-            assert_equal_results(results(run_moonvit, model, rows), wanted)
-        assert graphs.statistics().replays == len(mixes)
-
-
-def test_microbatches_in_flight_keep_their_own_gradients():
-    model = new_moonvit()
-    mixes = (MIX, [(4, 4, 4)])
-    expected = [results(run_moonvit, model, rows, seed)[1] for seed, rows in enumerate(mixes)]
-    with graphs_on(model, slots=2, **BUCKETS) as graphs:
-        outputs = [run_moonvit(model, rows, seed) for seed, rows in enumerate(mixes)]
-        for outs, gradients in zip(outputs, expected, strict=True):
-            assert_close(torch.autograd.grad(loss_of(outs), list(model.parameters())), gradients, 10 * TOLERANCE)
-        assert graphs.statistics().replays == 2
-
-
-@pytest.mark.parametrize("frozen", ["encoder", "encoder.blocks.0", "patch_embed", "patch_embed.pos_emb"])
+@pytest.mark.parametrize("frozen", ["encoder.blocks.0", "patch_embed"])
 def test_parts_of_the_tower_are_trained(frozen):
     model = new_moonvit()
     for name, parameter in model.named_parameters():
@@ -122,26 +101,6 @@ def test_parts_of_the_tower_are_trained(frozen):
             poison(graphs, float("nan"))
             assert_equal_results(results(run_moonvit, model, MIX), expected)
         assert graphs.statistics().replays
-
-
-def test_evaluation_replays():
-    model = new_moonvit().eval()
-    with torch.no_grad():
-        expected = run_moonvit(model, MIX)
-        with graphs_on(model, **BUCKETS) as graphs:
-            for _ in range(3):
-                assert_close(run_moonvit(model, MIX), expected, TOLERANCE)
-            assert graphs.statistics().replays >= 1
-
-
-def test_buckets_on_demand():
-    model = new_moonvit()
-    with graphs_on(model, capture=False, buckets="auto", max_frames="auto") as graphs:
-        for _ in range(4):
-            run_moonvit(model, MIX)
-        assert graphs.capture()
-        run_moonvit(model, MIX)
-        assert graphs.statistics().replays == 1
 
 
 def test_calls_that_no_graph_takes_run_eager():
@@ -194,9 +153,3 @@ def test_another_type_on_a_gpu_is_refused():
     encoder = SimpleNamespace(final_layernorm=SimpleNamespace(weight=weight))
     with pytest.raises(OptionError, match="MoonViT"):
         region().MoonViTAdapter(encoder)
-
-
-def test_transformers_loads_the_stand_in_as_remote_code():
-    assert remote("MoonViT3dPretrainedModel").__module__.startswith("transformers_modules.")
-    pixels, grid = draw_items(MIX)
-    assert [len(item) for item in new_moonvit()(pixels, grid)] == [6, 2, 4]

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from bridge_cg_plugin.cli.planner.plan import place
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PackedBatchError, pack_batch
 from bridge_cg_plugin.language.packed.fit import pack_buckets
 from bridge_cg_plugin.options import OptionError
@@ -30,14 +29,9 @@ from .packs import (
 from .towers import assert_close, poison
 
 PACKS = {
-    "one document": pack((300,)),
-    "two": pack((7, 290)),
     "as many as captured": pack((1, 90, 30, 100, 60, 20)),
-    "long tail": pack((260,)),
     "a document of no tokens": pack((40, 0, 250)),
     "repeated offsets": pack((120, 150), repeats=9),
-    "exactly a bucket": pack((200, 120)),
-    "the larger bucket": pack((321, 100)),
     "a bound above the longest": pack((120, 150), max_seqlen=400),
     "a bound of all tokens": pack((120, 150), max_seqlen=270),
 }
@@ -93,18 +87,6 @@ def test_any_pack_from_one_capture(model, graphs, lengths):
     assert_close([found[0], *found[1]], [expected[0], *expected[1]])
 
 
-def test_documents_do_not_see_each_other(model, graphs):
-    changed = pack((90, 130, 80))
-    changed["input_ids"] = changed["input_ids"].clone()
-    changed["input_ids"][0, 90:220] = changed["input_ids"][0, 90:220].flip(0)
-    with torch.no_grad():
-        model.eval()
-        first, second = model(**pack((90, 130, 80)) | {"labels": None}), model(**changed | {"labels": None})
-        model.train()
-    assert torch.equal(first[:, :90], second[:, :90]) and torch.equal(first[:, 220:], second[:, 220:])
-    assert not torch.equal(first[:, 90:220], second[:, 90:220])
-
-
 def test_nothing_of_another_batch_is_left(model, graphs):
     expected = eager(model, graphs, pack((60, 200)))
     for value in (float("nan"), 1e4):
@@ -112,12 +94,6 @@ def test_nothing_of_another_batch_is_left(model, graphs):
         found = losses_and_gradients(model, pack((60, 200)))
         assert_close([found[0]], [expected[0]])
         assert_close(found[1], expected[1])
-
-
-def test_equal_sizes_and_other_boundaries(model, graphs):
-    for lengths in ((100, 200), (200, 100), (150, 150)):
-        expected = eager(model, graphs, pack(lengths))
-        assert_close(losses_and_gradients(model, pack(lengths))[1], expected[1])
 
 
 FALLBACKS = {
@@ -250,12 +226,6 @@ def test_fused_rotary_positions_are_the_documents(model, monkeypatch):
     assert not TransformerBlockFamily(model.decoder).absolute
 
 
-def test_without_a_bucket_to_begin_with_the_announcement_says_so(bare, capsys):
-    with graphs_on(bare, pack((50,) * 7), cuda_graph_packed_buckets="auto") as graphs:
-        assert graphs.workload.notes()["plan"] == "no bucket yet"
-    assert "graphs: no bucket yet; 1 slot(s), up to 6 documents" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("change", [lambda a: a.double(), lambda a: a[:, 0], lambda a: (a, a)])
 def test_angles_of_another_kind_run_eager(model, graphs, change):
     params, hidden = pack((300,))["packed_seq_params"], torch.zeros(300, 1, 32)
@@ -294,8 +264,7 @@ def noting(forward, seen):
     return noted
 
 
-@pytest.mark.parametrize("modules", [[], ["attn"], ["mlp"]], ids=["layers", "attn", "mlp"])
-@pytest.mark.parametrize("fused", [None, True, False], ids=["by default", "fused", "not fused"])
+@pytest.mark.parametrize("modules, fused", [([], None), (["attn"], True), (["mlp"], False)], ids=str)
 def test_weight_gradients_are_added_inside_products_of_recorded_work_only(monkeypatch, modules, fused):
     """Products are Transformer Engine's on a GPU; these have its attributes alone."""
     fresh = new_model()
@@ -324,19 +293,6 @@ def test_attention_of_another_kind_is_refused(model):
     other.decoder.layers[1].self_attention = torch.nn.Linear(2, 2)
     with pytest.raises(OptionError, match="must have megatron-core's SelfAttention.*one has Linear"):
         TransformerBlockFamily(other.decoder)
-
-
-def test_the_executor_sees_every_bound(bare):
-    class Counting(ReferenceExecutor):
-        recorded = 0
-
-        def record(self, body, pool):
-            self.recorded += 1
-            return super().record(body, pool)
-
-    executor = Counting()
-    with graphs_on(bare, pack(WARMUP), executor=executor, cuda_graph_packed_tuning={"evaluation": False}) as graphs:
-        assert executor.recorded == len(graphs._regions[0].buckets) > 0
 
 
 @pytest.fixture(scope="module")

@@ -71,12 +71,6 @@ def test_repeated_offsets_at_the_end_are_no_documents(lengths, repeats):
     assert all(torch.equal(offsets, ends) for offsets in batch.offsets.values())
 
 
-def test_a_padded_document_after_the_last_token_is_kept():
-    """Bridge's packs end with one: no tokens of its own, room up to the length of the pack."""
-    batch = packed(offsets_of(0, 5, 9, 9), padded=offsets_of(0, 6, 10, 12))
-    assert batch.lengths == (6, 4, 2) and len(batch.offsets["cu_seqlens_q"]) == 4
-
-
 def test_tokens_are_counted_before_they_are_sharded():
     assert packed(shards=2).tokens == TOKENS
     with pytest.raises(PackedBatchError, match="the pack has 6 tokens"):

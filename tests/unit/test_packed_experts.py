@@ -21,8 +21,6 @@ MODELS = {
     "clamped": {"activation_func_clamp_value": 0.5},
     "one expert of a token": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
     "all experts": {"moe_router_topk": 4},
-    "sigmoid scores": {"moe_router_score_function": "sigmoid"},
-    "shared experts": {"moe_shared_expert_intermediate_size": 16},
     "a gate before shared experts": {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
     "dense layers, too": {"moe_layer_freq": [0, 1]},
 }
@@ -98,20 +96,6 @@ def test_frozen_experts():
     assert_close([found[0], *found[1]], [expected[0], *expected[1]])
 
 
-def test_documents_do_not_see_each_other():
-    model = new_model(**EXPERTS)
-    changed = pack((90, 130, 80))
-    changed["input_ids"] = changed["input_ids"].clone()
-    changed["input_ids"][0, 90:220] = changed["input_ids"][0, 90:220].flip(0)
-    with ON_CPU(), on_graphs(model) as graphs:
-        first = losses_and_gradients(model, pack((90, 130, 80)))[0]
-        second = losses_and_gradients(model, {**changed, "labels": pack((90, 130, 80))["labels"]})[0]
-        assert graphs.statistics().replays == 2
-    # Products of the reference executor are of all rows of an expert: their order may change the last bit.
-    assert_close([first[:, :90], first[:, 220:]], [second[:, :90], second[:, 220:]])
-    assert not torch.allclose(first[:, 90:220], second[:, 90:220])
-
-
 @pytest.mark.reference_executor
 def test_padding_goes_to_no_expert(monkeypatch):
     from bridge_cg_plugin.upstream.decoder import experts as packed_experts
@@ -141,8 +125,6 @@ def test_evaluation_replays_without_gradients():
 
 
 ROUTERS = {
-    "an auxiliary loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
-    "a loss of sequences": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1},
     "two losses": {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
     "a loss of logits": {"moe_z_loss_coeff": 0.1},
     "a bias of experts": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
@@ -178,8 +160,11 @@ def assert_packs_are_eagers(model, graphs):
 CHANGED = {"moe_expert_capacity_factor": 0.5, "moe_z_loss_coeff": 0.1}
 
 
-@pytest.mark.parametrize("modules", [[], ["moe_router"], ["attn", "moe_router"]], ids=["whole", "router", "both"])
-@pytest.mark.parametrize("field, value", CHANGED.items(), ids=CHANGED)
+@pytest.mark.parametrize(
+    "field, value, modules",
+    [(*item, modules) for item, modules in zip(CHANGED.items(), ([], ["moe_router"]), strict=True)],
+    ids=CHANGED,
+)
 def test_options_that_change_after_capture_are_obeyed(field, value, modules):
     model = new_model(**EXPERTS)
     options = {"cuda_graph_modules": modules, "cuda_graph_packed_strict": False}
@@ -198,7 +183,7 @@ def test_a_router_that_is_replaced_after_capture_routes(modules):
         assert_packs_are_eagers(model, graphs)
 
 
-@pytest.mark.parametrize("changes", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize("changes", [ROUTERS["two losses"], ROUTERS["a bias of experts"]])
 def test_a_capture_counts_and_logs_nothing(changes):
     model = new_model(**{**EXPERTS, **changes})
     routers = [layer.mlp.router for layer in model.decoder.layers]

@@ -1,11 +1,10 @@
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd, _apply_rotary_pos_emb_thd
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from bridge_cg_plugin.graphs.rows import fill_one_segment, fill_segments, write_offsets
+from bridge_cg_plugin.graphs.rows import fill_segments, write_offsets
 from bridge_cg_plugin.language.packed.batch import document_indices, spread, token_angles, token_positions
 
 documents = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
@@ -83,12 +82,6 @@ def test_example_documents_fill_the_tokens(tokens, largest, more):
     assert buffer[0] == 0 and buffer[-1] == tokens and min(lengths) >= 0 and max(lengths) <= largest
 
 
-def test_example_offsets_are_one_document():
-    buffer = torch.full((5,), -7, dtype=torch.int32)
-    fill_one_segment(buffer, 64)
-    assert buffer.tolist() == [0, 64, 64, 64, 64]
-
-
 @given(documents, st.integers(0, 9), st.integers(0, 20), st.integers(0, 60), ranks_of)
 def test_angles_rotate_as_upstream_does_to_the_last_bit(lengths, repeats, padding, more_rows, group):
     """Also where the table has exactly as many rows as the pack has tokens, which upstream takes in another way."""
@@ -106,18 +99,6 @@ def test_angles_rotate_as_upstream_does_to_the_last_bit(lengths, repeats, paddin
     assert found.shape[0] == capacity // size
     assert torch.equal(_apply_rotary_pos_emb_bshd(t[:, None], found[:here])[:, 0], expected)
     assert not found[here:].any()
-
-
-@pytest.mark.parametrize("by_place, expected", [(True, [0, 1, 2, 3, 4]), (False, [0, 1, 0, 1, 2])])
-def test_a_table_of_as_many_rows_as_tokens(by_place, expected):
-    table = torch.arange(5.0)[:, None, None, None]
-    found = token_angles(table, torch.tensor([by_place]), offsets_of([2, 3]))
-    assert found.flatten().tolist() == expected
-
-
-@pytest.mark.parametrize("rank, expected", [(0, [0, 3, 0, 1, 6, 7]), (1, [1, 2, 2, 3, 4, 5])])
-def test_each_rank_holds_a_chunk_from_the_front_and_one_from_the_back(rank, expected):
-    assert token_positions(offsets_of([4, 8]), 6, 2, rank).tolist() == expected
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40))

@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.offload import host_memory
 from bridge_cg_plugin.offload.host_memory import GIB
 from bridge_cg_plugin.offload.planner import Allowed, Costs, smallest_peak
 from bridge_cg_plugin.offload.schedule import Fate
@@ -53,17 +52,6 @@ def test_losses_and_gradients_are_the_same_to_the_bit(expected, options):
     for (losses, gradients), (other_losses, others) in zip(found, wanted, strict=True):
         assert torch.equal(losses, other_losses)
         assert all(map(torch.equal, gradients, others))
-
-
-def test_messages_name_the_options_of_packed_sequences(monkeypatch):
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1024)
-    model = new_model()
-    options = {"cuda_graph_packed_offload": "all", "cuda_graph_packed_strict": True}
-    with (
-        pytest.raises(CaptureError, match="cuda_graph_packed_recompute"),
-        graphs_on(model, pack(WARMUP), **SMALL, **options),
-    ):
-        pass
 
 
 MIXES = {

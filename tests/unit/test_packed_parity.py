@@ -6,20 +6,13 @@ import pytest
 import torch
 
 from scripts.performance.loops.padded_packs import decoders_of, padded
-from tests.models.language_model import Pack
 from tests.models.packed_parity import (
-    Fp32Reference,
     beyond_noise,
-    deterministic,
-    distances,
     eager_at,
-    noise_of,
-    padded_params,
-    same,
     spread_of,
     worst_gradient,
 )
-from tests.models.tower import largest_relative, relatives
+from tests.models.tower import largest_relative
 
 from .packs import graphs_on, losses_and_gradients, new_model, new_qwen, pack, with_images
 from .towers import assert_close
@@ -49,21 +42,6 @@ def test_eager_on_a_buckets_rows_gives_eagers_results(model, modules):
     assert_close([found[0], *found[1]], [expected[0], *expected[1]])
 
 
-def test_eager_on_a_buckets_rows_with_images():
-    """Angles and the mask of images have a row for every token, and get as many more."""
-    model, arguments, rows = new_qwen(), with_images(pack((30, 180, 77))), []
-    with graphs_on(model, arguments) as graphs:
-        with graphs.paused():
-            expected = losses_and_gradients(model, arguments)
-        mlp = model.decoder.layers[0].mlp
-        hook = mlp.register_forward_hook(lambda module, given, out: rows.append(len(given[0])))
-        with eager_at(graphs, 320):
-            found = losses_and_gradients(model, arguments)
-        hook.remove()
-    assert rows == [320]
-    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
-
-
 def test_decoders_of_language_models_compute_a_buckets_rows():
     whole = torch.nn.Module()
     whole.language_model, whole.vision_model = new_qwen(), torch.nn.Module()
@@ -79,50 +57,6 @@ def test_decoders_of_language_models_compute_a_buckets_rows():
         assert_close([found[0], *found[1]], [expected[0], *expected[1]])
     hook.remove()
     assert rows == [320, 287] and "forward" not in vars(decoder)
-
-
-def test_padding_is_documents_that_rotary_tables_reach():
-    params = pack((30, 100), room=(32, 104))["packed_seq_params"]
-    found = padded_params(params, 136, 400)
-    assert found.cu_seqlens_q_padded.tolist() == [0, 32, 136, 240, 344, 400]
-    assert found.cu_seqlens_kv.tolist() == [0, 30, 130, 234, 338, 394]
-    assert found.max_seqlen_q == 104 and found.cu_seqlens_q.dtype == torch.int32
-    assert padded_params(params, 136, 136).cu_seqlens_q_padded.tolist() == [0, 32, 136]
-
-
-def test_documents_alone_are_the_pack(model):
-    arguments = pack((30, 100))
-    weights = torch.linspace(0.5, 1.5, 130).view(1, 130)
-    losses, gradients = Fp32Reference(new_model, model).results(Pack(arguments, (30, 100), weights))
-    expected = losses_and_gradients(model, arguments)
-    assert_close([losses, *gradients], [expected[0], *expected[1]])
-
-
-def test_attention_that_was_built_before_is_told_to_add_up_in_one_order():
-    made = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
-    made[1].deterministic = False
-    with deterministic(made):
-        assert made[1].deterministic and torch.are_deterministic_algorithms_enabled()
-        assert not hasattr(made[0], "deterministic")
-    assert not made[1].deterministic and not torch.are_deterministic_algorithms_enabled()
-
-
-def test_distances_from_an_exact_result():
-    exact = torch.ones(4), [torch.ones(2), torch.ones(2)]
-    found = torch.full((4,), 1.1), [torch.full((2,), 1.1), torch.full((2,), 1.2)]
-    wanted = {"losses": 0.1, "mean of gradients": 0.15, "worst gradient": 0.2}
-    assert distances(found, exact) == pytest.approx(wanted)
-
-
-def test_noise_is_the_largest_difference_of_any_two_runs():
-    runs = [
-        (torch.full((4,), 1 + loss), [torch.ones(2), torch.full((2,), 1 + g)]) for loss, g in ((0.0, 0.0), (0.1, 0.3))
-    ]
-    losses, gradients = noise_of([runs[0], runs[0], runs[1]])
-    assert losses == pytest.approx(0.1 / 1.1) and gradients == pytest.approx(0.3 / 1.3)
-    assert noise_of([runs[0], runs[0]]) == (0, 0)
-    assert same(runs[0], runs[0]) and not same(runs[0], runs[1])
-    assert worst_gradient(runs[1], runs[0], ["a", "b"]) == "3.00e-01 in b (2 of 2 elements, by at most 2.3e-01)"
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -153,10 +87,6 @@ def spreads_of(**changes):
     return {f"pack {seed}": spread_of(drawn(8, seed), drawn(5, 100 + seed, **changes)) for seed in range(4)}
 
 
-def test_replays_that_are_as_eager_runs_are_inside_the_noise():
-    assert beyond_noise(spreads_of(), NAMES) == []
-
-
 def test_a_replay_that_jumps_as_an_eager_run_may_is_inside_the_noise():
     spreads = spreads_of(seldom=0.01)
     assert spreads["pack 0"].graphs[0, 2] > 0 and beyond_noise(spreads, NAMES) == []
@@ -167,20 +97,3 @@ def test_what_all_replays_of_a_pack_have_is_beyond_the_noise_of_that_gradient(wr
     """However much another gradient of eager runs differs."""
     found = beyond_noise({**spreads_of(), "wrong": spread_of(drawn(8, 9), drawn(5, 10, shift=wrong))}, NAMES)
     assert len(found) == 1 and found[0].startswith("wrong: small differs by ")
-
-
-def test_other_losses_are_beyond_the_noise():
-    replays = [(losses + 1e-6, gradients) for losses, gradients in drawn(5, 10)]
-    assert [miss.split()[2] for miss in beyond_noise({"a pack": spread_of(drawn(8, 9), replays)}, NAMES)] == ["losses"]
-
-
-def test_relative_differences_are_those_of_each_tensor():
-    generator = torch.Generator().manual_seed(0)
-    expected = [torch.randn(n, 3, generator=generator) for n in range(1, 40)]
-    actual = [one + 1e-3 * torch.randn(one.shape, generator=generator) for one in expected]
-    actual[20][1, 1] = torch.nan
-    right = torch.stack([(a - e).norm() / e.norm() for a, e in zip(actual, expected, strict=True)])
-    torch.testing.assert_close(relatives(actual, expected), right, equal_nan=True)
-    assert relatives(actual, expected).isnan().sum() == 1
-    with pytest.raises(ValueError, match="shorter"):
-        relatives(actual, expected[:-1])

@@ -99,8 +99,7 @@ def test_all_parts_read_one_set_of_offsets_and_angles(bare, modules, monkeypatch
             assert len(addresses) == 1, name
 
 
-@PARTS
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
+@pytest.mark.parametrize("modules, order", [(["attn"], (0, 1)), (["attn", "mlp"], (1, 0))], ids=["first", "last"])
 def test_microbatches_in_flight_keep_their_offsets_apart(bare, modules, order):
     batches = [pack((30, 180, 77)), pack((250, 40), seed=1)]
     wanted = [p for p in bare.parameters() if p.requires_grad]

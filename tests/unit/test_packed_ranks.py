@@ -20,7 +20,6 @@ from .packs import EXPERTS, ON_CPU, graphs_on, losses_and_gradients, new_model, 
 from .towers import assert_close
 
 TP2, CP2 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}
-LAYOUTS = pytest.mark.parametrize("sizes", [TP2, CP2], ids=["TP2", "CP2"])
 BUCKETS = {"cuda_graph_packed_buckets": [640, 1024, 1280]}
 PACKS = ((640,), (200, 380, 4), (140, 120, 260, 60, 24), (600, 300))
 ROOM = ((196, 388), (200, 400))
@@ -54,8 +53,7 @@ def replay(sizes, room=None, modules=(), packs=PACKS, **config):
     return found
 
 
-@LAYOUTS
-@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole", "attn"])
+@pytest.mark.parametrize("sizes, modules", [(TP2, ()), (CP2, ("attn",))], ids=["TP2, whole", "CP2, attn"])
 def test_replays_equal_eager_on_every_rank(tmp_path, sizes, modules):
     ranks = run_ranks(2, replay, tmp_path, sizes, None, modules, **sizes)
     assert len(ranks) == 2
@@ -64,8 +62,7 @@ def test_replays_equal_eager_on_every_rank(tmp_path, sizes, modules):
 A2A = {"cp_comm_type": "a2a"}
 
 
-@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole", "attn"])
-@pytest.mark.parametrize("room", [None, ROOM], ids=["packs", "gaps"])
+@pytest.mark.parametrize("modules, room", [((), ROOM), (("attn",), None)], ids=["whole, gaps", "attn, packs"])
 def test_ranks_that_give_tokens_for_heads(tmp_path, modules, room):
     run_ranks(2, partial(replay, **A2A), tmp_path, CP2, room, modules, **CP2)
 
@@ -77,21 +74,11 @@ def test_ranks_that_give_tokens_for_heads_in_rings(tmp_path):
     run_ranks(4, work, tmp_path, levels, **levels)
 
 
-def test_a_ring_and_an_exchange_of_heads_agree(tmp_path):
-    (tmp_path / "ring").mkdir()
-    (tmp_path / "heads").mkdir()
-    ring = run_ranks(2, replay, tmp_path / "ring", CP2, **CP2)
-    heads = run_ranks(2, partial(replay, **A2A), tmp_path / "heads", CP2, **CP2)
-    for one, other in zip(ring, heads, strict=True):
-        for (losses, gradients), (same, sames) in zip(one, other, strict=True):
-            assert_close([losses, *gradients], [same, *sames])
-
-
-def replay_images(features):
+def replay_images():
     """Replay Qwen3-VL's language model: angles and image features are those of a rank's own tokens."""
     model = new_qwen(**CP2)
     model.rotary_pos_emb.is_thd_format = True  # as Bridge's model sets it for packs
-    wholes = [with_images(pack(lengths, seed), features=features, seed=seed) for seed, lengths in enumerate(PACKS)]
+    wholes = [with_images(pack(lengths, seed), seed=seed) for seed, lengths in enumerate(PACKS)]
     made = [part_of(arguments, 2, distributed.get_rank()) for arguments in wholes]
 
     def run(arguments):
@@ -111,12 +98,11 @@ def replay_images(features):
     return [losses for losses, *_ in found]
 
 
-@pytest.mark.parametrize("features", [0, 2])
-def test_images_of_context_parallel_ranks(tmp_path, features):
-    ranks = run_ranks(2, replay_images, tmp_path, features, **CP2)
+def test_images_of_context_parallel_ranks(tmp_path):
+    ranks = run_ranks(2, replay_images, tmp_path, **CP2)
     whole = new_qwen()
     for index, lengths in enumerate(PACKS):
-        losses = whole(**with_images(pack(lengths, index), features=features, seed=index)).detach()
+        losses = whole(**with_images(pack(lengths, index), seed=index)).detach()
         order = [place for rank in range(2) for place in held(lengths, 2, rank)]
         assert_close([torch.cat([rank[index] for rank in ranks], 1)], [losses[:, order]])
 
@@ -126,14 +112,9 @@ def replay_experts(sizes, **router):
         return replay(sizes, **EXPERTS | router)
 
 
-@pytest.mark.parametrize("router", [{}, {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}])
-def test_experts_of_context_parallel_ranks(tmp_path, router):
+def test_experts_of_context_parallel_ranks(tmp_path):
+    router = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
     run_ranks(2, partial(replay_experts, **router), tmp_path, CP2, **CP2)
-
-
-@LAYOUTS
-def test_documents_with_padding_between_them(tmp_path, sizes):
-    run_ranks(2, replay, tmp_path, sizes, ROOM, **sizes)
 
 
 def test_two_context_parallel_ranks_equal_one(tmp_path):
@@ -162,9 +143,8 @@ def fall_back(sizes):
         return dict(graphs.statistics().fallbacks), graphs.statistics().replays
 
 
-@LAYOUTS
-def test_all_ranks_fall_back_together(tmp_path, sizes):
-    ranks = run_ranks(2, fall_back, tmp_path, sizes, **sizes)
+def test_all_ranks_fall_back_together(tmp_path):
+    ranks = run_ranks(2, fall_back, tmp_path, CP2, **CP2)
     counts = {"too_many_documents": 1, "too_many_tokens": 1, "too_few_tokens": 1}
     assert ranks == [(counts, 1)] * 2
 
@@ -193,8 +173,7 @@ def capture_failing_on_one_rank(sizes, strict):
         return graphs.failure, dict(graphs.statistics().fallbacks)
 
 
-@LAYOUTS
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("sizes, strict", [(TP2, False), (CP2, True)], ids=["TP2", "CP2, strict"])
 def test_a_rank_that_cannot_capture_makes_all_eager(tmp_path, sizes, strict):
     first, second = run_ranks(2, capture_failing_on_one_rank, tmp_path, sizes, strict, **sizes)
     assert first[0].startswith("OtherRankFailed: rank 1 failed: OutOfMemoryInCapture: made to fail")
@@ -285,7 +264,7 @@ def test_an_older_transformer_engine_is_refused_where_it_reads_offsets(tmp_path)
 
 @pytest.mark.parametrize(
     "version, ranks, warned",
-    [("2.17.1", 2, True), ("2.9.0", 4, True), ("2.17.1", 1, False), ("2.18.0", 2, False), ("3.0.0", 2, False)],
+    [("2.17.1", 2, True), ("2.17.1", 1, False), ("2.18.0", 2, False)],
 )
 def test_a_release_that_takes_padding_for_tokens_is_named(monkeypatch, caplog, version, ranks, warned):
     monkeypatch.setattr(context_exchange.importlib.metadata, "version", lambda name: version)

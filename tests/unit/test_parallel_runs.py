@@ -8,59 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.photographs import arguments as command
-from examples.photographs import comparison
 from examples.photographs.hosts import placement, ranks_per_gpu
 from examples.photographs.layout import Layout
 from examples.photographs.processes import TrainingFailed, TrainingProcess
 from tests.unit.stand_in_ranks import FAILING_STEPS
 
 STAND_IN = "tests.unit.stand_in_ranks"
-
-
-@pytest.mark.parametrize(
-    "words, ranks, name",
-    [
-        ([], 1, "one GPU"),
-        (["--tensor-parallel", "2"], 2, "TP2"),
-        (["--tensor-parallel", "2", "--pipeline-parallel", "2"], 4, "TP2xPP2"),
-        (["--data-parallel", "2", "--context-parallel", "2"], 4, "DP2xCP2"),
-        (["--data-parallel", "2", "--pipeline-parallel", "2", "--pipeline-chunks", "3"], 4, "DP2xPP2VP3"),
-    ],
-)
-def test_a_command_line_says_a_layout(words, ranks, name):
-    layout = command.layout_of(command.parse(words))
-    assert (layout.ranks, str(layout)) == (ranks, name)
-    assert command.layout_of(command.parse(layout.words())) == layout
-    again = command.training_arguments(command.parse([*words, "--global-batch", "8", "--loader-workers", "0"]), 3)
-    args = command.parse(again)
-    assert (command.layout_of(args), args.global_batch, args.loader_workers) == (layout, 8, 0)
-
-
-@pytest.mark.parametrize("size", ["0", "-1"])
-def test_sizes_below_one_are_refused(size):
-    with pytest.raises(ValueError, match=f"--tensor-parallel {size}: it must be 1 or more"):
-        command.layout_of(command.parse(["--tensor-parallel", size]))
-
-
-@pytest.mark.parametrize(
-    "stages, chunks, layers, fitting",
-    [(1, 1, 1, 1), (2, 1, 4, 4), (2, 1, 3, 4), (4, 1, 6, 6), (4, 1, 8, 6), (2, 2, 8, 8), (2, 2, 11, 10), (4, 2, 4, 12)],
-)
-def test_layers_of_the_stages(stages, chunks, layers, fitting):
-    layout = Layout(pipeline=stages, chunks=chunks)
-    assert layout.fitting_layers(layers) == fitting
-    layout.check_layers(fitting)
-    if fitting == layers:
-        return
-    with pytest.raises(ValueError, match=f"--pipeline-parallel {stages}.* with {layers} layers.*{fitting}x2048"):
-        layout.check_layers(layers)
-
-
-@pytest.mark.parametrize("words", [["--pipeline-chunks", "0"], ["--pipeline-chunks", "2"]])
-def test_chunks_without_a_pipeline_are_refused(words):
-    with pytest.raises(ValueError, match=f"--pipeline-chunks {words[1]}: it must be 1, or more with"):
-        command.layout_of(command.parse(words))
 
 
 def test_other_processes_than_the_layout_has_are_refused(monkeypatch):
@@ -103,51 +56,9 @@ def test_no_two_ranks_have_one_gpu_of_one_host(ranks, gpus):
     assert len({host for host, _ in places}) == ranks_per_gpu(ranks, gpus)
 
 
-def test_ranks_that_share_gpus_are_of_several_hosts_that_talk_over_the_machines_own_interface():
-    placed = variables(4, 2)
-    assert [(each["LOCAL_RANK"], each["NCCL_HOSTID"]) for each in placed] == [
-        ("0", "host0"),
-        ("1", "host0"),
-        ("0", "host1"),
-        ("1", "host1"),
-    ]
-    assert all((each["NCCL_NET"], each["NCCL_SOCKET_IFNAME"]) == ("Socket", "lo") for each in placed)
-
-
 @pytest.mark.parametrize("gpus", [4, None])
 def test_ranks_with_a_gpu_each_tell_nccl_nothing(gpus):
     assert not any(name.startswith("NCCL") for each in variables(4, gpus) for name in each)
-
-
-def test_the_main_job_refuses_fewer_gpus_than_ranks():
-    Layout(tensor=2, pipeline=2).check_gpus(4)
-    with pytest.raises(ValueError, match="TP2xPP2 has 4 ranks with a GPU each, and there are 2 GPUs"):
-        Layout(tensor=2, pipeline=2).check_gpus(2)
-
-
-def rank_result(rank, **changes):
-    kept = {"rank": rank, "losses": [], "grad_norms": [1.0], "step_ms": [5.0], "evaluations": [], "peak_gb": 1.0}
-    graphs = {
-        "graphs": None,
-        "checks": [],
-        "step_tokens": [],
-        "language_model_layers": 0,
-        "language_model_graphs": None,
-    }
-    return {**kept, **graphs, **changes}
-
-
-def test_results_come_from_the_ranks_that_know_them():
-    from examples.photographs.training import merge_ranks
-
-    first = rank_result(0, losses=[float("nan")], graphs={"replays": 3}, step_tokens=[784], peak_gb=2.0)
-    last = rank_result(1, losses=[2.5], peak_gb=3.0)
-    merged = merge_ranks([first, last])
-    assert merged["losses"] == [2.5] and merged["graphs"] == {"replays": 3} and merged["peak_gb"] == 3.0
-    assert [rank["peak_gb"] for rank in merged["ranks"]] == [2.0, 3.0]
-    assert [rank["step_tokens"] for rank in merged["ranks"]] == [[784], []]
-    assert comparison.peaks(merged) == "2.0/3.0 GiB" and comparison.peaks(merge_ranks([first])) == "2.0 GiB"
-    assert "ranks" not in merge_ranks([first])
 
 
 def processes(log, ranks, devices, **further):
@@ -170,21 +81,6 @@ def test_every_process_knows_its_place(two_processes):
     assert first["WORLD_SIZE"] == second["WORLD_SIZE"] == "2"
     assert first["CUDA_VISIBLE_DEVICES"] == second["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert first["threads"] == second["threads"] > 1, "they were prepared"
-
-
-def test_processes_that_import_end_at_once(tmp_path):
-    process = processes(tmp_path / "run.log", 2, (0, 1))
-    began = time.monotonic()
-    process.close()
-    assert time.monotonic() - began < 5 and all(rank.process.exitcode for rank in process._ranks)
-
-
-def test_one_process_is_alone_where_torchrun_started_several(tmp_path, monkeypatch):
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
-        monkeypatch.setenv(name, value)
-    process = processes(tmp_path / "run.log", 1, (1,))
-    process.wait_until_ready()
-    assert process.train("eager", ["--steps", "1"])[0]["WORLD_SIZE"] == "1"
 
 
 @pytest.mark.parametrize("given, seen", [(True, "0"), (False, "1")], ids=["given", "this process's"])

@@ -2,20 +2,11 @@ import pytest
 import torch
 
 from bridge_cg_plugin.cli.report.verdict import compare_to_spread, how_eager_fares
-from bridge_cg_plugin.recipes.captioned_images import caption
 from examples.photographs.images import (
-    FILES,
     IMAGE_TOKEN,
-    MIXED_SIZES,
     SMALL_SIZES,
     PhotographDataset,
-    draw_images,
 )
-
-
-def test_equal_runs_are_inside():
-    found = compare_to_spread([[3.0, 2.0], [3.0, 2.0]], [3.0, 2.0])
-    assert (found.inside, found.worst) == (True, 0.0)
 
 
 def test_a_third_run_within_the_spread_is_inside():
@@ -29,38 +20,12 @@ def test_a_third_run_beyond_the_spread_is_outside():
     assert found.worst == pytest.approx(0.2 / 0.15)
 
 
-def test_the_distance_is_to_the_nearer_eager_run():
-    assert compare_to_spread([[1.0], [2.0]], [2.9]).inside
-    assert not compare_to_spread([[1.0], [2.0]], [3.6]).inside
-
-
-def test_the_spread_grows_and_never_shrinks():
-    assert compare_to_spread([[3.0, 2.0], [3.2, 2.0]], [3.0, 2.25]).inside
-    assert not compare_to_spread([[3.0, 2.0], [3.0, 2.2]], [3.25, 2.0]).inside
-
-
-def test_equal_eager_runs_allow_rounding_only():
-    assert compare_to_spread([[2.0], [2.0]], [2.0001]).inside
-    assert not compare_to_spread([[2.0], [2.0]], [2.0003]).inside
-
-
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_nan_is_outside(place):
     third = [2.0, 2.0]
     third[place] = float("nan")
     found = compare_to_spread([[2.0, 2.0], [2.0, 2.0]], third)
     assert not found.inside and found.step == place
-
-
-@pytest.mark.parametrize("runs", [([], [], []), ([1.0], [1.0], []), ([1.0], [1.0, 2.0], [1.0])])
-def test_runs_of_different_length_are_refused(runs):
-    with pytest.raises(ValueError, match="runs have .* steps"):
-        compare_to_spread(runs[:2], runs[2])
-
-
-def test_more_eager_runs_show_more_of_the_spread():
-    assert not compare_to_spread([[1.0], [1.1]], [1.3]).inside
-    assert compare_to_spread([[1.0], [1.1], [1.4]], [1.3]).inside
 
 
 @pytest.mark.parametrize(
@@ -76,40 +41,6 @@ def test_more_eager_runs_show_more_of_the_spread():
 )
 def test_eager_runs_are_judged_by_the_others(values, said):
     assert said in how_eager_fares(*values)
-
-
-def test_one_eager_run_is_no_spread():
-    with pytest.raises(ValueError, match="at least 2 eager runs"):
-        compare_to_spread([[1.0]], [1.0])
-
-
-def test_images_of_a_seed_are_the_same_and_of_another_differ():
-    first, again, other = draw_images(3, 3, SMALL_SIZES), draw_images(3, 3, SMALL_SIZES), draw_images(4, 3, SMALL_SIZES)
-    assert first.names == again.names
-    assert torch.equal(first.pixels, again.pixels) and torch.equal(first.grid, again.grid)
-    assert first.pixels.shape != other.pixels.shape or not torch.equal(first.pixels, other.pixels)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_patches_match_the_grid(seed):
-    images = draw_images(seed, 3, SMALL_SIZES)
-    assert images.pixels.shape == (int(images.grid.prod(1).sum()), 1536)
-    assert images.pixels.dtype == torch.float32 and images.grid.dtype == torch.int64
-    assert 1 <= len(images.names) == len(images.grid) <= 3
-    assert not (images.grid[:, 1:] % 2).any() and set(images.names) <= set(FILES)
-    assert images.pixels.abs().max() <= 1 and images.pixels.std() > 0.05
-
-
-def test_grids_follow_the_drawn_sizes():
-    sizes = {(1, h // 16, w // 16) for h, w in MIXED_SIZES}
-    grid = torch.cat([draw_images(seed, 2, MIXED_SIZES).grid for seed in range(3)])
-    assert {tuple(row) for row in grid.tolist()} <= sizes
-
-
-def test_captions_belong_to_their_photograph():
-    captions = {name: tuple(caption(name, 100_000)) for name in FILES}
-    assert captions == {name: tuple(caption(name, 100_000)) for name in FILES}
-    assert len(set(captions.values())) == len(FILES)
 
 
 def dataset(text_only_every=0):
@@ -144,16 +75,3 @@ def test_a_text_only_microbatch_has_no_visual_inputs():
     assert not (data[1]["tokens"] == IMAGE_TOKEN).any()
     assert data.collate_fn([data[1]])["visual_inputs"] is None
     assert len(data.collate_fn([data[0], data[1]])["visual_inputs"].image_grid_thw) == len(data[0]["images"].grid)
-
-
-def test_a_sample_too_long_is_refused():
-    with pytest.raises(ValueError, match="seq_length is 16"):
-        PhotographDataset(1, 16, 2, SMALL_SIZES, 1, 0)[0]
-
-
-def test_samples_begin_again_after_the_distinct_ones():
-    whole, few = PhotographDataset(8, 512, 2, SMALL_SIZES, 1, 0), PhotographDataset(8, 512, 2, SMALL_SIZES, 1, 0, 3)
-    assert len(few) == 8
-    for index in range(8):
-        assert few[index]["tokens"].tolist() == whole[index % 3]["tokens"].tolist()
-    assert few[7] is few[1], "an image is prepared once"

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 from collections import Counter
 
 import pytest
@@ -10,20 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.cli.main import main
-from bridge_cg_plugin.cli.planner.command import costs_of_packs
-from bridge_cg_plugin.cli.planner.errors import PlanError
-from bridge_cg_plugin.cli.planner.images import Image, plan_images, read_images
+from bridge_cg_plugin.cli.planner.images import Image, read_images
 from bridge_cg_plugin.cli.planner.lengths import read_documents
 from bridge_cg_plugin.cli.planner.packing import padded_documents, padded_packs
-from bridge_cg_plugin.cli.planner.plan import BUCKET_COUNTS, percentiles, plan_packs
+from bridge_cg_plugin.cli.planner.plan import percentiles, plan_packs
 from bridge_cg_plugin.cli.planner.records import Costs, Ranks, of_language_model
-from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, Bucket
+from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
 from bridge_cg_plugin.options.layout import parse_layout
 from bridge_cg_plugin.recipes import GPUS
 from tests.models.language_model import SHAPES, sizes_of
 
-from .plan_inputs import COSTS, IMAGE_COSTS, KNOWN_COUNTS, documents, known_packs, packs, write
+from .plan_inputs import COSTS, KNOWN_COUNTS, known_packs, packs, write
 
 
 @pytest.fixture
@@ -39,37 +36,6 @@ def test_the_command_prints_a_table_and_what_to_set(histogram, capsys, monkeypat
     out = capsys.readouterr().out
     assert all(word in out for word in ("P50", "P90", "P99", "max", "on graphs", "GiB a slot", "measured:"))
     assert "model.cuda_graph_max_packed_seqs=" in out and "model.cuda_graph_packed_buckets=[" in out
-
-
-@pytest.mark.parametrize("columns", [70, 200])
-def test_a_table_is_as_wide_as_columns_and_loses_nothing(columns, histogram, capsys, monkeypatch):
-    pytest.importorskip("rich")
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert main(["plan", "packed", histogram, "--pack-size", "2048"]) == 0
-    out = capsys.readouterr().out
-    tables = [line for line in out.splitlines() if line.startswith(("│", "┃"))]
-    assert 70 <= max(map(len, tables)) <= columns and "…" not in out
-    assert "model.cuda_graph_packed_buckets=[448,576,704,896,1088,1344,1664,2048]" in out.splitlines()
-
-
-def test_what_the_command_recommends_is_accepted(histogram, capsys):
-    from bridge_cg_plugin.options import graph_options
-
-    assert main(["plan", "packed", histogram, "--pack-size", "2048", "--pad-to-multiple", "64", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    options = graph_options({"cuda_graph_impl": "transformer_engine", **found["set"]}).packed
-    assert options.max_packed_seqs == found["best"]["max_packed_seqs"] and all(b % 64 == 0 for b in options.buckets)
-
-
-def test_documents_are_padded_where_ranks_share_them(histogram, capsys):
-    """As Bridge pads them for context parallelism: every document, not the pack alone."""
-    words = ["plan", "packed", histogram, "--packing", "in_batch", "--micro-batch-size", "5", "--json"]
-    tokens = []
-    for more in ([], ["--pad-seq-to-mult", "64"]):
-        assert main([*words, *more]) == 0
-        tokens.append(json.loads(capsys.readouterr().out)["tokens"])
-    assert all(value % 64 == 0 for value in tokens[1].values())
-    assert all(plain <= tokens[1][name] <= plain + 5 * 63 for name, plain in tokens[0].items())
 
 
 LAYOUTS = ("TP1xCP1", "TP2xCP1xSP", "TP1xCP2", "TP2xCP4", "TP2xCP2xSP")
@@ -145,34 +111,6 @@ def test_a_plan_is_for_the_model_and_the_layout_of_a_recipe(histogram):
     assert small["layout"] == "TP1xCP1" and small["best"]["buckets"] == found["best"]["buckets"]
 
 
-def test_a_plan_of_a_recipe_is_printed_and_drawn(histogram, tmp_path):
-    pytest.importorskip("rich")
-    pytest.importorskip("matplotlib")
-    words = ["--plot", str(tmp_path / "plan.png")]
-    done = plan_of_a_recipe(histogram, "qwen3_vl_30b_a3b_vision_graphs_h200_sft_config", *words)
-    assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
-    assert "48 attention, 48 128-expert layers of 2048" in said
-    assert "not measured: model.expert_model_parallel_size=8" in said
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_recipe_of_a_kind_without_records_is_planned_by_the_default(histogram):
-    name = "qwen35_vl_9b_vision_graphs_h200_sft_config"
-    found = json.loads(plan_of_a_recipe(histogram, name, "--json").stdout)
-    assert found["layout"] == "TP4xCP1" and found["best"]["memory_gb"] is None
-    assert found["origin"].endswith("; no record is of this language model; linear attention was not measured")
-    done = plan_of_a_recipe(histogram, name, "--max-memory-gb", "9")
-    said = "Cannot use --max-memory-gb 9: no record has the memory of this model. Remove it."
-    assert done.returncode == 2 and said in done.stderr
-
-
-@given(documents, st.integers(1, 64))
-def test_padded_documents_are_the_next_multiple(lengths, multiple):
-    for length, padded in zip(lengths, padded_documents(lengths, multiple), strict=True):
-        assert padded % multiple == 0 and length <= padded < length + multiple
-
-
 @pytest.mark.parametrize(
     ("tokens", "model"), [(4096, "dense"), (8192, "dense"), (4096, "moe"), (4096, "mamba")], ids=str
 )
@@ -188,19 +126,6 @@ def test_the_known_distribution(tokens, model):
         beyond = sum(len(pack) > choice.max_packed_seqs for pack in packs) / len(packs)
         assert choice.expected.on_graphs == pytest.approx(1 - beyond)
         assert plan.best.expected.cost <= choice.expected.cost * 1.02
-    assert plan.best.expected.ratios[1] < 1
-
-
-@pytest.mark.parametrize("written", ["TP1xCP2", "TP2xCP1xSP", "TP2xCP4"])
-def test_the_known_distribution_over_ranks(written):
-    """Documents get longer by padding, never more; capacities and documents can be shared."""
-    layout = parse_layout("--layout", written)
-    plain = known_packs(4096, 500)
-    padded = padded_packs([padded_documents(pack, layout.document_unit) for pack in plain], layout.unit)
-    plan = plan_packs(padded, costs_of_packs(layout), layout=layout)
-    assert plan.documents.p50 == 12 and plan.layout == written
-    assert all(tokens % layout.unit == 0 for tokens in plan.best.buckets)
-    assert plan.longest.max % layout.document_unit == 0
     assert plan.best.expected.ratios[1] < 1
 
 
@@ -220,35 +145,24 @@ def test_the_command_plans_vision(tmp_path, capsys):
     "arguments, message",
     [
         ([], "Cannot pack without --pack-size"),
-        (["--pack-size", "0"], "--pack-size 0"),
         (["--pack-size", "100"], "Raise it, or cut with --truncate"),
-        (["--pack-size", "2048", "--pad-to-multiple", "0"], "--pad-to-multiple 0"),
-        (["--pack-size", "2048", "--pad-seq-to-mult", "0"], "--pad-seq-to-mult 0"),
         (
             ["--pack-size", "2050", "--pad-seq-to-mult", "4"],
             "--pack-size 2050: it must be a multiple of --pad-seq-to-mult 4",
         ),
-        (["--packing", "in_batch", "--micro-batch-size", "0"], "--micro-batch-size 0"),
         (["--packing", "in_batch", "--micro-batch-size", "4000"], "Cannot plan without packs"),
         (["--pack-size", "2048", "--field", "foo"], "Cannot use --field: the file has lengths without fields"),
         (
             ["--pack-size", "2048", "--micro-batch-size", "2"],
             "Cannot use --micro-batch-size: only --packing in_batch",
         ),
-        (["--packing", "in_batch", "--pack-size", "2048"], "Cannot use --pack-size: "),
         (["--packing", "in_batch", "--truncate"], "Cannot use --truncate: there is no"),
-        (["--pack-size", "2048", "--max-memory-gb", "0.1"], "--max-memory-gb 0.1: it must be at least "),
         (["--pack-size", "2048", "--max-memory-gb", "nan"], "--max-memory-gb nan: it must be a number"),
     ],
 )
 def test_the_command_refuses(histogram, capsys, arguments, message):
     assert main(["plan", "packed", histogram, *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_command_cuts_documents(histogram, capsys):
-    assert main(["plan", "packed", histogram, "--pack-size", "300", "--truncate", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"]["max"] <= 300
 
 
 def test_the_plot(histogram, tmp_path, capsys):
@@ -282,32 +196,11 @@ def test_packs_are_not_packed_again(tmp_path, capsys, words):
     assert f"Cannot use {words[0]}: the file holds packs" in capsys.readouterr().err
 
 
-def test_a_field_of_a_table_beside_one_of_tokens(tmp_path):
-    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
-    parquet.write_table(pyarrow.table({"input_ids": [[1] * 3], "text_tokens": [7]}), tmp_path / "a.parquet")
-    assert read_documents(tmp_path / "a.parquet", "text_tokens").lengths == (7,)
-
-
 def test_a_histogram_of_any_size_takes_seconds(tmp_path):
     images = read_images(write(tmp_path / "i.json", '{"640x480": 100000000000, "64x64": 3}'))
     assert len(images) <= 200_001 and set(images) == {Image(640, 480), Image(64, 64)}
     lengths = read_documents(write(tmp_path / "l.json", '{"300": 300000000000, "100": 100000000000, "7": 0}')).lengths
     assert Counter(lengths) == {300: 150_000, 100: 50_000}
-
-
-def test_a_count_may_be_written_as_a_float(tmp_path):
-    assert read_images(write(tmp_path / "i.json", '{"640x480": 3e0}')) == [Image(640, 480)] * 3
-    assert read_documents(write(tmp_path / "l.json", '{"300": 2e0}')).lengths == (300, 300)
-    for file, text in (
-        ("i.json", '{"640x480": 2.5}'),
-        ("j.json", '{"640x480": 1e999}'),
-        ("k.json", '{"640x480": NaN}'),
-    ):
-        with pytest.raises(PlanError, match="whole number"):
-            read_images(write(tmp_path / file, text))
-    for file, text in (("l.json", '{"300": 2.5}'), ("m.json", '{"300": 1e999}'), ("n.json", '{"300": true}')):
-        with pytest.raises(PlanError, match="whole number"):
-            read_documents(write(tmp_path / file, text))
 
 
 def test_a_field_that_no_row_has_names_the_nearest(tmp_path, capsys):
@@ -319,28 +212,12 @@ def test_a_field_that_no_row_has_names_the_nearest(tmp_path, capsys):
     assert "has no such field. It has n_tokens, text." in capsys.readouterr().err
 
 
-def test_many_equal_microbatches_cost_one(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "bridge_cg_plugin.cli.planner.images.choose", lambda *args: asked.append(args) or Bucket(1200, (1, 1200))
-    )
-    plan = plan_images([Image(480, 640)] * 1000, IMAGE_COSTS)
-    assert plan.microbatches == 1000 and plan.expected.on_graphs == 1 and len(asked) <= 2 * len(BUCKET_COUNTS)
-
-
 def test_too_little_memory_names_the_least_that_works(tmp_path, capsys):
     file = str(write(tmp_path / "a.json", '{"2048x2048": 40}'))
     assert main(["plan", "vision", file, "--max-memory-gb", "1"]) == 2
     said = capsys.readouterr().err
     least = said.split("it must be at least ")[1].split(",")[0]
     assert main(["plan", "vision", file, "--json", "--max-memory-gb", least]) == 0
-
-
-def test_few_sizes_get_a_bucket_each_of_just_that_size():
-    images = [Image(480, 640)] * 1000
-    assert plan_images(images, IMAGE_COSTS).buckets == (1200,)
-    plan = plan_images([*images, *[Image(448, 448)] * 500, *[Image(1024, 768)] * 200], IMAGE_COSTS)
-    assert plan.buckets == (784, 1200, 3072) and plan.expected.padding == 0
 
 
 LARGE = '{"448x448": 40, "1024x768": 20, "2048x2048": 10}'
@@ -357,20 +234,3 @@ def test_buckets_keep_within_the_limit_of_a_gpu(tmp_path, capsys, gpu, largest):
     said = " ".join(capsys.readouterr().out.split())
     assert f"--gpu {gpu}: buckets of up to {GPUS[gpu]} patches, as with --graphs {gpu}" in said
     assert (f"The records are not of {gpu}" in said) == (gpu != "h200")
-
-
-def test_a_gpu_without_room_for_any_microbatch_is_refused(tmp_path, capsys):
-    file = str(write(tmp_path / "a.json", '{"2048x2048": 4}'))
-    assert main(["plan", "vision", file, "--gpu", "h100"]) == 2
-    assert "its largest bucket has 8192 patches, and a microbatch has at least 16384" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind, flags", [("vision", []), ("packed", ["--pack-size", "4096"])])
-def test_a_plan_names_the_gpu_of_its_figures_and_their_range(tmp_path, capsys, kind, flags):
-    text = {"vision": LARGE, "packed": '{"100": 300, "700": 100}'}[kind]
-    assert main(["plan", kind, str(write(tmp_path / "a.json", text)), *flags]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "NVIDIA H200 only" in said
-    assert re.search(
-        r"expected time over eager, by measured ratios: 0\.\d\d-0\.\d\d measured: .* tokens: docs/benchmarks/", said
-    )

@@ -15,7 +15,6 @@ from bridge_cg_plugin.cli.planner.packing import (
     padded_packs,
 )
 from bridge_cg_plugin.cli.planner.plan import expect, percentiles, plan_packs
-from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW
 
 from .plan_inputs import COSTS, documents, packs
 
@@ -90,30 +89,9 @@ def test_a_larger_bound_never_loses_packs(found, bound):
     assert more.expected.on_graphs >= less.expected.on_graphs
 
 
-def test_a_bound_for_one_pack_in_ten_thousand_is_not_worth_it():
-    plan = plan_packs([*[(512,) * 8] * 9999, (2,) * 2000], COSTS)
-    assert plan.best.max_packed_seqs < 2000 and dict(plan.best.expected.fallbacks) == {"too_many_documents": 1}
-
-
 @given(packs)
 def test_without_padding_packs_take_the_measured_part_of_eagers_time(found):
     tokens = sum(found[0])
     (choice,) = [expect(Counter([found[0]]), COSTS, len(found[0]), (tokens,)).expected]
     least, greatest = (tokens / cost for cost in reversed(COSTS.eager(tokens)))
     assert choice.ratios == (pytest.approx(least), pytest.approx(greatest)) and choice.padding == 0
-
-
-def test_small_packs_have_buckets_of_their_size():
-    plan = plan_packs([(100,), (101,), (3000,)], COSTS)
-    assert plan.best.expected.on_graphs == 1 and {100, 101} <= set(plan.best.buckets) and EXACT_BELOW >= 101
-
-
-def test_memory_limits_the_buckets():
-    with pytest.raises(PlanError, match=r"--max-memory-gb 0\.1: it must be at least"):
-        plan_packs([(4000,)], COSTS, 0.1)
-    assert plan_packs([(4000,)], COSTS, 100.0).best.memory_gb <= 100
-
-
-def test_nothing_to_plan_from():
-    with pytest.raises(PlanError, match="without packs"):
-        plan_packs([], COSTS)

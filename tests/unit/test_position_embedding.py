@@ -1,6 +1,5 @@
 from functools import cache
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,9 +63,3 @@ def test_tokens_of_a_first_frame_point_at_their_patch(grid, spare, spare_rows):
     for name in ("row", "column", "height", "width", "valid"):
         of_tokens, of_patches = getattr(tokens, name), getattr(patches, name)
         assert torch.equal(of_patches[tokens.patch[tokens.valid]], of_tokens[tokens.valid]), name
-
-
-@pytest.mark.parametrize("frames", [1, 3])
-def test_frames_of_a_video_share_their_patches(frames):
-    found = token_positions(torch.tensor([[frames, 4, 6]]), 24 * frames, MERGE).patch
-    assert sorted(found.tolist()) == sorted(list(range(24)) * frames)

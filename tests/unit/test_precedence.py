@@ -76,13 +76,6 @@ def test_local_of_the_user_keeps_what_a_recipes_old_word_says(impl, written, wor
     assert dropped(config, written) == []
 
 
-@pytest.mark.parametrize("word", ["full_iteration", "full_iteration_inference"])
-def test_no_graphs_of_the_user_over_a_recipes_old_word(word):
-    config = recipe(cuda_graph_impl="local", cuda_graph_scope=[word])
-    found = graph_options(config, "cuda_graph_impl=none").language_model
-    assert (found.impl, found.inference_scope) == ("none", S.none)
-
-
 @pytest.mark.parametrize("config", RECIPES, ids=lambda c: str(vars(c.model)))
 def test_one_inference_graph_of_the_user_is_taken_over_any_recipe(config):
     found = graph_options(config, "cuda_graph_scope=full_iteration_inference").language_model
@@ -112,12 +105,6 @@ def test_a_dropped_implementation_is_announced_in_one_line():
 @pytest.mark.parametrize("written", [FULL_SCOPE, FULL_IMPL, "cuda_graph_impl=transformer_engine", "", "slots=1"])
 def test_nothing_is_announced_where_nothing_is_lost(written):
     assert dropped(recipe(), written) == dropped(recipe(cuda_graph_modules=[]), written) == []
-
-
-def test_modules_stay_beside_an_implementation_that_has_them():
-    config = recipe(cuda_graph_modules=["attn"])
-    found = graph_options(config, "cuda_graph_impl=transformer_engine")
-    assert found.language_model.modules == (M.attn,) and found.warnings == ()
 
 
 def test_full_iteration_in_a_recipes_old_words_gives_way_to_an_implementation():
@@ -152,19 +139,6 @@ def test_modules_of_the_user_over_full_iteration_name_what_is_missing():
     """Modules alone do not say which implementation captures them, so none is chosen."""
     with pytest.raises(OptionError, match="cuda_graph_impl=transformer_engine"):
         graph_options(recipe(cuda_graph_impl="full_iteration"), "cuda_graph_modules=attn")
-
-
-def test_a_saved_configuration_is_a_recipe(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model:\n  _target_: x.Provider\n  cuda_graph_impl: transformer_engine\n  cuda_graph_modules: [attn]\n"
-    )
-    assert graph_options(path, FULL_SCOPE).language_model.impl == "full_iteration"
-
-
-def test_options_that_were_made_before_are_a_recipe():
-    made = graph_options("cuda_graph_impl=transformer_engine cuda_graph_modules=attn")
-    assert graph_options(made, FULL_IMPL).language_model.modules == ()
 
 
 VISION = {"vision_cuda_graph_impl": "transformer_engine"}

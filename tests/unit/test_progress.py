@@ -35,14 +35,6 @@ def test_a_long_capture_says_how_far_it_is(capsys):
     ]
 
 
-def test_a_short_capture_says_nothing(capsys):
-    progress = Progress("vision CUDA graphs", 1)
-    progress.starts(3, BUCKETS, 1)
-    for _ in range(3):
-        progress.recorded()
-    assert lines(capsys) == []
-
-
 def test_the_first_fallback_of_each_reason_is_announced(capsys):
     own, part = RegionStatistics(step=7), RegionStatistics(step=7)
     part.known = own.known

@@ -13,11 +13,10 @@ from bridge_cg_plugin.attention_bounds import frame_limits, scanned_limits
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders.radio import PACKED_RADIO, RADIO
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
-from bridge_cg_plugin.vision.batch import BatchError
 
 from .hugging_face_towers import results
 from .radio_towers import CLASS_TOKENS, PATCH, TOKENS, draw_tiles, new_radio, run_images, run_tiles, segments_of
-from .towers import assert_close, graphs_on, loss_of, poison
+from .towers import assert_close, graphs_on, poison
 
 TOLERANCE, ROOM = 1e-6, 64
 TILES = {"buckets": tuple(ROOM * count for count in (1, 2, 5))}
@@ -79,28 +78,7 @@ def test_images_of_any_size_equal_eager(sequence):
         assert statistics.replays + statistics.fallbacks["too_many_tokens"] == len(sequence)
 
 
-def test_equal_tokens_in_other_images_are_told_apart():
-    model = new_radio(packed=True, interpolate_only_cpe=True)
-    one, two = [(64, 64)], [(64, 32), (32, 64 - PATCH)]
-    expected = [results(run_images, model, sizes) for sizes in (one, two)]
-    with graphs_on(model, buckets=(64,)) as graphs:
-        for sizes, wanted in zip((one, two), expected, strict=True):
-            assert_equal_results(results(run_images, model, sizes), wanted)
-        assert graphs.statistics().replays == 2
-
-
-def test_in_flight_microbatches_keep_their_own_gradients():
-    model = new_radio()
-    expected = [results(run_tiles, model, count, seed)[1] for seed, count in enumerate((2, 3))]
-    with graphs_on(model, slots=2, **TILES) as graphs:
-        outputs = [run_tiles(model, count, seed) for seed, count in enumerate((2, 3))]
-        wanted = list(model.parameters())
-        for outs, gradients in zip(outputs, expected, strict=True):
-            assert_close(torch.autograd.grad(loss_of(outs), wanted), gradients, 10 * TOLERANCE)
-        assert graphs.statistics().replays == 2
-
-
-@pytest.mark.parametrize("frozen", ["decoder", "decoder.layers.0", "embedder", "position_embeddings"])
+@pytest.mark.parametrize("frozen", ["decoder.layers.0", "embedder"])
 def test_parts_of_the_tower_are_trained(frozen):
     """Frozen layers hand gradients on to what embeds patches."""
     model = new_radio()
@@ -126,16 +104,6 @@ def test_a_tower_that_stays_in_evaluation_is_trained(packed):
             poison(graphs, float("nan"))
             assert_equal_results(results(run, model, size), expected)
         assert graphs.statistics().replays >= 2
-
-
-def test_evaluation_replays():
-    model = new_radio().eval()
-    with torch.no_grad():
-        expected = run_tiles(model, 3)
-        with graphs_on(model, **TILES) as graphs:
-            for _ in range(3):
-                assert_close(run_tiles(model, 3), expected, TOLERANCE)
-            assert graphs.statistics().replays >= 1
 
 
 def test_buckets_on_demand_are_whole_images():
@@ -191,12 +159,6 @@ def test_offsets_that_changed_behind_the_hosts_back_give_nan():
     [
         ("recompute_granularity", "full", "model.recompute_vision=True: it must be false with vision graphs of RADIO"),
         ("cpu_offloading", True, "model.cpu_offloading=True: it must be false with vision graphs of RADIO"),
-        (
-            "fine_grained_activation_offloading",
-            True,
-            "model.fine_grained_activation_offloading=True: it must be false with vision graphs of RADIO",
-        ),
-        ("fp8", "hybrid", "model.fp8='hybrid': it must be null with vision graphs of RADIO"),
         ("fp4", "e2m1", "model.fp4='e2m1': it must be null with vision graphs of RADIO"),
     ],
 )
@@ -205,12 +167,6 @@ def test_layers_that_no_graph_takes_are_refused(setting, value, said):
     setattr(model.decoder.config, setting, value)
     with pytest.raises(OptionError, match=said), graphs_on(model, **TILES):
         pass
-
-
-def test_hidden_states_on_another_device_are_refused():
-    model = new_radio()
-    with graphs_on(model, **TILES), pytest.raises(BatchError, match="is on meta"):
-        model.decoder(torch.empty(TOKENS, 2, 32, device="meta"), attention_mask=None)
 
 
 def test_no_other_tower_is_taken():

@@ -1,13 +1,11 @@
-"""Ranks that train together: megatron-core's pipeline schedule and its data parallelism, with replays and without."""
+"""Ranks that train together under megatron-core's data parallelism, with replays and without."""
 
 from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import TransformerConfig
 from torch import distributed, nn
 
@@ -21,99 +19,6 @@ from .towers import DEFAULTS, assert_close, draw, new_tower
 MIXES = (IMAGES, MIXED, VIDEO)
 TOO_LARGE = [(1, 20, 20)]
 WIDTH = 24  # of the towers' outputs
-
-
-class Stage(nn.Module):
-    """A pipeline stage: the first is the encoder, the last one's loss weighs every element differently."""
-
-    def __init__(self, stages):
-        super().__init__()
-        self.config = TransformerConfig(
-            num_layers=1,
-            hidden_size=WIDTH,
-            num_attention_heads=1,
-            pipeline_model_parallel_size=stages,
-            pipeline_dtype=torch.float32,
-            variable_seq_lengths=True,
-            moe_token_dispatcher_type="alltoall",  # the other one refuses variable lengths
-            batch_p2p_comm=False,
-        )
-        if parallel_state.is_pipeline_first_stage():
-            self.vision_model = new_tower()
-            self.vision_model.config.pipeline_model_parallel_size = stages
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.received = None
-
-    def set_input_tensor(self, tensors):
-        self.received = tensors[0] if isinstance(tensors, list) else tensors
-
-    def forward(self, rows, seed):
-        if hasattr(self, "vision_model"):
-            return self.vision_model(*draw(rows, seed))[0].unsqueeze(1)
-        return self.received * self.scale
-
-
-def forward_step(batches, model):
-    output = model(*next(batches))
-
-    def loss(final):
-        total = (final * torch.linspace(0.5, 1.5, final.numel()).view(final.shape)).sum()
-        return total, {"loss": total.detach()}
-
-    return output, loss
-
-
-def train_pipeline(model, stages, microbatches):
-    from .vlm import on_cpu
-
-    batches = iter([(MIXES[i % len(MIXES)], i) for i in range(microbatches)])
-    with on_cpu(), mock.patch.object(torch.cuda, "synchronize", lambda: None):
-        losses = schedules.forward_backward_pipelining_without_interleaving(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=[model],
-            num_microbatches=microbatches,
-            seq_length=1,
-            micro_batch_size=1,
-        )
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    return [float(each["loss"]) for each in losses], gradients
-
-
-def pipeline(stages, microbatches, slots):
-    plain = train_pipeline(Stage(stages), stages, microbatches)
-    model = Stage(stages)
-    encoder = getattr(model, "vision_model", None)
-    config = encoder.config if encoder is not None else model.config
-    options = VisionGraphOptions(**{**DEFAULTS, "slots": slots})
-    helper = VisionTECudaGraphHelper([model], config, num_microbatches=microbatches, options=options)
-    helper.create_cudagraphs()
-    helper.cuda_graph_set_manual_hooks()
-    graphed = train_pipeline(model, stages, microbatches)
-    found = None
-    if helper.graphs is not None:
-        statistics = helper.graphs.statistics()
-        found = helper.graphs.slots, statistics.replays, dict(statistics.fallbacks)
-    helper.delete_cuda_graphs()
-    return plain, graphed, found
-
-
-@pytest.mark.parametrize(
-    "stages, microbatches, slots, expected",
-    [
-        (2, 8, "auto", (2, 8, {})),
-        (2, 1, "auto", (1, 1, {})),
-        (4, 6, "auto", (4, 6, {})),
-        (2, 8, 1, (1, 4, {"no_free_slot": 4})),
-    ],
-)
-def test_slots_of_a_pipeline_are_what_its_schedule_needs(tmp_path, stages, microbatches, slots, expected):
-    ranks = run_ranks(stages, pipeline, tmp_path, stages, microbatches, slots, pipeline_model_parallel_size=stages)
-    assert [found for _, _, found in ranks] == [expected, *[None] * (stages - 1)]
-    for (losses, gradients), (graphed_losses, graphed_gradients), _ in ranks:
-        assert graphed_losses == pytest.approx(losses, rel=1e-5)
-        assert_close(graphed_gradients, gradients, 1e-4)
-    assert len(ranks[-1][0][0]) == microbatches
 
 
 class Model(nn.Module):
@@ -271,9 +176,8 @@ def text_only_ranks(graphs):
     return plain, found
 
 
-@pytest.mark.parametrize("graphs", ["warming up", "captured"])
-def test_a_rank_whose_last_microbatch_has_no_image_reduces_what_others_reduce(tmp_path, graphs):
-    for plain, found in run_ranks(2, text_only_ranks, tmp_path, graphs):
+def test_a_rank_whose_last_microbatch_has_no_image_reduces_what_others_reduce(tmp_path):
+    for plain, found in run_ranks(2, text_only_ranks, tmp_path, "captured"):
         for expected, gradients in zip(plain, found, strict=True):
             assert_close(gradients, expected, 1e-4)
 
@@ -309,10 +213,9 @@ def test_a_microbatch_without_an_image_gathers_in_the_same_order(tmp_path):
         assert with_images == without and len(without) > 3
 
 
-@pytest.mark.parametrize("beside", [(-1,), (1,), (-1, 1)])
-def test_an_eager_pass_beside_a_replay_in_the_last_backward(tmp_path, beside):
+def test_an_eager_pass_beside_a_replay_in_the_last_backward(tmp_path):
     """Its hooks are all that data parallelism sees; a reduction must not start before the replay has added its part."""
-    for (plain, _), (graphed, replays) in run_ranks(2, data_parallel, tmp_path, True, None, beside):
+    for (plain, _), (graphed, replays) in run_ranks(2, data_parallel, tmp_path, True, None, (-1, 1)):
         assert replays == 6
         assert graphed[1][1] == plain[1][1] == list(range(len(plain[1][1])))
         for (expected, _), (gradients, _) in zip(plain, graphed, strict=True):

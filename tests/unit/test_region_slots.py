@@ -20,14 +20,6 @@ from .toy import (
 )
 
 
-def test_a_slot_is_taken_at_forward_and_returned_after_backward():
-    region = toy_region()
-    outputs = region.run(toy_batch())
-    assert region.free_slots() == 0
-    loss_of(outputs).backward()
-    assert region.free_slots() == 1
-
-
 def test_a_slot_comes_back_when_its_autograd_graph_is_freed():
     region = toy_region()
     outputs = region.run(toy_batch())
@@ -36,14 +28,6 @@ def test_a_slot_comes_back_when_its_autograd_graph_is_freed():
     gc.collect()
     assert region.free_slots() == 1
     assert_equals_eager(region, toy_batch((4,)))
-
-
-def test_no_free_slot_falls_back_and_is_counted():
-    region = toy_region(slots=2)
-    held = [region.run(toy_batch(seed=i)) for i in range(2)]
-    assert region.run(toy_batch(seed=2)) is None
-    assert region.statistics.fallbacks == {"no_free_slot": 1}
-    assert region.statistics.replays == len(held)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=16), st.integers(1, 3))

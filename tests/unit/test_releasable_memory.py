@@ -196,16 +196,6 @@ def there(device, found):
     return [device.content(found[number], 16) == bytes([number + 1]) * 16 for number in (0, 2)] == [True, True]
 
 
-def test_memory_without_use_leaves_a_block_and_the_rest_keeps_its_content(half_dead):
-    device, memory, found = half_dead
-    memory.shrink()
-    assert sorted(device.mapped) == [found[0], found[2]] and device.free_bytes == 200 - 32 and there(device, found)
-    assert (memory.nbytes, memory.unused_bytes, len(device.sizes), len(device.reserved)) == (32, 0, 2, 1)
-    assert memory.release() == 32
-    memory.restore()
-    assert device.content(found[0], 16) == bytes([1]) * 16 and memory.nbytes == 32
-
-
 @pytest.mark.parametrize("call", ["create", "reserve", "map", "copy", "unmap"])
 @pytest.mark.parametrize("number", range(4))
 def test_a_block_stays_as_it_is_where_a_call_of_its_division_fails(half_dead, monkeypatch, caplog, call, number):
@@ -228,24 +218,6 @@ def test_a_block_stays_as_it_is_where_a_call_of_its_division_fails(half_dead, mo
     monkeypatch.undo()
     memory.shrink()
     assert there(device, found) and not memory.away and memory.nbytes == 32
-
-
-def test_what_is_larger_than_an_arena_has_its_own():
-    device = FakeVirtualMemory()
-    memory = ReleasableMemory(device, 64)
-    address = memory.allocate(65)
-    assert device.reserved == {address: 72}
-    memory.keep(())
-    assert not device.reserved
-
-
-def test_a_large_range_does_not_part_small_ones():
-    device = FakeVirtualMemory()
-    memory = ReleasableMemory(device, 64)
-    found = [memory.allocate(nbytes) for nbytes in (16, 80, 16, 80, 16)]
-    memory.release()
-    memory.restore()
-    assert sorted(device.mapped) == [found[0], found[1], found[3]] and len(device.reserved) == 3
 
 
 def settings_of_pytorch():

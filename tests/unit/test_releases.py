@@ -70,23 +70,6 @@ def test_the_test_command_covers_every_older_release():
     assert line.split() == [release.bridge for release in RELEASES[1:]]
 
 
-def test_environments_are_made_once(tool, monkeypatch, capsys):
-    made = []
-
-    def download(release, wheels):
-        made.append(release)
-        return fake_wheels(release, wheels)
-
-    monkeypatch.setattr(tool, "download", download)
-    for _ in range(2):
-        assert tool.main([]) == 0
-    assert made == list(tool.RELEASES[1:])
-    assert "megatron-bridge 0.5.1, core 0.18.2" in capsys.readouterr().out
-    (tool.folder_of(tool.OLDEST) / "megatron_core-0.18.2.dist-info" / "RECORD").unlink()
-    tool.main([])
-    assert made[1:] == [tool.OLDEST]
-
-
 def test_a_command_runs_with_its_release(tool, monkeypatch):
     monkeypatch.setattr(tool, "download", fake_wheels)
     tool.make_all()
@@ -99,22 +82,6 @@ def test_a_command_runs_with_its_release(tool, monkeypatch):
         assert done.stdout.split() == [release.bridge, release.core], done.stderr
     assert str(tool.FOLDER) not in tool.environment(tool.named("newest"))["PYTHONPATH"]
     assert tool.named("oldest").bridge == OLDEST.bridge
-
-
-def test_a_download_that_fails_leaves_nothing_and_says_so(tool, monkeypatch, capsys):
-    def run(command, **options):
-        return subprocess.CompletedProcess(command, 1, "", "no route to the index\n")
-
-    monkeypatch.setattr(tool.subprocess, "run", run)
-    assert tool.main([]) == 1
-    assert "no route to the index" in capsys.readouterr().err
-    assert not tool.folder_of(tool.RELEASES[1]).exists()
-
-
-def test_an_unknown_release_is_refused(tool, capsys):
-    assert tool.main(["on", "9.9", "python"]) == 1
-    assert "0.5.1" in capsys.readouterr().err
-    assert tool.main(["nonsense"]) == 2
 
 
 def test_every_seam_is_declared_in_full():

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,12 @@ from bridge_cg_plugin.cli.report.records import read_runs, runs_in
 from bridge_cg_plugin.cli.report.render import to_markdown
 from bridge_cg_plugin.cli.report.runs import GIB, KINDS, counts_of
 from bridge_cg_plugin.cli.report.training_log import read_graphs
-from bridge_cg_plugin.cli.report.verdict import verdicts
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.reports.report import merge_statistics, metrics, render, render_steps
-from bridge_cg_plugin.graphs.reports.statistics import LAST_FALLBACKS, BucketStatistics, EagerRun, RegionStatistics
-from bridge_cg_plugin.options import OptionError, VisionGraphOptions
+from bridge_cg_plugin.graphs.reports.report import metrics, render, render_steps
+from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, EagerRun, RegionStatistics
+from bridge_cg_plugin.options import OptionError
 
-from . import mean_encoder
 from .reported import statistics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,15 +44,6 @@ def test_what_happened_between_two_looks_is_two_lines():
     first, second = render_steps([now, other], before, "vision, steps 101 to 200").splitlines()
     assert first == ("vision, steps 101 to 200: 30 of 33 microbatches replayed (90.9%), padding 10.0%, 5.00 GiB")
     assert second.startswith("  ran eager: no_free_slot 2, too_many_tokens 1. Remedy of no_free_slot: raise")
-
-
-def test_steps_without_fallbacks_are_one_line_and_without_microbatches_none():
-    now = RegionStatistics(buckets={Bucket(64): BucketStatistics(replays=4, tokens=256)})
-    assert (
-        render_steps([now], RegionStatistics(), "t")
-        == "t: 4 of 4 microbatches replayed (100.0%), padding 0.0%, 0.00 GiB"
-    )
-    assert render_steps([now], now, "t") == ""
 
 
 def test_reports_between_steps_leave_the_last_one_readable(tmp_path):
@@ -85,20 +73,6 @@ def test_a_log_gives_losses_norms_times_throughput_and_memory():
     assert found.samples_per_s == pytest.approx(8 / 0.62)
     assert found.tflops_per_gpu == pytest.approx(395.0)
     assert found.peak_gb == pytest.approx(34.652e9 / GIB)
-
-
-def test_the_interval_that_capture_is_part_of_does_not_count():
-    (found,) = read_runs([str(LOG)])
-    assert found.settled_ms == (300.0, 320.0)
-    assert found.median_ms == 310.0
-
-
-def test_a_log_of_one_interval_says_that_warm_up_is_included(tmp_path):
-    path = tmp_path / "short.log"
-    path.write_text("\n".join(LOG.read_text().splitlines()[:3]))
-    page = make_page(read_runs([str(path)]))
-    assert page.runs[0].settled_ms == () and page.runs[0].median_ms == 1210.5
-    assert "warm-up included" in to_markdown(page)
 
 
 def test_a_log_has_what_the_plugin_reported(tmp_path):
@@ -164,20 +138,6 @@ def test_the_report_has_the_last_fallbacks_and_the_remedy_of_the_most_frequent()
     assert "last fallbacks" not in render(RegionStatistics(), "vision CUDA graphs")
 
 
-def test_the_last_fallbacks_of_regions_are_put_in_order_and_alike_ones_said_once():
-    parts = [RegionStatistics() for _ in range(3)]
-    for step in range(1, 9):
-        for part in parts:
-            part.step = step
-            part.fell_back("layer", Fallback.TOO_MANY_FRAMES, 10 * step)
-    parts[1].fell_back("layer", Fallback.MEMORY_MOVED)
-    total = merge_statistics(parts)
-    expected = [EagerRun(step, Fallback.TOO_MANY_FRAMES, 10 * step) for step in (5, 6, 7, 8)]
-    assert list(total.last_fallbacks) == [*expected, EagerRun(8, Fallback.MEMORY_MOVED)]
-    assert all(len(part.last_fallbacks) == LAST_FALLBACKS for part in parts)
-    assert total.fallbacks == {"too_many_frames": 24, "memory_moved": 1}
-
-
 # Event files
 
 
@@ -218,16 +178,6 @@ def test_event_files_give_the_same_figures(events):
     assert counts.replayed_share == pytest.approx(29 / 33)
 
 
-def test_event_files_without_a_loss_are_refused(tmp_path):
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(tmp_path))
-    writer.add_scalar("batch-size", 4, 1)
-    writer.close()
-    with pytest.raises(OptionError, match=r"have no loss.*tensorboard_dir"):
-        read_runs([str(tmp_path)])
-
-
 # Records
 
 
@@ -247,20 +197,11 @@ def test_the_committed_records_make_a_page_per_release():
     assert "## Graphs" in text and str(record["graphs"]["replays"]) in text
 
 
-def test_a_folder_of_records_is_read(tmp_path):
-    (tmp_path / "a.jsonl").write_text(PRETRAIN.read_text())
-    assert len(read_runs([str(tmp_path)])) == len(RECORDS)
-
-
 @pytest.mark.parametrize(
     ("line", "says"),
     [
         ("{", r"runs\.jsonl:2 as a benchmark record: it is no JSON"),
-        ("[]", "it is no JSON object"),
         ('{"mode": "eager", "versions": {}}', "'case' is missing or no str"),
-        ('{"case": "a", "mode": "eager", "versions": {}, "losses": ["x"]}', "'losses' is no list of numbers"),
-        ('{"case": "a", "mode": "eager", "versions": {}, "losses": [1], "ms": "3"}', "'ms' is no number"),
-        ('{"case": "a", "mode": "eager", "versions": {}, "losses": [1], "gpu": 7}', "'gpu' is no text"),
         (
             '{"case": "a", "mode": "plugin", "versions": {}, "losses": [1], "graphs": {"buckets": {}}}',
             "'graphs' has no statistics of this version .KeyError: 'replays'.",
@@ -274,34 +215,7 @@ def test_a_broken_record_is_refused_with_its_line(tmp_path, line, says):
         read_runs([str(path)])
 
 
-def test_an_unknown_gpu_or_date_is_left_out(tmp_path):
-    path = tmp_path / "runs.jsonl"
-    path.write_text('{"case": "a", "mode": "eager", "versions": {}, "losses": [1.0], "gpu": null, "date": null}\n')
-    assert [(run.gpu, run.date) for run in read_runs([str(path)])] == [("", "")]
-
-
-def test_records_of_no_training_run_are_refused():
-    with pytest.raises(OptionError, match="it has no training runs"):
-        read_runs([str(ROOT / "docs/benchmarks/autoload.jsonl")])
-
-
 # Inputs
-
-
-@pytest.mark.parametrize(
-    "others", [[], ['{"case": "a", "mode": "compile", "versions": {}, "error": "AssertionError: wrong"}']]
-)
-def test_records_of_measurements_are_no_training_runs(tmp_path, others):
-    file = tmp_path / "bench.jsonl"
-    file.write_text("\n".join(['{"case": "a", "mode": "eager", "versions": {}, "ms": 3}', *others]))
-    with pytest.raises(OptionError, match="it has no training runs"):
-        read_runs([str(file)])
-
-
-def test_runs_that_all_failed_are_reported(tmp_path):
-    file = tmp_path / "failed.jsonl"
-    file.write_text('{"case": "a", "mode": "plugin", "versions": {}, "error": "OutOfSpace: no memory"}')
-    assert [run.error for run in read_runs([str(file)])] == ["OutOfSpace: no memory"]
 
 
 def test_a_folder_gives_the_training_runs_of_its_files(tmp_path):
@@ -321,19 +235,6 @@ def test_the_folder_of_the_published_measurements_has_a_page(capsys):
     assert len(runs) > 50 and not any("compile" in run["mode"] for run in runs)
 
 
-def test_a_mode_before_a_path_names_the_run(tmp_path):
-    graphed = log_with_report(tmp_path)
-    found = read_runs([f"eager1={LOG}", f"eager2={LOG}", f"plugin={graphed}"])
-    assert [run.mode for run in found] == ["eager1", "eager2", "plugin"]
-    assert [v.state for v in verdicts(found)] == ["same"]
-
-
-def test_a_path_with_an_equals_sign_is_a_path(tmp_path):
-    path = tmp_path / "lr=1e-4.log"
-    path.write_text(LOG.read_text())
-    assert read_runs([str(path)])[0].mode == "lr=1e-4"
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -347,17 +248,6 @@ def test_a_path_with_an_equals_sign_is_a_path(tmp_path):
 def test_inputs_that_cannot_be_read_are_refused(words, says):
     with pytest.raises(OptionError, match=says):
         read_runs(words)
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.log"])
-def test_a_file_that_cannot_be_read_is_named(tmp_path, name, capsys):
-    path = tmp_path / name
-    path.write_bytes(b"\xff\xfe")
-    if name == "a.log":  # bytes of a log may be anything
-        path.unlink()
-        path.symlink_to("/proc/self/mem")
-    assert cli.main(["report", str(path)]) == 2
-    assert capsys.readouterr().err.startswith(f"Cannot read {path}: ")
 
 
 # Verdict
@@ -387,11 +277,6 @@ def test_pages_are_utf_8_whatever_the_language(tmp_path, name):
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT, env={**os.environ, **ascii_alone})
     shown = name.decode(errors="replace")
     assert all(shown in (tmp_path / file).read_text("utf-8") for file in ("page.html", "page.md"))
-
-
-def test_the_command_prints_json_alone(capsys):
-    assert cli.main(["report", str(PRETRAIN), "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["runs"]) == len(RECORDS)
 
 
 @pytest.mark.parametrize(
@@ -426,26 +311,6 @@ def test_a_missing_package_is_named(package, words, says, monkeypatch, capsys, t
     assert not (tmp_path / "x.html").exists()
 
 
-@pytest.mark.parametrize("variables", [{}, {"FORCE_COLOR": "1", "TERM": "dumb"}])
-@pytest.mark.parametrize("columns", [50, 80, 200, None])
-def test_tables_of_a_file_are_as_wide_as_columns(columns, variables, capsys, monkeypatch):
-    for name, value in {"COLUMNS": "" if columns is None else str(columns), **variables}.items():
-        monkeypatch.setenv(name, value)
-    title = "word " * 60
-    assert cli.main(["report", str(LOG), "--title", title]) == 0
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
-    width = columns or 160
-    assert width - 5 <= max(map(len, lines)) <= width
-
-
-def test_a_missing_tensorboard_is_named(events, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("tensorboard.backend.event_processing")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
-    with pytest.raises(OptionError, match="pip install tensorboard"):
-        read_runs([str(events)])
-
-
 def test_loading_the_report_imports_neither_torch_nor_megatron():
     import subprocess
 
@@ -455,15 +320,3 @@ def test_loading_the_report_imports_neither_torch_nor_megatron():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "set()", done.stderr
-
-
-def test_the_kinds_of_graphs_are_called_as_the_plugin_calls_them():
-    from bridge_cg_plugin.language.packed.workload import PackedWorkload
-    from bridge_cg_plugin.language.whole_model.workload import LanguageModelWorkload
-    from bridge_cg_plugin.vision.workload import VisionWorkload
-
-    model, options = mean_encoder.MeanTower(), VisionGraphOptions()
-    families = [replace(mean_encoder.ENCODER, encodes=what) for what in ("vision", "audio")]
-    encoders = [VisionWorkload(model, options, family) for family in families]
-    workloads = (*encoders, PackedWorkload, LanguageModelWorkload)
-    assert {(kind.title, kind.group) for kind in KINDS} == {(each.title, each.group) for each in workloads}

@@ -232,18 +232,6 @@ def test_pytorchs_cache_is_emptied_for_the_first_memory_alone(inside, emptied):
     assert emptied == ["synchronize", "empty_cache"]
 
 
-def test_without_memory_for_the_pool_pytorch_is_asked(inside):
-    place, tried = ReturningPlace(DEVICE, FakePools()), []
-
-    def resize(storage, nbytes):
-        tried.append(len(inside))
-        if inside:
-            raise torch.OutOfMemoryError("made to fail")
-
-    place.fill(torch.zeros(0).untyped_storage(), BYTES, resize)
-    assert tried == [3, 0]
-
-
 def test_a_driver_that_fails_is_named_once_and_pytorchs_memory_is_used(inside, caplog):
     pools = FakePools(fails=True)
     place, taken = ReturningPlace(DEVICE, pools), []
@@ -253,11 +241,3 @@ def test_a_driver_that_fails_is_named_once_and_pytorchs_memory_is_used(inside, c
     assert taken == [3, 0] and pools.asked == ["restore", "release"]
     assert [record.getMessage() for record in caplog.records].count(caplog.records[0].getMessage()) == 1
     assert "made to fail" in caplog.text
-
-
-def test_where_memory_cannot_leave_pytorch_gives_it(inside, monkeypatch):
-    monkeypatch.setattr(returning_storages, "releasable_pools", lambda device, owner: None)
-    place, taken = ReturningPlace(DEVICE), []
-    place.freed()
-    place.fill(torch.zeros(0).untyped_storage(), BYTES, lambda storage, nbytes: taken.append(list(inside)))
-    assert taken == [[]]

@@ -232,20 +232,6 @@ def test_tensors_that_are_there_stay_for_recordings_that_were_made_elsewhere(ret
     assert places(parameters) == home and len(memory.made) == 1
 
 
-def test_a_storage_that_somebody_holds_stays(returning, parameters):
-    load(parameters)
-    kept, before = parameters[0].untyped_storage(), places(parameters)
-    returning.settle(parameters)
-    assert places(parameters) == before
-    del kept
-    returning.settle(parameters)
-    assert places(parameters) != before
-    kept = [parameter.untyped_storage() for parameter in parameters]
-    load(parameters, 3.0)
-    assert returning.release() == 0
-    assert all(storage.nbytes() for storage in kept)
-
-
 def test_memory_of_others_stays(returning, parameters):
     array = numpy.arange(3.0, dtype=numpy.float32)
     parameters[0].data = torch.from_numpy(array)

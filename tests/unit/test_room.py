@@ -33,7 +33,7 @@ def steps(tower, graphs, *microbatches, count=1):
                 assert_equals_eager(tower, graphs, rows, seed)
 
 
-@pytest.mark.parametrize("modules", MODULES)
+@pytest.mark.parametrize("modules", MODULES[:2])
 def test_a_bucket_that_takes_more_than_the_limit_is_left_out(tower, modules, caplog):
     graphs, stack = grown(tower, SMALL, modules=modules)
     with stack, caplog.at_level(logging.WARNING):

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.graphs.rows import copies, leading, write_each, write_rows
+from bridge_cg_plugin.graphs.rows import copies, write_each, write_rows
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
 # Rows of a tensor and of the buffer that it goes into; no tensor for None.
@@ -54,9 +54,3 @@ def test_copies_have_memory_of_their_own(sizes):
         tensor.zero_()
     for copy, (count, _, dtype) in zip(made, sizes, strict=True):
         assert torch.equal(copy, filled(count, dtype)) and copy.is_contiguous() and not copy._is_view()
-
-
-def test_all_rows_are_the_tensor_itself():
-    tensor = torch.ones(3, 2)
-    assert leading(tensor, 3) is tensor
-    assert leading(tensor, 2).data_ptr() == tensor.data_ptr()

@@ -56,11 +56,6 @@ def test_norms_that_read_a_graphs_output_stay():
     assert graph_options(f"{words}moe_router").offload.modules == ("attn_norm",)
 
 
-def test_regions_that_are_off_are_left_alone():
-    found = graph_options("activation_offload=attention")
-    assert found.vision.offload is None and found.packed.offload is None and found.offload.enabled
-
-
 @pytest.mark.parametrize("words", ["", "activation_offload=none", "activation_offload=null"])
 def test_nothing_said_changes_nothing(words):
     assert graph_options(f"{VISION} {words}").vision.offload is None
@@ -128,25 +123,9 @@ def test_two_that_say_different_things_are_refused(words, field):
     assert caught.value.field == field
 
 
-def test_parts_of_layers_share_the_option():
-    found = graph_options(f"{VISION} vision_cuda_graph_modules=attn activation_offload=attention")
-    assert found.vision.offload == ("attention",)
-    found = graph_options(f"{PACKED} cuda_graph_modules=attn activation_offload=attention")
-    assert found.packed.offload == ("attention",)
-
-
 def test_a_memory_target_may_use_what_is_shared():
     found = graph_options(f"{VISION} activation_offload=mlp vision_cuda_graph_offload_above_gb=6").vision
     assert found.offload == ("mlp",) and found.offload_above_gb == 6
-
-
-def test_attention_of_qwen3_vl_leaves_where_megatron_core_runs_it():
-    provider = SimpleNamespace(
-        cuda_graph_impl="none", vision_cuda_graph_impl="none", num_moe_experts=8, activation_offload="all"
-    )
-    found = normalize(provider)[0]
-    assert found.offload.modules == ("qkv_linear", "core_attn", "attn_proj", "expert_fc1", "moe_act", "mlp_norm")
-    assert not found.warnings
 
 
 def test_releases_that_cannot_wait_inside_graphs_keep_captured_attention():

@@ -16,7 +16,6 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings import side_stream as side_stream
 from bridge_cg_plugin.graphs.recordings.side_stream import (
-    GROUP_SIZE,
     SideStream,
     current_side_stream,
     output_on_side_stream,
@@ -27,7 +26,7 @@ from bridge_cg_plugin.graphs.recordings.side_stream import (
 from ..regions import new_region
 from .test_region import assert_equals_eager
 from .towers import assert_close, graphs_on, new_tower, results
-from .toy import WIDTH, StaticExecutor, Toy, ToyProgram, assert_same, loss_of, toy_batch, toy_region
+from .toy import WIDTH, StaticExecutor, Toy, ToyProgram, assert_same, loss_of, toy_batch
 
 
 @dataclass
@@ -92,26 +91,6 @@ def test_what_is_asked_for_is_waited_for(machine):
         assert late.result() in machine.main.done
 
 
-def test_work_inside_work_stays_in_its_place(machine):
-    with SideStream(machine.side).active():
-        made = run_on_side_stream(
-            lambda: (run_on_side_stream(machine.submit), start_on_side_stream(machine.submit).result())
-        )
-    assert set(made) <= machine.side.done
-
-
-@pytest.mark.parametrize("pieces", [1, GROUP_SIZE, 5 * GROUP_SIZE + 3])
-def test_what_side_work_reads_is_kept_until_the_main_stream_has_waited(machine, pieces):
-    side = SideStream(machine.side)
-    with side.active():
-        for _ in range(pieces):
-            run_on_side_stream(machine.submit, torch.zeros(1))
-            waited = len(machine.main.done)  # only side work has numbers here
-            assert side.held >= machine.count - waited
-            assert side.held <= 2 * GROUP_SIZE
-    assert side.held == 0
-
-
 @given(st.lists(st.sampled_from(["main", "run", "start", "result"]), max_size=80))
 def test_nothing_is_dropped_that_may_still_be_read(steps):
     with pytest.MonkeyPatch.context() as patched:
@@ -159,12 +138,6 @@ def test_a_stream_that_nothing_ran_on_is_not_waited_for(machine):
     with SideStream(machine.side).active():
         machine.submit()
     assert 99 not in machine.main.done
-
-
-def test_without_a_side_stream_work_runs_in_its_place(machine):
-    assert current_side_stream() is None
-    assert run_on_side_stream(machine.submit) == 1 and start_on_side_stream(machine.submit).result() == 2
-    assert machine.main.done == {1, 2} and not machine.side.done
 
 
 def test_a_tensor_that_is_used_twice_in_a_forward_is_told_apart():
@@ -352,12 +325,6 @@ def test_a_capture_that_fails_leaves_no_side_work_behind():
     region.program.fails = False
     region.capture()
     assert region.captured
-
-
-def test_a_region_asks_for_each_bucket():
-    asked = []
-    toy_region(has_side_stream=lambda bucket: asked.append(bucket.tokens) or False)
-    assert set(asked) == {4, 8, 16}
 
 
 @pytest.mark.parametrize("streams", ["auto", 1, 2])

@@ -82,15 +82,7 @@ def replace_config(model):
     model[0].config = SimpleNamespace(power=1.0)
 
 
-def patch_class(model, monkeypatch):
-    forward = Layer.forward
-    monkeypatch.setattr(Layer, "forward", lambda self, x: 7 * forward(self, x))
-
-
 CHANGES = {
-    "a list that grew": lambda model: model[0].merged.append("default"),
-    "an entry of a dict": lambda model: model[0].scaling.update(default=5.0),
-    "another config": lambda model: setattr(model[0], "config", SimpleNamespace(power=3.0)),
     "another dict of modules": lambda model: setattr(model, "_modules", OrderedDict(model._modules, **{"1": Layer()})),
     "another sign of zero": lambda model: setattr(model[0], "gain", -0.0),
 }
@@ -105,17 +97,6 @@ def test_a_change_is_noticed_and_gets_recordings_of_its_own(change):
     assert region.run(x) is None and region.statistics.fallbacks == {"model_changed": 1}
     (found,) = region.run(x)
     torch.testing.assert_close(found, model(x))
-
-
-def test_a_class_whose_forward_is_replaced_is_another_model(monkeypatch):
-    model = two_layers()
-    region, x = region_of(model), batch()
-    patch_class(model, monkeypatch)
-    assert region.run(x) is None
-    torch.testing.assert_close(region.run(x)[0], model(x))
-    monkeypatch.undo()
-    torch.testing.assert_close(region.run(x)[0], model(x))
-    assert region.statistics.fallbacks == {"model_changed": 1}
 
 
 @pytest.mark.parametrize(
@@ -215,16 +196,6 @@ def test_parameters_that_come_back_in_turn_keep_their_graphs():
                     torch.testing.assert_close(outputs[2][0], model(x))
 
 
-def test_memory_that_moves_takes_no_more_memory_each_time():
-    model = with_main_grads(two_layers())
-    region = region_of(model)
-    for _ in range(10):
-        for parameter in model.parameters():
-            parameter.main_grad = torch.zeros_like(parameter)
-        region.run(batch())[0].sum().backward()
-    assert len(region.sources._hooks.zeros.addresses) == 1 and region.statistics.replays == 10
-
-
 @pytest.mark.parametrize("leaf", [True, False])
 def test_attributes_that_require_a_gradient_keep_the_model_eager(leaf):
     model, factor = two_layers(), torch.ones(WIDTH, requires_grad=True)
@@ -240,15 +211,6 @@ def test_a_leaf_among_the_attributes_refuses_a_capture():
     model[0].extra = torch.ones(WIDTH, requires_grad=True)
     with pytest.raises(CaptureError, match="0.extra requires a gradient"):
         region_of(model)
-
-
-def count_calls(module, y):
-    module.calls += 1
-
-
-def test_a_number_that_every_forward_changes_refuses_a_capture():
-    with pytest.raises(CaptureError, match="each forward changes an attribute.*calls"):
-        region_of(Counting(count_calls))
 
 
 def test_a_plain_value_that_a_forward_left_once_counts_when_somebody_else_sets_it():
@@ -364,18 +326,6 @@ def test_weights_in_another_layout_at_the_same_address_are_recaptured():
     model[0].linear.weight.data = model[0].linear.weight.data.t()
     with region.memory_kept():
         torch.testing.assert_close(region.run(x)[0], model(x))
-
-
-def test_other_numerics_run_eager_until_they_are_back():
-    model = two_layers()
-    region, x = region_of(model), batch()
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("high")
-        assert region.run(x) is None and region.statistics.fallbacks == {"numerics_changed": 1}
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert region.run(x) is not None
 
 
 @pytest.mark.parametrize("newer", [False, True])

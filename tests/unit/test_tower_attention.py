@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_cg_plugin.attention_bounds import CUDNN_FROM, cudnn_pays
+from bridge_cg_plugin.attention_bounds import CUDNN_FROM
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.encoders.direct_attention import segment_attention_refusal
@@ -98,13 +98,6 @@ def test_where_cudnn_attends(gpu, monkeypatch, capsys, machine, reason):
     chosen(GLM45V, attention="cudnn", kernels="exact")
     said = capsys.readouterr().out
     assert not said if reason is None else f"{refusal}; attention stays PyTorch's" in said
-
-
-def test_cudnn_attends_in_long_segments_where_it_scans_few_rows_in_vain():
-    assert cudnn_pays(1, 8192, 8192) and cudnn_pays(8, 3392, 6720) and cudnn_pays(16, 8192, 8192)
-    assert cudnn_pays(1, CUDNN_FROM, CUDNN_FROM) and not cudnn_pays(1, CUDNN_FROM - 1, CUDNN_FROM)
-    assert not cudnn_pays(64, 8192, 8192)
-    assert not cudnn_pays(400, 64, 8192), "windows"
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.bridge.models.gemma import gemma3_provider
 from megatron.bridge.models.nemotron_omni import nemotron_omni_provider
 from megatron.bridge.models.nemotron_vl import nemotron_vl_provider
-from megatron.bridge.models.qwen_omni.modeling_qwen3_omni.rope import _get_feat_extract_output_lengths
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.multimodal import llava_model
@@ -25,10 +23,9 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, vision_helper
 from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
 from examples.photographs.small_tower import start_single_process
-from tests.gpu import test_tower_training as on_a_gpu
-from tests.gpu.tower_case import IMAGE, VOCABULARY
-from tests.gpu.tower_training import CAPTION, RandomItems, graph_fields
-from tests.gpu.towers import TOWERS, nemotron_omni, nemotron_vl, qwen3_omni
+from tests.gpu.tower_case import VOCABULARY
+from tests.gpu.tower_training import RandomItems, graph_fields
+from tests.gpu.towers import TOWERS, nemotron_vl
 from tests.models.radio_tower import local_spec
 
 from . import bridge_towers, vlm
@@ -66,7 +63,8 @@ TOWER = {
         "downsample_hidden_size": 16,
     },
 }
-every_tower = pytest.mark.parametrize("name", TOWERS)
+# Others train in `tests/seams/test_bridge_towers.py`.
+every_tower = pytest.mark.parametrize("name", ["nemotron_vl", "nemotron_omni"])
 
 
 def change(config, fields):
@@ -89,10 +87,8 @@ def narrow(provider):
     change(provider, LANGUAGE)
     if provider.num_moe_experts:
         change(provider, WITHOUT_EXPERTS)
-    for place in ("vision_config", "vision_projector_config", "thinker_config", "hf_config"):
-        holder = getattr(provider, place, None)
-        for config in (holder, *(getattr(holder, f"{part}_config", None) for part in ("vision", "audio", "text"))):
-            change(config, TOWER)
+    for place in ("vision_config", "vision_projector_config"):
+        change(getattr(provider, place, None), TOWER)
     if hasattr(provider, "vision_projector_config"):
         without_kernels(provider.vision_projector_config)
 
@@ -133,9 +129,7 @@ def build(name, **fields):
     for field, value in fields.items():
         setattr(provider, field, value)
     if hasattr(provider, "transformer_layer_spec"):
-        provider.transformer_layer_spec = spec = copy.deepcopy(vlm.language_layers())
-        if name == "gemma3_vl":
-            spec.submodules.self_attention.module = gemma3_provider.Gemma3SelfAttention
+        provider.transformer_layer_spec = copy.deepcopy(vlm.language_layers())
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     provider.finalize()
     # megatron-core writes the choice of attention into the environment, and refuses another model's.
@@ -207,47 +201,3 @@ def test_the_model_trains_on_graphs_as_eager(name, without_a_gpu):
     for parameter, gradient in gradients.items():
         scale = max(expected[parameter].norm().item(), 1e-6)
         assert (gradient - expected[parameter]).norm().item() <= TOLERANCE * scale, parameter
-
-
-def sizes_of(name, sample):
-    """Return what the images of a sample count in buckets, and how many placeholders stand for them."""
-    visual = sample["visual_inputs"]
-    if visual.image_grid_thw is not None or visual.image_sizes is not None:
-        sides = visual.image_sizes // 14 if visual.image_grid_thw is None else visual.image_grid_thw
-        patches = int(sides.prod(1).sum())
-        return patches, patches // 4
-    if name == "nemotron_omni":
-        tokens = (sample["imgs_sizes"] // 16).prod(1) + nemotron_omni.CLASS_TOKENS
-        return int(tokens.sum()), len(tokens)
-    if name == "nemotron_vl":
-        return nemotron_vl.ROOM * len(visual.pixel_values), len(sample["num_patches"])
-    return 4096 * len(visual.pixel_values), 256 * len(visual.pixel_values)
-
-
-@every_tower
-def test_samples_fill_every_bucket_and_are_whole(name):
-    """Those that a GPU trains on, each a batch with its placeholders."""
-    tower = TOWERS[name]
-    samples = RandomItems(tower, on_a_gpu.STEPS * on_a_gpu.MICROBATCHES, seed=0)
-    used = set()
-    for number in range(len(samples)):
-        sample = RandomItems.collate_fn([samples[number]])
-        size, placeholders = sizes_of(name, sample)
-        assert (sample["tokens"] == (nemotron_vl.IMAGE if name == "nemotron_vl" else IMAGE)).sum() == placeholders
-        assert sample["tokens"].shape == sample["labels"].shape == sample["loss_mask"].shape == (1, tower.length)
-        assert torch.equal(sample["tokens"][:, 1:], sample["labels"][:, :-1])
-        assert sample["loss_mask"].sum() % CAPTION == 0 < sample["loss_mask"].sum()
-        if number >= on_a_gpu.WARM_UP * on_a_gpu.MICROBATCHES:
-            used.add(min(bucket for bucket in tower.buckets if bucket >= size))
-    assert used == set(tower.buckets)
-
-
-def test_the_longest_sound_comes_in_warm_up():
-    """Buckets of audio are planned from the sounds that were seen."""
-    samples = RandomItems(TOWERS["qwen3_omni"], on_a_gpu.WARM_UP * on_a_gpu.MICROBATCHES, seed=0)
-    seen = [samples[number] for number in range(len(samples))]
-    frames = [int(sample["feature_attention_mask"].sum()) for sample in seen]
-    assert max(frames) == max(qwen3_omni.LENGTHS)
-    for sample, count in zip(seen, frames, strict=True):
-        sounds = (sample["tokens"] == qwen3_omni.SOUND).sum()
-        assert sounds == _get_feat_extract_output_lengths(torch.tensor(count))

@@ -13,39 +13,8 @@ from bridge_cg_plugin.graphs.recordings.side_stream import output_on_side_stream
 from ..pooled import PooledExecutor
 from ..regions import new_region
 from ..tape import TapeExecutor
-from .towers import forward, graphs_on, loss_of, new_tower
+from .towers import loss_of
 from .toy import WIDTH, ToyProgram, assert_same, toy_batch
-
-ROWS = [(1, 8, 8), (2, 4, 8)]
-READ = {"embeddings": [0], "the first feature": [1], "features": [1, 2], "all": [0, 1, 2]}
-
-
-def gradients_of(tower, read):
-    outputs = forward(tower, ROWS)
-    tower.zero_grad()
-    loss_of([outputs[i] for i in read]).backward()
-    return {name: parameter.grad for name, parameter in tower.named_parameters()}
-
-
-def assert_eagers(tower, graphs, read):
-    with graphs.paused():
-        expected = gradients_of(tower, read)
-    found = gradients_of(tower, read)
-    assert [name for name, g in found.items() if g is None] == [name for name, g in expected.items() if g is None]
-    for name, gradient in expected.items():
-        if gradient is not None:
-            torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
-
-
-@pytest.mark.parametrize("executor", [ReferenceExecutor, TapeExecutor])
-@pytest.mark.parametrize("streams", [1, 2])
-def test_weights_that_only_unread_outputs_need_get_no_gradient(executor, streams):
-    tower = new_tower()
-    with graphs_on(tower, executor=executor(), streams=streams, buckets=(128,)) as graphs:
-        for read in READ.values():
-            assert_eagers(tower, graphs, read)
-        assert graphs.statistics().replays == len(READ) and not graphs.statistics().fallbacks
-
 
 CUT = 3  # a step that no gradient passes
 PLACES = st.integers(0, 5)

@@ -1,13 +1,10 @@
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from bridge_cg_plugin.vision.batch import BatchError
 
 from .mixes import (
     EXACT,
@@ -21,12 +18,13 @@ from .mixes import (
     TOO_MANY_TOKENS,
     regions,
 )
-from .towers import assert_close, draw, forward, graphs_on, new_tower, poison, results, tower
+from .towers import assert_close, forward, graphs_on, new_tower, poison, results, tower
 
 
 @pytest.mark.both_executors
-@pytest.mark.parametrize("deepstack", [True, False], ids=["qwen3-vl", "qwen3.5-vl"])
-@pytest.mark.parametrize("modules", MODULES)
+@pytest.mark.parametrize(
+    "modules, deepstack", [*((modules, True) for modules in MODULES), ((), False)], ids=lambda value: str(value)
+)
 def test_one_capture_replays_every_mix_as_eager(modules, deepstack):
     model = new_tower(deepstack=deepstack)
     assert len(forward(model, IMAGES)) == (3 if deepstack else 1)
@@ -38,19 +36,6 @@ def test_one_capture_replays_every_mix_as_eager(modules, deepstack):
             assert_close(gradients, expected[seed][1])
         assert graphs.statistics().fallbacks == {}
         assert graphs.statistics().replays == len(FITTING) * regions(model, modules)
-
-
-@pytest.mark.parametrize("modules", MODULES)
-def test_what_static_memory_held_before_changes_nothing(modules):
-    model = new_tower()
-    expected = [results(model, rows, seed) for seed, rows in enumerate(FITTING)]
-    with graphs_on(model, modules=modules) as graphs:
-        for (seed, rows), value in product(reversed(list(enumerate(FITTING))), (float("nan"), 1e30)):
-            poison(graphs, value)
-            outputs, gradients = results(model, rows, seed)
-            assert_close(outputs, expected[seed][0])
-            assert_close(gradients, expected[seed][1])
-        assert graphs.statistics().fallbacks == {}
 
 
 side = st.integers(1, 4).map(lambda n: 2 * n)
@@ -102,9 +87,8 @@ def test_more_frames_than_recorded_run_eager(modules):
     assert_close(found[0] + list(found[1]), expected[0] + list(expected[1]), 0.0)
 
 
-@pytest.mark.parametrize("modules", MODULES)
-def test_more_tokens_than_recorded_run_eager(modules):
-    model = new_tower()
+def test_more_tokens_than_recorded_run_eager():
+    model, modules = new_tower(), ("mlp",)
     expected = results(model, TOO_MANY_TOKENS)
     with graphs_on(model, modules=modules) as graphs:
         found = results(model, TOO_MANY_TOKENS)
@@ -112,7 +96,7 @@ def test_more_tokens_than_recorded_run_eager(modules):
     assert_close(found[0] + list(found[1]), expected[0] + list(expected[1]), 0.0)
 
 
-@pytest.mark.parametrize("modules", MODULES)
+@pytest.mark.parametrize("modules", [(), ("mlp",)])
 def test_small_microbatches_need_a_bucket_of_their_size(modules):
     model = new_tower()
     cases = [([[1, 4, 8]], True), ([[1, 4, 8], [1, 2, 2]], False), (ONE_UNIT, False), (ONE_OVER, True)]
@@ -124,8 +108,7 @@ def test_small_microbatches_need_a_bucket_of_their_size(modules):
         assert graphs.statistics().fallbacks == {"too_few_tokens": 2 * regions(model, modules)}
 
 
-@pytest.mark.parametrize("deepstack", [True, False], ids=["qwen3-vl", "qwen3.5-vl"])
-@pytest.mark.parametrize("modules", MODULES)
+@pytest.mark.parametrize("modules, deepstack", [((), True), (("attn",), False), (("mlp",), True)])
 def test_a_frozen_encoder_replays_without_gradients(modules, deepstack):
     model = new_tower(deepstack=deepstack).requires_grad_(False)
     expected = forward(model, IMAGES)
@@ -138,7 +121,7 @@ def test_a_frozen_encoder_replays_without_gradients(modules, deepstack):
         assert graphs.statistics().replays == regions(model, modules)
 
 
-@pytest.mark.parametrize("modules", MODULES)
+@pytest.mark.parametrize("modules", [(), ("attn",)])
 def test_everything_frozen_but_the_mergers(modules):
     model = new_tower().requires_grad_(False)
     model.merger.requires_grad_(True)
@@ -151,7 +134,7 @@ def test_everything_frozen_but_the_mergers(modules):
         assert graphs.statistics().fallbacks == {}
 
 
-@pytest.mark.parametrize("modules", MODULES)
+@pytest.mark.parametrize("modules", [(), ("mlp",)])
 def test_patches_frozen_and_layers_trained(modules):
     model = new_tower()
     model.patch_embed.requires_grad_(False)
@@ -161,20 +144,6 @@ def test_patches_frozen_and_layers_trained(modules):
         outputs, gradients = results(model, MIXED)
     assert_close(outputs, expected[0])
     assert_close(gradients, expected[1])
-
-
-def test_max_seq_length_is_the_largest_bucket():
-    with graphs_on(new_tower(), buckets=(32, 64), max_seq_length=128) as graphs:
-        assert graphs.workload.buckets == (32, 64, 128)
-
-
-def test_frames_seen_in_warm_up_raise_the_frame_bound():
-    model = new_tower()
-    with graphs_on(model, capture=False, max_frames="auto") as graphs:
-        forward(model, [[50, 2, 2]])
-        graphs.capture()
-        forward(model, [[63, 2, 2]])
-        assert graphs.statistics().fallbacks == {}
 
 
 @pytest.mark.both_executors
@@ -193,29 +162,6 @@ def test_evaluation_equals_eager_and_is_counted(modules):
     assert sum(c.replays for c in counts) == 0
 
 
-def test_training_after_evaluation():
-    model = new_tower()
-    expected = results(model, MIXED)
-    with graphs_on(model) as graphs:
-        results(model, IMAGES)
-        model.eval()
-        with torch.no_grad():
-            forward(model, IMAGES)
-        model.train()
-        found = results(model, MIXED)
-        assert graphs.statistics().fallbacks == {}
-    assert_close(found[0], expected[0])
-    assert_close(found[1], expected[1])
-
-
-def test_evaluation_can_be_left_eager():
-    model = new_tower()
-    with graphs_on(model, evaluation=False) as graphs, torch.no_grad():
-        model.eval()
-        forward(model, MIXED)
-        assert graphs.statistics().fallbacks == {"evaluation_not_captured": 1}
-
-
 def test_text_only_steps_need_no_call():
     model = new_tower()
     expected = results(model, IMAGES)
@@ -226,20 +172,6 @@ def test_text_only_steps_need_no_call():
                 assert_close(results(model, IMAGES)[1], expected[1])
         assert graphs.statistics().replays == 3
         assert len(graphs.workload.checks) == 3
-
-
-@pytest.mark.parametrize("rows, match", [([[1, 3, 2]], "multiples"), ([[1, 0, 2]], "at least 1")])
-@pytest.mark.parametrize("capture", [False, True])
-def test_impossible_grids_are_refused(rows, match, capture):
-    model = new_tower()
-    with graphs_on(model, capture=capture), pytest.raises(BatchError, match=match):
-        model(torch.zeros(4, 1536), torch.tensor(rows))
-
-
-def test_patches_of_other_images_are_refused():
-    model = new_tower()
-    with graphs_on(model), pytest.raises(BatchError, match="different images"):
-        model(draw(IMAGES)[0], torch.tensor(MIXED))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -88,30 +87,6 @@ def rank(monkeypatch):
     return Rank(monkeypatch)
 
 
-def test_a_replay_that_does_not_end_ends_the_rank(rank):
-    with rank.watch.during("step 7, with graphs", 60):
-        rank.now = 10
-        rank.launch()
-        rank.check_until(69)
-        assert not rank.ended
-        rank.check_until(75)
-        rank.check_until(200)
-    (message,) = rank.ended
-    assert message.startswith("step 7, with graphs: the replay of the forward of vision_encoder has not ended for 60 s")
-
-
-def test_one_that_ended_or_goes_on_being_launched_does_not(rank):
-    with rank.watch.during("step 1", 60):
-        rank.launch()
-        rank.finish()
-        rank.check_until(100)
-        for begin in range(100, 500, 50):
-            rank.launch()
-            rank.check_until(begin + 50)
-    rank.check_until(1000)  # outside a step nothing is known
-    assert not rank.ended and rank.device.launched == 9
-
-
 def test_a_replay_that_has_ended_is_asked_about_once(rank):
     """A query from another thread would end a capture of upstream's, which checks all threads."""
     with rank.watch.during("step 1", 60):
@@ -121,34 +96,6 @@ def test_a_replay_that_has_ended_is_asked_about_once(rank):
         assert rank.device.queries == 0
         rank.check_until(500)
         assert rank.device.queries == 1
-
-
-def test_a_check_that_overlaps_with_a_launch_ends_nobody(rank):
-    with rank.watch.during("step 1", 600):
-        rank.launch()
-        rank.finish()
-    rank.check_until(900)  # a checkpoint or an evaluation of 15 minutes
-    with rank.watch.during("step 2", 600):
-        rank.meanwhile = [rank.launch]
-        rank.watch.check()
-        assert not rank.meanwhile and not rank.ended
-        rank.finish()
-
-
-def test_a_launch_while_the_event_is_queried_ends_nobody(rank, monkeypatch):
-    query = Event.query
-
-    def asked(event):
-        if rank.device.launched == 1:
-            rank.launch()  # between the decision to ask and the answer
-        return query(event)
-
-    monkeypatch.setattr(Event, "query", asked)
-    with rank.watch.during("step 1", 60):
-        rank.launch()
-        rank.finish()
-        rank.check_until(100)
-        assert rank.device.launched == 2 and not rank.ended
 
 
 def test_a_process_that_was_stopped_is_not_ended_for_the_time(rank):
@@ -172,7 +119,7 @@ def test_a_device_that_failed_is_left_to_the_training_thread(rank, monkeypatch):
     assert not rank.ended
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(12))
 def test_any_interleaving_ends_a_rank_that_waits_and_no_other(monkeypatch, seed):
     """Launches fall between any two things that a check does; replays take any time below the limit, or for ever."""
     draw, limit = random.Random(seed), 60.0
@@ -235,17 +182,6 @@ def test_what_has_no_time_out_of_its_own_has_that_of_the_last_step(rank, caplog)
     with caplog.at_level(logging.WARNING, "bridge_cg_plugin"), rank.watch.during("capture"):
         rank.check_until(1e3 + 31)
     assert "has been in capture for 31 s" in caplog.text
-
-
-def test_its_thread_checks_by_itself():
-    ended, device = [], Device()
-    watch = Watchdog(ended.append, event=device.event)
-    with watch.during("step 1", 0.2):
-        watch.launched("replay")
-        end = time.monotonic() + 10
-        while not ended and time.monotonic() < end:
-            time.sleep(0.01)
-    assert ended
 
 
 def test_every_replay_tells(monkeypatch):

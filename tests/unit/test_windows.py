@@ -1,6 +1,5 @@
 """The order and the bounds of attention windows, beside Hugging Face's own."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,18 +67,6 @@ def test_no_batch_has_more_windows_than_most_windows(images, side):
     grid, _, cells = case(images, 1)
     _, expected = theirs(grid, 1, side)
     assert len(expected) - 1 <= most_windows(cells, sum(t for t, _, _ in images), side)
-
-
-@pytest.mark.parametrize(
-    ("images", "side", "windows"), [([(3, 1, 5)], 4, 6), ([(5, 1, 1)], 4, 5), ([(1, 8, 8)], 4, 4), ([(2, 1, 4)], 1, 8)]
-)
-def test_most_windows_by_hand(images, side, windows):
-    _, expected = theirs(torch.tensor(images), 1, side)
-    assert len(expected) - 1 == windows
-    cells, frames = sum(t * h * w for t, h, w in images), sum(t for t, _, _ in images)
-    assert windows <= most_windows(cells, frames, side)
-    if images[0][1] == 1 and images[0][2] % side == min(1, side - 1):
-        assert windows == most_windows(cells, frames, side)  # a strip that ends with one cell reaches it
 
 
 @given(sizes, merges)
