@@ -87,7 +87,7 @@ class Case:
             collect()
 
 
-def images(name: str, grid: Grid, slots: int, modules: Sequence[str]) -> Case:
+def images(name: str, grid: Grid, slots: int) -> Case:
     """Return images through the vision tower, the same ones in each slot but for their pixels."""
     model = tower.build_tower()
     batches = [tower.make_batch(grid, model, seed=seed) for seed in range(slots)]
@@ -96,12 +96,12 @@ def images(name: str, grid: Grid, slots: int, modules: Sequence[str]) -> Case:
     settings |= {"strict": True, "exact_below": 0}
 
     def new_helper(options: dict[str, Any]) -> Any:
-        return tower.new_helper(model, VisionGraphOptions(**settings, modules=tuple(modules), **options))
+        return tower.new_helper(model, VisionGraphOptions(**settings, **options))
 
     def forward(batch: tower.Batch) -> tuple[list[Any], list[Any]]:
         return tower.forward(model, batch), batch.gradients
 
-    head = {"case": case_of(name, modules), "tokens": tokens_of(grid), "images": len(grid), "slots": slots}
+    head = {"case": name, "tokens": tokens_of(grid), "images": len(grid), "slots": slots}
     return Case(head, model, batches, new_helper, forward)
 
 
@@ -216,7 +216,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", type=names_of(*FIXED), default=tuple(FIXED), help=f"of {', '.join(FIXED)}")
     parser.add_argument("--targets", type=parts, default=TARGETS, help="memory targets, parts of none's memory")
     parser.add_argument("--slots", type=at_least(1), help="microbatches in flight; the case's own by default")
-    parser.add_argument("--modules", default="", help="parts of layers on graphs; the whole model without")
+    parser.add_argument("--modules", default="", help="parts of layers of packs on graphs; all layers without")
     parser.add_argument("--repeats", type=at_least(3), default=7, help="timed runs of each mode")
     return parser.parse_args(arguments)
 
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name.startswith("experts"):
             case = packs(name, slots, modules)
         else:
-            case = images(name, CASES.get(name) or one_image(int(name.removeprefix("tokens_"))), slots, modules)
+            case = images(name, CASES.get(name) or one_image(int(name.removeprefix("tokens_"))), slots)
         for record in records(case, args.modes, args.targets, args.repeats):
             put_record(out, record)
             print(summary(record), flush=True)

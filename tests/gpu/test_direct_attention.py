@@ -107,8 +107,8 @@ def test_a_recorded_call_follows_its_offsets(layout):
         assert not any(x[sum(layout) :].count_nonzero() for x in (out, *found))
 
 
-@pytest.mark.parametrize("modules", [pytest.param((), marks=pytest.mark.first), ("attn",)], ids=["whole", "attn"])
-def test_mixes_replayed_with_direct_attention(tower_module, model, grads, graphs_of, monkeypatch, modules):
+@pytest.mark.first
+def test_mixes_replayed_with_direct_attention(tower_module, model, grads, graphs_of, monkeypatch):
     from bridge_cg_plugin.vision.kernels import segment_attention
 
     calls = []
@@ -118,7 +118,7 @@ def test_mixes_replayed_with_direct_attention(tower_module, model, grads, graphs
     )
     # An autograd graph that lives on has gradient accumulators of the default stream.
     alive = tower_module.forward(model, tower_module.make_batch([(1, 16, 16)], model))
-    helper = graphs_of(buckets=(768, 2048), modules=modules, max_frames=48, attention="cudnn", kernels="exact")
+    helper = graphs_of(buckets=(768, 2048), max_frames=48, attention="cudnn", kernels="exact")
     assert calls and all(o.requires_grad for o in alive)
     check_mixes(tower_module, model, grads, helper)
     batch = tower_module.make_batch(MIXES["video and images"], model)

@@ -2,7 +2,6 @@
 
 import gc
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ from torch import nn
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor
-from bridge_cg_plugin.offload import host_memory, offloading
-from bridge_cg_plugin.offload.inventory import starts_of
+from bridge_cg_plugin.offload import host_memory
 from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
-from bridge_cg_plugin.offload.planner import Allowed, fixed_plan
+from bridge_cg_plugin.offload.planner import Allowed
 from bridge_cg_plugin.offload.registry import OTHER
 from bridge_cg_plugin.offload.schedule import Fate
 from bridge_cg_plugin.options import VisionGraphOptions
@@ -323,135 +321,3 @@ def test_too_little_host_memory_is_an_error_before_any_capture(tower_module, mod
     with pytest.raises(CaptureError, match="the host has 0.0 GiB for this process"):
         graphs_of(buckets=(1856,), max_frames=2, **EVERYTHING)
     assert not captures and time.perf_counter() - started < 60
-
-
-# Parts of layers, which share a slot's memory.
-
-PARTS = pytest.mark.parametrize("modules", [pytest.param(("attn",), marks=pytest.mark.first), ("mlp",)], ids=",".join)
-
-
-@pytest.mark.parametrize(
-    "modules, name",
-    [
-        pytest.param(("attn",), "both", marks=pytest.mark.first),
-        (("attn",), "recompute"),
-        (("mlp",), "offload"),
-        (("mlp",), "both"),
-    ],
-    ids=["attn-both", "attn-recompute", "mlp-offload", "mlp-both"],
-)
-def test_parts_of_layers_give_what_parts_that_keep_all_give(
-    deterministic, tower_module, graphs_of, model, grads, modules, name
-):
-    """Two microbatches in flight, in two buckets of both slots, over memory that other captures wrote."""
-    grids = [GRID, [(1, 36, 36)]]
-    batches = [tower_module.make_batch(grid, model, seed=seed) for seed, grid in enumerate(grids)]
-    found = []
-    for options in ({}, POLICIES[name]):
-        helper = graphs_of(
-            buckets=(1344, 1856), slots=2, max_frames=2, modules=modules, kernels="fast", evaluation=False, **options
-        )
-        found += [steps(tower_module, model, grads, order) for order in (batches, batches[::-1], batches)]
-        statistics = helper.graphs.statistics()
-        assert not statistics.fallbacks and statistics.replays == 6 * len(helper.graphs._regions)
-        # All that an MLP keeps can be made again from its input, and is, where both are allowed.
-        leaves = "offload" in options and (name, modules) != ("both", ("mlp",))
-        assert (statistics.pinned_bytes > 0) == leaves
-        print(f"{statistics.memory_bytes / 2**20:.0f} MiB device, {statistics.pinned_bytes / 2**20:.0f} MiB host")
-        helper.delete_cuda_graphs()
-    kept, moved = found[:3], found[3:]
-    for (outputs, gradients), (right, others) in zip(moved, kept, strict=True):
-        assert all(map(torch.equal, outputs, right))
-        assert all(map(torch.equal, gradients, others))
-
-
-def test_parts_that_copy_between_parts_that_do_not(deterministic, tower_module, graphs_of, model, grads, monkeypatch):
-    """Some replay on a stream of their own, others on the main stream, over memory that the first still copy."""
-
-    def every_other_part(inventory, allowed):
-        plan = fixed_plan(inventory, allowed)
-        kept = [place for part in places_of_parts(inventory)[1::2] for place in part]
-        fates = tuple(Fate.KEEP if place in kept else fate for place, fate in enumerate(plan.fates))
-        return replace(plan, fates=fates, window=plan.window + inventory.nbytes)
-
-    batches = [tower_module.make_batch(GRID, model, seed=seed) for seed in range(2)]
-    settings = {"buckets": (1856,), "slots": 2, "max_frames": 2, "modules": ("attn",), "evaluation": False}
-    found = []
-    monkeypatch.setattr(offloading, "fixed_plan", every_other_part)
-    for options in ({}, EVERYTHING):
-        helper = graphs_of(kernels="fast", **settings, **options)
-        found.append([steps(tower_module, model, grads, order) for order in (batches, batches[::-1], batches)])
-        statistics = helper.graphs.statistics()
-        assert not statistics.fallbacks and (statistics.pinned_bytes > 0) == bool(options)
-        recorded = [each for region in helper.graphs._regions for each in region.sources.current.recordings.values()]
-        assert len({each.recording._copies for each in recorded}) == (2 if options else 1)
-        helper.delete_cuda_graphs()
-    for (outputs, gradients), (right, others) in zip(*found, strict=True):
-        assert all(map(torch.equal, outputs, right))
-        assert all(map(torch.equal, gradients, others))
-
-
-def places_of_parts(inventory):
-    """Return the places of each part's storages."""
-    return [
-        range(start, start + len(part.seen))
-        for start, part in zip(starts_of(inventory.each), inventory.each, strict=True)
-    ]
-
-
-@PARTS
-def test_parts_of_layers_share_one_memory_target(deep, modules):
-    def memory(**options):
-        gc.collect()
-        torch.cuda.empty_cache()
-        settings = {"impl": "transformer_engine", "strict": True, "evaluation": False, "slots": 1, "max_frames": 1}
-        helper = VisionTECudaGraphHelper(
-            deep, deep.config, options=VisionGraphOptions(buckets=(4096,), modules=modules, **settings, **options)
-        )
-        helper.create_cudagraphs()
-        statistics = helper.graphs.statistics()
-        fates = [plan.plan for plan in plans_of(helper.graphs)]
-        helper.delete_cuda_graphs()
-        return statistics.memory_bytes / 2**30, statistics.pinned_bytes / 2**30, fates
-
-    apart, _, _ = memory()
-    shared, _, _ = memory(offload_above_gb=1000.0)
-    rebuilt, none, _ = memory(recompute=REBUILD["recompute"])
-    offloaded, host, _ = memory(offload=EVERYTHING["offload"])
-    target = 0.6 * shared
-    mixed, _, (plan,) = memory(offload_above_gb=target)
-    counts = {fate.value: len(plan.places(fate)) for fate in Fate}
-    print(
-        f"apart {apart:.2f} GiB, shared {shared:.2f}, offloaded {offloaded:.2f} ({host:.2f} host), "
-        f"again {rebuilt:.2f}, mix {mixed:.2f} of {target:.2f}: {counts}"
-    )
-    assert shared < apart
-    assert offloaded < 0.6 * shared and host > 0
-    assert rebuilt < 0.9 * shared and none == 0
-    assert mixed <= 1.05 * target
-
-
-def plans_of(graphs):
-    """Return the plans of parts of layers; none where these keep all."""
-    chain = graphs._regions[0]._piece.chain
-    return [] if chain is None else [plan for plan in chain.offloading._plans.values() if plan is not None]
-
-
-def test_parts_of_layers_in_a_model_that_changes(tower_module, graphs_of, model, grads):
-    """Weights that moved have all parts recorded again; a pass without gradients leaves a microbatch alone."""
-    batch = tower_module.make_batch(GRID, model)
-    helper = graphs_of(buckets=(1856,), slots=2, max_frames=2, modules=("attn",), **POLICIES["both"])
-    expected = steps(tower_module, model, grads, [batch])
-    for _ in range(2):
-        with torch.no_grad():
-            tower_module.forward(model, batch)
-    weight = model.decoder.layers[1].self_attention.linear_proj.weight
-    weight.data = weight.data.clone()
-    grads.zero()
-    made = tower_module.forward(model, batch)
-    with torch.no_grad():
-        tower_module.forward(model, batch)
-    torch.autograd.backward(made, batch.gradients)
-    assert all(map(torch.equal, [o.detach() for o in made], expected[0]))
-    assert tower_module.largest_relative(grads.copy(), expected[1]) <= 3e-2
-    assert set(helper.graphs.statistics().fallbacks) <= {"mode_not_captured"}

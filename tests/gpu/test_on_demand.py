@@ -15,9 +15,8 @@ def small_replays(helper) -> int:
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole", "attn"])
-def test_mixes_replayed_from_buckets_that_appear(tower_module, model, grads, graphs_of, modules):
-    helper = graphs_of(capture=False, modules=modules, max_frames=48, kernels="exact")
+def test_mixes_replayed_from_buckets_that_appear(tower_module, model, grads, graphs_of):
+    helper = graphs_of(capture=False, max_frames=48, kernels="exact")
     tower_module.step(model, tower_module.make_batch(WARM, model))
     helper.create_cudagraphs()
     regions, replayed = len(helper.graphs._regions), 0

@@ -57,13 +57,9 @@ def check_mixes(tower_module, model, grads, helper) -> None:
     assert not helper.graphs.statistics().fallbacks
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [pytest.param((), marks=pytest.mark.first), pytest.param(("attn",), marks=pytest.mark.first), ("mlp",)],
-    ids=["whole", "attn", "mlp"],
-)
-def test_mixes_replayed_from_one_capture(tower_module, model, grads, graphs_of, modules):
-    helper = graphs_of(buckets=BUCKETS, modules=modules, max_frames=48, kernels="exact")
+@pytest.mark.first
+def test_mixes_replayed_from_one_capture(tower_module, model, grads, graphs_of):
+    helper = graphs_of(buckets=BUCKETS, max_frames=48, kernels="exact")
     check_mixes(tower_module, model, grads, helper)
 
 

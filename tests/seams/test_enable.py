@@ -22,7 +22,7 @@ def loop(active, monkeypatch):
 def plain(**fields):
     """Return a model whose config knows nothing of the plugin."""
     model = Policy()
-    for name in (*FIELDS, "vision_cuda_graph_modules"):
+    for name in FIELDS:
         vars(model.config).pop(name, None)
     vars(model.config).update(cuda_graph_warmup_steps=1, **fields)
     return model

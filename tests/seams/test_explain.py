@@ -343,7 +343,7 @@ def test_the_one_setting_is_told_once(capsys, bridge):
     "words, said",
     [
         (["vision_cuda_graph_impl=transformer_engine"], "rng.te_rng_tracker=true is missing"),
-        (["vision_cuda_graph_modules=attn"], "vision_cuda_graph_modules=attn: no effect, vision graphs are off"),
+        (["vision_cuda_graph_scope=attn"], "vision_cuda_graph_scope=attn: no effect, vision graphs are off"),
         (["cuda_graph_packed_strict=true"], "no effect, packed-sequence graphs are off"),
     ],
 )

@@ -54,11 +54,6 @@ ANY_PACKED = {F.OPTIONS, F.PACKED}
 CONFIGURATIONS = {
     "vision graphs of Qwen3-VL": (QWEN3_VL, VISION, {*QWEN3_VISION, F.FAST_KERNELS}),
     "with exact kernels": (QWEN3_VL, EXACT, QWEN3_VISION),
-    "of parts of layers": (
-        QWEN3_VL,
-        {**EXACT, "vision_cuda_graph_modules": ["attn"]},
-        {*QWEN3_VISION, F.LAYER_PARTS},
-    ),
     "that offload": (
         QWEN3_VL,
         {**EXACT, "vision_cuda_graph_offload": ["mlp"]},

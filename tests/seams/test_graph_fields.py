@@ -233,10 +233,10 @@ def test_upstreams_own_steps_change_nothing_that_was_applied(options, provider):
 
 
 def test_vision_options_reach_the_provider(provider):
-    vision = VisionGraphOptions(impl="transformer_engine", modules=("attn",), max_seq_length=4096, strict=True)
+    vision = VisionGraphOptions(impl="transformer_engine", scope=("attn",), max_seq_length=4096, strict=True)
     apply_options(GraphOptions(vision=vision), provider)
     assert read_options(provider).vision == vision
-    assert provider.vision_cuda_graph_scope == provider.vision_cuda_graph_modules == ["attn"]
+    assert provider.vision_cuda_graph_scope == ["attn"]
     with pytest.raises(OptionError, match="Qwen3-VL family"):
         apply_options(GraphOptions(vision=vision), core_config())
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import bridge_cg_plugin
-from bridge_cg_plugin.options import PROVIDER_FIELDS, SCOPE_FIELD, OptionError, VisionGraphOptions, vision_options
+from bridge_cg_plugin.options import PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions, vision_options
 from bridge_cg_plugin.options.vision import VISION
 
 DEFAULTS = VISION.added
@@ -25,7 +25,7 @@ CLASSES = [
 ]
 VALUES = {
     "impl": "transformer_engine",
-    "modules": ["attn", "mlp"],
+    "scope": ["attn", "mlp"],
     "max_seq_length": 128,
     "buckets": [64, 128],
     "slots": 3,
@@ -78,13 +78,6 @@ def test_an_unknown_keyword_is_still_refused(provider):
         provider(vision_cuda_graph_bukets=[64])
 
 
-def test_the_old_name_of_the_modules_keeps_working(provider):
-    assert vision_options(provider(vision_cuda_graph_scope=["attn"])).modules == ("attn",)
-    assert vision_options(provider(vision_cuda_graph_modules=["mlp"])).modules == ("mlp",)
-    with pytest.raises(OptionError, match="vision_cuda_graph_scope.*vision_cuda_graph_modules"):
-        vision_options(provider(vision_cuda_graph_scope=["attn"], vision_cuda_graph_modules=["mlp"]))
-
-
 def test_list_defaults_are_not_shared(provider):
     provider().vision_cuda_graph_scope.append("attn")
     assert provider().vision_cuda_graph_scope == []
@@ -122,6 +115,6 @@ def test_bridges_overrides_reach_the_fields(config):
 
     words = [
         f"model.{name}={re.sub("[ ']", '', str(value)) if isinstance(value, list | dict) else value}"
-        for name, value in {**FIELDS, "vision_cuda_graph_modules": "[attn,mlp]"}.items()
+        for name, value in FIELDS.items()
     ]
     assert vision_options(process_config_with_overrides(config, cli_overrides=words).model) == OPTIONS

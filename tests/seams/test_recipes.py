@@ -335,7 +335,7 @@ def test_recompute_that_is_added_later_keeps_the_model_eager_and_refuses_what_wa
 def test_its_options_resolve(bridge, name):
     config = with_graphs("qwen35_vl_35b_a3b_peft_config", gpu=name)
     options = normalize(config)[0].vision
-    assert options.enabled and options.whole_encoder and options.kernels == "exact"
+    assert options.enabled and options.kernels == "exact"
     assert options.max_seq_length == GPUS[name] and options.buckets_max_gb is None
     assert options.buckets == options.slots == "auto" and options.on_demand
     assert config.rng.te_rng_tracker and config.model.use_te_rng_tracker

@@ -62,7 +62,7 @@ def test_it_validates_as_a_launch_would(config, gpus, monkeypatch):
     launched(config, gpus)
     assert config.data_parallel_size == gpus
     options = read_options(config)
-    assert options.vision.enabled and options.vision.kernels == "exact" and options.vision.whole_encoder
+    assert options.vision.enabled and options.vision.kernels == "exact"
     assert options.language_model.impl == "full_iteration" and not options.packed.enabled
     assert not config.rerun_state_machine.check_for_nan_in_loss
 

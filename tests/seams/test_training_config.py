@@ -114,12 +114,6 @@ def language_model_graphs(config, impl="transformer_engine", **fields):
     return config
 
 
-def test_the_vision_modules_are_set_under_the_name_that_bridge_reads(config):
-    config.model.vision_cuda_graph_modules = "attn"
-    check_training_config(config)
-    assert config.model.vision_cuda_graph_scope == ["attn"]
-
-
 def test_language_model_graphs_beside_vision_graphs(config):
     config.model.cuda_graph_impl = "transformer_engine"
     config.model.cuda_graph_modules = "attn,mlp"

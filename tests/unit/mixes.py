@@ -1,6 +1,5 @@
-"""Mixes of images and video for the small tower, as rows of `grid_thw`, and the scopes they are tried in."""
+"""Mixes of images and video for the small tower, as rows of `grid_thw`."""
 
-MODULES = [(), ("attn",), ("mlp",)]
 ONE_UNIT = [[1, 2, 2]]
 IMAGES = [[1, 4, 6], [1, 8, 4], [1, 2, 2]]
 VIDEO = [[4, 4, 4]]
@@ -13,7 +12,3 @@ WHOLE_LARGEST = [[1, 16, 16]]
 FITTING = [ONE_UNIT, IMAGES, VIDEO, MIXED, TINY, EXACT, ONE_OVER, MOST_FRAMES, WHOLE_LARGEST]
 TOO_MANY_FRAMES = [[17, 2, 2]]
 TOO_MANY_TOKENS = [[1, 16, 16], [1, 2, 2]]
-
-
-def regions(model, modules):
-    return len(model.decoder.layers) if modules else 1

@@ -76,8 +76,10 @@ def test_drift_of_both_records_counts(monkeypatch):
     monkeypatch.setattr(audited, "audit_record", lambda: record)
     found = combination_status(versions("0.6.2", "0.19.0", "2.20.2"))
     assert found.drift == {"packed_files": "moved", "gemm_workspace": "gone"}
-    assert found.features == ("two streams", "planner") and found.reason.startswith("5 of 7 seams fit")
-    assert found.reason.endswith("nothing was run. Lost: two streams, planner")
+    assert found.features == ("vision graphs of Qwen3-VL and Qwen3.5-VL", "planner") and found.reason.startswith(
+        "5 of 7 seams fit"
+    )
+    assert found.reason.endswith("nothing was run. Lost: vision graphs of Qwen3-VL and Qwen3.5-VL, planner")
 
 
 @pytest.mark.parametrize(

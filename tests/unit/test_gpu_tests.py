@@ -125,7 +125,6 @@ FIRST = {
     "vision graphs of Gemma 3": "test_encoders.py::test_replays_equal_eager_to_the_bit[siglip-1]",
     "vision graphs of Nemotron VL": "test_encoders.py::test_replays_equal_eager_to_the_bit[nemotron_vl-1]",
     "vision graphs of Nemotron Omni": "test_encoders.py::test_replays_equal_eager_to_the_bit[nemotron_omni-1]",
-    F.LAYER_PARTS: "test_parity.py::test_mixes_replayed_from_one_capture[attn]",
     F.FAST_KERNELS: "test_kernels.py::test_fast_kernels_with_frozen_parts[layers.1.mlp]",
     F.OFFLOAD_IN_GRAPHS: "test_offload.py::test_outputs_and_gradients_are_equal_to_the_bit[fast-both]",
     F.CORE_OFFLOAD: "test_core_offload.py::test_layers_that_megatron_core_runs_train_the_same[graphs]",

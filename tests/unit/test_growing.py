@@ -22,7 +22,6 @@ from ..executors import new_executor
 from ..ranks import run_ranks
 from . import packs
 from .growing import LARGE, ON_DEMAND, OTHER, SMALL, Pools, assert_equals_eager, capacities, grown
-from .mixes import MODULES
 from .towers import DEFAULTS, VisionGraphOptions, assert_close, draw, forward, new_tower
 
 
@@ -31,9 +30,8 @@ def tower():
     return new_tower()
 
 
-@pytest.mark.parametrize("modules", MODULES)
-def test_what_warm_up_did_not_show_runs_eager_once_and_is_recorded_before_the_next_step(tower, modules):
-    graphs, stack = grown(tower, SMALL, modules=modules)
+def test_what_warm_up_did_not_show_runs_eager_once_and_is_recorded_before_the_next_step(tower):
+    graphs, stack = grown(tower, SMALL)
     with stack:
         assert capacities(graphs) == [64]
         with graphs.step():
@@ -51,9 +49,9 @@ def test_what_warm_up_did_not_show_runs_eager_once_and_is_recorded_before_the_ne
         assert list(graphs.statistics().pauses) == [2] and graphs.statistics().longest_pause > 0
 
 
-@pytest.mark.parametrize("modules, frames", zip(MODULES, [65, 90, 300], strict=True))
-def test_frames_grow_as_tokens_do(tower, modules, frames):
-    graphs, stack = grown(tower, SMALL, modules=modules, max_frames="auto")
+@pytest.mark.parametrize("frames", [65, 300])
+def test_frames_grow_as_tokens_do(tower, frames):
+    graphs, stack = grown(tower, SMALL, max_frames="auto")
     with stack:
         for seed in range(4):
             with graphs.step():
@@ -137,8 +135,7 @@ def test_a_second_microbatch_in_flight_gets_its_recording_before_a_later_step(to
         assert graphs.statistics().replays == 3
 
 
-@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole", "attn"])
-def test_what_another_rank_could_not_record_runs_eager_on_all(tower, modules):
+def test_what_another_rank_could_not_record_runs_eager_on_all(tower):
     class Failing:
         """Ranks of which another one fails in what it records."""
 
@@ -148,7 +145,7 @@ def test_what_another_rank_could_not_record_runs_eager_on_all(tower, modules):
                 raise OtherRankFailed("rank 1 failed: no memory")
             return Agreed(value, value)
 
-    graphs, stack = grown(tower, SMALL, slots=2, strict=False, modules=modules)
+    graphs, stack = grown(tower, SMALL, slots=2, strict=False)
     with stack:
         graphs._growing._consensus = Failing()
         for _ in range(3):
@@ -306,10 +303,9 @@ def test_activations_of_buckets_on_demand_leave_the_device(tower, target):
         assert len(capacities(graphs)) == 2 and graphs.statistics().replays == 5
 
 
-@pytest.mark.parametrize("modules", [(), ("attn",)])
-def test_any_sizes_over_thirty_steps_equal_eager(tower, modules):
+def test_any_sizes_over_thirty_steps_equal_eager(tower):
     draw = random.Random(7)
-    graphs, stack = grown(tower, SMALL, OTHER, modules=modules, slots=2)
+    graphs, stack = grown(tower, SMALL, OTHER, slots=2)
     with stack:
         for step in range(30):
             with graphs.step():

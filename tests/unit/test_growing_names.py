@@ -6,7 +6,6 @@ from bridge_cg_plugin.options import vision_options
 
 from . import packs
 from .growing import LARGE, ON_DEMAND, OTHER, SMALL, assert_equals_eager, capacities, grown
-from .mixes import MODULES
 from .towers import forward, graphs_on, new_tower
 
 
@@ -26,9 +25,8 @@ def buckets_of(graphs):
     return sorted(graphs._regions[0].buckets)
 
 
-@pytest.mark.parametrize("modules", MODULES[:2])
-def test_another_run_records_the_buckets_that_the_report_names_and_no_others(tower, modules):
-    graphs, stack = grown(tower, SMALL, modules=modules)
+def test_another_run_records_the_buckets_that_the_report_names_and_no_others(tower):
+    graphs, stack = grown(tower, SMALL)
     with stack:
         for _ in range(4):
             with graphs.step():
@@ -37,11 +35,11 @@ def test_another_run_records_the_buckets_that_the_report_names_and_no_others(tow
         found, written = buckets_of(graphs), options_again(graphs)
         assert len(found) == 2
     named = vision_options({"vision_cuda_graph_impl": "transformer_engine", **written}).buckets
-    with graphs_on(tower, modules=modules, buckets=named) as graphs:
+    with graphs_on(tower, buckets=named) as graphs:
         assert capacities(graphs) == sorted({bucket.tokens for bucket in found})
         assert_equals_eager(tower, graphs, LARGE)
         assert not graphs.statistics().fallbacks
-    graphs, stack = grown(tower, LARGE, modules=modules, **{**ON_DEMAND, "buckets": named})
+    graphs, stack = grown(tower, LARGE, **{**ON_DEMAND, "buckets": named})
     with stack:
         for _ in range(4):
             with graphs.step():

@@ -3,12 +3,10 @@
 import pytest
 
 from . import packs
-from .growing import SMALL, assert_equals_eager, capacities, grown
-from .mixes import MODULES
+from .growing import SMALL, capacities, grown
 from .towers import forward, new_tower
 
 NAMED = {"buckets": (64, 320), "exact_below": 256}
-PARTS = pytest.mark.parametrize("modules", MODULES[:2])
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +21,13 @@ def assert_runs_eager(model, graphs, rows, reason):
     assert dict(graphs.statistics().fallbacks) == {reason: 3 * len(graphs._regions)}
 
 
-@PARTS
 @pytest.mark.parametrize(
     "rows, reason, options", [([[17, 4, 4]], "too_many_frames", {}), ([[1, 16, 8]], "too_few_tokens", NAMED)]
 )
 def test_what_no_bucket_will_take_is_told_by_what_speaks_against_those_that_could_be_recorded(
-    tower, modules, rows, reason, options
+    tower, rows, reason, options
 ):
-    graphs, stack = grown(tower, SMALL, modules=modules, **options)
+    graphs, stack = grown(tower, SMALL, **options)
     with stack:
         assert_runs_eager(tower, graphs, rows, reason)
 
@@ -43,25 +40,6 @@ def test_frames_that_no_deterministic_bucket_takes_are_told(tower, monkeypatch, 
     with stack:
         assert len(capacities(graphs)) == len(warmup)
         assert_runs_eager(tower, graphs, large, "frame_too_large")
-
-
-def test_parts_that_see_no_frames_are_recorded_for_any_number(tower):
-    graphs, stack = grown(tower, SMALL, modules=("mlp",))
-    with stack:
-        for seed in range(2):
-            with graphs.step():
-                assert_equals_eager(tower, graphs, [[17, 4, 4]], seed)
-        assert graphs.statistics().replays == len(graphs._regions)
-        assert set(graphs.statistics().fallbacks) == {"not_captured_yet"}
-
-
-def test_angles_that_want_gradients_wait_for_no_recording():
-    model = new_tower()
-    model.rotary_pos_emb.inv_freq.requires_grad_()
-    graphs, stack = grown(model, modules=("attn",))
-    with stack:
-        assert_runs_eager(model, graphs, SMALL, "input_gradients")
-        assert not graphs._growing.demand._lately.missed
 
 
 @pytest.mark.parametrize("modules", [[], ["attn"]])

@@ -93,34 +93,6 @@ def test_without_gradients_such_pixels_are_replayed(family):
         assert graphs.statistics().replays == 1
 
 
-@pytest.mark.parametrize("modules", [("attn",), ("mlp",)], ids="".join)
-def test_parts_of_layers_replay_and_hand_the_pixels_gradient_on(modules):
-    model = new_tower()
-    expected = trained(model, run_qwen3, draw(IMAGES))
-    with graphs_on(model, modules=modules) as graphs:
-        assert_close(trained(model, run_qwen3, draw(IMAGES)), expected)
-        assert graphs.statistics().replays == len(model.decoder.layers)
-        assert graphs.statistics().fallbacks == {}
-
-
-def angle_gradient(model):
-    """Return outputs and the gradient of the frequencies that the rotary angles are made from."""
-    frequencies = model.rotary_pos_emb.inv_freq.requires_grad_()
-    outputs = run_qwen3(model, *draw(IMAGES))
-    return [*outputs, *torch.autograd.grad(loss_of(outputs), [frequencies])]
-
-
-def test_rotary_angles_of_a_layers_attention_get_eagers_gradient():
-    model = new_tower()
-    expected = angle_gradient(model)
-    with graphs_on(model, modules=("attn",)) as graphs:
-        assert_close(angle_gradient(model), expected, 0.0)
-        assert graphs.statistics().fallbacks == {Fallback.INPUT_GRADIENTS: len(model.decoder.layers)}
-        with torch.no_grad():
-            run_qwen3(model.eval(), *draw(IMAGES))
-        assert graphs.statistics().replays == len(model.decoder.layers)
-
-
 @contextmanager
 def angles_want_gradients(decoder):
     """Let the decoder be called with rotary angles that require a gradient; yields those angles."""

@@ -58,8 +58,7 @@ def test_unset_fields_take_their_default():
 
 def test_upstreams_field_names_are_kept():
     assert PROVIDER_FIELDS["impl"] == "vision_cuda_graph_impl"
-    assert PROVIDER_FIELDS["modules"] == "vision_cuda_graph_modules"
-    assert vision_options({"vision_cuda_graph_scope": "attn"}).modules == ("attn",)
+    assert PROVIDER_FIELDS["scope"] == "vision_cuda_graph_scope"
     assert PROVIDER_FIELDS["max_seq_length"] == "max_vision_cuda_graph_seq_length"
 
 
@@ -76,20 +75,20 @@ ACCEPTED = [
     ("impl", Implementation.transformer_engine, "transformer_engine"),
     ("impl", "CudaGraphImpl.none", "none"),
     ("impl", "none", "none"),
-    ("modules", [], ()),
-    ("modules", "", ()),
-    ("modules", "full", ()),
-    ("modules", ["full"], ()),
-    ("modules", "attn", ("attn",)),
-    ("modules", "ATTN", ("attn",)),
-    ("modules", "attn,mlp", ("attn", "mlp")),
-    ("modules", "attn, mlp", ("attn", "mlp")),
-    ("modules", ["mlp", "attn", "mlp"], ("mlp", "attn")),
-    ("modules", ("mlp",), ("mlp",)),
-    ("modules", Scope.attn, ("attn",)),
-    ("modules", [Scope.attn, "mlp"], ("attn", "mlp")),
-    ("modules", Scope.full, ()),
-    ("modules", "CudaGraphScope.mlp", ("mlp",)),
+    ("scope", [], ()),
+    ("scope", "", ()),
+    ("scope", "full", ()),
+    ("scope", ["full"], ()),
+    ("scope", "attn", ("attn",)),
+    ("scope", "ATTN", ("attn",)),
+    ("scope", "attn,mlp", ("attn", "mlp")),
+    ("scope", "attn, mlp", ("attn", "mlp")),
+    ("scope", ["mlp", "attn", "mlp"], ("mlp", "attn")),
+    ("scope", ("mlp",), ("mlp",)),
+    ("scope", Scope.attn, ("attn",)),
+    ("scope", [Scope.attn, "mlp"], ("attn", "mlp")),
+    ("scope", Scope.full, ()),
+    ("scope", "CudaGraphScope.mlp", ("mlp",)),
     ("max_seq_length", 4096, 4096),
     ("max_seq_length", "4096", 4096),
     ("buckets", "auto", "auto"),
@@ -149,10 +148,10 @@ REFUSED = [
     ("impl", Implementation.local),
     ("impl", ""),
     ("impl", True),
-    ("modules", "moe"),
-    ("modules", ["attn", "router"]),
-    ("modules", Scope.full_iteration),
-    ("modules", 3),
+    ("scope", "moe"),
+    ("scope", ["attn", "router"]),
+    ("scope", Scope.full_iteration),
+    ("scope", 3),
     ("max_seq_length", 0),
     ("max_seq_length", -4),
     ("max_seq_length", True),
@@ -240,10 +239,8 @@ def test_a_bucket_above_the_largest_length():
 
 
 @pytest.mark.parametrize("given", [{"offload": ["mlp"]}, {"recompute": "all"}, {"offload_above_gb": 4}])
-def test_activations_move_in_the_whole_encoder_and_in_parts_of_layers(given):
+def test_what_moves_activations(given):
     assert enabled(**given).moves_activations
-    for modules in (["attn", "mlp"], ["mlp"]):
-        assert enabled(**given, modules=modules).moves_activations
 
 
 def test_without_a_word_activations_stay():
@@ -261,13 +258,7 @@ def test_capacities_are_not_checked_while_graphs_are_off():
     assert read(buckets=[66]).buckets == (66,)
 
 
-def test_both_modules_are_the_whole_encoder():
-    assert enabled(modules=["mlp", "attn"]).whole_encoder
-    assert enabled(modules=[]).whole_encoder
-    assert not enabled(modules="attn").whole_encoder
-
-
-@pytest.mark.parametrize("option, value", [("buckets", "128,64"), ("modules", "attn,router"), ("slots", "many")])
+@pytest.mark.parametrize("option, value", [("buckets", "128,64"), ("scope", "attn,router"), ("slots", "many")])
 def test_a_refusal_shows_the_value_as_it_was_given(option, value):
     with pytest.raises(OptionError) as caught:
         enabled(**{option: value})
@@ -275,7 +266,7 @@ def test_a_refusal_shows_the_value_as_it_was_given(option, value):
 
 
 KINDS = {
-    "impl": str, "modules": tuple, "max_seq_length": int, "buckets": (tuple, str), "slots": (int, str),
+    "impl": str, "scope": tuple, "max_seq_length": int, "buckets": (tuple, str), "slots": (int, str),
     "max_frames": (int, str), "buckets_max_gb": float, "exact_below": int, "evaluation": bool, "strict": bool,
     "check_interval": int, "check_tolerance": float, "check_action": str, "kernels": str, "attention": str,
     "deepstack_gradient_allreduce": bool,

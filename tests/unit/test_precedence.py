@@ -121,7 +121,6 @@ def test_full_iteration_in_a_recipes_old_words_gives_way_to_an_implementation():
         [{"cuda_graph_impl": "full_iteration"}, "model.cuda_graph_modules=[attn]"],
         [{"cuda_graph_scope": "full_iteration"}, "model.cuda_graph_impl=transformer_engine"],
         [f"{FULL_SCOPE} inference_cuda_graph_scope=block"],
-        ["vision_cuda_graph_impl=transformer_engine vision_cuda_graph_scope=attn vision_cuda_graph_modules=mlp"],
         [
             "vision_cuda_graph_impl=transformer_engine vision_cuda_graph_buckets=64,128 "
             "max_vision_cuda_graph_seq_length=64"
@@ -164,14 +163,6 @@ def test_a_limit_of_the_user_drops_a_recipes_larger_buckets():
         "is smaller"
     ]
     assert graph_options(config, "max_vision_cuda_graph_seq_length=64").vision.buckets == "auto"
-
-
-@pytest.mark.parametrize("written, modules", [("scope=attn", ("attn",)), ("modules=attn", ("attn",)), ("scope=[]", ())])
-@pytest.mark.parametrize(
-    "held", [{"vision_cuda_graph_modules": ["mlp"]}, {"vision_cuda_graph_scope": ["mlp"]}], ids=str
-)
-def test_vision_modules_of_the_user_replace_a_recipes(held, written, modules):
-    assert graph_options(recipe(**VISION, **held), f"vision_cuda_graph_{written}").vision.modules == modules
 
 
 @given(

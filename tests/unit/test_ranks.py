@@ -193,7 +193,7 @@ def test_ranks_that_share_layers_attend_by_the_same_kernels(tmp_path, ranks):
 PLACES = {
     "choose_attention": (lambda graphs: graphs.workload.planned.kernels, {}),
     "_digest": (lambda graphs: graphs.workload.planned, {}),
-    "record": (lambda graphs: graphs, {"modules": ("mlp",)}),
+    "record": (lambda graphs: graphs, {}),
     "pool_bytes": (lambda graphs: graphs.executor, {}),
 }
 

@@ -315,7 +315,7 @@ def test_loading_the_report_imports_neither_torch_nor_megatron():
     import subprocess
 
     code = (
-        "import sys; from bridge_cg_plugin.cli.report import command, plots, events; "
+        "import sys; from bridge_cg_plugin.cli.report import command, plots, runs; "
         "print({'torch', 'megatron', 'matplotlib', 'tensorboard', 'rich'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -361,8 +361,6 @@ def test_sums_of_two_streams_share_no_memory():
         ({}, 4100, False),
         ({"streams": 2}, 16384, True),
         ({"streams": 1}, 64, False),
-        ({"modules": ("attn",)}, 64, False),
-        ({"modules": ("attn",), "streams": 2}, 64, True),
         ({"offload": ("mlp",)}, 64, False),
         ({"recompute": ("gelu",)}, 64, False),
         ({"offload": ("mlp",), "streams": 2}, 64, True),

@@ -11,31 +11,27 @@ from .mixes import (
     FITTING,
     IMAGES,
     MIXED,
-    MODULES,
     ONE_OVER,
     ONE_UNIT,
     TOO_MANY_FRAMES,
     TOO_MANY_TOKENS,
-    regions,
 )
 from .towers import assert_close, forward, graphs_on, new_tower, poison, results, tower
 
 
 @pytest.mark.both_executors
-@pytest.mark.parametrize(
-    "modules, deepstack", [*((modules, True) for modules in MODULES), ((), False)], ids=lambda value: str(value)
-)
-def test_one_capture_replays_every_mix_as_eager(modules, deepstack):
+@pytest.mark.parametrize("deepstack", [True, False])
+def test_one_capture_replays_every_mix_as_eager(deepstack):
     model = new_tower(deepstack=deepstack)
     assert len(forward(model, IMAGES)) == (3 if deepstack else 1)
     expected = [results(model, rows, seed) for seed, rows in enumerate(FITTING)]
-    with graphs_on(model, modules=modules) as graphs:
+    with graphs_on(model) as graphs:
         for seed, rows in enumerate(FITTING):
             outputs, gradients = results(model, rows, seed)
             assert_close(outputs, expected[seed][0])
             assert_close(gradients, expected[seed][1])
         assert graphs.statistics().fallbacks == {}
-        assert graphs.statistics().replays == len(FITTING) * regions(model, modules)
+        assert graphs.statistics().replays == len(FITTING)
 
 
 side = st.integers(1, 4).map(lambda n: 2 * n)
@@ -46,8 +42,7 @@ batches = st.lists(
 )
 
 
-@pytest.mark.parametrize("modules", MODULES)
-def test_any_sequence_of_microbatches_equals_eager(modules):
+def test_any_sequence_of_microbatches_equals_eager():
     model = new_tower()
 
     @settings(max_examples=8)
@@ -60,105 +55,99 @@ def test_any_sequence_of_microbatches_equals_eager(modules):
             assert_close(outputs, expected[0])
             assert_close(gradients, expected[1])
 
-    with graphs_on(model, modules=modules) as graphs:
+    with graphs_on(model) as graphs:
         check()
 
 
-@pytest.mark.parametrize("modules", MODULES)
-def test_equal_token_counts_with_other_boundaries_are_told_apart(modules):
+def test_equal_token_counts_with_other_boundaries_are_told_apart():
     model, other = new_tower(), [[2, 4, 8]]
     expected = [results(model, rows) for rows in (EXACT, other)]
     assert not torch.allclose(expected[0][0][0], expected[1][0][0])
-    with graphs_on(model, modules=modules):
+    with graphs_on(model):
         for rows, (outputs, gradients) in zip((EXACT, other, EXACT), (*expected, expected[0]), strict=True):
             found = results(model, rows)
             assert_close(found[0], outputs)
             assert_close(found[1], gradients)
 
 
-@pytest.mark.parametrize("modules", [(), ("attn",)])
-def test_more_frames_than_recorded_run_eager(modules):
+def test_more_frames_than_recorded_run_eager():
     model = new_tower()
     expected = results(model, TOO_MANY_FRAMES)
-    with graphs_on(model, modules=modules) as graphs:
+    with graphs_on(model) as graphs:
         found = results(model, TOO_MANY_FRAMES)
-        assert graphs.statistics().fallbacks == {"too_many_frames": regions(model, modules)}
+        assert graphs.statistics().fallbacks == {"too_many_frames": 1}
         assert graphs.statistics().replays == 0
     assert_close(found[0] + list(found[1]), expected[0] + list(expected[1]), 0.0)
 
 
 def test_more_tokens_than_recorded_run_eager():
-    model, modules = new_tower(), ("mlp",)
+    model = new_tower()
     expected = results(model, TOO_MANY_TOKENS)
-    with graphs_on(model, modules=modules) as graphs:
+    with graphs_on(model) as graphs:
         found = results(model, TOO_MANY_TOKENS)
-        assert graphs.statistics().fallbacks == {"too_many_tokens": regions(model, modules)}
+        assert graphs.statistics().fallbacks == {"too_many_tokens": 1}
     assert_close(found[0] + list(found[1]), expected[0] + list(expected[1]), 0.0)
 
 
-@pytest.mark.parametrize("modules", [(), ("mlp",)])
-def test_small_microbatches_need_a_bucket_of_their_size(modules):
+def test_small_microbatches_need_a_bucket_of_their_size():
     model = new_tower()
     cases = [([[1, 4, 8]], True), ([[1, 4, 8], [1, 2, 2]], False), (ONE_UNIT, False), (ONE_OVER, True)]
-    with graphs_on(model, modules=modules, buckets=(32, 96, 128), exact_below=64) as graphs:
+    with graphs_on(model, buckets=(32, 96, 128), exact_below=64) as graphs:
         for rows, replayed in cases:
             before = graphs.statistics().replays
             forward(model, rows)
             assert (graphs.statistics().replays > before) == replayed
-        assert graphs.statistics().fallbacks == {"too_few_tokens": 2 * regions(model, modules)}
+        assert graphs.statistics().fallbacks == {"too_few_tokens": 2}
 
 
-@pytest.mark.parametrize("modules, deepstack", [((), True), (("attn",), False), (("mlp",), True)])
-def test_a_frozen_encoder_replays_without_gradients(modules, deepstack):
+@pytest.mark.parametrize("deepstack", [True, False])
+def test_a_frozen_encoder_replays_without_gradients(deepstack):
     model = new_tower(deepstack=deepstack).requires_grad_(False)
     expected = forward(model, IMAGES)
-    with graphs_on(model, modules=modules) as graphs:
+    with graphs_on(model) as graphs:
         poison(graphs, float("nan"))
         outputs = forward(model, IMAGES)
         assert_close(outputs, expected)
         assert not any(o.requires_grad for o in outputs)
         assert graphs.statistics().fallbacks == {}
-        assert graphs.statistics().replays == regions(model, modules)
+        assert graphs.statistics().replays == 1
 
 
-@pytest.mark.parametrize("modules", [(), ("attn",)])
-def test_everything_frozen_but_the_mergers(modules):
+def test_everything_frozen_but_the_mergers():
     model = new_tower().requires_grad_(False)
     model.merger.requires_grad_(True)
     model.decoder.deepstack_merger_list.requires_grad_(True)
     expected = results(model, MIXED)
-    with graphs_on(model, modules=modules) as graphs:
+    with graphs_on(model) as graphs:
         outputs, gradients = results(model, MIXED)
         assert_close(outputs, expected[0])
         assert_close(gradients, expected[1])
         assert graphs.statistics().fallbacks == {}
 
 
-@pytest.mark.parametrize("modules", [(), ("mlp",)])
-def test_patches_frozen_and_layers_trained(modules):
+def test_patches_frozen_and_layers_trained():
     model = new_tower()
     model.patch_embed.requires_grad_(False)
     model.pos_embed.requires_grad_(False)
     expected = results(model, MIXED)
-    with graphs_on(model, modules=modules):
+    with graphs_on(model):
         outputs, gradients = results(model, MIXED)
     assert_close(outputs, expected[0])
     assert_close(gradients, expected[1])
 
 
 @pytest.mark.both_executors
-@pytest.mark.parametrize("modules", MODULES)
-def test_evaluation_equals_eager_and_is_counted(modules):
+def test_evaluation_equals_eager_and_is_counted():
     model = new_tower()
     model.eval()
     with torch.no_grad():
         expected = forward(model, MIXED)
-        with graphs_on(model, modules=modules) as graphs:
+        with graphs_on(model) as graphs:
             poison(graphs, float("nan"))
             outputs = forward(model, MIXED)
             counts = graphs.statistics().buckets.values()
     assert_close(outputs, expected)
-    assert sum(c.evaluations for c in counts) == regions(model, modules)
+    assert sum(c.evaluations for c in counts) == 1
     assert sum(c.replays for c in counts) == 0
 
 

@@ -94,7 +94,7 @@ def test_a_helper_reads_the_options_of_the_models_provider():
     }.items():
         setattr(tower.config, name, value)
     helper = VisionTECudaGraphHelper(tower, tower.config)
-    assert helper.options.buckets == (32, 64) and helper.options.modules == ("mlp",)
+    assert helper.options.buckets == (32, 64) and helper.options.scope == ("mlp",)
     helper.create_cudagraphs()
     assert helper.graphs_created()
     helper.delete_cuda_graphs()

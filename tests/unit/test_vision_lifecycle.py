@@ -4,16 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from .mixes import IMAGES, MIXED, MODULES, regions
+from .mixes import IMAGES, MIXED
 from .towers import assert_close, forward, graphs_on, new_tower, results
 
 
-@pytest.mark.parametrize("modules", MODULES)
-def test_detach_gives_the_encoder_its_own_forward_back(modules):
+def test_detach_gives_the_encoder_its_own_forward_back():
     model = new_tower()
     own = model.forward
     expected = results(model, MIXED)
-    with graphs_on(model, modules=modules):
+    with graphs_on(model):
         assert model.forward != own
     assert "forward" not in model.__dict__
     assert model.forward == own
@@ -33,11 +32,10 @@ def test_a_forward_that_was_on_the_instance_comes_back():
     assert model.__dict__.get("forward") is theirs
 
 
-@pytest.mark.parametrize("modules", MODULES)
-def test_state_dict_and_parameters_are_the_same_while_active(modules):
+def test_state_dict_and_parameters_are_the_same_while_active():
     model = new_tower()
     keys, parameters = list(model.state_dict()), list(model.parameters())
-    with graphs_on(model, modules=modules):
+    with graphs_on(model):
         results(model, MIXED)
         assert list(model.state_dict()) == keys
         assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
@@ -56,15 +54,14 @@ def test_weights_loaded_after_capture_are_used():
     assert_close(found[1], expected[1])
 
 
-@pytest.mark.parametrize("modules", MODULES)
-def test_paused_runs_eager_and_keeps_the_graphs(modules):
+def test_paused_runs_eager_and_keeps_the_graphs():
     model = new_tower()
-    with graphs_on(model, modules=modules) as graphs:
+    with graphs_on(model) as graphs:
         with graphs.paused():
             forward(model, IMAGES)
             assert graphs.statistics().replays == 0
         forward(model, IMAGES)
-        assert graphs.statistics().replays == regions(model, modules)
+        assert graphs.statistics().replays == 1
 
 
 def test_paused_inside_paused():
@@ -89,20 +86,19 @@ def test_detach_while_paused_stays_detached():
 def test_recapture_replays_the_new_graphs():
     model = new_tower()
     expected = results(model, MIXED)
-    with graphs_on(model, modules=("attn",)) as graphs:
+    with graphs_on(model) as graphs:
         first = graphs._regions
         assert graphs.capture()
         assert all(not r.captured for r in first)
         found = results(model, MIXED)
         assert_close(found[1], expected[1])
-        assert graphs.statistics().replays == regions(model, ("attn",))
+        assert graphs.statistics().replays == 1
 
 
-@pytest.mark.parametrize("modules", MODULES)
-def test_an_eager_pass_waits_for_parameters_as_a_replay_does(modules):
+def test_an_eager_pass_waits_for_parameters_as_a_replay_does():
     """Gathers of all ranks go over one communicator, so they must start in one order, whatever a rank runs."""
     model, waited = new_tower(), []
-    with graphs_on(model, capture=False, modules=modules) as graphs:
+    with graphs_on(model, capture=False) as graphs:
         graphs.surroundings = replace(graphs.surroundings, before_replay=lambda: waited.append(1))
         forward(model, IMAGES)
         assert waited
