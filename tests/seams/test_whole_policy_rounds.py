@@ -275,7 +275,7 @@ def test_a_policy_with_adapters_settles_in_its_second_round(executors, modules, 
 
 @pytest.mark.parametrize(
     ("modules", "fields"),
-    [((), {}), (("attn", "moe_router"), {"vision_cuda_graph_modules": ["attn"]})],
+    [((), {}), (("attn", "moe_router"), {})],
     ids=["layers", "attn-router"],
 )
 def test_a_policy_and_its_reference_settle_in_their_third_round(executors, modules, fields):
