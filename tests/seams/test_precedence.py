@@ -243,6 +243,14 @@ def test_a_written_none_keeps_a_part_eager_under_the_one_setting(recipe, way, tm
     assert not read_options(recipe).language_model.enabled
 
 
+@pytest.mark.parametrize("way", [by_flags, by_bridges_words], ids=lambda w: w.__name__)
+def test_modules_of_a_recipe_stay_with_an_implementation_that_has_them(recipe, way, tmp_path):
+    recipe.model.cuda_graph_modules = ["attn"]
+    way(recipe, IMPL, "transformer_engine", tmp_path)
+    options = read_options(recipe).language_model
+    assert (options.impl, [m.name for m in options.modules]) == ("transformer_engine", ["attn"])
+
+
 @pytest.mark.parametrize("way", [by_bridges_words, by_bridges_yaml], ids=lambda w: w.__name__)
 def test_the_one_setting_alone_waits_for_validation(recipe, way, tmp_path):
     way(recipe, SETTING, "exact", tmp_path)
