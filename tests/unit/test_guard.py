@@ -55,10 +55,9 @@ TOWERS = {
         *((*TOWERS["qwen3_vl"], *stale) for stale in STALE),
         *((*TOWERS[name], *STALE[0]) for name in TOWERS if name != "qwen3_vl"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_outputs_are_nan_where_the_host_was_told_of_other_images(make, draws, told, there, monkeypatch):
-
     tower, (pixels, grid) = make(), draws([[1, 8, 4]])
     with graphs_on(tower, executor=TapeExecutor()) as graphs:
         assert all(o.isfinite().all() for o in graphs.workload.adapter.outputs(tower(pixels, grid_thw=grid)))
