@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graphs.host_copies import HostCopies, as_integers
+from ..graphs.host_copies import HostCopies
 from .encoders.chunks import Chunking
 from .fit import Shape
 
@@ -24,11 +24,6 @@ class HostGrids(HostCopies):
     def lookup(self, grid: Tensor) -> Grid:
         """Return the grid's rows as integers."""
         return _rows(self.values(grid))
-
-
-def as_grid(grid: Tensor) -> Grid:
-    """Return a host tensor's rows as tuples of three integers."""
-    return _rows(as_integers(grid))
 
 
 def _rows(values: tuple[int, ...]) -> Grid:

@@ -175,7 +175,7 @@ class EncoderCapture:
         return self.plan.capacity_limit(manager.executor, self.encoder_program, self.kernels.attends_directly)
 
     def _record(self, manager: Manager, limit: float) -> float:
-        """Plan and capture, with a bound of the largest bucket in tokens; returns `_excess`."""
+        """Plan and capture, with a bound of the largest bucket in tokens; returns memory over the limit, 0 without."""
         manager.reset()
         self._regions = []
         if self._options.on_demand:
@@ -184,7 +184,8 @@ class EncoderCapture:
             self.buckets = self.plan.named()
             buckets = [bucket for capacity in self.buckets for bucket in self._buckets_of(capacity)]
             self._regions = manager.record([self._piece(manager, buckets)])
-        return self._excess(manager.slots)
+        limited = self._memory_limit()
+        return 0.0 if limited is None else self._regions[0].slot_bytes(settled=True) / limited
 
     def _begin(self, manager: Manager, limit: float) -> None:
         """Capture what microbatches have asked for most; others follow while training runs."""
@@ -204,7 +205,7 @@ class EncoderCapture:
             self.buckets = tuple(sorted({bucket.tokens for bucket in self.demand.buckets}))
 
     def _largest(self) -> int:
-        return max(self._regions[0].buckets).tokens
+        return max((bucket.tokens for bucket in self._regions[0].buckets), default=0)
 
     def _check_tensor_ranks(self, manager: Manager) -> float:
         if not manager.bucket_consensus.agree(partial(self._digest, manager.slots)).same:
@@ -215,23 +216,11 @@ class EncoderCapture:
         """Return a number that stands for the buckets, their order and the slots."""
         return digest(slots, *map(str, self._regions[0].buckets))
 
-    def _excess(self, slots: int) -> float:
-        """Return the graphs' memory over the limit that automatic buckets keep to."""
-        limit = self._memory_limit()
-        if limit is None:
-            return 0.0
-        if self._options.on_demand:  # the first slot alone has recordings yet
-            return sum(region.slot_bytes(settled=True) for region in self._regions) / limit
-        return self._memory_bytes() / slots / limit
-
     def _memory_limit(self) -> float | None:
         """Return what recordings of a slot may take, in bytes, of buckets chosen here; None without a limit."""
         options = self._options
         limited = options.buckets_max_gb is not None and options.buckets == "auto"
         return (options.buckets_max_gb or 0) * GIB if limited else None
-
-    def _memory_bytes(self) -> int:
-        return sum(region.statistics.memory_bytes for region in self._regions)
 
     def encoder_program(self) -> RegionProgram:
         """Return the whole encoder as a region."""

@@ -9,7 +9,6 @@ from bridge_cg_plugin.vision.batch import (
     BatchError,
     HostGrids,
     VisionBatch,
-    as_grid,
     check_device,
     patches_misfit,
     read_patches,
@@ -20,7 +19,7 @@ CPU = torch.device("cpu")
 
 def batch(rows, patches):
     grid = torch.tensor(rows)
-    return VisionBatch(torch.zeros(patches, 12), grid, as_grid(grid))
+    return VisionBatch(torch.zeros(patches, 12), grid, tuple(map(tuple, grid.tolist())))
 
 
 def test_a_fitting_batch_passes():

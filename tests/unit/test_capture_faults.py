@@ -219,7 +219,7 @@ def test_any_error_at_any_time_leaves_the_module_eager(name, data):
 VISION = {
     RecordedKernels: ("choose_attention",),
     EncoderPlan: ("capacity_limit", "named"),
-    EncoderCapture: ("_piece", "_check_tensor_ranks", "_excess"),
+    EncoderCapture: ("_piece", "_check_tensor_ranks", "_memory_limit"),
     GraphManager: ("record",),
     VisionWorkload: ("captured",),
     Region: ("capture",),
