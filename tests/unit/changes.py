@@ -93,6 +93,28 @@ class Rows(NamedTuple):
     tokens: int
 
 
+class Batch:
+    """What parts of the model replay: each has hidden states of its own, and nothing in common with others."""
+
+    loaded = True
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def of_part(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+class PartProgram(RowsProgram):
+    """The inner part of a layer."""
+
+    def differentiable_inputs(self, batch):
+        return (batch.x if isinstance(batch, Batch) else batch,)
+
+
 class ModelWorkload(Workload):
     """The model on graphs: all of it as one region, or the inner part of every layer as a region of its own."""
 
@@ -103,7 +125,7 @@ class ModelWorkload(Workload):
         self._chained = chained
 
     def read(self, x: Tensor) -> Call:
-        return Call(x, note=Rows(len(x)))
+        return Call(Batch(x) if self._layers else x, note=Rows(len(x)))
 
     def observe(self, call: Call) -> None: ...
 
@@ -123,9 +145,9 @@ class ModelWorkload(Workload):
         chain = Chain(self.manager.executor, offloading) if self._chained else None
         layers = [
             Piece(
-                program=RowsProgram(layer, (WIDTH,), 1, layer.inner, layer.linears),
+                program=PartProgram(layer, (WIDTH,), 1, layer.inner, layer.linears),
                 buckets=buckets,
-                site=CallSite(layer, "inner", read=lambda x, args, kwargs: x),
+                site=CallSite(layer, "inner"),
                 growth=growth,
                 chain=chain,
             )

@@ -26,7 +26,7 @@ from bridge_cg_plugin.vision.plan import EncoderPlan
 from bridge_cg_plugin.vision.workload import VisionWorkload
 
 from . import packs
-from .mixes import IMAGES, MIXED
+from .mixes import MIXED
 from .towers import assert_close, graphs_on, new_tower, results
 
 METHODS = ("new_pool", "warm_up", "observe", "side_stream", "record", "pool_bytes")
@@ -312,35 +312,32 @@ def test_an_interrupt_while_layers_are_installed_takes_them_off_again(monkeypatc
         assert state_of(model) == before and not graphs.captured
 
 
-@pytest.mark.parametrize("part, name", [("attn", "_forward_attention"), ("mlp", "_forward_mlp")])
-def test_what_somebody_else_put_on_a_layer_comes_back(part, name):
-    model = new_tower()
-    layer = model.decoder.layers[1]
-    called = []
-    original = getattr(layer, name)
+def test_what_somebody_else_put_on_a_layer_comes_back():
+    model = packs.new_model()
+    layer, called = model.decoder.layers[1], []
+    original = layer._forward_mlp
 
     def watched(*args, **kwargs):
         called.append(1)
         return original(*args, **kwargs)
 
-    setattr(layer, name, watched)
-    with graphs_on(model, modules=(part,)):
-        results(model, IMAGES)
-    assert vars(layer)[name] is watched
+    layer._forward_mlp = watched
+    with packs.graphs_on(model, packs.pack(packs.WARMUP), cuda_graph_modules=["mlp"]):
+        run_decoder(model)
+    assert vars(layer)["_forward_mlp"] is watched
     called.clear()
-    results(model, IMAGES)
+    run_decoder(model)
     assert called
 
 
 def test_what_somebody_else_puts_over_a_graphed_layer_stays():
-    model = new_tower()
-    layer = model.decoder.layers[1]
-    expected = run_tower(model)
-    with graphs_on(model, modules=("mlp",)):
+    model = packs.new_model()
+    layer, expected = model.decoder.layers[1], run_decoder(model)
+    with packs.graphs_on(model, packs.pack(packs.WARMUP), cuda_graph_modules=["mlp"]):
         graphed = layer._forward_mlp
         layer._forward_mlp = mine = lambda *args, **kwargs: graphed(*args, **kwargs)
     assert layer._forward_mlp is mine
-    assert_close(run_tower(model), expected, 0.0)
+    assert_close(run_decoder(model), expected, 0.0)
 
 
 @pytest.mark.parametrize("backend", ["cudaMallocAsync", "pluggable"])

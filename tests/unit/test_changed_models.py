@@ -53,10 +53,10 @@ def test_parts_of_layers_are_recorded_in_the_mode_of_their_layers():
     pair.close()
 
 
-@pytest.mark.parametrize("modules", [("attn",), ("mlp",)])
-def test_a_submodule_that_a_layer_gets_after_capture_runs_and_is_trained(modules):
-    tower, name = new_tower(), {"attn": "self_attention", "mlp": "mlp"}[modules[0]]
-    with graphs_on(tower, executor=TapeExecutor(), modules=modules) as graphs:
+@pytest.mark.parametrize("name", ["self_attention", "mlp"])
+def test_a_submodule_that_a_layer_gets_after_capture_runs_and_is_trained(name):
+    tower = new_tower()
+    with graphs_on(tower, executor=TapeExecutor()) as graphs:
         layer = tower.decoder.layers[1]
         setattr(layer, name, Gained(getattr(layer, name)))
         for seed in range(3):
@@ -65,7 +65,7 @@ def test_a_submodule_that_a_layer_gets_after_capture_runs_and_is_trained(modules
                 expected = results(tower, [[1, 4, 4]], seed)
             assert_close(actual[0], expected[0])
             assert_close(actual[1], expected[1])
-        assert graphs.statistics().fallbacks == {"model_changed": 1} and graphs.statistics().replays == 8
+        assert graphs.statistics().fallbacks == {"model_changed": 1} and graphs.statistics().replays == 2
 
 
 def test_a_tower_with_adapters_switched_off_equals_eager_and_gets_graphs_of_its_own():
@@ -296,12 +296,11 @@ class Counting(torch.nn.Module):
         return output * self.passes, bias
 
 
-@pytest.mark.parametrize("options", [{}, {"modules": ("mlp",)}])
-def test_passes_of_a_capture_leave_buffers_as_they_were(options):
+def test_passes_of_a_capture_leave_buffers_as_they_were():
     tower, reference = new_tower(), new_tower()
     for model in (tower, reference):
         model.decoder.layers[0].mlp.linear_fc2 = Counting(model.decoder.layers[0].mlp.linear_fc2)
-    with graphs_on(tower, buckets=(16,), executor=TapeExecutor(), **options) as graphs:
+    with graphs_on(tower, buckets=(16,), executor=TapeExecutor()) as graphs:
         for seed in range(3):
             actual, expected = (results(model, [[1, 4, 4]], seed) for model in (tower, reference))
             assert_close(actual[0], expected[0])

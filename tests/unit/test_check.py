@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.recordings.recording import Gradients
-from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.vision.runs import CheckFailedError
 
 from .test_gradients import DataParallel
@@ -183,14 +182,3 @@ def test_a_batch_overwritten_before_backward_is_still_checked_right():
         grid.fill_(2)
         loss_of([hidden, *deepstack]).backward()
         assert graphs.workload.checks[0].gradient <= 1e-5
-
-
-@pytest.mark.parametrize("modules", [("attn",), ("mlp",)])
-def test_checks_of_layer_graphs_run_or_are_refused(modules):
-    """An option that silently does nothing would be the worst of the three."""
-    try:
-        with graphs_on(new_tower(), modules=modules, **STRICT) as graphs:
-            train_step(graphs)
-            assert graphs.workload.checks
-    except OptionError as error:
-        assert "check_interval" in str(error)

@@ -79,12 +79,11 @@ def test_recordings_of_the_last_two_places_of_memory_are_kept(places):
         assert executor.recorded == expected_count
 
 
-@pytest.mark.parametrize("modules", [None, ("attn",)])
-def test_recordings_of_two_places_are_kept_where_gradients_have_no_main_grad(modules):
+def test_recordings_of_two_places_are_kept_where_gradients_have_no_main_grad():
     tower, reference = new_tower(), new_tower()
     memory = [[p.detach().clone() for p in tower.parameters()] for _ in range(2)]
     executor, counts = CountingTape(), []
-    with graphs_on(tower, buckets=(16,), executor=executor, modules=modules) as graphs:
+    with graphs_on(tower, buckets=(16,), executor=executor) as graphs:
         bytes_before = graphs.statistics().gradient_bytes
         for number in range(6):
             for parameter, data in zip(tower.parameters(), memory[number % 2], strict=True):
@@ -97,10 +96,9 @@ def test_recordings_of_two_places_are_kept_where_gradients_have_no_main_grad(mod
         assert graphs.statistics().gradient_bytes == bytes_before
 
 
-@pytest.mark.parametrize("modules", [None, ("attn",)])
-def test_memory_that_moves_all_the_time_is_told_once(modules, caplog):
+def test_memory_that_moves_all_the_time_is_told_once(caplog):
     tower = new_tower()
-    with graphs_on(tower, buckets=(16,), modules=modules) as graphs:
+    with graphs_on(tower, buckets=(16,)) as graphs:
         for number in range(MANY_MOVES + 3):
             assert ("moved" in caplog.text) == (number > MANY_MOVES)
             with graphs.step():

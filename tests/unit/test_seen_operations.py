@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..tape import TapeExecutor
+from . import packs
 from .hugging_face_towers import draw_images, new_siglip, run_siglip
 from .towers import assert_close, draw, graphs_on, loss_of, new_tower
 
@@ -130,9 +131,9 @@ def test_a_part_of_a_layer_compiled_as_one_graph_runs_eager(monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     monkeypatch.setattr("warnings.warn", lambda *args, **kwargs: None)  # which torch.compile cannot trace
     torch.compiler.reset()
-    model, reference = new_tower(), new_tower()
+    model, reference = packs.new_model(), packs.new_model()
     hidden_states = torch.randn(16, 1, 32)
-    with graphs_on(model, executor=TapeExecutor(), modules=("mlp",)) as graphs:
+    with packs.graphs_on(model, packs.pack(packs.WARMUP), cuda_graph_modules=["mlp"]) as graphs:
         run = torch.compile(model.decoder.layers[0]._forward_mlp, backend="eager", fullgraph=True)
         assert_close([run(hidden_states)], [reference.decoder.layers[0]._forward_mlp(hidden_states)])
         assert graphs.statistics().fallbacks.keys() == {"one_graph"}

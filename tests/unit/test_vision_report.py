@@ -2,8 +2,6 @@
 
 import gc
 
-import pytest
-
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.reports.statistics import EagerRun
 
@@ -24,10 +22,9 @@ def test_report_names_replays_fallbacks_and_plan():
     assert "plan: buckets 32, 64, 128, 256 tokens" in text
 
 
-@pytest.mark.parametrize("modules", [(), ("mlp",)], ids=str)
-def test_the_report_says_in_which_step_what_fell_back(modules):
+def test_the_report_says_in_which_step_what_fell_back():
     model = new_tower()
-    with graphs_on(model, modules=modules) as graphs:
+    with graphs_on(model) as graphs:
         for rows in (IMAGES, TOO_MANY_TOKENS):
             with graphs.step():
                 forward(model, rows)
