@@ -14,8 +14,8 @@ from ..unit.towers import DEFAULTS, assert_close
 SAMPLES = [vlm.sample(images, seed) for seed, images in enumerate(([(4, 4)], [], [(2, 4), (4, 6)]))]
 
 
-@pytest.mark.parametrize("modules, frozen", [((), False), ((), True), (("attn",), False), (("mlp",), False)], ids=str)
-def test_a_step_on_graphs_is_eagers(active, modules, frozen):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_step_on_graphs_is_eagers(active, frozen):
     with vlm.on_cpu():
         model = vlm.build(graphs=False, deepstack=False)
     model.vision_model.requires_grad_(not frozen)
@@ -27,14 +27,13 @@ def test_a_step_on_graphs_is_eagers(active, modules, frozen):
     helper = VisionTECudaGraphHelper(
         [model],
         found.model.config,
-        options=VisionGraphOptions(**{**DEFAULTS, "modules": modules}),
+        options=VisionGraphOptions(**DEFAULTS),
         executor=ReferenceExecutor(),
     )
     helper.create_cudagraphs()
     replayed = trainer.step(SAMPLES)
-    layers = len(model.vision_model.decoder.layers)
     assert helper.graphs.statistics().fallbacks == {}
-    assert helper.graphs.statistics().replays == 2 * (layers if modules else 1)
+    assert helper.graphs.statistics().replays == 2
     helper.delete_cuda_graphs()
     assert_close([loss for loss in replayed[0]], [loss for loss in expected[0]], 1e-6)
     assert_close(replayed[1], expected[1])

@@ -109,8 +109,8 @@ def test_the_gpu_tests_are_given_out_evenly(collected, count):
 # Feature -> one of the tests of `./run gpu-first` that fails without it.
 FIRST = {
     F.OPTIONS: "test_pretrain.py::test_first_losses_equal_eager[offloaded]",
-    F.VISION: "test_parity.py::test_mixes_replayed_from_one_capture[whole]",
-    F.VISION_QWEN3_VL: "test_parity.py::test_mixes_replayed_from_one_capture[whole]",
+    F.VISION: "test_parity.py::test_mixes_replayed_from_one_capture",
+    F.VISION_QWEN3_VL: "test_parity.py::test_mixes_replayed_from_one_capture",
     **{
         feature: f"test_encoders.py::test_exact_kernels_equal_eager_to_the_bit[{name}]"
         for feature, name in (

@@ -53,7 +53,7 @@ def test_nothing_set_gives_the_defaults():
 
 
 def test_unset_fields_take_their_default():
-    assert read(impl=None, modules=None, buckets=None, slots=None) == VisionGraphOptions()
+    assert read(impl=None, scope=None, buckets=None, slots=None) == VisionGraphOptions()
 
 
 def test_upstreams_field_names_are_kept():
