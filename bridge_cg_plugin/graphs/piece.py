@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from .changes.model_watch import NOTHING_EXEMPT, Exempt
 from .fallback import Fallback
 from .planning.buckets import Bucket
+from .planning.demand import Demand
 from .program import RegionProgram
 from .rank_consensus import RankConsensus, SingleRank
 from .recordings.chain import Chain
@@ -98,6 +99,11 @@ class Growth:
 
     cost: Callable[[Bucket], float]
     missed: Callable[[Any], Fallback]
+
+    @classmethod
+    def of(cls, demand: Demand) -> Self:
+        """Return the growth of a region whose batches have a `shape` that the demand's menu knows."""
+        return cls(demand.cost, lambda batch: demand.missed(batch.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

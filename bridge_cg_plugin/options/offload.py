@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .declaration import Group, option
-from .errors import OptionError
-from .values import Parser, flag, positive_number, real_number, some_of, whole_number, words
+from .values import Parser, flag, known_names, positive_number, real_number, some_of, whole_number, words
 
 # Parts of a model whose saved tensors can be offloaded, and what can be recomputed in the backward.
 OFFLOAD_MODULES = ("attention", "mlp", "layernorm", "merger", "other")
@@ -95,11 +94,7 @@ SHARED = "activation_offload"
 
 
 def _parse_modules(field: str, value: Any) -> tuple[str, ...]:
-    names = words(value)
-    for name in names:
-        if name not in MODULES:
-            raise OptionError(field, value, f"any of {', '.join(MODULES)}", f"Remove {name!r}.")
-    return names
+    return known_names(field, value, words(value), MODULES, f"any of {', '.join(MODULES)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

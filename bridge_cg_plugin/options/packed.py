@@ -71,6 +71,11 @@ class PackedOptions:
         return self.max_packed_seqs is not None
 
     @property
+    def named_buckets(self) -> tuple[int, ...]:
+        """The buckets that are named; none of automatic ones."""
+        return () if self.buckets == "auto" else self.buckets
+
+    @property
     def on_demand(self) -> bool:
         """Whether buckets are recorded when packs ask for them."""
         return self.grows or self.buckets == "auto"

@@ -86,12 +86,23 @@ def some_of(choices: Sequence[str]) -> Parser:
         names = words(value)
         if names in (("all",), ("none",)):
             return tuple(choices) if names == ("all",) else ()
-        for name in names:
-            if name not in choices:
-                raise OptionError(field, value, allowed, f"Remove {name!r}.")
-        return names
+        return known_names(field, value, names, choices, allowed)
 
     return Parser(allowed, parse)
+
+
+def known_names(
+    field: str, value: Any, names: tuple[str, ...], choices: Sequence[str], allowed: str
+) -> tuple[str, ...]:
+    """Return the names that a value holds.
+
+    Raises:
+        OptionError: One is no choice.
+    """
+    for name in names:
+        if name not in choices:
+            raise OptionError(field, value, allowed, f"Remove {name!r}.")
+    return names
 
 
 def whole_number(minimum: int, alternative: str | None = None) -> Parser:

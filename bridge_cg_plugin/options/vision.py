@@ -12,7 +12,7 @@ from .offload import (
     offload_option,
     recompute_option,
 )
-from .values import Parser, capacities, flag, one_of, positive_number, whole_number, words
+from .values import Parser, capacities, flag, known_names, one_of, positive_number, whole_number, words
 
 SCOPE = ("attn", "mlp")
 CHECK_ACTIONS = ("warn", "stop")
@@ -23,11 +23,7 @@ SCOPE_FIELD = "vision_cuda_graph_scope"
 
 
 def _parse_scope(field: str, value: Any) -> tuple[str, ...]:
-    names = tuple(name for name in words(value) if name != "full")
-    for name in names:
-        if name not in SCOPE:
-            raise OptionError(field, value, _SCOPE.allowed, f"Remove {name!r}.")
-    return names
+    return known_names(field, value, tuple(name for name in words(value) if name != "full"), SCOPE, _SCOPE.allowed)
 
 
 _SCOPE = Parser("attn, mlp, both, or empty", _parse_scope)
@@ -212,6 +208,11 @@ class VisionGraphOptions:
     def enabled(self) -> bool:
         """Whether vision graphs are asked for."""
         return self.impl != "none"
+
+    @property
+    def named_buckets(self) -> tuple[int, ...]:
+        """The buckets that are named; none of automatic ones."""
+        return () if self.buckets == "auto" else self.buckets
 
     @property
     def on_demand(self) -> bool:

@@ -25,7 +25,7 @@ from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import NO_OTHER_ATTENTION, EncoderAdapter, EncoderBatch, EncoderFamily
 from .alike_sizes import AlikeSizes, RoundedAsEager
 from .fit import Shape
-from .plan import MEMORY_MARGIN, EncoderPlan, growth_of, menu_of
+from .plan import MEMORY_MARGIN, EncoderPlan
 
 
 class RecordedKernels:
@@ -190,19 +190,19 @@ class EncoderCapture:
     def _begin(self, manager: Manager, limit: float) -> None:
         """Capture what microbatches have asked for most; others follow while training runs."""
         planned = self._program(planned=True)
-        menu = menu_of(self._options, self._adapter.unit, planned, self._buckets_of, self._last_alike)
+        menu = self.plan.menu(planned, self._buckets_of, self._last_alike)
         self.demand = Demand(menu, min(limit, self.plan.largest))
         for shape in self.plan.last:
             self.demand.saw(shape)
         self.demand.begin(BEGIN_WITH)
-        piece = self._piece(manager, self.demand.buckets, growth_of(self.demand))
+        piece = self._piece(manager, self.demand.buckets, Growth.of(self.demand))
         self._regions = manager.record([piece], self.demand, self._memory_limit())
         self.note_buckets()
 
     def note_buckets(self) -> None:
         """Note which buckets there are now, where they are captured on demand."""
         if self.demand is not None:
-            self.buckets = tuple(sorted({bucket.tokens for bucket in self.demand.buckets}))
+            self.buckets = self.demand.capacities
 
     def _largest(self) -> int:
         return max((bucket.tokens for bucket in self._regions[0].buckets), default=0)

@@ -4,15 +4,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from ..attention_bounds import deterministic, replay_cost
-from ..graphs.fallback import Fallback
-from ..graphs.piece import Growth
-from ..graphs.planning.buckets import Bucket, any_size, raised
-from ..graphs.planning.demand import WINDOW, Demand, Menu
+from ..graphs.planning.buckets import Bucket, raised
+from ..graphs.planning.demand import WINDOW, Menu
 from ..graphs.program import RegionProgram
 from ..graphs.recordings.executor import Executor, run_once
 from ..graphs.recordings.parameters import ParameterAliases
@@ -109,10 +106,8 @@ class EncoderPlan:
 
     def named(self) -> tuple[int, ...]:
         """Return the capacities that the options name; none of automatic buckets."""
-        buckets, longest = self._options.buckets, self._options.max_seq_length
-        if buckets == "auto":
-            return ()
-        return buckets if longest is None else (*(c for c in buckets if c < longest), longest)
+        buckets, longest = self._options.named_buckets, self._options.max_seq_length
+        return buckets if not buckets or longest is None else (*(c for c in buckets if c < longest), longest)
 
     def buckets_of(self, capacity: int, directly: bool, shapes: Iterable[Shape] = ()) -> list[Bucket]:
         """Return the whole encoder's useful buckets of a capacity, cheapest first.
@@ -160,38 +155,19 @@ class EncoderPlan:
             limits.append(memory.tokens_within(options.buckets_max_gb * GIB * MEMORY_MARGIN))
         return min(limits, default=math.inf)
 
-
-def menu_of(
-    options: VisionGraphOptions,
-    unit: int,
-    program: RegionProgram,
-    buckets_of: Callable[[int, Sequence[Shape]], Sequence[Bucket]],
-    last_alike: Callable[[int, int], int] = any_size,
-) -> Menu:
-    """Return what may be recorded of an encoder.
-
-    Args:
-        options: What the user asked for.
-        unit: Capacities are multiples of it.
-        program: The whole encoder.
-        buckets_of: See `Menu`.
-        last_alike: See `Menu`.
-    """
-    return Menu(
-        buckets_of=buckets_of,
-        refuse=program.refuse,
-        cost=replay_cost,
-        unit=unit,
-        exact_below=options.exact_below,
-        capacities=() if options.buckets == "auto" else options.buckets,
-        last_alike=last_alike,
-    )
-
-
-def growth_of(demand: Demand) -> Growth:
-    """Return how the encoder's region gets buckets."""
-    return Growth(replay_cost, partial(_missed, demand))
-
-
-def _missed(demand: Demand, batch: EncoderBatch) -> Fallback:
-    return demand.missed(batch.shape)
+    def menu(
+        self,
+        program: RegionProgram,
+        buckets_of: Callable[[int, Sequence[Shape]], Sequence[Bucket]],
+        last_alike: Callable[[int, int], int],
+    ) -> Menu:
+        """Return what may be captured on demand for a program; arguments as of `Menu`."""
+        return Menu(
+            buckets_of=buckets_of,
+            refuse=program.refuse,
+            cost=replay_cost,
+            unit=self._adapter.unit,
+            exact_below=self._options.exact_below,
+            capacities=self._options.named_buckets,
+            last_alike=last_alike,
+        )

@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from bridge_cg_plugin.attention_bounds import SIDE_STREAM_UP_TO
 from bridge_cg_plugin.cli.runs.results import read_records
 
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -170,13 +171,12 @@ HEAD = """# Measured results
 Times are medians in ms, `ratio` is over eager's. `gradients` and `losses` are the largest relative difference from
 eager's. `1x448` is one image of 448 x 448 pixels, `8mix` eight of mixed sizes, `video16` 16 frames of 320 x 320.
 """
-DEFAULT_STREAMS = 4096  # the most tokens for which two streams are the default
 
 
 def with_default(records: Records) -> Records:
     """Return the records and, as mode `default`, those of the mode that default options are for a case's size."""
     streams = {True: "plugin_streams", False: "plugin_fast"}
-    chosen = [r for r in records if r["mode"] == streams[r.get("tokens", 0) <= DEFAULT_STREAMS]]
+    chosen = [r for r in records if r["mode"] == streams[r.get("tokens", 0) <= SIDE_STREAM_UP_TO]]
     return [*records, *({**r, "mode": "default"} for r in chosen)]
 
 

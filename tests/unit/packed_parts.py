@@ -54,11 +54,6 @@ def losses(model, lengths, seed=0):
     return model(**packs.pack(lengths, seed))
 
 
-def weighed(made):
-    """Return a number on which every element has another weight."""
-    return (made * torch.linspace(0.5, 1.5, made.numel()).view(made.shape)).sum()
-
-
 def results(model, lengths, seed=0):
     """Return losses and the gradients of all trainable parameters."""
     return packs.losses_and_gradients(model, packs.pack(lengths, seed))
@@ -67,9 +62,3 @@ def results(model, lengths, seed=0):
 def same(found, expected) -> bool:
     """Whether two `results` are equal to the bit."""
     return torch.equal(found[0], expected[0]) and all(map(torch.equal, found[1], expected[1]))
-
-
-def move(module):
-    """Give a module's parameters other memory."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.clone()

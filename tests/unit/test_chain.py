@@ -17,8 +17,8 @@ from bridge_cg_plugin.offload.schedule import Fate
 
 from ..tape import tensors
 from . import packs
-from .packed_parts import APART, LARGE, SMALL, losses, move, new_model, on_parts, results, same, weighed
-from .towers import assert_close
+from .packed_parts import APART, LARGE, SMALL, losses, new_model, on_parts, results, same
+from .towers import assert_close, loss_of, move
 
 MODULES = pytest.mark.parametrize("modules", [("attn",), ("mlp",)], ids=",".join)
 
@@ -67,7 +67,7 @@ def test_microbatches_in_flight_keep_their_activations_apart(modules, order):
     model = new_model()
 
     def run():
-        made = [weighed(losses(model, lengths, seed)) for seed, lengths in enumerate((LARGE, SMALL))]
+        made = [loss_of([losses(model, lengths, seed)]) for seed, lengths in enumerate((LARGE, SMALL))]
         return [torch.autograd.grad(made[place], list(model.parameters())) for place in order]
 
     with on_parts(model, modules, APART, slots=2):
@@ -89,7 +89,7 @@ def test_every_part_of_a_microbatch_has_the_same_slot():
         ]
         losses(model, SMALL)
         assert graphs.statistics().fallbacks == {"no_free_slot": 1}
-        weighed(made).backward()
+        loss_of([made]).backward()
         held.release()
         losses(model, SMALL)
         assert graphs.statistics().replays == 2 * len(graphs._regions)
@@ -104,7 +104,7 @@ def test_passes_without_gradients_leave_activations_of_a_microbatch_alone(module
         for _ in range(3):
             with torch.no_grad():
                 losses(model, LARGE, 1)
-        found = torch.autograd.grad(weighed(made), list(model.parameters()))
+        found = torch.autograd.grad(loss_of([made]), list(model.parameters()))
         assert all(map(torch.equal, found, expected))
         graphs.capture()
         model.eval()
@@ -153,7 +153,7 @@ def test_buckets_on_demand(modules):
     with on_parts(model, modules, warmup=(SMALL,), slots=2, buckets="auto") as graphs:
         for _ in range(6):
             with graphs.step():
-                made = [weighed(losses(model, lengths)) for lengths in (LARGE, SMALL)]
+                made = [loss_of([losses(model, lengths)]) for lengths in (LARGE, SMALL)]
                 found = [torch.autograd.grad(each, list(model.parameters())) for each in made]
         for gradients, (_, right) in zip(found, expected, strict=True):
             assert all(torch.allclose(a, b, atol=1e-5, rtol=1e-4) for a, b in zip(gradients, right, strict=True))
@@ -273,7 +273,7 @@ def test_one_memory_target_holds_for_all_parts_of_a_slot(modules, share, capsys)
     with on_parts(model, modules, None, executor=ReferenceExecutor(), offload_above_gb=target) as graphs:
         assert same(results(model, LARGE), expected[0])
         made = [region.sources.current.recordings.items() for region in graphs._regions]
-        largest = max(planned_buckets(graphs))
+        largest = max(graphs._regions[0].buckets)
         bodies = [r.recording._body for each in made for (_, b, mode), r in each if b == largest and mode.gradients]
         peaks = [body.activations.peak_of_last for body in bodies]
         plan = planned(graphs)
@@ -283,10 +283,6 @@ def test_one_memory_target_holds_for_all_parts_of_a_slot(modules, share, capsys)
         fates = {plan.plan.fates[place] for place in range(len(plan.inventory.seen))}
         assert fates == {Fate.KEEP, Fate.OFFLOAD}
     assert "GiB kept" in capsys.readouterr().out
-
-
-def planned_buckets(graphs):
-    return graphs._regions[0].buckets
 
 
 def test_what_earlier_parts_leave_on_the_device_counts_for_later_ones():

@@ -6,7 +6,8 @@ import torch
 from bridge_cg_plugin.graphs.errors import ReplayError
 
 from ..pooled import PooledExecutor
-from .packed_parts import APART, CHAIN, LARGE, losses, new_model, on_parts, weighed
+from .packed_parts import APART, CHAIN, LARGE, losses, new_model, on_parts
+from .towers import loss_of
 
 LAYERS = 3
 MODULES = pytest.mark.parametrize("modules", [("attn",), ("mlp",)], ids=",".join)
@@ -18,7 +19,7 @@ def on_pooled_parts(model, modules, **options):
 
 
 def gradients_of(made, model):
-    return torch.autograd.grad(weighed(made), list(model.parameters()), allow_unused=True)
+    return torch.autograd.grad(loss_of([made]), list(model.parameters()), allow_unused=True)
 
 
 def same(found, right) -> bool:

@@ -9,7 +9,8 @@ from bridge_cg_plugin.graphs.errors import OtherRankFailed
 from bridge_cg_plugin.graphs.rank_consensus import Agreed
 
 from ..pooled import PooledExecutor
-from .packed_parts import APART, CHAIN, LARGE, SMALL, losses, move, new_model, on_parts, results
+from .packed_parts import APART, CHAIN, LARGE, SMALL, losses, new_model, on_parts, results
+from .towers import move
 
 CHAINED = pytest.mark.parametrize("offload", [CHAIN, APART], ids=["chain", "apart"])
 

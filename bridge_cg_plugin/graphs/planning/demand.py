@@ -121,24 +121,28 @@ class Demand:
         self._modes = {training: _Lately() for training in (False, True)}
         self.turn_to(training=True)
 
+    @property
+    def cost(self) -> Callable[[Bucket], float]:
+        """Returns what a replay of a bucket takes."""
+        return self._menu.cost
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Tokens of the buckets, ascending."""
+        return tuple(sorted({bucket.tokens for bucket in self.buckets}))
+
     def turn_to(self, training: bool) -> None:
         """Note whether microbatches train from now on; buckets are chosen for those of the same mode."""
         self._lately = self._modes[training]
         # Called for every microbatch with its shape, which has `tokens`: no line of Python.
         self.saw = self._lately.seen.append
 
-    def missed(self, shape: Any, refuse: Refuse | None = None) -> Fallback:
-        """Note a shape that no recording takes; returns why: a bucket that does comes later, or why none will.
-
-        Args:
-            shape: The shape.
-            refuse: As that of the menu, by which further buckets are chosen; None is that one.
-        """
-        refuse = refuse or self._menu.refuse
+    def missed(self, shape: Any) -> Fallback:
+        """Note a shape that no recording takes; returns why: a bucket that does comes later, or why none will."""
         failed = self._failed_for if shape.tokens >= self._too_many else None
         reason = Fallback.TOO_MANY_TOKENS
         for bucket in self._candidates({shape: 1}):
-            refusal = refuse(shape, bucket)
+            refusal = self._menu.refuse(shape, bucket)
             if refusal is None and not self.refuses(bucket):
                 self._lately.missed = True
                 return Fallback.NOT_CAPTURED_YET

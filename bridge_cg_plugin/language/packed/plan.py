@@ -68,13 +68,9 @@ class PackPlan:
         """Take a pack of the warm-up steps into account."""
         self.observed.append(Observed(batch.shape, batch.hidden.shape[-1], batch.hidden.dtype))
 
-    def named(self) -> tuple[int, ...]:
-        """Return the capacities that the options name; none of automatic buckets."""
-        return () if self._options.buckets == "auto" else self._options.buckets
-
     def buckets(self) -> list[Bucket]:
         """Return the buckets of the capacities that the options name."""
-        return [bucket for capacity in self.named() for bucket in self._buckets_of(capacity)]
+        return [bucket for capacity in self._options.named_buckets for bucket in self._buckets_of(capacity)]
 
     def _buckets_of(self, capacity: int, shapes: Iterable[PackShape | JointShape] = ()) -> list[Bucket]:
         """Return the useful buckets of a capacity, cheapest first."""
@@ -99,7 +95,7 @@ class PackPlan:
             cost=replay_cost,
             unit=self._unit,
             exact_below=math.inf if self._family.shards > 1 else EXACT_BELOW * self._family.ranks,
-            capacities=self.named(),
+            capacities=self._options.named_buckets,
             weights=self._family.weights_per_token(),
         )
 
@@ -124,7 +120,7 @@ class PackPlan:
         return math.lcm(shards * ranks * rows, 2 * ranks if ranks > 1 else 1)
 
     def _check_buckets(self) -> None:
-        if wrong := [tokens for tokens in self.named() if tokens % self._unit]:
+        if wrong := [tokens for tokens in self._options.named_buckets if tokens % self._unit]:
             why = "which ranks share in equal parts" if self._family.rows == 1 else "as fp8 needs on every rank"
             allowed = f"a multiple of {self._unit}, {why}"
             raise OptionError(PACKED_FIELDS["buckets"], wrong[0], allowed, "Round the size up.")

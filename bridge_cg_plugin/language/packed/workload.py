@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ...announce import announce
-from ...attention_bounds import replay_cost
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
 from ...graphs.host_copies import HostCopies
@@ -211,7 +210,7 @@ class PackedWorkload(Workload):
 
     def _digest(self) -> float:
         """Plan; returns a number that stands for the buckets, their order and the slots."""
-        kind, self.buckets = self.plan.kind(), self.plan.named()
+        kind, self.buckets = self.plan.kind(), self.options.named_buckets
         if self.options.on_demand:
             self._demand = self._begin()
             self._note_buckets(self._demand)
@@ -230,7 +229,7 @@ class PackedWorkload(Workload):
         return demand
 
     def _note_buckets(self, demand: Demand) -> None:
-        self.buckets = tuple(sorted({bucket.tokens for bucket in demand.buckets}))
+        self.buckets = demand.capacities
 
     def grown(self) -> None:
         """See `Workload`."""
@@ -239,7 +238,7 @@ class PackedWorkload(Workload):
 
     def _record(self) -> float:
         demand, buckets = self._demand, self._planned()
-        growth = Growth(replay_cost, partial(_missed, demand)) if demand else None
+        growth = Growth.of(demand) if demand else None
         shared = SharedInputs(SHARED, self.manager.executor.device)
         parts = self.family.parts(self.modules)
         offloading = offloading_of(self.options, PACKED_FIELDS, self.manager)
@@ -345,7 +344,3 @@ class PackedWorkload(Workload):
         if self.host.device_reads:
             notes["offset reads"] = f"{self.host.device_reads} cu_seqlens were read from the device"
         return notes
-
-
-def _missed(demand: Demand, batch: PackedBatch) -> Fallback:
-    return demand.missed(batch.shape)

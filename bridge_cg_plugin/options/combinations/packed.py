@@ -60,14 +60,9 @@ def _sets_layout(facts: Facts) -> bool:
     return None not in (facts.tensor_ranks, facts.context_ranks)
 
 
-def _buckets(options: GraphOptions) -> tuple[int, ...]:
-    """Return the buckets that were named."""
-    return () if options.packed.buckets == "auto" else options.packed.buckets
-
-
 def _uneven_bucket(options: GraphOptions, facts: Facts) -> int:
     """Return a bucket that ranks cannot share in equal parts; 0 where there is none."""
-    uneven = (tokens for tokens in _buckets(options) if tokens % _layout(facts).unit)
+    uneven = (tokens for tokens in options.packed.named_buckets if tokens % _layout(facts).unit)
     return next(uneven, 0) if _sets_layout(facts) else 0
 
 

@@ -37,11 +37,11 @@ class StepDriver:
         provider = state.cfg.model
         if getattr(provider, PROVIDER_FIELDS["impl"], "none") in (None, "none"):
             return
-        found = [each.model for each in find_encoders(model) if not each.family.driven_by_bridge]
-        if not found:
+        encoders = [each for each in find_encoders(model) if not each.family.driven_by_bridge]
+        if not encoders:
             return
-        if found != self._found or any(helper.graphs is None for helper in self._helpers):
-            self._start(model, found, find_encoders(model))
+        if [each.model for each in encoders] != self._found or any(helper.graphs is None for helper in self._helpers):
+            self._start(model, encoders)
         for helper in self._helpers:
             if self._steps == provider.cuda_graph_warmup_steps and not helper.graphs_created():
                 helper.create_cudagraphs()
@@ -51,16 +51,15 @@ class StepDriver:
         """Forget the helpers; whoever ends training has reported and freed their graphs."""
         self._helpers, self._found = [], []
 
-    def _start(self, model: Sequence[nn.Module], found: list[nn.Module], wanted: Sequence[FoundEncoder]) -> None:
+    def _start(self, model: Sequence[nn.Module], encoders: Sequence[FoundEncoder]) -> None:
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
         for helper in self._helpers:  # left behind by a run that ended with an error
             helper.delete_cuda_graphs()
-        self._steps, self._found = 0, found
+        self._steps, self._found = 0, [each.model for each in encoders]
         self._helpers = [
             VisionTECudaGraphHelper(
                 list(model), encoder_config(each), num_microbatches=get_num_microbatches(), found=each
             )
-            for each in wanted
-            if each.model in found
+            for each in encoders
         ]
