@@ -34,20 +34,18 @@ class Held:
         ]
         self._owners, self._readers = [number for number, _ in read], [reader for _, reader in read]
         self._first = self.now()
-
-    # Before every replay outside of steps: no line of Python for each.
+        self._elements = list(chain.from_iterable(self._first))
 
     def now(self) -> list[list[Any]]:
         """Return what is held, container by container."""
-        return list(map(list, map(operator.call, self._readers)))
+        return list(map(list, self._readers))
 
     def changed(self, before: Sequence[Sequence[Any]] | None = None) -> set[int]:
         """Return the identities of those values that hold another object than before, or than at first."""
-        now, before = self.now(), self._first if before is None else before
-        same = list(map(len, now)) == list(map(len, before))
-        if same and all(map(operator.is_, chain.from_iterable(now), chain.from_iterable(before))):
+        # Before every replay outside of steps: no line of Python for each, and little memory.
+        if before is None and _same(list(chain.from_iterable(self._readers)), self._elements):
             return set()
-        found = zip(self._owners, now, before, strict=True)
+        found = zip(self._owners, self.now(), self._first if before is None else before, strict=True)
         return {owner for owner, elements, earlier in found if not _same(elements, earlier)}
 
 

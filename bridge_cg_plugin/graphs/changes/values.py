@@ -69,34 +69,46 @@ def _fields(kind: type) -> tuple[str, ...] | None:
     return named if named or kind.__dictoffset__ else None
 
 
-Reader = Callable[[], Iterable[Any]]
+class _Read:
+    """What a function returns, read again by every iteration."""
+
+    __slots__ = ("_read",)
+
+    def __init__(self, read: Callable[[], Iterable[Any]]) -> None:
+        self._read = read
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._read())
 
 
-def readers(value: Any) -> tuple[Reader, ...]:
-    """Return what reads the elements of a container, an object or an array, in an order that stays; none for others."""
+def readers(value: Any) -> tuple[Iterable[Any], ...]:
+    """Return what gives the elements of a container, an object or an array whenever it is iterated; none for others.
+
+    Elements come in an order that stays.
+    """
     kind = type(value)
     if plain(value):
         return ()
     if issubclass(kind, dict):
-        return value.keys, value.values
+        return value.keys(), value.values()
     if issubclass(kind, (*_SEQUENCES, *_SETS)):
-        return (value.__iter__,)
+        return (value,)
     if kind is partial:
-        return (lambda: (value.func, *value.args, *value.keywords, *value.keywords.values()),)
+        return (_Read(lambda: (value.func, *value.args, *value.keywords, *value.keywords.values())),)
     if hasattr(kind, "__array_interface__"):
-        return (lambda: (value.tobytes(),),) if value.nbytes <= MOST_BYTES else ()
+        return (_Read(lambda: (value.tobytes(),)),) if value.nbytes <= MOST_BYTES else ()
     of_any: Any = kind
     slots = _fields(of_any)
     if slots is None:
         return ()
-    read = (lambda: [getattr(value, name, MISSING) for name in slots],) if slots else ()
-    return (vars(value).values, *read) if hasattr(value, "__dict__") else read
+    read = (_Read(lambda: [getattr(value, name, MISSING) for name in slots]),) if slots else ()
+    return (vars(value).values(), *read) if hasattr(value, "__dict__") else read
 
 
 def elements(value: Any) -> Iterator[Any] | None:
     """Return what a value holds that may be another while the value is the same; None where it is looked at alone."""
     read = readers(value)
-    return chain.from_iterable(each() for each in read) if read else None
+    return chain.from_iterable(read) if read else None
 
 
 def settings_token(config: Any, left_out: Set[str]) -> Hashable:

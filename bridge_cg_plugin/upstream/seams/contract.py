@@ -9,7 +9,7 @@ Megatron.
 import functools
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -140,10 +140,12 @@ def _joined(*tables: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]
 
 CONTRACT = _joined(OUTLINES, PACKED_ROTARY, SWAPS)
 _PACKAGE = str(Path(__file__).parents[2])
-# The shipped object by module and target; of each, in order, its name and what returns what is there now.
+# The shipped object by module and target; of each, in order, its name, the namespace that holds it and its key there.
 _shipped: dict[tuple[str, str], Any] = {}
 PLACES: list[str] = []
-_reads: list[Callable[[], Any]] = []
+_spaces: list[Mapping[str, Any]] = []
+_keys: list[str] = []
+_registries: list[int] = []
 _remembered: set[str] = set()
 
 
@@ -156,15 +158,25 @@ def remember(module: ModuleType) -> None:
         owner, _, name = target.rpartition(".")
         space = vars(vars(module).get(owner, object)) if owner else vars(module)
         if name in space:
-            read = functools.partial(_entries, space[name]) if name == ATTENTION_FUNCTIONS else None
-            _reads.append(read or functools.partial(space.get, name))
+            registry = name == ATTENTION_FUNCTIONS
+            if registry:
+                _registries.append(len(PLACES))
+            _spaces.append(space)
+            _keys.append(name)
             PLACES.append(f"{module.__name__}.{target}")
-            _shipped[module.__name__, target] = upstreams(_reads[-1]())
+            _shipped[module.__name__, target] = upstreams(_entries(space[name]) if registry else space[name])
 
 
 def held_now() -> list[Any]:
     """Return what the contract's places hold now, in the order of `PLACES`."""
-    return list(map(operator.call, _reads))
+    # Before every replay outside of steps: no line of Python, and little memory, for each.
+    try:
+        held = list(map(operator.getitem, _spaces, _keys))
+    except KeyError:
+        held = [space.get(key) for space, key in zip(_spaces, _keys, strict=True)]
+    for place in _registries:
+        held[place] = _entries(held[place])
+    return held
 
 
 def shipped(module: str, target: str) -> Any:
