@@ -36,4 +36,4 @@ def test_eager_upstream_and_plugin_on_one_page(tmp_path, monkeypatch, capsys):
     verdicts = {v["mode"]: v["state"] for v in json.loads((tmp_path / "page.json").read_text())["verdicts"]}
     assert verdicts["plugin"] == "same", said
     assert status == 0
-    assert "<svg" in (tmp_path / "page.html").read_text()
+    assert "**SAME** plugin" in (tmp_path / "page.md").read_text()

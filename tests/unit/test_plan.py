@@ -165,16 +165,6 @@ def test_the_command_refuses(histogram, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_the_plot(histogram, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "plan.png"
-    assert main(["plan", "packed", histogram, "--pack-size", "2048", "--json", "--plot", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    for name in ("plan.doc", "absent/plan.png"):
-        assert main(["plan", "packed", histogram, "--pack-size", "2048", "--plot", str(tmp_path / name)]) == 2
-        assert name in capsys.readouterr().err
-
-
 def test_planning_imports_neither_torch_nor_megatron(histogram):
     import subprocess
     import sys

@@ -1,14 +1,12 @@
-"""Verdicts of a report, and its pages in Markdown, JSON and HTML."""
+"""Verdicts of a report, and its pages in Markdown and JSON."""
 
-import html.parser
 import json
 import re
 
 import pytest
 
 from bridge_cg_plugin.cli.report.page import make_page
-from bridge_cg_plugin.cli.report.plots import draw
-from bridge_cg_plugin.cli.report.render import to_html, to_json, to_markdown
+from bridge_cg_plugin.cli.report.render import to_json, to_markdown
 from bridge_cg_plugin.cli.report.runs import Run, counts_of
 from bridge_cg_plugin.cli.report.verdict import verdicts
 from bridge_cg_plugin.graphs.reports.statistics import RegionStatistics
@@ -91,50 +89,3 @@ def test_markdown_has_everything():
     for part in ("no_free_slot 1, too_many_tokens 3", "1024/32/1024", "25.0%", "1 more were captured and not used"):
         assert part in text
     assert "| plugin | 256.8 | 0.50 |" in text
-
-
-class Reader(html.parser.HTMLParser):
-    """Tags that are open, and every address that a page would load."""
-
-    VOID = {"meta", "br", "hr", "img", "link", "input"}
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.addresses, self.ids = [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        if tag not in self.VOID:
-            self.open.append(tag)
-        for name, value in attributes:
-            self.ids += [value] if name == "id" else []
-            self.addresses += [value] if name in ("src", "href", "xlink:href") else []
-
-    def handle_startendtag(self, tag, attributes):
-        self.handle_starttag(tag, attributes)
-        if tag not in self.VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-def test_the_html_page_is_whole_and_loads_nothing():
-    page = whole_page()
-    plots = draw(page)
-    text = to_html(page, plots)
-    reader = Reader()
-    reader.feed(text)
-    assert not reader.open
-    assert reader.addresses and all(address.startswith("#") for address in reader.addresses)
-    assert len(reader.ids) == len(set(reader.ids))
-    assert {address[1:] for address in reader.addresses} <= set(reader.ids)
-    assert "@import" not in text and "<script" not in text
-    assert "A &lt;page&gt;" in text and "&lt;no&gt;" in text
-    assert "prefers-color-scheme: dark" in text
-    assert [plot.title for plot in plots] == [
-        "Losses",
-        "Losses less the first eager run's",
-        "Step times",
-        "Share of steps by step time",
-        "Replays and padding per bucket",
-    ]

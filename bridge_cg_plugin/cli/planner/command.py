@@ -18,7 +18,7 @@ from ..gpus import add_gpu
 from .errors import PlanError
 from .images import QWEN3_VL, VisionPlan, plan_images, read_images
 from .lengths import Documents, read_documents
-from .output import as_json, import_plots, plot_packs, print_plan
+from .output import as_json, print_plan
 from .packing import ALGORITHMS, Pack, in_batch, padded_documents, padded_packs
 from .plan import PackedPlan, plan_packs
 from .records import DENSE, TOWER, Costs, Ranks, of_encoder, of_language_model
@@ -52,7 +52,6 @@ def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
     packed.add_argument("--pad-to-multiple", type=int, default=1, help="packs are padded to a multiple of this")
     packed.add_argument("--truncate", action="store_true", help="cut documents to the pack's size")
     packed.add_argument("--field", help="column or key with a document's length or tokens")
-    packed.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .png, .svg or .pdf")
     vision = kinds.add_parser("vision", help="vision buckets from image sizes")
     vision.add_argument("data", type=Path, help='histogram .json {"640x480": count}, or .jsonl with width and height')
     vision.add_argument("--images-per-microbatch", type=int, default=1, metavar="N", help="1 if left out")
@@ -69,17 +68,9 @@ def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
 def run(arguments: argparse.Namespace, tell: Tell) -> int:
     """Make a plan and print it by `tell`; returns 2 for input that is refused, else 0."""
     try:
-        plan: PackedPlan | VisionPlan
         if arguments.max_memory_gb is not None and math.isnan(arguments.max_memory_gb):
             raise PlanError("Cannot use --max-memory-gb nan: it must be a number of GiB.")
-        if getattr(arguments, "plot", None) is not None:
-            import_plots()  # before a recipe replaces what is not imported yet
-        if arguments.kind == "packed":
-            plan, packs = plan_of_documents(arguments)
-            if arguments.plot is not None:
-                plot_packs(plan, packs, arguments.plot)
-        else:
-            plan = plan_of_images(arguments)
+        plan = plan_of_documents(arguments) if arguments.kind == "packed" else plan_of_images(arguments)
         if arguments.json:
             tell(json.dumps(as_json(plan)))
         else:
@@ -90,8 +81,8 @@ def run(arguments: argparse.Namespace, tell: Tell) -> int:
     return 0
 
 
-def plan_of_documents(arguments: argparse.Namespace) -> tuple[PackedPlan, list[Pack]]:
-    """Return the plan for a dataset, and the packs that it rests on.
+def plan_of_documents(arguments: argparse.Namespace) -> PackedPlan:
+    """Return the plan for a dataset's documents.
 
     Raises:
         OptionError: The recipe cannot be planned for.
@@ -111,7 +102,7 @@ def plan_of_documents(arguments: argparse.Namespace) -> tuple[PackedPlan, list[P
                 )
     packs = padded_packs(list(found.packs) or _packed(found.lengths, arguments, layout, size), multiple)
     costs = costs_of_packs(layout) if recipe is None else recipe.costs
-    return plan_packs(packs, costs, arguments.max_memory_gb, layout), packs
+    return plan_packs(packs, costs, arguments.max_memory_gb, layout)
 
 
 def plan_of_images(arguments: argparse.Namespace) -> VisionPlan:

@@ -1,9 +1,7 @@
-"""A plan as a table, as JSON and as a plot."""
+"""A plan as a table and as JSON."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge_cg_plugin.recipes import GPUS
@@ -12,7 +10,6 @@ from ..answers import Tell, named_failure, table_console
 from ..gpus import other_gpu
 from .errors import PlanError
 from .images import VisionPlan
-from .packing import Pack
 from .plan import PackedPlan, Percentiles
 
 if TYPE_CHECKING:
@@ -117,53 +114,3 @@ def _between(ratios: tuple[float, float]) -> str:
 
 def _listed(buckets: Sequence[int]) -> str:
     return ", ".join(map(str, buckets))
-
-
-def import_plots() -> tuple[Any, Any]:
-    """Return matplotlib's canvas and figure.
-
-    Raises:
-        PlanError: It is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PlanError(f"Cannot draw plots without matplotlib: {EXTRA}.") from None
-    return FigureCanvasAgg, Figure
-
-
-def plot_packs(plan: PackedPlan, packs: Sequence[Pack], path: Path) -> None:
-    """Draw how many documents packs have and the expected time over eager of each bound, into a picture file.
-
-    Raises:
-        PlanError: matplotlib does not know the file's kind, or it cannot be written.
-    """
-    canvas_of, figure_of = import_plots()
-    figure = figure_of(figsize=(8, 4.5), layout="constrained")
-    canvas = canvas_of(figure)
-    counts = Counter(map(len, packs))
-    shares, times = figure.subplots(1, 2)
-    shares.bar(list(counts), [n / len(packs) for n in counts.values()], width=1.0)
-    for name in ("p50", "p90", "p99"):
-        shares.axvline(getattr(plan.documents, name), linestyle=":", color="grey")
-    shares.axvline(plan.best.max_packed_seqs, color="black")
-    shares.set(xlabel="documents in a pack", ylabel="share of packs", title="P50, P90, P99 and the choice")
-    bounds = [choice.max_packed_seqs for choice in plan.choices]
-    least, greatest = zip(*(choice.expected.ratios for choice in plan.choices), strict=True)
-    times.fill_between(bounds, least, greatest, alpha=0.3)
-    times.plot(bounds, greatest, marker="o")
-    times.axhline(1.0, linestyle="--", color="grey", label="eager")
-    times.axvline(plan.best.max_packed_seqs, color="black")
-    times.set(
-        xlabel="cuda_graph_max_packed_seqs",
-        ylabel="time over eager",
-        title="expected, by measured ratios",
-        ylim=(0, None),
-    )
-    times.legend()
-    try:
-        canvas.print_figure(path)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise PlanError(f"Cannot write the plot {path}: {why}.") from None

@@ -2,7 +2,6 @@
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
 from bridge_cg_plugin.options import OptionError
@@ -10,7 +9,7 @@ from bridge_cg_plugin.options import OptionError
 from ..answers import Tell, named_failure, say, table_console
 from .page import Page, make_page
 from .records import read_runs
-from .render import to_html, to_json, to_markdown, to_terminal
+from .render import to_json, to_markdown, to_terminal
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -22,7 +21,6 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="a .jsonl of records, a folder with TensorBoard event files or records, or a log of Bridge's training "
         "loop; MODE names it: eager1, eager2, ... are what the others are compared with",
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots (needs matplotlib)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page as Markdown")
     parser.add_argument("--title", help="title of the page")
     parser.add_argument(
@@ -40,7 +38,7 @@ def run_report(args: Namespace, tell: Tell) -> int:
             why = "it must be a number above 0. An H100 or H200 has 989.4."
             raise OptionError.because("peak-tflops", f"Cannot use --peak-tflops {args.peak_tflops:g}: {why}")
         page = make_page(read_runs(args.runs, args.peak_tflops), args.title or ", ".join(map(_name, args.runs)))
-        write_page(page, html=args.html, markdown=args.markdown)
+        write_page(page, markdown=args.markdown)
         if args.json:
             tell(to_json(page).removesuffix("\n"))
         else:
@@ -68,20 +66,13 @@ def print_page(page: Page, tell: Tell = say) -> None:
     tell(shown.get().removesuffix("\n"))
 
 
-def write_page(
-    page: Page, html: Path | None = None, markdown: Path | None = None, json: Path | None = None
-) -> Sequence[Path]:
-    """Write a page's files, and return those that were written.
+def write_page(page: Page, markdown: Path | None = None, json: Path | None = None) -> None:
+    """Write a page's files.
 
     Raises:
-        OptionError: A file cannot be written, or `html` is wanted and matplotlib is not installed.
+        OptionError: A file cannot be written.
     """
-    texts: dict[Path, str] = {}
-    if html is not None:
-        from .plots import draw
-
-        texts[html] = to_html(page, draw(page))
-    texts |= {markdown: to_markdown(page)} if markdown is not None else {}
+    texts = {markdown: to_markdown(page)} if markdown is not None else {}
     texts |= {json: to_json(page)} if json is not None else {}
     for path, text in texts.items():
         try:
@@ -90,7 +81,6 @@ def write_page(
             path.write_text(named, encoding="utf-8")
         except OSError as error:
             raise OptionError.because("file", f"Cannot write {path}: {error.strerror}.") from None
-    return list(texts)
 
 
 def _name(word: str) -> str:

@@ -1,20 +1,16 @@
-"""A page as terminal output, Markdown, JSON and HTML."""
+"""A page as terminal output, Markdown and JSON."""
 
-import html
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from bridge_cg_plugin.options.explain import table as markdown_table
 
-from .page import CSS, Page, Table
+from .page import Page, Table
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
-
-    from .plots import Plot
 
 STATES = {"same": "SAME", "different": "DIFFERENT", "unknown": "NO VERDICT"}
 # What text keeps at least in a narrow terminal.
@@ -78,49 +74,6 @@ def to_json(page: Page) -> str:
         "tables": [asdict(table) for table in page.tables],
     }
     return json.dumps(_finite(whole), allow_nan=False) + "\n"
-
-
-def to_html(page: Page, plots: Sequence["Plot"]) -> str:
-    """Return a page as one HTML file that needs nothing else."""
-    # A recipe's name is longer than a narrow window: it breaks after an underscore.
-    heading = html.escape(page.title).replace("_", "_<wbr>")
-    body = [f"<h1>{heading}</h1>", *(f'<p class="origin">{html.escape(o)}</p>' for o in page.origins)]
-    if page.verdicts:
-        body += ["<h2>Parity with eager</h2>", *(_verdict(page, v) for v in page.verdicts)]
-    if plots:
-        figures = "".join(f"<figure><figcaption>{html.escape(p.title)}</figcaption>{p.svg}</figure>" for p in plots)
-        body += ["<h2>Plots</h2>", f'<div class="plots">{figures}</div>']
-    body += [_html_table(table) for table in page.tables]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{html.escape(page.title)}</title><style>{CSS}</style></head>\n"
-        f"<body><main>{chr(10).join(body)}</main></body></html>\n"
-    )
-
-
-def _verdict(page: Page, verdict: Any) -> str:
-    who = html.escape(_who(page, verdict.case, verdict.mode))
-    return (
-        f'<p class="verdict {verdict.state}"><strong>{STATES[verdict.state]}</strong> '
-        f"<b>{who}</b> {html.escape(verdict.reason)}</p>"
-    )
-
-
-def _html_table(table: Table) -> str:
-    texts = [index < table.names or _is_text(table, index) for index in range(len(table.header))]
-
-    def cells(row: Sequence[str], tag: str) -> str:
-        kinds = ("" if text else ' class="figure"' for text in texts)
-        return "".join(f"<{tag}{kind}>{html.escape(cell)}</{tag}>" for cell, kind in zip(row, kinds, strict=True))
-
-    rows = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in table.rows)
-    note = f'<p class="note">{html.escape(table.note)}</p>' if table.note else ""
-    return (
-        f'<section><h2>{html.escape(table.title)}</h2><div class="wide" tabindex="0"><table>'
-        f"<thead><tr>{cells(table.header, 'th')}</tr></thead><tbody>{rows}</tbody></table></div>{note}</section>"
-    )
 
 
 def _fitting(table: Table, width: int) -> tuple[Table, list[str]]:

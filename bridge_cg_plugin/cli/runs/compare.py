@@ -6,8 +6,8 @@
 
 Flags and `section.name=value` overrides are those of `bridge-cg train`; graph options among them are for the plugin's
 run. Each run has a process of its own. One that fails is shown with its error, and the others go on. Eager runs at
-least twice: the plugin's run is held against what eager runs differ by. Into the folder go page.html, page.md,
-page.json, compare.jsonl and a log of each run. Exit status: 1 where an eager run or the plugin's failed, or the
+least twice: the plugin's run is held against what eager runs differ by. Into the folder go page.md, page.json,
+compare.jsonl and a log of each run. Exit status: 1 where an eager run or the plugin's failed, or the
 plugin's was not shown to train what eager trains; 2 for input that is refused.
 """
 
@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge_cg_plugin.cli.answers import answered
-from bridge_cg_plugin.cli.report import plots
 from bridge_cg_plugin.cli.report.command import print_page
 from bridge_cg_plugin.cli.report.runs import WARM_UP
 from bridge_cg_plugin.cli.runs import recipe_arguments
@@ -98,7 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         if args.dry_run:
             return answered(*(f"{run.mode}: {shlex.join(run.command)}" for run in runs))
-        plots.require()
         require_gpu()
         if refused := refusal(args, rest):
             print(refused, file=sys.stderr)
@@ -111,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what importing the stack says
         page = write(records, args.out)
     print_page(page)
-    print(f"page: {args.out / 'page.html'}")
+    print(f"page: {args.out / 'page.md'}")
     return status_of(page)
 
 

@@ -171,7 +171,7 @@ def write(records: Sequence[dict[str, Any]], out: Path) -> Page:
     path = out / "compare.jsonl"
     write_records(path, whole)
     page = make_page(runs_in(path), f"{whole[0]['case']}: eager, upstream's graphs and the plugin")
-    write_page(page, html=out / "page.html", markdown=out / "page.md", json=out / "page.json")
+    write_page(page, markdown=out / "page.md", json=out / "page.json")
     return page
 
 
