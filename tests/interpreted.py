@@ -20,22 +20,13 @@ def prepare() -> None:
     interpreter._patch_lang_tensor = patch
     create_dot = interpreter.InterpreterBuilder.create_dot
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: create_dot(self, _wide(a), _wide(b), *rest)
-    from bridge_cg_plugin.vision.kernels import split_keys, tanh
+    from bridge_cg_plugin.vision.kernels import tanh
 
     tanh.reciprocal = _reciprocal
-    split_keys.exp, split_keys.log, split_keys.fast_log = _exp, _log, _log
 
 
 def _reciprocal(x):
     return 1.0 / x
-
-
-def _exp(x):
-    return tl.exp(x)
-
-
-def _log(x):
-    return tl.log(x)
 
 
 def _wide(operand):

@@ -14,7 +14,6 @@ FORKED = (
     "unit/test_rmsnorm",
     "unit/test_rotary",
     "unit/test_segment_attention",
-    "unit/test_split_keys",
     "unit/test_tower_attention",
     "seams/test_contract",
     "seams/test_data_workers",

@@ -39,13 +39,6 @@ class Fallback(StrEnum):
         "size",
         "add a bucket of this size; or set `vision_cuda_graph_tuning.exact_below=0`, which changes the rounding",
     )
-    OTHER_ROUNDING = (
-        "other_rounding",
-        "`vision_cuda_graph_tuning.kernels=exact`: eager adds up matrix products of this size in another order than "
-        "those of every bucket with room for it",
-        "let buckets be captured on demand (`vision_cuda_graph_buckets=auto`), or set "
-        "`vision_cuda_graph_tuning.kernels=fast`",
-    )
     TOO_MANY_FRAMES = (
         "too_many_frames",
         "more images and video frames than `vision_cuda_graph_tuning.max_frames`, or than a deterministic kernel takes",

@@ -109,8 +109,7 @@ class VisionGraphOptions:
         one_of(("auto", "exact", "fast")),
         "KIND",
         "kernels that may replace eager's: auto, exact or fast",
-        "`exact` allows kernels that round as eager's do; automatic buckets of Hugging Face's encoders then hold no "
-        "size whose matrix products eager adds up in another order. `fast` also allows kernels that sum in another "
+        "`exact` allows kernels that round as eager's do. `fast` also allows kernels that sum in another "
         "order (the backward of LayerNorm and RMSNorm, the patch embedding's weight gradient), so gradients differ by "
         "rounding. Outputs are equal in all cases, except for encoders that then "
         "[attend by cuDNN](encoders.md#what-differs-by-encoder). `auto` is `exact` under deterministic algorithms "

@@ -1,6 +1,6 @@
 """What the manager of vision graphs asks of an encoder: how it is called, what it returns, what is recorded."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -12,7 +12,6 @@ from ..graphs.program import RegionProgram
 from ..graphs.recordings.compiling import Compilation
 from ..graphs.replays.replay import want_gradients
 from ..graphs.workload import Call
-from .alike_sizes import RowProduct
 from .batch import Grid, HostGrids
 from .fit import Sized
 
@@ -132,8 +131,6 @@ class EncoderFamily:
         adapt: Makes the adapter of a vision model. Raises `OptionError` where the model cannot be recorded as it is.
         kernels: Entered with the modules around recorded work; swaps in kernels that compute the same.
         reordering_kernels: Likewise, for kernels that add up in another order than eager's.
-        exact_kernels: Likewise, for kernels that take longer to add up in eager's order.
-        products: Returns products whose order of additions may depend on the number of rows.
         compilations: Called with the modules and a number of tokens: yields what compiles these kernels, in any thread.
         direct_attention: Calls cuDNN's attention with a bucket's own bounds.
         flash_attention: Calls FlashAttention where segments may be long; it rounds otherwise than eager's attention.
@@ -149,8 +146,6 @@ class EncoderFamily:
     adapt: Callable[[nn.Module], EncoderAdapter]
     kernels: RecordingKernels = nullcontext
     reordering_kernels: RecordingKernels = nullcontext
-    exact_kernels: RecordingKernels = nullcontext
-    products: Callable[[nn.Module], Iterable[RowProduct]] = lambda model: ()
     compilations: Callable[[Sequence[nn.Module], int], Iterator[Compilation]] = lambda modules, tokens: iter(())
     direct_attention: OtherAttention = NO_OTHER_ATTENTION
     flash_attention: OtherAttention = NO_OTHER_ATTENTION

@@ -1,6 +1,6 @@
 """Capturing an encoder: what is planned is recorded, again with less where memory does not allow it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -9,10 +9,9 @@ from torch import nn
 
 from ..announce import announce
 from ..attention_bounds import SIDE_STREAM_UP_TO, deterministic
-from ..graphs.changes.source import autocast_dtype
 from ..graphs.errors import CaptureError
 from ..graphs.piece import Growth, Piece
-from ..graphs.planning.buckets import Bucket, any_size
+from ..graphs.planning.buckets import Bucket
 from ..graphs.planning.demand import BEGIN_WITH, Demand
 from ..graphs.program import RegionProgram
 from ..graphs.rank_consensus import digest
@@ -23,7 +22,6 @@ from ..graphs.workload import Manager
 from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import NO_OTHER_ATTENTION, EncoderAdapter, EncoderBatch, EncoderFamily
-from .alike_sizes import AlikeSizes, RoundedAsEager
 from .fit import Shape
 from .plan import MEMORY_MARGIN, EncoderPlan
 
@@ -88,7 +86,7 @@ class RecordedKernels:
         family, options = self.family, self._options
         entered = [family.kernels]
         entered += [family.fused_accumulation] if options.gradient_accumulation_fusion else []
-        entered += [family.reordering_kernels if self.fast else family.exact_kernels]
+        entered += [family.reordering_kernels] if self.fast else []
         entered += [family.direct_attention.kernels] if self.attends_directly else []
         entered += [family.flash_attention.kernels] if self._attends_by_flash else []  # over cuDNN's, so last
         entered += [family.known_activations] if options.moves_activations else []
@@ -125,12 +123,9 @@ class EncoderCapture:
         self.buckets: tuple[int, ...] | None = None
         self._compiler = KernelCompiler(partial(family.compilations, (model,)))
         self._regions: list[Region] = []
-        self._alike: AlikeSizes | None = None
-        self._autocasts: set[torch.dtype | None] = set()  # of microbatches
 
     def begin(self, device: torch.device) -> None:
         """Prepare for captures on a device, in a thread of its own."""
-        self._device_type = device.type
         self._compiler.begin(device)
 
     def end(self) -> None:
@@ -140,7 +135,6 @@ class EncoderCapture:
     def observe(self, batch: EncoderBatch) -> None:
         """Take a microbatch of the warm-up steps into account."""
         self.plan.observe(batch)
-        self._autocasts.add(autocast_dtype(self._device_type))
         self._compiler.saw(batch.tokens)
 
     def capture(self, manager: Manager) -> None:
@@ -171,7 +165,6 @@ class EncoderCapture:
 
     def _prepare(self, manager: Manager) -> float:
         """Look at the encoder as it is now; returns the most tokens that a bucket may have on this rank."""
-        self._alike = self._alike_sizes()
         return self.plan.capacity_limit(manager.executor, self.encoder_program, self.kernels.attends_directly)
 
     def _record(self, manager: Manager, limit: float) -> float:
@@ -189,8 +182,7 @@ class EncoderCapture:
 
     def _begin(self, manager: Manager, limit: float) -> None:
         """Capture what microbatches have asked for most; others follow while training runs."""
-        planned = self._program(planned=True)
-        menu = self.plan.menu(planned, self._buckets_of, self._last_alike)
+        menu = self.plan.menu(self.encoder_program(), self._buckets_of)
         self.demand = Demand(menu, min(limit, self.plan.largest))
         for shape in self.plan.last:
             self.demand.saw(shape)
@@ -224,27 +216,7 @@ class EncoderCapture:
 
     def encoder_program(self) -> RegionProgram:
         """Return the whole encoder as a region."""
-        return self._program()
-
-    def _program(self, planned: bool = False) -> RegionProgram:
-        """Return the whole encoder, or what buckets are chosen for between two microbatches."""
-        program, sizes = self._adapter.program(self._options.exact_below, self.kernels), self._alike
-        if sizes is None:
-            return program
-        alike = sizes.alike if planned else sizes.alike_now
-        # A model that has changed gets recordings without being planned anew.
-        return RoundedAsEager(program, alike, lambda: sizes.add(self._family.products(self._model)))
-
-    def _alike_sizes(self) -> AlikeSizes | None:
-        """Return which sizes may share a bucket; None where all may, or where the user named the buckets."""
-        if self._options.buckets != "auto" or self.kernels.fast:
-            return None
-        products = list(self._family.products(self._model))
-        return AlikeSizes(products, self._adapter.unit, self._autocasts) if products else None
-
-    @property
-    def _last_alike(self) -> Callable[[int, int], int]:
-        return any_size if self._alike is None else self._alike.last
+        return self._adapter.program(self._options.exact_below, self.kernels)
 
     def _buckets_of(self, capacity: int, shapes: Sequence[Shape] = ()) -> list[Bucket]:
         return self.plan.buckets_of(capacity, self.kernels.attends_directly, shapes)

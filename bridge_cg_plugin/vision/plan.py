@@ -155,12 +155,7 @@ class EncoderPlan:
             limits.append(memory.tokens_within(options.buckets_max_gb * GIB * MEMORY_MARGIN))
         return min(limits, default=math.inf)
 
-    def menu(
-        self,
-        program: RegionProgram,
-        buckets_of: Callable[[int, Sequence[Shape]], Sequence[Bucket]],
-        last_alike: Callable[[int, int], int],
-    ) -> Menu:
+    def menu(self, program: RegionProgram, buckets_of: Callable[[int, Sequence[Shape]], Sequence[Bucket]]) -> Menu:
         """Return what may be captured on demand for a program; arguments as of `Menu`."""
         return Menu(
             buckets_of=buckets_of,
@@ -169,5 +164,4 @@ class EncoderPlan:
             unit=self._adapter.unit,
             exact_below=self._options.exact_below,
             capacities=self._options.named_buckets,
-            last_alike=last_alike,
         )

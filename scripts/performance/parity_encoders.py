@@ -20,10 +20,9 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+
 from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.upstream.encoders.registry import find_encoder
-from bridge_cg_plugin.vision.alike_sizes import AlikeSizes
 from scripts.performance.encoders import MODES, Results, capture, differences, run_step
 from scripts.performance.records import output_path, put_record
 from scripts.performance.words import at_least, names_of
@@ -49,19 +48,18 @@ class Comparison:
         name: In records.
         encoder: The encoder.
         layers: How many it has.
-        mixes: How many are replayed, all from the same captures.
         most: Tokens of the largest bucket.
         mode: Of `MODES`.
     """
 
-    def __init__(self, name: str, encoder: Encoder, layers: int, mixes: int, most: int, mode: str = "plugin") -> None:
+    def __init__(self, name: str, encoder: Encoder, layers: int, most: int, mode: str = "plugin") -> None:
         self._name, self._encoder, self._layers, self._most, self._mode = name, encoder, layers, most, mode
         self._model: nn.Module = encoder.build(layers)
         self._reference = encoder.reference(encoder, self._model)
         self._grads = tower.MainGrads(self._model)
         self._helper = capture(
             self._model,
-            buckets=self._capacities(mixes),
+            buckets=tuple(sorted(set(encoder.mixes.capacities(self._model, most)))),
             max_frames=MOST_IMAGES,
             exact_below=most // EXACT_SHARE,
             **MODES[mode],
@@ -107,17 +105,6 @@ class Comparison:
         size = self._encoder.mixes.draw(self._model, random.Random(number), self._most)
         return self._encoder.make_batch(self._model, size, number)
 
-    def _capacities(self, mixes: int) -> tuple[int, ...]:
-        """Return few buckets, with exact kernels also those of mixes that eager computes in another order."""
-        found = set(self._encoder.mixes.capacities(self._model, self._most))
-        if MODES[self._mode]["kernels"] == "exact":
-            encoder = find_encoder(self._model)
-            assert encoder is not None
-            sizes = AlikeSizes(encoder.family.products(encoder.model), encoder.family.adapt(encoder.model).unit)
-            for tokens in (self._draw(number).tokens for number in range(mixes)):
-                found.add(sizes.last(tokens, min(c for c in found if c >= tokens)))
-        return tuple(sorted(found))
-
     def _run(self, batch: Batch) -> Results:
         return run_step(self._encoder, self._model, self._grads, batch)
 
@@ -132,8 +119,8 @@ class Comparison:
 
 
 def measure(name: str, encoder: Encoder, layers: int, mixes: int, most: int, mode: str = "plugin") -> Iterator[Record]:
-    """Yield the records of every mix of one encoder; arguments as of `Comparison`."""
-    comparison = Comparison(name, encoder, layers, mixes, most, mode)
+    """Yield the records of so many mixes of one encoder, from the same captures; other arguments as of `Comparison`."""
+    comparison = Comparison(name, encoder, layers, most, mode)
     try:
         for number in range(mixes):
             yield from comparison.records(number)

@@ -1,18 +1,13 @@
-"""Attention of Hugging Face's encoders: cuDNN's as near to fp32 as PyTorch's packed kernels, zeros in padding.
-
-PyTorch's packed kernels give the bits of its attention in each segment alone, where keys of short ones are split.
-"""
+"""Attention of Hugging Face's encoders: cuDNN's as near to fp32 as PyTorch's packed kernels, zeros in padding."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from bridge_cg_plugin.attention_bounds import cudnn_pays
-from bridge_cg_plugin.vision.kernels.packed_attention import PackedSegments, _masked, packed_attention, taken_apart
+from bridge_cg_plugin.vision.kernels.packed_attention import PackedSegments, _masked, taken_apart
 
 # Heads and the size of one: Ministral 3, Qwen3-Omni, Qwen2.5-VL, GLM-4.5V.
 HEADS = {"ministral3": (16, 64), "qwen3_omni": (16, 72), "qwen25": (16, 80), "glm45v": (12, 128)}
@@ -142,60 +137,3 @@ def test_a_recorded_call_follows_its_offsets(by_cudnn):
         assert torch.equal(found[0], expected[0])
         assert all(distance(ours, theirs.float()) <= 2e-3 for ours, theirs in zip(found, expected, strict=True))
         assert not any(each[sum(lengths) :].count_nonzero() for each in found)
-
-
-def in_each_alone(parts, lengths, scale):
-    """Return what eager computes: PyTorch's attention in every segment, `[sum(lengths), heads, width]`."""
-    outs = []
-    for segment in zip(*(part[: sum(lengths)].split(lengths) for part in parts), strict=True):
-        query, key, value = (part.transpose(0, 1)[None] for part in segment)
-        outs.append(scaled_dot_product_attention(query, key, value, scale=scale)[0].transpose(0, 1))
-    return torch.cat(outs)
-
-
-# Lengths of which each GPU splits many: 4 to 1,300 tokens.
-SEVERAL = [[length + 28 * step for step in range(12)] for length in range(4, 1000, 83)]
-
-
-@pytest.mark.first
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("encoder", ["qwen3_omni", "qwen25", "glm45v"])
-def test_outputs_are_those_of_each_segment_alone(encoder, dtype):
-    from bridge_cg_plugin.vision.kernels.split_keys import agrees
-
-    heads, width = HEADS[encoder]
-    assert agrees(heads, width, dtype, torch.device("cuda", 0)), "this PyTorch splits keys otherwise"
-    generator, differ = torch.Generator(device="cuda").manual_seed(1), 0
-    for lengths in SEVERAL:
-        used, rows = sum(lengths), sum(lengths) + 40
-        mixed = (2 * torch.randn(rows, 3, heads, width, device="cuda", generator=generator)).to(dtype)
-        query, key, value = mixed.unbind(1)
-        parts = [part.requires_grad_() for part in (query.contiguous(), key.contiguous(), value)]
-        segments, gradient = PackedSegments(offsets_of(lengths, 14), 1400), torch.randn_like(parts[0])
-        attend = partial(packed_attention, segments=segments, scale=width**-0.5)
-        out, plain = (attend(*parts, as_alone=as_alone) for as_alone in (True, False))
-        expected = in_each_alone(parts, lengths, width**-0.5)
-        assert torch.equal(out[:used], expected) and not out[used:].count_nonzero()
-        differ += not torch.equal(plain[:used], expected)
-        found = torch.autograd.grad(out, parts, gradient)
-        wanted = torch.autograd.grad(expected, parts, gradient[:used])
-        assert all(distance(ours, theirs.float()) <= 2e-3 for ours, theirs in zip(found, wanted, strict=True))
-    assert differ, "no keys were split: the test shows nothing"
-
-
-@pytest.mark.first
-def test_recorded_segments_are_split_by_their_own_lengths():
-    from bridge_cg_plugin.graphs.recordings.capture import capture_graph
-
-    heads, width = HEADS["qwen3_omni"]
-    parts = [torch.randn(2048, heads, width, device="cuda").bfloat16() for _ in range(3)]
-    segments = PackedSegments(offsets_of([512], 4), 1024)
-    attend = partial(packed_attention, segments=segments, scale=width**-0.5, as_alone=True)
-    attend(*parts)
-    graph = torch.cuda.CUDAGraph()
-    with capture_graph(graph, torch.cuda.graph_pool_handle(), torch.cuda.Stream()):
-        found = attend(*parts)
-    for lengths in ([1024, 200, 12], [40, 400], [784, 390, 600, 130], [256]):
-        segments.offsets.copy_(offsets_of(lengths, 4))
-        graph.replay()
-        assert torch.equal(found[: sum(lengths)], in_each_alone(parts, lengths, width**-0.5)), lengths

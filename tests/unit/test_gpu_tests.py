@@ -112,7 +112,7 @@ FIRST = {
     F.VISION: "test_parity.py::test_mixes_replayed_from_one_capture",
     F.VISION_QWEN3_VL: "test_parity.py::test_mixes_replayed_from_one_capture",
     **{
-        feature: f"test_encoders.py::test_exact_kernels_equal_eager_to_the_bit[{name}]"
+        feature: f"test_encoders.py::test_replays_are_as_near_to_fp32_as_eager[exact-{name}]"
         for feature, name in (
             ("vision graphs of Qwen2.5-VL", "qwen25_vl"),
             ("vision graphs of GLM-4.5V", "glm45v"),

@@ -37,7 +37,7 @@ class OneMix:
 tower.start_process()
 found = {}
 for name in NAMES:
-    compared = Comparison(name, replace(ENCODERS[name], mixes=OneMix()), LAYERS, 1, 16)
+    compared = Comparison(name, replace(ENCODERS[name], mixes=OneMix()), LAYERS, 16)
     rounding.clear()
     _, plugin = compared.records(1)
     found[name] = [plugin["fallback"], plugin["forward_rel"], plugin["grad_rel"], list(rounding)]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,10 +19,7 @@ from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
 from bridge_cg_plugin.vision.capture import RecordedKernels
 from bridge_cg_plugin.vision.kernels import cudnn_graphs
-from bridge_cg_plugin.vision.kernels.packed_attention import segment_mask
 from tests.scripts import interpreted
-
-from .hugging_face_towers import new_glm45v
 
 PACKED = (QWEN25_VL, GLM45V, QWEN25_OMNI, QWEN3_OMNI, PIXTRAL)
 
@@ -100,33 +96,6 @@ def test_where_cudnn_attends(gpu, monkeypatch, capsys, machine, reason):
     assert not said if reason is None else f"{refusal}; attention stays PyTorch's" in said
 
 
-@pytest.mark.parametrize(
-    ("kernels", "implementation", "as_alone"),
-    [("exact", "sdpa", True), ("exact", "flash_attention_2", False), ("fast", "sdpa", False)],
-)
-def test_exact_kernels_split_keys_where_eager_lets_pytorch_choose(kernels, implementation, as_alone):
-    module = new_glm45v(depth=1).blocks[0].attn
-    module.config = SimpleNamespace(_attn_implementation=implementation)
-    recorded = RecordedKernels(VisionGraphOptions(impl="transformer_engine", kernels=kernels), GLM45V)
-    with recorded([module]):
-        attends = module.forward.keywords.get("attend")
-    assert (attends is not None and attends.keywords == {"as_alone": True}) == as_alone
-    assert "forward" not in vars(module)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("lengths", "padding"), [([5, 9, 2], 0), ([16], 3), ([1, 30], 11)])
-def test_the_mask_is_upstreams_and_padding_a_segment_of_its_own(lengths, padding, dtype):
-    from transformers.models.pixtral.modeling_pixtral import generate_block_attention_mask
-
-    tokens = sum(lengths) + padding
-    offsets = torch.tensor([0, *lengths, 0, 0]).cumsum(0).to(torch.int32)  # images that are missing
-    found = segment_mask(offsets, tokens, dtype)
-    segments = [*lengths, padding] if padding else lengths
-    assert torch.equal(found, generate_block_attention_mask(segments, torch.zeros(1, tokens, 2, dtype=dtype)))
-    assert found.stride(2) % 8 == 0
-
-
 SCRIPT = """
 import json
 from dataclasses import replace
@@ -182,7 +151,7 @@ parity_encoders.MODES = MODES
 for name in NAMES:
     for mode in MODES_TRIED:
         planned.clear(), rotated.clear(), flashes.clear()
-        compared = Comparison(name, replace(ENCODERS[name], mixes=OneMix()), 2, 1, 16, mode)
+        compared = Comparison(name, replace(ENCODERS[name], mixes=OneMix()), 2, 16, mode)
         captured = len(planned), len(flashes)
         rotated.clear()
         _, plugin = compared.records(1)

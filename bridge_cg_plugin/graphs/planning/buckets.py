@@ -30,11 +30,6 @@ class Bucket(NamedTuple):
         return "/".join(map(str, (self.tokens, *self.limits)))
 
 
-def any_size(tokens: int, capacity: int) -> int:
-    """Return the capacity: every size up to it may share its bucket."""
-    return capacity
-
-
 def raised(limit: int, needed: int) -> int:
     """Return a limit, doubled until it is at least what is needed."""
     while limit < needed:

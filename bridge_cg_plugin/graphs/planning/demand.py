@@ -8,7 +8,7 @@ from typing import Any
 
 from ..fallback import Fallback
 from ..retries import Retry
-from .buckets import GRANULARITY, Bucket, any_size, round_up
+from .buckets import GRANULARITY, Bucket, round_up
 
 # Microbatches that a choice rests on.
 WINDOW = 256
@@ -47,7 +47,6 @@ class Menu:
         exact_below: Shapes of up to this many tokens must fill a bucket exactly.
         capacities: Those that the user named, ascending; empty where all may be recorded.
         weights: How many weights of this rank a token is multiplied with.
-        last_alike: Returns a capacity where it holds a size, which is no larger, else a size before it that does.
     """
 
     buckets_of: Callable[[int, Sequence[Any]], Sequence[Bucket]]
@@ -57,7 +56,6 @@ class Menu:
     exact_below: float = 0
     capacities: tuple[int, ...] = ()
     weights: float = WEIGHTS
-    last_alike: Callable[[int, int], int] = any_size
 
     @property
     def weight(self) -> float:
@@ -86,7 +84,7 @@ class Menu:
         step = math.lcm(GRANULARITY, self.unit)
         rung = math.ceil(math.log(max(tokens / step, 1.0)) / math.log(LADDER) - 1e-9)
         found = [round_up(math.ceil(step * LADDER**rung), step)]
-        return [self.last_alike(tokens, c) for c in ([round_up(tokens, step), *found] if often else found)]
+        return [round_up(tokens, step), *found] if often else found
 
 
 class _Lately:

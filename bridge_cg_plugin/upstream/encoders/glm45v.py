@@ -28,9 +28,8 @@ from .packed_towers import (
     held_as,
     reordering_kernels,
     rotation,
-    row_products,
 )
-from .tower_attention import attending, attending_as_alone, attending_by_cudnn, attending_by_flash, joint_attention
+from .tower_attention import attending, attending_by_cudnn, attending_by_flash, joint_attention
 
 
 class Glm45VEncoder(GridProgram):
@@ -150,8 +149,6 @@ GLM45V = EncoderFamily(
     adapt=Glm45VAdapter,
     kernels=recording_kernels,
     reordering_kernels=reordering_kernels,
-    exact_kernels=attending_as_alone("Glm4vVisionAttention", joint_attention),
-    products=row_products,
     direct_attention=attending_by_cudnn("Glm4vVisionAttention", joint_attention),
     flash_attention=attending_by_flash("Glm4vVisionAttention", joint_attention),
     known_activations=known_activations,

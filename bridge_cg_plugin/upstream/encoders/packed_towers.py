@@ -21,7 +21,6 @@ from ...offload import never_offload
 from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import RecordingKernels, encoder_call
-from ...vision.alike_sizes import RowProduct
 from ...vision.batch import BatchError, HostGrids, VisionBatch, patch_shape, patches_misfit, read_patches, token_count
 from ...vision.encoders.layout import segment_offsets
 from ...vision.kernels.aligned_linear import aligned_linear, is_misaligned
@@ -86,10 +85,6 @@ def refuse_checkpointing(model: UpstreamModule) -> None:
             "false on a vision tower with vision_cuda_graph_impl=transformer_engine",
             "Call gradient_checkpointing_disable() on it: its activations live in the graph's memory.",
         )
-
-
-# Modules of an encoder that multiply a row for each patch.
-OF_PATCHES = ("patch_embed.", "blocks.")
 
 
 class PackedTowerAdapter:
@@ -157,21 +152,6 @@ class PackedTowerAdapter:
     def program(self, exact_below: int, kernels: RecordingKernels) -> RegionProgram:
         """See `EncoderAdapter`."""
         return self.region(self._model, exact_below, kernels)
-
-
-def row_products(model: UpstreamModule) -> Iterator[RowProduct]:
-    """Yield an encoder's products on a GPU: of patches in its layers, of embeddings behind them."""
-    cells = model.config.spatial_merge_size**2
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
-            continue
-        if module.weight.is_cuda and not _is_quantized(module.weight):
-            yield RowProduct.of(module, 1 if name.startswith(OF_PATCHES) else cells)
-
-
-def _is_quantized(weight: Tensor) -> bool:
-    """Whether layers multiply with a weight in ways of their own."""
-    return type(weight.data) is not Tensor or not weight.is_floating_point() or weight.dtype.itemsize == 1
 
 
 def fewer_patches(batch: VisionBatch, misfit: str | None) -> str | None:

@@ -32,7 +32,7 @@ from .packed_towers import (
     reordering_kernels,
     returns_an_object,
 )
-from .tower_attention import Attend, attend, attending, attending_by_cudnn, attending_by_flash, attending_by_mask
+from .tower_attention import Attend, attend, attending, attending_by_cudnn, attending_by_flash
 
 EMBEDDING = 4  # patches: Mistral 3's projector merges 2 x 2 of them
 
@@ -302,6 +302,5 @@ PIXTRAL = EncoderFamily(
     direct_attention=attending_by_cudnn("PixtralAttention", _attention),
     flash_attention=attending_by_flash("PixtralAttention", _attention),
     reordering_kernels=reordering_kernels,
-    exact_kernels=attending_by_mask("PixtralAttention", _attention),
     known_activations=known_activations,
 )

@@ -6,9 +6,9 @@ from ...upstream_types import UpstreamModule
 from ...vision.adapter import EncoderFamily
 from ...vision.kernels.packed_attention import PackedSegments
 from ..kernels.saved_tensors import known_activations
-from .packed_towers import Rotation, held_as, reordering_kernels, row_products
+from .packed_towers import Rotation, held_as, reordering_kernels
 from .qwen25_vl import Qwen25VLAdapter
-from .tower_attention import Attend, attend, attending, attending_as_alone, attending_by_cudnn, attending_by_flash
+from .tower_attention import Attend, attend, attending, attending_by_cudnn, attending_by_flash
 
 
 class Qwen25OmniAdapter(Qwen25VLAdapter):
@@ -49,7 +49,5 @@ QWEN25_OMNI = EncoderFamily(
     direct_attention=attending_by_cudnn("Qwen2_5OmniVisionAttention", separate_attention),
     flash_attention=attending_by_flash("Qwen2_5OmniVisionAttention", separate_attention),
     reordering_kernels=reordering_kernels,
-    exact_kernels=attending_as_alone("Qwen2_5OmniVisionAttention", separate_attention),
-    products=row_products,
     known_activations=known_activations,
 )

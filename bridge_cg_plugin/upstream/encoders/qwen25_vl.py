@@ -21,9 +21,8 @@ from .packed_towers import (
     held_as,
     reordering_kernels,
     rotation,
-    row_products,
 )
-from .tower_attention import attending, attending_as_alone, attending_by_cudnn, attending_by_flash, joint_attention
+from .tower_attention import attending, attending_by_cudnn, attending_by_flash, joint_attention
 
 
 class Qwen25VLEncoder(GridProgram):
@@ -86,7 +85,5 @@ QWEN25_VL = EncoderFamily(
     direct_attention=attending_by_cudnn("Qwen2_5_VLVisionAttention", joint_attention),
     flash_attention=attending_by_flash("Qwen2_5_VLVisionAttention", joint_attention),
     reordering_kernels=reordering_kernels,
-    exact_kernels=attending_as_alone("Qwen2_5_VLVisionAttention", joint_attention),
-    products=row_products,
     known_activations=known_activations,
 )

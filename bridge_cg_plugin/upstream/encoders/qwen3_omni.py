@@ -20,9 +20,8 @@ from .packed_towers import (
     held_as,
     reordering_kernels,
     rotation,
-    row_products,
 )
-from .tower_attention import attending, attending_as_alone, attending_by_cudnn, attending_by_flash, joint_attention
+from .tower_attention import attending, attending_by_cudnn, attending_by_flash, joint_attention
 
 
 class Qwen3OmniEncoder(GridProgram):
@@ -90,7 +89,5 @@ QWEN3_OMNI = EncoderFamily(
     direct_attention=attending_by_cudnn("Qwen3OmniMoeVisionAttention", joint_attention),
     flash_attention=attending_by_flash("Qwen3OmniMoeVisionAttention", joint_attention),
     reordering_kernels=reordering_kernels,
-    exact_kernels=attending_as_alone("Qwen3OmniMoeVisionAttention", joint_attention),
-    products=row_products,
     known_activations=known_activations,
 )

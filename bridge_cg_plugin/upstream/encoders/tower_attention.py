@@ -7,14 +7,12 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...attention_bounds import cudnn_pays
 from ...graphs.instance import every_module
-from ...offload import never_offload
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import OtherAttention, RecordingKernels
-from ...vision.kernels.packed_attention import PackedSegments, packed_attention, segment_mask, taken_apart
+from ...vision.kernels.packed_attention import PackedSegments, packed_attention, taken_apart
 from ..seams.own_code import as_shipped
 from ..wrappers import overridden
 from .direct_attention import FLASH_FROM, Located, flash_attention_refusal, segment_attention_refusal
@@ -34,45 +32,11 @@ def attend(
     rotation: Rotation,
     segments: PackedSegments,
     scale: float,
-    as_alone: bool = False,
 ) -> Tensor:
-    """Attend by PyTorch's kernels; see `Attend` and, for `as_alone`, `packed_attention`."""
-    return packed_attention(*_rotated(projected, rotate, rotation), segments, scale, as_alone)
-
-
-def _rotated(
-    projected: tuple[Tensor, ...], rotate: Callable[..., Any], rotation: Rotation
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values `[tokens, heads, width]`, the first two rotated."""
+    """Attend by PyTorch's kernels; see `Attend`."""
     query, key, value = taken_apart(projected)
-    return *rotation.apply(rotate, query, key), value
-
-
-class _AttendByMask:
-    """Attends to all segments at once, with the mask that upstream gives its layers; see `Attend`."""
-
-    def __init__(self) -> None:
-        self._made: tuple[Tensor, Tensor] | None = None
-
-    def __call__(
-        self,
-        projected: tuple[Tensor, ...],
-        rotate: Callable[..., Any],
-        rotation: Rotation,
-        segments: PackedSegments,
-        scale: float,
-    ) -> Tensor:
-        parts = _rotated(projected, rotate, rotation)
-        mask = self._mask(segments.offsets, parts[0])
-        query, key, value = (part.transpose(0, 1)[None] for part in parts)
-        out = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-        return out[0].transpose(0, 1)
-
-    def _mask(self, offsets: Tensor, query: Tensor) -> Tensor:
-        """Return what is added to products, `[1, 1, tokens, tokens]`; made once for all layers."""
-        if self._made is None or self._made[0] is not offsets:
-            self._made = offsets, never_offload(segment_mask(offsets, query.shape[0], query.dtype))
-        return self._made[1]
+    query, key = rotation.apply(rotate, query, key)
+    return packed_attention(query, key, value, segments, scale)
 
 
 class _AttendByCuDNN:
@@ -146,36 +110,6 @@ def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
             yield
 
     return kernels
-
-
-def attending_as_alone(attention: str, forward: AttentionForward) -> RecordingKernels:
-    """Return kernels with eager's outputs where it attends in each segment alone by PyTorch's choice of kernels.
-
-    Arguments are as of `attending`; entered inside its kernels.
-    """
-    return _as_eager(attention, forward, lambda: partial(attend, as_alone=True))
-
-
-def attending_by_mask(attention: str, forward: AttentionForward) -> RecordingKernels:
-    """Return kernels with eager's outputs where it attends to all segments at once, with a mask, by that choice.
-
-    Arguments are as of `attending`; entered inside its kernels.
-    """
-    return _as_eager(attention, forward, _AttendByMask)
-
-
-def _as_eager(attention: str, forward: AttentionForward, make: Callable[[], Attend]) -> RecordingKernels:
-    @contextmanager
-    def kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
-        chosen = [module for module in every_module(modules) if _attends_by_choice(module)]
-        with attending(attention, partial(forward, attend=make()))(chosen):
-            yield
-
-    return kernels
-
-
-def _attends_by_choice(module: UpstreamModule) -> bool:
-    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
 
 
 def attending_by_cudnn(attention: str, forward: AttentionForward) -> OtherAttention:

@@ -12,7 +12,6 @@ from torch.nn import functional
 from .flash_operator import flash_forward
 
 DTYPES = (torch.bfloat16, torch.float16)
-MASK_ALIGNMENT = 8  # elements, of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +36,7 @@ def taken_apart(projected: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return projected[0].unbind(1) if len(projected) == 1 else projected
 
 
-def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float, as_alone: bool = False
-) -> Tensor:
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: PackedSegments, scale: float) -> Tensor:
     """Attend inside every segment, and nowhere else.
 
     Args:
@@ -47,7 +44,6 @@ def packed_attention(
             dense mask stands in for the kernel.
         segments: Rows behind the last one are padding.
         scale: What the products of queries and keys are multiplied by.
-        as_alone: Whether outputs are to be those of PyTorch's attention in each segment alone, to the bit, on a GPU.
 
     Returns:
         `[tokens, heads, width]`; zero in padding, as are the gradients.
@@ -59,7 +55,7 @@ def packed_attention(
         return _masked(query, key, value, segments.offsets, scale)
     if query.dtype not in DTYPES:
         raise TypeError(f"packed attention takes bf16 or fp16 on a GPU, not {query.dtype}")
-    out: Tensor = _Flash.apply(query, key, value, segments, scale, as_alone)
+    out: Tensor = _Flash.apply(query, key, value, segments, scale)
     return out
 
 
@@ -72,17 +68,11 @@ class _Flash(Function):
         value: Tensor,
         segments: PackedSegments,
         scale: float,
-        as_alone: bool,
     ) -> Tensor:
         from .padding import clear_padding
 
         offsets, largest = segments.offsets, segments.largest
         out, logsumexp, state, unused, _ = flash_forward(query, key, value, offsets, largest, scale)
-        if as_alone:
-            from .split_keys import agrees, split_keys
-
-            if agrees(*query.shape[1:], query.dtype, query.device):
-                split_keys(query, key, value, out, logsumexp, offsets, largest, scale)
         clear_padding(out, offsets)
         ctx.save_for_backward(query, key, value, out, logsumexp, state, unused)
         ctx.segments, ctx.scale = segments, scale
@@ -103,26 +93,7 @@ class _Flash(Function):
         )
         for each in gradients:
             clear_padding(each, offsets)
-        return *gradients, None, None, None
-
-
-def segment_mask(offsets: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
-    """Return what to add to the products of queries and keys so that tokens attend inside their segment.
-
-    Rows behind the last segment are one more.
-
-    Args:
-        offsets: `[segments + 1]` int32 `cu_seqlens`.
-        tokens: Rows.
-        dtype: The mask's.
-
-    Returns:
-        `[1, 1, tokens, tokens]`, zero or the least value; rows lie so that PyTorch's kernels take it without a copy.
-    """
-    segment = _segment_of_each(-(-tokens // MASK_ALIGNMENT) * MASK_ALIGNMENT, offsets)
-    inside = segment[:tokens, None] == segment[None, :]
-    mask = torch.zeros(inside.shape, dtype=dtype, device=offsets.device)
-    return mask.masked_fill_(~inside, torch.finfo(dtype).min)[None, None, :, :tokens]
+        return *gradients, None, None
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: float) -> Tensor:
