@@ -44,7 +44,6 @@ def expected_of(model, modules, *lengths):
     ],
     ids=["attn", "attn,mlp", "experts"],
 )
-@pytest.mark.both_executors
 def test_outputs_and_gradients_are_those_of_parts_that_keep_all(modules, layers, scopes):
     model = new_model(**layers)
     expected = expected_of(model, modules, SMALL, LARGE)

@@ -168,8 +168,8 @@ print(json.dumps(found))
 NAMES = ("glm45v", "ministral3", "qwen25_omni", "qwen3_omni", "qwen25_vl")
 
 
-def run_script(modes, agrees=True):
-    script = SCRIPT.replace("NAMES", repr(NAMES)).replace("MODES_TRIED", repr(modes)).replace("AGREES", repr(agrees))
+def run_script(modes, names=NAMES, agrees=True):
+    script = SCRIPT.replace("NAMES", repr(names)).replace("MODES_TRIED", repr(modes)).replace("AGREES", repr(agrees))
     return json.loads(interpreted(script).splitlines()[-1])
 
 
@@ -207,7 +207,7 @@ def test_exact_kernels_keep_pytorchs(found, name):
 
 
 def test_without_flash_attention_that_computes_the_same_attention_is_as_by_default():
-    for name, one in run_script(("plugin_flash", "plugin_fast_flash"), agrees=False).items():
+    for name, one in run_script(("plugin_flash", "plugin_fast_flash"), NAMES[:1], agrees=False).items():
         assert_equals_eager(one)
         assert bool(one["called"][0]) == name.endswith("fast_flash") and not one["called"][1]
 
