@@ -87,8 +87,8 @@ TABLES = (
     Table(
         "Other encoders",
         "encoders.jsonl",
-        "Forward plus backward at full size. Records of Hugging Face's encoders with exact kernels, bit-equal here, are "
-        "from before\n2026-11-29: since then these are [near fp32](../encoders.md).",
+        "Forward plus backward at full size. Records of Hugging Face's encoders with exact kernels, bit-equal here, "
+        "are from\nbefore 2026-11-29: since then these are [near fp32](../encoders.md).",
         (
             EAGER_MS,
             Column("default ms", "ms", ("plugin_fast",)),

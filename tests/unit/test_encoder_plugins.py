@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.upstream.encoders import registry
 from bridge_cg_plugin.upstream.seams import encoder_group
 
-from .mean_encoder import ENCODER, PATCHES, WIDTH, MeanTower
+from .mean_encoder import ENCODER, PATCHES, WIDTH, MeanProgram, MeanTower
 from .towers import graphs_on, new_tower, poison
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +72,14 @@ def test_it_is_found_in_a_model_once_its_package_is_installed(installed):
     found = registry.find_encoder([torch.nn.Identity(), model])
     assert (found.model, found.holder, found.family.name) == (model.eyes, model, "MeanTower")
     assert registry.find_encoder(new_tower()).family.name == "Qwen3-VL"
+
+
+def test_a_program_that_returns_no_tuple_is_named(installed, monkeypatch):
+    installed()
+    monkeypatch.setattr(MeanProgram, "forward", lambda self, buffers, bucket: self.model.first(buffers["images"]))
+    said = "mean_encoder: its forward returned a Tensor, not a tuple of tensors"
+    with pytest.raises(CaptureError, match=said), graphs_on(MeanModel(), buckets=BUCKETS):
+        pass
 
 
 def test_its_replays_equal_eager_to_the_bit(installed):

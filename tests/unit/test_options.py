@@ -1,6 +1,7 @@
 import dataclasses
 from enum import Enum
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy
 import pytest
@@ -265,18 +266,18 @@ def test_a_refusal_shows_the_value_as_it_was_given(option, value):
     assert f"{PROVIDER_FIELDS[option]}={value!r}" in str(caught.value)
 
 
-KINDS = {
-    "impl": str, "scope": tuple, "max_seq_length": int, "buckets": (tuple, str), "slots": (int, str),
-    "max_frames": (int, str), "buckets_max_gb": float, "exact_below": int, "evaluation": bool, "strict": bool,
-    "check_interval": int, "check_tolerance": float, "check_action": str, "kernels": str, "attention": str,
-    "deepstack_gradient_allreduce": bool,
-    "gradient_accumulation_fusion": bool, "cost_fallback": bool,
-    "offload": tuple, "recompute": tuple, "offload_above_gb": float, "offload_min_bytes": int,
-}  # fmt: skip
+def kinds_of(hint):
+    """Yield the classes of the values that an annotation allows, besides None."""
+    if get_origin(hint) in (Union, UnionType):
+        for each in get_args(hint):
+            yield from kinds_of(each)
+    elif get_origin(hint) is Literal:
+        yield from map(type, get_args(hint))
+    elif hint is not NoneType:
+        yield get_origin(hint) or hint
 
 
-def test_the_kind_of_every_option_is_known():
-    assert KINDS.keys() == _PARSERS.keys()
+KINDS = {name: tuple(kinds_of(hint)) for name, hint in get_type_hints(VisionGraphOptions).items()}
 
 
 @given(

@@ -62,6 +62,7 @@ def graphs_on(model, capture: bool = True, executor=None, **options):
         options=VisionGraphOptions(**{**DEFAULTS, **options}),
         executor=executor or new_executor(),
     )
+    assert helper.graphs is not None, f"{type(model).__name__} holds no encoder that is declared"
     try:
         if capture:
             helper.create_cudagraphs()

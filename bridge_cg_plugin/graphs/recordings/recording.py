@@ -161,6 +161,8 @@ class RegionBody:
                     # No leaf, as what an earlier module returns: autocast keeps the casts of leaves.
                     buffers[name] = leaves[-1].view_as(leaves[-1])
             outputs = self._program.forward(buffers, self._bucket)
+        if not isinstance(outputs, tuple):
+            raise TypeError(f"{self.name}: its forward returned a {type(outputs).__name__}, not a tuple of tensors")
         self._live = (list(map(self._root, outputs)), leaves, aliases)
         return tuple(self._at_border(f"output:{i}", output.detach()) for i, output in enumerate(outputs))
 
