@@ -12,6 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
+from itertools import compress
 from threading import get_ident
 from types import BuiltinMethodType, CodeType, FrameType, MethodType
 from typing import Any
@@ -25,8 +26,10 @@ from torch.utils._pytree import tree_leaves
 from ...announce import LOGGER
 from ..changes.model_watch import ModelWatch
 from ..changes.tables import PARTS
+from ..changes.values import tensors_in
 from ..errors import Refused, named
 from ..fallback import Fallback
+from ..instance import every_module
 
 # Objects between a tensor and a module or a global, at most.
 DEPTH = 8
@@ -38,7 +41,9 @@ PASSING = (types.FrameType, types.TracebackType, types.GeneratorType, types.Coro
 
 def tensors_of_storages(storages: Set[int]) -> list[Tensor]:
     """Return the tensors of this process, as Python has them, whose memory is one of some storages."""
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    objects = gc.get_objects()  # a million and more: no line of Python for each
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
+    tensors = compress(objects, map(kinds.__contains__, map(type, objects)))
     return [each for each in tensors if _storage(each) in storages]
 
 
@@ -59,7 +64,9 @@ def holder_of(tensors: Sequence[Tensor], watch: ModelWatch) -> str | None:
     names = {id(tensor): "" for tensor in tensors}
     values: list[Any] = list(tensors)
     seen, own = {id(tensors), *names}, OWN | watch.exempt.packages
-    for _ in range(DEPTH if tensors else 0):
+    for _ in range(DEPTH):
+        if not values:  # each look for referrers takes a tenth of a second, also for those of nothing
+            break
         seen.add(id(values))
         holders = gc.get_referrers(*values)
         seen.add(id(holders))
@@ -228,6 +235,13 @@ def _state(generator: Any) -> object:
         return object()
 
 
+def _kept_by_upstream(watch: ModelWatch) -> set[int]:
+    """Return the storages that objects of upstream's keep in attributes of modules; found without a look for holders."""
+    values = (value for module in every_module(watch.roots) for value in vars(module).values())
+    own = (value for value in values if _package(value, None) in watch.exempt.packages and hasattr(value, "__dict__"))
+    return {_storage(tensor) for value in own for tensor in tensors_in([*vars(value).values()])}
+
+
 @contextmanager
 def watched_pass(watch: ModelWatch, generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Look at a pass inside, at whose end all that it computed is let go of.
@@ -250,7 +264,7 @@ def watched_pass(watch: ModelWatch, generators: Sequence[torch.Generator]) -> It
         return
     if draws := operations.draws + others.draws():
         raise Refused(Fallback.DRAWS_ON_HOST, draws[0])
-    if not (left := operations.left()):
+    if not (left := operations.left() - _kept_by_upstream(watch)):
         return
     gc.unfreeze()  # Python finds no referrers among frozen objects; to freeze again would keep all that is there now
     where = holder_of(tensors_of_storages(left), watch)
