@@ -236,7 +236,7 @@ def _state(generator: Any) -> object:
 
 
 def _kept_by_upstream(watch: ModelWatch) -> set[int]:
-    """Return the storages that objects of upstream's keep in attributes of modules; found without a look for holders."""
+    """Return the storages that objects of upstream's keep in attributes of modules, without a look for holders."""
     values = (value for module in every_module(watch.roots) for value in vars(module).values())
     own = (value for value in values if _package(value, None) in watch.exempt.packages and hasattr(value, "__dict__"))
     return {_storage(tensor) for value in own for tensor in tensors_in([*vars(value).values()])}
