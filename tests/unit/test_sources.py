@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bridge_cg_plugin.graphs.changes.contents import Held
 from bridge_cg_plugin.graphs.changes.model_watch import ModelWatch
 from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
@@ -117,6 +118,15 @@ def test_what_takes_the_place_of_a_followed_dict_is_followed(replace, change):
     assert region.statistics.replays
     change(model)
     assert region.run(x) is None
+
+
+def test_an_element_that_moves_to_the_next_container_is_a_change():
+    element = object()
+    holder = {"one": [element], "other": []}
+    held = Held([holder])
+    assert held.changed() == set()
+    holder["other"].append(holder["one"].pop())
+    assert held.changed() == {id(holder)}
 
 
 def test_a_list_with_the_same_values_is_no_change():

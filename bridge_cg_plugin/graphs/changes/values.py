@@ -2,7 +2,7 @@
 
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import lru_cache, partial
@@ -74,14 +74,17 @@ class _Read:
 
     __slots__ = ("_read",)
 
-    def __init__(self, read: Callable[[], Iterable[Any]]) -> None:
+    def __init__(self, read: Callable[[], Sequence[Any]]) -> None:
         self._read = read
+
+    def __len__(self) -> int:
+        return len(self._read())
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._read())
 
 
-def readers(value: Any) -> tuple[Iterable[Any], ...]:
+def readers(value: Any) -> tuple[Collection[Any], ...]:
     """Return what gives the elements of a container, an object or an array whenever it is iterated; none for others.
 
     Elements come in an order that stays.
