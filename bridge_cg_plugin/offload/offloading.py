@@ -14,8 +14,7 @@ from ..graphs.recordings.activations import Activations
 from ..graphs.recordings.executor import Executor
 from ..graphs.recordings.recording import RegionBody
 from ..graphs.workload import Manager
-from ..options import OFFLOAD_MODULES, RECOMPUTE, ActivationOptions
-from ..options.offload import moves_activations
+from ..options import OFFLOAD_MODULES, RECOMPUTE, CapturedOptions
 from .host_memory import GIB, PinnedMemory, Plain
 from .inventory import Group, Inventory, starts_of
 from .measure import measured_costs
@@ -47,7 +46,7 @@ class Policy:
     fields: Mapping[str, str] = field(default_factory=Plain)
 
 
-def policy_of(options: ActivationOptions, fields: Mapping[str, str]) -> Policy:
+def policy_of(options: CapturedOptions, fields: Mapping[str, str]) -> Policy:
     """Return what options ask for. A memory target may use everything that they do not rule out.
 
     Args:
@@ -234,7 +233,7 @@ class RegionOffloading:
         self._pinned.check(max(needed - self._pinned.nbytes, 0))
 
 
-def offloading_of(options: ActivationOptions, fields: Mapping[str, str], manager: Manager) -> RegionOffloading | None:
+def offloading_of(options: CapturedOptions, fields: Mapping[str, str], manager: Manager) -> RegionOffloading | None:
     """Return what keeps a region's activations, None where they stay in the graphs' memory.
 
     Args:
@@ -242,7 +241,7 @@ def offloading_of(options: ActivationOptions, fields: Mapping[str, str], manager
         fields: Option -> the name that users know it by.
         manager: Whose executor records the region, in as many slots as it has.
     """
-    if not moves_activations(options):
+    if not options.moves_activations:
         return None
     return RegionOffloading(policy_of(options, fields), manager.slots, manager.executor.device)
 

@@ -15,7 +15,7 @@ from .language_model import (
 )
 from .migration import ENUM, MIGRATIONS, check_deprecated_scope
 from .normalization import as_fields, graph_options, normalize
-from .offload import OFFLOAD_FIELDS, OFFLOAD_MODULES, RECOMPUTE, ActivationOptions, OffloadOptions
+from .offload import OFFLOAD_FIELDS, OFFLOAD_MODULES, RECOMPUTE, CapturedOptions, OffloadOptions
 from .packed import PACKED_FIELDS, PackedOptions, packed_options
 from .vision import (
     CHECK_ACTIONS,
@@ -35,7 +35,7 @@ __all__ = [
     "PROVIDER_FIELDS",
     "RECOMPUTE",
     "SCOPE_FIELD",
-    "ActivationOptions",
+    "CapturedOptions",
     "CudaGraphModule",
     "Facts",
     "GraphOptionWarning",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal
 
 from .declaration import Group, option
 from .values import Parser, flag, known_names, positive_number, real_number, some_of, whole_number, words
@@ -12,24 +12,45 @@ OFFLOAD_MODULES = ("attention", "mlp", "layernorm", "merger", "other")
 RECOMPUTE = ("layernorm", "gelu", "linear")
 
 
-class ActivationOptions(Protocol):
-    """The options that say where a region's activations are, declared by the functions below."""
+class CapturedOptions:
+    """What options of vision graphs and of packs have in common.
+
+    Attributes:
+        buckets: Token counts, or "auto".
+        grows: Whether named buckets, too, are captured when microbatches ask for them. No option.
+        offload: Parts whose activations go to the host.
+        recompute: What the backward recomputes.
+        offload_above_gb: Device memory of a slot in GiB to keep to.
+        offload_min_bytes: Smallest activation that leaves.
+    """
+
+    __slots__ = ()
+    buckets: tuple[int, ...] | Literal["auto"]
+    grows: bool
+    offload: tuple[str, ...] | None
+    recompute: tuple[str, ...] | None
+    offload_above_gb: float | None
+    offload_min_bytes: int
 
     @property
-    def offload(self) -> tuple[str, ...] | None:
-        """Parts whose activations go to the host."""
+    def named_buckets(self) -> tuple[int, ...]:
+        """The buckets that are named; none of automatic ones."""
+        return () if self.buckets == "auto" else self.buckets
 
     @property
-    def recompute(self) -> tuple[str, ...] | None:
-        """What the backward recomputes."""
+    def on_demand(self) -> bool:
+        """Whether buckets are recorded when microbatches ask for them."""
+        return self.grows or self.buckets == "auto"
 
     @property
-    def offload_above_gb(self) -> float | None:
-        """Device memory of a slot in GiB to keep to."""
+    def offloads(self) -> bool:
+        """Whether activations may be copied to the host."""
+        return bool(self.offload) or self.offload_above_gb is not None
 
     @property
-    def offload_min_bytes(self) -> int:
-        """Smallest activation that leaves."""
+    def moves_activations(self) -> bool:
+        """Whether activations are offloaded or recomputed."""
+        return self.offloads or bool(self.recompute)
 
 
 def offload_option(details: str = "") -> Any:
@@ -68,16 +89,6 @@ def offload_above_option(details: str = "") -> Any:
 def offload_min_bytes_option() -> Any:
     """Declare the smallest activation that is offloaded or recomputed."""
     return option(1 << 20, whole_number(0), "BYTES", "smallest activation that is offloaded or recomputed", tuning=True)
-
-
-def moves_activations(options: ActivationOptions) -> bool:
-    """Whether activations are offloaded or recomputed."""
-    return offloads(options) or bool(options.recompute)
-
-
-def offloads(options: ActivationOptions) -> bool:
-    """Whether activations may be copied to the host."""
-    return bool(options.offload) or options.offload_above_gb is not None
 
 
 MODULES = (

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from .declaration import Group, option
 from .errors import OptionError
 from .offload import (
-    moves_activations,
+    CapturedOptions,
     offload_above_option,
     offload_min_bytes_option,
     offload_option,
@@ -16,12 +16,8 @@ from .values import capacities, flag, whole_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedOptions:
-    """Packed-sequence graphs, typed. What each option means is in its declaration.
-
-    Attributes:
-        grows: Whether named buckets, too, are captured when packs ask for them. No option.
-    """
+class PackedOptions(CapturedOptions):
+    """Packed-sequence graphs, typed. What each option means is in its declaration."""
 
     max_packed_seqs: int | Literal["auto"] | None = option(
         None,
@@ -69,21 +65,6 @@ class PackedOptions:
     def enabled(self) -> bool:
         """Whether packed-sequence graphs are asked for."""
         return self.max_packed_seqs is not None
-
-    @property
-    def named_buckets(self) -> tuple[int, ...]:
-        """The buckets that are named; none of automatic ones."""
-        return () if self.buckets == "auto" else self.buckets
-
-    @property
-    def on_demand(self) -> bool:
-        """Whether buckets are recorded when packs ask for them."""
-        return self.grows or self.buckets == "auto"
-
-    @property
-    def moves_activations(self) -> bool:
-        """Whether activations are offloaded or recomputed."""
-        return moves_activations(self)
 
 
 PACKED = Group(name="packed", kind=PackedOptions, prefix="cuda_graph_packed_")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from .declaration import Group, option
 from .errors import OptionError
 from .offload import (
-    moves_activations,
+    CapturedOptions,
     offload_above_option,
     offload_min_bytes_option,
     offload_option,
@@ -30,11 +30,10 @@ _SCOPE = Parser("attn, mlp, both, or empty", _parse_scope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VisionGraphOptions:
+class VisionGraphOptions(CapturedOptions):
     """Options of the vision encoder, nearly all of its CUDA graphs, typed. What each means is in its declaration.
 
     Attributes:
-        grows: Whether named buckets, too, are captured when microbatches ask for them. No option.
         streams: Streams that a graph's kernels run on. No option. With 2, weight gradients run in parallel with other
             kernels; "auto" is 2 for buckets of up to 4096 tokens whose activations stay on the device, else 1.
     """
@@ -207,21 +206,6 @@ class VisionGraphOptions:
     def enabled(self) -> bool:
         """Whether vision graphs are asked for."""
         return self.impl != "none"
-
-    @property
-    def named_buckets(self) -> tuple[int, ...]:
-        """The buckets that are named; none of automatic ones."""
-        return () if self.buckets == "auto" else self.buckets
-
-    @property
-    def on_demand(self) -> bool:
-        """Whether buckets are recorded when microbatches ask for them."""
-        return self.grows or self.buckets == "auto"
-
-    @property
-    def moves_activations(self) -> bool:
-        """Whether activations are offloaded or recomputed."""
-        return moves_activations(self)
 
 
 # Options that have an effect without graphs too.

@@ -69,7 +69,7 @@ def _fields(kind: type) -> tuple[str, ...] | None:
     return named if named or kind.__dictoffset__ else None
 
 
-class _Read:
+class _Read(Collection[Any]):
     """What a function returns, read again by every iteration."""
 
     __slots__ = ("_read",)
@@ -79,6 +79,9 @@ class _Read:
 
     def __len__(self) -> int:
         return len(self._read())
+
+    def __contains__(self, element: object) -> bool:
+        return element in self._read()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._read())

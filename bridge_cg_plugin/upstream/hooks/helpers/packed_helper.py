@@ -14,7 +14,6 @@ from ....language.packed.workload import PackedWorkload, ShapeExchange
 from ....options import PackedOptions, check_options, facts_of, packed_options
 from ....options.migration import module_names
 from ....options.normalization import options_of
-from ....options.offload import offloads
 from ....options.sources import collect
 from ...decoder.block import TransformerBlockFamily
 from ...decoder.context_exchange import levels
@@ -148,7 +147,7 @@ class DecoderHelper(GraphHelper):
         )
         workload = PackedWorkload(options, modules, family, PACK_OFFSETS, _shape_exchange(decoder, experts))
         counted = in_flight if options.slots == "auto" else None
-        records = executor or _executor(decoder, experts, releasable, offloads(options))
+        records = executor or _executor(decoder, experts, releasable, options.offloads)
         self._take(GraphManager(decoder, workload, records, surroundings), counted, order)
 
 

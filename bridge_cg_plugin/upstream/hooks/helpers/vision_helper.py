@@ -11,7 +11,6 @@ from ....graphs.manager import GraphManager
 from ....graphs.piece import Surroundings
 from ....graphs.recordings.executor import Executor
 from ....options import VisionGraphOptions, audio_options, check_combinations, vision_options
-from ....options.offload import offloads
 from ....vision.workload import VisionWorkload
 from ...encoders.registry import FoundEncoder, find_encoder
 from ...environment import check_process
@@ -109,7 +108,7 @@ class VisionTECudaGraphHelper(GraphHelper):
             shared=shared,
             side_stream=side_stream,
             releasable=releasable,
-            replays_aside=offloads(self.options),
+            replays_aside=self.options.offloads,
         )
 
 
