@@ -18,7 +18,6 @@ from .normalization import as_fields, graph_options, normalize
 from .offload import OFFLOAD_FIELDS, OFFLOAD_MODULES, RECOMPUTE, CapturedOptions, OffloadOptions
 from .packed import PACKED_FIELDS, PackedOptions, packed_options
 from .vision import (
-    CHECK_ACTIONS,
     PROVIDER_FIELDS,
     SCOPE_FIELD,
     VisionGraphOptions,
@@ -27,7 +26,6 @@ from .vision import (
 )
 
 __all__ = [
-    "CHECK_ACTIONS",
     "MIGRATIONS",
     "OFFLOAD_FIELDS",
     "OFFLOAD_MODULES",

@@ -15,7 +15,6 @@ from .offload import (
 from .values import Parser, capacities, flag, known_names, one_of, positive_number, whole_number, words
 
 SCOPE = ("attn", "mlp")
-CHECK_ACTIONS = ("warn", "stop")
 # Offsets of frames are 32-bit integers.
 MOST_TOKENS = 2**31 - 1
 _OFFSETS = "Offsets of tokens are 32-bit integers."
@@ -167,7 +166,13 @@ class VisionGraphOptions(CapturedOptions):
     evaluation: bool = option(
         True, flag, "BOOL", "run evaluation on graphs too", "These graphs are forward-only", tuning=True
     )
-    strict: bool = option(False, flag, "BOOL", "a failed capture stops the run", "Otherwise the run continues eager")
+    strict: bool = option(
+        False,
+        flag,
+        "BOOL",
+        "a failed capture or check stops the run",
+        "Otherwise the run goes on",
+    )
     check_interval: int = option(
         0,
         whole_number(0),
@@ -181,13 +186,6 @@ class VisionGraphOptions(CapturedOptions):
         "largest relative difference that the check accepts",
         "In the L2 norm, for outputs and for the gradient of each parameter. Encoders that are [as near to "
         "fp32](encoders.md) as eager but not bit-equal need 0.15: their gradients differ by up to 0.1",
-        tuning=True,
-    )
-    check_action: Literal["warn", "stop"] = option(
-        "warn",
-        one_of(CHECK_ACTIONS),
-        "ACTION",
-        "when the check fails: warn or stop",
         tuning=True,
     )
     deepstack_gradient_allreduce: bool = option(

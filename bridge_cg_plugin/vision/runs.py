@@ -242,8 +242,8 @@ class EncoderRuns:
     def _checked(self, region: Region, batch: EncoderBatch) -> tuple[Tensor, ...] | None:
         """Replay a batch and compare it with eager."""
         options, step = self._options, self._manager.step_number
-        stop = options.check_action == "stop"
-        check = ReplayCheck(self._run, self._manager.undone, options.check_tolerance, stop, self.checks)
+        undone, tolerance, stop = self._manager.undone, options.check_tolerance, options.strict
+        check = ReplayCheck(self._run, undone, tolerance, stop, self.checks)
         check.start(step, batch)
         outputs = region.run(batch, check)
         if outputs is not None:

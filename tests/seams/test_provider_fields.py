@@ -44,7 +44,6 @@ VALUES = {
     "strict": True,
     "check_interval": 7,
     "check_tolerance": 0.25,
-    "check_action": "stop",
     "deepstack_gradient_allreduce": True,
 }
 TUNING = {one.name for one in VISION.tuned}

@@ -11,7 +11,7 @@ from .test_gradients import DataParallel
 from .towers import assert_close, forward, graphs_on, loss_of, new_tower
 
 ROWS = [[1, 6, 4], [3, 4, 2], [1, 2, 8]]
-STRICT = {"check_interval": 1, "check_tolerance": 1e-4, "check_action": "stop"}
+STRICT = {"check_interval": 1, "check_tolerance": 1e-4}
 
 
 def corrupt_inputs(graphs):
@@ -87,7 +87,7 @@ def test_a_check_leaves_buffers_and_random_states_as_replays_do():
 
 
 def test_a_wrong_replay_warns_and_goes_on(caplog):
-    with graphs_on(new_tower(), check_interval=1, check_tolerance=1e-4) as graphs:
+    with graphs_on(new_tower(), check_interval=1, check_tolerance=1e-4, strict=False) as graphs:
         corrupt_inputs(graphs)
         with caplog.at_level(logging.WARNING, "bridge_cg_plugin"):
             train_step(graphs)

@@ -276,7 +276,7 @@ def test_buckets_come_from_warm_up(case):
 @two_encoders
 def test_the_run_time_check_passes(case):
     model = case.new()
-    with graphs_on(model, check_interval=1, check_tolerance=1e-5, check_action="stop", **case.largest) as graphs:
+    with graphs_on(model, check_interval=1, check_tolerance=1e-5, **case.largest) as graphs:
         for size in case.sizes[:3]:
             graphs.begin_step()
             case.results(model, size)

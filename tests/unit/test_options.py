@@ -132,8 +132,6 @@ ACCEPTED = [
     ("check_interval", "100", 100),
     ("check_tolerance", 0.1, 0.1),
     ("check_tolerance", "1e-3", 0.001),
-    ("check_action", "warn", "warn"),
-    ("check_action", "stop", "stop"),
 ]
 
 
@@ -216,9 +214,6 @@ REFUSED = [
     ("check_tolerance", "nan"),
     ("check_tolerance", -0.1),
     ("check_tolerance", False),
-    ("check_action", "panic"),
-    ("check_action", True),
-    ("check_action", []),
 ]
 
 
