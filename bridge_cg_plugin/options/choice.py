@@ -26,8 +26,8 @@ class ChoiceOptions:
         Parser(one_of(SETTINGS).allowed, _parse),
         "HOW",
         "every graph that the model supports: exact, fastest or off",
-        "`exact` rounds outputs and gradients as eager does, packs as eager on as many rows. `fastest` also uses "
-        "kernels that round gradients differently, and outputs of "
+        "`exact` rounds outputs and gradients as eager does, packs as eager on as many rows, encoders that are "
+        "[near fp32](encoders.md) aside. `fastest` also uses kernels that round gradients differently, and outputs of "
         "[some encoders](encoders.md#what-differs-by-encoder). Both set only fields that are not set. Parts that "
         "cannot be captured stay eager, and the log gives the reason. None sets no field",
         field=SETTING,

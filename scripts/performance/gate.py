@@ -20,9 +20,11 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
-# The checkout that a process is of is where it runs.
-sys.path.insert(0, os.getcwd())
+ROOT = Path(__file__).resolve().parents[2]
+# The checkout that a side's process is of is where it runs.
+sys.path.insert(0, os.getcwd() if "--answer" in sys.argv else str(ROOT))
 
+from bridge_cg_plugin.cli.runs.recipe import free_port
 from scripts.performance.measure import Run, collect, median_times
 from scripts.performance.words import at_least, names_of
 from tests.models.workloads import CASES as IMAGES
@@ -47,7 +49,8 @@ class Side:
         self.checkout = checkout
         reading, writing = os.pipe()
         command = [sys.executable, str(Path(__file__).resolve()), "--answer", str(writing)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")])}
+        path = os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, "MASTER_PORT": str(free_port())}
         self.process = subprocess.Popen(
             command, cwd=checkout, env=environment, pass_fds=[writing], stdin=subprocess.PIPE, stdout=2, text=True
         )
@@ -116,15 +119,15 @@ def captured(case: str) -> Iterator[tuple[Run, float]]:
 
 
 def answer_questions(say: Callable[[Any], None]) -> None:
-    """Measure as the lines of standard input ask."""
+    """Measure as the lines of standard input ask; training begins in a process that has run nothing else."""
     from tests.models import tower
 
-    tower.start_process()
     for line in sys.stdin:
         case = line.split()[1]
         if case == STEP:
             train_in_turns(say)
-            continue
+            return
+        tower.start_process()
         with captured(case) as (run, difference):
             say(difference)
             while sys.stdin.readline().strip() == "time":
@@ -187,11 +190,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             answer_questions(say)
         return 0
-    sides = [Side(args.base.resolve()), Side(Path.cwd())]
-    for case in args.cases:
-        print(compare(sides, case, int(TRAINING[1]) if case == STEP else args.rounds), flush=True)
-    for side in sides:
-        side.process.communicate()
+    for cases in filter(None, ([case for case in args.cases if case != STEP], [STEP] * (STEP in args.cases))):
+        sides = [Side(args.base.resolve()), Side(ROOT)]
+        for case in cases:
+            print(compare(sides, case, int(TRAINING[1]) if case == STEP else args.rounds), flush=True)
+        for side in sides:
+            side.process.communicate()
     return 0
 
 

@@ -7,7 +7,6 @@ import pytest
 from tests.gpu.trainings import Training
 
 BUCKETS = ("vision_cuda_graph_buckets=[2304,4608]", "vision_cuda_graph_strict=true")
-# Layer graphs have a pool for every layer, each with its own attention workspace.
 FEW = ("vision_cuda_graph_buckets=[1024,2304]", "vision_cuda_graph_tuning.max_frames=16")
 CHECKED = ("vision_cuda_graph_check_interval=2", "vision_cuda_graph_strict=true")
 LARGEST = "max_vision_cuda_graph_seq_length=4608"

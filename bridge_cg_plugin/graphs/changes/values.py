@@ -70,15 +70,20 @@ def _fields(kind: type) -> tuple[str, ...] | None:
 
 
 class _Read(Collection[Any]):
-    """What a function returns, read again by every iteration."""
+    """What a function returns, read again by every iteration.
 
-    __slots__ = ("_read",)
+    Args:
+        read: The function.
+        length: Of what it returns, where that stays.
+    """
 
-    def __init__(self, read: Callable[[], Sequence[Any]]) -> None:
-        self._read = read
+    __slots__ = ("_length", "_read")
+
+    def __init__(self, read: Callable[[], Sequence[Any]], length: int | None = None) -> None:
+        self._read, self._length = read, length
 
     def __len__(self) -> int:
-        return len(self._read())
+        return len(self._read()) if self._length is None else self._length
 
     def __contains__(self, element: object) -> bool:
         return element in self._read()
@@ -96,18 +101,18 @@ def readers(value: Any) -> tuple[Collection[Any], ...]:
     if plain(value):
         return ()
     if issubclass(kind, dict):
-        return value.keys(), value.values()
+        return dict.keys(value), dict.values(value)  # live, whatever a subclass makes of them
     if issubclass(kind, (*_SEQUENCES, *_SETS)):
         return (value,)
     if kind is partial:
         return (_Read(lambda: (value.func, *value.args, *value.keywords, *value.keywords.values())),)
     if hasattr(kind, "__array_interface__"):
-        return (_Read(lambda: (value.tobytes(),)),) if value.nbytes <= MOST_BYTES else ()
+        return (_Read(lambda: (value.tobytes(),), 1),) if value.nbytes <= MOST_BYTES else ()
     of_any: Any = kind
     slots = _fields(of_any)
     if slots is None:
         return ()
-    read = (_Read(lambda: [getattr(value, name, MISSING) for name in slots]),) if slots else ()
+    read = (_Read(lambda: [getattr(value, name, MISSING) for name in slots], len(slots)),) if slots else ()
     return (vars(value).values(), *read) if hasattr(value, "__dict__") else read
 
 

@@ -26,10 +26,8 @@ from torch.utils._pytree import tree_leaves
 from ...announce import LOGGER
 from ..changes.model_watch import ModelWatch
 from ..changes.tables import PARTS
-from ..changes.values import tensors_in
 from ..errors import Refused, named
 from ..fallback import Fallback
-from ..instance import every_module
 
 # Objects between a tensor and a module or a global, at most.
 DEPTH = 8
@@ -235,13 +233,6 @@ def _state(generator: Any) -> object:
         return object()
 
 
-def _kept_by_upstream(watch: ModelWatch) -> set[int]:
-    """Return the storages that objects of upstream's keep in attributes of modules, without a look for holders."""
-    values = (value for module in every_module(watch.roots) for value in vars(module).values())
-    own = (value for value in values if _package(value, None) in watch.exempt.packages and hasattr(value, "__dict__"))
-    return {_storage(tensor) for value in own for tensor in tensors_in([*vars(value).values()])}
-
-
 @contextmanager
 def watched_pass(watch: ModelWatch, generators: Sequence[torch.Generator]) -> Iterator[None]:
     """Look at a pass inside, at whose end all that it computed is let go of.
@@ -264,7 +255,7 @@ def watched_pass(watch: ModelWatch, generators: Sequence[torch.Generator]) -> It
         return
     if draws := operations.draws + others.draws():
         raise Refused(Fallback.DRAWS_ON_HOST, draws[0])
-    if not (left := operations.left() - _kept_by_upstream(watch)):
+    if not (left := operations.left()):
         return
     gc.unfreeze()  # Python finds no referrers among frozen objects; to freeze again would keep all that is there now
     where = holder_of(tensors_of_storages(left), watch)

@@ -194,8 +194,10 @@ def is_shipped(module: str, function: Any) -> bool:
     return function is not None and any(shipped(module, target) is function for target in CONTRACT[module])
 
 
-def _entries(registry: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return what a registry of functions holds, those of one object behind those of all."""
+def _entries(registry: Any) -> Any:
+    """Return what a registry of functions holds, those of one object behind those of all; of no registry itself."""
+    if not hasattr(registry, "items"):
+        return registry
     parts = [getattr(registry, name, None) for name in ("_global_mapping", "_local_mapping")]
     found = chain.from_iterable(registry.items() if part is None else part.items() for part in parts)
     return tuple(found)

@@ -9,8 +9,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from .flash_operator import flash_forward
-
 DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -72,7 +70,10 @@ class _Flash(Function):
         from .padding import clear_padding
 
         offsets, largest = segments.offsets, segments.largest
-        out, logsumexp, state, unused, _ = flash_forward(query, key, value, offsets, largest, scale)
+        made: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
+            query, key, value, offsets, offsets, largest, largest, 0.0, False, False, scale=scale
+        )
+        out, logsumexp, state, unused, _ = made
         clear_padding(out, offsets)
         ctx.save_for_backward(query, key, value, out, logsumexp, state, unused)
         ctx.segments, ctx.scale = segments, scale
