@@ -15,6 +15,8 @@ from .values import MISSING, NESTED, elements, plain, readers
 UNWATCHED = (list, set)
 # The most containers and objects that are looked at inside one value.
 MOST_INSIDE = 256
+# Behind the elements of each.
+END = (object(),)
 
 
 class Held:
@@ -34,7 +36,9 @@ class Held:
         ]
         self._owners, self._readers = [number for number, _ in read], [reader for _, reader in read]
         self._first = self.now()
-        self._elements, self._lengths = list(chain.from_iterable(self._first)), list(map(len, self._first))
+        # Where one ends counts: an element may move to the next.
+        self._joined = tuple(chain.from_iterable((reader, END) for reader in self._readers))
+        self._elements = list(chain.from_iterable(self._joined))
 
     def now(self) -> list[list[Any]]:
         """Return what is held, container by container."""
@@ -42,15 +46,11 @@ class Held:
 
     def changed(self, before: Sequence[Sequence[Any]] | None = None) -> set[int]:
         """Return the identities of those values that hold another object than before, or than at first."""
-        if before is None and self._is_as_first():
+        # Before every replay outside of steps: no line of Python for each, and little memory.
+        if before is None and _same(list(chain.from_iterable(self._joined)), self._elements):
             return set()
         found = zip(self._owners, self.now(), self._first if before is None else before, strict=True)
         return {owner for owner, elements, earlier in found if not _same(elements, earlier)}
-
-    def _is_as_first(self) -> bool:
-        # Before every replay outside of steps: no line of Python for each, and little memory.
-        as_long = list(map(len, self._readers)) == self._lengths
-        return as_long and _same(list(chain.from_iterable(self._readers)), self._elements)
 
 
 def is_followed(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import lru_cache, partial
@@ -69,30 +69,19 @@ def _fields(kind: type) -> tuple[str, ...] | None:
     return named if named or kind.__dictoffset__ else None
 
 
-class _Read(Collection[Any]):
-    """What a function returns, read again by every iteration.
+class _Read:
+    """What a function returns, read again by every iteration."""
 
-    Args:
-        read: The function.
-        length: Of what it returns, where that stays.
-    """
+    __slots__ = ("_read",)
 
-    __slots__ = ("_length", "_read")
-
-    def __init__(self, read: Callable[[], Sequence[Any]], length: int | None = None) -> None:
-        self._read, self._length = read, length
-
-    def __len__(self) -> int:
-        return len(self._read()) if self._length is None else self._length
-
-    def __contains__(self, element: object) -> bool:
-        return element in self._read()
+    def __init__(self, read: Callable[[], Iterable[Any]]) -> None:
+        self._read = read
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._read())
 
 
-def readers(value: Any) -> tuple[Collection[Any], ...]:
+def readers(value: Any) -> tuple[Iterable[Any], ...]:
     """Return what gives the elements of a container, an object or an array whenever it is iterated; none for others.
 
     Elements come in an order that stays.
@@ -107,12 +96,12 @@ def readers(value: Any) -> tuple[Collection[Any], ...]:
     if kind is partial:
         return (_Read(lambda: (value.func, *value.args, *value.keywords, *value.keywords.values())),)
     if hasattr(kind, "__array_interface__"):
-        return (_Read(lambda: (value.tobytes(),), 1),) if value.nbytes <= MOST_BYTES else ()
+        return (_Read(lambda: (value.tobytes(),)),) if value.nbytes <= MOST_BYTES else ()
     of_any: Any = kind
     slots = _fields(of_any)
     if slots is None:
         return ()
-    read = (_Read(lambda: [getattr(value, name, MISSING) for name in slots], len(slots)),) if slots else ()
+    read = (_Read(lambda: [getattr(value, name, MISSING) for name in slots]),) if slots else ()
     return (vars(value).values(), *read) if hasattr(value, "__dict__") else read
 
 
