@@ -166,13 +166,7 @@ class VisionGraphOptions(CapturedOptions):
     evaluation: bool = option(
         True, flag, "BOOL", "run evaluation on graphs too", "These graphs are forward-only", tuning=True
     )
-    strict: bool = option(
-        False,
-        flag,
-        "BOOL",
-        "a failed capture or check stops the run",
-        "Otherwise the run goes on",
-    )
+    strict: bool = option(False, flag, "BOOL", "a failed capture or check stops the run", "Otherwise the run goes on")
     check_interval: int = option(
         0,
         whole_number(0),

@@ -25,17 +25,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, os.getcwd() if "--answer" in sys.argv else str(ROOT))
 
 from bridge_cg_plugin.cli.runs.recipe import free_port
+from examples.photographs.comparison import SKIPPED
+from scripts.performance.bench_step import DISTINCT
 from scripts.performance.measure import Run, collect, median_times
 from scripts.performance.words import at_least, names_of
 from tests.models.workloads import CASES as IMAGES
-from tests.models.workloads import frames_of
 
 PACKS = {f"dense_{tokens}": tokens for tokens in (2048, 4096)}
 STEP = "step"
 CASES = (*IMAGES, *PACKS, STEP)
-DOCUMENTS = 5
-TRAINING = ("--steps", "14", "--language-model", "16x2048", "--distinct", "16", "--loader-workers", "0")
-WARM_UP = 6  # steps, which are not compared
+STEPS = 14
 
 
 class Side:
@@ -49,8 +48,7 @@ class Side:
         self.checkout = checkout
         reading, writing = os.pipe()
         command = [sys.executable, str(Path(__file__).resolve()), "--answer", str(writing)]
-        path = os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, "PYTHONPATH": path, "MASTER_PORT": str(free_port())}
+        environment = {**os.environ, "MASTER_PORT": str(free_port())}
         self.process = subprocess.Popen(
             command, cwd=checkout, env=environment, pass_fds=[writing], stdin=subprocess.PIPE, stdout=2, text=True
         )
@@ -84,14 +82,15 @@ def compare(sides: Sequence[Side], case: str, rounds: int) -> str:
             times[place].append(sides[place].ask("time")())
     for answer in [side.ask("end") for side in sides]:
         answer()
-    base, here = (median(found[WARM_UP if case == STEP else 0 :]) for found in times)
+    base, here = (median(found[SKIPPED if case == STEP else 0 :]) for found in times)
     return f"{case}: base {base:.3f} ms, here {here:.3f} ms, ratio {here / base:.4f}; differences {differences}"
 
 
 @contextmanager
 def captured(case: str) -> Iterator[tuple[Run, float]]:
     """Yield what runs a case on graphs once, and how far outputs are from eager's."""
-    from scripts.performance.encoders import capture
+    from scripts.performance.bench_packed import DOCUMENTS
+    from scripts.performance.encoders import capture, settings_of
     from tests.models import language_model as lm
     from tests.models import tower
 
@@ -101,8 +100,7 @@ def captured(case: str) -> Iterator[tuple[Run, float]]:
         outputs = lambda: tower.forward(model, batch)  # noqa: E731
         expected = outputs()
         tower.step(model, batch)
-        settings = {"slots": 1, "max_frames": frames_of(IMAGES[case]), "streams": 1, "kernels": "exact"}
-        helper: Any = capture(model, buckets=(batch.tokens,), **settings)
+        helper: Any = capture(model, buckets=(batch.tokens,), **settings_of("qwen3_vl", IMAGES[case], "plugin"))
         run: Run = partial(tower.step, model, batch)
     else:
         model = lm.build_model(lm.SHAPES["dense"])
@@ -157,9 +155,10 @@ def train_in_turns(say: Callable[[Any], None]) -> None:
         recorders.append(callbacks[0])
         return pretrain(config, step, callbacks=[Begin(), *callbacks, End()])
 
+    words = ["--steps", str(STEPS), "--language-model", "16x2048", "--distinct", str(DISTINCT), "--loader-workers", "0"]
     say(0.0)
     with mock.patch.object(training, "pretrain", in_turns):
-        training.train_words(["--train", "graphs", *TRAINING])
+        training.train_words(["--train", "graphs", *words])
     sys.stdin.readline()
     say(None)
 
@@ -171,7 +170,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--base", type=Path, help="folder of the other checkout")
     parser.add_argument("--cases", type=names_of(*CASES), default=CASES, help=f"of {', '.join(CASES)}")
-    parser.add_argument("--rounds", type=at_least(1), default=4, help="of either side in each case; 14 of steps")
+    parser.add_argument("--rounds", type=at_least(1), default=4, help=f"of either side in each case; {STEPS} of steps")
     parser.add_argument("--answer", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.answer is None and not (args.base and (args.base / "bridge_cg_plugin").is_dir()):
@@ -193,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for cases in filter(None, ([case for case in args.cases if case != STEP], [STEP] * (STEP in args.cases))):
         sides = [Side(args.base.resolve()), Side(ROOT)]
         for case in cases:
-            print(compare(sides, case, int(TRAINING[1]) if case == STEP else args.rounds), flush=True)
+            print(compare(sides, case, STEPS if case == STEP else args.rounds), flush=True)
         for side in sides:
             side.process.communicate()
     return 0

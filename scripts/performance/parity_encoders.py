@@ -20,7 +20,6 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-
 from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.graphs.errors import CaptureError
 from scripts.performance.encoders import MODES, Results, capture, differences, run_step
@@ -59,7 +58,7 @@ class Comparison:
         self._grads = tower.MainGrads(self._model)
         self._helper = capture(
             self._model,
-            buckets=tuple(sorted(set(encoder.mixes.capacities(self._model, most)))),
+            buckets=encoder.mixes.capacities(self._model, most),
             max_frames=MOST_IMAGES,
             exact_below=most // EXACT_SHARE,
             **MODES[mode],

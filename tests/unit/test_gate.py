@@ -33,8 +33,8 @@ def test_sides_are_timed_in_turns_and_steps_without_warm_up():
     sides = Side([2.0, 3.0, 4.0]), Side([6.0, 6.0, 7.0])
     assert "base 3.000 ms, here 6.000 ms, ratio 2.0000" in gate.compare(sides, "1x448", 3)
     assert sides[0].asked == ["begin 1x448", "time", "time", "time", "end"]
-    steps = Side([9.0] * gate.WARM_UP + [2.0]), Side([9.0] * gate.WARM_UP + [1.0])
-    assert "ratio 0.5000" in gate.compare(steps, gate.STEP, gate.WARM_UP + 1)
+    steps = Side([9.0] * gate.SKIPPED + [2.0]), Side([9.0] * gate.SKIPPED + [1.0])
+    assert "ratio 0.5000" in gate.compare(steps, gate.STEP, gate.SKIPPED + 1)
 
 
 def test_without_another_checkout_there_is_nothing_to_compare(tmp_path, capsys):

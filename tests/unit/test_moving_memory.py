@@ -56,7 +56,7 @@ def test_memory_that_moves_between_forward_and_backward_is_an_error_and_is_not_w
 
 
 @settings(max_examples=5, deadline=None)
-@given(places=st.lists(st.integers(0, 2), min_size=4, max_size=6))
+@given(places=st.lists(st.integers(0, 2), min_size=2, max_size=8))
 @example(places=[1, 0, 1, 0, 1])
 def test_recordings_of_the_last_two_places_of_memory_are_kept(places):
     tower, reference = new_tower(), new_tower()
