@@ -1,8 +1,22 @@
 """A device's virtual memory on the host: it refuses what CUDA's driver refuses."""
 
+from functools import partial
+
 import torch
 
-from bridge_cg_plugin.graphs.memory.virtual_memory import DeviceMemoryError, NoDeviceMemory
+from bridge_cg_plugin.graphs.memory.virtual_memory import (
+    ALLOW,
+    CREATE,
+    MAP,
+    OUT_OF_MEMORY,
+    RELEASE,
+    UNMAP,
+    DeviceMemoryError,
+    DriverTable,
+    NoDeviceMemory,
+)
+
+FAILED = 999
 
 
 class FakeVirtualMemory:
@@ -24,6 +38,22 @@ class FakeVirtualMemory:
         self.mapped, self.reserved, self.contents, self.sizes = {}, {}, {}, {}
         self._next = 1000 * self.granularity
         self._handles = 0
+        kinds = {"create": CREATE, "map": MAP, "allow": ALLOW, "unmap": UNMAP, "release": RELEASE}
+        functions = (kind(partial(self._status, f"_{name}")) for name, kind in kinds.items())
+        self.table = DriverTable(*functions, page=self.granularity)
+
+    def _status(self, name, *args):
+        """Return what a function of C returns."""
+        try:
+            getattr(self, name)(*args)
+        except NoDeviceMemory:
+            return OUT_OF_MEMORY
+        except DeviceMemoryError:
+            return FAILED
+        return 0
+
+    def name_of(self, status):
+        return {OUT_OF_MEMORY: "no memory", FAILED: "failed"}[status]
 
     @property
     def mapped_bytes(self):
@@ -35,7 +65,7 @@ class FakeVirtualMemory:
 
     def content(self, address, nbytes):
         """Return what is in memory."""
-        return bytes(self._part(address, nbytes))
+        return b"".join(map(bytes, self._parts(address, nbytes)))
 
     def _block(self, address):
         for first, handle in self.mapped.items():
@@ -43,12 +73,15 @@ class FakeVirtualMemory:
                 return first, handle
         return None
 
-    def _part(self, address, nbytes):
-        found = self._block(address)
-        self._check("access", found is not None)
-        first, handle = found
-        self._check("access", address + nbytes <= first + self.sizes[handle])
-        return memoryview(self.contents[handle])[address - first : address - first + nbytes]
+    def _parts(self, address, nbytes):
+        """Yield the memory behind some addresses, in as many parts as it was made in."""
+        while nbytes:
+            found = self._block(address)
+            self._check("access", found is not None)
+            first, handle = found
+            part = memoryview(self.contents[handle])[address - first :][:nbytes]
+            yield part
+            address, nbytes = address + len(part), nbytes - len(part)
 
     def _check(self, name, whether=True):
         if self.fails == name or not whether:
@@ -68,7 +101,7 @@ class FakeVirtualMemory:
         self._check("free", not any(address <= first < address + nbytes for first in self.mapped))
         del self.reserved[address]
 
-    def create(self, nbytes):
+    def _create(self, handle, nbytes, properties, flags):
         self._check("create", nbytes > 0 and nbytes % self.granularity == 0)
         if nbytes > self.free_bytes:
             raise NoDeviceMemory("create")
@@ -76,35 +109,36 @@ class FakeVirtualMemory:
         self._handles += 1
         self.sizes[self._handles] = nbytes
         self.contents[self._handles] = bytearray(b"\xa5" * nbytes)
-        return self._handles
+        handle[0] = self._handles
 
-    def destroy(self, handle):
-        self._check("destroy", handle in self.sizes and handle not in self.mapped.values())
+    def _release(self, handle):
+        self._check("release", handle in self.sizes and handle not in self.mapped.values())
         self.free_bytes += self.sizes.pop(handle)
         del self.contents[handle]
 
-    def map(self, address, nbytes, handle):
+    def _map(self, address, nbytes, offset, handle, flags):
         self._check("map", self.sizes[handle] == nbytes and address % self.granularity == 0)
         self._check("map", any(self._inside(address, nbytes, *each) for each in self.reserved.items()))
         taken = ((first, first + self.sizes[other]) for first, other in self.mapped.items())
         self._check("map", all(end <= address or address + nbytes <= first for first, end in taken))
         self.mapped[address] = handle
 
-    def unmap(self, address, nbytes):
+    def _allow(self, address, nbytes, access, count):
+        self._check("allow", self.sizes[self.mapped.get(address)] == nbytes)
+
+    def _unmap(self, address, nbytes):
         self._check("unmap", address in self.mapped and self.sizes[self.mapped[address]] == nbytes)
         del self.mapped[address]
 
     def host_memory(self, nbytes):
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def copy(self, address, other, nbytes):
-        self._check("copy")
-        self._part(address, nbytes)[:] = bytes(self._part(other, nbytes))
-
     def read(self, address, content):
         self._check("read")
-        content.copy_(torch.frombuffer(self._part(address, len(content)), dtype=torch.uint8))
+        content.copy_(torch.frombuffer(bytearray(self.content(address, len(content))), dtype=torch.uint8))
 
     def write(self, address, content):
         self._check("write")
-        self._part(address, len(content))[:] = bytes(content.tolist())
+        values = bytes(content.tolist())
+        for part in self._parts(address, len(content)):
+            part[:], values = values[: len(part)], values[len(part) :]

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 from bridge_cg_plugin.graphs.memory.virtual_memory import NoDeviceMemory
 
-from .pooled import Pool, PooledExecutor, PooledRecording
+from .pooled import Memory, PooledExecutor, PooledRecording
 
 
 class LeavingExecutor(PooledExecutor):
@@ -20,11 +20,11 @@ class LeavingExecutor(PooledExecutor):
         super().__init__(*args, **kwargs)
         self.room, self.away = True, False
         self.left = self.returned = self.tries = self.recorded = 0
-        self._pools: list[Pool] = []
+        self._memories: list[Memory] = []
 
-    def new_pool(self) -> Pool:
-        self._pools.append(super().new_pool())
-        return self._pools[-1]
+    def new_memory(self) -> Memory:
+        self._memories.append(super().new_memory())
+        return self._memories[-1]
 
     @property
     def memory_away(self) -> bool:
@@ -32,8 +32,8 @@ class LeavingExecutor(PooledExecutor):
 
     def release_memory(self) -> int:
         self.left, self.away = self.left + 1, True
-        for pool in self._pools:
-            pool.spoil(set())
+        for memory in self._memories:
+            memory.begin().spoil(set())
         return 100
 
     def restore_memory(self) -> None:

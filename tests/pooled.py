@@ -1,8 +1,9 @@
 """An executor with the semantics of CUDA graphs and of their memory on a CPU.
 
 As on tape, a replay runs the operations that one pass recorded. In addition what they made lies in a pool, and its
-memory is free for whatever is recorded next from the moment that nothing holds it any more. The worst is assumed: a
-replay overwrites all of its pool but what was held when it was recorded.
+memory is free for what the same recording makes later from the moment that nothing holds it any more. The worst is
+assumed: a replay overwrites all of its pool but what was held when it was recorded, and all of the slot's other pools,
+whose recordings use the same memory.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from torch import Tensor, nan, no_grad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+
+from bridge_cg_plugin.graphs.memory.pools import NoMemory
 
 from .tape import UNWRITTEN, Replayed, TapeExecutor, results_of, tensors
 
@@ -47,12 +50,40 @@ class View:
         return whole.as_strided(*self._place)
 
 
-class Pool:
-    """Memory that several recordings share."""
+class Memory:
+    """Memory of one slot, which all of its recordings use from the beginning."""
 
     def __init__(self) -> None:
+        self.pools: list[Pool] = []
+
+    @property
+    def nbytes(self) -> int:
+        return max((pool.nbytes for pool in self.pools), default=0)
+
+    def begin(self) -> "Pool":
+        self.pools.append(Pool(self))
+        return self.pools[-1]
+
+    def keep(self, nbytes: int) -> None:
+        self.pools = [pool for pool in self.pools if pool.nbytes <= nbytes]
+
+
+class Pool(NoMemory):
+    """What one recording makes."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
         self._blocks: dict[int, Block] = {}
         self.all: list[Block] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(block.memory) for block in self.all)
+
+    def settle(self) -> int:
+        alive = [len(block.memory) for block in self.all if block.held]
+        assert not alive, f"{alive} bytes that a capture made live on, where other recordings use the same memory"
+        return self.nbytes
 
     def held(self) -> set[Block]:
         """Return the blocks that are not free now."""
@@ -70,8 +101,8 @@ class Pool:
         return tensor if block is None or not block.held else View(block, tensor)
 
     def spoil(self, kept: set[Block]) -> None:
-        """Overwrite all blocks but some."""
-        for block in self.all:
+        """Overwrite all blocks but some of this recording's."""
+        for block in (block for pool in (self, *self._memory.pools) for block in pool.all):
             if block not in kept:
                 block.memory.fill_(GARBAGE)
 
@@ -146,6 +177,7 @@ class PooledRecording(Replayed):
             kept = {name: self._in_pool(getattr(gradients, name)) for name in ("inputs", "parameters")}
             self._gradients = replace(gradients, **kept)
         self._body.forget()
+        self._made = []
 
 
 class PooledExecutor(TapeExecutor):
@@ -153,8 +185,8 @@ class PooledExecutor(TapeExecutor):
 
     name = "pooled"
 
-    def new_pool(self) -> Pool:
-        return Pool()
+    def new_memory(self) -> Memory:
+        return Memory()
 
     def record_forward(self, body, pool: Pool):
         with self.isolated():

@@ -4,7 +4,6 @@ import weakref
 
 import torch
 
-from bridge_cg_plugin.graphs.memory.joint_memory import JointMemories
 from bridge_cg_plugin.graphs.memory.returning_tensors import ReturningTensors
 from bridge_cg_plugin.graphs.memory.tensor_homes import in_larger_storage
 from bridge_cg_plugin.graphs.memory.virtual_memory import NoDeviceMemory
@@ -72,10 +71,9 @@ class Returning(ReferenceExecutor):
     def __init__(self):
         super().__init__()
         self.memory = Memories()
-        self._joint = JointMemories(self.memory.new)
 
     def returning_tensors(self):
-        return ReturningTensors(CPU, self._joint.new)
+        return ReturningTensors(CPU, self.memory.new)
 
     def record(self, body, pool):
         self.recorded += 1

@@ -212,17 +212,9 @@ class Region:
         self.buckets = tuple(each for each in self.buckets if each != bucket)
         self._captured().late.drop(bucket)
 
-    def slot_bytes(self, settled: bool) -> float:
-        """Return the device memory of the slot that takes most, in bytes, with its share of gradients.
-
-        Args:
-            settled: Whether to leave out recordings in memory that larger ones do not share.
-        """
-        return self._captured().late.slot_bytes(settled) + self.statistics.gradient_bytes / self.slot_count
-
-    def drop_outdated(self) -> None:
-        """Drop all but the largest recordings; steps that miss others ask for them again, in shared memory."""
-        self._captured().late.drop_outdated()
+    def slot_bytes(self) -> float:
+        """Return the device memory of the slot that takes most, in bytes, with its share of gradients."""
+        return self._captured().late.slot_bytes() + self.statistics.gradient_bytes / self.slot_count
 
     @property
     def wishes(self) -> list[Wish]:
@@ -248,21 +240,6 @@ class Region:
         source = self._source(made.sources, gradients=True)
         if isinstance(source, Source):
             made.late.take_back(source, wish)
-
-    def outdated(self) -> Wish | None:
-        """Return a recording of the model as it is now whose memory larger ones do not share, None without one."""
-        made = self._captured()
-        source = self._source(made.sources, gradients=True)
-        return made.late.outdated(source) if isinstance(source, Source) else None
-
-    def recapture(self, wish: Wish) -> None:
-        """Recapture a bucket in the memory of the largest.
-
-        Raises:
-            CaptureError: It failed; the old one stays.
-        """
-        made = self._captured()
-        made.late.recapture(made.sources.current, wish)
 
     def _captured(self) -> _Made:
         if self._made is None:

@@ -38,7 +38,7 @@ def _times_of(executor: Executor, body: RegionBody) -> tuple[float, float]:
     """Return the times of one body's forward and backward, in ms."""
     with executor.isolated():
         try:
-            recording = executor.record(body, executor.new_pool())
+            recording = executor.record(body, executor.new_memory().begin())
             times = _times(executor.device, recording.forward, recording.backward)
             del recording
         except OutOfMemoryInCapture:

@@ -1,9 +1,11 @@
 """Environment variables of NCCL, PyTorch and Transformer Engine that decide whether graphs and offloading can work."""
 
+import functools
 import math
 import os
 import sys
 
+from ..announce import announce
 from ..options import OptionError
 from ..switches import ALLOWED, switched_on
 from .seams.registry.language_model import TE_OFFLOAD
@@ -11,8 +13,10 @@ from .seams.registry.language_model import TE_OFFLOAD
 WEIGHTS_STAY = "NVTE_CPU_OFFLOAD_V1"
 WATCHDOG_MINUTES = "BRIDGE_CG_WATCHDOG_MINUTES"
 RELEASE_MEMORY = "BRIDGE_CG_RELEASE_MEMORY"
+GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 # Graph options as words.
 OPTIONS = "BRIDGE_CG_OPTIONS"
+_say_once = functools.cache(announce)
 
 
 def check_process() -> None:
@@ -24,16 +28,24 @@ def check_process() -> None:
     """
     watchdog_minutes()
     allocator = ",".join(os.environ.get(n, "") for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    if (
-        "expandable_segments:true" in allocator.replace(" ", "").lower()
-        and os.environ.get("NCCL_GRAPH_REGISTER") != "0"
-    ):
+    if "expandable_segments:true" in allocator.replace(" ", "").lower() and os.environ.get(GRAPH_REGISTER) != "0":
         raise OptionError(
-            "NCCL_GRAPH_REGISTER",
-            os.environ.get("NCCL_GRAPH_REGISTER"),
+            GRAPH_REGISTER,
+            os.environ.get(GRAPH_REGISTER),
             "0 while PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True",
             "Export NCCL_GRAPH_REGISTER=0 or switch expandable segments off.",
         )
+
+
+def sizes_may_share_memory() -> bool:
+    """Whether recordings with exchanges between ranks may lie over each other: NCCL registers no memory of theirs."""
+    may = os.environ.get(GRAPH_REGISTER) == "0"
+    if not may:
+        _say_once(
+            "graphs with exchanges between ranks keep the memory of larger buckets beside that of smaller ones; with "
+            f"{GRAPH_REGISTER}=0 all of a slot share it"
+        )
+    return may
 
 
 def check_offloading() -> None:

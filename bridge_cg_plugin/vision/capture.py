@@ -178,7 +178,7 @@ class EncoderCapture:
             buckets = [bucket for capacity in self.buckets for bucket in self._buckets_of(capacity)]
             self._regions = manager.record([self._piece(manager, buckets)])
         limited = self._memory_limit()
-        return 0.0 if limited is None else self._regions[0].slot_bytes(settled=True) / limited
+        return 0.0 if limited is None else self._regions[0].slot_bytes() / limited
 
     def _begin(self, manager: Manager, limit: float) -> None:
         """Capture what microbatches have asked for most; others follow while training runs."""

@@ -15,7 +15,7 @@ from ..graphs.recordings.executor import Executor, run_once
 from ..graphs.recordings.parameters import ParameterAliases
 from ..graphs.recordings.recording import RegionBody
 from ..graphs.replays.gradients import GradientSinks
-from ..graphs.replays.slot import Arena
+from ..graphs.replays.slot import StaticTensors
 from ..graphs.reports.report import GIB
 from ..options import VisionGraphOptions
 from .adapter import EncoderAdapter, EncoderBatch
@@ -57,8 +57,7 @@ def measure_memory(
 
 def _peak(executor: Executor, program: RegionProgram, bucket: Bucket) -> int:
     aliases = ParameterAliases(program.modules())
-    arena = Arena(executor.device)
-    buffers = arena.buffers(program.input_specs(bucket))
+    buffers = StaticTensors(executor.device).buffers(program.input_specs(bucket))
     program.load_example(buffers, bucket)
     body = RegionBody(program, buffers, bucket, aliases, GradientSinks(aliases.trainable))
     peaks = []

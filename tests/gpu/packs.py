@@ -58,8 +58,8 @@ def poison(graphs):
     """Fill every static floating-point buffer with NaN, as memory nobody wrote may be."""
     for region in graphs._regions:
         for slot in region._slots:
-            shared = [] if slot.shared is None else [slot.shared.arena(slot.index)]
-            for flat in (flat for arena in (slot.arena, *shared) for flat in arena.storages):
+            shared = [] if slot.shared is None else [slot.shared.tensors(slot.index)]
+            for flat in (flat for tensors in (slot.static, *shared) for flat in tensors.storages):
                 if flat.is_floating_point():
                     flat.fill_(torch.nan)
 

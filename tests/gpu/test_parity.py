@@ -32,7 +32,7 @@ def poison(graphs) -> None:
     """Fill every static floating-point buffer with NaN, as memory nobody wrote may be."""
     for region in graphs._regions:
         for slot in region._slots:
-            for flat in slot.arena.storages:
+            for flat in slot.static.storages:
                 if flat.is_floating_point():
                     flat.fill_(torch.nan)
 

@@ -54,7 +54,7 @@ def assert_steps_equal(eager, graphs, steps, **arguments):
 def poison() -> None:
     """Overwrite the static memory of the language model's graphs."""
     for slot in CURRENT.graphs._regions[0]._slots:
-        for flat in slot.arena.storages:
+        for flat in slot.static.storages:
             flat.fill_(float("nan") if flat.dtype.is_floating_point else 1)
 
 

@@ -7,8 +7,8 @@ from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, RegionS
 
 
 def statistics():
-    found = RegionStatistics(static_bytes=GIB // 4, capture_seconds=3.25, warmup_microbatches=12)
-    found.buckets[Bucket(1024, (32, 1024))] = BucketStatistics(replays=24, tokens=600, padding=200, memory=GIB)
+    found = RegionStatistics(graph_bytes=GIB, static_bytes=GIB // 4, capture_seconds=3.25, warmup_microbatches=12)
+    found.buckets[Bucket(1024, (32, 1024))] = BucketStatistics(replays=24, tokens=600, padding=200)
     found.buckets[Bucket(2048, (32, 1024))] = BucketStatistics(replays=3, evaluations=2, tokens=900, padding=100)
     found.buckets[Bucket(4096, (32, 1024))] = BucketStatistics()
     found.step = 7

@@ -29,7 +29,7 @@ from . import packs
 from .mixes import MIXED
 from .towers import assert_close, graphs_on, new_tower, results
 
-METHODS = ("new_pool", "warm_up", "observe", "side_stream", "record", "pool_bytes")
+METHODS = ("new_memory", "warm_up", "observe", "side_stream", "record")
 
 
 class Strange(Exception):
@@ -274,7 +274,7 @@ def test_an_error_anywhere_in_planning_leaves_the_module_eager(name, owner, meth
 def test_strict_raises_one_type_for_every_error(name):
     case, error = CASES[name], Strange("made to fail")
     model = case.new()
-    with case.graphs(model, FaultyExecutor("pool_bytes", 1, error), strict=True) as graphs:
+    with case.graphs(model, FaultyExecutor("new_memory", 0, error), strict=True) as graphs:
         before = state_of(model)
         with pytest.raises(CaptureError, match="made to fail") as raised:
             graphs.capture()
@@ -284,7 +284,7 @@ def test_strict_raises_one_type_for_every_error(name):
 @every_case
 @pytest.mark.parametrize(
     "method, error",
-    [("record", SystemExit(3)), ("pool_bytes", KeyboardInterrupt())],
+    [("record", SystemExit(3)), ("new_memory", KeyboardInterrupt())],
     ids=["record, exit", "memory"],
 )
 def test_an_interrupt_passes_through_and_leaves_the_module_as_it_was(name, method, error):
@@ -345,7 +345,7 @@ def test_another_allocator_is_refused_before_anything_is_recorded(backend, monke
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: backend)
     executor = CudaGraphExecutor.__new__(CudaGraphExecutor)  # its constructor needs a GPU
     with pytest.raises(CaptureError, match=f"{backend}.*PYTORCH_CUDA_ALLOC_CONF"):
-        executor.new_pool()
+        executor.new_memory()
 
 
 @pytest.mark.parametrize(

@@ -196,19 +196,6 @@ def test_a_rank_whose_memory_moved_records_what_failed_in_another_slot_alone(sec
     assert after.replays > before.replays and after.fallbacks == before.fallbacks
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-def test_parts_recorded_again_have_the_memory_of_smaller_buckets(layer):
-    model = new_model()
-    with on_a_rank(model, CHAIN, Counted()) as graphs:
-        results(model, LARGE)
-        move(model.decoder.layers[layer])
-        results(model, LARGE)
-        sources = [source for region in graphs._regions for source in region.sources]
-        made = [recorded for source in sources for recorded in source.recordings.values() if recorded.turn]
-        assert len({id(recorded.pool) for recorded in made}) == 1
-        assert all(region.outdated() is None for region in graphs._regions)
-
-
 @CHAINED
 def test_a_rank_whose_memory_moved_replays_whatever_comes_next(offload):
     """Others replay it, so a bucket that nobody asked for last must not run eager here."""

@@ -27,6 +27,7 @@ FILES = {
 }
 DATA = {
     *("bridge_cg_plugin/py.typed", "bridge_cg_plugin/upstream/seams/audited.json"),
+    "bridge_cg_plugin/graphs/memory/allocator.c",
     "bridge_cg_plugin/cli/planner/measured.json",
 }
 SMALL = "qwen3_vl_small_vision_graphs_pretrain_mock_config"

@@ -12,16 +12,13 @@ from bridge_cg_plugin.graphs.errors import CaptureError, OtherRankFailed, Refuse
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.joint_step import before_evaluation
 from bridge_cg_plugin.graphs.planning import growing
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.planning.growing import SETTLED
 from bridge_cg_plugin.graphs.rank_consensus import Agreed
 from bridge_cg_plugin.graphs.recordings.late_recordings import LateRecordings
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
-from ..executors import new_executor
 from ..ranks import run_ranks
 from . import packs
-from .growing import LARGE, ON_DEMAND, OTHER, SMALL, Pools, assert_equals_eager, capacities, grown
+from .growing import LARGE, ON_DEMAND, OTHER, SMALL, assert_equals_eager, capacities, grown
 from .towers import DEFAULTS, VisionGraphOptions, assert_close, draw, forward, new_tower
 
 
@@ -251,43 +248,6 @@ def test_memory_of_a_recording_that_fails_goes_back(tower, monkeypatch, records)
             assert bodies and free[-1]
         finally:
             gc.enable()
-
-
-def test_a_larger_bucket_gets_memory_that_smaller_ones_then_move_into(tower):
-    graphs, stack = grown(tower, SMALL, executor=Pools(new_executor()).executor)
-    with stack:
-        (region,) = graphs._regions
-        for _ in range(2):
-            with graphs.step():
-                assert_equals_eager(tower, graphs, OTHER)
-        held = region.sources.current.recordings
-        assert len({recorded.pool for recorded in held.values()}) == 2
-        for seed in range(SETTLED + 3):
-            with graphs.step():
-                assert_equals_eager(tower, graphs, SMALL, seed)
-        assert {recorded.pool for recorded in held.values()} == {region._slots[0].pool}
-        with graphs.step():
-            assert_equals_eager(tower, graphs, OTHER)
-            assert_equals_eager(tower, graphs, SMALL)
-        assert graphs.statistics().fallbacks == {"not_captured_yet": 1}
-
-
-def test_recordings_move_while_smaller_buckets_still_come(tower, monkeypatch):
-    graphs, stack = grown(tower, SMALL, executor=Pools(new_executor()).executor)
-    with stack:
-        (region,), demand = graphs._regions, graphs._growing.demand
-        for _ in range(2):
-            with graphs.step():
-                assert_equals_eager(tower, graphs, OTHER)
-        assert len(capacities(graphs)) == 2
-        smaller = [Bucket(128, (frames, 128)) for frames in (4, 8, 16)]
-        for step in range(SETTLED + 4):
-            monkeypatch.setattr(demand, "next", lambda new=step % 6 == 2: smaller.pop() if new and smaller else None)
-            monkeypatch.setattr(demand, "due", lambda: True)
-            with graphs.step():
-                assert_equals_eager(tower, graphs, SMALL, step)
-        assert 128 in capacities(graphs) and not smaller
-        assert {recorded.pool for recorded in region.sources.current.recordings.values()} == {region._slots[0].pool}
 
 
 @pytest.mark.parametrize("target", [None, 0.006])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.replays.slot import Arena
+from bridge_cg_plugin.graphs.replays.slot import StaticTensors
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PackedBatch
 from bridge_cg_plugin.language.packed.program import PackedProgram, PackLayout
 
@@ -59,7 +59,7 @@ def test_which_batches_a_bucket_takes(made, given, bucket, reason):
 
 
 def loaded(made, given, bucket):
-    buffers = Arena(torch.device("cpu")).buffers(made.input_specs(bucket))
+    buffers = StaticTensors(torch.device("cpu")).buffers(made.input_specs(bucket))
     for buffer in buffers.values():
         buffer.fill_(99)
     made.load(buffers, given)

@@ -28,8 +28,8 @@ from .towers import new_tower, results
 
 
 def statistics(tokens, padding, memory, **fallbacks):
-    bucket = BucketStatistics(replays=2, tokens=tokens, padding=padding, memory=memory)
-    found = RegionStatistics(buckets={Bucket(64): bucket})
+    bucket = BucketStatistics(replays=2, tokens=tokens, padding=padding)
+    found = RegionStatistics(buckets={Bucket(64): bucket}, graph_bytes=memory)
     found.fallbacks.update({Fallback(reason): count for reason, count in fallbacks.items()})
     return found
 
@@ -178,7 +178,8 @@ def fail_in(step_of):
     model = new_tower()
     helper = helper_on(model)
     if step_of == "capture":
-        helper.graphs.executor.new_pool = lambda: train_step(model, None)
+        new_memory = helper.graphs.executor.new_memory
+        helper.graphs.executor.new_memory = lambda: (train_step(model, None), new_memory())[1]
         step = helper.create_cudagraphs
     else:
         helper.create_cudagraphs()

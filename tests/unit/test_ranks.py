@@ -194,7 +194,7 @@ PLACES = {
     "choose_attention": (lambda graphs: graphs.workload.planned.kernels, {}),
     "_digest": (lambda graphs: graphs.workload.planned, {}),
     "record": (lambda graphs: graphs, {}),
-    "pool_bytes": (lambda graphs: graphs.executor, {}),
+    "new_memory": (lambda graphs: graphs.executor, {}),
 }
 
 

@@ -12,7 +12,7 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.replays.slot import Arena
+from bridge_cg_plugin.graphs.replays.slot import StaticTensors
 from bridge_cg_plugin.graphs.reports.statistics import EagerRun
 
 from ..regions import new_region
@@ -239,7 +239,7 @@ def test_memory_that_runs_out_for_static_buffers_is_a_capture_error(monkeypatch)
     def fail(*unused):
         raise torch.OutOfMemoryError("made to fail")
 
-    monkeypatch.setattr(Arena, "buffers", fail)
+    monkeypatch.setattr(StaticTensors, "buffers", fail)
     with pytest.raises(CaptureError, match="made to fail"):
         region.capture()
 
@@ -255,7 +255,7 @@ def test_a_failed_recapture_leaves_no_old_recording():
 
 def test_reset_drops_everything():
     region = toy_region(slots=2)
-    slots = [weakref.ref(slot.arena) for slot in region._slots]
+    slots = [weakref.ref(slot.static) for slot in region._slots]
     assert_equals_eager(region, toy_batch())
     region.reset()
     gc.collect()
@@ -313,7 +313,7 @@ def test_statistics_as_plain_values():
     assert found["replays"] == 1
     assert found["fallbacks"] == {"too_many_tokens": 1}
     assert found["padding_share"] == pytest.approx(2 / 8)
-    assert found["static_bytes"] == sum(f.nbytes for f in region._slots[0].arena.storages) > 0
+    assert found["static_bytes"] == sum(f.nbytes for f in region._slots[0].static.storages) > 0
     assert found["gradient_bytes"] == sum(p.nbytes for p in region.program.model.parameters())
     assert found["buckets"]["8"]["tokens"] == 6
 

@@ -90,7 +90,6 @@ counted = st.builds(
     evaluations=st.integers(0, 10**6),
     tokens=st.integers(0, 10**9),
     padding=st.integers(0, 10**9),
-    memory=st.integers(0, 100 * GIB),
 )
 regions = st.builds(
     RegionStatistics,
@@ -103,6 +102,7 @@ regions = st.builds(
     last_fallbacks=st.lists(st.builds(EagerRun, st.integers(0), st.sampled_from(Fallback), st.none() | st.integers(1))),
     warmup_microbatches=st.integers(0, 10**6),
     capture_seconds=st.floats(0, 1e4),
+    graph_bytes=st.integers(0, 100 * GIB),
     static_bytes=st.integers(0, 100 * GIB),
 )
 

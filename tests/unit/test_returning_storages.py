@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.memory import releasable_pools, returning_storages
+from bridge_cg_plugin.graphs.memory import returning_storages
 from bridge_cg_plugin.graphs.memory.returning_storages import ReturningPlace, ReturningStorages
 from bridge_cg_plugin.graphs.memory.virtual_memory import DeviceMemoryError, NoDeviceMemory
 
@@ -159,14 +159,14 @@ def test_once_stopped_storages_have_pytorchs_memory_and_their_content(storages, 
     assert len(places) == 2, "followed still"
 
 
-class FakePools:
-    """Pools whose memory may be missing, and whose driver may fail."""
+class FakeRange:
+    """Addresses whose memory may be missing, and whose driver may fail."""
 
     def __init__(self, room=True, fails=False):
         self.room, self.fails, self.asked = room, fails, []
 
     def new_pool(self):
-        return type("Pool", (), {"held": "pool"})()
+        return "pool"
 
     def release(self):
         self.asked.append("release")
@@ -177,6 +177,12 @@ class FakePools:
         self.asked.append("restore")
         if not self.room:
             raise NoDeviceMemory("made to fail")
+
+
+def place_over(addresses, monkeypatch):
+    monkeypatch.setattr(returning_storages, "driver_of", lambda device: "driver")
+    monkeypatch.setattr(returning_storages, "AddressRange", lambda driver, nbytes: addresses)
+    return ReturningPlace(DEVICE)
 
 
 @pytest.fixture
@@ -202,42 +208,35 @@ def inside(monkeypatch, emptied):
 
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *unused, name=name: emptied.append(name))
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "stream")
-    monkeypatch.setattr(torch.cuda, "stream", Around)
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", Around)
-    monkeypatch.setattr(releasable_pools, "allocating", Around)
+    monkeypatch.setattr(returning_storages, "taking_from", Around)
     return entered
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_memory_is_taken_from_the_places_pool_where_there_is_room(inside, room):
-    pools = FakePools(room)
-    place, storage, taken = ReturningPlace(DEVICE, pools), torch.zeros(0).untyped_storage(), []
-
-    def resize(storage, nbytes):
-        taken.append((nbytes, list(inside)))
-
-    place.fill(storage, BYTES, resize)
+def test_memory_is_taken_from_the_places_pool_where_there_is_room(inside, monkeypatch, room):
+    addresses, storage, taken = FakeRange(room), torch.zeros(0).untyped_storage(), []
+    place = place_over(addresses, monkeypatch)
+    place.fill(storage, BYTES, lambda storage, nbytes: taken.append((nbytes, list(inside))))
     place.freed()
-    assert taken == [(BYTES, [(), ("stream",), ("pool", DEVICE)] if room else [])]
-    assert pools.asked == ["restore", "release"] and not inside
+    assert taken == [(BYTES, [(addresses, "pool")] if room else [])]
+    assert addresses.asked == ["restore", "release"] and not inside
 
 
-def test_pytorchs_cache_is_emptied_for_the_first_memory_alone(inside, emptied):
+def test_pytorchs_cache_is_emptied_for_the_first_memory_alone(inside, emptied, monkeypatch):
     """PyTorch does not do it for a pool, and what the storage had before is in its cache."""
-    place = ReturningPlace(DEVICE, FakePools())
+    place = place_over(FakeRange(), monkeypatch)
     for _ in range(3):
         place.fill(torch.zeros(0).untyped_storage(), BYTES, lambda storage, nbytes: None)
         place.freed()
-    assert emptied == ["synchronize", "empty_cache"]
+    assert emptied.count("empty_cache") == 1
 
 
-def test_a_driver_that_fails_is_named_once_and_pytorchs_memory_is_used(inside, caplog):
-    pools = FakePools(fails=True)
-    place, taken = ReturningPlace(DEVICE, pools), []
+def test_a_driver_that_fails_is_named_once_and_pytorchs_memory_is_used(inside, caplog, monkeypatch):
+    addresses, taken = FakeRange(fails=True), []
+    place = place_over(addresses, monkeypatch)
     for _ in range(2):
         place.fill(torch.zeros(0).untyped_storage(), BYTES, lambda storage, nbytes: taken.append(len(inside)))
         place.freed()
-    assert taken == [3, 0] and pools.asked == ["restore", "release"]
+    assert taken == [1, 0] and addresses.asked == ["restore", "release"]
     assert [record.getMessage() for record in caplog.records].count(caplog.records[0].getMessage()) == 1
     assert "made to fail" in caplog.text

@@ -6,9 +6,8 @@ import pytest
 
 from bridge_cg_plugin.graphs.reports.report import GIB
 
-from ..executors import new_executor
 from ..ranks import run_ranks
-from .growing import LARGE, OTHER, SMALL, Pools, assert_equals_eager, capacities, grown
+from .growing import LARGE, OTHER, SMALL, assert_equals_eager, capacities, grown
 from .towers import new_tower
 
 
@@ -22,7 +21,7 @@ def limit(graphs, bytes_per_slot):
 
 
 def slot_bytes(graphs):
-    return sum(region.slot_bytes(settled=False) for region in graphs._regions)
+    return sum(region.slot_bytes() for region in graphs._regions)
 
 
 def steps(tower, graphs, *microbatches, count=1):
@@ -54,23 +53,6 @@ def test_the_option_is_the_limit(tower):
         with stack:
             steps(tower, graphs, LARGE, count=2)
             assert capacities(graphs) == found
-
-
-def test_smaller_recordings_move_at_once_where_they_would_not_fit_beside_the_largest(tower):
-    graphs, stack = grown(tower, SMALL, executor=Pools(new_executor()).executor)
-    with stack:
-        (region,) = graphs._regions
-        steps(tower, graphs, LARGE)
-        small = max(region.sources.current.recordings.values(), key=lambda recorded: recorded.nbytes)
-        small.nbytes = slot_bytes(graphs) * 100  # of its pool
-        limit(graphs, 50 * slot_bytes(graphs) / 100)
-        steps(tower, graphs, SMALL, LARGE)
-        steps(tower, graphs, SMALL, LARGE, count=2)
-        assert capacities(graphs) == [64, 384]
-        assert {made.pool for made in region.sources.current.recordings.values()} == {region._slots[0].pool}
-        assert len(region.sources.current.recordings) == 2
-        # The large one was missed once; it takes the small microbatch until that has its recording again.
-        assert graphs.statistics().fallbacks == {"not_captured_yet": 1}
 
 
 def grow_where_one_rank_has_less_memory():

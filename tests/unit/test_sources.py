@@ -431,7 +431,7 @@ def test_no_memory_for_a_further_slot_is_no_error(monkeypatch):
     model = two_layers()
     region = region_of(model)
     outputs = region.run(batch())
-    monkeypatch.setattr(region.executor, "new_pool", no_memory)
+    monkeypatch.setattr(region.executor, "new_memory", no_memory)
     with torch.no_grad():
         for _ in range(3):
             assert region.run(batch()) is None

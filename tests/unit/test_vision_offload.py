@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.memory.pools import NoMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.reports.report import metrics
 from bridge_cg_plugin.offload import host_memory
@@ -105,16 +106,32 @@ def test_too_little_host_memory_leaves_the_encoder_eager_with_one_warning(monkey
     helper.graphs.detach()
 
 
-class FilledPool(ReferenceExecutor):
-    """A pool that takes more than the activations of a plan, as blocks leave gaps."""
+class Filled(NoMemory):
+    """The memory of a slot."""
+
+    def __init__(self, executor) -> None:
+        self._executor = executor
+
+    @property
+    def nbytes(self):
+        taken = self._executor.taken
+        return taken[-1] - self._executor.static if taken else 0
+
+    def keep(self, nbytes):
+        self._executor.dropped += not nbytes
+
+
+class FilledMemory(ReferenceExecutor):
+    """Its memory takes more than the activations of a plan, as blocks leave gaps."""
 
     def __init__(self, gaps: int, least: int = 0) -> None:
         super().__init__()
-        self.gaps, self.least, self.taken = gaps, least, []
-        self.pools = self.static = 0
+        self.gaps, self.least, self.taken, self.dropped = gaps, least, [], 0
+        self.memories = self.static = 0
 
-    def new_pool(self):
-        self.pools += 1
+    def new_memory(self):
+        self.memories += 1
+        return Filled(self)
 
     def record(self, body, pool):
         if body.activations is not None:
@@ -123,27 +140,25 @@ class FilledPool(ReferenceExecutor):
             self.taken.append(max(planned + self.gaps, self.least))
         return super().record(body, pool)
 
-    def pool_bytes(self, pool):
-        return self.taken[-1] - self.static if self.taken else 0
 
-
-def test_a_pool_with_gaps_is_recorded_again_with_less_in_it():
+def test_memory_with_gaps_is_recorded_again_with_less_in_it():
     tower, target = new_tower(), target_of(0.7)
     with graphs_on(tower, **SETTINGS):
         expected = results(tower, ROWS)
-    executor = FilledPool(gaps=int(0.1 * target * 2**30))
+    executor = FilledMemory(gaps=int(0.1 * target * 2**30))
     with graphs_on(tower, executor=executor, offload_above_gb=target, slots=2, **SETTINGS):
         outputs, gradients = results(tower, ROWS)
     first, second, other_slot = executor.taken
     assert first > 1.05 * target * 2**30 and second == other_slot <= 1.01 * target * 2**30
-    assert executor.pools == 4  # two slots', one that was given up, and the one whose times were taken
+    assert executor.memories == 3  # two slots', and the one whose times were taken
+    assert executor.dropped == 1
     assert all(map(torch.equal, outputs, expected[0]))
     assert all(map(torch.equal, gradients, expected[1]))
 
 
-def test_a_pool_that_never_fits_its_target_is_an_error():
+def test_memory_that_never_fits_its_target_is_an_error():
     tower, target = new_tower(), target_of(0.7)
-    executor = FilledPool(gaps=0, least=int(1.1 * target * 2**30))
+    executor = FilledMemory(gaps=0, least=int(1.1 * target * 2**30))
     with (
         pytest.raises(CaptureError, match="offload_above_gb=.* needs at least"),
         graphs_on(tower, executor=executor, offload_above_gb=target, **SETTINGS),

@@ -155,12 +155,9 @@ def bucket_tables(runs: Sequence[Run]) -> list[Table]:
     found = []
     for run in runs:
         for kind, counts in run.graphs.items():
-            rows = tuple(
-                (b.name, str(b.replays), str(b.evaluations), f"{b.padding_share:.1%}", f"{b.memory_gb:.2f}")
-                for b in counts.buckets
-            )
+            rows = tuple((b.name, str(b.replays), str(b.evaluations), f"{b.padding_share:.1%}") for b in counts.buckets)
             unused = f"{counts.unused_buckets} more were captured and not used." if counts.unused_buckets else ""
-            header = ("bucket", "replays", "in evaluation", "padding", "adds GiB")
+            header = ("bucket", "replays", "in evaluation", "padding")
             found.append(Table(f"Buckets: {label(run, runs)}, {kind}", header, rows, note=unused))
     return found
 

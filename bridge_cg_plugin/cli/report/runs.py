@@ -47,14 +47,12 @@ class BucketCounts:
         replays: Forward replays that a backward may follow.
         evaluations: Forward-only replays.
         padding_share: Padding tokens over all of its tokens, 0 to 1.
-        memory_gb: Device memory in GiB that it added to its slots' pools.
     """
 
     name: str
     replays: int
     evaluations: int
     padding_share: float
-    memory_gb: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +179,6 @@ def _bucket(name: str, counts: Mapping[str, int]) -> BucketCounts:
         replays=counts["replays"],
         evaluations=counts["evaluations"],
         padding_share=counts["padding"] / total if total else 0.0,
-        memory_gb=counts["memory_bytes"] / GIB,
     )
 
 

@@ -16,7 +16,7 @@ _UTILIZATION = re.compile(rf"GPU utilization: ({_NUMBER})MODEL_TFLOP/s/GPU")
 _MEMORY = re.compile(rf"mem-max-allocated-gigabytes: ({_NUMBER})")
 _MARK = "[bridge-cg] "
 _TITLES = {kind.title: kind.name for kind in KINDS}
-_BUCKET = re.compile(rf"\s*(\S+)\s+(\d+)\s+(\d+)\s+({_NUMBER})%\s+({_NUMBER})$")
+_BUCKET = re.compile(rf"\s*(\S+)\s+(\d+)\s+(\d+)\s+({_NUMBER})%$")
 _REASON = re.compile(r"(\w+) (\d+)")
 # Bridge's gigabytes.
 _GB = 1e9
@@ -106,7 +106,6 @@ def _counts(block: Sequence[str]) -> GraphCounts:
             replays=int(found[2]),
             evaluations=int(found[3]),
             padding_share=float(found[4]) / 100,
-            memory_gb=float(found[5]),
         )
         for found in map(_BUCKET.fullmatch, block)
         if found

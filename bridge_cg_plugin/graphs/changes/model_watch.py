@@ -257,8 +257,12 @@ class ModelWatch:
         try:
             yield
         finally:
-            with WATCHER.silent():
-                before.put_back()
+            self.put_back(before)
+
+    def put_back(self, before: Contents) -> None:
+        """Let modules hold what they held, without taking it for a change of the model."""
+        with WATCHER.silent():
+            before.put_back()
 
     def contents(self) -> Contents:
         """Return what modules hold now."""
@@ -271,8 +275,7 @@ class ModelWatch:
         try:
             yield
         except BaseException:
-            with WATCHER.silent():
-                before.put_back()
+            self.put_back(before)
             raise
 
     def _note(self, values: dict[Any, Any], key: Hashable) -> None:

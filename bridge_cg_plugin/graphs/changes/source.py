@@ -78,15 +78,13 @@ class Recorded:
     Attributes:
         recording: The recording.
         output_gradients: The buffers that its backward reads.
-        pool: Memory that it was recorded in.
-        nbytes: What the pool grew by, in bytes.
+        nbytes: What it needs of its slot's memory.
         in_place: Whether memory was where its source found it when the recording was made.
         turn: When it was made, with a backward and as a part of a chain; None for any other.
     """
 
     recording: Recording
     output_gradients: tuple[Tensor, ...]
-    pool: object = None
     nbytes: int = 0
     in_place: bool = True
     turn: Turn | None = None

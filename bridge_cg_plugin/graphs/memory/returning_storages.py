@@ -8,7 +8,7 @@ from torch import UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...announce import warn
-from .releasable_pools import Pool, ReleasablePools, allocating_in, releasable_pools
+from .ranges import AddressRange, driver_of, taking_from
 from .virtual_memory import DeviceMemoryError, NoDeviceMemory
 
 # PyTorch's `resize_`, called with a storage and a number of bytes.
@@ -16,6 +16,8 @@ Resize = Callable[[UntypedStorage, int], UntypedStorage]
 # A smaller storage of a single tensor shares a segment with others of PyTorch's. Its tensor can be given other memory;
 # tensors that share a storage, as those of data parallelism's buffers, cannot.
 LEAST_BYTES = 20 * 2**20
+# What PyTorch takes at least for a pool's segment.
+SEGMENT_BYTES = 20 * 2**20
 
 
 class Place(Protocol):
@@ -29,55 +31,59 @@ class Place(Protocol):
 
 
 class ReturningPlace:
-    """Addresses of one storage, in a pool of its own, on one GPU.
+    """Addresses of one storage, on one GPU.
 
     Args:
         device: The GPU.
-        pools: What the addresses are in; None where memory cannot leave and return.
     """
 
-    def __init__(self, device: torch.device, pools: ReleasablePools | None = None) -> None:
-        self._device = device
-        self._pools = pools or releasable_pools(device, self)
-        self._pool: Pool | None = None if self._pools is None else self._pools.new_pool()
-        self._filled = False
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._driver = device, driver_of(device)
+        self._addresses: AddressRange | None = None
+        self._pool: torch.cuda.MemPool | None = None
 
     def freed(self) -> None:
         """See `Place`."""
-        if self._pools is not None:
+        if self._driver is not None and self._addresses is not None:
+            torch.cuda.synchronize(self._device)
             try:
-                self._pools.release()
+                self._addresses.release()
             except DeviceMemoryError as error:
                 self._give_up(error)
 
     def fill(self, storage: UntypedStorage, nbytes: int, resize: Resize) -> None:
         """See `Place`. Without room here, the storage gets memory as PyTorch gives it, or PyTorch's error."""
-        if self._pools is None or self._pool is None or not self._there(self._pools):
+        if self._driver is None or not self._there(nbytes):
             resize(storage, nbytes)
             return
+        assert self._addresses is not None and self._pool is not None
         try:
-            with allocating_in(self._pool, self._device):
+            with taking_from(self._addresses, self._pool):
                 resize(storage, nbytes)
-            self._filled = True
         except torch.OutOfMemoryError:
             resize(storage, nbytes)
 
-    def _there(self, pools: ReleasablePools) -> bool:
+    def _there(self, nbytes: int) -> bool:
         """Return the memory to the addresses; whether it is there."""
-        if not self._filled:  # PyTorch itself empties no cache for a pool
+        if self._driver is None:
+            return False
+        if self._addresses is None:  # PyTorch itself empties no cache for a pool
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
+            self._addresses = AddressRange(self._driver, nbytes + SEGMENT_BYTES)
+            self._pool = self._addresses.new_pool()
         try:
-            pools.restore()
+            self._addresses.restore()
         except NoDeviceMemory:
             return False
         except DeviceMemoryError as error:
             self._give_up(error)
-        return self._pools is not None
+            return False
+        return True
 
     def _give_up(self, error: DeviceMemoryError) -> None:
         warn(f"a buffer's memory does not return to the same addresses any more: {error}")
-        self._pools = None
+        self._driver = None
 
 
 class ReturningStorages:

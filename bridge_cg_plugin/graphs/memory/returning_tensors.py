@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...announce import LOGGER
-from .tensor_homes import Homes, Memory, PooledMemory, is_alone
+from .tensor_homes import Homes, Memory, RangeMemory, is_alone
 from .virtual_memory import DeviceMemoryError
 
 
@@ -22,7 +22,7 @@ class ReturningTensors:
         device: The device.
     """
 
-    def __init__(self, device: torch.device, new_memory: Callable[[torch.device], Memory] = PooledMemory) -> None:
+    def __init__(self, device: torch.device, new_memory: Callable[[torch.device], Memory] = RangeMemory) -> None:
         self._device, self._new_memory = device, new_memory
         self._homes: Homes | None = None
 

@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .releasable_pools import allocating_in, releasable_pools
+from .ranges import AddressRange, driver_of, taking_from
 from .returning_storages import uses_of
 from .virtual_memory import DeviceMemoryError
 
-# What has two copies at a time. Of more groups each would cost a look at PyTorch's memory when it leaves.
+# What has two copies at a time.
 GROUP_BYTES = 4 * 2**30
 
 
@@ -20,7 +20,7 @@ class Memory(Protocol):
     """Memory that can leave the device and return to its addresses, with any content."""
 
     def make(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return new tensors like these.
+        """Return new tensors like these, once.
 
         Raises:
             torch.OutOfMemoryError: There is not enough memory.
@@ -45,8 +45,8 @@ class Memory(Protocol):
         """Wait for the device."""
 
 
-class PooledMemory:
-    """Memory of pools on a GPU.
+class RangeMemory:
+    """Memory of PyTorch's tensors on a GPU, behind addresses of their own.
 
     Args:
         device: The GPU.
@@ -56,33 +56,42 @@ class PooledMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        pools = releasable_pools(device, self)
-        if pools is None:
+        if (driver := driver_of(device)) is None:
             raise DeviceMemoryError("memory cannot leave and return here")
-        self._device, self._pools = device, pools
+        self._device, self._driver = device, driver
+        self._addresses: AddressRange | None = None
 
     def make(self, like: Sequence[Tensor]) -> list[Tensor]:
         """See `Memory`."""
         self.wait()
         torch.cuda.empty_cache()  # PyTorch itself empties no cache for a pool
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        addresses = AddressRange(self._driver, total)
         try:
-            # Nobody keeps this pool, so that PyTorch gives back what is no tensor's any more.
-            with allocating_in(self._pools.new_pool(), self._device):
+            # Nobody keeps the pool, so that PyTorch gives back what is no tensor's any more.
+            with taking_from(addresses, addresses.new_pool()):
                 made = [in_larger_storage(tensor) for tensor in like]
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            self._pools.tidy()
+            self.wait()
+            addresses.keep(0)
             raise
+        self._addresses = addresses
         self.wait()  # deterministic algorithms fill new memory, on another stream than the caller's
         return made
 
     def release(self) -> int:
         """See `Memory`."""
-        return self._pools.release() if self._pools.memory.nbytes else 0
+        if self._addresses is None or not self._addresses.nbytes:
+            return 0
+        self.wait()
+        return self._addresses.release()
 
     def restore(self) -> None:
         """See `Memory`."""
-        self._pools.restore()
+        if self._addresses is not None and self._addresses.away:
+            self.wait()
+            torch.cuda.empty_cache()
+            self._addresses.restore()
 
     def wait(self) -> None:
         """See `Memory`."""

@@ -21,36 +21,48 @@ class NoDeviceMemory(DeviceMemoryError):
     """The device has too little free memory."""
 
 
+_ADDRESS, _SIZE, _POINTER = ctypes.c_ulonglong, ctypes.c_size_t, ctypes.c_void_p
+CREATE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_ADDRESS), _SIZE, _POINTER, _ADDRESS)
+MAP = ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS)
+ALLOW = ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS, _SIZE, _POINTER, _SIZE)
+UNMAP = ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS, _SIZE)
+RELEASE = ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS)
+
+
+class DriverTable(ctypes.Structure):
+    """`struct driver` of allocator.c: functions, what they are called with, and what sizes are multiples of."""
+
+    _fields_ = (
+        ("create", CREATE),
+        ("map", MAP),
+        ("allow", ALLOW),
+        ("unmap", UNMAP),
+        ("release", RELEASE),
+        ("properties", _POINTER),
+        ("access", _POINTER),
+        ("page", _SIZE),
+    )
+
+
 class VirtualMemory(Protocol):
-    """Addresses, memory, and putting one behind the other. Sizes and addresses are multiples of `granularity`.
+    """Addresses, and memory that is put behind them. Sizes and addresses are multiples of `granularity`.
 
     Attributes:
         granularity: In bytes.
+        table: What makes memory and puts it behind addresses.
     """
 
     granularity: int
+    table: DriverTable
+
+    def name_of(self, status: int) -> str:
+        """Return the name of an error."""
 
     def reserve(self, nbytes: int) -> int:
         """Return the first of `nbytes` addresses that nothing else gets until `free`."""
 
     def free(self, address: int, nbytes: int) -> None:
         """Give addresses back; no memory is behind them."""
-
-    def create(self, nbytes: int) -> int:
-        """Return a handle of device memory.
-
-        Raises:
-            NoDeviceMemory: There is not enough.
-        """
-
-    def destroy(self, handle: int) -> None:
-        """Give memory back, once it is behind no address."""
-
-    def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Put memory behind addresses that were reserved together, for reading and writing."""
-
-    def unmap(self, address: int, nbytes: int) -> None:
-        """Take memory away from addresses, all that `map` put there; no work of the device uses them."""
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Return `[nbytes]` uint8 memory of the host, fast to copy to and from the device if there is such."""
@@ -60,9 +72,6 @@ class VirtualMemory(Protocol):
 
     def write(self, address: int, content: Tensor) -> None:
         """Copy `content` to device memory; the copy has ended on return."""
-
-    def copy(self, address: int, other: int, nbytes: int) -> None:
-        """Copy device memory from the `other` address; the copy has ended on return."""
 
 
 class _Location(ctypes.Structure):
@@ -117,15 +126,23 @@ class CudaVirtualMemory:
             ctypes.c_int(MINIMUM_GRANULARITY),
         )
         self.granularity = found.value
+        names = ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease")
+        kinds = (CREATE, MAP, ALLOW, UNMAP, RELEASE)
+        functions = (kind((name, self._driver)) for kind, name in zip(kinds, names, strict=True))
+        given = map(ctypes.addressof, (self._properties, self._access))
+        self.table = DriverTable(*functions, *given, self.granularity)
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._driver, name)(*arguments)
         if status == SUCCESS:
             return
+        raise (NoDeviceMemory if status == OUT_OF_MEMORY else DeviceMemoryError)(f"{name}: {self.name_of(status)}")
+
+    def name_of(self, status: int) -> str:
+        """See `VirtualMemory`."""
         text = ctypes.c_char_p()
         self._driver.cuGetErrorName(ctypes.c_int(status), ctypes.byref(text))
-        said = (text.value or str(status).encode()).decode()
-        raise (NoDeviceMemory if status == OUT_OF_MEMORY else DeviceMemoryError)(f"{name}: {said}")
+        return (text.value or str(status).encode()).decode()
 
     def reserve(self, nbytes: int) -> int:
         """See `VirtualMemory`."""
@@ -137,31 +154,6 @@ class CudaVirtualMemory:
     def free(self, address: int, nbytes: int) -> None:
         """See `VirtualMemory`."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
-
-    def create(self, nbytes: int) -> int:
-        """See `VirtualMemory`."""
-        handle = ctypes.c_uint64()
-        what = ctypes.c_size_t(nbytes), ctypes.byref(self._properties), ctypes.c_uint64(0)
-        self._call("cuMemCreate", ctypes.byref(handle), *what)
-        return handle.value
-
-    def destroy(self, handle: int) -> None:
-        """See `VirtualMemory`."""
-        self._call("cuMemRelease", ctypes.c_uint64(handle))
-
-    def map(self, address: int, nbytes: int, handle: int) -> None:
-        """See `VirtualMemory`."""
-        begin, size = ctypes.c_uint64(address), ctypes.c_size_t(nbytes)
-        self._call("cuMemMap", begin, size, ctypes.c_size_t(0), ctypes.c_uint64(handle), ctypes.c_uint64(0))
-        try:
-            self._call("cuMemSetAccess", begin, size, ctypes.byref(self._access), ctypes.c_size_t(1))
-        except DeviceMemoryError:
-            self.unmap(address, nbytes)
-            raise
-
-    def unmap(self, address: int, nbytes: int) -> None:
-        """See `VirtualMemory`."""
-        self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
 
     def host_memory(self, nbytes: int) -> Tensor:
         """See `VirtualMemory`."""
@@ -181,12 +173,6 @@ class CudaVirtualMemory:
         begin, size = ctypes.c_uint64(address), ctypes.c_size_t(content.nbytes)
         self._call("cuMemcpyHtoD_v2", begin, ctypes.c_void_p(content.data_ptr()), size)
         self._wait()  # from pageable memory, the call may return before the copy has ended
-
-    def copy(self, address: int, other: int, nbytes: int) -> None:
-        """See `VirtualMemory`."""
-        to, begin = ctypes.c_uint64(address), ctypes.c_uint64(other)
-        self._call("cuMemcpyDtoD_v2", to, begin, ctypes.c_size_t(nbytes))
-        self._wait()
 
     def _wait(self) -> None:
         """Wait for copies: PyTorch's own streams do not wait for the stream that they run on."""

@@ -16,7 +16,7 @@ from .demand import Demand
 
 
 class Room:
-    """Looks whether a module's recordings fit, and drops what may be dropped.
+    """Looks whether a module's recordings fit, and drops what does not.
 
     Args:
         bytes_per_slot: Device memory that they may take of one slot; None is all there is.
@@ -32,30 +32,17 @@ class Room:
         """Whether there is a limit to look at."""
         return self._limit is not None
 
-    def excess(self, settled: bool = False) -> float:
-        """Return the memory of the fullest slot over the limit, 0 without one.
-
-        Args:
-            settled: Whether to leave out recordings that can move into the memory of the largest.
-        """
+    def excess(self) -> float:
+        """Return the memory of the fullest slot over the limit, 0 without one."""
         if self._limit is None:
             return 0.0
-        return sum(region.slot_bytes(settled) for region in self._regions) / self._limit
+        return sum(region.slot_bytes() for region in self._regions) / self._limit
 
     def drop(self, bucket: Bucket) -> None:
         """Drop a bucket; it may be recaptured."""
         for region in self._regions:
             region.drop(bucket)
         self._demand.drop(bucket)
-
-    def drop_outdated(self) -> None:
-        """Drop all but the largest recordings; microbatches ask for the others again, in shared memory."""
-        for region in self._regions:
-            region.drop_outdated()
-
-
-# Steps without a larger bucket after which recordings move into the memory of the largest.
-SETTLED = 16
 
 
 class Growing:
@@ -84,7 +71,6 @@ class Growing:
         self._title, self._regions, self.demand = title, regions, demand
         self._consensus, self._strict, self._counted = consensus, strict, counted
         self._room = Room(bytes_per_slot, regions, demand)
-        self._quiet = 0
         self._tried = False
 
     def before_step(self, training: bool) -> bool:
@@ -96,11 +82,8 @@ class Growing:
         Raises:
             CaptureError: It failed, and the run is strict.
         """
-        self._quiet += 1
         self._tried = False
         if self.demand.due() and (bucket := self.demand.next()) is not None:
-            if bucket.tokens > max((other.tokens for other in self.demand.buckets), default=0):
-                self._quiet = 0
             add, undo = partial(self._add, bucket, training), partial(self._forget, bucket)
             if self._recorded(add, f"bucket {bucket}", undo):
                 self._fit(bucket)
@@ -109,19 +92,8 @@ class Growing:
             what = f"bucket {first[1]} for one more microbatch in flight"
             alike = self._alike(wishes, first)
             if self._recorded(partial(_fulfill, alike), what, partial(_take_back, alike)):
-                self._fit()
-        elif self._quiet > SETTLED:
-            self._move()
+                self._fit(first[1])
         return self._tried
-
-    def _move(self) -> None:
-        """Recapture one bucket in the memory of the largest."""
-        outdated = [(region, region.outdated()) for region in self._regions]
-        found = [(region, wish) for region, wish in outdated if wish is not None]
-        if not found:
-            self._quiet = 0
-        elif not self._recorded(partial(self._recapture, found), f"bucket {found[0][1][1]} once more, in less memory"):
-            self._quiet = -SETTLED
 
     def _recorded(
         self, work: Callable[[], None], what: str, undo: Callable[[Exception], None] = lambda error: None
@@ -164,27 +136,15 @@ class Growing:
         self._room.drop(bucket)
         self.demand.refuse(bucket, reason_of(error))
 
-    def _fit(self, bucket: Bucket | None = None) -> None:
-        """Keep within the memory limit after a recording.
-
-        The bucket goes, unless it fits once all share its memory: then the others are recaptured when microbatches ask
-        for them.
-        """
+    def _fit(self, bucket: Bucket) -> None:
+        """Drop a bucket that was recorded if recordings take more than they may on some rank."""
         if not self._room.limited:
             return
         with self._counted():
-            if not self._over():
-                return
-            if bucket is not None and self._over(settled=True):
+            if self._consensus.agree(self._room.excess).largest > 1:
                 self._room.drop(bucket)
                 self.demand.refuse(bucket)
                 warn(f"{self._title}: bucket {bucket} does not fit the memory limit and is dropped")
-            else:
-                self._room.drop_outdated()
-
-    def _over(self, settled: bool = False) -> bool:
-        """Whether recordings take more than they may on some rank."""
-        return self._consensus.agree(partial(self._room.excess, settled)).largest > 1
 
     def _alike(self, wishes: Sequence[Sequence[Wish]], first: Wish) -> list[tuple[Region, Wish]]:
         """Return all regions' wishes that are like one of them."""
@@ -195,10 +155,6 @@ class Growing:
             for wish in found
             if (wish[0], wish[1].tokens, wish[2]) == (index, bucket.tokens, mode)
         ]
-
-    def _recapture(self, found: Sequence[tuple[Region, Wish]]) -> None:
-        for region, wish in found:
-            region.recapture(wish)
 
 
 def _fulfill(wishes: Sequence[tuple[Region, Wish]]) -> None:

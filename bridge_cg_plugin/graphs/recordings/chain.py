@@ -10,6 +10,7 @@ import torch
 from ..changes.source import Recorded, Source
 from ..errors import reason_of
 from ..fallback import Fallback
+from ..memory.pools import Pool, SlotMemory
 from ..planning.buckets import Bucket
 from ..replays.gradients import static_bytes_of
 from ..replays.slot import ChainSlot, Slot, Turn
@@ -79,8 +80,7 @@ class Chain:
         self._slots: dict[int, ChainSlot] = {}
         self._parts: list[Part] = []
         self._captures = 0
-        # For how many tokens the memory of each slot was taken.
-        self._tokens: dict[int, int] = {}
+        self._forward_memory: dict[int, SlotMemory] = {}
 
     def join(self, part: Part) -> None:
         """Add the part that runs after those that are there."""
@@ -91,11 +91,36 @@ class Chain:
         self._parts = [each for each in self._parts if each is not part]
         if not self._parts:
             self.offloading.release()
-            self._slots = {}
+            self._slots, self._forward_memory = {}, {}
 
     def common(self, index: int) -> ChainSlot:
         """Return what all parts have in common in a slot."""
-        return self._slots.setdefault(index, ChainSlot(self._executor.device))
+        if index not in self._slots:
+            self._slots[index] = ChainSlot(self._executor.device, self._executor.new_memory())
+        return self._slots[index]
+
+    def forward_memory(self, index: int) -> SlotMemory:
+        """Return the memory of recordings without a backward in a slot."""
+        if index not in self._forward_memory:
+            self._forward_memory[index] = self._executor.new_memory()
+        return self._forward_memory[index]
+
+    def is_first(self, part: Part) -> bool:
+        """Whether a part counts what no part has alone."""
+        return part in self._parts[:1]
+
+    def graph_bytes(self, index: int) -> int:
+        """Return the device memory of the recordings in a slot."""
+        forward = self._forward_memory.get(index)
+        return self.common(index).memory.nbytes + (0 if forward is None else forward.nbytes)
+
+    def trim(self, index: int) -> None:
+        """Give memory of a slot back that no recording uses any more."""
+        for gradients, memory in ((True, self.common(index).memory), (False, self._forward_memory.get(index))):
+            if memory is not None:
+                memory.keep(max((made.nbytes for _, made in self._held(index, gradients)), default=0))
+        for part in self._parts[:1]:
+            part.count_memory()
 
     def is_free(self, index: int) -> bool:
         """Whether no microbatch holds the slot in any part."""
@@ -103,7 +128,7 @@ class Chain:
 
     def shared_bytes(self, part: Part) -> tuple[int, int]:
         """Return the memory that no part has alone, on the device and page-locked; the first part counts it."""
-        if part not in self._parts[:1]:
+        if not self.is_first(part):
             return 0, 0
         return sum(common.border.nbytes for common in self._slots.values()), self.offloading.pinned_bytes
 
@@ -193,68 +218,31 @@ class Chain:
     def _record_parts(
         self, index: int, parts: Sequence[tuple[Part, Source]], bucket: Bucket, mode: Mode, briefly: bool
     ) -> None:
-        first = parts[0][0]
+        first, pool = parts[0][0], self.common(index).memory.begin()
         with first.recording(bucket):
-            pool = self._new_or_held_pool(index, bucket)
             bodies = [part.warmed_up(source, part.slot(index), bucket, mode, briefly=briefly) for part, source in parts]
             kept = self.offloading.prepare_chain(self._executor, bodies, index)
             for body, activations in zip(bodies, kept, strict=True):
                 body.activations = activations
             with first.checked(briefly):
                 made = self._recorded(bodies, pool)
+            nbytes = pool.settle()
         self._captures += 1
-        for place, ((part, source), body, (recording, nbytes)) in enumerate(zip(parts, bodies, made, strict=True)):
+        for place, ((part, source), body, recording) in enumerate(zip(parts, bodies, made, strict=True)):
             recorded = part.keep(source, part.slot(index), mode, body, recording, nbytes)
             recorded.turn = Turn(self._captures, place)
 
-    def _recorded(self, bodies: Sequence[RegionBody], pool: object) -> list[tuple[Recording, int]]:
-        """Return every part's recording with what the pool grew by for it."""
-        sizes, made = [self._executor.pool_bytes(pool)], list[BegunRecording]()
+    def _recorded(self, bodies: Sequence[RegionBody], pool: Pool) -> list[BegunRecording]:
+        made: list[BegunRecording] = []
         try:
             for body in bodies:
                 made.append(self._executor.record_forward(body, pool))
-                sizes.append(self._executor.pool_bytes(pool))
             for recording in reversed(made):
                 recording.record_backward()
-                sizes.append(self._executor.pool_bytes(pool))
         finally:
             for body in bodies:
                 body.forget()
-        grown = [after - before for before, after in zip(sizes, sizes[1:], strict=False)]
-        forward, backward = grown[: len(made)], grown[len(made) :]
-        return list(zip(made, map(sum, zip(forward, reversed(backward), strict=True)), strict=True))
-
-    def _new_or_held_pool(self, index: int, bucket: Bucket) -> object:
-        """Return the memory for a bucket: that of the others, or a new one where that was taken for fewer tokens."""
-        if bucket.tokens > self.settle(index):
-            self._set_pool(index, None)  # whose memory goes back first
-            self._set_pool(index, self._executor.new_pool())
-            self._tokens[index] = bucket.tokens
-        return self._parts[0].slot(index).pool
-
-    def settle(self, index: int) -> int:
-        """Let a slot's memory be one that recordings are in; returns for how many tokens it was taken, 0 without one.
-
-        Memory whose largest recording is to be made again is kept by smaller ones.
-        """
-        held = self._held(index, True)
-        if not held:
-            self._set_pool(index, None)
-            return 0
-        if not any(made.pool == self._parts[0].slot(index).pool for _, made in held):
-            (_, bucket, _), largest = max(held, key=lambda each: each[0][1].tokens)
-            self._set_pool(index, largest.pool)
-            self._tokens[index] = bucket.tokens
-        return self._tokens[index]
-
-    def _set_pool(self, index: int, pool: object) -> None:
-        for part in self._parts:
-            part.slot(index).pool = pool
-
-    def forward_pool(self, index: int) -> object:
-        """Return the memory of recordings without a backward in a slot."""
-        held = self._held(index, False)
-        return held[0][1].pool if held else self._executor.new_pool()
+        return made
 
     def _held(self, index: int, gradients: bool) -> list[tuple[tuple[int, Bucket, Mode], Recorded]]:
         """Return the recordings in a slot that have a backward, or those that have none."""
@@ -286,8 +274,7 @@ class Chain:
     def slot_bytes(self, index: int) -> int:
         """Return all device memory of a slot, with the gradients that parts return, in bytes."""
         slots = [part.slot(index) for part in self._parts]
-        pools = dict.fromkeys(made.pool for gradients in (True, False) for _, made in self._held(index, gradients))
-        shared = {id(slot.shared): slot.shared.arena(index) for slot in slots if slot.shared is not None}
-        arenas = [self.common(index).border, *shared.values(), *(slot.arena for slot in slots)]
+        shared = {id(slot.shared): slot.shared.tensors(index) for slot in slots if slot.shared is not None}
+        tensors = [self.common(index).border, *shared.values(), *(slot.static for slot in slots)]
         returned = static_bytes_of(source.sinks for _, source in self._every_source())
-        return sum(map(self._executor.pool_bytes, pools)) + sum(a.nbytes for a in arenas) + returned
+        return self.graph_bytes(index) + sum(each.nbytes for each in tensors) + returned

@@ -10,7 +10,7 @@ from ..planning.buckets import Bucket
 from ..replays.slot import Slot
 from ..reports.statistics import BucketStatistics
 from .chain import Chain, Place
-from .late_recordings import LateRecordings, is_settled
+from .late_recordings import LateRecordings
 from .recorder import Recorder
 from .recording import Mode
 
@@ -70,7 +70,7 @@ class ChainedRecordings(LateRecordings):
         """See `LateRecordings`; what has a backward is left to the chain."""
         alone = [place for place in places if not place[1].gradients]
         if alone:
-            slot.forward_pool = self._chain.forward_pool(slot.index)
+            slot.forward_memory = self._chain.forward_memory(slot.index)
         super().fill(source, slot, alone, recorded)
 
     def _may_always_record(self, slot: Slot, mode: Mode) -> bool:
@@ -83,9 +83,11 @@ class ChainedRecordings(LateRecordings):
     def _shared_bytes(self) -> tuple[int, int]:
         return self._chain.shared_bytes(self)
 
-    def _settle_pools(self) -> None:
-        for slot in self._slots:
-            self._chain.settle(slot.index)
+    def _graph_bytes(self, slot: Slot) -> int:
+        return self._chain.graph_bytes(slot.index) if self._chain.is_first(self) else 0
+
+    def _trim(self, slot: Slot) -> None:
+        self._chain.trim(slot.index)
 
     def _take_back(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, error: Exception) -> None:
         super()._take_back(source, slot, bucket, mode, error)
@@ -97,9 +99,9 @@ class ChainedRecordings(LateRecordings):
         try:
             with self._statistics.recording():
                 if not mode.gradients:
-                    slot.forward_pool = self._chain.forward_pool(slot.index)
+                    slot.forward_memory = self._chain.forward_memory(slot.index)
                     self._recorder.fill(source, slot, [(bucket, mode)])
-                elif place not in source.recordings or not is_settled(source, slot, place):
+                elif place not in source.recordings:
                     self._chain.record(slot.index, [(bucket, mode)], only_here=only_here)
         finally:
             self._tidy()

@@ -1,18 +1,20 @@
 """How recordings are made: CUDA graphs on a GPU, plain execution everywhere else."""
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import CaptureError, release_frames
-from ..memory.joint_memory import JointMemories
-from ..memory.releasable_pools import allocating, releasable_pools
+from ..memory.pools import Arena, Making, NoMemory, PlainMemory, Pool, SlotMemory, StaticMemory
+from ..memory.ranges import AddressRange, close_left, driver_of
 from ..memory.returning_tensors import ReturningTensors
-from ..replays.slot import Making
+from ..memory.virtual_memory import NoDeviceMemory, VirtualMemory
 from ..replays.streams import ReplayStream
 from .activations import Activations
 from .generators import default_generator
@@ -31,9 +33,6 @@ PRIORITY, MAIN_PRIORITY = 0, -1
 
 # Entered around passes whose values nobody reads; they may leave out what waits for other ranks.
 Isolated = Callable[[], AbstractContextManager[None]]
-
-# Memory of one slot's recordings, opaque to all but the executor that allocated it.
-type Pool = Any
 
 # Makes the buffers that a backward reads, zeroed, from the outputs it belongs to.
 MakeOutputGradients = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
@@ -58,14 +57,19 @@ def around(before: Hook, after: Hook) -> Iterator[None]:
 
 
 class Executor(Protocol):
-    """Makes recordings and owns what they share."""
+    """Makes recordings and owns what they share.
+
+    Attributes:
+        memory_away: Whether memory of recordings and static tensors has left the device.
+    """
 
     name: str
     device: torch.device
     isolated: Isolated
+    memory_away: bool
 
-    def new_pool(self) -> Pool:
-        """Return a memory pool for the recordings of one slot."""
+    def new_memory(self) -> SlotMemory:
+        """Return memory for the recordings of one slot."""
 
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:
         """Run the body outside any capture, with all activations on the device.
@@ -88,9 +92,6 @@ class Executor(Protocol):
     def record(self, body: RegionBody, pool: Pool) -> Recording:
         """Record the body, forward and backward."""
 
-    def pool_bytes(self, pool: Pool) -> int:
-        """Return the device memory that the pool holds, in bytes."""
-
     def generators(self) -> Sequence[torch.Generator]:
         """Return what work that is recorded may draw random numbers from."""
 
@@ -100,12 +101,8 @@ class Executor(Protocol):
     def tidy(self) -> None:
         """Give memory back that no recording needs any more."""
 
-    @property
-    def memory_away(self) -> bool:
-        """Whether memory of pools or static tensors has left the device."""
-
     def release_memory(self) -> int:
-        """Take the memory of pools and static tensors off the device, where it can leave; returns how many bytes left.
+        """Take memory of recordings and static tensors off the device, if it can leave; returns how many bytes left.
 
         Raises:
             DeviceMemoryError: The driver failed.
@@ -179,7 +176,9 @@ class CudaGraphExecutor:
         cuda_graph_stream, cuda_graph_event: See `ReplayStream`.
         launched: Called after each replay with what it was; None where nobody wants to know.
         side_stream: Whether recordings may have side work, which then gives way to the main work.
-        releasable: Whether memory of recordings can leave the device, if PyTorch and the driver can do it.
+        arenas: Whether recordings of a slot use memory from the same address on, if the driver can do it; else those of
+            larger buckets that come later have memory beside it.
+        releasable: Whether memory of arenas and static tensors can leave the device.
 
     Raises:
         ValueError: An event without a stream.
@@ -198,6 +197,7 @@ class CudaGraphExecutor:
         cuda_graph_stream: torch.cuda.Stream | None = None,
         cuda_graph_event: torch.cuda.Event | None = None,
         side_stream: bool = False,
+        arenas: bool = True,
         releasable: bool = False,
     ) -> None:
         self._replay_stream = ReplayStream(cuda_graph_stream, cuda_graph_event)
@@ -208,21 +208,30 @@ class CudaGraphExecutor:
         self._generators = generators
         self.isolated = isolated
         self._hooks = pre_warmup_hook, post_warmup_hook
-        self._releasable = releasable_pools(self.device, self) if releasable else None
-        self._weights = JointMemories()
+        self._driver = driver_of(self.device) if arenas else None
+        self._ranges: weakref.WeakSet[AddressRange] = weakref.WeakSet()
+        self.memory_away, self._releasable = False, releasable and self._driver is not None
+        self._statics: StaticMemory | None = None
+        if self._releasable and self._driver is not None:
+            self._statics = StaticMemory(self._new_range(self._driver, keeps=True))
 
-    def new_pool(self) -> tuple[int, int]:
-        """See `Executor`. Memory of pools that nothing is left of goes back first: a capture cannot free any.
+    def _new_range(self, driver: VirtualMemory, keeps: bool = False) -> AddressRange:
+        made = AddressRange(driver, torch.cuda.get_device_properties(self.device).total_memory, keeps)
+        self._ranges.add(made)
+        return made
+
+    def new_memory(self) -> SlotMemory:
+        """See `Executor`. What nothing is left of goes back first: a capture cannot free any.
 
         Raises:
             CaptureError: PyTorch runs with another allocator than its own.
         """
         refuse_other_allocators()
         torch.cuda.empty_cache()
-        if self._releasable is None:
-            return torch.cuda.graph_pool_handle()
-        self._releasable.shrink()
-        return self._releasable.new_pool()
+        close_left()
+        if self._driver is None or _counts_reserved_memory(self.device):
+            return PlainMemory()
+        return Arena(partial(self._new_range, self._driver))
 
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:
         """See `Executor`."""
@@ -251,22 +260,16 @@ class CudaGraphExecutor:
         """See `Executor`. All recordings share one side stream: their memory may overlap, as on the main stream."""
         return SideStream(self._side_stream)
 
-    def record_forward(self, body: RegionBody, pool: tuple[int, int]) -> BegunRecording:
+    def record_forward(self, body: RegionBody, pool: Pool) -> BegunRecording:
         """See `Executor`."""
-        around = nullcontext if self._releasable is None else allocating
-        made = CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream, around)
+        made = CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream)
         return made if self._launched is None else NotifyingRecording(made, self._launched, body.name)
 
-    def record(self, body: RegionBody, pool: tuple[int, int]) -> Recording:
+    def record(self, body: RegionBody, pool: Pool) -> Recording:
         """See `Executor`."""
         made = self.record_forward(body, pool)
         made.record_backward()
         return made
-
-    def pool_bytes(self, pool: tuple[int, int]) -> int:
-        """See `Executor`."""
-        segments = torch.cuda.memory_snapshot()
-        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool))
 
     def generators(self) -> Sequence[torch.Generator]:
         """See `Executor`."""
@@ -274,32 +277,52 @@ class CudaGraphExecutor:
 
     def static_memory(self) -> Making:
         """See `Executor`."""
-        return nullcontext if self._releasable is None else self._releasable.static_memory()
+        return nullcontext if self._statics is None else self._statics.making
 
     def tidy(self) -> None:
         """See `Executor`."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
-        if self._releasable is not None:
-            self._releasable.shrink()
-
-    @property
-    def memory_away(self) -> bool:
-        """See `Executor`."""
-        return self._releasable is not None and self._releasable.memory.away
+        close_left()
 
     def release_memory(self) -> int:
         """See `Executor`."""
-        return 0 if self._releasable is None else self._releasable.release()
+        if not self._releasable:
+            return 0
+        self.tidy()
+        left = sum(each.release() for each in self._ranges)
+        self.memory_away = self.memory_away or left > 0
+        return left
 
     def restore_memory(self) -> None:
-        """See `Executor`."""
-        if self._releasable is not None:
-            self._releasable.restore()
+        """See `Executor`. PyTorch's cache is emptied for it if need be."""
+        try:
+            self._restore()
+        except NoDeviceMemory:
+            self.tidy()
+            self._restore()
+        self.memory_away = False
+
+    def _restore(self) -> None:
+        there = []
+        try:
+            for each in self._ranges:
+                if each.away:
+                    each.restore()
+                    there.append(each)
+        except NoDeviceMemory:
+            for each in there:
+                each.release()
+            raise
 
     def returning_tensors(self) -> ReturningTensors | None:
         """See `Executor`."""
-        return None if self._releasable is None else ReturningTensors(self.device, self._weights.new)
+        return ReturningTensors(self.device) if self._releasable else None
+
+
+def _counts_reserved_memory(device: torch.device) -> bool:
+    """Whether PyTorch was told a limit, against which it counts what each recording of a slot uses."""
+    return torch.cuda.get_per_process_memory_fraction(device) < 1
 
 
 class ReferenceExecutor(StayingMemory):
@@ -326,8 +349,9 @@ class ReferenceExecutor(StayingMemory):
         self.isolated = isolated
         self._hooks = pre_warmup_hook, post_warmup_hook
 
-    def new_pool(self) -> None:
+    def new_memory(self) -> SlotMemory:
         """See `Executor`."""
+        return NoMemory()
 
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:
         """See `Executor`."""
@@ -350,21 +374,17 @@ class ReferenceExecutor(StayingMemory):
         """See `Executor`."""
         return SideStream(None)
 
-    def record_forward(self, body: RegionBody, pool: None) -> BegunRecording:
+    def record_forward(self, body: RegionBody, pool: Pool) -> BegunRecording:
         """See `Executor`: a replay runs both."""
         return self.record(body, pool)
 
-    def record(self, body: RegionBody, pool: None) -> BegunRecording:
+    def record(self, body: RegionBody, pool: Pool) -> BegunRecording:
         """See `Executor`."""
         with self.isolated():
             outputs: tuple[Tensor, ...] = tuple(torch.full_like(o, torch.nan) for o in body.forward())
             body.join()
         body.forget()
         return ReferenceRecording(body, outputs)
-
-    def pool_bytes(self, pool: None) -> int:
-        """See `Executor`."""
-        return 0
 
     def generators(self) -> Sequence[torch.Generator]:
         """See `Executor`."""

@@ -28,8 +28,6 @@ from .recording import EVALUATION, Mode
 # A recording of a region: the slot's number, bucket and mode.
 Wish = tuple[int, Bucket, Mode]
 
-# Smaller buckets may have this part of the largest bucket's memory in addition.
-APART = 0.15
 FAILED_HERE = "had to be recaptured because memory was moved on this rank, and could not be captured"
 
 
@@ -74,41 +72,24 @@ class LateRecordings:
         """Note what slots, gradients and offloaded activations take now in the region's statistics."""
         statistics, offloading = self._statistics, self._recorder.offloading
         shared, pinned = self._shared_bytes()
-        statistics.static_bytes = shared + sum(slot.arena.nbytes for slot in self._every_slot())
+        statistics.graph_bytes = sum(map(self._graph_bytes, self._every_slot()))
+        statistics.static_bytes = shared + sum(slot.static.nbytes for slot in self._every_slot())
         statistics.gradient_bytes = static_bytes_of(source.sinks for source in self._sources)
         statistics.pinned_bytes = pinned if offloading is None else offloading.pinned_bytes
-        for counts in statistics.buckets.values():
-            counts.memory = 0
-        for source in self._sources:
-            for (_, bucket, _), recorded in source.recordings.items():
-                statistics.buckets[bucket].memory += recorded.nbytes
+
+    def _graph_bytes(self, slot: Slot) -> int:
+        """Return the device memory of a slot's recordings that the region counts."""
+        return slot.memory.nbytes
 
     def _shared_bytes(self) -> tuple[int, int]:
         """Return what the region counts of memory that others use as well, on the device and page-locked."""
         return 0, 0
 
-    def slot_bytes(self, settled: bool) -> int:
-        """Return the device memory of the slot that takes most, in bytes.
-
-        Args:
-            settled: Whether to leave out recordings in memory that larger ones do not share.
-        """
+    def slot_bytes(self) -> int:
+        """Return the device memory of the slot that takes most, in bytes."""
         shared = self._shared_bytes()[0] // max(len(self._slots), 1)
-        taken = {slot.index: slot.arena.nbytes + shared for slot in self._every_slot()}
-        for slot in self._every_slot():
-            for source in self._sources:
-                held = (place for place in source.in_slot(slot) if not settled or is_settled(source, slot, place))
-                taken[slot.index] += sum(source.recordings[place].nbytes for place in held)
-        return max(taken.values(), default=0)
-
-    def drop_outdated(self) -> None:
-        """Drop all but each slot's largest recordings, and give memory back that these do not share."""
-        largest: Counter[int] = Counter()
-        for place in (place for source in self._sources for place in source.recordings):
-            largest[place[0]] = max(largest[place[0]], _tokens(place))
-        self._forget(lambda place: _tokens(place) < largest[place[0]])
-        self._tidy()
-        self._recorder.executor.tidy()
+        taken = (self._graph_bytes(slot) + slot.static.nbytes for slot in self._every_slot())
+        return shared + max(taken, default=0)
 
     def find(
         self, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool
@@ -229,8 +210,8 @@ class LateRecordings:
         for slot in self._every_slot():
             slot.buffers.pop(bucket, None)
         self.wishes = {wish: number for wish, number in self.wishes.items() if wish[1] != bucket}
-        self._tidy()
         self._recorder.executor.tidy()
+        self._tidy()
 
     def _forget(self, which: Callable[[Wish], bool]) -> None:
         """Forget some recordings, as other ranks do; their last replays have ended by then."""
@@ -238,20 +219,18 @@ class LateRecordings:
         for source in self._sources:
             source.recordings = {place: made for place, made in source.recordings.items() if not which(place)}
             source.recorded_by_other_ranks = frozenset(p for p in source.recorded_by_other_ranks if not which(p))
-        self._settle_pools()
-
-    def _settle_pools(self) -> None:
-        """Let each slot's memory be that of the largest recording that it holds."""
-        for slot in self._every_slot():
-            held = [(place, source.recordings[place]) for source in self._sources for place in source.in_slot(slot)]
-            if held and not any(made.pool == slot.pool for _, made in held):  # PyTorch takes no handle without graphs
-                slot.pool = max(held, key=lambda each: _tokens(each[0]))[1].pool
 
     def _tidy(self) -> None:
-        """Give back what no recording reads any more, and count the rest."""
+        """Give back what no recording uses any more, and count the rest."""
         for slot in self._every_slot():
-            slot.arena.keep(self._used_in(slot))
+            slot.static.keep(self._used_in(slot))
+            self._trim(slot)
         self.count_memory()
+
+    def _trim(self, slot: Slot) -> None:
+        """Give memory of recordings back that those which are left do without."""
+        held = (source.recordings[place].nbytes for source in self._sources for place in source.in_slot(slot))
+        slot.memory.keep(max(held, default=0))
 
     def _used_in(self, slot: Slot) -> Iterator[Tensor]:
         """Yield the static inputs and output gradients of what is recorded in a slot."""
@@ -260,28 +239,6 @@ class LateRecordings:
         for source in self._sources:
             for place in source.in_slot(slot):
                 yield from source.recordings[place].output_gradients
-
-    def outdated(self, source: Source) -> Wish | None:
-        """Return the largest of a slot's recordings in memory that larger ones do not share, None where it is little.
-
-        Ranks that share layers find alike: what counts is tokens, not bytes.
-        """
-        for slot in self._slots:
-            held = source.in_slot(slot)
-            old = [wish for wish in held if not is_settled(source, slot, wish)]
-            largest = max(old, key=_tokens, default=None)
-            if largest is not None and _tokens(largest) > APART * max(map(_tokens, held)):
-                return largest
-        return None
-
-    def recapture(self, source: Source, wish: Wish) -> None:
-        """Recapture in the memory that the slot has now.
-
-        Raises:
-            CaptureError: It failed; the old one stays.
-        """
-        index, bucket, mode = wish
-        self._add(source, self._slots[index], bucket, mode)
 
     def record(self, source: Source, bucket: Bucket, mode: Mode) -> None:
         """Record one more bucket in the first slot.
@@ -366,18 +323,9 @@ class LateRecordings:
         return reason
 
     def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, only_here: bool = False) -> float:
-        largest = max((_tokens(place) for each in self._sources for place in each.in_slot(slot)), default=0)
-        before = slot.pool if largest else None  # without a recording, its memory goes back first
         try:
-            if bucket.tokens > largest:
-                # Blocks of smaller buckets are too small. PyTorch takes no handle again whose graphs are all gone.
-                slot.pool = None
-                slot.pool = self._recorder.executor.new_pool()
             with self._statistics.recording():
                 self._recorder.fill(source, slot, [(bucket, mode)])
-        except BaseException:
-            slot.pool = before if largest else slot.pool
-            raise
         finally:
             self._tidy()
         return 0.0
@@ -386,12 +334,3 @@ class LateRecordings:
 def _failed_for(source: Source, wish: Wish) -> Fallback | None:
     """Return why a recording is not tried now; None where others have one, as in another slot or before."""
     return None if wish in source.recorded_by_other_ranks else source.failed.reason(wish[1:])
-
-
-def _tokens(place: Wish) -> int:
-    return place[1].tokens
-
-
-def is_settled(source: Source, slot: Slot, place: Wish) -> bool:
-    """Whether a recording is in the memory that its slot has now."""
-    return source.recordings[place].pool == slot.pool_of(place[2].gradients)

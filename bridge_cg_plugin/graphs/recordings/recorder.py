@@ -57,10 +57,10 @@ class Recorder:
     def slot(self, index: int, buckets: Sequence[Bucket]) -> Slot:
         """Return a slot with static inputs for some buckets and no recordings."""
         executor = self.executor
-        pool = executor.new_pool() if self.chain is None else None
-        slot = Slot(index, executor.device, pool, self._piece.shared, executor.static_memory())
-        if self.chain is not None:
-            slot.common = self.chain.common(index)
+        common = None if self.chain is None else self.chain.common(index)
+        memory = executor.new_memory() if common is None else common.memory
+        slot = Slot(index, executor.device, memory, self._piece.shared, executor.static_memory())
+        slot.common = common
         for bucket in sorted(set(buckets), reverse=True):
             self.add_inputs(slot, bucket)
         return slot
@@ -81,7 +81,7 @@ class Recorder:
     ) -> None:
         """Record in a slot that no microbatch holds; repeat it while its activations exceed their limit.
 
-        What a pool loses between its blocks is known only once all buckets share it.
+        What is lost between blocks is known only once they are there.
 
         Args:
             source: What the model is.
@@ -100,30 +100,30 @@ class Recorder:
                     recorded()
             if self.offloading is None:
                 return
-            total = self.executor.pool_bytes(slot.pool) + slot.arena.nbytes + source.sinks.static_bytes
+            total = slot.memory.nbytes + slot.static.nbytes + source.sinks.static_bytes
             if self.offloading.accepts(total):
                 return
             held = [(bucket, mode) for _, bucket, mode in source.in_slot(slot)]
             places = sorted(held, key=lambda place: (place[0], place[1].gradients), reverse=True)
             source.forget(slot)
             source.earlier = None
-            slot.pool = None  # whose memory goes back first
-            slot.pool = self.executor.new_pool()
+            self.executor.tidy()
+            slot.memory.keep(0)
 
     def _record(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> None:
         record = partial(self._record_once, source, slot, bucket, mode)
         record_warmed_up(record, mode in source.warm, self.name, bucket)
 
     def _record_once(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, briefly: bool) -> None:
-        pool = slot.pool_of(mode.gradients)
-        before = self.executor.pool_bytes(pool)
+        pool = slot.memory_of(mode.gradients).begin()
         with self.recording(bucket):
             body = self.warmed_up(source, slot, bucket, mode, briefly)
             if self.offloading is not None and mode.gradients:
                 body.activations = self.offloading.prepare(self.executor, body, slot.index)
             with self.checked(briefly):
                 recording = self.executor.record(body, pool)
-        self.keep(source, slot, mode, body, recording, self.executor.pool_bytes(pool) - before)
+            nbytes = pool.settle()
+        self.keep(source, slot, mode, body, recording, nbytes)
 
     @contextmanager
     def recording(self, bucket: Bucket) -> Iterator[None]:
@@ -163,19 +163,21 @@ class Recorder:
 
     @contextmanager
     def checked(self, briefly: bool) -> Iterator[None]:
-        """Record inside; tensors of modules hold what they held before all passes.
+        """Record inside; modules and their tensors hold what they held before: what a capture makes is not for them.
 
         Raises:
             CaptureError: Passes change what a replay would not.
         """
         held = self._watch.contents()
-        with self._kept.put_back(), self._watch.passing() as changed:
-            yield
-        changed += held.changed()
-        if briefly and (first := [entry for entry in changed if entry not in self._always_changed]):
-            raise CaptureError(f"layers' first passes change attributes: {self._watch.described(first)}")
-        self._always_changed.update(changed)
-        self._check_changed(changed)
+        with self._kept.put_back():
+            with self._watch.passing() as changed:
+                yield
+            changed += held.changed()
+            if briefly and (first := [entry for entry in changed if entry not in self._always_changed]):
+                raise CaptureError(f"layers' first passes change attributes: {self._watch.described(first)}")
+            self._always_changed.update(changed)
+            self._check_changed(changed)
+            self._watch.put_back(held)
 
     def keep(
         self, source: Source, slot: Slot, mode: Mode, body: RegionBody, recording: Recording, nbytes: int
@@ -188,10 +190,10 @@ class Recorder:
             mode: What it was recorded as.
             body: What was recorded.
             recording: The recording.
-            nbytes: What the pool grew by, in bytes.
+            nbytes: What it needs of the slot's memory.
         """
-        in_place, pool = not source.moved(mode.gradients), slot.pool_of(mode.gradients)
-        recorded = Recorded(recording, body.output_gradients, pool, nbytes, in_place)
+        in_place = not source.moved(mode.gradients)
+        recorded = Recorded(recording, body.output_gradients, nbytes, in_place)
         source.recordings[slot.index, body.bucket, mode] = recorded
         source.warm.add(mode)
         return recorded

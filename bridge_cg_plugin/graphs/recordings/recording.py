@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from threading import RLock
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,11 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.utils import parametrize
 
 from ..instance import every_module, walked_once
+from ..memory.pools import Pool, outlasting
 from ..planning.buckets import Bucket
 from ..program import Buffers, RegionProgram
 from ..replays.gradients import GradientSinks
-from ..replays.slot import Arena
+from ..replays.slot import StaticTensors
 from ..replays.streams import ReplayStream
 from .activations import Activations
 from .capture import capture_graph
@@ -122,7 +123,7 @@ class RegionBody:
         sinks: GradientSinks | None,
         side: SideStream | None = None,
         passing: Callable[[], AbstractContextManager[object]] = nullcontext,
-        border: Arena | None = None,
+        border: StaticTensors | None = None,
     ) -> None:
         self._side, self._passing, self._border = side, passing, border
         self._program, self._buffers, self._bucket = program, buffers, bucket
@@ -335,46 +336,49 @@ class ReferenceRecording:
 class CudaGraphRecording:
     """Two CUDA graphs, forward and backward, in one memory pool; both may draw from `generators`.
 
-    The forward is captured at once. `allocating` is entered around each capture. `replay_stream` takes graphs that copy
-    activations to the host; others replay on the main stream and need no event.
+    The forward is captured at once. `replay_stream` takes graphs that copy activations to the host; others replay on
+    the main stream and need no event.
     """
 
     def __init__(
         self,
         body: RegionBody,
-        pool: tuple[int, int],
+        pool: Pool,
         stream: torch.cuda.Stream,
         generators: Sequence[torch.Generator] = (),
         replay_stream: ReplayStream = MAIN_STREAM,
-        allocating: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._replay_stream, self._allocating = replay_stream, allocating
+        self._replay_stream, self._pool = replay_stream, pool
         self._copies = body.copies
-        self._capturing: tuple[RegionBody, Any, torch.cuda.Stream, Sequence[torch.Generator]] | None = None
+        self._capturing: tuple[RegionBody, torch.cuda.Stream, Sequence[torch.Generator]] | None = None
         self._forward = torch.cuda.CUDAGraph()
         self._backward = torch.cuda.CUDAGraph()
         try:
-            with allocating(), capture_graph(self._forward, pool, stream, generators):
+            with pool.taking(), capture_graph(self._forward, pool.handle, stream, generators):
                 self.outputs = body.forward()
                 self._record_event(stream)
                 body.join()
         except BaseException:
             body.forget()
             raise
-        self._capturing = body, pool, stream, generators
+        self._capturing = body, stream, generators
 
     def record_backward(self) -> None:
         """See `BegunRecording`."""
         if self._capturing is None:
             raise RuntimeError("a backward is captured once, after its forward")
-        (body, pool, stream, generators), self._capturing = self._capturing, None
+        (body, stream, generators), self._capturing = self._capturing, None
+        pool = self._pool
         try:
             if body.has_backward:
-                with self._allocating(), capture_graph(self._backward, pool, stream, generators):
-                    self._gradients = body.backward()
+                with pool.taking(), capture_graph(self._backward, pool.handle, stream, generators):
+                    gradients = body.backward()
                     self._record_event(stream)
+                inputs, parameters = outlasting(pool, gradients.inputs), outlasting(pool, gradients.parameters)
+                self._gradients = Gradients(inputs, parameters, gradients.reach)
         finally:
             body.forget()
+        self.outputs = tuple(map(pool.outlasting, self.outputs))
 
     def _record_event(self, stream: torch.cuda.Stream) -> None:
         if self._copies:

@@ -2,8 +2,8 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import nullcontext
 from itertools import chain
 from typing import NamedTuple
 
@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ReplayError
+from ..memory.pools import Making, SlotMemory
 from ..planning.buckets import Bucket
 from ..program import Buffers, TensorSpec
 
-Making = Callable[[], AbstractContextManager[None]]
 
-
-class Arena:
+class StaticTensors:
     """Named flat storages, each as large as its largest view; smaller buckets see a prefix.
 
     A later, larger request gets a storage of its own: views of the one before stay where recordings know them.
@@ -76,27 +75,27 @@ class SharedInputs:
     def __init__(self, names: Collection[str], device: torch.device) -> None:
         self.names = frozenset(names)
         self._device = device
-        self._arenas: dict[int, Arena] = {}
+        self._tensors: dict[int, StaticTensors] = {}
 
-    def arena(self, slot: int) -> Arena:
+    def tensors(self, slot: int) -> StaticTensors:
         """Return the storages of a slot."""
-        if slot not in self._arenas:
-            self._arenas[slot] = Arena(self._device)
-        return self._arenas[slot]
+        if slot not in self._tensors:
+            self._tensors[slot] = StaticTensors(self._device)
+        return self._tensors[slot]
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(arena.nbytes for arena in self._arenas.values())
+        return sum(tensors.nbytes for tensors in self._tensors.values())
 
 
 class Slot:
-    """Static memory and a pool for recordings of every bucket, used by one microbatch at a time.
+    """Memory of recordings of every bucket and their static tensors, used by one microbatch at a time.
 
     Args:
         index: Its number in the region.
         device: Where its memory is.
-        pool: Memory of its recordings.
+        memory: Of its recordings.
         shared: Inputs that are not the region's own.
         making: Entered around the making of each of its static tensors.
 
@@ -105,25 +104,25 @@ class Slot:
         lease: Number of the lease that holds it; None while it is free.
         common: What parts of a chain have in common in this slot; None for a region that is in none.
         last_stream: Where it replayed last, unless parts of a chain have that in common.
-        forward_pool: Memory of recordings without a backward, where a chain has the other's; None is the same memory.
+        forward_memory: Of recordings without a backward, where a chain has the others'; None is the same memory.
     """
 
     def __init__(
         self,
         index: int,
         device: torch.device,
-        pool: object,
+        memory: SlotMemory,
         shared: SharedInputs | None = None,
         making: Making = nullcontext,
     ) -> None:
         self.index = index
-        self.arena = Arena(device, making)
+        self.static = StaticTensors(device, making)
         self.shared = shared
-        self.pool = pool
+        self.memory = memory
         self.buffers: dict[Bucket, Buffers] = {}
         self.lease: int | None = None
         self.common: ChainSlot | None = None
-        self.forward_pool: object | None = None
+        self.forward_memory: SlotMemory | None = None
         self._leases = 0
         self._device = device
         self.last_stream: torch.cuda.Stream | None = None
@@ -131,24 +130,24 @@ class Slot:
     def input_buffers(self, specs: Mapping[str, TensorSpec]) -> Buffers:
         """Return views for all of a bucket's static inputs."""
         if self.shared is None:
-            return self.arena.buffers(specs)
+            return self.static.buffers(specs)
         own = {name: spec for name, spec in specs.items() if name not in self.shared.names}
         others = {name: spec for name, spec in specs.items() if name in self.shared.names}
-        return {**self.arena.buffers(own), **self.shared.arena(self.index).buffers(others)}
+        return {**self.static.buffers(own), **self.shared.tensors(self.index).buffers(others)}
 
     @property
-    def border(self) -> Arena | None:
+    def border(self) -> StaticTensors | None:
         """Where parts of a chain have outputs and gradients, one at a time; None has them apart."""
         return None if self.common is None else self.common.border
 
     @property
-    def for_gradients(self) -> Arena:
+    def for_gradients(self) -> StaticTensors:
         """Where gradients of outputs are."""
-        return self.border or self.arena
+        return self.border or self.static
 
-    def pool_of(self, gradients: bool) -> object:
+    def memory_of(self, gradients: bool) -> SlotMemory:
         """Return the memory of recordings with or without a backward."""
-        return self.pool if gradients or self.forward_pool is None else self.forward_pool
+        return self.memory if gradients or self.forward_memory is None else self.forward_memory
 
     @property
     def free(self) -> bool:
@@ -254,14 +253,16 @@ class ChainSlot:
 
     Args:
         device: Where the memory is.
+        memory: Of the parts' recordings with a backward.
 
     Attributes:
+        memory: See above.
         border: Where the parts have outputs and gradients, one part at a time.
         last_stream: Where a part replayed last.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.border = Arena(device)
+    def __init__(self, device: torch.device, memory: SlotMemory) -> None:
+        self.memory, self.border = memory, StaticTensors(device)
         self.last_stream: torch.cuda.Stream | None = None
         self._held: list[tuple[Turn, weakref.ref[Lease]]] = []
 

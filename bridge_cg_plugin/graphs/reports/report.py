@@ -18,6 +18,7 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
         total.capture_seconds += part.capture_seconds
         for step, seconds in part.pauses.items():
             total.pauses[step] += seconds
+        total.graph_bytes += part.graph_bytes
         total.static_bytes += part.static_bytes
         total.gradient_bytes += part.gradient_bytes
         total.pinned_bytes += part.pinned_bytes
@@ -28,7 +29,6 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
             sums.evaluations += counts.evaluations
             sums.tokens += counts.tokens
             sums.padding += counts.padding
-            sums.memory += counts.memory
     runs = sorted((run for part in parts for run in part.last_fallbacks), key=lambda run: run.step)
     total.last_fallbacks.extend(dict.fromkeys(runs))  # parts of layers fall back together, which is said once
     return total
@@ -175,14 +175,12 @@ def render_steps(ranks: Sequence[RegionStatistics], before: RegionStatistics, ti
 
 def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | None = None) -> str:
     """Return the report as text."""
-    lines = [title, f"{'bucket':>16} {'replays':>8} {'eval':>6} {'padding':>8} {'adds GiB':>11}"]
+    lines = [title, f"{'bucket':>16} {'replays':>8} {'eval':>6} {'padding':>8}"]
     used = {bucket: c for bucket, c in sorted(statistics.buckets.items()) if c.replays + c.evaluations}
     for bucket, counts in used.items():
         total = counts.tokens + counts.padding
         share = counts.padding / total if total else 0.0
-        lines.append(
-            f"{bucket!s:>16} {counts.replays:>8} {counts.evaluations:>6} {share:>8.1%} {counts.memory / GIB:>11.2f}"
-        )
+        lines.append(f"{bucket!s:>16} {counts.replays:>8} {counts.evaluations:>6} {share:>8.1%}")
     fallbacks = ", ".join(f"{reason} {n}" for reason, n in sorted(statistics.fallbacks.items())) or "none"
     lines += [
         f"buckets not used: {len(statistics.buckets) - len(used)}",

@@ -42,14 +42,12 @@ class BucketStatistics:
         evaluations: Forward-only replays.
         tokens: Real tokens replayed, forward-only ones included.
         padding: Padding tokens.
-        memory: Device memory in bytes that the bucket's recordings added to their pools.
     """
 
     replays: int = 0
     evaluations: int = 0
     tokens: int = 0
     padding: int = 0
-    memory: int = 0
 
 
 @dataclass(slots=True)
@@ -64,6 +62,7 @@ class RegionStatistics:
         capture_seconds: Time that recordings took.
         pauses: Of those after the first capture, in seconds, by the training step that waited for them; other ranks may
             have waited, too.
+        graph_bytes: Device memory of graphs.
         static_bytes: Device memory of static buffers.
         gradient_bytes: Device memory of parameter gradients that are handed to autograd, of all recordings.
         pinned_bytes: Page-locked host memory of offloaded activations.
@@ -79,6 +78,7 @@ class RegionStatistics:
     warmup_microbatches: int = 0
     capture_seconds: float = 0.0
     pauses: defaultdict[int, float] = field(default_factory=partial(defaultdict, float))
+    graph_bytes: int = 0
     static_bytes: int = 0
     gradient_bytes: int = 0
     pinned_bytes: int = 0
@@ -143,8 +143,8 @@ class RegionStatistics:
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory of pools, static buffers and gradients."""
-        return self.static_bytes + self.gradient_bytes + sum(b.memory for b in self.buckets.values())
+        """Device memory of graphs, static buffers and gradients."""
+        return self.graph_bytes + self.static_bytes + self.gradient_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for logs and JSON."""
@@ -166,7 +166,6 @@ class RegionStatistics:
                     "evaluations": b.evaluations,
                     "tokens": b.tokens,
                     "padding": b.padding,
-                    "memory_bytes": b.memory,
                 }
                 for bucket, b in sorted(self.buckets.items())
             },

@@ -13,6 +13,7 @@ from ....announce import announce
 from ....graphs.manager import GraphManager
 from ....graphs.recordings.executor import CudaGraphExecutor, Executor, Isolated, ReferenceExecutor
 from ....options import PROVIDER_FIELDS
+from ...environment import sizes_may_share_memory
 from ...parallel.data_parallel import ReductionOrder
 from ...parallel.watchdog import WATCHDOG, named_failure
 from ...seams.activation import before_deactivation
@@ -161,6 +162,7 @@ def default_executor(
         cuda_graph_stream=torch.cuda.Stream() if replays_aside else None,
         cuda_graph_event=torch.cuda.Event(external=True) if replays_aside else None,
         side_stream=side_stream,
+        arenas=not shared or sizes_may_share_memory(),
         releasable=releasable,
     )
 

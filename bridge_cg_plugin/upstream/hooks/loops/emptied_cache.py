@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....graphs.memory.releasable_pools import tidy_orphans
+from ....graphs.memory.ranges import close_left
 from ...seams.activation import before_deactivation
 from ...seams.patches import Patch
 from ...seams.seam import Seam
@@ -45,7 +45,7 @@ def _telling(old: Callable[[], Any]) -> Callable[[], Any]:
     @functools.wraps(old)
     def empty_cache() -> Any:
         found = old()
-        tidy_orphans()
+        close_left()
         for listener in _listeners:
             listener()
         return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import UntypedStorage, nn
 
-from ....graphs.memory.releasable_pools import tidy_orphans
+from ....graphs.memory.ranges import close_left
 from ....graphs.memory.returning_storages import Resize, ReturningStorages
 from ....upstream_types import MegatronParameter
 from ...seams.activation import before_deactivation
@@ -60,7 +60,7 @@ def _stop() -> None:
     PATCH.revert()
     STORAGES.stop(UntypedStorage.resize_)
     torch.cuda.empty_cache()
-    tidy_orphans()
+    close_left()
 
 
 before_deactivation(_stop)

@@ -1,4 +1,4 @@
-"""Graphs that offload replay on a stream of their own, others do not."""
+"""What graphs are recorded by: streams of their own for those that offload, memory that all sizes share."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.upstream import environment
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, packed_helper, vision_helper
 from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
@@ -57,3 +58,22 @@ def test_the_packed_decoders_replays(monkeypatch, options, aside):
         setattr(model.config, name, value)
     PackedCudaGraphHelper([model], model.config, num_microbatches=1).delete_cuda_graphs()
     assert asked == [aside]
+
+
+@pytest.mark.parametrize(
+    "shared, register, arenas",
+    [(False, None, True), (True, None, False), (True, "1", False), (True, "0", True)],
+    ids=["one rank", "unset", "registered", "not registered"],
+)
+def test_graphs_with_exchanges_share_memory_where_nccl_registers_none(monkeypatch, capsys, shared, register, arenas):
+    given = {}
+    environment._say_once.cache_clear()
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    if register is not None:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(graph_helper, "CudaGraphExecutor", lambda **kwargs: given.update(kwargs))
+    for _ in range(2):
+        graph_helper.default_executor(shared=shared)
+    assert given["arenas"] == arenas
+    assert capsys.readouterr().out.count("NCCL_GRAPH_REGISTER=0") == (not arenas)

@@ -1,0 +1,278 @@
+"""Ranges of device addresses: memory comes and goes behind them, so what recorded an address stays valid."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...announce import announce
+from .virtual_memory import (
+    OUT_OF_MEMORY,
+    CudaVirtualMemory,
+    DeviceMemoryError,
+    DriverTable,
+    NoDeviceMemory,
+    VirtualMemory,
+)
+
+SOURCE = Path(__file__).with_name("allocator.c")
+COMPILERS = ("cc", "gcc", "clang")
+# What returns does so in pieces of this size, each of which can go.
+PIECE_BYTES = 256 << 20
+# PyTorch gets memory from one range at a time.
+_ONE_AT_A_TIME = RLock()
+
+
+class _Range(ctypes.Structure):
+    """`struct range` of allocator.c."""
+
+    _fields_ = (
+        ("driver", ctypes.POINTER(DriverTable)),
+        ("first", ctypes.c_ulonglong),
+        *((name, ctypes.c_size_t) for name in ("size", "cursor", "mapped", "segments")),
+        ("pieces", ctypes.c_void_p),
+        ("count", ctypes.c_size_t),
+        ("room", ctypes.c_size_t),
+        ("status", ctypes.c_int),
+        ("next", ctypes.c_void_p),
+    )
+
+
+# Ranges that nobody has any more, and what keeps their memory.
+_left: list[tuple[VirtualMemory, _Range]] = []
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Return allocator.c, compiled once on this machine.
+
+    Raises:
+        OSError: There is no compiler, or no folder for what it makes.
+        subprocess.CalledProcessError: It failed.
+    """
+    content = SOURCE.read_bytes()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bridge-cg-plugin"
+    made = folder / f"allocator-{hashlib.sha256(content).hexdigest()[:16]}.so"
+    if not made.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as aside:  # ranks may compile at once
+            compiled = Path(aside) / made.name
+            flags = ["-O2", "-shared", "-fPIC", "-pthread"]
+            subprocess.run([_compiler(), *flags, "-o", compiled, SOURCE], check=True, capture_output=True)
+            compiled.replace(made)
+    loaded = ctypes.CDLL(str(made))
+    for name, *given in (("use",), ("add",), ("remove",), ("grow", ctypes.c_size_t), ("shrink", ctypes.c_size_t)):
+        getattr(loaded, f"bridge_cg_{name}").argtypes = (ctypes.POINTER(_Range), *given)
+    return loaded
+
+
+def _compiler() -> str:
+    found = os.environ.get("CC") or next(filter(None, map(shutil.which, COMPILERS)), None)
+    if found is None:
+        raise OSError(f"no compiler: none of {', '.join(COMPILERS)}")
+    return found
+
+
+class AddressRange:
+    """Addresses with memory behind the first of them, as much as was taken.
+
+    Args:
+        driver: Makes addresses and memory.
+        nbytes: How many addresses.
+        keeps: Whether content comes back with memory that left.
+
+    Attributes:
+        away: Whether its memory has left the device.
+    """
+
+    def __init__(self, driver: VirtualMemory, nbytes: int, keeps: bool = False) -> None:
+        self._driver, self._keeps, self._library = driver, keeps, library()
+        size = -(-nbytes // driver.granularity) * driver.granularity
+        first = driver.reserve(size)
+        self._range = _Range(driver=ctypes.pointer(driver.table), first=first, size=size)
+        self._library.bridge_cg_add(self._range)
+        self.away, self._left_bytes = False, 0
+        self._content: Tensor | None = None
+        weakref.finalize(self, _left.append, (driver, self._range)).atexit = False
+
+    @property
+    def first(self) -> int:
+        """The first address."""
+        return int(self._range.first)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory in bytes."""
+        return int(self._range.mapped)
+
+    @property
+    def taken(self) -> int:
+        """What was taken since `begin`, in bytes."""
+        return int(self._range.cursor)
+
+    def begin(self) -> None:
+        """Let what is taken next lie at the beginning, over what was taken before."""
+        self._range.cursor = 0
+
+    def keep(self, nbytes: int) -> None:
+        """Give device memory back that lies behind the first `nbytes`, which no work of the device uses.
+
+        Raises:
+            DeviceMemoryError: The driver failed.
+        """
+        self._check(self._library.bridge_cg_shrink(self._range, nbytes))
+
+    def release(self) -> int:
+        """Take the memory off the device, which does no work on it; returns how many bytes left.
+
+        Raises:
+            DeviceMemoryError: The driver failed.
+        """
+        left = self.nbytes
+        if self.away or not left:
+            return 0
+        if self._keeps:
+            if self._content is None or len(self._content) < left:
+                self._content = self._driver.host_memory(left)
+            self._driver.read(self.first, self._content[:left])
+        self._left_bytes, self.away = left, True
+        self.keep(0)
+        return left
+
+    def restore(self) -> None:
+        """Put memory behind the addresses again; without `keeps`, it holds anything.
+
+        Raises:
+            NoDeviceMemory: There is not enough.
+            DeviceMemoryError: The driver failed.
+        """
+        if not self.away:
+            return
+        try:
+            for size in (*range(PIECE_BYTES, self._left_bytes, PIECE_BYTES), self._left_bytes):
+                self._check(self._library.bridge_cg_grow(self._range, size))
+        except DeviceMemoryError:
+            self.keep(0)
+            raise
+        if self._content is not None:
+            self._driver.write(self.first, self._content[: self._left_bytes])
+        self.away = False
+
+    def _check(self, status: int) -> None:
+        if status:
+            error = NoDeviceMemory if status in (OUT_OF_MEMORY, -1) else DeviceMemoryError
+            raise error(f"memory of graphs: {self._driver.name_of(status)}" if status > 0 else "no addresses left")
+
+    @contextmanager
+    def giving(self) -> Iterator[None]:
+        """Let pools of `new_pool` take memory from here."""
+        with _ONE_AT_A_TIME, _own_segments():
+            self._library.bridge_cg_use(self._range)
+            try:
+                yield
+            finally:
+                self._library.bridge_cg_use(None)
+
+    def new_pool(self) -> torch.cuda.MemPool:
+        """Return a pool for what runs inside `giving`; an allocator knows its addresses, where two pools would meet."""
+        allocate, give_back = map(_address, (self._library.bridge_cg_allocate, self._library.bridge_cg_give_back))
+        return torch.cuda.MemPool(torch._C._cuda_customAllocator(allocate, give_back))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies here."""
+        return bool(self.first <= tensor.data_ptr() < self.first + self._range.size)
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+@contextmanager
+def _own_segments() -> Iterator[None]:
+    """Let PyTorch take memory of pools in segments of their own, which expandable segments are not."""
+    found = torch._C._cuda_memorySnapshot((0, 0, False))["allocator_settings"]
+    if not found["expandable_segments"]:
+        yield
+        return
+    change, written = torch._C._accelerator_setAllocatorSettings, found["PYTORCH_CUDA_ALLOC_CONF"]
+    # Of what is not written, some settings go back to their defaults and others stay.
+    change(_with(written, expandable_segments=False))
+    try:
+        yield
+    finally:
+        change(_with(written, expandable_segments=True))
+        change(written)
+
+
+def _with(written: str, **settings: bool) -> str:
+    return ",".join(filter(None, (written, *(f"{name}:{value}" for name, value in settings.items()))))
+
+
+@contextmanager
+def taking_from(addresses: AddressRange, pool: torch.cuda.MemPool) -> Iterator[None]:
+    """Let PyTorch take memory for tensors from a range, by a pool of it.
+
+    It keeps blocks by stream. Any will do: memory leaves behind all of the device's work.
+    """
+    with addresses.giving(), torch.cuda.stream(torch.cuda.default_stream()), torch.cuda.use_mem_pool(pool):
+        yield
+
+
+def close_left() -> None:
+    """Give memory and addresses back of ranges that nobody has, as far as PyTorch has given theirs back."""
+    closed = [each for each in _left if not each[1].segments]
+    if closed and torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for each in closed:
+        _left.remove(each)
+        driver, found = each
+        library().bridge_cg_remove(found)
+        with suppress(DeviceMemoryError):
+            if not library().bridge_cg_shrink(found, 0):
+                driver.free(found.first, found.size)
+
+
+@functools.cache
+def driver_of(device: torch.device) -> VirtualMemory | None:
+    """Return what makes memory of ranges on a GPU; None, with a line that says why, where there is no such."""
+    try:
+        torch.cuda.synchronize(device)  # which starts the driver
+        library()
+        made = CudaVirtualMemory(device.index)
+        _try_out(made)
+        return made
+    except Exception as error:
+        why = getattr(error, "stderr", b"") or b""
+        said = why.decode(errors="replace").strip().partition("\n")[0] or error
+        announce(f"graphs keep their memory in PyTorch's pools, those of larger buckets beside smaller ones: {said}")
+        return None
+
+
+def _try_out(driver: VirtualMemory) -> None:
+    """Let a little memory leave and return, so that what cannot work fails before graphs depend on it.
+
+    Raises:
+        DeviceMemoryError: The driver failed, or content did not come back.
+    """
+    tried = AddressRange(driver, driver.granularity, keeps=True)
+    tried._check(tried._library.bridge_cg_grow(tried._range, driver.granularity))
+    sent = torch.arange(driver.granularity, dtype=torch.int64).to(torch.uint8)
+    driver.write(tried.first, sent)
+    tried.release()
+    tried.restore()
+    found = torch.empty_like(sent)
+    driver.read(tried.first, found)
+    if not torch.equal(found, sent):
+        raise DeviceMemoryError("memory that left the device returned with another content")

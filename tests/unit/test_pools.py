@@ -1,0 +1,192 @@
+"""What recordings of a slot take memory from, with a PyTorch that has its pools' blocks as its allocator does."""
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.memory import pools
+from bridge_cg_plugin.graphs.memory.pools import Arena, PlainMemory
+from bridge_cg_plugin.graphs.memory.ranges import AddressRange
+from bridge_cg_plugin.graphs.recordings import executor as executor_module
+from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor
+
+from ..fake_device import FakeVirtualMemory
+from .test_ranges import allocate
+
+CPU = torch.device("cpu")
+
+
+class FakePool:
+    """A pool of PyTorch's."""
+
+    count = 0
+
+    def __init__(self):
+        FakePool.count += 1
+        self.id = (300 + FakePool.count, 0)
+
+
+class FakePyTorch:
+    """Has blocks in pools; some become free once garbage is collected.
+
+    Attributes:
+        blocks: By the handle of their pool: address, size and state of each.
+        collected: Whether garbage was collected.
+    """
+
+    def __init__(self):
+        self.blocks, self.collected = {}, False
+
+    def memory_snapshot(self):
+        """As PyTorch's: a look at one pool alone breaks the numbers that it is asked for by."""
+        return [
+            {"segment_pool_id": handle, "total_size": sum(size for _, size, _ in blocks), "blocks": self._of(blocks)}
+            for handle, blocks in self.blocks.items()
+        ]
+
+    def _of(self, blocks):
+        states = {"garbage": "inactive" if self.collected else "active_allocated"}
+        return [{"address": a, "size": size, "state": states.get(state, state)} for a, size, state in blocks]
+
+    def collect(self):
+        self.collected = True
+
+
+@pytest.fixture
+def pytorch(monkeypatch):
+    made = FakePyTorch()
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", made.memory_snapshot)
+    monkeypatch.setattr(pools.gc, "collect", made.collect)
+    monkeypatch.setattr(torch.cuda, "MemPool", FakePool)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda device=None: None)
+    monkeypatch.setattr(AddressRange, "new_pool", lambda self: FakePool())
+    return made
+
+
+@pytest.fixture
+def device():
+    return FakeVirtualMemory(1 << 10)
+
+
+@pytest.fixture
+def arena(device, pytorch):
+    return Arena(lambda: AddressRange(device, 1 << 9))
+
+
+def test_recordings_lie_over_each_other_and_say_what_they_need(arena, device):
+    needed = []
+    for sizes in ((40, 16), (8,), (100, 8), (24,)):
+        pool = arena.begin()
+        addresses = [allocate(pool._addresses, size) for size in sizes]
+        assert addresses[0] == pool._addresses.first
+        needed.append(pool.settle())
+    assert needed == [56, 8, 112, 24] and arena.nbytes == device.mapped_bytes == 112
+    arena.keep(max(needed[:2]))
+    assert arena.nbytes == 56
+
+
+def test_what_is_free_or_garbage_may_be_overwritten(arena, pytorch):
+    pool = arena.begin()
+    pytorch.blocks = {pool.handle: [(0, 512, "inactive"), (512, 512, "active_awaiting_free"), (1024, 512, "garbage")]}
+    pytorch.blocks[1, 0] = [(0, 512, "active_allocated")]  # somebody else's
+    pool.settle()
+    assert pytorch.collected
+
+
+def test_what_lives_on_is_refused_and_never_overwritten(arena, pytorch):
+    kept = torch.zeros(3, 4)
+    pool = arena.begin()
+    allocate(pool._addresses, 64)
+    pytorch.blocks = {pool.handle: [(kept.data_ptr(), 64, "active_allocated"), (0, 512, "active_allocated")]}
+    with pytest.raises(CaptureError, match=r"made 64 bytes, 512 bytes, which is kept"):
+        pool.settle()
+    pytorch.blocks = {}
+    later = arena.begin()
+    assert allocate(later._addresses, 64) != pool._addresses.first
+
+
+def test_a_plain_pool_gives_all_back_or_nothing(pytorch):
+    memory = PlainMemory()
+    pytorch.blocks = {memory.handle: [(0, 512, "active_allocated")], (1, 0): [(0, 64, "inactive")]}
+    handle = memory.handle
+    assert memory.begin().settle() == memory.nbytes == 512 and memory.handle == handle
+    memory.keep(8)
+    assert memory.handle == handle
+    memory.keep(0)
+    assert memory.handle != handle and memory.nbytes == 0
+
+
+@pytest.fixture
+def executor(monkeypatch, pytorch, device):
+    """An executor whose constructor would need a GPU."""
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("GPU", (), {"total_memory": 512}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(executor_module, "driver_of", lambda found: device)
+    monkeypatch.setattr(executor_module, "ReplayStream", lambda *given: None)
+    monkeypatch.setattr(executor_module, "_recording_stream", lambda *given: None)
+    monkeypatch.setattr(executor_module, "StaticMemory", lambda addresses: addresses)
+    return lambda **given: CudaGraphExecutor(CPU, **given)
+
+
+def test_every_slot_has_addresses_of_its_own(executor):
+    one, other = (executor().new_memory() for _ in range(2))
+    assert isinstance(one, Arena) and one._addresses.first != other._addresses.first
+
+
+def test_where_pytorch_counts_against_a_limit_pools_are_plain(executor, monkeypatch):
+    """It counts the same memory once for every recording."""
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
+    assert isinstance(executor().new_memory(), PlainMemory)
+
+
+def test_without_arenas_pools_are_plain_and_nothing_leaves(executor):
+    made = executor(arenas=False, releasable=True)
+    assert isinstance(made.new_memory(), PlainMemory)
+    assert made.release_memory() == 0 and not made.memory_away and made.returning_tensors() is None
+
+
+def test_memory_leaves_and_returns_with_what_was_static(executor, device):
+    made = executor(releasable=True)
+    memory = made.new_memory()
+    allocate(memory.begin()._addresses, 80)
+    allocate(made._statics, 16)
+    device.write(made._statics.first, torch.full((16,), 5, dtype=torch.uint8))
+    assert made.release_memory() == 96 and made.memory_away and not device.mapped
+    assert made.release_memory() == 0
+    made.restore_memory()
+    assert not made.memory_away and memory.nbytes == 80
+    assert device.content(made._statics.first, 16) == bytes([5]) * 16
+
+
+def test_without_room_for_all_nothing_returns(executor, device):
+    made = executor(releasable=True)
+    memories = [made.new_memory() for _ in range(3)]
+    for memory in memories:
+        allocate(memory.begin()._addresses, 80)
+    made.release_memory()
+    free, device.free_bytes = device.free_bytes, 200
+    for _ in range(2):
+        with pytest.raises(executor_module.NoDeviceMemory):
+            made.restore_memory()
+        assert made.memory_away and not device.mapped and device.free_bytes == 200
+    device.free_bytes = free
+    made.restore_memory()
+    assert [memory.nbytes for memory in memories] == [80] * 3
+
+
+def test_memory_that_nobody_has_goes_with_the_next_look(executor, device):
+    made = executor()
+    memory = made.new_memory()
+    pool = memory.begin()
+    address = allocate(pool._addresses, 80)
+    del memory, pool
+    made.tidy()
+    assert device.mapped_bytes == 80  # PyTorch still has it
+    from .test_ranges import give_back
+
+    give_back(address)
+    made.tidy()
+    assert not device.mapped and not device.reserved
