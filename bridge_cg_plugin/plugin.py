@@ -25,9 +25,9 @@ def enable(model: Any, *options: Any) -> None:
     Raises:
         OptionError: The options cannot work, or the model has no config.
     """
-    from .upstream.hooks.loops.any_loop import enable as enable_on
+    from .upstream.hooks.loops.any_loop import LOOPS
 
-    enable_on(model, *options)
+    LOOPS.set(model, *options)
 
 
 def release_memory() -> int:

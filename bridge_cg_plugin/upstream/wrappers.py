@@ -23,9 +23,14 @@ def unwrapped(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def chunks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the chunks of a model: itself where a loop has not divided it."""
+    return [model] if isinstance(model, nn.Module) else list(model)
+
+
 def holders(chunks: nn.Module | Sequence[nn.Module]) -> Iterator[nn.Module]:
     """Yield what may be a model with parts of its own: every module under wrappers, and its `INNER_MODELS`."""
-    for chunk in [chunks] if isinstance(chunks, nn.Module) else chunks:
+    for chunk in chunks_of(chunks):
         for module in unwrapped(chunk):
             yield module
             inner = (getattr(module, name, None) for name in INNER_MODELS)
@@ -34,8 +39,8 @@ def holders(chunks: nn.Module | Sequence[nn.Module]) -> Iterator[nn.Module]:
 
 def config_of(model: nn.Module | Sequence[nn.Module]) -> Any:
     """Return the config of a model under any wrapper; None without one."""
-    first = next(iter([model] if isinstance(model, nn.Module) else model), None)
-    return None if first is None else getattr(unwrapped(first)[-1], "config", None)
+    chunks = chunks_of(model)
+    return getattr(unwrapped(chunks[0])[-1], "config", None) if chunks else None
 
 
 @contextmanager

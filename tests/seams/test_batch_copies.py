@@ -363,7 +363,7 @@ def test_a_helper_counts_until_its_graphs_are_dropped():
 
     before = len(graph_helper._active)
     helper = graph_helper.GraphHelper()
-    helper._take(Graphs(), None)
+    helper._take(Graphs(), 1, lambda: 1)
     assert graph_helper.any_on_graphs() and len(graph_helper._active) == before + 1
     helper.delete_cuda_graphs()
     assert len(graph_helper._active) == before and helper not in graph_helper.active_helpers()

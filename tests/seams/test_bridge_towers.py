@@ -1,10 +1,9 @@
 """Bridge's own models around Hugging Face's towers: found, trained on graphs, driven by the train loop's steps."""
 
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
-from megatron.core import num_microbatches_calculator as calculator
 from torch import nn
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
@@ -19,12 +18,11 @@ from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
 from bridge_cg_plugin.upstream.hooks.helpers import vision_helper as helpers
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
-from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 from examples.photographs.small_tower import start_single_process
 
 from ..unit import bridge_towers as towers
-from ..unit.towers import DEFAULTS, assert_close
+from ..unit.towers import DEFAULTS, assert_close, bridges_step
 
 IMAGES = [[(8, 8)], [(4, 6), (10, 8)], [], [(2, 2)]]
 QWEN = (towers.build_qwen25_vl, towers.qwen25_sample, IMAGES, QWEN25_VL, "visual")
@@ -100,7 +98,6 @@ def test_losses_and_gradients_are_eagers(build, sample, sizes, family, attribute
 def test_steps_of_the_train_loop_drive_the_graphs(build, sample, sizes, family, attribute, monkeypatch):
     """Also on releases whose own loop drives Qwen3-VL's encoder: it does not know these."""
     monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
-    monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 2)
     fields = {
         "vision_cuda_graph_buckets": list(BUCKETS),
         "vision_cuda_graph_tuning": {"exact_below": 0},
@@ -110,10 +107,8 @@ def test_steps_of_the_train_loop_drive_the_graphs(build, sample, sizes, family, 
     model = build(**fields)
     chunks = [nn.Module()]
     chunks[0].module = model
-    state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver()
     for _ in range(3):
-        loop.before_step(chunks, state)
-        towers.loss_of(model, sample(sizes[0])).backward()
+        bridges_step(chunks, model.config, lambda: towers.loss_of(model, sample(sizes[0])).backward())
     (helper,) = (h for h in graph_helper.active_helpers() if h.graphs.model is model.get_submodule(attribute))
     statistics = helper.graphs.statistics()
     assert (statistics.warmup_microbatches, statistics.replays, statistics.fallbacks) == (1, 2, {})
@@ -185,7 +180,6 @@ def test_losses_and_gradients_with_both_encoders_on_graphs_are_eagers(frozen):
 @pytest.mark.parametrize("samples", ["both", "images"])
 def test_steps_of_the_train_loop_drive_both_encoders(samples, monkeypatch, capsys):
     monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
-    monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 2)
     fields = {
         "vision_cuda_graph_buckets": list(BUCKETS),
         "vision_cuda_graph_tuning": {"exact_below": 0},
@@ -193,11 +187,9 @@ def test_steps_of_the_train_loop_drive_both_encoders(samples, monkeypatch, capsy
         "cuda_graph_warmup_steps": 1,
     }
     model = towers.build_qwen3_omni(**fields)
-    state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver()
     sample = heard_samples()[0] if samples == "both" else towers.qwen3_omni_sample([(8, 8)])
     for _ in range(3):
-        loop.before_step([model], state)
-        towers.loss_of(model, sample).backward()
+        bridges_step([model], model.config, lambda: towers.loss_of(model, sample).backward())
     found = {helper.graphs.workload.title: helper.graphs.statistics() for helper in graph_helper.active_helpers()}
     assert found.keys() == {"vision CUDA graphs", "audio CUDA graphs"}
     said = capsys.readouterr().out
@@ -215,18 +207,17 @@ def test_steps_of_the_train_loop_drive_both_encoders(samples, monkeypatch, capsy
 @with_qwen3_omni
 def test_audio_that_comes_after_warm_up_gets_graphs(monkeypatch):
     monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
-    monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 2)
     model = towers.build_qwen3_omni(
         vision_cuda_graph_tuning={"cost_fallback": False}, vision_cuda_graph_strict=True, cuda_graph_warmup_steps=1
     )
-    state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver()
-    for step in range(40):
-        loop.before_step([model], state)
-        sample = towers.qwen3_omni_sample([(8, 8)]) if step < 3 else towers.qwen3_omni_heard(730, [(8, 8)])
-        for helper in graph_helper.active_helpers():
-            helper.graphs.begin_step()
+    samples = [towers.qwen3_omni_sample([(8, 8)])] * 3 + [towers.qwen3_omni_heard(730, [(8, 8)])] * 37
+
+    def work(sample):
         for _ in range(2):
             towers.loss_of(model, sample).backward()
+
+    for sample in samples:
+        bridges_step([model], model.config, partial(work, sample))
     audio = next(h for h in graph_helper.active_helpers() if h.graphs.model is model.thinker.audio_model)
     assert audio.graphs.statistics().replays > 0
     for helper in graph_helper.active_helpers():

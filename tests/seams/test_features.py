@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 import bridge_cg_plugin
 from bridge_cg_plugin import plugin
@@ -273,10 +274,9 @@ def test_a_model_of_a_derived_class_is_known_as_its_base(active, monkeypatch):
 # Replacements
 
 
-def arguments_of_step(state="state"):
+def arguments_of_step(**given):
     """Return the arguments of Bridge's `train_step` as the train loop passes them: by their places."""
-    names = SourceReader().find(seam("train_step")).parameters
-    return [state if name == "global_state" else name for name in names]
+    return [given.get(name, name) for name in SourceReader().find(seam("train_step")).parameters]
 
 
 @pytest.fixture
@@ -304,7 +304,7 @@ def wrapped(active, monkeypatch):
 def counted(monkeypatch):
     """What the plugin does before a step, and upstream's step, which does nothing."""
     steps = []
-    monkeypatch.setattr(train_loop.STEP_DRIVER, "before_step", lambda model, state: steps.append((model, state)))
+    monkeypatch.setattr(train_loop.OTHER_ENCODERS, "before_step", lambda *given: steps.append(given))
     return steps
 
 
@@ -325,10 +325,10 @@ def test_a_wrapper_that_takes_any_arguments_is_wrapped_like_any_function(active,
     bridge_cg_plugin.activate()
     check_training_config(config_of(QWEN3_VL, **VISION))
     assert plugin.status()["patches"]["train_step"]["state"] == "active"
-    state = SimpleNamespace(cfg=SimpleNamespace(model=None))
-    taken = arguments_of_step(state)
+    provider, model = SimpleNamespace(), [nn.Identity()]
+    taken = arguments_of_step(global_state=SimpleNamespace(cfg=SimpleNamespace(model=provider)), model=model)
     assert module.train_step(*taken) == "stepped"
-    assert counted == [("model", state)] and len(calls) == len(below) == 1
+    assert counted == [(model, provider)] and len(calls) == len(below) == 1
 
 
 def test_a_wrapper_put_in_place_after_the_plugin_is_wrapped_before_training(active, wrapped, counted):
@@ -380,7 +380,7 @@ def test_arguments_are_found_by_place_and_name():
     assert arguments_of(entry, named)("global_state", ("m",), {"global_state": 3}) == 3
     assert arguments_of(entry, named)("global_state", ("m", 4), {}) is None
     find, taken = arguments_of(entry, partly), arguments_of_step()
-    assert find("global_state", tuple(taken), {}) == "state" and find("model", tuple(taken), {}) == "model"
+    assert find("global_state", tuple(taken), {}) == "global_state" and find("model", tuple(taken), {}) == "model"
     assert find("global_state", tuple(taken[:2]), {"global_state": 5}) == 5 and find("model", (), {}) is None
 
 

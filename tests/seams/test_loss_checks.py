@@ -115,7 +115,6 @@ def test_a_training_step_that_fails_leaves_no_checks_to_others(on_graphs):
 @pytest.fixture
 def step_of(monkeypatch):
     """Return a function that makes Bridge's training step out of what it does, with or without captured optimizer."""
-    monkeypatch.setattr(train_loop.STEP_DRIVER, "before_step", lambda *unused: None)
 
     def make(work, captures):
         step = train_loop._with_steps(lambda model, global_state: work())

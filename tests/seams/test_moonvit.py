@@ -1,7 +1,6 @@
 """Bridge's Kimi K2.5 around a stand-in for its remote code: found, trained on graphs, driven by the train loop."""
 
 import importlib.util
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,18 +11,16 @@ if importlib.util.find_spec("megatron.bridge.models.kimi_vl") is None:
 
 from megatron.bridge.models.kimi_vl.kimi_k25_vl_provider import KimiK25VLModelProvider
 from megatron.bridge.models.mla_provider import MLAModelProvider
-from megatron.core import num_microbatches_calculator as calculator
 from torch import nn
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.encoders import registry
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
 from bridge_cg_plugin.upstream.hooks.helpers import vision_helper as helpers
-from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
 from examples.photographs.small_tower import start_single_process
 
 from ..unit.moonvit_towers import REMOTE_CODE, SIDE, region
-from ..unit.towers import assert_close
+from ..unit.towers import assert_close, bridges_step
 
 WIDTH, IMAGE, PAD = 64, 120, 127
 BUCKETS = [64, 128, 192]
@@ -99,13 +96,10 @@ def results(model):
 
 def test_steps_of_the_train_loop_drive_graphs_that_compute_what_eager_computes(monkeypatch):
     monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
-    monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 3)
     model = build(**FIELDS)
     expected = results(model)
-    state, loop = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver()
     for _ in range(3):
-        loop.before_step([model], state)
-        found = results(model)
+        found = bridges_step([model], model.config, lambda: results(model))
         assert_close(found[0], expected[0], 1e-6)
         assert_close(found[1], expected[1], 1e-5)
     (helper,) = graph_helper.active_helpers()

@@ -1,6 +1,7 @@
 """megatron-core's GPT model on a CPU with packed documents, and its graphs through the reference executor."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from unittest import mock
@@ -20,7 +21,7 @@ from torch import distributed
 from torch.nn import functional
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper, checked_options
 from examples.photographs.small_tower import start_single_process
 from tests.models.language_model import held
 
@@ -320,8 +321,13 @@ def graphs_on(model, *warmup, capture=True, executor=None, num_microbatches=1, g
     before = {name: vars(model.config).get(name) for name in values}
     for name, value in values.items():
         setattr(model.config, name, value)
+    wanted = checked_options(model.config)
     helper = PackedCudaGraphHelper(
-        [model], model.config, num_microbatches=num_microbatches, grows=grows, executor=executor or new_executor()
+        [model],
+        model.config,
+        num_microbatches=num_microbatches,
+        options=replace(wanted, packed=replace(wanted.packed, grows=grows)),
+        executor=executor or new_executor(),
     )
     (graphs,) = [chunk.graphs for chunk in helper.chunks]
     try:

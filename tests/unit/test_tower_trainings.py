@@ -5,14 +5,12 @@ import math
 import os
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from megatron.bridge.models.nemotron_omni import nemotron_omni_provider
 from megatron.bridge.models.nemotron_vl import nemotron_vl_provider
-from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.multimodal import llava_model
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -21,7 +19,6 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, vision_helper
-from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
 from examples.photographs.small_tower import start_single_process
 from tests.gpu.tower_case import VOCABULARY
 from tests.gpu.tower_training import RandomItems, graph_fields
@@ -30,6 +27,7 @@ from tests.models.radio_tower import local_spec
 
 from . import bridge_towers, vlm
 from .hybrids import stack_spec
+from .towers import bridges_step
 
 bridge_cg_plugin.activate()
 
@@ -149,9 +147,8 @@ def loss_of(name, model, sample):
 
 @pytest.fixture
 def without_a_gpu(monkeypatch):
-    """Graphs are the reference executor's, and a step has so many microbatches."""
+    """Graphs are the reference executor's."""
     monkeypatch.setattr(vision_helper, "default_executor", lambda **_: ReferenceExecutor())
-    monkeypatch.setattr(calculator, "get_num_microbatches", lambda: MICROBATCHES)
     yield
     delete_graphs()
 
@@ -170,14 +167,17 @@ def train(name, steps, **fields):
     """
     model, data = build(name, **fields), RandomItems(TOWERS[name], steps * MICROBATCHES, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    state, driver, losses = SimpleNamespace(cfg=SimpleNamespace(model=model.config)), StepDriver(), []
-    for step in range(steps):
-        driver.before_step([model], state)
-        torch.manual_seed(step)  # Nemotron VL's tower draws crops of its position embeddings
+    losses = []
+
+    def microbatches():
         for number in range(step * MICROBATCHES, (step + 1) * MICROBATCHES):
             loss = loss_of(name, model, data[number])
             loss.backward()
             losses.append(loss.item())
+
+    for step in range(steps):
+        torch.manual_seed(step)  # Nemotron VL's tower draws crops of its position embeddings
+        bridges_step([model], model.config, microbatches)
         gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         assert [name for name, gradient in gradients.items() if gradient is None] == []
         optimizer.step()

@@ -2,12 +2,14 @@
 
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 
 import torch
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.loops import train_loop
 from examples.photographs.small_tower import build_tower
 
 from ..executors import new_executor
@@ -51,6 +53,12 @@ def move(module):
 def split_dim(parameter):
     """Return the dimension in which tensor-parallel ranks split a parameter; None where each has all of it."""
     return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+
+
+def bridges_step(chunks, provider, work):
+    """Do something in a step of Bridge's train loop as the plugin has it; returns the result."""
+    step = train_loop._with_steps(lambda model, global_state: work())
+    return step(chunks, SimpleNamespace(cfg=SimpleNamespace(model=provider)))
 
 
 @contextmanager

@@ -4,17 +4,23 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ....announce import announce
 from ....graphs.manager import GraphManager
+from ....graphs.piece import SINGLE_RANK, Surroundings
+from ....graphs.rank_consensus import RankConsensus
 from ....graphs.recordings.executor import CudaGraphExecutor, Executor, Isolated, ReferenceExecutor
+from ....graphs.workload import Workload
 from ....options import PROVIDER_FIELDS
+from ....options.language_model import IMPL
+from ....options.packed import MAX_PACKED_SEQS
 from ...environment import sizes_may_share_memory
-from ...parallel.data_parallel import ReductionOrder
+from ...exempt import EXEMPT
+from ...parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
 from ...parallel.watchdog import WATCHDOG, named_failure
 from ...seams.activation import before_deactivation
 
@@ -29,12 +35,10 @@ class GraphHelper:
 
     Attributes:
         graphs: The module's graphs; None where there is nothing to capture, or nothing left.
-        asked: Whether the train loop has asked for graphs.
     """
 
     graphs: GraphManager | None = None
-    asked = False
-    _in_flight: Callable[[], int] | None = None
+    _slots: Callable[[], int]
     _number = 0
 
     def create_cudagraphs(self) -> None:
@@ -42,12 +46,17 @@ class GraphHelper:
 
         Slots are counted now: a callback may have changed the run's batch sizes since this helper was made.
         """
-        self.asked = True
         if self.graphs is not None:
-            if self._in_flight is not None:
-                self.graphs.slots = self._in_flight()
+            self.graphs.slots = self._slots()
             with named_failure("capture"), WATCHDOG.during("capture"):
                 self.graphs.capture()
+
+    def is_due(self, warmup_steps: float) -> bool:
+        """Whether to capture before the next step, after so many others, or to try once more what failed."""
+        graphs = self.graphs
+        if graphs is None or not graphs.capture_due:
+            return False
+        return graphs.step_number >= warmup_steps or graphs.failure is not None
 
     def graphs_created(self) -> bool:
         """Whether graphs exist."""
@@ -65,24 +74,48 @@ class GraphHelper:
         self.graphs = None
         _active.discard(self)
 
-    def _take(
-        self, graphs: GraphManager, in_flight: Callable[[], int] | None, order: ReductionOrder | None = None
-    ) -> None:
+    def _take(self, graphs: GraphManager, slots: int | Literal["auto"], in_flight: Callable[[], int]) -> None:
         """Make these graphs this helper's.
 
         Args:
             graphs: The module's graphs.
-            in_flight: Counts the slots; None where the options say how many.
-            order: Of the module's gradient reductions, kept while the graphs are this helper's.
+            slots: What the options say.
+            in_flight: Counts them where that is "auto".
         """
-        self.graphs, self._in_flight = graphs, in_flight
-        self._number = next(_numbers)
-        if order is not None:
-            order.keep(graphs.adds_later)
-            graphs.at_detach.callback(order.remove)
+        self._slots = in_flight if slots == "auto" else lambda: slots
+        self.graphs, self._number = graphs, next(_numbers)
+        graphs.slots = self._slots()
         _active.add(self)
         _owners[graphs] = weakref.ref(self)
         graphs.at_detach.callback(_owners.pop, graphs, None)
+
+
+def graphs_over(
+    chunks: Sequence[nn.Module],
+    module: nn.Module,
+    workload: Workload,
+    executor: Executor,
+    *,
+    consensus: RankConsensus = SINGLE_RANK,
+    bucket_consensus: RankConsensus = SINGLE_RANK,
+) -> GraphManager:
+    """Return graphs of a module of the training loop's chunks; until they are detached its reductions keep an order.
+
+    See `Surroundings`.
+    """
+    order = reduction_order(chunks, module)
+    surroundings = Surroundings(
+        before_replay=parameter_gather(chunks, module),
+        reduction=gradient_reduction(chunks, module, order),
+        exempt=EXEMPT,
+        consensus=consensus,
+        bucket_consensus=bucket_consensus,
+    )
+    graphs = GraphManager(module, workload, executor, surroundings)
+    if order is not None:
+        order.keep(graphs.adds_later)
+        graphs.at_detach.callback(order.remove)
+    return graphs
 
 
 def active_helpers() -> list[GraphHelper]:
@@ -167,7 +200,16 @@ def default_executor(
     )
 
 
+def asks_for_vision_graphs(config: Any) -> bool:
+    """Whether a model's config has vision graphs on."""
+    return getattr(config, PROVIDER_FIELDS["impl"], None) not in (None, "none")
+
+
+def asks_for_packed_graphs(config: Any) -> bool:
+    """Whether a model's config has packed-sequence graphs on."""
+    return getattr(config, MAX_PACKED_SEQS, None) is not None and getattr(config, IMPL, None) == "transformer_engine"
+
+
 def asks_for_graphs(config: Any) -> bool:
-    """Whether a model's provider has graphs on, of the vision encoder or the language model; alike on all ranks."""
-    names = (PROVIDER_FIELDS["impl"], "cuda_graph_impl")
-    return any(getattr(config, name, None) not in (None, "none") for name in names)
+    """Whether a model's config has graphs on, of the vision encoder or the language model; alike on all ranks."""
+    return asks_for_vision_graphs(config) or getattr(config, IMPL, None) not in (None, "none")

@@ -1,26 +1,21 @@
 """The helper that Bridge's train loop drives for the language model, where packed-sequence graphs are asked for."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import distributed, nn
 
-from ....graphs.manager import GraphManager
-from ....graphs.piece import Surroundings
 from ....graphs.recordings.executor import Executor, Isolated
 from ....language.packed.workload import PackedWorkload, ShapeExchange
-from ....options import PackedOptions, check_options, facts_of, packed_options
+from ....options import GraphOptions, check_options, facts_of, packed_options
 from ....options.migration import module_names
 from ....options.normalization import options_of
 from ....options.sources import collect
 from ...decoder.block import TransformerBlockFamily
 from ...decoder.context_exchange import levels
 from ...environment import check_process
-from ...exempt import EXEMPT
 from ...host_batch import PACK_OFFSETS
-from ...parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
 from ...parallel.process_groups import (
     consensus_of,
     expert_group,
@@ -35,7 +30,7 @@ from ...random_states import random_states
 from ...seams.patches import Patch
 from ...seams.registry import seam
 from ...wrappers import unwrapped
-from .graph_helper import GraphHelper, default_executor, release_module
+from .graph_helper import GraphHelper, default_executor, graphs_over, release_module
 
 
 class PackedCudaGraphHelper:
@@ -48,8 +43,8 @@ class PackedCudaGraphHelper:
         micro_batch_size: Unused: a pack is one row.
         optimizers: Unused, for the interface.
         pg_collection: Unused, for the interface.
-        num_microbatches: Microbatches of a step; None asks megatron-core.
-        grows: Whether named buckets, too, are captured when packs ask for them.
+        num_microbatches: Microbatches of a step; megatron-core may run more.
+        options: Options, checked; None reads and checks those of the config.
         executor: Makes recordings; None takes CUDA graphs on a GPU.
         releasable: Whether memory of graphs may leave the device between steps.
 
@@ -66,28 +61,16 @@ class PackedCudaGraphHelper:
         optimizers: Sequence[Any] = (),
         pg_collection: Any = None,
         *,
-        num_microbatches: int | None = None,
-        grows: bool = False,
+        num_microbatches: int = 1,
+        options: GraphOptions | None = None,
         executor: Executor | None = None,
         releasable: bool = False,
     ) -> None:
-        written = collect(config)
-        options = options_of(written)
-        check_options(options, facts_of(written), harmless=False)
+        options = options or checked_options(config)
         check_process()
-        packed = replace(options.packed, grows=grows)
-        count = num_microbatches if num_microbatches is not None else _microbatches()
+        in_flight = partial(microbatches_in_flight, config, num_microbatches)
         self.chunks = [
-            DecoderHelper(
-                decoder,
-                packed,
-                module_names(options.language_model.modules),
-                list(model),
-                partial(microbatches_in_flight, config, count),
-                executor,
-                releasable,
-            )
-            for decoder in find_decoders(model)
+            DecoderHelper(decoder, options, model, in_flight, executor, releasable) for decoder in find_decoders(model)
         ]
 
     def create_cudagraphs(self) -> None:
@@ -114,7 +97,6 @@ class DecoderHelper(GraphHelper):
     Args:
         decoder: The decoder.
         options: What the user asked for.
-        modules: Names of the parts of layers to record.
         chunks: The training loop's model chunks.
         in_flight: Counts the microbatches in flight.
         executor: Makes recordings; None takes CUDA graphs on a GPU.
@@ -124,31 +106,39 @@ class DecoderHelper(GraphHelper):
     def __init__(
         self,
         decoder: nn.Module,
-        options: PackedOptions,
-        modules: Sequence[str],
+        options: GraphOptions,
         chunks: Sequence[nn.Module],
         in_flight: Callable[[], int],
         executor: Executor | None,
         releasable: bool,
     ) -> None:
         release_module(decoder)
-        order = reduction_order(chunks, decoder)
+        packed, modules = options.packed, module_names(options.language_model.modules)
         family = TransformerBlockFamily(decoder)
         family.parts(modules)  # what cannot be recorded is refused before a step is trained
         experts = None if family.exchange is None else expert_group(decoder)
         consensus = consensus_of(shared_group(decoder, experts))
-        surroundings = Surroundings(
-            slots=in_flight() if options.slots == "auto" else options.slots,
-            before_replay=parameter_gather(chunks, decoder),
-            reduction=gradient_reduction(chunks, decoder, order),
-            exempt=EXEMPT,
+        graphs = graphs_over(
+            chunks,
+            decoder,
+            PackedWorkload(packed, modules, family, PACK_OFFSETS, _shape_exchange(decoder, experts)),
+            executor or _executor(decoder, experts, releasable, packed.offloads),
             consensus=consensus,
             bucket_consensus=consensus,
         )
-        workload = PackedWorkload(options, modules, family, PACK_OFFSETS, _shape_exchange(decoder, experts))
-        counted = in_flight if options.slots == "auto" else None
-        records = executor or _executor(decoder, experts, releasable, options.offloads)
-        self._take(GraphManager(decoder, workload, records, surroundings), counted, order)
+        self._take(graphs, packed.slots, in_flight)
+
+
+def checked_options(config: Any) -> GraphOptions:
+    """Return the options that a model's config holds.
+
+    Raises:
+        OptionError: They cannot work.
+    """
+    written = collect(config)
+    options = options_of(written)
+    check_options(options, facts_of(written), harmless=False)
+    return options
 
 
 def find_decoders(chunks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -186,13 +176,6 @@ def _executor(decoder: nn.Module, experts: distributed.ProcessGroup | None, rele
 def without_exchanges(decoder: nn.Module, experts: distributed.ProcessGroup | None = None) -> Isolated:
     """Return a context in which a decoder's layers exchange nothing; see `without_collectives`."""
     return without_collectives(*sharing_groups(decoder), *levels(decoder), *([] if experts is None else [experts]))
-
-
-def _microbatches() -> int:
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-    count: int = get_num_microbatches()
-    return count
 
 
 def _for_packs(old: type) -> type:

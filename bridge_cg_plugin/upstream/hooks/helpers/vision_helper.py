@@ -1,27 +1,23 @@
 """The object that Bridge's train loop drives to capture vision graphs."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from ....graphs.manager import GraphManager
-from ....graphs.piece import Surroundings
 from ....graphs.recordings.executor import Executor
 from ....options import VisionGraphOptions, audio_options, check_combinations, vision_options
 from ....vision.workload import VisionWorkload
 from ...encoders.registry import FoundEncoder, find_encoder
 from ...environment import check_process
-from ...exempt import EXEMPT
 from ...host_batch import GRIDS
-from ...parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
 from ...parallel.process_groups import consensus_of, shared_group, tensor_group, without_collectives
 from ...parallel.schedules import microbatches_in_flight
+from ...wrappers import chunks_of
 from ..data.between import EarlyReads
 from ..loops.text_only import TextOnlyMicrobatches
-from .graph_helper import GraphHelper, default_executor, release_module
+from .graph_helper import GraphHelper, default_executor, graphs_over, release_module
 
 
 class VisionTECudaGraphHelper(GraphHelper):
@@ -34,7 +30,6 @@ class VisionTECudaGraphHelper(GraphHelper):
         micro_batch_size: Unused: a microbatch's images are concatenated along the sequence.
         num_microbatches: Microbatches of a step, an upper bound for those in flight.
         pg_collection: Unused, for the interface.
-        grows: Whether named buckets, too, are captured when microbatches ask for them.
         options: Options; None reads them from the model's provider.
         executor: Makes recordings; None takes CUDA graphs on a GPU.
         found: The encoder; None takes the model's first.
@@ -53,7 +48,6 @@ class VisionTECudaGraphHelper(GraphHelper):
         num_microbatches: int = 1,
         pg_collection: Any = None,
         *,
-        grows: bool = False,
         options: VisionGraphOptions | None = None,
         executor: Executor | None = None,
         found: FoundEncoder | None = None,
@@ -65,51 +59,43 @@ class VisionTECudaGraphHelper(GraphHelper):
         vision_model, holder, family = found
         provider = getattr(holder, "config", None)
         source = provider if hasattr(provider, "vision_cuda_graph_impl") else vision_config
-        adapter = family.adapt(vision_model)
-        if options is None and family.encodes == "audio":
-            options = audio_options(vision_options(source))
-        self.options = options or vision_options(source, adapter.unit, adapter.unit_of)
-        self.options = replace(self.options, grows=self.options.grows or grows)
+        self.options = options or encoder_options(source, found)
         check_combinations(self.options)
         check_process()
         release_module(vision_model)
         tensor = tensor_group(vision_model)
-        chunks = [model] if isinstance(model, nn.Module) else model
-        gather = parameter_gather(chunks, vision_model)
-        order = reduction_order(chunks, vision_model)
-        reduction = gradient_reduction(chunks, vision_model, order)
-        in_flight = partial(microbatches_in_flight, source, num_microbatches)
-        slots = self.options.slots
-        workload = VisionWorkload(vision_model, self.options, family, GRIDS)
-        graphs = GraphManager(
+        graphs = graphs_over(
+            chunks_of(model),
             vision_model,
-            workload,
-            executor or self._default_executor(tensor, releasable),
-            Surroundings(
-                slots=in_flight() if slots == "auto" else slots,
-                before_replay=gather,
-                reduction=reduction,
-                exempt=EXEMPT,
-                consensus=consensus_of(shared_group(vision_model)),
-                bucket_consensus=consensus_of(tensor),
+            VisionWorkload(vision_model, self.options, family, GRIDS),
+            executor
+            or default_executor(
+                isolated=without_collectives(tensor),
+                shared=tensor is not None,
+                side_stream=self.options.streams != 1,
+                releasable=releasable,
+                replays_aside=self.options.offloads,
             ),
+            consensus=consensus_of(shared_group(vision_model)),
+            bucket_consensus=consensus_of(tensor),
         )
+        gather = graphs.surroundings.before_replay
         if gather is not None:
             graphs.at_detach.callback(TextOnlyMicrobatches(holder, vision_model, gather).remove)
         graphs.at_detach.callback(EarlyReads(holder).remove)
-        self._take(graphs, in_flight if slots == "auto" else None, order)
+        self._take(graphs, self.options.slots, partial(microbatches_in_flight, source, num_microbatches))
 
-    def _default_executor(self, tensor: Any, releasable: bool) -> Executor:
-        """Return what records here; `tensor` is the group that shares the encoder's layers, None where none does."""
-        side_stream = self.options.streams != 1
-        isolated, shared = without_collectives(tensor), tensor is not None
-        return default_executor(
-            isolated=isolated,
-            shared=shared,
-            side_stream=side_stream,
-            releasable=releasable,
-            replays_aside=self.options.offloads,
-        )
+
+def encoder_options(source: Any, found: FoundEncoder) -> VisionGraphOptions:
+    """Return the options of an encoder that an object has in its fields.
+
+    Raises:
+        OptionError: A value cannot work with this encoder.
+    """
+    if found.family.encodes == "audio":
+        return audio_options(vision_options(source))
+    adapter = found.family.adapt(found.model)
+    return vision_options(source, adapter.unit, adapter.unit_of)
 
 
 def encoder_config(found: FoundEncoder) -> Any:

@@ -15,34 +15,26 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ....graphs.joint_step import before_evaluation
-from ....options import PROVIDER_FIELDS
 from ....options.choice import SETTING
-from ....options.language_model import IMPL
-from ....options.packed import MAX_PACKED_SEQS
 from ...environment import OPTIONS
 from ...seams.activation import before_deactivation
 from ...seams.call_arguments import arguments_of
 from ...seams.patches import Patch
 from ...seams.registry import seam
 from ...seams.registry.training import SCHEDULES
-from ...wrappers import config_of, unwrapped
-from ..helpers.graph_helper import active_graphs, modules_on_graphs
+from ...wrappers import chunks_of, config_of, unwrapped
+from ..helpers.graph_helper import (
+    active_graphs,
+    asks_for_packed_graphs,
+    asks_for_vision_graphs,
+    modules_on_graphs,
+)
 
 if TYPE_CHECKING:
     from .loop_driver import LoopDriver
 
 # Attribute of a model's first chunk without wrappers: a loop may put others around it, or none, for each call.
 HELD = "_bridge_cg_loop"
-
-
-def asks_for_vision_graphs(config: Any) -> bool:
-    """Whether a model's config has vision graphs on."""
-    return getattr(config, PROVIDER_FIELDS["impl"], None) not in (None, "none")
-
-
-def asks_for_packed_graphs(config: Any) -> bool:
-    """Whether a model's config has packed-sequence graphs on."""
-    return getattr(config, MAX_PACKED_SEQS, None) is not None and getattr(config, IMPL, None) == "transformer_engine"
 
 
 class _Held:
@@ -73,7 +65,7 @@ class Loops:
         Raises:
             OptionError: An option cannot work.
         """
-        chunks = [model] if isinstance(model, nn.Module) else list(model)
+        chunks = chunks_of(model)
         if chunks[0] in self._bridges:
             return None
         driver = self._known(chunks[0])
@@ -95,9 +87,7 @@ class Loops:
         from .loop_driver import LoopDriver
         from .resized_storages import follow_storages
 
-        driver = LoopDriver(
-            chunks, config, microbatches, asks_for_vision_graphs(config), asks_for_packed_graphs(config), others
-        )
+        driver = LoopDriver(chunks, config, microbatches, others)
         self._drivers.add(driver)
         if memory_may_leave():
             after_empty_cache(self.follow_models)
@@ -149,16 +139,14 @@ class Loops:
 
     def leave_to_bridge(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Stand back from a model that Bridge's own loop trains."""
-        first = next(iter([model] if isinstance(model, nn.Module) else model), None)
-        if not isinstance(first, nn.Module) or first in self._bridges:
-            return
-        self._bridges.add(first)
-        if (driver := self._known(first)) is not None:
-            self._end(driver)
+        if (chunks := chunks_of(model)) and not self.is_bridges(chunks):
+            self._bridges.add(chunks[0])
+            if (driver := self._known(chunks[0])) is not None:
+                self._end(driver)
 
     def is_bridges(self, model: nn.Module | Sequence[nn.Module]) -> bool:
         """Whether Bridge's own loop trains a model."""
-        return next(iter([model] if isinstance(model, nn.Module) else model), None) in self._bridges
+        return chunks_of(model)[0] in self._bridges
 
     def release_memory(self) -> int:
         """Take the memory of all models' graphs off the device until they are needed; returns how many bytes left."""
@@ -183,11 +171,6 @@ class Loops:
 
 
 LOOPS = Loops()
-
-
-def enable(model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
-    """Set graph options on a model's config, also of one that has graphs; see `bridge_cg_plugin.enable`."""
-    LOOPS.set(model, *options)
 
 
 atexit.register(LOOPS.report)

@@ -1,8 +1,8 @@
 """One model's graphs over the schedule calls of a training loop."""
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 from ....announce import announce, warn
 from ....graphs.joint_step import joint_step
 from ....graphs.manager import GraphManager
-from ....options import OptionError, check_options, facts_of, graph_options
+from ....options import OptionError, facts_of, graph_options
 from ....options.choice import LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER
 from ....options.facts import LOOP_PARTS
 from ....options.normalization import options_of
@@ -18,12 +18,12 @@ from ....options.sources import Written, collect
 from ...encoders.registry import find_encoders
 from ...environment import memory_may_leave
 from ...parallel.data_parallel import data_parallel
-from ...wrappers import config_of, unwrapped
+from ...wrappers import chunks_of, config_of, unwrapped
 from ..configuration.graph_fields import apply_options
 from ..configuration.provider_fields import EVERY
-from ..helpers.graph_helper import modules_on_graphs
-from ..helpers.packed_helper import PackedCudaGraphHelper, find_decoders
-from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_config
+from ..helpers.graph_helper import GraphHelper, asks_for_packed_graphs, asks_for_vision_graphs, modules_on_graphs
+from ..helpers.packed_helper import PackedCudaGraphHelper, checked_options, find_decoders
+from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_config, encoder_options
 from .emptied_cache import has_left
 from .returning_buffers import ReturningBuffers
 
@@ -62,16 +62,17 @@ def set_options(model: nn.Module | Sequence[nn.Module], config: Any, *options: A
 
 def _parts_of(model: nn.Module | Sequence[nn.Module], config: Any) -> tuple[str, ...]:
     """Return the parts of a model that graphs support; other stages of a pipeline may have either."""
-    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    chunks = chunks_of(model)
     elsewhere = (getattr(config, "pipeline_model_parallel_size", None) or 1) > 1
     found = {VISION_ENCODER: find_encoders(chunks), LANGUAGE_MODEL_PART: find_decoders(chunks)}
     return tuple(name for name, modules in found.items() if modules or elsewhere)
 
 
-def _found_in(chunks: Sequence[nn.Module], vision: bool, packed: bool) -> list[nn.Module]:
-    """Return what is to be on graphs: a loop may put others in their place between two calls."""
-    encoders = [found.model for found in find_encoders(chunks)] if vision else []
-    return encoders + (find_decoders(chunks) if packed else [])
+def _name_what_is_missing(chunks: Sequence[nn.Module], no_encoder: bool, no_decoder: bool) -> None:
+    missing = ["vision encoder"] * no_encoder + ["decoder"] * no_decoder
+    if missing:
+        name, what = type(unwrapped(chunks[0])[-1]).__name__, " and no ".join(missing)
+        warn(f"{name} has no {what} that graphs know, though its options ask for graphs of one: it runs eager")
 
 
 class LoopDriver:
@@ -81,8 +82,6 @@ class LoopDriver:
         chunks: The model's chunks on this rank.
         config: The model's config, with the plugin's options.
         microbatches: Of the first call.
-        vision: Whether its vision encoder is to be on graphs.
-        packed: Whether its packed sequences are.
         others: What it shares with other models, whose drivers have it on graphs.
 
     Raises:
@@ -90,62 +89,50 @@ class LoopDriver:
     """
 
     _reported = False
-    _helpers: Sequence[Any] = ()
+    _helpers: Sequence[GraphHelper] = ()
 
     def __init__(
         self,
         chunks: Sequence[nn.Module],
         config: Any,
         microbatches: int,
-        vision: bool,
-        packed: bool,
         others: Set[nn.Module] = frozenset(),
     ) -> None:
-        written = collect(config)
-        self.config, self._options = config, options_of(written)
-        check_options(self._options, facts_of(written), harmless=False)
+        self.config, self._options = config, checked_options(config)
         self._warmup = getattr(config, "cuda_graph_warmup_steps", WARMUP_CALLS)
-        self._calls = 0
-        self._data_parallel = data_parallel(chunks)
-        self._others, self._wanted = others, (vision, packed)
-        self._found = _found_in(chunks, *self._wanted)
-        helpers: list[Any] = []
+        self._data_parallel, self._others = data_parallel(chunks), others
+        self._wanted = vision, packed = asks_for_vision_graphs(config), asks_for_packed_graphs(config)
+        encoders, decoders = find_encoders(chunks) if vision else [], find_decoders(chunks) if packed else []
+        self._found = [*(found.model for found in encoders), *decoders]
+        helpers: list[GraphHelper] = []
         # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
         stages = getattr(config, "pipeline_model_parallel_size", None) or 1
         most = max(microbatches, 2 * stages * len(chunks))
-        settings: Any = {
-            "num_microbatches": most,
-            "grows": True,
-            "releasable": memory_may_leave(),
-        }
+        settings: Any = {"num_microbatches": most, "releasable": memory_may_leave()}
         self._buffers = ReturningBuffers(chunks if memory_may_leave() else (), others)
-        encoders = find_encoders(chunks) if vision else []
         for found in encoders:
             if found.model not in others:
-                make = partial(VisionTECudaGraphHelper, chunks, encoder_config(found), found=found, **settings)
-                helpers += self._made(VISION_ENCODER, make)
-        if packed and others.isdisjoint(find_decoders(chunks)):
-            helpers += self._made(LANGUAGE_MODEL_PART, partial(PackedCudaGraphHelper, chunks, config, **settings))
+                with self._else_eager(VISION_ENCODER):
+                    settings["options"] = replace(encoder_options(config, found), grows=True)
+                    helpers.append(VisionTECudaGraphHelper(chunks, encoder_config(found), found=found, **settings))
+        if packed and others.isdisjoint(decoders):
+            with self._else_eager(LANGUAGE_MODEL_PART):
+                settings["options"] = replace(self._options, packed=replace(self._options.packed, grows=True))
+                helpers += PackedCudaGraphHelper(chunks, config, **settings).chunks
         self._helpers = helpers
         if stages == 1:
-            self._name_what_is_missing(chunks, vision and not encoders, packed)
+            _name_what_is_missing(chunks, vision and not encoders, packed and not decoders)
 
-    def _made(self, part: str, make: Callable[[], Any]) -> list[Any]:
-        """Return a helper; none, with one warning, for a part that the one setting chose and this model cannot have."""
+    @contextmanager
+    def _else_eager(self, part: str) -> Iterator[None]:
+        """Leave a part eager, with one warning, that the one setting chose and this model cannot have."""
         try:
-            return [make()]
+            yield
         except OptionError as error:
             setting = getattr(self.config, CHOSEN, None)
             if setting is None:
                 raise
             warn(f"{SETTING}={setting}: the {part} runs eager. {error}")
-            return []
-
-    def _name_what_is_missing(self, chunks: Sequence[nn.Module], no_encoder: bool, packed: bool) -> None:
-        missing = ["vision encoder"] * no_encoder + ["decoder"] * (packed and not find_decoders(chunks))
-        if missing:
-            name, what = type(unwrapped(chunks[0])[-1]).__name__, " and no ".join(missing)
-            warn(f"{name} has no {what} that graphs know, though its options ask for graphs of one: it runs eager")
 
     def is_outdated(self) -> bool:
         """Whether the model's config has other options now, and no schedule call is under way."""
@@ -157,7 +144,9 @@ class LoopDriver:
             return True
         known = all(each in self._data_parallel for each in data_parallel(chunks))
         shared = not self._others or self._others <= modules_on_graphs(chunks)
-        return known and shared and self._found == _found_in(chunks, *self._wanted)
+        vision, packed = self._wanted
+        found = [each.model for each in find_encoders(chunks)] if vision else []
+        return known and shared and self._found == found + (find_decoders(chunks) if packed else [])
 
     @property
     def _in_step(self) -> bool:
@@ -166,24 +155,17 @@ class LoopDriver:
     @property
     def graphs(self) -> list[GraphManager]:
         """The graphs of all helpers."""
-        return [graphs for graphs, _ in self._graphed()]
+        return [helper.graphs for helper in self._helpers if helper.graphs is not None]
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Be in one schedule call; what is due is captured before it."""
         self._buffers.put_back()
-        if self._calls >= self._warmup:
-            for graphs, helper in self._graphed():
-                if graphs.capture_due:
-                    helper.create_cudagraphs()
-        self._calls += 1
+        for helper in self._helpers:
+            if helper.is_due(self._warmup):
+                helper.create_cudagraphs()
         with joint_step(self.graphs):
             yield
-
-    def _graphed(self) -> list[tuple[GraphManager, Any]]:
-        """Return the graphs that there are, each with its helper."""
-        parts = [part for helper in self._helpers for part in getattr(helper, "chunks", [helper])]
-        return [(part.graphs, part) for part in parts if part.graphs is not None]
 
     def release_memory(self) -> int:
         """Take the memory of all graphs off the device until they are needed; returns how many bytes left."""

@@ -1,6 +1,7 @@
 """Bridge's train loop: whose helper it drives, steps, logging, the end of training."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -10,22 +11,57 @@ from torch import nn
 from ....graphs.joint_step import joint_step
 from ....graphs.recordings.compiling import TURNS
 from ....graphs.reports.report import metrics_of_ranks, pause_metrics
+from ...encoders.registry import find_encoders
 from ...parallel.watchdog import WATCHDOG, named_failure, several_ranks, timeout_s
 from ...seams.call_arguments import arguments_of
 from ...seams.patches import Patch
 from ...seams.registry import seam
-from ...wrappers import unwrapped
+from ...wrappers import chunks_of, unwrapped
 from ..helpers.full_iteration import CURRENT
-from ..helpers.graph_helper import active_graphs, active_helpers, asks_for_graphs, drop_left_behind
-from ..helpers.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
+from ..helpers.graph_helper import (
+    active_graphs,
+    active_helpers,
+    asks_for_graphs,
+    asks_for_vision_graphs,
+    drop_left_behind,
+    modules_on_graphs,
+)
+from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_config, get_vision_cuda_graph_seq_length
 from .any_loop import LOOPS
 from .loss_checks import left_to_optimizer
 from .rank_figures import ALL_MODULES, LastFigures, ShortReports, pauses_of_ranks, phase_of, statistics_of_ranks
-from .step_driver import StepDriver
 
-STEP_DRIVER = StepDriver()
 LAST_FIGURES = LastFigures()
 SHORT_REPORTS = ShortReports()
+
+
+class OtherEncoders:
+    """Helpers of a model's encoders for which Bridge's train loop makes none: it makes one for Qwen3-VL's only."""
+
+    def __init__(self) -> None:
+        self._helpers: list[VisionTECudaGraphHelper] = []
+
+    def before_step(self, chunks: Sequence[nn.Module], provider: Any) -> None:
+        """Make the helpers, before the first step of a model that enables graphs.
+
+        Raises:
+            OptionError: An option cannot work.
+        """
+        if not asks_for_vision_graphs(provider):
+            return
+        encoders = [each for each in find_encoders(chunks) if not each.family.driven_by_bridge]
+        graphed = [helper.graphs and helper.graphs.model for helper in self._helpers]
+        if encoders and [each.model for each in encoders] != graphed:
+            for helper in self._helpers:  # left behind by a run that ended with an error
+                helper.delete_cuda_graphs()
+            self._helpers = [VisionTECudaGraphHelper(chunks, encoder_config(each), found=each) for each in encoders]
+
+    def end(self) -> None:
+        """Forget the helpers; whoever ends training has reported and freed their graphs."""
+        self._helpers = []
+
+
+OTHER_ENCODERS = OtherEncoders()
 
 
 def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,11 +70,11 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(old)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         state = argument("global_state", args, kwargs)
-        model = argument("model", args, kwargs)
-        LOOPS.leave_to_bridge(model)
+        chunks = chunks_of(argument("model", args, kwargs))
+        LOOPS.leave_to_bridge(chunks)
         drop_left_behind()
-        STEP_DRIVER.before_step(model, state)
-        capture_missed(model, state)
+        OTHER_ENCODERS.before_step(chunks, state.cfg.model)
+        capture_due(chunks, state.cfg.model)
         helpers = active_helpers()
         with ExitStack() as stack:
             if several_ranks() and asks_for_graphs(state.cfg.model):
@@ -53,15 +89,12 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
     return train_step
 
 
-def capture_missed(model: nn.Module | Sequence[nn.Module], state: Any) -> None:
+def capture_due(chunks: Sequence[nn.Module], provider: Any) -> None:
     """Capture what the loop did not: it does so before one iteration only, where it may fail or be skipped."""
-    chunks = [model] if isinstance(model, nn.Module) else model
+    warmup_steps = getattr(provider, "cuda_graph_warmup_steps", math.inf)
     for helper in active_helpers():
         graphs = helper.graphs
-        if graphs is None or not any(graphs.model in chunk.modules() for chunk in chunks):
-            continue
-        warm = graphs.step_number >= getattr(state.cfg.model, "cuda_graph_warmup_steps", float("inf"))
-        if (warm and not helper.asked) or (graphs.failure is not None and graphs.capture_due):
+        if graphs is not None and helper.is_due(warmup_steps) and graphs.model in modules_on_graphs(chunks):
             helper.create_cudagraphs()
 
 
@@ -119,7 +152,7 @@ def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
         for helper in active_helpers():
             helper.delete_cuda_graphs()
         CURRENT.end()
-        STEP_DRIVER.end()
+        OTHER_ENCODERS.end()
         LAST_FIGURES.tell()
         SHORT_REPORTS.forget()
         old(*args, **kwargs)

@@ -8,16 +8,16 @@ import pytest
 from megatron.core import num_microbatches_calculator as calculator
 from torch import nn
 
+from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders.registry import find_encoders
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
 from bridge_cg_plugin.upstream.hooks.helpers import vision_helper as helpers
-from bridge_cg_plugin.upstream.hooks.loops import step_driver
-from bridge_cg_plugin.upstream.hooks.loops.step_driver import StepDriver
+from bridge_cg_plugin.upstream.hooks.loops import train_loop
 from bridge_cg_plugin.upstream.seams.registry.models import MODEL, VISION_CONFIG
 
-from ..unit.towers import draw, new_tower
+from ..unit.towers import bridges_step, draw, new_tower
 
 GRAPHS = {
     "vision_cuda_graph_impl": "transformer_engine",
@@ -45,32 +45,30 @@ def not_driven_by_bridge(model):
 
 @pytest.fixture
 def loop(active, monkeypatch):
-    monkeypatch.setattr(step_driver, "find_encoders", not_driven_by_bridge)
+    monkeypatch.setattr(train_loop, "find_encoders", not_driven_by_bridge)
     monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
-    monkeypatch.setattr(calculator, "get_num_microbatches", lambda: 3)
-    yield StepDriver()
+    yield
+    train_loop.OTHER_ENCODERS.end()
     for helper in graph_helper.active_helpers():
         helper.delete_cuda_graphs()
 
 
-def state_of(**fields):
-    provider = SimpleNamespace(**{**GRAPHS, **fields})
-    return SimpleNamespace(cfg=SimpleNamespace(model=provider)), provider
+def new_model(**fields):
+    return [Chunk(SimpleNamespace(**{**GRAPHS, **fields}))]
 
 
-def step(loop, model, state):
-    loop.before_step(model, state)
-    vision = model[0].module.vision_model
-    outputs = vision(*draw([[1, 4, 4]]))
-    (outputs[0].sum() + sum(part.sum() for part in outputs[1])).backward()
+def step(model):
+    def work():
+        outputs = model[0].module.vision_model(*draw([[1, 4, 4]]))
+        (outputs[0].sum() + sum(part.sum() for part in outputs[1])).backward()
+
+    bridges_step(model, model[0].module.config, work)
 
 
 def test_graphs_are_made_after_the_warm_up_steps(loop):
-    state, provider = state_of()
-    model = [Chunk(provider)]
-    made = []
+    model, made = new_model(), []
     for _ in range(4):
-        step(loop, model, state)
+        step(model)
         (helper,) = graph_helper.active_helpers()
         made.append(helper.graphs_created())
     assert made == [False, False, True, True]
@@ -78,62 +76,58 @@ def test_graphs_are_made_after_the_warm_up_steps(loop):
     assert helper.graphs.slots == 1
 
 
-def test_slots_follow_the_pipeline_and_the_microbatches(loop):
-    state, provider = state_of(pipeline_model_parallel_size=8)
-    loop.before_step([Chunk(provider)], state)
+def test_slots_follow_the_pipeline_and_the_microbatches(loop, monkeypatch):
+    monkeypatch.setattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", SimpleNamespace(get=lambda: 3))
+    step(new_model(pipeline_model_parallel_size=8))
     assert graph_helper.active_helpers()[0].graphs.slots == 3
 
 
 @pytest.mark.parametrize("impl", ["none", None])
 def test_nothing_is_made_where_nobody_asks(loop, impl):
-    state, provider = state_of(vision_cuda_graph_impl=impl)
-    loop.before_step([Chunk(provider)], state)
-    loop.before_step([nn.Linear(1, 1)], SimpleNamespace(cfg=SimpleNamespace(model=SimpleNamespace())))
+    step(new_model(vision_cuda_graph_impl=impl))
+    bridges_step([nn.Linear(1, 1)], SimpleNamespace(), lambda: None)
     assert graph_helper.active_helpers() == []
 
 
 def test_no_warm_up_captures_before_the_first_step(loop):
-    state, provider = state_of(cuda_graph_warmup_steps=0)
-    model = [Chunk(provider)]
-    step(loop, model, state)
+    step(new_model(cuda_graph_warmup_steps=0))
     assert graph_helper.active_helpers()[0].graphs.statistics().replays == 1
 
 
 def test_a_failed_capture_is_not_tried_at_every_step(loop, monkeypatch):
-    state, provider = state_of(vision_cuda_graph_strict=False)
-    model = [Chunk(provider)]
-    tried = []
-    monkeypatch.setattr(helpers.VisionTECudaGraphHelper, "create_cudagraphs", lambda self: tried.append(1))
-    for _ in range(5):
-        step(loop, model, state)
-    assert tried == [1]
+    model, tried = new_model(vision_cuda_graph_strict=False), []
+
+    def fail(executor, *args, **kwargs):
+        tried.append(graph_helper.active_graphs()[0].step_number)
+        raise CaptureError("made to fail")
+
+    monkeypatch.setattr(ReferenceExecutor, "record", fail)
+    for _ in range(7):
+        step(model)
+    assert tried == [2, 3, 5]
 
 
 def test_wrong_options_stop_the_run(loop):
-    state, provider = state_of(vision_cuda_graph_buckets=[33])
     with pytest.raises(OptionError, match="vision_cuda_graph_buckets"):
-        loop.before_step([Chunk(provider)], state)
+        step(new_model(vision_cuda_graph_buckets=[33]))
 
 
 def test_a_second_run_in_the_process_has_graphs_of_its_own(loop):
     for _ in range(2):
-        state, provider = state_of()
-        model = [Chunk(provider)]
+        model = new_model()
         for _ in range(3):
-            step(loop, model, state)
+            step(model)
         (helper,) = graph_helper.active_helpers()
         assert helper.graphs.model is model[0].module.vision_model and helper.graphs_created()
         helper.delete_cuda_graphs()
-        loop.end()
+        train_loop.OTHER_ENCODERS.end()
 
 
 def test_a_run_that_broke_off_leaves_nothing_to_the_next(loop):
-    state, provider = state_of()
-    first = [Chunk(provider)]
-    step(loop, first, state)
-    second = [Chunk(provider)]
+    first, second = new_model(), new_model()
+    step(first)
     for _ in range(3):
-        step(loop, second, state)
+        step(second)
     assert [h.graphs.model for h in graph_helper.active_helpers() if h.graphs_created()] == [
         second[0].module.vision_model
     ]
@@ -141,9 +135,8 @@ def test_a_run_that_broke_off_leaves_nothing_to_the_next(loop):
 
 
 def test_the_loop_makes_nothing_where_upstream_drives_this_encoder(loop, monkeypatch):
-    monkeypatch.setattr(step_driver, "find_encoders", find_encoders)
-    state, provider = state_of()
-    loop.before_step([Chunk(provider)], state)
+    monkeypatch.setattr(train_loop, "find_encoders", find_encoders)
+    step(new_model())
     assert graph_helper.active_helpers() == []
 
 
