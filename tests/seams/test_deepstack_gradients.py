@@ -129,7 +129,7 @@ def scheduled_gradients(model, graphs):
         reports, _ = trainer.step(microbatches())
     if graphs:
         assert (CURRENT.graphs.workload.replayed_steps, dict(CURRENT.graphs.statistics().fallbacks)) == (1, {})
-        CURRENT.end()
+        CURRENT.delete_cuda_graphs()
     return sum(report[0].item() for report in reports), finalized(model, "main_grad")
 
 

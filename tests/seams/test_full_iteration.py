@@ -30,7 +30,7 @@ MIX = [ONE, TEXT, TWO, [(4, 8)]]
 @pytest.fixture(autouse=True)
 def _no_graphs_afterwards(active):
     yield
-    CURRENT.end()
+    CURRENT.delete_cuda_graphs()
 
 
 def pair(**changes):

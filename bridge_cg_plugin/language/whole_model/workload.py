@@ -26,13 +26,12 @@ OFTEN, MOST_SHAPES = 3, 8
 class LanguageModelWorkload(Workload):
     """See `Workload`: a graph of the model's forward and one of its backward, replayed for every microbatch.
 
-    Until the warm-up steps are over, and at least for one step, it runs eager and its microbatches are observed.
+    Until the first capture it runs eager and its microbatches are observed.
 
     Args:
         model: The language model.
         deepstack: How many of its layers add features of images.
         recording: Entered around recorded work; see `Recording`.
-        warmup_steps: Eager training steps before capture.
         grows: Whether other shapes than the first one are recorded when they are asked for. Ranks that share layers
             would have to agree on them.
 
@@ -46,10 +45,10 @@ class LanguageModelWorkload(Workload):
     group = "language_model_cuda_graph"
     out_of_memory_remedy = "Lower the sequence length or the microbatch size."
 
-    def __init__(self, model: nn.Module, deepstack: int, recording: Recording, warmup_steps: int, grows: bool) -> None:
+    def __init__(self, model: nn.Module, deepstack: int, recording: Recording, grows: bool) -> None:
         self.steps = self.replayed_steps = 0
         self._model, self._deepstack, self._recording = model, deepstack, recording
-        self._warmup_steps, self._grows = warmup_steps, grows
+        self._grows = grows
         self._example: Microbatch | None = None
         self._examples: dict[Bucket, Microbatch] = {}
         self._demand: Demand | None = None
@@ -58,20 +57,17 @@ class LanguageModelWorkload(Workload):
 
     @contextmanager
     def training_step(self, microbatches: int, may_record: bool = True) -> Iterator[None]:
-        """Run the forward and backward passes of a training step inside; captures before them if it is time.
+        """Run the forward and backward passes of a training step inside.
 
         Args:
             microbatches: How many the step has.
             may_record: Whether something may be recorded before it once there are graphs.
         """
-        manager, due = self.manager, self._example is not None and self.steps >= self._warmup_steps
-        if due and manager.capture_due:
-            manager.capture()
-        before = manager.statistics().replays
-        with manager.step(may_record):
+        before = self.manager.statistics().replays
+        with self.manager.step(may_record):
             yield
         self.steps += 1
-        self.replayed_steps += manager.statistics().replays - before == microbatches
+        self.replayed_steps += self.manager.statistics().replays - before == microbatches
 
     def read(self, *args: Any, **kwargs: Any) -> Call:
         """See `Workload`."""

@@ -13,37 +13,29 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ....announce import announce
-from ....graphs.manager import GraphManager
-from ....graphs.piece import Surroundings
 from ....language.whole_model.workload import LanguageModelWorkload
 from ....upstream_types import UpstreamModule
 from ...decoder.layers import refuse_statistics
 from ...environment import check_process
-from ...exempt import EXEMPT
 from ...kernels.layers import fused_head_norms, kernels_available
 from ...kernels.rotary import fused_rotary
 from ...kernels.transformer_engine import device_lengths, forget_attention_selection, fused_accumulation
-from ...parallel.data_parallel import ReductionOrder, gradient_reduction, parameter_gather, reduction_order
 from ...parallel.process_groups import sharing_groups, tensor_group
 from ...random_states import random_states
 from ...seams.activation import before_deactivation
 from ...seams.patches import Patch
 from ...seams.registry import seam
-from ...wrappers import holders, overridden
-from .graph_helper import active_graphs, default_executor
+from ...wrappers import chunks_of, holders, overridden
+from .graph_helper import GraphHelper, active_graphs, default_executor, graphs_over
 
 WRAPPER_PATCH = "full_iteration"
 DEEPSTACK = seam("deepstack_addition").target.rpartition(".")[2]
 
 
-class CurrentGraphs:
+class CurrentGraphs(GraphHelper):
     """The graphs of the language model that is trained in this process."""
 
-    def __init__(self) -> None:
-        self.graphs: GraphManager | None = None
-        self._workload: LanguageModelWorkload | None = None
-        self._order: ReductionOrder | None = None
+    workload: LanguageModelWorkload
 
     def step(
         self, chunks: Sequence[nn.Module], model: UpstreamModule, warmup_steps: int, microbatches: int, training: bool
@@ -56,51 +48,22 @@ class CurrentGraphs:
         if self.graphs is None or self.graphs.model is not language_model:
             if not training:
                 return nullcontext()
-            self.end()  # left behind by a run that ended with an error
+            self.delete_cuda_graphs()  # left behind by a run that ended with an error
             check_process()
-            self._order = reduction_order(chunks, language_model)
-            self.graphs, self._workload = make_graphs(chunks, model, warmup_steps, self._order)
-        if not training or self._workload is None:
+            deepstack = len(model.vision_model.config.deepstack_visual_indexes)
+            self.workload = LanguageModelWorkload(language_model, deepstack, recording, not sharing_groups(model))
+            executor = default_executor(random_states, shared=tensor_group(model) is not None)
+            self.graphs, self._slots = graphs_over(chunks, language_model, self.workload, executor), lambda: 1
+        if not training:
             return nullcontext()
+        if self.workload.warmup_microbatches() and self.is_due(warmup_steps):
+            self.create_cudagraphs()
         may_record = not any(graphs.recorded for graphs in active_graphs())
-        return self._workload.training_step(microbatches, may_record)
-
-    def end(self) -> None:
-        """Report and drop the graphs, if there are any; the language model gets its own forward back."""
-        if self.graphs is not None:
-            announce(self.graphs.report())
-            self.graphs.detach()
-            self.graphs = self._workload = None
-        if self._order is not None:
-            self._order.remove()
-            self._order = None
+        return self.workload.training_step(microbatches, may_record)
 
 
 CURRENT = CurrentGraphs()
-before_deactivation(CURRENT.end)
-
-
-def make_graphs(
-    chunks: Sequence[nn.Module], model: UpstreamModule, warmup_steps: int, order: ReductionOrder | None
-) -> tuple[GraphManager, LanguageModelWorkload]:
-    """Return the graphs of a model's language model, not captured yet, and its workload."""
-    language_model = model.language_model
-    deepstack = len(model.vision_model.config.deepstack_visual_indexes)
-    grows = not sharing_groups(model)
-    workload = LanguageModelWorkload(language_model, deepstack, recording, warmup_steps, grows)
-    graphs = GraphManager(
-        language_model,
-        workload,
-        default_executor(random_states, shared=tensor_group(model) is not None),
-        Surroundings(
-            before_replay=parameter_gather(chunks, language_model),
-            reduction=gradient_reduction(chunks, language_model, order),
-            exempt=EXEMPT,
-        ),
-    )
-    if order is not None:
-        order.keep(graphs.adds_later)
-    return graphs, workload
+before_deactivation(CURRENT.delete_cuda_graphs)
 
 
 def find_model(chunks: nn.Module | Sequence[nn.Module]) -> nn.Module | None:
@@ -140,11 +103,10 @@ def _add_dense(hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: T
 def _of_the_language_model(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(old)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        chunks = kwargs.get("model", ())
+        chunks = chunks_of(kwargs.get("model", ()))
         model = find_model(chunks)
         if model is None:
             return old(self, *args, **kwargs)
-        chunks = [chunks] if isinstance(chunks, nn.Module) else chunks
         microbatches, training = kwargs["num_microbatches"], not kwargs["forward_only"]
         with CURRENT.step(chunks, model, self.cuda_graph_warmup_steps, microbatches, training):
             return self.forward_backward_func(*args, **kwargs)

@@ -151,7 +151,7 @@ def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
     def _delete_cuda_graphs(*args: Any, **kwargs: Any) -> None:
         for helper in active_helpers():
             helper.delete_cuda_graphs()
-        CURRENT.end()
+        CURRENT.delete_cuda_graphs()
         OTHER_ENCODERS.end()
         LAST_FIGURES.tell()
         SHORT_REPORTS.forget()
