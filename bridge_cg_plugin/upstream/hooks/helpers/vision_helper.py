@@ -1,6 +1,6 @@
 """The object that Bridge's train loop drives to capture vision graphs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from ...parallel.process_groups import consensus_of, shared_group, tensor_group,
 from ...parallel.schedules import microbatches_in_flight
 from ...wrappers import chunks_of
 from ..data.between import EarlyReads
-from ..loops.text_only import TextOnlyMicrobatches
 from .graph_helper import GraphHelper, default_executor, graphs_over, release_module
 
 
@@ -25,7 +24,7 @@ class VisionTECudaGraphHelper(GraphHelper):
 
     Args:
         model: The training loop's model chunks, or a vision model itself.
-        vision_config: The vision encoder's transformer config; None where the model around it has the options.
+        vision_config: Config with the options, where that of the model around the encoder has none.
         vision_seq_length: Upstream's single capture length; the options say what is captured.
         micro_batch_size: Unused: a microbatch's images are concatenated along the sequence.
         num_microbatches: Microbatches of a step, an upper bound for those in flight.
@@ -86,6 +85,46 @@ class VisionTECudaGraphHelper(GraphHelper):
         self._take(graphs, self.options.slots, partial(microbatches_in_flight, source, num_microbatches))
 
 
+class TextOnlyMicrobatches:
+    """Waits for gathered parameters of an encoder in microbatches that do not call it, where other ranks do in theirs.
+
+    The token embedding, which every microbatch calls after the encoder, is where it shows that there was no image.
+
+    Args:
+        holder: The module that holds the vision model and the language model.
+        vision_model: The vision model.
+        gather: Waits for the encoder's parameters. Data-parallel ranks share a communicator, so all gather in one
+            order, before anything of the language model's.
+    """
+
+    def __init__(self, holder: nn.Module, vision_model: nn.Module, gather: Callable[[], None]) -> None:
+        self._gather, self._due = gather, False
+        embedding = getattr(getattr(holder, "language_model", None), "embedding", None)
+        self._handles = []
+        if embedding is not None:
+            self._handles = [
+                holder.register_forward_pre_hook(self._began),
+                vision_model.register_forward_pre_hook(self._has_images),
+                embedding.register_forward_pre_hook(self._before_embedding, prepend=True),
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _began(self, *unused: Any) -> None:
+        self._due = True
+
+    def _has_images(self, *unused: Any) -> None:
+        self._due = False
+
+    def _before_embedding(self, *unused: Any) -> None:
+        if self._due:
+            self._due = False
+            self._gather()
+
+
 def encoder_options(source: Any, found: FoundEncoder) -> VisionGraphOptions:
     """Return the options of an encoder that an object has in its fields.
 
@@ -96,11 +135,6 @@ def encoder_options(source: Any, found: FoundEncoder) -> VisionGraphOptions:
         return audio_options(vision_options(source))
     adapter = found.family.adapt(found.model)
     return vision_options(source, adapter.unit, adapter.unit_of)
-
-
-def encoder_config(found: FoundEncoder) -> Any:
-    """Return an encoder's own config; None for layers that have none: their model's has the options."""
-    return getattr(found.model, "config", None)
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:

@@ -99,11 +99,6 @@ class Loops:
         held = vars(unwrapped(first)[-1]).get(HELD)
         return held.driver if held is not None and held.driver in self._drivers else None
 
-    def _follow_options(self, config: Any) -> None:
-        """Drop graphs of a model whose config has other options now; its next call begins anew."""
-        for driver in [driver for driver in self._drivers if driver.config is config and driver.is_outdated()]:
-            self._end(driver)
-
     def _end(self, driver: "LoopDriver") -> None:
         self._drivers.discard(driver)
         driver.end()
@@ -128,14 +123,15 @@ class Loops:
             set_options(model, config)
 
     def set(self, model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
-        """Set graph options on a model's config; see `enable`."""
+        """Set graph options on a model's config; drops graphs of other options. See `bridge_cg_plugin.enable`."""
         from .loop_driver import graph_config, set_options
 
         config = graph_config(model)
         self.tell(model)
         set_options(model, config, *options)
         self._told[id(config)] = config
-        self._follow_options(config)
+        for driver in [driver for driver in self._drivers if driver.config is config and driver.is_outdated()]:
+            self._end(driver)  # the model's next call begins anew
 
     def leave_to_bridge(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Stand back from a model that Bridge's own loop trains."""
@@ -171,8 +167,6 @@ class Loops:
 
 
 LOOPS = Loops()
-
-
 atexit.register(LOOPS.report)
 before_deactivation(LOOPS.forget)
 

@@ -23,7 +23,7 @@ from ..configuration.graph_fields import apply_options
 from ..configuration.provider_fields import EVERY
 from ..helpers.graph_helper import GraphHelper, asks_for_packed_graphs, asks_for_vision_graphs, modules_on_graphs
 from ..helpers.packed_helper import PackedCudaGraphHelper, checked_options, find_decoders
-from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_config, encoder_options
+from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_options
 from .emptied_cache import has_left
 from .returning_buffers import ReturningBuffers
 
@@ -91,13 +91,7 @@ class LoopDriver:
     _reported = False
     _helpers: Sequence[GraphHelper] = ()
 
-    def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        config: Any,
-        microbatches: int,
-        others: Set[nn.Module] = frozenset(),
-    ) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], config: Any, microbatches: int, others: Set[nn.Module]) -> None:
         self.config, self._options = config, checked_options(config)
         self._warmup = getattr(config, "cuda_graph_warmup_steps", WARMUP_CALLS)
         self._data_parallel, self._others = data_parallel(chunks), others
@@ -109,12 +103,12 @@ class LoopDriver:
         stages = getattr(config, "pipeline_model_parallel_size", None) or 1
         most = max(microbatches, 2 * stages * len(chunks))
         settings: Any = {"num_microbatches": most, "releasable": memory_may_leave()}
-        self._buffers = ReturningBuffers(chunks if memory_may_leave() else (), others)
+        self._buffers = ReturningBuffers(chunks if settings["releasable"] else (), others)
         for found in encoders:
             if found.model not in others:
                 with self._else_eager(VISION_ENCODER):
                     settings["options"] = replace(encoder_options(config, found), grows=True)
-                    helpers.append(VisionTECudaGraphHelper(chunks, encoder_config(found), found=found, **settings))
+                    helpers.append(VisionTECudaGraphHelper(chunks, config, found=found, **settings))
         if packed and others.isdisjoint(decoders):
             with self._else_eager(LANGUAGE_MODEL_PART):
                 settings["options"] = replace(self._options, packed=replace(self._options.packed, grows=True))

@@ -26,7 +26,7 @@ from ..helpers.graph_helper import (
     drop_left_behind,
     modules_on_graphs,
 )
-from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_config, get_vision_cuda_graph_seq_length
+from ..helpers.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 from .any_loop import LOOPS
 from .loss_checks import left_to_optimizer
 from .rank_figures import ALL_MODULES, LastFigures, ShortReports, pauses_of_ranks, phase_of, statistics_of_ranks
@@ -54,7 +54,7 @@ class OtherEncoders:
         if encoders and [each.model for each in encoders] != graphed:
             for helper in self._helpers:  # left behind by a run that ended with an error
                 helper.delete_cuda_graphs()
-            self._helpers = [VisionTECudaGraphHelper(chunks, encoder_config(each), found=each) for each in encoders]
+            self._helpers = [VisionTECudaGraphHelper(chunks, provider, found=each) for each in encoders]
 
     def end(self) -> None:
         """Forget the helpers; whoever ends training has reported and freed their graphs."""
