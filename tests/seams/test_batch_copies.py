@@ -353,17 +353,16 @@ def test_without_the_class_the_seam_is_broken(patch, found):
 
 def test_a_helper_counts_until_its_graphs_are_dropped():
     class Graphs:
-        at_detach = ExitStack()
+        def __init__(self):
+            self.at_detach = ExitStack()
+            self.detach = self.at_detach.close
 
         def report(self):
             return "nothing"
 
-        def detach(self):
-            pass
-
-    before = len(graph_helper._active)
+    before = len(graph_helper._owners)
     helper = graph_helper.GraphHelper()
     helper._take(Graphs(), 1, lambda: 1)
-    assert graph_helper.any_on_graphs() and len(graph_helper._active) == before + 1
+    assert graph_helper.any_on_graphs() and len(graph_helper._owners) == before + 1
     helper.delete_cuda_graphs()
-    assert len(graph_helper._active) == before and helper not in graph_helper.active_helpers()
+    assert len(graph_helper._owners) == before and helper not in graph_helper.active_helpers()

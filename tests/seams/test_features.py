@@ -304,7 +304,7 @@ def wrapped(active, monkeypatch):
 def counted(monkeypatch):
     """What the plugin does before a step, and upstream's step, which does nothing."""
     steps = []
-    monkeypatch.setattr(train_loop.OTHER_ENCODERS, "before_step", lambda *given: steps.append(given))
+    monkeypatch.setattr(train_loop, "make_other_helpers", lambda *given: steps.append(given))
     return steps
 
 

@@ -48,7 +48,6 @@ def loop(active, monkeypatch):
     monkeypatch.setattr(train_loop, "find_encoders", not_driven_by_bridge)
     monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
     yield
-    train_loop.OTHER_ENCODERS.end()
     for helper in graph_helper.active_helpers():
         helper.delete_cuda_graphs()
 
@@ -120,7 +119,6 @@ def test_a_second_run_in_the_process_has_graphs_of_its_own(loop):
         (helper,) = graph_helper.active_helpers()
         assert helper.graphs.model is model[0].module.vision_model and helper.graphs_created()
         helper.delete_cuda_graphs()
-        train_loop.OTHER_ENCODERS.end()
 
 
 def test_a_run_that_broke_off_leaves_nothing_to_the_next(loop):

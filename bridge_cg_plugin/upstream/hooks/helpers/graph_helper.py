@@ -1,9 +1,9 @@
 """What Bridge's train loop drives: the interface of megatron-core's graph helpers over graphed modules."""
 
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,10 +24,8 @@ from ...parallel.data_parallel import gradient_reduction, parameter_gather, redu
 from ...parallel.watchdog import WATCHDOG, named_failure
 from ...seams.activation import before_deactivation
 
-_active: "weakref.WeakSet[GraphHelper]" = weakref.WeakSet()
-# Of graphs that modules are on.
+# Of graphs that modules are on, oldest first.
 _owners: "weakref.WeakKeyDictionary[GraphManager, weakref.ref[GraphHelper]]" = weakref.WeakKeyDictionary()
-_numbers = itertools.count()
 
 
 class GraphHelper:
@@ -39,7 +37,6 @@ class GraphHelper:
 
     graphs: GraphManager | None = None
     _slots: Callable[[], int]
-    _number = 0
 
     def create_cudagraphs(self) -> None:
         """Capture; on failure the module goes on eager unless the options say strict.
@@ -72,7 +69,6 @@ class GraphHelper:
         announce(self.graphs.report())
         self.graphs.detach()
         self.graphs = None
-        _active.discard(self)
 
     def _take(self, graphs: GraphManager, slots: int | Literal["auto"], in_flight: Callable[[], int]) -> None:
         """Make these graphs this helper's.
@@ -83,9 +79,7 @@ class GraphHelper:
             in_flight: Counts them where that is "auto".
         """
         self._slots = in_flight if slots == "auto" else lambda: slots
-        self.graphs, self._number = graphs, next(_numbers)
-        graphs.slots = self._slots()
-        _active.add(self)
+        self.graphs, graphs.slots = graphs, self._slots()
         _owners[graphs] = weakref.ref(self)
         graphs.at_detach.callback(_owners.pop, graphs, None)
 
@@ -120,12 +114,12 @@ def graphs_over(
 
 def active_helpers() -> list[GraphHelper]:
     """Return the helpers whose module is still theirs, oldest first: in one order on all ranks."""
-    return sorted((helper for helper in _active if helper.graphs is not None), key=lambda helper: helper._number)
+    return [helper for owner in list(_owners.values()) if (helper := owner()) is not None]
 
 
 def any_on_graphs() -> bool:
     """Whether some module is on graphs of the plugin, or is to be after warm-up steps. Any thread may ask."""
-    return len(_active) > 0
+    return len(_owners) > 0
 
 
 def active_graphs() -> list[GraphManager]:
@@ -139,29 +133,22 @@ def modules_on_graphs(chunks: Sequence[nn.Module]) -> set[nn.Module]:
     return graphed and graphed.intersection(module for chunk in chunks for module in chunk.modules())
 
 
-def drop_left_behind() -> None:
-    """Report and drop graphs of runs that ended with an error: their helpers are gone, modules are on them still."""
+def drop_graphs(also: Callable[[GraphManager], bool] = lambda graphs: False) -> None:
+    """Report and drop graphs of runs that ended with an error, whose helpers are gone, and others that are meant."""
     for graphs, owner in list(_owners.items()):
-        if owner() is None:
+        if (helper := owner()) is None:
             announce(graphs.report())
             graphs.detach()
+        elif also(graphs):
+            helper.delete_cuda_graphs()
 
 
-def _drop_graphs() -> None:
-    drop_left_behind()
-    for helper in active_helpers():
-        helper.delete_cuda_graphs()
-
-
-before_deactivation(_drop_graphs)
+before_deactivation(partial(drop_graphs, lambda graphs: True))
 
 
 def release_module(module: nn.Module) -> None:
     """Take a module from a helper that a run left behind when it ended with an error."""
-    drop_left_behind()
-    for helper in active_helpers():
-        if helper.graphs is not None and helper.graphs.model is module:
-            helper.delete_cuda_graphs()
+    drop_graphs(lambda graphs: graphs.model is module)
 
 
 def default_executor(

@@ -122,7 +122,14 @@ class DecoderHelper(GraphHelper):
             chunks,
             decoder,
             PackedWorkload(packed, modules, family, PACK_OFFSETS, _shape_exchange(decoder, experts)),
-            executor or _executor(decoder, experts, releasable, packed.offloads),
+            executor
+            or default_executor(
+                random_states,
+                without_exchanges(decoder, experts),
+                shared=experts is not None or bool(sharing_groups(decoder)),
+                releasable=releasable,
+                replays_aside=packed.offloads,
+            ),
             consensus=consensus,
             bucket_consensus=consensus,
         )
@@ -160,17 +167,6 @@ def _shape_exchange(decoder: nn.Module, experts: distributed.ProcessGroup | None
     if experts is None or (layers is not None and has_ranks(layers, experts)):
         return None
     return ShapeExchange(new_group(distributed.get_process_group_ranks(experts), "gloo"))
-
-
-def _executor(decoder: nn.Module, experts: distributed.ProcessGroup | None, releasable: bool, aside: bool) -> Executor:
-    """Return what records a decoder, whose layers and experts ranks may share."""
-    return default_executor(
-        random_states,
-        without_exchanges(decoder, experts),
-        shared=experts is not None or bool(sharing_groups(decoder)),
-        releasable=releasable,
-        replays_aside=aside,
-    )
 
 
 def without_exchanges(decoder: nn.Module, experts: distributed.ProcessGroup | None = None) -> Isolated:

@@ -23,7 +23,7 @@ from ..helpers.graph_helper import (
     active_helpers,
     asks_for_graphs,
     asks_for_vision_graphs,
-    drop_left_behind,
+    drop_graphs,
     modules_on_graphs,
 )
 from ..helpers.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
@@ -35,33 +35,24 @@ LAST_FIGURES = LastFigures()
 SHORT_REPORTS = ShortReports()
 
 
-class OtherEncoders:
-    """Helpers of a model's encoders for which Bridge's train loop makes none: it makes one for Qwen3-VL's only."""
-
-    def __init__(self) -> None:
-        self._helpers: list[VisionTECudaGraphHelper] = []
-
-    def before_step(self, chunks: Sequence[nn.Module], provider: Any) -> None:
-        """Make the helpers, before the first step of a model that enables graphs.
-
-        Raises:
-            OptionError: An option cannot work.
-        """
-        if not asks_for_vision_graphs(provider):
-            return
-        encoders = [each for each in find_encoders(chunks) if not each.family.driven_by_bridge]
-        graphed = [helper.graphs and helper.graphs.model for helper in self._helpers]
-        if encoders and [each.model for each in encoders] != graphed:
-            for helper in self._helpers:  # left behind by a run that ended with an error
-                helper.delete_cuda_graphs()
-            self._helpers = [VisionTECudaGraphHelper(chunks, provider, found=each) for each in encoders]
-
-    def end(self) -> None:
-        """Forget the helpers; whoever ends training has reported and freed their graphs."""
-        self._helpers = []
+# Those that Bridge's train loop does not make: it makes one for Qwen3-VL's encoder only.
+OTHER_HELPERS: list[VisionTECudaGraphHelper] = []
 
 
-OTHER_ENCODERS = OtherEncoders()
+def make_other_helpers(chunks: Sequence[nn.Module], provider: Any) -> None:
+    """Make the helpers of other encoders, before the first step of a model that enables graphs.
+
+    Raises:
+        OptionError: An option cannot work.
+    """
+    if not asks_for_vision_graphs(provider):
+        return
+    encoders = [each for each in find_encoders(chunks) if not each.family.driven_by_bridge]
+    graphed = [helper.graphs and helper.graphs.model for helper in OTHER_HELPERS]
+    if encoders and [each.model for each in encoders] != graphed:
+        for helper in OTHER_HELPERS:  # left behind by a run that ended with an error
+            helper.delete_cuda_graphs()
+        OTHER_HELPERS[:] = [VisionTECudaGraphHelper(chunks, provider, found=each) for each in encoders]
 
 
 def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,8 +63,8 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
         state = argument("global_state", args, kwargs)
         chunks = chunks_of(argument("model", args, kwargs))
         LOOPS.leave_to_bridge(chunks)
-        drop_left_behind()
-        OTHER_ENCODERS.before_step(chunks, state.cfg.model)
+        drop_graphs()
+        make_other_helpers(chunks, state.cfg.model)
         capture_due(chunks, state.cfg.model)
         helpers = active_helpers()
         with ExitStack() as stack:
@@ -152,7 +143,6 @@ def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
         for helper in active_helpers():
             helper.delete_cuda_graphs()
         CURRENT.delete_cuda_graphs()
-        OTHER_ENCODERS.end()
         LAST_FIGURES.tell()
         SHORT_REPORTS.forget()
         old(*args, **kwargs)
