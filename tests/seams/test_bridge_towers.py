@@ -47,6 +47,13 @@ MODELS = [
         marks=with_qwen3_omni,
     ),
 ]
+# Fields of a model that the train loop drives.
+DRIVEN = {
+    "vision_cuda_graph_buckets": list(BUCKETS),
+    "vision_cuda_graph_tuning": {"exact_below": 0},
+    "vision_cuda_graph_strict": True,
+    "cuda_graph_warmup_steps": 1,
+}
 every_model = pytest.mark.parametrize(("build", "sample", "sizes", "family", "attribute"), MODELS)
 
 
@@ -98,13 +105,7 @@ def test_losses_and_gradients_are_eagers(build, sample, sizes, family, attribute
 def test_steps_of_the_train_loop_drive_the_graphs(build, sample, sizes, family, attribute, monkeypatch):
     """Also on releases whose own loop drives Qwen3-VL's encoder: it does not know these."""
     monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
-    fields = {
-        "vision_cuda_graph_buckets": list(BUCKETS),
-        "vision_cuda_graph_tuning": {"exact_below": 0},
-        "vision_cuda_graph_strict": True,
-        "cuda_graph_warmup_steps": 1,
-    }
-    model = build(**fields)
+    model = build(**DRIVEN)
     chunks = [nn.Module()]
     chunks[0].module = model
     for _ in range(3):
@@ -180,13 +181,7 @@ def test_losses_and_gradients_with_both_encoders_on_graphs_are_eagers(frozen):
 @pytest.mark.parametrize("samples", ["both", "images"])
 def test_steps_of_the_train_loop_drive_both_encoders(samples, monkeypatch, capsys):
     monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
-    fields = {
-        "vision_cuda_graph_buckets": list(BUCKETS),
-        "vision_cuda_graph_tuning": {"exact_below": 0},
-        "vision_cuda_graph_strict": True,
-        "cuda_graph_warmup_steps": 1,
-    }
-    model = towers.build_qwen3_omni(**fields)
+    model = towers.build_qwen3_omni(**DRIVEN)
     sample = heard_samples()[0] if samples == "both" else towers.qwen3_omni_sample([(8, 8)])
     for _ in range(3):
         bridges_step([model], model.config, lambda: towers.loss_of(model, sample).backward())

@@ -53,11 +53,11 @@ class CurrentGraphs(GraphHelper):
             deepstack = len(model.vision_model.config.deepstack_visual_indexes)
             self.workload = LanguageModelWorkload(language_model, deepstack, recording, not sharing_groups(model))
             executor = default_executor(random_states, shared=tensor_group(model) is not None)
-            self.graphs, self._slots = graphs_over(chunks, language_model, self.workload, executor), lambda: 1
+            self.graphs = graphs_over(chunks, language_model, self.workload, executor)
         if not training:
             return nullcontext()
         if self.workload.warmup_microbatches() and self.is_due(warmup_steps):
-            self.create_cudagraphs()
+            self.graphs.capture()
         may_record = not any(graphs.recorded for graphs in active_graphs())
         return self.workload.training_step(microbatches, may_record)
 

@@ -33,8 +33,6 @@ from .rank_figures import ALL_MODULES, LastFigures, ShortReports, pauses_of_rank
 
 LAST_FIGURES = LastFigures()
 SHORT_REPORTS = ShortReports()
-
-
 # Those that Bridge's train loop does not make: it makes one for Qwen3-VL's encoder only.
 OTHER_HELPERS: list[VisionTECudaGraphHelper] = []
 
@@ -66,10 +64,9 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
         drop_graphs()
         make_other_helpers(chunks, state.cfg.model)
         capture_due(chunks, state.cfg.model)
-        helpers = active_helpers()
         with ExitStack() as stack:
             if several_ranks() and asks_for_graphs(state.cfg.model):
-                doing = f"step {state.train_state.step + 1}, {phase_of(helpers)}"
+                doing = f"step {state.train_state.step + 1}, {phase_of(active_helpers())}"
                 stack.enter_context(named_failure(doing))
                 stack.enter_context(WATCHDOG.during(doing, timeout_s(state.cfg)))
             stack.enter_context(joint_step(active_graphs()))
