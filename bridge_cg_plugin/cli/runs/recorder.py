@@ -13,7 +13,6 @@ from bridge_cg_plugin.cli.report.runs import KINDS, WARM_UP
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
 
 GIB = 2**30
-WHOLE_MODEL = "language_model_cuda_graph"
 # What a parent process looks for in the output.
 STEP_LINE = "[compare] step {step} of {steps}"
 
@@ -127,12 +126,9 @@ class Recorder(Callback):
 
 def graph_statistics() -> dict[str, dict[str, Any]]:
     """Return the statistics of the plugin's graphs that exist now, by `GraphKind.group`."""
-    from bridge_cg_plugin.upstream.hooks.helpers.full_iteration import CURRENT
-    from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
+    from bridge_cg_plugin.upstream.hooks.helpers.full_iteration import all_graphs
 
-    found = {helper.graphs.workload.group: helper.graphs for helper in active_helpers() if helper.graphs is not None}
-    found |= {WHOLE_MODEL: CURRENT.graphs} if CURRENT.graphs is not None else {}
-    return {group: graphs.statistics().as_dict() for group, graphs in found.items()}
+    return {graphs.workload.group: graphs.statistics().as_dict() for graphs in all_graphs()}
 
 
 def _synchronize() -> None:

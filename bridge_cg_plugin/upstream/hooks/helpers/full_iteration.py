@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ....graphs.manager import GraphManager
 from ....language.whole_model.workload import LanguageModelWorkload
 from ....upstream_types import UpstreamModule
 from ...decoder.layers import refuse_statistics
@@ -64,6 +65,11 @@ class CurrentGraphs(GraphHelper):
 
 CURRENT = CurrentGraphs()
 before_deactivation(CURRENT.delete_cuda_graphs)
+
+
+def all_graphs() -> list[GraphManager]:
+    """Return the graphs of this process's modules, those of a whole language model last."""
+    return active_graphs() + ([CURRENT.graphs] if CURRENT.graphs is not None else [])
 
 
 def find_model(chunks: nn.Module | Sequence[nn.Module]) -> nn.Module | None:

@@ -18,6 +18,7 @@ from ....options.sources import Written, collect
 from ...encoders.registry import find_encoders
 from ...environment import memory_may_leave
 from ...parallel.data_parallel import data_parallel
+from ...parallel.schedules import stages_of
 from ...wrappers import chunks_of, config_of, unwrapped
 from ..configuration.graph_fields import apply_options
 from ..configuration.provider_fields import EVERY
@@ -63,9 +64,8 @@ def set_options(model: nn.Module | Sequence[nn.Module], config: Any, *options: A
 def _parts_of(model: nn.Module | Sequence[nn.Module], config: Any) -> tuple[str, ...]:
     """Return the parts of a model that graphs support; other stages of a pipeline may have either."""
     chunks = chunks_of(model)
-    elsewhere = (getattr(config, "pipeline_model_parallel_size", None) or 1) > 1
     found = {VISION_ENCODER: find_encoders(chunks), LANGUAGE_MODEL_PART: find_decoders(chunks)}
-    return tuple(name for name, modules in found.items() if modules or elsewhere)
+    return tuple(name for name, modules in found.items() if modules or stages_of(config) > 1)
 
 
 def _name_what_is_missing(chunks: Sequence[nn.Module], no_encoder: bool, no_decoder: bool) -> None:
@@ -100,21 +100,20 @@ class LoopDriver:
         self._found = [*(found.model for found in encoders), *decoders]
         helpers: list[GraphHelper] = []
         # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
-        stages = getattr(config, "pipeline_model_parallel_size", None) or 1
-        most = max(microbatches, 2 * stages * len(chunks))
+        most = max(microbatches, 2 * stages_of(config) * len(chunks))
         settings: Any = {"num_microbatches": most, "releasable": memory_may_leave()}
         self._buffers = ReturningBuffers(chunks if settings["releasable"] else (), others)
         for found in encoders:
             if found.model not in others:
                 with self._else_eager(VISION_ENCODER):
-                    settings["options"] = replace(encoder_options(config, found), grows=True)
-                    helpers.append(VisionTECudaGraphHelper(chunks, config, found=found, **settings))
+                    options = replace(encoder_options(config, found), grows=True)
+                    helpers.append(VisionTECudaGraphHelper(chunks, config, found=found, options=options, **settings))
         if packed and others.isdisjoint(decoders):
             with self._else_eager(LANGUAGE_MODEL_PART):
-                settings["options"] = replace(self._options, packed=replace(self._options.packed, grows=True))
-                helpers += PackedCudaGraphHelper(chunks, config, **settings).chunks
+                grows = replace(self._options, packed=replace(self._options.packed, grows=True))
+                helpers += PackedCudaGraphHelper(chunks, config, options=grows, **settings).chunks
         self._helpers = helpers
-        if stages == 1:
+        if stages_of(config) == 1:
             _name_what_is_missing(chunks, vision and not encoders, packed and not decoders)
 
     @contextmanager

@@ -17,7 +17,7 @@ from ...seams.call_arguments import arguments_of
 from ...seams.patches import Patch
 from ...seams.registry import seam
 from ...wrappers import chunks_of, unwrapped
-from ..helpers.full_iteration import CURRENT
+from ..helpers.full_iteration import CURRENT, all_graphs
 from ..helpers.graph_helper import (
     active_graphs,
     active_helpers,
@@ -111,8 +111,7 @@ def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
         result = old(*args, **kwargs)
         state = argument("global_state", args, kwargs)
         if state is not None and state.train_state.step % state.cfg.logger.log_interval == 0:
-            graphs = [*active_graphs(), *([CURRENT.graphs] if CURRENT.graphs else [])]
-            found = statistics_of_ranks(graphs, state.cfg.model)
+            found = statistics_of_ranks(all_graphs(), state.cfg.model)
             LAST_FIGURES.take(state.train_state.step, found)
             SHORT_REPORTS.tell(state.train_state.step, found)
             for group, ranks in found.items():
