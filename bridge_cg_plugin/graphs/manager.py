@@ -326,6 +326,7 @@ class GraphManager:
             grow = [region for region, piece in zip(regions, pieces, strict=True) if piece.growth]
             title, strict = self.workload.title, self.workload.strict
             self._growing = Growing(title, grow, demand, self.bucket_consensus, strict, self._counted, bytes_per_slot)
+            self._growing.fit()
         return regions
 
     def _followed(self, sites: Sequence[tuple[nn.Module, str]]) -> ModelWatch:

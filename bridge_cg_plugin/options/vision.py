@@ -90,8 +90,7 @@ class VisionGraphOptions(CapturedOptions):
         positive_number,
         "GIB",
         "graph memory of one slot that automatic buckets may use",
-        "The memory of a token is measured before capture. A fifth of the limit stays free as margin. A bucket that "
-        "comes later is dropped if it takes more than the limit. Nothing is measured without a GPU",
+        "A bucket with which the slot takes more is dropped, and its memory given back",
     )
     exact_below: int = option(
         256,

@@ -23,7 +23,7 @@ from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .adapter import NO_OTHER_ATTENTION, EncoderAdapter, EncoderBatch, EncoderFamily
 from .fit import Shape
-from .plan import MEMORY_MARGIN, EncoderPlan
+from .plan import EncoderPlan
 
 
 class RecordedKernels:
@@ -138,20 +138,15 @@ class EncoderCapture:
         self._compiler.saw(batch.tokens)
 
     def capture(self, manager: Manager) -> None:
-        """Capture; what takes more memory than allowed is recaptured with a smaller largest bucket, or none.
+        """Capture.
 
         Raises:
             CaptureError: Ranks that share layers planned different buckets.
         """
         self._choose_attention(manager)
-        limit = manager.consensus.agree(partial(self._prepare, manager)).smallest
         manager.bucket_consensus.agree(float)  # a communicator that was never used cannot be captured
-        while True:
-            excess = manager.consensus.agree(partial(self._record, manager, limit)).largest
-            manager.consensus.agree(partial(self._check_tensor_ranks, manager))
-            if excess <= 1:
-                return
-            limit = self._largest() / excess * MEMORY_MARGIN
+        manager.consensus.agree(partial(self._record, manager))
+        manager.consensus.agree(partial(self._check_tensor_ranks, manager))
 
     def _choose_attention(self, manager: Manager) -> None:
         """Choose attention: that which all ranks that share layers can call, or the encoder's own."""
@@ -163,27 +158,22 @@ class EncoderCapture:
         self.kernels.choose_attention()
         return digest(self.kernels.attention, self.kernels.attends_directly)
 
-    def _prepare(self, manager: Manager) -> float:
-        """Look at the encoder as it is now; returns the most tokens that a bucket may have on this rank."""
-        return self.plan.capacity_limit(manager.executor, self.encoder_program, self.kernels.attends_directly)
-
-    def _record(self, manager: Manager, limit: float) -> float:
-        """Plan and capture, with a bound of the largest bucket in tokens; returns memory over the limit, 0 without."""
+    def _record(self, manager: Manager) -> float:
+        """Plan and capture; returns a number for the others."""
         manager.reset()
         self._regions = []
         if self._options.on_demand:
-            self._begin(manager, limit)
+            self._begin(manager)
         else:
             self.buckets = self.plan.named()
             buckets = [bucket for capacity in self.buckets for bucket in self._buckets_of(capacity)]
             self._regions = manager.record([self._piece(manager, buckets)])
-        limited = self._memory_limit()
-        return 0.0 if limited is None else self._regions[0].slot_bytes() / limited
+        return 0.0
 
-    def _begin(self, manager: Manager, limit: float) -> None:
+    def _begin(self, manager: Manager) -> None:
         """Capture what microbatches have asked for most; others follow while training runs."""
         menu = self.plan.menu(self.encoder_program(), self._buckets_of)
-        self.demand = Demand(menu, min(limit, self.plan.largest))
+        self.demand = Demand(menu, self.plan.largest)
         for shape in self.plan.last:
             self.demand.saw(shape)
         self.demand.begin(BEGIN_WITH)
@@ -195,9 +185,6 @@ class EncoderCapture:
         """Note which buckets there are now, where they are captured on demand."""
         if self.demand is not None:
             self.buckets = self.demand.capacities
-
-    def _largest(self) -> int:
-        return max((bucket.tokens for bucket in self._regions[0].buckets), default=0)
 
     def _check_tensor_ranks(self, manager: Manager) -> float:
         if not manager.bucket_consensus.agree(partial(self._digest, manager.slots)).same:

@@ -218,8 +218,8 @@ def test_any_error_at_any_time_leaves_the_module_eager(name, data):
 # Pieces of planning and capturing outside the executor, by what is put on graphs.
 VISION = {
     RecordedKernels: ("choose_attention",),
-    EncoderPlan: ("capacity_limit", "named"),
-    EncoderCapture: ("_piece", "_check_tensor_ranks", "_memory_limit"),
+    EncoderPlan: ("named",),
+    EncoderCapture: ("_piece", "_check_tensor_ranks"),
     GraphManager: ("record",),
     VisionWorkload: ("captured",),
     Region: ("capture",),

@@ -86,13 +86,13 @@ class Growing:
         if self.demand.due() and (bucket := self.demand.next()) is not None:
             add, undo = partial(self._add, bucket, training), partial(self._forget, bucket)
             if self._recorded(add, f"bucket {bucket}", undo):
-                self._fit(bucket)
+                self.fit()
         elif any(wishes := [region.wishes for region in self._regions]):
             first = next(found for found in wishes if found)[0]
             what = f"bucket {first[1]} for one more microbatch in flight"
             alike = self._alike(wishes, first)
             if self._recorded(partial(_fulfill, alike), what, partial(_take_back, alike)):
-                self._fit(first[1])
+                self.fit()
         return self._tried
 
     def _recorded(
@@ -136,12 +136,13 @@ class Growing:
         self._room.drop(bucket)
         self.demand.refuse(bucket, reason_of(error))
 
-    def _fit(self, bucket: Bucket) -> None:
-        """Drop a bucket that was recorded if recordings take more than they may on some rank."""
+    def fit(self) -> None:
+        """Drop the largest buckets while recordings take more memory than they may on some rank."""
         if not self._room.limited:
             return
         with self._counted():
-            if self._consensus.agree(self._room.excess).largest > 1:
+            while self.demand.buckets and self._consensus.agree(self._room.excess).largest > 1:
+                bucket = max(self.demand.buckets)
                 self._room.drop(bucket)
                 self.demand.refuse(bucket)
                 warn(f"{self._title}: bucket {bucket} does not fit the memory limit and is dropped")
