@@ -142,6 +142,15 @@ def test_where_pytorch_counts_against_a_limit_pools_are_plain(executor, monkeypa
     assert isinstance(executor().new_memory(), PlainMemory)
 
 
+def test_without_addresses_further_pools_are_plain(executor, device, capsys):
+    made = executor()
+    assert isinstance(made.new_memory(), Arena)
+    device.fails = "reserve"
+    assert [type(made.new_memory()) for _ in range(3)] == [PlainMemory] * 3
+    assert capsys.readouterr().out.count("further graphs have their memory in PyTorch's pools") == 1
+    device.fails = None
+
+
 def test_without_arenas_pools_are_plain_and_nothing_leaves(executor):
     made = executor(arenas=False, releasable=True)
     assert isinstance(made.new_memory(), PlainMemory)

@@ -10,11 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...announce import announce
 from ..errors import CaptureError, release_frames
 from ..memory.pools import Arena, Making, NoMemory, PlainMemory, Pool, SlotMemory, StaticMemory
 from ..memory.ranges import AddressRange, close_left, driver_of
 from ..memory.returning_tensors import ReturningTensors
-from ..memory.virtual_memory import NoDeviceMemory, VirtualMemory
+from ..memory.virtual_memory import DeviceMemoryError, NoDeviceMemory, VirtualMemory
 from ..replays.streams import ReplayStream
 from .activations import Activations
 from .generators import default_generator
@@ -229,9 +230,13 @@ class CudaGraphExecutor:
         refuse_other_allocators()
         torch.cuda.empty_cache()
         close_left()
-        if self._driver is None or _counts_reserved_memory(self.device):
-            return PlainMemory()
-        return Arena(partial(self._new_range, self._driver))
+        if self._driver is not None and not _counts_reserved_memory(self.device):
+            try:
+                return Arena(partial(self._new_range, self._driver))
+            except DeviceMemoryError as error:  # hundreds of parts with many slots each
+                announce(f"further graphs have their memory in PyTorch's pools: {error}")
+                self._driver = None
+        return PlainMemory()
 
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:
         """See `Executor`."""
