@@ -40,7 +40,7 @@ class FakeVirtualMemory:
         self._handles = 0
         kinds = {"create": CREATE, "map": MAP, "allow": ALLOW, "unmap": UNMAP, "release": RELEASE}
         functions = (kind(partial(self._status, f"_{name}")) for name, kind in kinds.items())
-        self.table = DriverTable(*functions, page=self.granularity)
+        self.table = DriverTable(*functions, page=self.granularity, most=64)
 
     def _status(self, name, *args):
         """Return what a function of C returns."""
@@ -129,6 +129,9 @@ class FakeVirtualMemory:
     def _unmap(self, address, nbytes):
         self._check("unmap", address in self.mapped and self.sizes[self.mapped[address]] == nbytes)
         del self.mapped[address]
+
+    def wait(self):
+        self._check("wait")
 
     def host_memory(self, nbytes):
         return torch.empty(nbytes, dtype=torch.uint8)

@@ -53,6 +53,8 @@ class View:
 class Memory:
     """Memory of one slot, which all of its recordings use from the beginning."""
 
+    shrinks = True
+
     def __init__(self) -> None:
         self.pools: list[Pool] = []
 

@@ -255,6 +255,8 @@ class GraphManager:
         self.reset()
         try:
             with self._counted():
+                if self.executor.memory_away:
+                    self.executor.restore_memory()
                 self.workload.capture()
                 self.workload.captured()
         except BaseException as error:

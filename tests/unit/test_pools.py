@@ -11,7 +11,7 @@ from bridge_cg_plugin.graphs.recordings import executor as executor_module
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor
 
 from ..fake_device import FakeVirtualMemory
-from .test_ranges import allocate
+from .test_ranges import allocate, give_back
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ class FakePyTorch:
     def __init__(self):
         self.blocks, self.collected = {}, False
 
-    def memory_snapshot(self):
+    def memory_snapshot(self, include_traces):
         """As PyTorch's: a look at one pool alone breaks the numbers that it is asked for by."""
         return [
             {"segment_pool_id": handle, "total_size": sum(size for _, size, _ in blocks), "blocks": self._of(blocks)}
@@ -104,6 +104,25 @@ def test_what_lives_on_is_refused_and_never_overwritten(arena, pytorch):
     pytorch.blocks = {}
     later = arena.begin()
     assert allocate(later._addresses, 64) != pool._addresses.first
+
+
+def test_what_a_failed_capture_left_is_not_overwritten(arena, pytorch):
+    """It lives in frames of the error, and PyTorch would free what comes next in its place."""
+    failed = arena.begin()
+    first = allocate(failed._addresses, 64)
+    pytorch.blocks = {failed.handle: [(first, 64, "active_allocated")]}
+    later = arena.begin()
+    assert allocate(later._addresses, 64) != first and arena.nbytes == 128
+    pytorch.blocks = {}
+    assert later.settle() == 64
+    assert allocate(arena.begin()._addresses, 64) == later._addresses.first
+    del failed
+    assert arena.nbytes == 64
+
+
+def test_a_failed_capture_that_left_nothing_costs_no_addresses(arena, pytorch):
+    first = allocate(arena.begin()._addresses, 64)
+    assert allocate(arena.begin()._addresses, 64) == first
 
 
 def test_a_plain_pool_gives_all_back_or_nothing(pytorch):
@@ -186,6 +205,23 @@ def test_without_room_for_all_nothing_returns(executor, device):
     assert [memory.nbytes for memory in memories] == [80] * 3
 
 
+def test_memory_that_left_in_part_returns(executor, device):
+    made = executor(releasable=True)
+    memories = [made.new_memory() for _ in range(2)]
+    for memory in memories:
+        allocate(memory.begin()._addresses, 80)
+    releases = iter((None, "unmap"))
+    for each in (memory._addresses for memory in memories):
+        release = each.release
+        each.release = lambda release=release: (setattr(device, "fails", next(releases, None)), release())[1]
+    with pytest.raises(executor_module.DeviceMemoryError):
+        made.release_memory()
+    device.fails = None
+    assert made.memory_away
+    made.restore_memory()
+    assert not made.memory_away and [memory.nbytes for memory in memories] == [80] * 2
+
+
 def test_memory_that_nobody_has_goes_with_the_next_look(executor, device):
     made = executor()
     memory = made.new_memory()
@@ -194,8 +230,6 @@ def test_memory_that_nobody_has_goes_with_the_next_look(executor, device):
     del memory, pool
     made.tidy()
     assert device.mapped_bytes == 80  # PyTorch still has it
-    from .test_ranges import give_back
-
     give_back(address)
     made.tidy()
     assert not device.mapped and not device.reserved

@@ -22,7 +22,6 @@ CAPACITY, ADDRESSES, PAGE = 400, 304, 8
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch):
     monkeypatch.setattr(ranges, "_left", [])
-    monkeypatch.setattr(ranges, "PIECE_BYTES", 64)
 
 
 def functions():

@@ -4,8 +4,10 @@ import logging
 
 import pytest
 
+from bridge_cg_plugin.graphs.memory.pools import NoMemory
 from bridge_cg_plugin.graphs.reports.report import GIB
 
+from ..executors import new_executor
 from ..ranks import run_ranks
 from .growing import LARGE, OTHER, SMALL, assert_equals_eager, capacities, grown
 from .towers import new_tower
@@ -80,3 +82,26 @@ def test_ranks_that_share_layers_drop_alike(tmp_path):
     first, second = run_ranks(2, grow_where_one_rank_has_less_memory, tmp_path, tensor_model_parallel_size=2)
     assert first == second
     assert first[0] == [64] or max(first[0]) < 384
+
+
+class Plain(NoMemory):
+    """Memory as a pool of PyTorch's: what one recording had stays while another one is left."""
+
+    nbytes, shrinks = 0, False
+
+    def settle(self):
+        self.nbytes += 2**20
+        return self.nbytes
+
+    def keep(self, nbytes):
+        self.nbytes = self.nbytes if nbytes else 0
+
+
+def test_where_memory_stays_with_others_no_more_than_one_bucket_is_dropped(tower, monkeypatch):
+    executor = new_executor()
+    monkeypatch.setattr(executor, "new_memory", Plain)
+    graphs, stack = grown(tower, SMALL, executor=executor)
+    with stack:
+        limit(graphs, slot_bytes(graphs) + 2**19)
+        steps(tower, graphs, SMALL, LARGE, count=4)
+        assert capacities(graphs) == [64]

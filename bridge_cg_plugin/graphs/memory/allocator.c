@@ -16,7 +16,7 @@ struct driver {
     int (*unmap)(address first, size_t size);
     int (*release)(address handle);
     const void *properties, *access;
-    size_t page; /* what sizes are multiples of */
+    size_t page, most; /* what sizes are multiples of; the size of the largest piece */
 };
 
 struct piece {
@@ -32,7 +32,6 @@ struct range {
     size_t segments; /* that PyTorch has not given back */
     struct piece *pieces;
     size_t count, room;
-    int status; /* of the driver's call that failed last */
     struct range *next;
 };
 
@@ -64,12 +63,13 @@ void bridge_cg_remove(struct range *range) {
 int bridge_cg_shrink(struct range *r, size_t keep) {
     while (r->count && r->mapped - r->pieces[r->count - 1].size >= keep) {
         struct piece last = r->pieces[r->count - 1];
-        if ((r->status = r->driver->unmap(r->first + r->mapped - last.size, last.size)))
-            return r->status;
+        int status = r->driver->unmap(r->first + r->mapped - last.size, last.size);
+        if (status)
+            return status;
         r->mapped -= last.size;
         r->count--;
-        if ((r->status = r->driver->release(last.handle)))
-            return r->status;
+        if ((status = r->driver->release(last.handle)))
+            return status;
     }
     if (!r->count) {
         free(r->pieces);
@@ -79,35 +79,49 @@ int bridge_cg_shrink(struct range *r, size_t keep) {
     return 0;
 }
 
-/* Have memory behind `size` addresses at least. Returns 0, -1 without addresses or host memory, or the driver's error. */
-int bridge_cg_grow(struct range *r, size_t size) {
+/* Map one more piece. Returns 0, -1 without host memory, or the driver's error. */
+static int add_piece(struct range *r, size_t size) {
     const struct driver *d = r->driver;
-    struct piece next;
-    if (size <= r->mapped)
-        return 0;
-    next.size = (size - r->mapped + d->page - 1) / d->page * d->page;
-    if (r->mapped + next.size > r->size)
-        return r->status = -1;
+    struct piece next = {size, 0};
+    int status;
     if (r->count == r->room) {
         size_t room = r->room ? 2 * r->room : 8;
         struct piece *moved = realloc(r->pieces, room * sizeof *moved);
         if (!moved)
-            return r->status = -1;
+            return -1;
         r->pieces = moved;
         r->room = room;
     }
-    if ((r->status = d->create(&next.handle, next.size, d->properties, 0)))
-        return r->status;
-    if (!(r->status = d->map(r->first + r->mapped, next.size, 0, next.handle, 0))) {
-        if (!(r->status = d->allow(r->first + r->mapped, next.size, d->access, 1))) {
+    if ((status = d->create(&next.handle, size, d->properties, 0)))
+        return status;
+    if (!(status = d->map(r->first + r->mapped, size, 0, next.handle, 0))) {
+        if (!(status = d->allow(r->first + r->mapped, size, d->access, 1))) {
             r->pieces[r->count++] = next;
-            r->mapped += next.size;
+            r->mapped += size;
             return 0;
         }
-        d->unmap(r->first + r->mapped, next.size);
+        d->unmap(r->first + r->mapped, size);
     }
     d->release(next.handle);
-    return r->status;
+    return status;
+}
+
+/* Have memory behind `size` addresses at least, or no more than before. Returns 0, -1 without addresses or host memory,
+   or the driver's error. */
+int bridge_cg_grow(struct range *r, size_t size) {
+    const struct driver *d = r->driver;
+    size_t before = r->mapped, end = (size + d->page - 1) / d->page * d->page;
+    if (end > r->size)
+        return -1;
+    while (r->mapped < end) {
+        size_t left = end - r->mapped;
+        int status = add_piece(r, left < d->most ? left : d->most);
+        if (status) {
+            bridge_cg_shrink(r, before);
+            return status;
+        }
+    }
+    return 0;
 }
 
 /* What PyTorch calls for a segment of a pool; it takes NULL for too little memory. */

@@ -5,6 +5,7 @@ captures. PyTorch finds memory by address over all pools: nothing that it knows 
 """
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -49,7 +50,10 @@ class SlotMemory(Protocol):
 
     Attributes:
         nbytes: Device memory in bytes.
+        shrinks: Whether the largest recording's memory goes with it, though others are left.
     """
+
+    shrinks: bool
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +69,7 @@ class SlotMemory(Protocol):
 class NoMemory:
     """Where recordings are no graphs. See `Pool` and `SlotMemory`."""
 
-    handle, nbytes = None, 0
+    handle, nbytes, shrinks = None, 0, True
 
     def begin(self) -> "NoMemory":
         """See `SlotMemory`."""
@@ -93,6 +97,8 @@ class PlainMemory(NoMemory):
     See `Pool` and `SlotMemory`.
     """
 
+    shrinks = False
+
     def __init__(self) -> None:
         self._pool = torch.cuda.MemPool()
 
@@ -119,8 +125,10 @@ class PlainMemory(NoMemory):
 class ArenaPool:
     """The memory of one recording in an arena. See `Pool`."""
 
-    def __init__(self, addresses: AddressRange, abandon: Callable[[], None]) -> None:
-        self._addresses, self._pool, self._abandon = addresses, addresses.new_pool(), abandon
+    def __init__(self, arena: "Arena", addresses: AddressRange) -> None:
+        # A recording outlives its slot for a moment, and neither is to wait for a collection.
+        self._arena = weakref.ref(arena)
+        self._addresses, self._pool = addresses, addresses.new_pool()
         self.handle = self._pool.id
 
     def taking(self) -> AbstractContextManager[None]:
@@ -133,20 +141,27 @@ class ArenaPool:
 
     def settle(self) -> int:
         """See `Pool`."""
+        arena = self._arena()
+        if alive := self.alive():
+            if arena is not None:
+                arena.abandon()
+            raise CaptureError(
+                f"the capture made {', '.join(map(_named, alive))}, which is kept, but recordings of other sizes "
+                "use the same memory"
+            )
+        if arena is not None:
+            arena.settled(self)
+        return self._addresses.taken
+
+    def alive(self) -> list[tuple[int, int]]:
+        """Return address and size of the blocks that something has."""
         if self._alive():
             gc.collect()  # none ran meanwhile
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            if alive := self._alive():
-                self._abandon()
-                raise CaptureError(
-                    f"the capture made {', '.join(map(_named, alive))}, which is kept, but recordings of other sizes "
-                    "use the same memory"
-                )
-        return self._addresses.taken
+        return self._alive()
 
     def _alive(self) -> list[tuple[int, int]]:
-        """Return address and size of the blocks that something has."""
         blocks = [block for segment in _segments(self.handle) for block in segment["blocks"]]
         return [(block["address"], block["size"]) for block in blocks if block["state"] == ALIVE]
 
@@ -156,7 +171,9 @@ def _segments(handle: tuple[int, int]) -> list[dict[str, Any]]:
 
     PyTorch 2.11 gives a reference away to each number of a pool that it is asked for: those above 256 die of it.
     """
-    return [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == handle]
+    return [
+        each for each in torch.cuda.memory_snapshot(include_traces=False) if tuple(each["segment_pool_id"]) == handle
+    ]
 
 
 def _named(block: tuple[int, int]) -> str:
@@ -175,26 +192,46 @@ class Arena:
         new_range: Returns addresses for all that a slot may need.
     """
 
+    shrinks = True
+
     def __init__(self, new_range: Callable[[], AddressRange]) -> None:
-        self._new_range, self._addresses = new_range, new_range()
+        self._new_range = new_range
+        self._addresses: AddressRange | None = new_range()
+        self._unsettled: ArenaPool | None = None
+        # What earlier recordings still use.
+        self._abandoned: weakref.WeakSet[AddressRange] = weakref.WeakSet()
 
     @property
     def nbytes(self) -> int:
         """See `SlotMemory`."""
-        return self._addresses.nbytes
+        there = [] if self._addresses is None else [self._addresses]
+        return sum(each.nbytes for each in (*there, *self._abandoned))
 
     def begin(self) -> ArenaPool:
-        """See `SlotMemory`."""
+        """See `SlotMemory`. What a failed capture made may live on, in its error's frames."""
+        if self._unsettled is not None and self._unsettled.alive():
+            self.abandon()
+        if self._addresses is None:
+            self._addresses = self._new_range()
         self._addresses.begin()
-        return ArenaPool(self._addresses, self._abandon)
+        self._unsettled = ArenaPool(self, self._addresses)
+        return self._unsettled
 
-    def _abandon(self) -> None:
+    def settled(self, pool: ArenaPool) -> None:
+        """Note that nothing lives on of a recording."""
+        if pool is self._unsettled:
+            self._unsettled = None
+
+    def abandon(self) -> None:
         """Use other addresses from now on: PyTorch would mistake what lives on here for what comes next."""
-        self._addresses = self._new_range()
+        if self._addresses is not None:
+            self._abandoned.add(self._addresses)
+        self._addresses = self._unsettled = None
 
     def keep(self, nbytes: int) -> None:
         """See `SlotMemory`."""
-        self._addresses.keep(nbytes)
+        if self._addresses is not None:
+            self._addresses.keep(nbytes)
 
 
 class StaticMemory:

@@ -4,6 +4,8 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -11,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import RLock
+from threading import Lock, RLock
 from typing import Any
 
 import torch
@@ -29,10 +31,9 @@ from .virtual_memory import (
 
 SOURCE = Path(__file__).with_name("allocator.c")
 COMPILERS = ("cc", "gcc", "clang")
-# What returns does so in pieces of this size, each of which can go.
-PIECE_BYTES = 256 << 20
 # PyTorch gets memory from one range at a time.
 _ONE_AT_A_TIME = RLock()
+_giving: "list[_Range | None]" = [None]
 
 
 class _Range(ctypes.Structure):
@@ -45,13 +46,13 @@ class _Range(ctypes.Structure):
         ("pieces", ctypes.c_void_p),
         ("count", ctypes.c_size_t),
         ("room", ctypes.c_size_t),
-        ("status", ctypes.c_int),
         ("next", ctypes.c_void_p),
     )
 
 
-# Ranges that nobody has any more, and what keeps their memory.
+# Ranges that nobody has any more, and what made their memory.
 _left: list[tuple[VirtualMemory, _Range]] = []
+_closing = Lock()
 
 
 @functools.cache
@@ -64,13 +65,13 @@ def library() -> ctypes.CDLL:
     """
     content = SOURCE.read_bytes()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bridge-cg-plugin"
-    made = folder / f"allocator-{hashlib.sha256(content).hexdigest()[:16]}.so"
+    made = folder / f"allocator-{platform.machine()}-{hashlib.sha256(content).hexdigest()[:16]}.so"
     if not made.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as aside:  # ranks may compile at once
             compiled = Path(aside) / made.name
             flags = ["-O2", "-shared", "-fPIC", "-pthread"]
-            subprocess.run([_compiler(), *flags, "-o", compiled, SOURCE], check=True, capture_output=True)
+            subprocess.run([*_compiler(), *flags, "-o", compiled, SOURCE], check=True, capture_output=True)
             compiled.replace(made)
     loaded = ctypes.CDLL(str(made))
     for name, *given in (("use",), ("add",), ("remove",), ("grow", ctypes.c_size_t), ("shrink", ctypes.c_size_t)):
@@ -78,9 +79,9 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-def _compiler() -> str:
-    found = os.environ.get("CC") or next(filter(None, map(shutil.which, COMPILERS)), None)
-    if found is None:
+def _compiler() -> list[str]:
+    found = shlex.split(os.environ.get("CC", "")) or list(filter(None, map(shutil.which, COMPILERS)))[:1]
+    if not found:
         raise OSError(f"no compiler: none of {', '.join(COMPILERS)}")
     return found
 
@@ -127,15 +128,17 @@ class AddressRange:
         self._range.cursor = 0
 
     def keep(self, nbytes: int) -> None:
-        """Give device memory back that lies behind the first `nbytes`, which no work of the device uses.
+        """Give whole pieces of device memory back that lie behind the first `nbytes`.
 
         Raises:
             DeviceMemoryError: The driver failed.
         """
-        self._check(self._library.bridge_cg_shrink(self._range, nbytes))
+        if nbytes < self.nbytes:
+            self._driver.wait()
+            self._check(self._library.bridge_cg_shrink(self._range, nbytes))
 
     def release(self) -> int:
-        """Take the memory off the device, which does no work on it; returns how many bytes left.
+        """Take the memory off the device; returns how many bytes left.
 
         Raises:
             DeviceMemoryError: The driver failed.
@@ -143,6 +146,7 @@ class AddressRange:
         left = self.nbytes
         if self.away or not left:
             return 0
+        self._driver.wait()
         if self._keeps:
             if self._content is None or len(self._content) < left:
                 self._content = self._driver.host_memory(left)
@@ -160,12 +164,7 @@ class AddressRange:
         """
         if not self.away:
             return
-        try:
-            for size in (*range(PIECE_BYTES, self._left_bytes, PIECE_BYTES), self._left_bytes):
-                self._check(self._library.bridge_cg_grow(self._range, size))
-        except DeviceMemoryError:
-            self.keep(0)
-            raise
+        self._check(self._library.bridge_cg_grow(self._range, self._left_bytes))
         if self._content is not None:
             self._driver.write(self.first, self._content[: self._left_bytes])
         self.away = False
@@ -179,11 +178,13 @@ class AddressRange:
     def giving(self) -> Iterator[None]:
         """Let pools of `new_pool` take memory from here."""
         with _ONE_AT_A_TIME, _own_segments():
+            _giving.append(self._range)
             self._library.bridge_cg_use(self._range)
             try:
                 yield
             finally:
-                self._library.bridge_cg_use(None)
+                _giving.pop()
+                self._library.bridge_cg_use(_giving[-1])
 
     def new_pool(self) -> torch.cuda.MemPool:
         """Return a pool for what runs inside `giving`; an allocator knows its addresses, where two pools would meet."""
@@ -232,14 +233,14 @@ def taking_from(addresses: AddressRange, pool: torch.cuda.MemPool) -> Iterator[N
 
 def close_left() -> None:
     """Give memory and addresses back of ranges that nobody has, as far as PyTorch has given theirs back."""
-    closed = [each for each in _left if not each[1].segments]
-    if closed and torch.cuda.is_available():
-        torch.cuda.synchronize()
-    for each in closed:
-        _left.remove(each)
-        driver, found = each
+    with _closing:
+        closed = [each for each in _left if not each[1].segments]
+        for each in closed:
+            _left.remove(each)
+    for driver, found in closed:
         library().bridge_cg_remove(found)
         with suppress(DeviceMemoryError):
+            driver.wait()
             if not library().bridge_cg_shrink(found, 0):
                 driver.free(found.first, found.size)
 
@@ -276,3 +277,5 @@ def _try_out(driver: VirtualMemory) -> None:
     driver.read(tried.first, found)
     if not torch.equal(found, sent):
         raise DeviceMemoryError("memory that left the device returned with another content")
+    with tried.giving():
+        pass

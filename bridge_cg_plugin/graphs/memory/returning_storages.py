@@ -45,7 +45,6 @@ class ReturningPlace:
     def freed(self) -> None:
         """See `Place`."""
         if self._driver is not None and self._addresses is not None:
-            torch.cuda.synchronize(self._device)
             try:
                 self._addresses.release()
             except DeviceMemoryError as error:
@@ -70,9 +69,10 @@ class ReturningPlace:
         if self._addresses is None:  # PyTorch itself empties no cache for a pool
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
-            self._addresses = AddressRange(self._driver, nbytes + SEGMENT_BYTES)
-            self._pool = self._addresses.new_pool()
         try:
+            if self._addresses is None:
+                self._addresses = AddressRange(self._driver, nbytes + SEGMENT_BYTES)
+                self._pool = self._addresses.new_pool()
             self._addresses.restore()
         except NoDeviceMemory:
             return False

@@ -72,7 +72,6 @@ class RangeMemory:
             with taking_from(addresses, addresses.new_pool()):
                 made = [in_larger_storage(tensor) for tensor in like]
         except torch.OutOfMemoryError:
-            self.wait()
             addresses.keep(0)
             raise
         self._addresses = addresses
@@ -83,7 +82,6 @@ class RangeMemory:
         """See `Memory`."""
         if self._addresses is None or not self._addresses.nbytes:
             return 0
-        self.wait()
         return self._addresses.release()
 
     def restore(self) -> None:

@@ -10,6 +10,8 @@ from ...announce import LOGGER
 
 # Values of cuda.h.
 SUCCESS, OUT_OF_MEMORY = 0, 2
+# Of a piece of memory at most: pieces go one by one.
+PIECE_BYTES = 256 << 20
 PINNED, ON_DEVICE, READ_AND_WRITE, MINIMUM_GRANULARITY = 1, 1, 3, 0
 
 
@@ -30,7 +32,7 @@ RELEASE = ctypes.CFUNCTYPE(ctypes.c_int, _ADDRESS)
 
 
 class DriverTable(ctypes.Structure):
-    """`struct driver` of allocator.c: functions, what they are called with, and what sizes are multiples of."""
+    """`struct driver` of allocator.c: functions, what they are called with, and sizes."""
 
     _fields_ = (
         ("create", CREATE),
@@ -41,6 +43,7 @@ class DriverTable(ctypes.Structure):
         ("properties", _POINTER),
         ("access", _POINTER),
         ("page", _SIZE),
+        ("most", _SIZE),
     )
 
 
@@ -65,7 +68,14 @@ class VirtualMemory(Protocol):
         """Give addresses back; no memory is behind them."""
 
     def host_memory(self, nbytes: int) -> Tensor:
-        """Return `[nbytes]` uint8 memory of the host, fast to copy to and from the device if there is such."""
+        """Return `[nbytes]` uint8 memory of the host, fast to copy to and from the device if there is such.
+
+        Raises:
+            DeviceMemoryError: There is none.
+        """
+
+    def wait(self) -> None:
+        """Wait for all work of the device."""
 
     def read(self, address: int, content: Tensor) -> None:
         """Copy device memory to the host, as much as `content` holds."""
@@ -130,7 +140,7 @@ class CudaVirtualMemory:
         kinds = (CREATE, MAP, ALLOW, UNMAP, RELEASE)
         functions = (kind((name, self._driver)) for kind, name in zip(kinds, names, strict=True))
         given = map(ctypes.addressof, (self._properties, self._access))
-        self.table = DriverTable(*functions, *given, self.granularity)
+        self.table = DriverTable(*functions, *given, self.granularity, PIECE_BYTES)
 
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._driver, name)(*arguments)
@@ -161,7 +171,14 @@ class CudaVirtualMemory:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             LOGGER.info("the host keeps %d bytes of graphs in pageable memory, which is slower: %s", nbytes, error)
+        try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        except RuntimeError as error:
+            raise DeviceMemoryError(f"the host has no memory for what graphs read: {error}") from error
+
+    def wait(self) -> None:
+        """See `VirtualMemory`."""
+        self._call("cuCtxSynchronize")
 
     def read(self, address: int, content: Tensor) -> None:
         """See `VirtualMemory`."""

@@ -38,6 +38,10 @@ class Room:
             return 0.0
         return sum(region.slot_bytes() for region in self._regions) / self._limit
 
+    def shrinks(self) -> float:
+        """Return 1 if a dropped bucket gives its memory back, 0 where that stays while others are left."""
+        return float(all(region.shrinks for region in self._regions))
+
     def drop(self, bucket: Bucket) -> None:
         """Drop a bucket; it may be recaptured."""
         for region in self._regions:
@@ -71,6 +75,7 @@ class Growing:
         self._title, self._regions, self.demand = title, regions, demand
         self._consensus, self._strict, self._counted = consensus, strict, counted
         self._room = Room(bytes_per_slot, regions, demand)
+        self._allowed = 1.0  # part of the limit
         self._tried = False
 
     def before_step(self, training: bool) -> bool:
@@ -141,11 +146,18 @@ class Growing:
         if not self._room.limited:
             return
         with self._counted():
-            while self.demand.buckets and self._consensus.agree(self._room.excess).largest > 1:
+            excess = self._excess()
+            while self.demand.buckets and excess > self._allowed:
                 bucket = max(self.demand.buckets)
                 self._room.drop(bucket)
                 self.demand.refuse(bucket)
                 warn(f"{self._title}: bucket {bucket} does not fit the memory limit and is dropped")
+                excess = self._excess()
+                if not self._consensus.agree(self._room.shrinks).smallest:
+                    self._allowed = excess
+
+    def _excess(self) -> float:
+        return self._consensus.agree(self._room.excess).largest
 
     def _alike(self, wishes: Sequence[Sequence[Wish]], first: Wish) -> list[tuple[Region, Wish]]:
         """Return all regions' wishes that are like one of them."""

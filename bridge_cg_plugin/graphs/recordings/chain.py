@@ -115,7 +115,9 @@ class Chain:
         return self.common(index).memory.nbytes + (0 if forward is None else forward.nbytes)
 
     def trim(self, index: int) -> None:
-        """Give memory of a slot back that no recording uses any more."""
+        """Give memory of a slot back that no recording uses any more, unless a microbatch holds it."""
+        if not self.is_free(index):
+            return
         for gradients, memory in ((True, self.common(index).memory), (False, self._forward_memory.get(index))):
             if memory is not None:
                 memory.keep(max((made.nbytes for _, made in self._held(index, gradients)), default=0))
@@ -208,6 +210,8 @@ class Chain:
                 return
             held = dict.fromkeys((bucket, mode) for (_, bucket, mode), _ in self._held(index, True))
             places = sorted(held, key=lambda place: place[0], reverse=True)
+            self._drop(index, places)
+            self.trim(index)
 
     def _record_place(self, index: int, parts: Sequence[tuple[Part, Source]], bucket: Bucket, mode: Mode) -> None:
         for part, _ in parts:

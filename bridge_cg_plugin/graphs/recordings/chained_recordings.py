@@ -100,7 +100,7 @@ class ChainedRecordings(LateRecordings):
             with self._statistics.recording():
                 if not mode.gradients:
                     slot.forward_memory = self._chain.forward_memory(slot.index)
-                    self._recorder.fill(source, slot, [(bucket, mode)])
+                    self._recorder.fill(source, slot, [(bucket, mode)], self._trim)
                 elif place not in source.recordings:
                     self._chain.record(slot.index, [(bucket, mode)], only_here=only_here)
         finally:

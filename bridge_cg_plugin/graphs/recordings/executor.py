@@ -295,9 +295,10 @@ class CudaGraphExecutor:
         if not self._releasable:
             return 0
         self.tidy()
-        left = sum(each.release() for each in self._ranges)
-        self.memory_away = self.memory_away or left > 0
-        return left
+        try:
+            return sum(each.release() for each in self._ranges)
+        finally:
+            self.memory_away = any(each.away for each in self._ranges)
 
     def restore_memory(self) -> None:
         """See `Executor`. PyTorch's cache is emptied for it if need be."""

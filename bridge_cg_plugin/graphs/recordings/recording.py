@@ -76,7 +76,9 @@ EVALUATION = Mode(gradients=False, training=False)
 class Recording(Protocol):
     """A region that can be replayed on whatever its buffers hold."""
 
-    outputs: tuple[Tensor, ...]
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """What a forward fills."""
 
     def forward(self) -> None:
         """Fill `outputs` from the input buffers."""
@@ -405,7 +407,11 @@ class NotifyingRecording:
 
     def __init__(self, recording: BegunRecording, launched: Callable[[str], None], name: str) -> None:
         self._recording, self._launched, self._name = recording, launched, name
-        self.outputs = recording.outputs
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """See `Recording`; others once the backward is recorded."""
+        return self._recording.outputs
 
     def forward(self) -> None:
         """See `Recording`."""

@@ -1,0 +1,134 @@
+"""Memory of a slot, which shrinks to what its recordings need, and never below."""
+
+import pytest
+import torch
+
+from bridge_cg_plugin.graphs.memory.pools import NoMemory
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.recording import NotifyingRecording
+
+from ..regions import new_region
+from .packed_parts import LARGE, new_model, on_parts, results
+from .test_chain import target_of
+from .test_region import Grudging
+from .toy import Toy, ToyProgram, loss_of, toy_batch
+
+
+class Marked:
+    """Memory with a high-water mark; asks its executor what a recording takes."""
+
+    shrinks = True
+
+    def __init__(self, executor):
+        self.executor, self.nbytes = executor, 0
+
+    def begin(self):
+        return Taken(self)
+
+    def keep(self, nbytes):
+        self.nbytes = min(self.nbytes, nbytes)
+
+
+class Taken(NoMemory):
+    def __init__(self, memory):
+        self._memory = memory
+
+    def settle(self):
+        taken = self._memory.executor.taken()
+        self._memory.nbytes = max(self._memory.nbytes, taken)
+        return taken
+
+
+class ByTokens(ReferenceExecutor):
+    """A recording takes a hundred bytes a token."""
+
+    tokens = 0
+
+    def new_memory(self):
+        return Marked(self)
+
+    def record(self, body, pool):
+        self.tokens = body.bucket.tokens
+        return super().record(body, pool)
+
+    def taken(self):
+        return 100 * self.tokens
+
+
+def train(region, tokens, count):
+    for _ in range(count):
+        if (outputs := region.run(toy_batch(tokens))) is not None:
+            loss_of(outputs).backward()
+
+
+def needed(region):
+    return max(made.nbytes for source in region.sources for made in source.recordings.values())
+
+
+def test_another_states_recordings_keep_their_memory_where_activations_take_too_much():
+    offloading, model = Grudging(refusals=0), Toy()
+    region = new_region(ToyProgram(model), ByTokens(), [Bucket(4), Bucket(16)], offloading=offloading)
+    region.capture()
+    for state in (1, 2):
+        model.mix.state = state
+        offloading.refusals = len(offloading.shown) + 1 if state == 2 else 0
+        train(region, (2, 2), 4)
+    assert region._slots[0].memory.nbytes >= needed(region) == 1600
+
+
+def test_a_microbatch_in_flight_keeps_its_memory_though_its_state_is_forgotten():
+    model = Toy()
+    region = new_region(ToyProgram(model), ByTokens(), [Bucket(4), Bucket(16)], slots=2)
+    region.capture()
+    outputs = region.run(toy_batch((8, 8)))
+    (slot,) = (slot for slot in region._slots if not slot.free)
+    for state in range(1, 6):
+        model.mix.state = state
+        train(region, (2, 2), 5)
+    del model.mix.state
+    assert slot.memory.nbytes >= 1600
+    loss_of(outputs).backward()
+    model.mix.state = 6
+    train(region, (2, 2), 5)
+    assert slot.free
+
+
+class Full(ReferenceExecutor):
+    """Recordings of all parts that move activations for the first time take too much, others nothing."""
+
+    def __init__(self, nbytes, parts):
+        super().__init__()
+        self.nbytes, self.parts, self.recorded = nbytes, parts, 0
+
+    def new_memory(self):
+        return Marked(self)
+
+    def record_forward(self, body, pool):
+        self.recorded += body.activations is not None
+        return super().record_forward(body, pool)
+
+    def taken(self):
+        return self.nbytes if self.recorded <= self.parts else 0
+
+
+def test_a_chain_that_took_too_much_is_measured_anew():
+    model = new_model()
+    target = target_of(model, ("attn",), 0.8)
+    executor = Full(int(1.05 * target * 2**30), parts=3)
+    with on_parts(model, offload=None, executor=executor, offload_above_gb=target, buckets=[512]) as graphs:
+        results(model, LARGE)
+        assert not graphs.statistics().fallbacks and executor.recorded > 3
+
+
+class Recorded:
+    outputs = (torch.zeros(1),)
+
+    def record_backward(self):
+        self.outputs = (torch.ones(1),)
+
+
+def test_whoever_tells_of_replays_holds_nothing_of_the_capture():
+    made = NotifyingRecording(Recorded(), pytest.fail, "toy")
+    made.record_backward()
+    assert made.outputs[0].item() == 1
