@@ -87,11 +87,6 @@ class Fallback(StrEnum):
         "activations of parts of layers are offloaded or recomputed, and a later layer ran before this one",
         "run layers in the model's order, or keep activations on the device",
     )
-    EVALUATION_NOT_CAPTURED = (
-        "evaluation_not_captured",
-        "evaluation, and the tuning value `evaluation` is False",
-        "set `vision_cuda_graph_tuning.evaluation=True` or `cuda_graph_packed_tuning.evaluation=True`",
-    )
     MODE_NOT_CAPTURED = (
         "mode_not_captured",
         "the first microbatch in an unusual mode: training without gradients, evaluation with gradients, or modules in "

@@ -114,7 +114,6 @@ class Piece:
         program: The piece of the model.
         buckets: What to record for at once.
         site: Where a part of the module is called; None where the module's forward is the call.
-        evaluation: Also record forward-only graphs.
         shared: Static inputs that it has in common with other regions.
         offloading: Decides where activations are between forward and backward.
         has_side_stream: Whether a bucket's recordings have a side stream.
@@ -127,7 +126,6 @@ class Piece:
     program: RegionProgram
     buckets: Sequence[Bucket]
     site: CallSite | None = None
-    evaluation: bool = True
     shared: SharedInputs | None = None
     offloading: Offloading | None = None
     has_side_stream: Callable[[Bucket], bool] = lambda bucket: False

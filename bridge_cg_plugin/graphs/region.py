@@ -84,7 +84,6 @@ class Region:
         self.executor = executor
         self.buckets = self._ordered(piece.buckets)
         self.slot_count = around.slots
-        self.evaluation = piece.evaluation
         self.statistics = RegionStatistics()
         self._before_replay, self._reduction = around.before_replay, around.reduction
         self._offloading, self._consensus, self._strict = piece.offloading, around.consensus, strict
@@ -171,14 +170,11 @@ class Region:
         return Mode(gradients=trains, training=self.sources.training)
 
     def _planned_modes(self, first_slot: bool, bucket: Bucket) -> list[Mode]:
-        """What to record for a bucket; a region that trains nothing is replayed without gradients in training, too."""
-        source, training = self.sources.current, self.sources.training
-        mode = self._training_mode(bucket)
+        """Return what to record for a bucket: what training runs, without gradients, too, where it trains nothing."""
+        source, mode = self.sources.current, self._training_mode(bucket)
         modes = [mode] if mode.gradients and not source.gradients_left() else []
-        if first_slot and bucket in self._forward_only_buckets():
-            if training and not source.sinks.parameters:
-                modes.append(Mode(gradients=False, training=training))
-            modes.append(Mode(gradients=False, training=False))
+        if first_slot and not source.sinks.parameters and bucket in self._forward_only_buckets():
+            modes.append(Mode(gradients=False, training=mode.training))
         return modes
 
     def _differentiable(self, bucket: Bucket) -> bool:
@@ -217,6 +213,11 @@ class Region:
         return self._captured().late.slot_bytes() + self.statistics.gradient_bytes / self.slot_count
 
     @property
+    def shrinks(self) -> bool:
+        """Whether a dropped bucket gives its memory back."""
+        return all(slot.memory.shrinks for slot in self._slots)
+
+    @property
     def wishes(self) -> list[Wish]:
         """What training steps missed and can be recorded now, oldest first."""
         made = self._captured()
@@ -248,8 +249,6 @@ class Region:
 
     def _forward_only_buckets(self) -> tuple[Bucket, ...]:
         """The buckets that no other of the same capacity contains: limits cost a forward little."""
-        if not self.evaluation and self.sources.current.sinks.parameters:
-            return ()
         return tuple(b for b in self.buckets if not any(o.contains(b) for o in self.buckets if o != b))
 
     def reset(self) -> None:
@@ -270,8 +269,6 @@ class Region:
 
     def _choose(self, batch: Any, size: int, mode: Mode) -> Bucket | Fallback:
         buckets = self.buckets if mode.gradients else self._forward_only_buckets()
-        if self.buckets and not buckets:
-            return Fallback.EVALUATION_NOT_CAPTURED
         found = choose(size, buckets, partial(self.program.refuse, batch))
         return found if isinstance(found, Bucket) or self._growth is None else self._growth.missed(batch)
 

@@ -38,6 +38,8 @@ GONE = {
     "vision_cuda_graph_tuning.drop_unused_steps": "Remove it, or give vision_cuda_graph_buckets fewer buckets.",
     "vision_cuda_graph_tuning.frozen_outputs_gb": "Remove it: a frozen encoder's replays take as long as ever.",
     "vision_cuda_graph_tuning.gradient_hooks": "Remove it: register hooks on parameters, which replays run.",
+    "vision_cuda_graph_tuning.evaluation": "Remove it: evaluation is captured when it first runs.",
+    "cuda_graph_packed_tuning.evaluation": "Remove it: evaluation is captured when it first runs.",
     "vision_cuda_graph_tuning.headroom": "Remove it: automatic buckets are captured for the sizes that come.",
     "vision_cuda_graph_tuning.offload_host_max_gb": _HOST,
     "vision_cuda_graph_tuning.streams": "Remove it: the plugin chooses.",

@@ -57,7 +57,6 @@ class PackedOptions(CapturedOptions):
         "As for vision graphs. If false, gradients are bit-identical to eager's",
         tuning=True,
     )
-    evaluation: bool = option(True, flag, "BOOL", "run evaluation of packs on graphs too", tuning=True)
     strict: bool = option(False, flag, "BOOL", "a failed capture of packed-sequence graphs stops the run")
     grows: bool = False
 

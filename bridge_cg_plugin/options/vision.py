@@ -162,9 +162,6 @@ class VisionGraphOptions(CapturedOptions):
         "None does everything that these name"
     )
     offload_min_bytes: int = offload_min_bytes_option()
-    evaluation: bool = option(
-        True, flag, "BOOL", "run evaluation on graphs too", "These graphs are forward-only", tuning=True
-    )
     strict: bool = option(False, flag, "BOOL", "a failed capture or check stops the run", "Otherwise the run goes on")
     check_interval: int = option(
         0,

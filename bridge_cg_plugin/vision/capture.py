@@ -1,4 +1,4 @@
-"""Capturing an encoder: what is planned is recorded, again with less where memory does not allow it."""
+"""Capturing an encoder: what is planned, and what microbatches ask for later."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -212,7 +212,6 @@ class EncoderCapture:
         return Piece(
             program=self.encoder_program(),
             buckets=buckets,
-            evaluation=self._options.evaluation,
             offloading=offloading_of(self._options, PROVIDER_FIELDS, manager),
             has_side_stream=self.has_side_stream,
             compile=self._compiler.finish,

@@ -1,4 +1,4 @@
-"""Which sizes an encoder is captured for: what warm-up steps showed, what options say, what memory allows."""
+"""Which sizes an encoder is captured for: what warm-up steps showed, and what options say."""
 
 import math
 from collections import deque

@@ -100,7 +100,6 @@ def _of_one_model(
         impl="transformer_engine",
         buckets=tuple(sorted(batch.tokens for batch in batches)),
         grows=True,
-        evaluation=False,
         slots=1,
         strict=True,
         cost_fallback=False,

@@ -77,7 +77,7 @@ class Training:
         capacities = tuple(sorted({batch.tokens for batch in self.batches.values()}))
         frames = max(batch.frames for batch in self.batches.values())
         options = VisionGraphOptions(
-            impl="transformer_engine", buckets=capacities, slots=1, max_frames=frames, evaluation=False, strict=True
+            impl="transformer_engine", buckets=capacities, slots=1, max_frames=frames, strict=True
         )
         helper = VisionTECudaGraphHelper([self.model], self.encoder.config, options=options)
         helper.create_cudagraphs()

@@ -92,7 +92,7 @@ def images(name: str, grid: Grid, slots: int) -> Case:
     model = tower.build_tower()
     batches = [tower.make_batch(grid, model, seed=seed) for seed in range(slots)]
     settings: dict[str, Any] = {"buckets": (batches[0].tokens,), "slots": slots, "max_frames": batches[0].frames}
-    settings |= {"impl": "transformer_engine", "evaluation": False, "cost_fallback": False}
+    settings |= {"impl": "transformer_engine", "cost_fallback": False}
     settings |= {"strict": True, "exact_below": 0}
 
     def new_helper(options: dict[str, Any]) -> Any:
@@ -118,7 +118,7 @@ def packs(name: str, slots: int, modules: Sequence[str]) -> Case:
             modules=modules,
             cuda_graph_max_packed_seqs=2 * DOCUMENTS,
             cuda_graph_packed_buckets=[PACK_TOKENS],
-            cuda_graph_packed_tuning={"slots": slots, "evaluation": False, **TUNING},
+            cuda_graph_packed_tuning={"slots": slots, **TUNING},
             **{**OFF, **{f"cuda_graph_packed_{option}": value for option, value in options.items()}},
         )
 

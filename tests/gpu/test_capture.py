@@ -74,7 +74,7 @@ def test_after_an_eager_batch_of_the_buckets_own_shape(tower_module, model, grad
     from bridge_cg_plugin.graphs.planning.buckets import Bucket
 
     program = helper.graphs.workload.planned.encoder_program()
-    region = new_region(program, helper.graphs.executor, [Bucket(batch.tokens, (32, 784))], evaluation=False)
+    region = new_region(program, helper.graphs.executor, [Bucket(batch.tokens, (32, 784))])
     region.capture()
     assert region.captured
 

@@ -271,7 +271,7 @@ def test_autocast_outside_is_followed(tower_module, model, grads, graphs_of):
 
 def test_recordings_share_the_memory_of_gradients_without_main_grad(tower_module, graphs_of, model):
     weights = sum(p.nbytes for p in model.parameters())
-    helper = graphs_of(buckets=(256, 320, 384, 448, 512), slots=2, exact_below=0, evaluation=False, streams=1)
+    helper = graphs_of(buckets=(256, 320, 384, 448, 512), slots=2, exact_below=0, streams=1)
     statistics = helper.graphs.statistics()
     recordings = len(helper.graphs._regions[0].sources.current.recordings)
     print(f"{recordings} recordings: {statistics.memory_bytes / weights:.2f} times the weights")

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.alone
 @pytest.mark.first
 def test_a_small_image_in_a_huge_bucket_runs_eager(tower_module, model, grads, graphs_of):
     """784 tokens through four layers take eager some 15 ms, a replay of 32,768 tokens several times that."""
-    helper = graphs_of(capture=False, buckets=(32768,), max_frames=1, evaluation=False)
+    helper = graphs_of(capture=False, buckets=(32768,), max_frames=1)
     batch = tower_module.make_batch([(1, 28, 28)], model)
     for _ in range(10):  # the first ones of a process load libraries, for seconds on a cold host
         tower_module.step(model, batch)
@@ -28,7 +28,7 @@ def test_a_small_image_in_a_huge_bucket_runs_eager(tower_module, model, grads, g
 
 
 def test_a_bucket_of_the_images_size_is_replayed(tower_module, model, grads, graphs_of):
-    helper = graphs_of(capture=False, buckets=(784,), max_frames=1, evaluation=False)
+    helper = graphs_of(capture=False, buckets=(784,), max_frames=1)
     batch = tower_module.make_batch([(1, 28, 28)], model)
     for _ in range(3):
         tower_module.step(model, batch)

@@ -62,9 +62,7 @@ def executor(generator):
 
 @pytest.fixture
 def region(generator, executor):
-    return new_region(
-        RowsProgram(Dropping(generator), (WIDTH,), outputs=2), executor, [Bucket(TOKENS)], evaluation=False
-    )
+    return new_region(RowsProgram(Dropping(generator), (WIDTH,), outputs=2), executor, [Bucket(TOKENS)])
 
 
 def run(region):
@@ -112,7 +110,7 @@ def test_graphs_of_before_a_failed_capture_draw_where_their_generator_is(region,
     region.capture()
     model = Dropping(generator)
     setattr(model, fault, True)
-    other = new_region(RowsProgram(model, (WIDTH,), outputs=2), executor, [Bucket(TOKENS)], evaluation=False)
+    other = new_region(RowsProgram(model, (WIDTH,), outputs=2), executor, [Bucket(TOKENS)])
     before = places(generator)
     with pytest.raises(CaptureError):
         other.capture()
@@ -137,7 +135,7 @@ def test_graphs_of_before_a_failed_capture_draw_where_their_generator_is(region,
 def test_a_recording_leaves_random_states_as_they_were(generator, executor, fault):
     model = Dropping(generator)
     program = RowsProgram(model, (WIDTH,), outputs=2, forward=lambda x: model(functional.dropout(x, 0.5)))
-    region = new_region(program, executor, [Bucket(TOKENS), Bucket(2 * TOKENS)], evaluation=False)
+    region = new_region(program, executor, [Bucket(TOKENS), Bucket(2 * TOKENS)])
     torch.randn(4, device="cuda")
     before = places(generator)
     if fault is None:

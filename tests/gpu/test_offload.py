@@ -64,7 +64,7 @@ def test_outputs_and_gradients_are_equal_to_the_bit(
     batches = [tower_module.make_batch(GRID, model, seed=seed) for seed in range(2)]
     found = []
     for options in ({}, policy):
-        helper = graphs_of(buckets=(1856,), slots=2, max_frames=2, kernels=kernels, evaluation=False, **options)
+        helper = graphs_of(buckets=(1856,), slots=2, max_frames=2, kernels=kernels, **options)
         found += [steps(tower_module, model, grads, batches) for _ in range(2)]
         statistics = helper.graphs.statistics()
         assert not statistics.fallbacks and statistics.replays == 4
@@ -99,7 +99,7 @@ def test_memory_is_less_and_a_target_is_kept(deep):
     def memory(**options):
         gc.collect()
         torch.cuda.empty_cache()
-        settings = {"impl": "transformer_engine", "strict": True, "evaluation": False, "slots": 1, "max_frames": 1}
+        settings = {"impl": "transformer_engine", "strict": True, "slots": 1, "max_frames": 1}
         helper = VisionTECudaGraphHelper(
             deep, deep.config, options=VisionGraphOptions(buckets=(4096,), **settings, **options)
         )
@@ -158,7 +158,7 @@ def saver_region(model, tokens=256, slots=1, offloaded=True, **executor):
     made = CudaGraphExecutor(**executor)
     policy = Policy(Allowed(frozenset({OTHER}), frozenset()), least_bytes=1)
     keeper = RegionOffloading(policy, slots, made.device) if offloaded else None
-    region = new_region(SaverProgram(model), made, [Bucket(tokens)], slots=slots, evaluation=False, offloading=keeper)
+    region = new_region(SaverProgram(model), made, [Bucket(tokens)], slots=slots, offloading=keeper)
     region.capture()
     return region
 
@@ -292,7 +292,7 @@ def test_the_main_stream_goes_on_from_the_event_while_copies_run(tower_module):
 
 
 def test_copies_run_beside_kernels(tower_module, deep):
-    settings = {"impl": "transformer_engine", "strict": True, "evaluation": False, "slots": 1, "max_frames": 1}
+    settings = {"impl": "transformer_engine", "strict": True, "slots": 1, "max_frames": 1}
     options = VisionGraphOptions(buckets=(4096,), offload=("attention",), **settings)
     tower_module.MainGrads(deep)
     helper = VisionTECudaGraphHelper(deep, deep.config, options=options)

@@ -65,7 +65,7 @@ def experts(tower_module):
 
 def results_of_experts(trained, packs, buckets, **options):
     """Return what graphs of all layers give for packs, over poisoned buffers, and their statistics."""
-    tuning = {"offload_min_bytes": 65536, "evaluation": False, "gradient_accumulation_fusion": True}
+    tuning = {"offload_min_bytes": 65536, "gradient_accumulation_fusion": True}
     wanted = {**KEPT, "cuda_graph_packed_buckets": buckets, "cuda_graph_packed_tuning": tuning, **options}
     with graphs_on(trained.model, packs[0], **wanted) as graphs:
         found = []
@@ -135,10 +135,10 @@ def test_packs_that_do_not_fit_train_with_a_memory_target(tower_module):
     trained = Trained(lm.build_model(lm.Shape(layers=8, hidden=2048, heads=16, ffn=6144)))
     pack = lm.make_pack(LONG)
     buckets = [pack.tokens]
-    settings = {"cuda_graph_packed_buckets": buckets, "cuda_graph_packed_tuning": {"evaluation": False}, **KEPT}
+    settings = {"cuda_graph_packed_buckets": buckets, "cuda_graph_packed_tuning": {}, **KEPT}
     with graphs_on(trained.model, pack, **settings) as graphs:
         one = graphs.statistics().memory_bytes
-    settings["cuda_graph_packed_tuning"] = {"evaluation": False, "slots": 4}
+    settings["cuda_graph_packed_tuning"] = {"slots": 4}
     try:
         limited(3 * one)
         said = failure(trained.model, pack, settings)
@@ -167,7 +167,7 @@ OF_PARTS = pytest.mark.parametrize(
 
 def results_of_parts(trained, packs, modules, buckets=BUCKETS, **options):
     """Return what graphs of parts of layers give for packs, over poisoned buffers, and their statistics."""
-    tuning = {"offload_min_bytes": 65536, "evaluation": False, "slots": 2}
+    tuning = {"offload_min_bytes": 65536, "slots": 2}
     wanted = {**KEPT, "cuda_graph_packed_buckets": buckets, "cuda_graph_packed_tuning": tuning, **options}
     with graphs_on(trained.model, packs[0], modules=modules, **wanted) as graphs:
         found = []

@@ -31,7 +31,7 @@ def captured(model, streams: int, kernels: str, **options):
     from bridge_cg_plugin.options import VisionGraphOptions
     from tests.models.tower import new_helper
 
-    given = {"impl": "transformer_engine", "strict": True, "buckets": (1024,), "evaluation": False, **options}
+    given = {"impl": "transformer_engine", "strict": True, "buckets": (1024,), **options}
     return new_helper(model, VisionGraphOptions(streams=streams, kernels=kernels, **given))
 
 

@@ -87,7 +87,7 @@ def test_losses_and_gradients_are_eagers(build, sample, sizes, family, attribute
     model = build(**({f"freeze_{frozen}": True} if frozen else {}))
     samples = [sample(size, seed) for seed, size in enumerate(sizes)]
     expected = results(model, samples)
-    helper = graphs_on(model, buckets=BUCKETS[-1:], slots=4, evaluation=False)
+    helper = graphs_on(model, buckets=BUCKETS[-1:], slots=4)
     found = results(model, samples)
     assert helper.graphs.statistics().replays == 3 and helper.graphs.statistics().fallbacks == {}
     helper.delete_cuda_graphs()
@@ -156,7 +156,7 @@ def heard_samples():
 def test_losses_and_gradients_with_both_encoders_on_graphs_are_eagers(frozen):
     model, samples = towers.build_qwen3_omni(freeze_audio_model=frozen), heard_samples()
     expected = results(model, samples)
-    vision = graphs_on(model, buckets=BUCKETS[-1:], slots=4, evaluation=False)
+    vision = graphs_on(model, buckets=BUCKETS[-1:], slots=4)
     settings = {**DEFAULTS, "buckets": (16, 128), "slots": 4}
     audio = VisionTECudaGraphHelper(
         [model],

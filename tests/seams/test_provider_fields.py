@@ -40,7 +40,6 @@ VALUES = {
     "recompute": ["gelu"],
     "offload_above_gb": 6.5,
     "offload_min_bytes": 4096,
-    "evaluation": False,
     "strict": True,
     "check_interval": 7,
     "check_tolerance": 0.25,

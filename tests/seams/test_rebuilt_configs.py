@@ -33,7 +33,6 @@ PACKED = {
     "cuda_graph_packed_tuning": {
         "slots": 3,
         "offload_min_bytes": 2048,
-        "evaluation": False,
     },
     "cuda_graph_packed_strict": True,
     "activation_offload": ["attention", "mlp"],

@@ -34,7 +34,7 @@ def on_parts(
         grows: Whether named buckets are captured when packs ask for them.
         options: Of packed-sequence graphs, by the names that `PackedOptions` has for them.
     """
-    tuned = {name: options.pop(name) for name in ("slots", "evaluation") if name in options}
+    tuned = {"slots": options.pop("slots")} if "slots" in options else {}
     values = {f"cuda_graph_packed_{name}": value for name, value in options.items()}
     values["cuda_graph_packed_tuning"] = {"offload_min_bytes": 1024, **tuned}
     values |= {"cuda_graph_modules": list(modules), "cuda_graph_packed_offload": offload}

@@ -245,7 +245,7 @@ class _Measured:
 
 def test_a_part_leaves_no_more_in_the_pool_than_its_plan_keeps():
     model, executor = new_model(), Measuring()
-    with on_parts(model, executor=executor, buckets=[512], evaluation=False) as graphs:
+    with on_parts(model, executor=executor, buckets=[512]) as graphs:
         plan, parts = planned(graphs), len(graphs._regions)
         made = len(executor.after_forward)
     small = 4 * 1024 * len(plan.inventory.parts)  # what is below `offload_min_bytes` stays
@@ -333,7 +333,7 @@ def test_a_slot_that_takes_more_than_its_target_has_all_parts_recorded_again():
     model = new_model()
     target = target_of(model, ("attn",), 0.8)
     executor = Gaps(int(1.05 * target * 2**30))
-    settings = {"buckets": [512], "evaluation": False}
+    settings = {"buckets": [512]}
     with on_parts(model, offload=None, executor=executor, offload_above_gb=target, **settings) as graphs:
         assert executor.recorded % len(graphs._regions) == 0 and executor.recorded > len(graphs._regions)
         results(model, LARGE)

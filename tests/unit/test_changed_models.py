@@ -172,7 +172,7 @@ def test_autocast_outside_is_part_of_what_is_recorded(around_capture):
 
 def test_a_model_that_changes_all_the_time_is_captured_seldom_and_on_graphs_again_once_it_stays(caplog):
     tower = new_tower()
-    with graphs_on(tower, buckets=(32,), evaluation=False, executor=TapeExecutor()) as graphs:
+    with graphs_on(tower, buckets=(32,), executor=TapeExecutor()) as graphs:
         for number in range(90):
             tower.decoder.layers[0].note = number // 3
             tower(*draw([[1, 4, 4]]))

@@ -180,7 +180,7 @@ def test_any_microbatch_equals_eager(case):
 @every_size
 @pytest.mark.parametrize("scope", ["attention", "mlp", "layernorm"])
 def test_parts_that_an_encoder_calls_otherwise_leave_the_device_by_their_usual_names(case, scope):
-    model, settings = case.new(), {"evaluation": False, "offload_min_bytes": 256, **case.largest}
+    model, settings = case.new(), {"offload_min_bytes": 256, **case.largest}
     expected = case.results(model, case.sizes[0])
     with graphs_on(model, offload=(scope,), **settings) as graphs:
         assert graphs.statistics().pinned_bytes

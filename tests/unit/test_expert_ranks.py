@@ -110,7 +110,7 @@ def replay_moved():
     model, packs = rank_model(), own_packs(2)
     kept = []
     for moved in ({}, {"cuda_graph_packed_offload": "all", "cuda_graph_packed_recompute": "all"}):
-        tuning = {"offload_min_bytes": 1024, "evaluation": False}
+        tuning = {"offload_min_bytes": 1024}
         with on_graphs(model, packs[0], cuda_graph_packed_tuning=tuning, **moved) as graphs:
             found = []
             for arguments in packs:

@@ -258,7 +258,7 @@ class Dropping(nn.Module):
 @pytest.mark.parametrize("last", [None, 0, 1, 2], ids=["whole", "warm-up fails", "capture fails", "next bucket fails"])
 def test_a_recording_leaves_random_states_as_they_were(kind, last):
     program = RowsProgram(Dropping(last), (4,))
-    region = new_region(program, KINDS[kind](), [Bucket(8), Bucket(16)], evaluation=False)
+    region = new_region(program, KINDS[kind](), [Bucket(8), Bucket(16)])
     before = torch.get_rng_state()
     with nullcontext() if last is None else pytest.raises(CaptureError, match="made to fail"):
         region.capture()

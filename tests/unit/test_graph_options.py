@@ -200,7 +200,6 @@ REFUSED = [
     ("cuda_graph_packed_offload", "all,mlp"),
     ("cuda_graph_packed_recompute", "attention"),
     ("cuda_graph_packed_offload_above_gb", 0),
-    ("cuda_graph_packed_tuning.evaluation", "perhaps"),
     ("cuda_graph_packed_strict", 2),
     ("offload_modules", "router"),
     ("activation_offload_fraction", 1.5),

@@ -98,7 +98,7 @@ def calls_of_a_part(layers: int, **options) -> tuple[int, int]:
     Experts run eager between the parts. The first part's forward also loads what all of them share.
     """
     model, batch = packs.new_model(layers=layers, **packs.EXPERTS), packs.pack((30, 180, 77))
-    tuning = {"offload_min_bytes": 1024, "evaluation": False}
+    tuning = {"offload_min_bytes": 1024}
     modules = {"cuda_graph_modules": ["attn", "moe_router"], "cuda_graph_packed_buckets": [320]}
     values = {**modules, "cuda_graph_packed_tuning": tuning, **options}
     counts = []

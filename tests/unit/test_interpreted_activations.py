@@ -35,7 +35,7 @@ for case in ("plain", "shared norm", "frozen"):
         if offloaded:
             offloading._transfers = LateTransfers()
         program = Program(tower, (1, WIDTH), outputs=2)
-        region = new_region(program, ReferenceExecutor(), [Bucket(18)], evaluation=False, offloading=offloading)
+        region = new_region(program, ReferenceExecutor(), [Bucket(18)], offloading=offloading)
         region.capture()
         for repeat in range(2):
             outputs = region.run(x)
@@ -69,7 +69,7 @@ qwen3_vl.kernels_available = lambda: True
 from tests.unit.towers import graphs_on, new_tower, results
 
 tower, rows = new_tower(layers=2), [[1, 2, 4], [1, 2, 2]]
-common = {"buckets": (16,), "exact_below": 0, "evaluation": False, "kernels": "exact"}
+common = {"buckets": (16,), "exact_below": 0, "kernels": "exact"}
 with graphs_on(tower, **common) as graphs:
     expected = [t.clone() for part in results(tower, rows) for t in part]
 moved = {"offload": ("attention", "mlp", "layernorm", "merger", "other"), "offload_min_bytes": 1}

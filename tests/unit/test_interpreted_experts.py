@@ -23,7 +23,7 @@ arguments = pack((5, 20, 4))
 losses, gradients = losses_and_gradients(model, arguments)
 nodes = hook_main_grads(model.parameters())
 device.runs_kernels = lambda tensor: True
-options = {"cuda_graph_packed_buckets": [32], "cuda_graph_packed_tuning": {"slots": 1, "evaluation": False}}
+options = {"cuda_graph_packed_buckets": [32], "cuda_graph_packed_tuning": {"slots": 1}}
 with ON_CPU(), graphs_on(model, arguments, cuda_graph_modules=[], **options) as graphs:
     poison(graphs, float("nan"))
     found = model(**arguments)

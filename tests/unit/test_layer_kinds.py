@@ -159,15 +159,15 @@ def count_calls(monkeypatch, layer):
 
 
 def vision_graphs(model):
-    return towers.graphs_on(model, buckets=(64, 128), max_frames=1, evaluation=False)
+    return towers.graphs_on(model, buckets=(64, 128), max_frames=1)
 
 
 def image_graphs(model):
-    return towers.graphs_on(model, buckets=(4, 8), evaluation=False)
+    return towers.graphs_on(model, buckets=(4, 8))
 
 
 def pack_graphs(model):
-    tuning = {"evaluation": False}
+    tuning = {}
     return packs.graphs_on(model, packs.pack((300,)), cuda_graph_modules=[], cuda_graph_packed_tuning=tuning)
 
 
@@ -262,7 +262,7 @@ def changing():
 def test_a_recording_in_vain_is_freed_before_the_next_one_though_its_error_is_kept(make, caplog):
     caplog.set_level(logging.INFO, logger="bridge_cg_plugin")
     executor = CountingExecutor()
-    region = new_region(RowsProgram(make(), (4,)), executor, [Bucket(2), Bucket(3)], evaluation=False)
+    region = new_region(RowsProgram(make(), (4,)), executor, [Bucket(2), Bucket(3)])
     gc.collect()
     gc.disable()
     try:

@@ -80,7 +80,7 @@ class Mix:
     @contextmanager
     def graphs(self, **options):
         one = {"cuda_graph_packed_buckets": [320], "cuda_graph_modules": []}
-        tuning = {"offload_min_bytes": 1024, "evaluation": False}
+        tuning = {"offload_min_bytes": 1024}
         options |= {"cuda_graph_packed_tuning": tuning, **one}
         with ON_CPU(), graphs_on(self.model, pack(WARMUP), **options) as graphs:
             yield graphs

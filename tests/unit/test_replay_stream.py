@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from bridge_cg_plugin.graphs.memory.pools import NoMemory
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings import recording
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
@@ -156,7 +157,7 @@ class Capturing(ReferenceExecutor):
 
     def record_forward(self, body, pool):
         with torch.cuda.stream(self.stream):
-            return CudaGraphRecording(body, None, self.stream, (), self._replays)
+            return CudaGraphRecording(body, NoMemory(), self.stream, (), self._replays)
 
     def record(self, body, pool):
         made = self.record_forward(body, pool)
@@ -184,7 +185,7 @@ def test_only_what_is_copied_takes_events_into_a_graph_and_its_replays_to_their_
         if allowed is not None:
             offloading = RegionOffloading(Policy(allowed, least_bytes=1), 1, CPU)
             offloading._transfers = CudaTransfers(CPU)
-        region = new_region(SaverProgram(Squares()), executor, [Bucket(8)], evaluation=False, offloading=offloading)
+        region = new_region(SaverProgram(Squares()), executor, [Bucket(8)], offloading=offloading)
         region.capture()
         assert replays.event.records == (2 if copies else 0)
         assert (executor.stream.waits > 0) == copies

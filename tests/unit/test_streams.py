@@ -59,7 +59,7 @@ def test_hooks_are_called_once_around_a_recordings_warm_up(monkeypatch):
     calls = []
     executor, forward = hooked(calls)
     monkeypatch.setattr(ToyProgram, "forward", forward)
-    toy_region(capacities=(8,), executor=executor, evaluation=False)
+    toy_region(capacities=(8,), executor=executor)
     assert calls == ["before", "pass", "pass", "after", "pass"]
 
 

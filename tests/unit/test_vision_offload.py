@@ -15,7 +15,7 @@ from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGr
 from .towers import DEFAULTS, graphs_on, new_tower, results
 
 ROWS = [(1, 8, 8), (2, 4, 8)]
-SETTINGS = {"buckets": (128,), "evaluation": False, "offload_min_bytes": 1024}
+SETTINGS = {"buckets": (128,), "offload_min_bytes": 1024}
 
 
 def planned(graphs):

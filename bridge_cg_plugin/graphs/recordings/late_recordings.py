@@ -134,7 +134,7 @@ class LateRecordings:
         self, source: Source, slot: Slot, places: Sequence[tuple[Bucket, Mode]], recorded: Callable[[], None]
     ) -> None:
         """Record in a new slot; see `Recorder.fill`."""
-        self._recorder.fill(source, slot, places, recorded)
+        self._recorder.fill(source, slot, places, self._trim, recorded)
 
     def leave(self) -> None:
         """Let go of what others hold of these recordings."""
@@ -228,9 +228,10 @@ class LateRecordings:
         self.count_memory()
 
     def _trim(self, slot: Slot) -> None:
-        """Give memory of recordings back that those which are left do without."""
-        held = (source.recordings[place].nbytes for source in self._sources for place in source.in_slot(slot))
-        slot.memory.keep(max(held, default=0))
+        """Give memory of recordings back that those which are left do without; a microbatch may hold a dropped one."""
+        if slot.free:
+            held = (source.recordings[place].nbytes for source in self._sources for place in source.in_slot(slot))
+            slot.memory.keep(max(held, default=0))
 
     def _used_in(self, slot: Slot) -> Iterator[Tensor]:
         """Yield the static inputs and output gradients of what is recorded in a slot."""
@@ -281,8 +282,8 @@ class LateRecordings:
         """Record what a batch asks for; returns why it cannot be or is not yet."""
         if (failed := _failed_for(source, (slot.index, bucket, mode))) is not None:
             return failed
-        planned = self._grows and self._recorder.evaluation and mode == EVALUATION and slot is not self.forward_slot
-        at_once = planned or self._at_once(source, (slot.index, bucket, mode))
+        evaluates = mode == EVALUATION and slot is not self.forward_slot
+        at_once = evaluates or self._at_once(source, (slot.index, bucket, mode))
         if not at_once and not self._asked_before((mode, slot is self.forward_slot)):
             return Fallback.MODE_NOT_CAPTURED
         if torch._C._current_graph_task_id() != NO_BACKWARD or is_capturing():
@@ -325,7 +326,7 @@ class LateRecordings:
     def _add(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, only_here: bool = False) -> float:
         try:
             with self._statistics.recording():
-                self._recorder.fill(source, slot, [(bucket, mode)])
+                self._recorder.fill(source, slot, [(bucket, mode)], self._trim)
         finally:
             self._tidy()
         return 0.0

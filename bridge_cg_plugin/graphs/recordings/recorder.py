@@ -44,11 +44,10 @@ class Recorder:
         offloading: Decides where activations are between forward and backward; None for a part of a chain.
         chain: Parts that this one shares memory with, and that its recordings with a backward are made with.
         name: Of the program.
-        evaluation: Whether forward-only graphs of evaluation are recorded.
     """
 
     def __init__(self, piece: Piece, executor: Executor, watch: ModelWatch) -> None:
-        self.executor, self.name, self.evaluation = executor, piece.program.name, piece.evaluation
+        self.executor, self.name = executor, piece.program.name
         self._program, self._piece, self._watch = piece.program, piece, watch
         self.offloading, self.chain = piece.offloading, piece.chain
         self._kept = NOTHING
@@ -77,7 +76,12 @@ class Recorder:
             slot.buffers[bucket] = slot.input_buffers(self._program.input_specs(bucket))
 
     def fill(
-        self, source: Source, slot: Slot, places: Sequence[Place], recorded: Callable[[], None] = lambda: None
+        self,
+        source: Source,
+        slot: Slot,
+        places: Sequence[Place],
+        trim: Callable[[Slot], None],
+        recorded: Callable[[], None] = lambda: None,
     ) -> None:
         """Record in a slot that no microbatch holds; repeat it while its activations exceed their limit.
 
@@ -87,6 +91,7 @@ class Recorder:
             source: What the model is.
             slot: The slot.
             places: What to record.
+            trim: Gives memory back that no recording of a slot uses any more.
             recorded: Called after each recording.
 
         Raises:
@@ -108,7 +113,7 @@ class Recorder:
             source.forget(slot)
             source.earlier = None
             self.executor.tidy()
-            slot.memory.keep(0)
+            trim(slot)
 
     def _record(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode) -> None:
         record = partial(self._record_once, source, slot, bucket, mode)

@@ -250,7 +250,6 @@ class PackedWorkload(Workload):
                     program=self._program(part),
                     buckets=buckets,
                     site=part.site,
-                    evaluation=self.options.evaluation,
                     shared=None if part.site is None else shared,
                     offloading=None if in_parts else offloading,
                     chain=chain,
