@@ -155,11 +155,12 @@ class ArenaPool:
 
     def alive(self) -> list[tuple[int, int]]:
         """Return address and size of the blocks that something has."""
-        if self._alive():
+        if found := self._alive():
             gc.collect()  # none ran meanwhile
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-        return self._alive()
+            found = self._alive()
+        return found
 
     def _alive(self) -> list[tuple[int, int]]:
         blocks = [block for segment in _segments(self.handle) for block in segment["blocks"]]
