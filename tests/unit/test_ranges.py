@@ -212,6 +212,12 @@ def test_a_driver_is_tried_out_once(gpu, monkeypatch):
     assert not device.mapped and not device.reserved
 
 
+def test_a_pytorch_without_what_pools_need_is_noticed(gpu, monkeypatch, capsys):
+    monkeypatch.setattr(ranges, "CudaVirtualMemory", lambda index: FakeVirtualMemory(CAPACITY))
+    monkeypatch.setattr(ranges, "PYTORCHS", ("_no_such_function",))
+    assert driver_of(gpu) is None and "_no_such_function" in capsys.readouterr().out
+
+
 def test_content_that_does_not_come_back_is_noticed(gpu, monkeypatch, capsys):
     device = FakeVirtualMemory(CAPACITY)
     monkeypatch.setattr(ranges, "CudaVirtualMemory", lambda index: device)

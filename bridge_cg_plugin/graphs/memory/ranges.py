@@ -31,6 +31,8 @@ from .virtual_memory import (
 
 SOURCE = Path(__file__).with_name("allocator.c")
 COMPILERS = ("cc", "gcc", "clang")
+# What pools of ranges, and tensors that outlast them, need of PyTorch.
+PYTORCHS = ("_cuda_customAllocator", "_construct_storage_from_data_pointer")
 # PyTorch gets memory from one range at a time.
 _ONE_AT_A_TIME = RLock()
 _giving: "list[_Range | None]" = [None]
@@ -277,5 +279,7 @@ def _try_out(driver: VirtualMemory) -> None:
     driver.read(tried.first, found)
     if not torch.equal(found, sent):
         raise DeviceMemoryError("memory that left the device returned with another content")
+    for name in PYTORCHS:
+        getattr(torch._C, name)
     with tried.giving():
         pass
