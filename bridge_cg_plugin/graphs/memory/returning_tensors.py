@@ -3,6 +3,7 @@
 A copy of a model's weights on the device takes a millisecond, recordings at other addresses take a second.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...announce import LOGGER
-from .tensor_homes import Homes, Memory, RangeMemory, is_alone
+from .tensor_homes import Group, Memory, RangeMemory, groups_of, is_alone
 from .virtual_memory import DeviceMemoryError
 
 
@@ -24,7 +25,8 @@ class ReturningTensors:
 
     def __init__(self, device: torch.device, new_memory: Callable[[torch.device], Memory] = RangeMemory) -> None:
         self._device, self._new_memory = device, new_memory
-        self._homes: Homes | None = None
+        # One after the other is brought there, so that there are two copies of one of them at a time.
+        self._groups: list[Group] = []
 
     def settle(self, moved: Sequence[Tensor]) -> None:
         """Give tensors memory at their own addresses, with the values that they have.
@@ -44,15 +46,28 @@ class ReturningTensors:
             self._release_unused()
 
     def _settle(self, moved: Sequence[Tensor]) -> None:
-        if not moved or (self._homes is not None and self._homes.have(moved)):
+        if not moved or self._have(moved):
             return
-        if self._homes is not None and not self._homes.fit(moved):
-            self._homes = None  # its memory goes back once nobody is there
+        if not self._fit(moved):
+            self._groups = []  # their memory goes back once nobody is there
         if not all(map(self._can_be_moved, moved)):
             return
-        if self._homes is None:
-            self._homes = Homes(partial(self._new_memory, self._device), moved)
-        self._homes.bring()
+        self._groups = self._groups or [
+            Group(partial(self._new_memory, self._device), each) for each in groups_of(moved)
+        ]
+        for group in self._groups:
+            group.bring()
+
+    def _have(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether all tensors are there already: recordings of another state of the model were made elsewhere."""
+        there = set().union(*(group.addresses() for group in self._groups))
+        return all(tensor.data_ptr() in there for tensor in tensors)
+
+    def _fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these were there last time, as large, and nobody else holds what is at the addresses."""
+        known = [tensor for group in self._groups for tensor in group.tensors]
+        same = len(tensors) == len(known) and all(map(operator.is_, tensors, known))
+        return same and all(group.fits() for group in self._groups)
 
     def _can_be_moved(self, tensor: Tensor) -> bool:
         """Whether nobody else sees that a tensor gets other memory."""
@@ -65,7 +80,7 @@ class ReturningTensors:
         Raises:
             DeviceMemoryError: The driver failed.
         """
-        return 0 if self._homes is None else self._homes.release()
+        return sum(group.release() for group in self._groups)
 
     def _release_unused(self) -> None:
         try:
@@ -75,12 +90,11 @@ class ReturningTensors:
 
     def stop(self) -> None:
         """Give tensors that are at their addresses memory of PyTorch's, if there is room."""
-        if self._homes is None:
-            return
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self._homes.leave()
+                for group in self._groups:
+                    group.leave()
         except torch.OutOfMemoryError as error:
             LOGGER.info("weights stay where graphs read them: %s", error)
         self._release_unused()
-        self._homes = None
+        self._groups = []

@@ -1,6 +1,5 @@
 """Addresses for tensors that a loop gives other memory, in memory that leaves the device without them."""
 
-import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -96,16 +95,19 @@ class RangeMemory:
         torch.cuda.synchronize(self._device)
 
 
-class _Group:
+class Group:
     """Addresses of tensors that are given their memory together.
 
     Args:
         new_memory: Makes what has the addresses, of no other group.
         tensors: The tensors.
+
+    Attributes:
+        tensors: See above.
     """
 
     def __init__(self, new_memory: Callable[[], Memory], tensors: Sequence[Tensor]) -> None:
-        self._new_memory, self._tensors = new_memory, tuple(tensors)
+        self._new_memory, self.tensors = new_memory, tuple(tensors)
         self._memory: Memory | None = None
         self._homes: tuple[Tensor, ...] = ()
 
@@ -128,10 +130,10 @@ class _Group:
         """
         if self._memory is None:
             memory = self._new_memory()
-            self._homes, self._memory = tuple(memory.make(self._tensors)), memory
+            self._homes, self._memory = tuple(memory.make(self.tensors)), memory
         else:
             self._memory.restore()
-        _copy(self._tensors, self._homes)
+        _copy(self.tensors, self._homes)
         self._memory.wait()  # what they had is freed, perhaps on another stream than copies ran on
         for tensor, home in self._pairs():
             tensor.data = home
@@ -153,49 +155,10 @@ class _Group:
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Return each tensor with its memory here; nothing before they were given any."""
-        return zip(self._tensors, self._homes, strict=bool(self._homes))
+        return zip(self.tensors, self._homes, strict=bool(self._homes))
 
 
-class Homes:
-    """Addresses of tensors that were given other memory together.
-
-    One group after the other is brought there, so that there are two copies of one group at a time.
-
-    Args:
-        new_memory: Makes what has the addresses of a group.
-        tensors: The tensors.
-    """
-
-    def __init__(self, new_memory: Callable[[], Memory], tensors: Sequence[Tensor]) -> None:
-        self._tensors = tuple(tensors)
-        self._groups = [_Group(new_memory, group) for group in _groups_of(tensors)]
-
-    def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the tensors, as large as they were, and nobody else holds what is at the addresses."""
-        same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
-        return same and all(group.fits() for group in self._groups)
-
-    def have(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether all of these are here already: recordings of another state of the model were made elsewhere."""
-        here = set().union(*(group.addresses() for group in self._groups))
-        return all(tensor.data_ptr() in here for tensor in tensors)
-
-    def bring(self) -> None:
-        """See `_Group.bring`; some groups may be here where it fails."""
-        for group in self._groups:
-            group.bring()
-
-    def release(self) -> int:
-        """See `ReturningTensors.release`."""
-        return sum(group.release() for group in self._groups)
-
-    def leave(self) -> None:
-        """See `_Group.leave`."""
-        for group in self._groups:
-            group.leave()
-
-
-def _groups_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def groups_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield neighbours, as many as have `GROUP_BYTES`, and one at least."""
     group: list[Tensor] = []
     nbytes = 0
