@@ -135,7 +135,7 @@ class ReplayCheck:
         if result.forward <= self._tolerance and (result.gradient or 0.0) <= self._tolerance:
             announce(f"check passed, {text} (tolerance {self._tolerance:g})")
             return
-        text = f"check FAILED, {text}, above vision_cuda_graph_tuning.check_tolerance={self._tolerance:g}"
+        text = f"check FAILED, {text}, above {self._tolerance:g}"
         if self._stop:
             raise CheckFailedError(text)
         warn(text)
@@ -246,7 +246,7 @@ class EncoderRuns:
     def _checked(self, region: Region, batch: EncoderBatch) -> tuple[Tensor, ...] | None:
         """Replay a batch and compare it with eager."""
         options, step = self._options, self._manager.step_number
-        tolerance = options.check_tolerance or TOLERANCES[self._family.direct_attention.rounds_as_eager]
+        tolerance = TOLERANCES[self._family.direct_attention.rounds_as_eager]
         check = ReplayCheck(self._run, self._manager.undone, tolerance, options.strict, self.checks)
         check.start(step, batch)
         outputs = region.run(batch, check)

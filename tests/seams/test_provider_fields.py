@@ -42,7 +42,6 @@ VALUES = {
     "offload_min_bytes": 4096,
     "strict": True,
     "check_interval": 7,
-    "check_tolerance": 0.25,
     "deepstack_gradient_allreduce": True,
 }
 TUNING = {one.name for one in VISION.tuned}

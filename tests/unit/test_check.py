@@ -8,13 +8,20 @@ from bridge_cg_plugin.graphs.recordings.recording import Gradients
 from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
+from bridge_cg_plugin.vision import runs
 from bridge_cg_plugin.vision.runs import TOLERANCES, CheckFailedError
 
 from .test_gradients import DataParallel
 from .towers import assert_close, forward, graphs_on, loss_of, new_tower
 
 ROWS = [[1, 6, 4], [3, 4, 2], [1, 2, 8]]
-STRICT = {"check_interval": 1, "check_tolerance": 1e-4, "strict": True}
+STRICT = {"check_interval": 1, "strict": True}
+
+
+@pytest.fixture(autouse=True)
+def close(monkeypatch):
+    """On a CPU replays are nearer to eager than on a GPU."""
+    monkeypatch.setattr(runs, "TOLERANCES", dict.fromkeys((True, False), 1e-4))
 
 
 def corrupt_inputs(graphs):
@@ -90,13 +97,13 @@ def test_a_check_leaves_buffers_and_random_states_as_replays_do():
 
 
 def test_a_wrong_replay_warns_and_goes_on(caplog):
-    with graphs_on(new_tower(), check_interval=1, check_tolerance=1e-4, strict=False) as graphs:
+    with graphs_on(new_tower(), check_interval=1, strict=False) as graphs:
         corrupt_inputs(graphs)
         with caplog.at_level(logging.WARNING, "bridge_cg_plugin"):
             train_step(graphs)
         (message,) = warnings(caplog)
         assert "check FAILED, step 1" in message
-        assert "vision_cuda_graph_tuning.check_tolerance=0.0001" in message
+        assert message.endswith("above 0.0001")
         assert graphs.workload.checks[0].forward > 1e-4 and graphs.workload.checks[0].gradient > 1e-4
         train_step(graphs)
         assert len(graphs.workload.checks) == 2

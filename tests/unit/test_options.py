@@ -126,8 +126,6 @@ ACCEPTED = [
     ("strict", "1", True),
     ("check_interval", 0, 0),
     ("check_interval", "100", 100),
-    ("check_tolerance", 0.1, 0.1),
-    ("check_tolerance", "1e-3", 0.001),
 ]
 
 
@@ -203,11 +201,6 @@ REFUSED = [
     ("strict", []),
     ("check_interval", -1),
     ("check_interval", True),
-    ("check_tolerance", float("nan")),
-    ("check_tolerance", 0),
-    ("check_tolerance", "nan"),
-    ("check_tolerance", -0.1),
-    ("check_tolerance", False),
 ]
 
 
