@@ -7,7 +7,7 @@ captures. PyTorch finds memory by address over all pools: nothing that it knows 
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -181,8 +181,10 @@ def _named(block: tuple[int, int]) -> str:
     """Return in words the tensor that has a block."""
     address, size = block
     for each in gc.get_objects():
-        if type(each) in (Tensor, nn.Parameter) and each.is_cuda and address <= each.data_ptr() < address + size:
-            return f"a tensor {list(each.shape)} of {each.dtype}"
+        if type(each) in (Tensor, nn.Parameter) and each.is_cuda:
+            with suppress(RuntimeError):  # of one without a storage
+                if address <= each.data_ptr() < address + size:
+                    return f"a tensor {list(each.shape)} of {each.dtype}"
     return f"{size} bytes"
 
 
