@@ -115,7 +115,7 @@ def test_a_step_says_nothing_that_eager_does_not(tmp_path):
 
 
 def capture_failing_on(rank, error, strict):
-    """Let one rank's second bucket fail in its warm-up, or in what would be its capture."""
+    """Let one rank's first bucket fail in its warm-up, or in what would be its capture."""
     model = new_tower()
     helper = helper_on(model, strict=strict)
     executor = helper.graphs.executor
@@ -123,7 +123,7 @@ def capture_failing_on(rank, error, strict):
 
     def record(body, pool):
         calls.append(body)
-        if distributed.get_rank() == rank and len(calls) == 2:
+        if distributed.get_rank() == rank and len(calls) == 1:
             raise error
         return original(body, pool)
 
