@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.memory.pools import NoMemory
+from bridge_cg_plugin.graphs.memory.virtual_memory import DeviceMemoryError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.recordings.recording import NotifyingRecording
@@ -132,3 +134,16 @@ def test_whoever_tells_of_replays_holds_nothing_of_the_capture():
     made = NotifyingRecording(Recorded(), pytest.fail, "toy")
     made.record_backward()
     assert made.outputs[0].item() == 1
+
+
+class WithoutAddresses(NoMemory):
+    def begin(self):
+        raise DeviceMemoryError("cuMemAddressReserve: CUDA_ERROR_OUT_OF_MEMORY")
+
+
+def test_a_recording_without_addresses_fails_as_others_do(monkeypatch):
+    monkeypatch.setattr(ReferenceExecutor, "new_memory", lambda executor: WithoutAddresses())
+    region = new_region(ToyProgram(Toy()), ReferenceExecutor(), [Bucket(4)])
+    with pytest.raises(CaptureError, match="bucket 4: cuMemAddressReserve"):
+        region.capture()
+    assert not region.captured

@@ -222,8 +222,9 @@ class Chain:
     def _record_parts(
         self, index: int, parts: Sequence[tuple[Part, Source]], bucket: Bucket, mode: Mode, briefly: bool
     ) -> None:
-        first, pool = parts[0][0], self.common(index).memory.begin()
+        first = parts[0][0]
         with first.recording(bucket):
+            pool = self.common(index).memory.begin()
             bodies = [part.warmed_up(source, part.slot(index), bucket, mode, briefly=briefly) for part, source in parts]
             kept = self.offloading.prepare_chain(self._executor, bodies, index)
             for body, activations in zip(bodies, kept, strict=True):

@@ -120,8 +120,8 @@ class Recorder:
         record_warmed_up(record, mode in source.warm, self.name, bucket)
 
     def _record_once(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, briefly: bool) -> None:
-        pool = slot.memory_of(mode.gradients).begin()
         with self.recording(bucket):
+            pool = slot.memory_of(mode.gradients).begin()
             body = self.warmed_up(source, slot, bucket, mode, briefly)
             if self.offloading is not None and mode.gradients:
                 body.activations = self.offloading.prepare(self.executor, body, slot.index)
