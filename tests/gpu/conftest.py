@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -130,6 +131,14 @@ def model(tower_module):
     made = tower_module.build_tower(layers=LAYERS)
     yield made
     made.__dict__.pop("forward", None)
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "expandable"])
+def set_segments(request):
+    """Return a function that sets how PyTorch makes segments, as loops do between generation and training."""
+    change = torch.cuda.memory._set_allocator_settings
+    yield partial(change, f"expandable_segments:{request.param}")
+    change("expandable_segments:False")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.memory.pools import Arena, ArenaPool
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.recording import RegionBody
 from bridge_cg_plugin.graphs.region import Region
 
@@ -116,18 +117,9 @@ def test_two_slots_interleave_and_a_bucket_goes(tower_module, model, grads, grap
     assert graphs.statistics().replays == 5 and not graphs.statistics().fallbacks
 
 
-@pytest.fixture
-def expandable():
-    """Set how PyTorch makes segments, as loops do between generation and training."""
-    change = torch.cuda.memory._set_allocator_settings
-    yield lambda value: change(f"expandable_segments:{value}")
-    change("expandable_segments:False")
-
-
 @pytest.mark.first
-@pytest.mark.parametrize("segments", [False, True], ids=["plain", "expandable"])
-def test_others_allocate_and_free_during_captures(tower_module, model, grads, graphs_of, check, expandable, segments):
-    expandable(segments)
+def test_others_allocate_and_free_during_captures(tower_module, model, grads, graphs_of, check, set_segments):
+    set_segments()
     stop, wrong = threading.Event(), []
 
     def others():
@@ -165,8 +157,6 @@ def test_a_capture_that_fails_in_the_middle_leaves_memory_as_it_was(tower_module
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("made to fail")
         return backward(body)
-
-    from bridge_cg_plugin.graphs.planning.buckets import Bucket
 
     (small,) = region.buckets
     larger = Bucket(2048, (small.limits[0], 2048))

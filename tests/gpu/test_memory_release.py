@@ -87,18 +87,9 @@ class LargeGraph(SmallGraph):
     rows = LARGE // 8
 
 
-@pytest.fixture
-def expandable():
-    """Set how PyTorch makes segments, as loops do between generation and training."""
-    change = torch.cuda.memory._set_allocator_settings
-    yield lambda value: change(f"expandable_segments:{value}")
-    change("expandable_segments:False")
-
-
 @pytest.mark.first
-@pytest.mark.parametrize("segments", [False, True], ids=["plain", "expandable"])
-def test_a_graph_stays_valid_while_its_memory_comes_and_goes(expandable, segments):
-    expandable(segments)
+def test_a_graph_stays_valid_while_its_memory_comes_and_goes(set_segments):
+    set_segments()
     SmallGraph().replay()  # libraries and kernels stay
     torch.cuda.empty_cache()
     close_left()
