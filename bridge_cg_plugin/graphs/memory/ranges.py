@@ -129,6 +129,15 @@ class AddressRange:
         """Let what is taken next lie at the beginning, over what was taken before."""
         self._range.cursor = 0
 
+    def grow(self, nbytes: int) -> None:
+        """Put memory behind the first `nbytes`, where there is none.
+
+        Raises:
+            NoDeviceMemory: There is not enough.
+            DeviceMemoryError: The driver failed, or there are fewer addresses.
+        """
+        self._check(self._library.bridge_cg_grow(self._range, nbytes))
+
     def keep(self, nbytes: int) -> None:
         """Give whole pieces of device memory back that lie behind the first `nbytes`.
 
@@ -137,7 +146,7 @@ class AddressRange:
         """
         if nbytes < self.nbytes:
             self._driver.wait()
-            self._check(self._library.bridge_cg_shrink(self._range, nbytes))
+            self._shrink(nbytes)
 
     def release(self) -> int:
         """Take the memory off the device; returns how many bytes left.
@@ -154,7 +163,7 @@ class AddressRange:
                 self._content = self._driver.host_memory(left)
             self._driver.read(self.first, self._content[:left])
         self._left_bytes, self.away = left, True
-        self.keep(0)
+        self._shrink(0)
         return left
 
     def restore(self) -> None:
@@ -166,10 +175,13 @@ class AddressRange:
         """
         if not self.away:
             return
-        self._check(self._library.bridge_cg_grow(self._range, self._left_bytes))
+        self.grow(self._left_bytes)
         if self._content is not None:
             self._driver.write(self.first, self._content[: self._left_bytes])
         self.away = False
+
+    def _shrink(self, nbytes: int) -> None:
+        self._check(self._library.bridge_cg_shrink(self._range, nbytes))
 
     def _check(self, status: int) -> None:
         if status:
@@ -270,7 +282,7 @@ def _try_out(driver: VirtualMemory) -> None:
         DeviceMemoryError: The driver failed, or content did not come back.
     """
     tried = AddressRange(driver, driver.granularity, keeps=True)
-    tried._check(tried._library.bridge_cg_grow(tried._range, driver.granularity))
+    tried.grow(driver.granularity)
     sent = torch.arange(driver.granularity, dtype=torch.int64).to(torch.uint8)
     driver.write(tried.first, sent)
     tried.release()

@@ -52,7 +52,7 @@ class ReturningPlace:
 
     def fill(self, storage: UntypedStorage, nbytes: int, resize: Resize) -> None:
         """See `Place`. Without room here, the storage gets memory as PyTorch gives it, or PyTorch's error."""
-        if self._driver is None or not self._there(nbytes):
+        if not self._there(nbytes):
             resize(storage, nbytes)
             return
         assert self._addresses is not None and self._pool is not None

@@ -79,9 +79,7 @@ class RangeMemory:
 
     def release(self) -> int:
         """See `Memory`."""
-        if self._addresses is None or not self._addresses.nbytes:
-            return 0
-        return self._addresses.release()
+        return 0 if self._addresses is None else self._addresses.release()
 
     def restore(self) -> None:
         """See `Memory`."""
