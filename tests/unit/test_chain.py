@@ -324,9 +324,12 @@ class Gaps(ReferenceExecutor):
         class Memory(NoMemory):
             @property
             def nbytes(self):
-                return executor.nbytes if executor.recorded <= executor.parts else 0
+                return executor.taken()
 
         return Memory()
+
+    def taken(self):
+        return self.nbytes if self.recorded <= self.parts else 0
 
 
 def test_a_slot_that_takes_more_than_its_target_has_all_parts_recorded_again():

@@ -12,7 +12,7 @@ from bridge_cg_plugin.graphs.recordings.recording import NotifyingRecording
 
 from ..regions import new_region
 from .packed_parts import LARGE, new_model, on_parts, results
-from .test_chain import target_of
+from .test_chain import Gaps, target_of
 from .test_region import Grudging
 from .toy import Toy, ToyProgram, loss_of, toy_batch
 
@@ -96,28 +96,17 @@ def test_a_microbatch_in_flight_keeps_its_memory_though_its_state_is_forgotten()
     assert slot.free
 
 
-class Full(ReferenceExecutor):
-    """Recordings of all parts that move activations for the first time take too much, others nothing."""
-
-    def __init__(self, nbytes, parts):
-        super().__init__()
-        self.nbytes, self.parts, self.recorded = nbytes, parts, 0
+class MarkedGaps(Gaps):
+    """Its memory stays as large as it was, until it is given back."""
 
     def new_memory(self):
         return Marked(self)
-
-    def record_forward(self, body, pool):
-        self.recorded += body.activations is not None
-        return super().record_forward(body, pool)
-
-    def taken(self):
-        return self.nbytes if self.recorded <= self.parts else 0
 
 
 def test_a_chain_that_took_too_much_is_measured_anew():
     model = new_model()
     target = target_of(model, ("attn",), 0.8)
-    executor = Full(int(1.05 * target * 2**30), parts=3)
+    executor = MarkedGaps(int(1.05 * target * 2**30))
     with on_parts(model, offload=None, executor=executor, offload_above_gb=target, buckets=[512]) as graphs:
         results(model, LARGE)
         assert not graphs.statistics().fallbacks and executor.recorded > 3
