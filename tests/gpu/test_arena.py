@@ -111,7 +111,8 @@ def test_two_slots_interleave_and_a_bucket_goes(tower_module, model, grads, grap
         assert all(map(equal, found[0], again))
         assert tower_module.largest_relative(found[1], grads.copy()) <= 3e-2
     before = memories(graphs)[0].nbytes
-    region.drop(max(region.buckets))
+    for bucket in [bucket for bucket in region.buckets if bucket.tokens == 2048]:
+        region.drop(bucket)
     assert memories(graphs)[0].nbytes < before
     check(graphs, [(1, 28, 28)])
     assert graphs.statistics().replays == 5 and not graphs.statistics().fallbacks
