@@ -1,5 +1,6 @@
 """Memory of graphs that leaves the GPU between training steps and returns to the same addresses."""
 
+import gc
 import time
 
 import pytest
@@ -28,10 +29,13 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def canary(nbytes: int) -> torch.Tensor:
-    """Take free memory as somebody else would, full of sevens; no cached memory of PyTorch's."""
+def canary(leaving: int) -> torch.Tensor:
+    """Take all memory but some bytes, as somebody else would, full of sevens: no cached or closing memory is left."""
+    gc.collect()
+    torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    return torch.full((nbytes,), 7, dtype=torch.uint8, device="cuda")
+    close_left()
+    return torch.full((free_bytes() - leaving,), 7, dtype=torch.uint8, device="cuda")
 
 
 def alive(bird: torch.Tensor) -> bool:
@@ -104,7 +108,7 @@ def test_a_graph_stays_valid_while_its_memory_comes_and_goes(set_segments):
     for _ in range(3):
         assert made.release() == held
         assert free_bytes() - before >= held - SLACK
-        bird = canary(free_bytes() - 512 * MB)
+        bird = canary(512 * MB)
         torch.cuda.synchronize()
         assert alive(bird)
         del bird
@@ -137,7 +141,7 @@ def test_16_gib_leave_and_return_in_a_tenth_of_a_second():
 
 
 def test_a_capture_without_memory_fails_as_others_do():
-    bird = canary(free_bytes() - 384 * MB)  # the static input fits, what is made of it does not
+    bird = canary(384 * MB)  # the static input fits, what is made of it does not
     with pytest.raises(OutOfMemoryInCapture):
         SmallGraph()
     assert alive(bird)
@@ -240,8 +244,7 @@ def test_without_room_a_step_runs_eager_and_a_later_one_replays(tower_module, to
     grads.zero()
     expected = [output.clone() for output in tower_module.step(model, batch)]
     held = helper.graphs.release_memory()
-    torch.cuda.empty_cache()
-    bird = canary(free_bytes() - held + 64 * MB)
+    bird = canary(held - 64 * MB)
     for _ in range(2):
         with helper.graphs.step():
             assert all(map(torch.equal, tower_module.step(model, batch), expected))
@@ -281,7 +284,7 @@ def test_weights_given_other_memory_return_to_the_addresses_of_graphs(tower_modu
             assert (left := helper.graphs.release_memory()) > sum(weight.nbytes for weight in weights)
             torch.cuda.empty_cache()
             assert free_bytes() - free >= left - SLACK
-            bird = canary(left)
+            bird = canary(512 * MB)
             seconds.append(captured)
             assert alive(bird)
             del bird
@@ -329,7 +332,7 @@ def test_weights_without_room_take_no_memory():
     returning = ReturningTensors(device)
     weights = [torch.randn(64 * MB, device=device) for _ in range(8)]
     values, before = [weight.cpu() for weight in weights], [weight.data_ptr() for weight in weights]
-    bird = canary(free_bytes() - 1024 * MB)
+    bird = canary(1024 * MB)
     free = free_bytes()
     for _ in range(3):
         returning.settle(weights)
