@@ -144,7 +144,7 @@ def test_a_weight_of_two_modules_stays_on_the_main_stream(gemm):
 
 def test_a_bias_that_was_used_once_has_its_gradient_computed_beside(gemm):
     side, module = Recorder(), Linear()
-    side.begin()
+    side.forget()
     with side.active(), side_weight_gradients([module]):
         used(module)
     with side.active(), side_weight_gradients([module]):  # the backward, on the same side stream
@@ -154,7 +154,7 @@ def test_a_bias_that_was_used_once_has_its_gradient_computed_beside(gemm):
 
 def test_a_biass_gradient_is_cast_beside_and_not_by_autograd_on_the_main_stream(gemm):
     side, module = Recorder(), Linear().bfloat16()
-    side.begin()
+    side.forget()
     with side.active(), side_weight_gradients([module]):
         used(module)
         _, (_, gradient, *_) = weight_gradient(module, bias=module.bias)
@@ -165,7 +165,7 @@ def test_a_biass_gradient_is_cast_beside_and_not_by_autograd_on_the_main_stream(
 
 def test_a_large_bias_is_added_at_once_and_so_stays_on_the_main_stream(gemm):
     side, module = Recorder(), Linear(width=SMALL + 1)
-    side.begin()
+    side.forget()
     with side.active(), side_weight_gradients([module]):
         used(module)
         weight_gradient(module, bias=module.bias)

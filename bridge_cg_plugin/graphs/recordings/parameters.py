@@ -10,8 +10,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from ...upstream_types import MegatronParameter
 from ..changes.dict_watch import WATCHER
 from ..instance import every_module
-from .side_stream import Root
 
+# Where a backward begins: an output, or its place in the autograd graph where the output's memory is not kept.
+Root = Tensor | GradientEdge
 # Marks an alias whose gradient autograd hands on.
 HANDED = "_handed_on"
 
@@ -76,9 +77,7 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
     return alias
 
 
-def reach_of(
-    roots: Sequence[Root | None], targets: Mapping[int, Tensor], links: Mapping[Node, Node]
-) -> tuple[frozenset[int], ...]:
+def reach_of(roots: Sequence[Root | None], targets: Mapping[int, Tensor]) -> tuple[frozenset[int], ...]:
     """Return the places of the targets that a backward from each root reaches; None has no backward.
 
     A function that gives an input no gradient counts as one that does: only its backward shows it.
@@ -86,24 +85,18 @@ def reach_of(
     Args:
         roots: Where the backward through each output begins.
         targets: Leaves that require gradients, by place.
-        links: Nodes at which a graph ends, with those from which the backward goes on.
     """
     places = {get_gradient_edge(target).node: place for place, target in targets.items()}
     if not places:  # as in megatron-core's training: `main_grad` takes all
         return (frozenset(),) * len(roots)
-    return tuple(frozenset() if root is None else _reached(_node(root), places, links) for root in roots)
+    return tuple(frozenset() if root is None else _reached(root, places) for root in roots)
 
 
-def _node(root: Root) -> Node:
-    return (root if isinstance(root, GradientEdge) else get_gradient_edge(root)).node
-
-
-def _reached(start: Node, places: Mapping[Node, int], links: Mapping[Node, Node]) -> frozenset[int]:
+def _reached(root: Root, places: Mapping[Node, int]) -> frozenset[int]:
+    start = (root if isinstance(root, GradientEdge) else get_gradient_edge(root)).node
     seen, waiting = {start}, [start]
     while waiting:
-        node = waiting.pop()
-        following = [*(after for after, _ in node.next_functions), links.get(node)]
-        fresh = {after for after in following if after is not None} - seen
+        fresh = {after for after, _ in waiting.pop().next_functions if after is not None} - seen
         seen |= fresh
         waiting += fresh
     return frozenset(places[node] for node in places.keys() & seen)

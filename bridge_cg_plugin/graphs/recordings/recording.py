@@ -1,7 +1,5 @@
 """One region at one bucket: the work that is recorded, and its two ways of being replayed."""
 
-import functools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,8 +22,8 @@ from ..replays.streams import ReplayStream
 from .activations import Activations
 from .capture import capture_graph
 from .layer_kinds import one_layer_of_each_kind
-from .parameters import ParameterAliases, reach_of
-from .side_stream import Root, SideStream
+from .parameters import ParameterAliases, Root, reach_of
+from .side_stream import SideStream
 
 MAIN_STREAM = ReplayStream()
 # What stands in for others while a region is recorded, as kernels and a side stream, does so for the whole process.
@@ -143,7 +141,7 @@ class RegionBody:
         """Run forward, keeping its autograd graph for `backward` when gradients are wanted."""
         buffers, leaves = dict(self._buffers), []
         if self._side is not None:
-            self._side.begin(side_outputs=self.activations is None)
+            self._side.forget()
         handed = () if self._sinks is None else self._sinks.handed
         with (
             ONE_THREAD,
@@ -173,7 +171,7 @@ class RegionBody:
         """Return where the backward through an output begins, None where there is none."""
         if not output.requires_grad:
             return None
-        return output if self._border is None or self._side is not None else get_gradient_edge(output)
+        return output if self._border is None else get_gradient_edge(output)
 
     def _at_border(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor of this pass where it may stay."""
@@ -190,7 +188,7 @@ class RegionBody:
         pairs = [(r, g) for r, g in zip(roots, self.output_gradients, strict=True) if r is not None]
         main_grads = (*repeat(None, len(leaves)), *self._sinks.main_grads)
         handed_on = {i: t for i, (t, g) in enumerate(zip(targets, main_grads, strict=True)) if g is None}
-        reach = reach_of(roots, handed_on, {} if self._side is None else self._side.links)
+        reach = reach_of(roots, handed_on)
         restoring = nullcontext() if self.activations is None else self.activations.restoring()
         with (
             ONE_THREAD,
@@ -202,23 +200,11 @@ class RegionBody:
             self._program.recording(),
             restoring,
         ):
-            found = self._differentiated(pairs, targets)
-        gradients, split = tuple(map(_sum, zip(*found, strict=True))), len(leaves)
+            gradients = _differentiated(pairs, targets)
+        split = len(leaves)
         inputs = enumerate(gradients[:split])
         at_border = tuple(None if g is None else self._at_border(f"input_gradient:{i}", g) for i, g in inputs)
         return Gradients(at_border, self._sinks.returned(gradients[split:]), reach)
-
-    def _differentiated(
-        self, pairs: Sequence[tuple[Root, Tensor]], targets: Sequence[Tensor]
-    ) -> list[tuple[Tensor | None, ...]]:
-        """Return the targets' gradients through each side output, and through all other outputs."""
-        found: list[tuple[Tensor | None, ...]] = []
-        if self._side is not None:
-            pairs, found = self._side.differentiate(pairs, targets)
-        if pairs:
-            outputs, gradients = zip(*pairs, strict=True)
-            found.append(torch.autograd.grad(outputs, targets, gradients, allow_unused=True))
-        return found or [(None,) * len(targets)]  # as where adapters, all that is trained, are switched off
 
     def one_layer_of_each_kind(self) -> AbstractContextManager[None]:
         """Be around passes whose values nobody reads: see `layer_kinds`."""
@@ -305,9 +291,12 @@ def _own_saved_tensors() -> AbstractContextManager[None]:
     return saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
 
 
-def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    there = [gradient for gradient in gradients if gradient is not None]
-    return functools.reduce(operator.add, there) if there else None
+def _differentiated(pairs: Sequence[tuple[Root, Tensor]], targets: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Return the targets' gradients; none where nothing is trained, as where adapters are switched off."""
+    if not pairs:
+        return (None,) * len(targets)
+    outputs, gradients = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, targets, gradients, allow_unused=True)
 
 
 class ReferenceRecording:

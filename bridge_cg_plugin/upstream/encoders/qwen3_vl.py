@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -16,12 +15,7 @@ from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limi
 from ...graphs.instance import every_module
 from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers
-from ...graphs.recordings.side_stream import (
-    current_side_stream,
-    output_on_side_stream,
-    run_on_side_stream,
-    start_on_side_stream,
-)
+from ...graphs.recordings.side_stream import run_on_side_stream
 from ...graphs.workload import Call
 from ...upstream_types import UpstreamModule
 from ...vision.adapter import EncoderFamily, OtherAttention, RecordingKernels, encoder_call
@@ -37,7 +31,6 @@ from ..kernels.side_products import side_weight_gradients, side_workspace
 from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
 from ..random_states import usable_random_states
 from ..seams.own_code import as_shipped
-from ..seams.registry import seam
 from ..wrappers import overridden
 from .direct_attention import direct_attention, direct_attention_refusal, flash_attention, flash_attention_refusal
 
@@ -89,27 +82,6 @@ class _PatchConvolution(Function):
         return None, None, weight, bias
 
 
-_, MERGERS = seam("vision_block_parts").attributes
-
-
-@contextmanager
-def side_mergers(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Run deepstack mergers and their backward concurrently with the layers that follow them.
-
-    Mergers of tensor-parallel ranks reduce sums, which stay in the order of all others on the main stream.
-    """
-    with ExitStack() as stack:
-        for module in every_module(modules) if current_side_stream() is not None else ():
-            for merger in getattr(module, MERGERS, ()):
-                if (getattr(merger.config, "tensor_model_parallel_size", None) or 1) == 1:
-                    stack.enter_context(overridden(merger, "forward", partial(_on_side_stream, merger.forward)))
-        yield
-
-
-def _on_side_stream(original: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
-    return output_on_side_stream(original, hidden_states)
-
-
 @dataclass(frozen=True, slots=True)
 class _Located:
     """What follows from `grid_thw` alone, before the first layer.
@@ -142,11 +114,10 @@ class Qwen3VLEncoder(GridProgram):
         _, largest = bucket.limits
         guarded, table = buffers["grid"], model.pos_embed.weight
         grid, is_table = images(guarded), as_shipped(model.pos_embed, "forward")
-        locating = start_on_side_stream(lambda: self._located(grid, guarded, bucket), grid, guarded, table)
+        located = self._located(grid, guarded, bucket)
         trains = is_table and torch.is_grad_enabled() and table.requires_grad
         places = run_on_side_stream(lambda: scatter(table, grid, bucket.tokens), grid) if trains else None
         hidden = model.patch_embed(buffers["pixels"])
-        located = locating.result()
         values = located.embeddings
         if not is_table:
             values = embedded(model.pos_embed, model.num_grid_per_side, table.dtype, located.positions)
@@ -263,7 +234,7 @@ def fused_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
         CaptureError: Dropout draws from random states that a graph cannot use.
     """
     forget_attention_selection()
-    with usable_random_states(modules), side_workspace(), side_mergers(modules), ExitStack() as stack:
+    with usable_random_states(modules), side_workspace(), ExitStack() as stack:
         for kernels in (fused_rotary, fused_layer_kernels) if kernels_available() else ():
             stack.enter_context(kernels(modules))
         yield
