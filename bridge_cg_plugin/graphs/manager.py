@@ -164,10 +164,10 @@ class GraphManager:
     def _run_parts(self, parts: Parts, call: Call, eager: Eager) -> Any:
         """Run the module's forward, whose parts replay in one slot, or none does."""
         self._await_parameters()
-        slot = parts.common_slot(call.batch) if call.refusal is None else call.refusal
-        if not isinstance(slot, Fallback):
-            return parts.run(call.batch, slot, eager)
-        self._refuse(call, slot)
+        decided = parts.decide(call.batch) if call.refusal is None else call.refusal
+        if not isinstance(decided, Fallback):
+            return parts.run(call.batch, decided, eager)
+        self._refuse(call, decided)
         return self.workload.run_eager(call, eager)
 
     def _run_eager(self, call: Call, eager: Eager) -> Any:

@@ -5,7 +5,7 @@ A microbatch replays all parts or none, in one slot.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,7 @@ from .fallback import Fallback
 from .instance import InstanceMethod
 from .piece import Answer, CallSite
 from .region import Region
-
-
-class _Chosen(NamedTuple):
-    """A batch that all parts replay, and the slot in which they do."""
-
-    batch: Any
-    slot: int
+from .replays.replay import Replay
 
 
 class Parts:
@@ -43,7 +37,10 @@ class Parts:
         self._slots, self._looking_once = slots, looking_once
         self._regions: list[Region] = []
         self._methods: list[InstanceMethod] = []
-        self._current: _Chosen | None = None
+        # Of the microbatch under way: itself, and what was decided for the parts that have not run yet.
+        self._batch: Any = None
+        self._decided: dict[Region, Replay] = {}
+        self._slot = 0
         self._untraced: Callable[..., tuple[Tensor, ...] | None] = torch.compiler.disable(self.replay)
 
     @property
@@ -70,28 +67,29 @@ class Parts:
         # What stood in for the attributes holds this object: regions are given back now, not by a collection.
         self._methods, self._regions, self.followers = [], [], []
 
-    def common_slot(self, batch: Any) -> int | Fallback:
-        """Return a slot in which every part can replay the batch; without one, the first part's reason."""
-        free = self._free_slot()
+    def decide(self, batch: Any) -> dict[Region, Replay] | Fallback:
+        """Return how every part replays the batch, all in one slot; without one, the first part's reason."""
+        free = next((i for i in range(self._slots) if all(region.is_free(i) for region in self._regions)), None)
         if free is None and self._chained:
             return Fallback.NO_FREE_SLOT
-        slot = free or 0
+        decided, reason = {}, None
         with self._looking_once():
-            reasons = [region.why_not(batch, slot) for region in self._regions]  # each records what it was asked for
-        return next((reason for reason in reasons if reason is not None), slot)
+            for region in self._regions:  # each records what it was asked for
+                found = region.decide(batch, free or 0)
+                if isinstance(found, Fallback):
+                    reason = reason or found
+                else:
+                    decided[region] = found
+        return decided if reason is None else reason
 
-    def _free_slot(self) -> int | None:
-        """Return the first slot that is free in every part, None without one."""
-        free = (index for index in range(self._slots) if all(region.is_free(index) for region in self._regions))
-        return next(free, None)
-
-    def run(self, batch: Any, slot: int, eager: Callable[[], Any]) -> Any:
-        """Run the module's forward, whose parts replay the batch in a slot."""
-        self._current = _Chosen(batch, slot)
+    def run(self, batch: Any, decided: dict[Region, Replay], eager: Callable[[], Any]) -> Any:
+        """Run the module's forward, whose parts replay the batch as was decided."""
+        self._batch, self._decided = batch, decided
+        self._slot = next(iter(decided.values())).slot.index
         try:
             return eager()
         finally:
-            self._current = None
+            self._batch, self._decided = None, {}
             for follower in self.followers:
                 follower.outputs = None
 
@@ -99,12 +97,20 @@ class Parts:
         """Return the outputs of a part's replay; None where it runs eager. The first part loads the batch for all."""
         if torch.compiler.is_dynamo_compiling():  # as in `GraphManager`, where a loop compiles around the part alone
             return None if region.is_in_one_graph() else self._untraced(region, hidden)
-        if self._current is None:
+        if self._batch is None:
             return None
-        batch, slot = self._current
-        outputs = region.run(batch.of_part(hidden), index=slot)
-        if outputs is not None and not batch.loaded:
-            self._current = _Chosen(batch.once_loaded(), slot)
+        batch = self._batch.of_part(hidden)
+        decided = self._decided.pop(region, None)
+        if decided is None or not region.still_holds(decided, batch):
+            # What one part has loaded for all must not be overwritten: nothing is recorded now.
+            again = region.decide(batch, self._slot, records=False)
+            if isinstance(again, Fallback):
+                region.fell_back(again, batch)
+                return None
+            decided = again
+        outputs = decided.run(batch)
+        if not self._batch.loaded:
+            self._batch = self._batch.once_loaded()
         return outputs
 
 

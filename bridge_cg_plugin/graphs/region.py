@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,33 +20,18 @@ from .planning.buckets import Bucket, choose
 from .rank_consensus import SingleRank
 from .recordings.chained_recordings import ChainedRecordings
 from .recordings.executor import Executor
-from .recordings.late_recordings import LateRecordings, Wish
-from .recordings.recorder import Place as Recordable
-from .recordings.recorder import Recorder
+from .recordings.recorder import Recordings, Wish
 from .recordings.recording import TRAINING, Mode
-from .replays.replay import BackwardObserver, replay, replay_in_range
+from .replays.replay import BackwardObserver, Replay
 from .replays.slot import Slot
-from .reports import ranges
 from .reports.statistics import BucketStatistics, Progress, RegionStatistics
 from .seen_operations import is_one_graph, operations_are_seen
-
-# Where a batch is replayed: its recording, the sources, source, slot and bucket of that, and whether a backward may
-# follow.
-Place = tuple[Recorded, Sources, Source, Slot, Bucket, bool]
-
 
 LEAST = Bucket(1)
 # Returns the hooks on tensors that autograd saves, None without any.
 HOOKS_ON_SAVED_TENSORS = torch._C._autograd._top_saved_tensors_default_hooks
 # Names that the hooks of a non-reentrant checkpoint on saved tensors begin with; other packages copy PyTorch's.
 CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
-
-
-class _Made(NamedTuple):
-    """What a capture makes besides slots."""
-
-    sources: Sources
-    late: LateRecordings
 
 
 class Region:
@@ -75,20 +60,20 @@ class Region:
         watch: ModelWatch | None = None,
         strict: bool = False,
     ) -> None:
-        around = surroundings or Surroundings()
+        self._around = surroundings or Surroundings()
         if min(piece.buckets, default=LEAST).tokens < 1 or not (piece.buckets or piece.growth):
             raise ValueError(f"a region needs buckets of at least 1 token, got {[str(b) for b in piece.buckets]}")
-        if around.slots < 1:
-            raise ValueError(f"slots must be at least 1, got {around.slots}")
+        if self._around.slots < 1:
+            raise ValueError(f"slots must be at least 1, got {self._around.slots}")
         self.program, self._piece, self._growth = piece.program, piece, piece.growth
         self.executor = executor
         self.buckets = self._ordered(piece.buckets)
-        self.slot_count = around.slots
+        self.slot_count = self._around.slots
         self.statistics = RegionStatistics()
-        self._before_replay, self._reduction = around.before_replay, around.reduction
-        self._offloading, self._consensus, self._strict = piece.offloading, around.consensus, strict
+        self._consensus, self._strict = self._around.consensus, strict
         self._watch, self._given_watch = watch, watch
-        self._made: _Made | None = None
+        self._sources: Sources | None = None
+        self._recordings: Recordings | None = None
         self._slots: list[Slot] = []
         self._warned: set[str] = set()
 
@@ -104,12 +89,25 @@ class Region:
         Raises:
             RuntimeError: Nothing is captured.
         """
-        return self._captured().sources
+        if self._sources is None:
+            raise RuntimeError(f"{self.program.name} is not captured")
+        return self._sources
+
+    @property
+    def recordings(self) -> Recordings:
+        """The slots and recordings.
+
+        Raises:
+            RuntimeError: Nothing is captured.
+        """
+        if self._recordings is None:
+            raise RuntimeError(f"{self.program.name} is not captured")
+        return self._recordings
 
     @property
     def readiness(self) -> tuple[int, list[int]]:
         """Which recorded state the model is in, 0 for none, and the slots that microbatches hold."""
-        state = 0 if self._made is None else self._made.sources.recorded_state(torch.is_grad_enabled())
+        state = 0 if self._sources is None else self._sources.recorded_state(torch.is_grad_enabled())
         return state, [slot.index for slot in self._slots if not slot.free]
 
     def capture(self, progress: Progress | None = None) -> None:
@@ -127,47 +125,36 @@ class Region:
         progress = progress or Progress(self.program.name, 1)
         self.reset()
         self.statistics.buckets = {bucket: BucketStatistics() for bucket in self.buckets}
-        slots: list[Slot] = []
+        executor, chain = self.executor, self._piece.chain
         try:
-            self._watch = self._given_watch or ModelWatch(self.program.modules())
-            sources = Sources(
-                self.program, self._watch, self.executor.device, self._reduction, self.executor.returning_tensors()
-            )
-            recorder, grows = Recorder(self._piece, self.executor, self._watch), self._growth is not None
-            kind = LateRecordings if self._piece.chain is None else partial(ChainedRecordings, self._piece.chain)
-            late = kind(
-                recorder, sources, slots, self.statistics, self._consensus, self._strict, self._before_replay, grows
-            )
-            self._made = _Made(sources, late)
+            watch = self._watch = self._given_watch or ModelWatch(self.program.modules())
+            returning = executor.returning_tensors()
+            sources = Sources(self.program, watch, executor.device, self._around.reduction, returning)
+            kind = Recordings if chain is None else partial(ChainedRecordings, chain)
+            made = kind(self._piece, executor, watch, sources, self.statistics, self._around, self._strict)
+            self._sources, self._recordings = sources, made
             planned = [self._planned(index) for index in range(self.slot_count)]
-            if isinstance(late, ChainedRecordings):
-                late.join(partial(self._source, sources, gradients=True, asks=False), planned)
+            if isinstance(made, ChainedRecordings):
+                made.join(partial(self._source, sources, gradients=True, asks=False), planned)
             progress.starts(sum(map(len, planned)), self.buckets, self.slot_count)
             for index, places in enumerate(planned):
-                slots.append(recorder.slot(index, self.buckets))
-                late.fill(sources.current, slots[-1], places, progress.recorded)
+                made.slots.append(made.new_slot(index, self.buckets))
+                made.fill(sources.current, made.slots[-1], places, progress.recorded)
         except BaseException:
-            slots.clear()
             self.reset()
             raise
-        self._slots = slots
-        self._made.late.count_memory()
+        self._slots = made.slots
+        made.count_memory()
         self.statistics.capture_seconds += time.perf_counter() - started
 
-    def _planned(self, index: int) -> list[Recordable]:
+    def _planned(self, index: int) -> list[tuple[Bucket, Mode]]:
         """Return what a capture records in a slot, largest first."""
         ordered = sorted(self.buckets, reverse=True)
         if self._growth is not None:
             # Passes of a model that is not trained say by themselves what they need.
             now = index == 0 and self.sources.training is not False and not self.sources.current.gradients_left()
-            recorded = ordered if now else []
-            return [(bucket, self._training_mode(bucket)) for bucket in recorded]
+            return [(bucket, self._training_mode(bucket)) for bucket in ordered] if now else []
         return [(bucket, mode) for bucket in ordered for mode in self._planned_modes(index == 0, bucket)]
-
-    def _training_mode(self, bucket: Bucket) -> Mode:
-        """Return the mode of a training step's microbatches."""
-        trains = bool(self.sources.current.sinks.parameters) or self._differentiable(bucket)
-        return Mode(gradients=trains, training=self.sources.training)
 
     def _planned_modes(self, first_slot: bool, bucket: Bucket) -> list[Mode]:
         """Return what to record for a bucket: what training runs, without gradients, too, where it trains nothing."""
@@ -177,13 +164,18 @@ class Region:
             modes.append(Mode(gradients=False, training=mode.training))
         return modes
 
-    def _differentiable(self, bucket: Bucket) -> bool:
-        return any(spec.differentiable for spec in self.program.input_specs(bucket).values())
+    def _training_mode(self, bucket: Bucket) -> Mode:
+        """Return the mode of a training step's microbatches."""
+        differentiable = any(spec.differentiable for spec in self.program.input_specs(bucket).values())
+        return Mode(bool(self.sources.current.sinks.parameters) or differentiable, self.sources.training)
 
     def _ordered(self, buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
-        found = tuple(dict.fromkeys(buckets))
-        growth = self._growth
+        found, growth = tuple(dict.fromkeys(buckets)), self._growth
         return found if growth is None else tuple(sorted(found, key=lambda bucket: (growth.cost(bucket), bucket)))
+
+    def _forward_only_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that no other of the same capacity contains: limits cost a forward little."""
+        return tuple(b for b in self.buckets if not any(o.contains(b) for o in self.buckets if o != b))
 
     def add(self, bucket: Bucket, record: bool) -> None:
         """Let batches use one more bucket of a piece that grows.
@@ -195,22 +187,21 @@ class Region:
         Raises:
             CaptureError: It could not be recorded; `drop` it then.
         """
-        made = self._captured()
         self.statistics.buckets.setdefault(bucket, BucketStatistics())
-        made.late.add_inputs(bucket)
-        source = self._source(made.sources, gradients=True) if record else None
+        self.recordings.add_inputs(bucket)
+        source = self._source(self.sources, gradients=True) if record else None
         if isinstance(source, Source):
-            made.late.record(source, bucket, self._training_mode(bucket))
+            self.recordings.record(source, bucket, self._training_mode(bucket))
         self.buckets = self._ordered((*self.buckets, bucket))
 
     def drop(self, bucket: Bucket) -> None:
         """Forget a bucket: it could not be recorded, or its memory is wanted for others."""
         self.buckets = tuple(each for each in self.buckets if each != bucket)
-        self._captured().late.drop(bucket)
+        self.recordings.drop(bucket)
 
     def slot_bytes(self) -> float:
         """Return the device memory of the slot that takes most, in bytes, with its share of gradients."""
-        return self._captured().late.slot_bytes() + self.statistics.gradient_bytes / self.slot_count
+        return self.recordings.slot_bytes() + self.statistics.gradient_bytes / self.slot_count
 
     @property
     def shrinks(self) -> bool:
@@ -220,12 +211,11 @@ class Region:
     @property
     def wishes(self) -> list[Wish]:
         """What training steps missed and can be recorded now, oldest first."""
-        made = self._captured()
-        if not made.late.wishes:
+        if not self.recordings.wishes:
             return []
-        source = self._source(made.sources, gradients=True)
+        source = self._source(self.sources, gradients=True)
         number = source.number if isinstance(source, Source) else None
-        return [wish for wish, asked in made.late.wishes.items() if asked == number]
+        return [wish for wish, asked in self.recordings.wishes.items() if asked == number]
 
     def record_wish(self, wish: Wish) -> None:
         """Record what a training step missed.
@@ -233,149 +223,109 @@ class Region:
         Raises:
             CaptureError: It failed.
         """
-        self._captured().late.record_wish(wish)
+        self.recordings.record_wish(wish)
 
     def take_back(self, wish: Wish) -> None:
         """Forget what was recorded for a wish that not all ranks could record."""
-        made = self._captured()
-        source = self._source(made.sources, gradients=True)
+        source = self._source(self.sources, gradients=True)
         if isinstance(source, Source):
-            made.late.take_back(source, wish)
-
-    def _captured(self) -> _Made:
-        if self._made is None:
-            raise RuntimeError(f"{self.program.name} is not captured")
-        return self._made
-
-    def _forward_only_buckets(self) -> tuple[Bucket, ...]:
-        """The buckets that no other of the same capacity contains: limits cost a forward little."""
-        return tuple(b for b in self.buckets if not any(o.contains(b) for o in self.buckets if o != b))
+            self.recordings.take_back(source, wish)
 
     def reset(self) -> None:
         """Drop all recordings and their memory."""
-        if self._made is not None:
-            self._made.sources.release()
-            self._made.late.leave()
+        if self._recordings is not None:
+            self._recordings.slots.clear()
+            self._recordings.leave()
+        if self._sources is not None:
+            self._sources.release()
         if self._watch is not None and self._given_watch is None:
             self._watch.close()
             self._watch = None
-        self._slots, self._made = [], None
-        if self._offloading is not None:
-            self._offloading.release()
+        self._slots, self._sources, self._recordings = [], None, None
+        if self._piece.offloading is not None:
+            self._piece.offloading.release()
 
-    def choose(self, batch: Any, mode: Mode = TRAINING) -> Bucket | Fallback:
-        """Return the first bucket that accepts the batch, or the reason why none does."""
-        return self._choose(batch, self.program.size(batch), mode)
-
-    def _choose(self, batch: Any, size: int, mode: Mode) -> Bucket | Fallback:
-        buckets = self.buckets if mode.gradients else self._forward_only_buckets()
-        found = choose(size, buckets, partial(self.program.refuse, batch))
-        return found if isinstance(found, Bucket) or self._growth is None else self._growth.missed(batch)
-
-    def run(
-        self, batch: Any, observer: BackwardObserver | None = None, index: int | None = None
-    ) -> tuple[Tensor, ...] | None:
+    def run(self, batch: Any, observer: BackwardObserver | None = None) -> tuple[Tensor, ...] | None:
         """Replay the batch; returns its real outputs, or None with the reason counted: then run it eager.
 
         Args:
             batch: The microbatch.
             observer: Watches its backward.
-            index: The slot to use; None is the first free one.
 
         Raises:
             CaptureError: A recording that the batch asked for failed, and the region is strict.
         """
-        size = self.program.size(batch)
-        # What one part has loaded for all must not be overwritten: parts record in `why_not`, before the first runs.
-        place = self._place(batch, size, index, records=index is None)
-        if not isinstance(place, tuple):
-            self.statistics.fell_back(self.program.name, place, size)
+        decision = self.decide(batch)
+        if isinstance(decision, Fallback):
+            self.fell_back(decision, batch)
             return None
-        if self._before_replay is not None:
-            self._before_replay()
-        recorded, sources, source, slot, bucket, gradients = place
-        launch = replay_in_range if ranges.on else replay
-        outputs = launch(self.program, source, recorded, slot, bucket, gradients, batch, sources.holds, observer)
-        self.statistics.replayed(bucket, size, gradients)
-        return outputs
+        if self._around.before_replay is not None:
+            self._around.before_replay()
+        return decision.run(batch, observer)
 
-    def why_not(self, batch: Any, index: int | None = None) -> Fallback | None:
-        """Return why a batch cannot be replayed now, None if it can: a missing recording is made, nothing is counted.
+    def fell_back(self, reason: Fallback, batch: Any) -> None:
+        """Count a batch that runs eager."""
+        self.statistics.fell_back(self.program.name, reason, self.program.size(batch))
+
+    def choose(self, batch: Any, mode: Mode = TRAINING) -> Bucket | Fallback:
+        """Return the first bucket that accepts the batch, or the reason why none does."""
+        buckets = self.buckets if mode.gradients else self._forward_only_buckets()
+        found = choose(self.program.size(batch), buckets, partial(self.program.refuse, batch))
+        return found if isinstance(found, Bucket) or self._growth is None else self._growth.missed(batch)
+
+    def decide(self, batch: Any, index: int | None = None, records: bool = True) -> Replay | Fallback:
+        """Return how a batch is replayed, or why it cannot be; nothing is counted.
 
         Args:
             batch: The microbatch.
-            index: The slot that it must use; None is any.
+            index: The slot that it must use; None is the first free one.
+            records: Whether a missing recording is made.
+
+        Raises:
+            CaptureError: A recording that the batch asked for failed, and the region is strict.
         """
-        place = self._place(batch, self.program.size(batch), index, records=True)
-        return None if isinstance(place, tuple) else place
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def is_in_one_graph(self) -> bool:
-        """Whether torch.compile traces a graph now that has no place for a replay; counted."""
-        found = is_one_graph()
-        if found:
-            self.statistics.fell_back(self.program.name, Fallback.ONE_GRAPH)
-        return found
-
-    def is_free(self, index: int) -> bool:
-        """Whether no microbatch holds the slot with this number."""
-        return self._slots[index].free
-
-    def free_slots(self) -> int:
-        """Return how many slots no microbatch holds."""
-        return sum(slot.free for slot in self._slots)
-
-    def memory_kept(self) -> AbstractContextManager[None]:
-        """Return what a training step runs in: memory stays where its first replay finds it, only that one looks."""
-        return nullcontext() if self._made is None else self._made.sources.memory_kept()
-
-    def clear(self) -> None:
-        """Let gradients of an eager pass reach `main_grad` after replays."""
-        if self._made is not None:
-            self._made.sources.clear()
-
-    def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
-        """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
-        return self._made is not None and self._made.sources.adds_later(parameters)
-
-    def _place(self, batch: Any, size: int, index: int | None, records: bool) -> Place | Fallback:
-        """Return where the batch is replayed, or why it cannot be."""
-        if self._made is None or not self._slots:
+        if self._recordings is None or self._sources is None or not self._slots:
             return Fallback.NOT_CAPTURED
-        sources = self._made.sources
+        recordings, sources = self._recordings, self._sources
         sources.clear()
         gradients = torch.is_grad_enabled()
-        # For parts of a chain, `why_not` has asked before.
-        source = self._source(sources, gradients, asks=records or self._piece.chain is None)
+        source = self._source(sources, gradients, asks=records)
         if not isinstance(source, Source):
             return source
         mode = Mode(gradients and self._wants_gradients(source, batch), sources.training)
-        if mode.gradients and (hooks := HOOKS_ON_SAVED_TENSORS(False)) is not None and _are_of_a_checkpoint(hooks):
+        if mode.gradients and in_checkpoint():
             return Fallback.IN_CHECKPOINT
-        bucket = self._choose(batch, size, mode)
+        bucket = self.choose(batch, mode)
         if not isinstance(bucket, Bucket):
             return bucket
-        found = self._made.late.find(source, bucket, mode, index, records)
+        found = recordings.find(source, bucket, mode, index, records)
         if isinstance(found, Fallback):
+            larger = None
             if self._growth is not None and index is None:  # parts in one slot share a bucket
-                bucket, found = self._larger(source, batch, size, bucket, mode, found)
-            if isinstance(found, Fallback):
+                larger = self._larger(source, batch, bucket, mode)
+            if larger is None:
                 return found
+            bucket, found = larger
         slot, recorded = found
-        if slot.common is not None and recorded.turn is not None and not slot.common.admits(recorded.turn):
+        if not _admits(slot, recorded):
             return Fallback.PARTS_IN_ANOTHER_ORDER
-        return recorded, sources, source, slot, bucket, mode.gradients
+        return Replay(self.program, source, recorded, slot, bucket, mode.gradients, sources.holds, self.statistics)
 
-    def _larger(
-        self, source: Source, batch: Any, size: int, bucket: Bucket, mode: Mode, reason: Fallback
-    ) -> tuple[Bucket, tuple[Slot, Recorded] | Fallback]:
-        """Return a bucket after this one that accepts the batch and has a recording in a free slot, else the reason."""
+    def still_holds(self, decided: Replay, batch: Any) -> bool:
+        """Whether a batch of the decided shape, which comes a moment later, is replayed as was decided."""
+        gradients = torch.is_grad_enabled() and self._wants_gradients(decided.source, batch)
+        free = decided.slot.free and _admits(decided.slot, decided.recorded)
+        return free and gradients == decided.gradients and not (gradients and in_checkpoint())
+
+    def _larger(self, source: Source, batch: Any, bucket: Bucket, mode: Mode) -> tuple[Bucket, Any] | None:
+        """Return a bucket after this one that accepts the batch and has a recording in a free slot, with that."""
+        size = self.program.size(batch)
         for other in self.buckets[self.buckets.index(bucket) + 1 :]:
             if size <= other.tokens and self.program.refuse(batch, other) is None:
-                found = self._captured().late.recorded(source, other, mode)
+                found = self.recordings.recorded(source, other, mode)
                 if found is not None:
                     return other, found
-        return bucket, reason
+        return None
 
     def _source(self, sources: Sources, gradients: bool, asks: bool = True) -> Source | Fallback:
         """Return the source that the model is now, or why there is none."""
@@ -404,18 +354,53 @@ class Region:
     def _is_single_rank(self) -> bool:
         return isinstance(self._consensus, SingleRank)
 
-    def release_unused(self) -> int:
-        """Take memory that the model's tensors are to return to off the device; see `Sources.release_unused`."""
-        return 0 if self._made is None else self._made.sources.release_unused()
+    def _wants_gradients(self, source: Source, batch: Any) -> bool:
+        return bool(source.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def is_in_one_graph(self) -> bool:
+        """Whether torch.compile traces a graph now that has no place for a replay; counted."""
+        found = is_one_graph()
+        if found:
+            self.statistics.fell_back(self.program.name, Fallback.ONE_GRAPH)
+        return found
+
+    def is_free(self, index: int) -> bool:
+        """Whether no microbatch holds the slot with this number."""
+        return self._slots[index].free
+
+    def free_slots(self) -> int:
+        """Return how many slots no microbatch holds."""
+        return sum(slot.free for slot in self._slots)
 
     def is_idle(self) -> bool:
         """Whether no microbatch is between its forward and its backward."""
         return self.free_slots() == len(self._slots)
 
-    def _wants_gradients(self, source: Source, batch: Any) -> bool:
-        return bool(source.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
+    def memory_kept(self) -> AbstractContextManager[None]:
+        """Return what a training step runs in: memory stays where its first replay finds it, only that one looks."""
+        return nullcontext() if self._sources is None else self._sources.memory_kept()
+
+    def clear(self) -> None:
+        """Let gradients of an eager pass reach `main_grad` after replays."""
+        if self._sources is not None:
+            self._sources.clear()
+
+    def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
+        """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
+        return self._sources is not None and self._sources.adds_later(parameters)
+
+    def release_unused(self) -> int:
+        """Take memory that the model's tensors are to return to off the device; see `Sources.release_unused`."""
+        return 0 if self._sources is None else self._sources.release_unused()
 
 
-def _are_of_a_checkpoint(hooks: Sequence[Any]) -> bool:
+def _admits(slot: Slot, recorded: Recorded) -> bool:
+    """Whether a part of a chain runs in the order of its recordings."""
+    return slot.common is None or recorded.turn is None or slot.common.admits(recorded.turn)
+
+
+def in_checkpoint() -> bool:
     """Whether a non-reentrant checkpoint counts what autograd saves: its second forward has to save as much."""
-    return getattr(hooks[0], "__qualname__", "").startswith(CHECKPOINT_HOOKS)
+    hooks: Sequence[Any] | None = HOOKS_ON_SAVED_TENSORS(False)
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(CHECKPOINT_HOOKS)

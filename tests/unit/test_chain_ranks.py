@@ -119,7 +119,7 @@ def test_what_another_rank_could_not_record_no_rank_replays(offload):
     with on_a_rank(model, offload, Counted(), strict=False, slots=1) as graphs:
         results(model, LARGE)
         for region in graphs._regions:
-            region._consensus = region._made.late._consensus = consensus = Counted(fails=1)
+            region._consensus = region.recordings._consensus = consensus = Counted(fails=1)
         model.decoder.layers[2].requires_grad_(False)
         for _ in range(6):
             results(model, LARGE)
@@ -132,7 +132,7 @@ def test_what_no_rank_could_record_a_rank_whose_memory_moved_does_not_try(offloa
     model = new_model()
     with on_a_rank(model, offload, Counted(), strict=False, slots=1) as graphs:
         for region in graphs._regions:
-            region._consensus = region._made.late._consensus = consensus = Counted(fails=1)
+            region._consensus = region.recordings._consensus = consensus = Counted(fails=1)
         model.decoder.layers[2].requires_grad_(False)
         for _ in range(3):
             results(model, LARGE)

@@ -13,7 +13,7 @@ from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.joint_step import before_evaluation
 from bridge_cg_plugin.graphs.planning import growing
 from bridge_cg_plugin.graphs.rank_consensus import Agreed
-from bridge_cg_plugin.graphs.recordings.late_recordings import LateRecordings
+from bridge_cg_plugin.graphs.recordings.recorder import Recordings
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
 from ..ranks import run_ranks
@@ -184,7 +184,7 @@ def test_a_recording_that_fails_leaves_the_run_on_the_graphs_that_it_has(
     tower, caplog, monkeypatch, strict, error, reason
 ):
     graphs, stack = grown(tower, SMALL, strict=strict)
-    record = LateRecordings.record
+    record = Recordings.record
 
     def fail(self, source, bucket, mode):
         record(self, source, bucket, mode)
@@ -194,7 +194,7 @@ def test_a_recording_that_fails_leaves_the_run_on_the_graphs_that_it_has(
         with graphs.step():
             assert_equals_eager(tower, graphs, LARGE)
         static_bytes = graphs.statistics().static_bytes
-        monkeypatch.setattr(LateRecordings, "record", fail)
+        monkeypatch.setattr(Recordings, "record", fail)
         if strict:
             with pytest.raises(CaptureError, match=r"bucket \d+.* could not be captured: CaptureError: no memory"):
                 graphs.begin_step()
@@ -326,7 +326,7 @@ def grow_with_other_ranks(fails_on_rank):
     helper.create_cudagraphs()
     graphs, found = helper.graphs, []
     if distributed.get_rank() == fails_on_rank:
-        LateRecordings.record = lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError("none left"))
+        Recordings.record = lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError("none left"))
     for seed, rows in enumerate((SMALL, LARGE, LARGE, OTHER, LARGE, SMALL)):
         with graphs.step():
             found.append([o.detach() for o in forward(model, rows, seed)])

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bridge_cg_plugin.graphs.region import Region
+from bridge_cg_plugin.graphs.parts import Parts
 from bridge_cg_plugin.graphs.replays.replay import _Replay
 from examples.photographs.small_tower import build_tower
 from scripts.performance.bench_host import Idle
@@ -126,7 +126,7 @@ def calls_of_a_part(layers: int, **options) -> tuple[int, int]:
             for _ in range(3):
                 model(**batch).sum().backward()
             replays = graphs.statistics().replays
-            with mock.patch.object(Region, "run", counted(Region.run)):
+            with mock.patch.object(Parts, "replay", counted(Parts.replay)):
                 loss = model(**batch).sum()
             with mock.patch.object(_Replay, "backward", staticmethod(counted(_Replay.backward))):
                 loss.backward()

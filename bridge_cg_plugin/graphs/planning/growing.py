@@ -9,7 +9,7 @@ from ...announce import announce, warn
 from ..errors import CaptureError, OtherRankFailed, named, reason_of
 from ..rank_consensus import RankConsensus
 from ..recordings.executor import give_back_after
-from ..recordings.late_recordings import Wish
+from ..recordings.recorder import Wish
 from ..region import Region
 from .buckets import Bucket
 from .demand import Demand

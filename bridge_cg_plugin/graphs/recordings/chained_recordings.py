@@ -10,28 +10,24 @@ from ..planning.buckets import Bucket
 from ..replays.slot import Slot
 from ..reports.statistics import BucketStatistics
 from .chain import Chain, Place
-from .late_recordings import LateRecordings
-from .recorder import Recorder
+from .recorder import Recordings
 from .recording import Mode
 
 # Returns what the model is now.
 type Finder = Callable[[], Source | Fallback]
 
 
-class ChainedRecordings(LateRecordings):
-    """See `LateRecordings` and `chain.Part`.
+class ChainedRecordings(Recordings):
+    """See `Recordings` and `chain.Part`.
 
     Args:
         chain: What the region is a part of.
-        recorder: Makes slots and recordings.
-        others: Further arguments of `LateRecordings`.
+        others: Further arguments of `Recordings`.
     """
 
-    def __init__(self, chain: Chain, recorder: Recorder, *others: Any) -> None:
-        super().__init__(recorder, *others)
-        self._chain, self.name = chain, recorder.name
-        self.recording, self.warmed_up = recorder.recording, recorder.warmed_up
-        self.checked, self.keep = recorder.checked, recorder.keep
+    def __init__(self, chain: Chain, *others: Any) -> None:
+        super().__init__(*others)
+        self._chain = chain
         self.planned: Sequence[Sequence[Place]] = ()
 
     def join(self, source: Finder, planned: Sequence[Sequence[Place]]) -> None:
@@ -46,7 +42,7 @@ class ChainedRecordings(LateRecordings):
         self._chain.join(self)
 
     def leave(self) -> None:
-        """See `LateRecordings`: both would hold each other's memory until a collection."""
+        """See `Recordings`: both would hold each other's memory until a collection."""
         self._chain.leave(self)
 
     def slot(self, index: int) -> Slot:
@@ -66,8 +62,14 @@ class ChainedRecordings(LateRecordings):
         self._statistics.buckets.setdefault(bucket, BucketStatistics())
         self.add_inputs(bucket)
 
-    def fill(self, source: Source, slot: Slot, places: Sequence[Place], recorded: Callable[[], None]) -> None:
-        """See `LateRecordings`; what has a backward is left to the chain."""
+    def fill(
+        self,
+        source: Source,
+        slot: Slot,
+        places: Sequence[Place],
+        recorded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """See `Recordings`; what has a backward is left to the chain."""
         alone = [place for place in places if not place[1].gradients]
         if alone:
             slot.forward_memory = self._chain.forward_memory(slot.index)
@@ -100,7 +102,7 @@ class ChainedRecordings(LateRecordings):
             with self._statistics.recording():
                 if not mode.gradients:
                     slot.forward_memory = self._chain.forward_memory(slot.index)
-                    self._recorder.fill(source, slot, [(bucket, mode)], self._trim)
+                    super().fill(source, slot, [(bucket, mode)])
                 elif place not in source.recordings:
                     self._chain.record(slot.index, [(bucket, mode)], only_here=only_here)
         finally:

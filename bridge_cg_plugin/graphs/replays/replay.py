@@ -16,6 +16,7 @@ from ..program import RegionProgram
 from ..recordings.recording import Gradients
 from ..reports import ranges
 from ..reports.ranges import named_range
+from ..reports.statistics import RegionStatistics
 from ..rows import copies, write_each
 from .pending import WILL_RUN
 from .slot import Lease, Slot, second_backward
@@ -31,90 +32,98 @@ class BackwardObserver(Protocol):
         """Called when it was replayed, before any gradient hook fires."""
 
 
-def replay(
-    program: RegionProgram,
-    source: Source,
-    recorded: Recorded,
-    slot: Slot,
-    bucket: Bucket,
-    gradients: bool,
-    batch: Any,
-    holds: Callable[[Source], bool],
-    observer: BackwardObserver | None = None,
-) -> tuple[Tensor, ...]:
-    """Load a batch into the slot's buffers and replay; returns copies of the outputs' real rows.
+@dataclass(slots=True)
+class Replay:
+    """A microbatch's way through a recording: what was decided before it runs, and what its backward needs.
 
-    Args:
+    Attributes:
         program: The region's.
         source: What the recording was made from.
         recorded: The recording.
-        slot: The slot that it was made in; free.
+        slot: The slot that it was made in; free until `run`.
         bucket: What it was made for.
         gradients: Whether a backward may follow.
-        batch: The microbatch.
         holds: Whether a source still lies where it was recorded; asked before the backward is launched.
+        statistics: The region's.
+        lease: On the slot, once it runs.
         observer: Watches the backward.
+        receivers: The tensors through which autograd knows of the backward.
+        rows: Real rows of each output.
+        input_rows: Real rows of each differentiable input.
     """
-    lease = slot.take()
-    try:
-        program.load(slot.buffers[bucket], batch)
-        rows = program.output_rows(batch)
-        if not gradients:
-            outputs = _forward(recorded, rows)
-            lease.release()
-            return outputs
-        if slot.common is not None and recorded.turn is not None:
-            slot.common.begins(recorded.turn, lease)
-        inputs = program.differentiable_inputs(batch)
-        receivers = source.sinks.receivers()
-        input_rows = tuple(len(t) for t in inputs)
-        call = _Call(lease, source, recorded, receivers, rows, input_rows, program.name, holds, observer)
-        return _apply(call, *inputs, *receivers)
-    except BaseException:
-        lease.release()
-        raise
 
-
-def replay_in_range(
-    program: RegionProgram, source: Source, recorded: Recorded, slot: Slot, bucket: Bucket, *args: Any
-) -> tuple[Tensor, ...]:
-    """Do what `replay` does, in a range of the profile."""
-    with named_range(f"replay {program.name}, bucket {bucket}"):
-        return replay(program, source, recorded, slot, bucket, *args)
-
-
-def _backward_in_range(call: "_Call") -> Gradients:
-    with named_range(f"replay {call.name}, backward"):
-        return call.recorded.recording.backward()
-
-
-def _forward(recorded: Recorded, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
-    recorded.recording.forward()
-    return copies(recorded.recording.outputs, rows)
-
-
-@dataclass(slots=True)
-class _Call:
-    """What the backward of one replay needs besides tensors."""
-
-    lease: Lease
+    program: RegionProgram
     source: Source
     recorded: Recorded
-    receivers: tuple[Tensor, ...]
-    rows: tuple[int, ...]
-    input_rows: tuple[int, ...]
-    name: str
+    slot: Slot
+    bucket: Bucket
+    gradients: bool
     holds: Callable[[Source], bool]
-    observer: BackwardObserver | None
+    statistics: RegionStatistics
+    lease: Lease | None = None
+    observer: BackwardObserver | None = None
+    receivers: tuple[Tensor, ...] = ()
+    rows: tuple[int, ...] = ()
+    input_rows: tuple[int, ...] = ()
+
+    def run(self, batch: Any, observer: BackwardObserver | None = None) -> tuple[Tensor, ...]:
+        """Load a batch into the slot's buffers and replay, once; returns copies of the outputs' real rows.
+
+        Args:
+            batch: The microbatch.
+            observer: Watches its backward.
+        """
+        self.observer = observer
+        if ranges.on:
+            with named_range(f"replay {self.program.name}, bucket {self.bucket}"):
+                outputs = self._run(batch)
+        else:
+            outputs = self._run(batch)
+        self.statistics.replayed(self.bucket, self.program.size(batch), self.gradients)
+        return outputs
+
+    def _run(self, batch: Any) -> tuple[Tensor, ...]:
+        program, slot = self.program, self.slot
+        lease = self.lease = slot.take()
+        try:
+            program.load(slot.buffers[self.bucket], batch)
+            self.rows = program.output_rows(batch)
+            if not self.gradients:
+                outputs = self.launch()
+                lease.release()
+                return outputs
+            if slot.common is not None and self.recorded.turn is not None:
+                slot.common.begins(self.recorded.turn, lease)
+            inputs = program.differentiable_inputs(batch)
+            self.receivers, self.input_rows = self.source.sinks.receivers(), tuple(map(len, inputs))
+            # Without `apply`'s look for dead functorch wrappers, 0.2 ms for the parameters of an encoder.
+            apply = _Replay.apply if torch._C._are_functorch_transforms_active() else super(Function, _Replay).apply
+            replayed: tuple[Tensor, ...] = apply(self, *inputs, *self.receivers)
+            return replayed
+        except BaseException:
+            lease.release()
+            raise
+
+    def launch(self) -> tuple[Tensor, ...]:
+        """Replay the forward; returns copies of the outputs' real rows."""
+        self.recorded.recording.forward()
+        return copies(self.recorded.recording.outputs, self.rows)
+
+    def launch_backward(self) -> Gradients:
+        """Replay the backward."""
+        if ranges.on:
+            with named_range(f"replay {self.program.name}, backward"):
+                return self.recorded.recording.backward()
+        return self.recorded.recording.backward()
 
 
 class _Replay(Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Replay, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         call.source.sinks.expect(ctx, call.receivers)
-        return _forward(call.recorded, call.rows)
+        return call.launch()
 
     @staticmethod
     def backward(ctx: Any, *output_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -127,19 +136,19 @@ class _Replay(Function):
 
     @staticmethod
     def _backward(ctx: Any, output_gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        call: _Call | None = ctx.call
-        if call is None:
+        call: Replay | None = ctx.call
+        if call is None or call.lease is None:
             raise second_backward()
-        slot = call.lease.slot
-        call.lease.check()
+        slot, lease = call.slot, call.lease
+        lease.check()
         if not call.holds(call.source):
             raise ReplayError(
-                f"{call.name}: between the forward and the backward of a graphed microbatch, memory of parameters or "
-                "of their main_grad was moved or freed, a parameter was frozen or unfrozen, or a hook was put on one; "
-                "do it between steps"
+                f"{call.program.name}: between the forward and the backward of a graphed microbatch, memory of "
+                "parameters or of their main_grad was moved or freed, a parameter was frozen or unfrozen, or a hook "
+                "was put on one; do it between steps"
             )
         if slot.common is not None:
-            slot.common.ends(call.lease)
+            slot.common.ends(lease)
         slot.order_after_last_use()
         if call.observer is not None:
             call.observer.before_backward(output_gradients)
@@ -148,8 +157,7 @@ class _Replay(Function):
         partial = not WILL_RUN(sinks.anchor_node)
         before = sinks.set_aside() if partial else ()
         try:
-            recorded = _backward_in_range(call) if ranges.on else call.recorded.recording.backward()
-            gradients = recorded.through(output_gradients)
+            gradients = call.launch_backward().through(output_gradients)
             if call.observer is not None:
                 call.observer.after_backward(gradients)
             inputs = tuple(
@@ -160,29 +168,22 @@ class _Replay(Function):
         finally:
             if partial:
                 sinks.put_back(before)
-        call.lease.release()
+        lease.release()
         # An autograd graph may outlive its step, and garbage collection does not look into it: megatron-core's token
         # dispatchers keep the probabilities of the last microbatch, and with them all of its nodes.
         ctx.call = None
         return None, *inputs, *parameters
 
 
-def _apply(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Call `_Replay.apply` without its look for dead functorch wrappers, 0.2 ms for the parameters of an encoder."""
-    apply = _Replay.apply if torch._C._are_functorch_transforms_active() else super(Function, _Replay).apply
-    replayed: tuple[Tensor, ...] = apply(call, *tensors)
-    return replayed
-
-
-def _write(call: _Call, output_gradients: Sequence[Tensor | None]) -> None:
+def _write(call: Replay, output_gradients: Sequence[Tensor | None]) -> None:
     """Write gradients of the real rows into the recording's buffers."""
     try:
         write_each(call.recorded.output_gradients, output_gradients)
     except RuntimeError as error:
         if any(gradient is not None and _is_batch(gradient) for gradient in output_gradients):
             raise ReplayError(
-                f"{call.name}: a graphed microbatch has one backward, for one gradient, not for a batch of them "
-                "(is_grads_batched=True, vectorize=True or torch.func.vmap); run such a microbatch eager"
+                f"{call.program.name}: a graphed microbatch has one backward, for one gradient, not for a batch of "
+                "them (is_grads_batched=True, vectorize=True or torch.func.vmap); run such a microbatch eager"
             ) from error
         raise
 
