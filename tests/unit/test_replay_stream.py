@@ -153,11 +153,11 @@ class Capturing(ReferenceExecutor):
 
     def __init__(self, replays) -> None:
         super().__init__()
-        self._replays, self.stream = replays, Stream()
+        self._replays, self.stream, self.told = replays, Stream(), []
 
     def record_forward(self, body, pool):
         with torch.cuda.stream(self.stream):
-            return CudaGraphRecording(body, NoMemory(), self.stream, (), self._replays)
+            return CudaGraphRecording(body, NoMemory(), self.stream, (), self._replays, self.told.append)
 
     def record(self, body, pool):
         made = self.record_forward(body, pool)
@@ -196,3 +196,4 @@ def test_only_what_is_copied_takes_events_into_a_graph_and_its_replays_to_their_
         for launch in (made.recording.forward, made.recording.backward):
             launch()
         assert replays.stream.waits == main.waits == (2 if copies else 0)
+        assert executor.told == [f"replay of the {work} of saver" for work in ("forward", "backward")]

@@ -1,14 +1,12 @@
 """Memory of a slot, which shrinks to what its recordings need, and never below."""
 
 import pytest
-import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.memory.pools import NoMemory
 from bridge_cg_plugin.graphs.memory.virtual_memory import DeviceMemoryError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.recordings.recording import NotifyingRecording
 
 from ..regions import new_region
 from .packed_parts import LARGE, new_model, on_parts, results
@@ -110,19 +108,6 @@ def test_a_chain_that_took_too_much_is_measured_anew():
     with on_parts(model, offload=None, executor=executor, offload_above_gb=target, buckets=[512]) as graphs:
         results(model, LARGE)
         assert not graphs.statistics().fallbacks and executor.recorded > 3
-
-
-class Recorded:
-    outputs = (torch.zeros(1),)
-
-    def record_backward(self):
-        self.outputs = (torch.ones(1),)
-
-
-def test_whoever_tells_of_replays_holds_nothing_of_the_capture():
-    made = NotifyingRecording(Recorded(), pytest.fail, "toy")
-    made.record_backward()
-    assert made.outputs[0].item() == 1
 
 
 class WithoutAddresses(NoMemory):

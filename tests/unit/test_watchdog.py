@@ -11,15 +11,10 @@ import pytest
 import torch
 
 from bridge_cg_plugin.announce import warn
-from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.recordings.recording import NotifyingRecording
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.environment import WATCHDOG_MINUTES, check_process
 from bridge_cg_plugin.upstream.parallel import watchdog
 from bridge_cg_plugin.upstream.parallel.watchdog import Watchdog
-
-from .mixes import IMAGES
-from .towers import draw, graphs_on, new_tower, results
 
 ROOT = Path(__file__).resolve().parents[2]
 REPLAY = "replay of the forward of vision_encoder"
@@ -182,23 +177,6 @@ def test_what_has_no_time_out_of_its_own_has_that_of_the_last_step(rank, caplog)
     with caplog.at_level(logging.WARNING, "bridge_cg_plugin"), rank.watch.during("capture"):
         rank.check_until(1e3 + 31)
     assert "has been in capture for 31 s" in caplog.text
-
-
-def test_every_replay_tells(monkeypatch):
-    told = []
-    record = ReferenceExecutor.record
-    monkeypatch.setattr(
-        ReferenceExecutor,
-        "record",
-        lambda self, body, pool: NotifyingRecording(record(self, body, pool), told.append, body.name),
-    )
-    model = new_tower()
-    with graphs_on(model) as graphs:
-        results(model, IMAGES)
-        assert told == ["replay of the forward of vision_encoder", "replay of the backward of vision_encoder"]
-        with torch.no_grad():
-            model.eval()(*draw(IMAGES))
-        assert len(told) == 3 and graphs.statistics().replays == 2
 
 
 # The end

@@ -18,7 +18,7 @@ from ..reports.ranges import named_range
 from .executor import Executor
 from .layer_kinds import record_warmed_up
 from .offloading import ChainOffloading
-from .recording import BegunRecording, Mode, Recording, RegionBody
+from .recording import Mode, Recording, RegionBody
 
 # What is recorded in a slot.
 Place = tuple[Bucket, Mode]
@@ -237,8 +237,8 @@ class Chain:
             recorded = part.keep(source, part.slot(index), mode, body, recording, nbytes)
             recorded.turn = Turn(self._captures, place)
 
-    def _recorded(self, bodies: Sequence[RegionBody], pool: Pool) -> list[BegunRecording]:
-        made: list[BegunRecording] = []
+    def _recorded(self, bodies: Sequence[RegionBody], pool: Pool) -> list[Recording]:
+        made: list[Recording] = []
         try:
             for body in bodies:
                 made.append(self._executor.record_forward(body, pool))

@@ -2,10 +2,10 @@
 
 import functools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +20,7 @@ from ..replays.streams import ReplayStream
 from .activations import Activations
 from .generators import default_generator
 from .recording import (
-    BegunRecording,
     CudaGraphRecording,
-    NotifyingRecording,
     Recording,
     ReferenceRecording,
     RegionBody,
@@ -37,8 +35,6 @@ Isolated = Callable[[], AbstractContextManager[None]]
 
 # Makes the buffers that a backward reads, zeroed, from the outputs it belongs to.
 MakeOutputGradients = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
-
-
 # Called around the warm-up of a recording.
 Hook = Callable[[], None]
 
@@ -47,60 +43,102 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-@contextmanager
-def around(before: Hook, after: Hook) -> Iterator[None]:
-    """Call one function before and another after what runs inside, whether or not that fails."""
-    before()
-    try:
-        yield
-    finally:
-        after()
-
-
-class Executor(Protocol):
+class Executor(ABC):
     """Makes recordings and owns what they share.
+
+    Args:
+        device: Where.
+        isolated: Entered around warm-up passes, and where a graph would be captured, which runs nothing.
+        pre_warmup_hook, post_warmup_hook: Called once before and once after all warm-up passes of a recording. The
+            second is called after a pass that failed, too.
 
     Attributes:
         memory_away: Whether memory of recordings and static tensors has left the device.
     """
 
     name: str
-    device: torch.device
-    isolated: Isolated
-    memory_away: bool
+    memory_away = False
 
+    def __init__(
+        self,
+        device: torch.device,
+        isolated: Isolated = nullcontext,
+        pre_warmup_hook: Hook = _nothing,
+        post_warmup_hook: Hook = _nothing,
+    ) -> None:
+        self.device, self.isolated = device, isolated
+        self._hooks = pre_warmup_hook, post_warmup_hook
+
+    @abstractmethod
     def new_memory(self) -> SlotMemory:
         """Return memory for the recordings of one slot."""
 
     def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:
         """Run the body outside any capture, with all activations on the device.
 
+        A whole pass and one over one layer of each kind, or the latter alone. The first pass of a process compiles
+        kernels, loads libraries and takes workspaces; a model's first fills caches; cuDNN may build another plan once
+        gradients flow. The second one, which sees none of it, is looked at.
+
         Args:
             body: What is to be recorded.
             make_output_gradients: Makes the buffers that the backward reads.
             briefly: Whether only shapes are new, which one layer of each kind sees.
         """
+        before, after = self._hooks
+        before()
+        try:
+            with self._aside(body):
+                _run(body, make_output_gradients, briefly)
+                if not briefly:
+                    with body.looked_at():
+                        _run(body, make_output_gradients, briefly=True)
+                        body.forget()
+        finally:
+            after()
 
     def observe(self, body: RegionBody, activations: Activations) -> None:
         """Run a warmed-up body once more, outside any capture, its activations kept by `activations`."""
+        before, body.activations = body.activations, activations
+        try:
+            with self._aside(body):
+                body.forward()
+                body.join()
+                body.backward()
+        finally:
+            body.activations = before
 
+    @abstractmethod
+    def _aside(self, body: RegionBody) -> AbstractContextManager[None]:
+        """Return what passes of a body run in, of which nothing is left afterwards."""
+
+    @abstractmethod
     def side_stream(self) -> SideStream:
         """Return what takes a recording's work off the main stream."""
 
-    def record_forward(self, body: RegionBody, pool: Pool) -> BegunRecording:
+    @abstractmethod
+    def record_forward(self, body: RegionBody, pool: Pool) -> Recording:
         """Record the body's forward; what it saves stays until `record_backward`."""
 
     def record(self, body: RegionBody, pool: Pool) -> Recording:
         """Record the body, forward and backward."""
+        made = self.record_forward(body, pool)
+        made.record_backward()
+        return made
 
     def generators(self) -> Sequence[torch.Generator]:
         """Return what work that is recorded may draw random numbers from."""
+        return (default_generator(self.device),)
 
     def static_memory(self) -> Making:
         """Return what is entered around the making of each tensor that recordings of one slot read."""
+        return nullcontext
 
     def tidy(self) -> None:
         """Give memory back that no recording needs any more."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
 
     def release_memory(self) -> int:
         """Take memory of recordings and static tensors off the device, if it can leave; returns how many bytes left.
@@ -108,6 +146,7 @@ class Executor(Protocol):
         Raises:
             DeviceMemoryError: The driver failed.
         """
+        return 0
 
     def restore_memory(self) -> None:
         """Take it back, to the same addresses; the content of static tensors is what it was.
@@ -115,29 +154,11 @@ class Executor(Protocol):
         Raises:
             NoDeviceMemory: There is not enough; then none came back.
         """
+        self.memory_away = False
 
     def returning_tensors(self) -> ReturningTensors | None:
         """Return what gives a model's tensors addresses of their own; None where memory stays."""
-
-
-class StayingMemory:
-    """What an executor is whose memory never leaves the device."""
-
-    memory_away = False
-
-    def static_memory(self) -> Making:
-        """See `Executor`."""
-        return nullcontext
-
-    def release_memory(self) -> int:
-        """See `Executor`."""
-        return 0
-
-    def restore_memory(self) -> None:
-        """See `Executor`."""
-
-    def returning_tensors(self) -> None:
-        """See `Executor`."""
+        return None
 
 
 def refuse_other_allocators() -> None:
@@ -165,15 +186,13 @@ def _recording_stream(device: torch.device, priority: int, use: str) -> torch.cu
     return torch.cuda.Stream(device, priority=priority)
 
 
-class CudaGraphExecutor:
+class CudaGraphExecutor(Executor):
     """Records CUDA graphs on a stream of its own.
 
     Args:
         device: Where; None is the current device.
         generators: Returns what recorded work may draw random numbers from, besides the default generator.
-        isolated: Entered around warm-up passes.
-        pre_warmup_hook, post_warmup_hook: Called once before and once after all warm-up passes of a recording. The
-            second is called after a pass that failed, too.
+        isolated, pre_warmup_hook, post_warmup_hook: See `Executor`.
         cuda_graph_stream, cuda_graph_event: See `ReplayStream`.
         launched: Called after each replay with what it was; None where nobody wants to know.
         side_stream: Whether recordings may have side work, which then gives way to the main work.
@@ -202,13 +221,12 @@ class CudaGraphExecutor:
         releasable: bool = False,
     ) -> None:
         self._replay_stream = ReplayStream(cuda_graph_stream, cuda_graph_event)
-        self.device = device or torch.device("cuda", torch.cuda.current_device())
+        device = device or torch.device("cuda", torch.cuda.current_device())
+        super().__init__(device, isolated, pre_warmup_hook, post_warmup_hook)
         self._launched = launched
         self._stream = _recording_stream(self.device, MAIN_PRIORITY if side_stream else PRIORITY, "main")
         self._side_stream = _recording_stream(self.device, PRIORITY, "side")
         self._generators = generators
-        self.isolated = isolated
-        self._hooks = pre_warmup_hook, post_warmup_hook
         self._driver = driver_of(self.device) if arenas else None
         self._ranges: weakref.WeakSet[AddressRange] = weakref.WeakSet()
         self.memory_away, self._releasable = False, releasable and self._driver is not None
@@ -238,19 +256,9 @@ class CudaGraphExecutor:
                 self._driver = None
         return PlainMemory()
 
-    def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:
-        """See `Executor`."""
-        with around(*self._hooks), self._aside(body):
-            run_passes(body, make_output_gradients, briefly)
-
-    def observe(self, body: RegionBody, activations: Activations) -> None:
-        """See `Executor`."""
-        with self._aside(body):
-            run_with(body, activations)
-
     @contextmanager
     def _aside(self, body: RegionBody) -> Iterator[None]:
-        """Run passes of a body on the stream of recordings; afterwards no memory is left of them."""
+        """See `Executor`: on the stream of recordings."""
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
             with torch.cuda.stream(self._stream), self.isolated():
@@ -265,16 +273,9 @@ class CudaGraphExecutor:
         """See `Executor`. All recordings share one side stream: their memory may overlap, as on the main stream."""
         return SideStream(self._side_stream)
 
-    def record_forward(self, body: RegionBody, pool: Pool) -> BegunRecording:
+    def record_forward(self, body: RegionBody, pool: Pool) -> Recording:
         """See `Executor`."""
-        made = CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream)
-        return made if self._launched is None else NotifyingRecording(made, self._launched, body.name)
-
-    def record(self, body: RegionBody, pool: Pool) -> Recording:
-        """See `Executor`."""
-        made = self.record_forward(body, pool)
-        made.record_backward()
-        return made
+        return CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream, self._launched)
 
     def generators(self) -> Sequence[torch.Generator]:
         """See `Executor`."""
@@ -286,8 +287,7 @@ class CudaGraphExecutor:
 
     def tidy(self) -> None:
         """See `Executor`."""
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
+        super().tidy()
         close_left()
 
     def release_memory(self) -> int:
@@ -331,15 +331,14 @@ def _counts_reserved_memory(device: torch.device) -> bool:
     return torch.cuda.get_per_process_memory_fraction(device) < 1
 
 
-class ReferenceExecutor(StayingMemory):
+class ReferenceExecutor(Executor):
     """Runs the recorded work eagerly over the same static buffers; needs no GPU.
 
     Output memory starts as NaN, as a graph's may, so that a row nothing wrote is seen.
 
     Args:
         device: Where; None is the CPU.
-        isolated: Entered around warm-up passes, and where a graph would be captured, which runs nothing.
-        pre_warmup_hook, post_warmup_hook: See `CudaGraphExecutor`.
+        isolated, pre_warmup_hook, post_warmup_hook: See `Executor`.
     """
 
     name = "reference"
@@ -351,28 +350,18 @@ class ReferenceExecutor(StayingMemory):
         pre_warmup_hook: Hook = _nothing,
         post_warmup_hook: Hook = _nothing,
     ) -> None:
-        self.device = device or torch.device("cpu")
-        self.isolated = isolated
-        self._hooks = pre_warmup_hook, post_warmup_hook
+        super().__init__(device or torch.device("cpu"), isolated, pre_warmup_hook, post_warmup_hook)
 
     def new_memory(self) -> SlotMemory:
         """See `Executor`."""
         return NoMemory()
 
-    def warm_up(self, body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:
-        """See `Executor`."""
-        with around(*self._hooks):
-            try:
-                with self.isolated():
-                    run_passes(body, make_output_gradients, briefly)
-            finally:
-                body.forget()
-
-    def observe(self, body: RegionBody, activations: Activations) -> None:
+    @contextmanager
+    def _aside(self, body: RegionBody) -> Iterator[None]:
         """See `Executor`."""
         try:
             with self.isolated():
-                run_with(body, activations)
+                yield
         finally:
             body.forget()
 
@@ -380,11 +369,11 @@ class ReferenceExecutor(StayingMemory):
         """See `Executor`."""
         return SideStream(None)
 
-    def record_forward(self, body: RegionBody, pool: Pool) -> BegunRecording:
+    def record_forward(self, body: RegionBody, pool: Pool) -> Recording:
         """See `Executor`: a replay runs both."""
         return self.record(body, pool)
 
-    def record(self, body: RegionBody, pool: Pool) -> BegunRecording:
+    def record(self, body: RegionBody, pool: Pool) -> Recording:
         """See `Executor`."""
         with self.isolated():
             outputs: tuple[Tensor, ...] = tuple(torch.full_like(o, torch.nan) for o in body.forward())
@@ -392,46 +381,11 @@ class ReferenceExecutor(StayingMemory):
         body.forget()
         return ReferenceRecording(body, outputs)
 
-    def generators(self) -> Sequence[torch.Generator]:
-        """See `Executor`."""
-        return (default_generator(self.device),)
 
-    def tidy(self) -> None:
-        """See `Executor`."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-
-
-def run_passes(body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool) -> None:
-    """Run what warms a recording up: a whole pass and one over one layer of each kind, or the latter alone.
-
-    The first pass of a process compiles kernels, loads libraries and takes workspaces; a model's first fills caches;
-    cuDNN may build another plan once gradients flow. The second one, which sees none of it, is looked at.
-    """
-    run_once(body, make_output_gradients, briefly)
-    if not briefly:
-        with body.looked_at():
-            run_once(body, make_output_gradients, briefly=True)
-            body.forget()
-
-
-def run_once(body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool = False) -> None:
+def _run(body: RegionBody, make_output_gradients: MakeOutputGradients, briefly: bool) -> None:
     """Run forward and, if recorded, backward once; `briefly` with one layer of each kind."""
     with body.one_layer_of_each_kind() if briefly else nullcontext():
         outputs = body.forward()
         if body.has_backward:
             body.output_gradients = make_output_gradients(outputs)
             body.backward()
-
-
-def run_with(body: RegionBody, activations: Activations) -> None:
-    """Run forward and backward once with its activations kept by `activations`."""
-    before, body.activations = body.activations, activations
-    try:
-        body.forward()
-        body.join()
-        body.backward()
-        body.forget()
-    finally:
-        body.activations = before

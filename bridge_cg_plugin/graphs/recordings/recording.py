@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from threading import RLock
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -84,12 +84,11 @@ class Recording(Protocol):
     def backward(self) -> Gradients:
         """Turn the output-gradient buffers into gradients, after `forward` of the same slot."""
 
-
-class BegunRecording(Recording, Protocol):
-    """A recording whose backward may be recorded later, behind what other recordings in the same memory record."""
-
     def record_backward(self) -> None:
-        """Record the backward, once; what the forward left for it is gone then."""
+        """Record the backward, perhaps behind what other recordings in the same memory record, once.
+
+        What the forward left for it is gone then.
+        """
 
 
 class RegionBody:
@@ -321,14 +320,19 @@ class ReferenceRecording:
         return gradients
 
     def record_backward(self) -> None:
-        """See `BegunRecording`: every replay runs it."""
+        """See `Recording`: every replay runs it."""
 
 
 class CudaGraphRecording:
-    """Two CUDA graphs, forward and backward, in one memory pool; both may draw from `generators`.
+    """Two CUDA graphs, forward and backward, in one memory pool; the forward is captured at once.
 
-    The forward is captured at once. `replay_stream` takes graphs that copy activations to the host; others replay on
-    the main stream and need no event.
+    Args:
+        body: The work.
+        pool: What it takes memory from.
+        stream: Of the capture.
+        generators: What both graphs may draw from, besides the default generator.
+        replay_stream: Takes graphs that copy activations to the host; others replay on the main stream.
+        launched: Called after each launch with what was launched.
     """
 
     def __init__(
@@ -338,10 +342,10 @@ class CudaGraphRecording:
         stream: torch.cuda.Stream,
         generators: Sequence[torch.Generator] = (),
         replay_stream: ReplayStream = MAIN_STREAM,
+        launched: Callable[[str], None] | None = None,
     ) -> None:
-        self._replay_stream, self._pool = replay_stream, pool
-        self._copies = body.copies
-        self._capturing: tuple[RegionBody, torch.cuda.Stream, Sequence[torch.Generator]] | None = None
+        self._replay_stream, self._launched = replay_stream, launched
+        self._name, self._copies = body.name, body.copies
         self._forward = torch.cuda.CUDAGraph()
         self._backward = torch.cuda.CUDAGraph()
         try:
@@ -352,14 +356,13 @@ class CudaGraphRecording:
         except BaseException:
             body.forget()
             raise
-        self._capturing = body, stream, generators
+        self._capturing: tuple[Any, ...] | None = body, pool, stream, generators
 
     def record_backward(self) -> None:
-        """See `BegunRecording`."""
+        """See `Recording`."""
         if self._capturing is None:
             raise RuntimeError("a backward is captured once, after its forward")
-        (body, stream, generators), self._capturing = self._capturing, None
-        pool = self._pool
+        (body, pool, stream, generators), self._capturing = self._capturing, None
         try:
             if body.has_backward:
                 with pool.taking(), capture_graph(self._backward, pool.handle, stream, generators):
@@ -378,41 +381,12 @@ class CudaGraphRecording:
     def forward(self) -> None:
         """See `Recording`."""
         self._replay_stream.launch(self._forward.replay, self._copies)
+        if self._launched is not None:
+            self._launched(f"replay of the forward of {self._name}")
 
     def backward(self) -> Gradients:
         """See `Recording`."""
         self._replay_stream.launch(self._backward.replay, self._copies)
+        if self._launched is not None:
+            self._launched(f"replay of the backward of {self._name}")
         return self._gradients
-
-
-class NotifyingRecording:
-    """A recording that notifies a callback of every replay that it launched.
-
-    Args:
-        recording: The recording.
-        launched: Called after each launch with what was launched.
-        name: Of the recorded program.
-    """
-
-    def __init__(self, recording: BegunRecording, launched: Callable[[str], None], name: str) -> None:
-        self._recording, self._launched, self._name = recording, launched, name
-
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        """See `Recording`; others once the backward is recorded."""
-        return self._recording.outputs
-
-    def forward(self) -> None:
-        """See `Recording`."""
-        self._recording.forward()
-        self._launched(f"replay of the forward of {self._name}")
-
-    def backward(self) -> Gradients:
-        """See `Recording`."""
-        gradients = self._recording.backward()
-        self._launched(f"replay of the backward of {self._name}")
-        return gradients
-
-    def record_backward(self) -> None:
-        """See `BegunRecording`."""
-        self._recording.record_backward()
