@@ -65,7 +65,7 @@ def test_a_memory_limit_bounds_buckets_that_come_later(tower_module, model, grad
     helper.create_cudagraphs()
     region = helper.graphs._regions[0]
     small = region.slot_bytes()
-    helper.graphs._growing._room._limit = 2 * small  # the large one takes five times as much
+    helper.graphs._growing._limit = 2 * small  # the large one takes five times as much
     for seed in range(4):
         with helper.graphs.step():
             check_grid(tower_module, model, grads, helper, WARM, seed, "warm")
@@ -73,7 +73,7 @@ def test_a_memory_limit_bounds_buckets_that_come_later(tower_module, model, grad
     assert sum("does not fit the memory limit" in record.message for record in caplog.records) == 1
     assert region.slot_bytes() <= 1.05 * small
     assert helper.graphs.statistics().replays == 4
-    helper.graphs._growing._room._limit = 2**40
+    helper.graphs._growing._limit = 2**40
     middle = [(1, 32, 36)] * 2
     for seed in range(3):
         with helper.graphs.step():

@@ -19,7 +19,7 @@ def tower():
 
 
 def limit(graphs, bytes_per_slot):
-    graphs._growing._room._limit = bytes_per_slot
+    graphs._growing._limit = bytes_per_slot
 
 
 def slot_bytes(graphs):

@@ -9,44 +9,9 @@ from ...announce import announce, warn
 from ..errors import CaptureError, OtherRankFailed, named, reason_of
 from ..rank_consensus import RankConsensus
 from ..recordings.executor import give_back_after
-from ..recordings.recorder import Wish
 from ..region import Region
 from .buckets import Bucket
 from .demand import Demand
-
-
-class Room:
-    """Looks whether a module's recordings fit, and drops what does not.
-
-    Args:
-        bytes_per_slot: Device memory that they may take of one slot; None is all there is.
-        regions: Regions of the module that grow.
-        demand: The buckets that there are.
-    """
-
-    def __init__(self, bytes_per_slot: float | None, regions: Sequence[Region], demand: Demand) -> None:
-        self._limit, self._regions, self._demand = bytes_per_slot, regions, demand
-
-    @property
-    def limited(self) -> bool:
-        """Whether there is a limit to look at."""
-        return self._limit is not None
-
-    def excess(self) -> float:
-        """Return the memory of the fullest slot over the limit, 0 without one."""
-        if self._limit is None:
-            return 0.0
-        return sum(region.slot_bytes() for region in self._regions) / self._limit
-
-    def shrinks(self) -> float:
-        """Return 1 if a dropped bucket gives its memory back, 0 where that stays while others are left."""
-        return float(all(region.shrinks for region in self._regions))
-
-    def drop(self, bucket: Bucket) -> None:
-        """Drop a bucket; it may be recaptured."""
-        for region in self._regions:
-            region.drop(bucket)
-        self._demand.drop(bucket)
 
 
 class Growing:
@@ -74,7 +39,7 @@ class Growing:
     ) -> None:
         self._title, self._regions, self.demand = title, regions, demand
         self._consensus, self._strict, self._counted = consensus, strict, counted
-        self._room = Room(bytes_per_slot, regions, demand)
+        self._limit = bytes_per_slot
         self._allowed = 1.0  # part of the limit
         self._tried = False
 
@@ -89,33 +54,46 @@ class Growing:
         """
         self._tried = False
         if self.demand.due() and (bucket := self.demand.next()) is not None:
-            add, undo = partial(self._add, bucket, training), partial(self._forget, bucket)
-            if self._recorded(add, f"bucket {bucket}", undo):
-                self.fit()
+            self._record(partial(self._add, bucket, training), f"bucket {bucket}", partial(self._forget, bucket))
         elif any(wishes := [region.wishes for region in self._regions]):
-            first = next(found for found in wishes if found)[0]
-            what = f"bucket {first[1]} for one more microbatch in flight"
-            alike = self._alike(wishes, first)
-            if self._recorded(partial(_fulfill, alike), what, partial(_take_back, alike)):
-                self.fit()
+            index, bucket, mode = next(found for found in wishes if found)[0]
+            alike = [
+                (region, wish)
+                for region, found in zip(self._regions, wishes, strict=True)
+                for wish in found
+                if (wish[0], wish[1].tokens, wish[2]) == (index, bucket.tokens, mode)
+            ]
+
+            def fulfill() -> None:
+                for region, wish in alike:
+                    region.record_wish(wish)
+
+            def take_back(error: Exception) -> None:
+                for region, wish in alike:
+                    region.take_back(wish)
+
+            self._record(fulfill, f"bucket {bucket} for one more microbatch in flight", take_back)
         return self._tried
 
-    def _recorded(
-        self, work: Callable[[], None], what: str, undo: Callable[[Exception], None] = lambda error: None
-    ) -> bool:
-        """Do some work on all ranks alike; returns whether it was done.
+    def _record(self, work: Callable[[], None], what: str, undo: Callable[[Exception], None]) -> None:
+        """Record on all ranks alike, where no microbatch is in flight.
 
         Args:
-            work: The work.
+            work: Records.
             what: Names it.
             undo: Called with the error if it failed.
         """
-        if not self._consensus.agree(self._idle).smallest:
-            return False
+
+        def done() -> float:
+            work()
+            return 0.0
+
+        if not self._consensus.agree(lambda: float(all(region.is_idle() for region in self._regions))).smallest:
+            return
         self._tried, started = True, time.perf_counter()
         try:
             with self._counted():
-                self._consensus.agree(partial(_done, work))
+                self._consensus.agree(done)
         except Exception as error:
             executor = self._regions[0].executor
             undo(error)
@@ -124,12 +102,9 @@ class Growing:
             if not isinstance(error, OtherRankFailed):  # the rank that failed reports it
                 warn(f"{self._title}: {what} could not be captured, the others go on: {named(error)}")
             give_back_after(error, executor)
-            return False
+            return
         announce(f"{self._title}: {what} captured in {time.perf_counter() - started:.1f} s")
-        return True
-
-    def _idle(self) -> float:
-        return float(all(region.is_idle() for region in self._regions))
+        self.fit()
 
     def _add(self, bucket: Bucket, training: bool) -> None:
         for region in self._regions:
@@ -138,48 +113,29 @@ class Growing:
 
     def _forget(self, bucket: Bucket, error: Exception) -> None:
         """Forget a bucket that failed; no larger one is tried where it was the largest."""
-        self._room.drop(bucket)
+        self._drop(bucket)
         self.demand.refuse(bucket, reason_of(error))
+
+    def _drop(self, bucket: Bucket) -> None:
+        for region in self._regions:
+            region.drop(bucket)
+        self.demand.drop(bucket)
 
     def fit(self) -> None:
         """Drop the largest buckets while recordings take more memory than they may on some rank."""
-        if not self._room.limited:
+        if self._limit is None:
             return
         with self._counted():
-            excess = self._excess()
+            excess = self._excess(self._limit)
             while self.demand.buckets and excess > self._allowed:
                 bucket = max(self.demand.buckets)
-                self._room.drop(bucket)
+                self._drop(bucket)
                 self.demand.refuse(bucket)
                 warn(f"{self._title}: bucket {bucket} does not fit the memory limit and is dropped")
-                excess = self._excess()
-                if not self._consensus.agree(self._room.shrinks).smallest:
-                    self._allowed = excess
+                excess = self._excess(self._limit)
+                if not self._consensus.agree(lambda: float(all(region.shrinks for region in self._regions))).smallest:
+                    self._allowed = excess  # a dropped bucket's memory stays while others are left
 
-    def _excess(self) -> float:
-        return self._consensus.agree(self._room.excess).largest
-
-    def _alike(self, wishes: Sequence[Sequence[Wish]], first: Wish) -> list[tuple[Region, Wish]]:
-        """Return all regions' wishes that are like one of them."""
-        index, bucket, mode = first
-        return [
-            (region, wish)
-            for region, found in zip(self._regions, wishes, strict=True)
-            for wish in found
-            if (wish[0], wish[1].tokens, wish[2]) == (index, bucket.tokens, mode)
-        ]
-
-
-def _fulfill(wishes: Sequence[tuple[Region, Wish]]) -> None:
-    for region, wish in wishes:
-        region.record_wish(wish)
-
-
-def _take_back(wishes: Sequence[tuple[Region, Wish]], _: Exception) -> None:
-    for region, wish in wishes:
-        region.take_back(wish)
-
-
-def _done(work: Callable[[], None]) -> float:
-    work()
-    return 0.0
+    def _excess(self, limit: float) -> float:
+        """Return the memory of the fullest slot of any rank, as a part of the limit."""
+        return self._consensus.agree(lambda: sum(region.slot_bytes() for region in self._regions) / limit).largest
