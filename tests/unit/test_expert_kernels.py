@@ -28,7 +28,7 @@ import torch
 from tests import interpreted
 
 interpreted.prepare()
-from bridge_cg_plugin.language.experts import kernels, row_kernels, swiglu_kernels
+from bridge_cg_plugin.language.experts import kernels
 from bridge_cg_plugin.language.experts.linear import Tables, table_of_slices
 
 TILING = kernels.Tiling(16, 32, 16, 4, 2)
@@ -47,16 +47,16 @@ for case in cases:
     kernels.weight_gradients(x, tokens, gradient, None, bounds, table_of_slices(swapped), False, TILING)
     combined = kernels.combine(rows_out, case["places"], x.dtype)
     wide = kernels.combine(rows_out, case["places"], torch.float32)
-    swiglu_kernels.MOST_COLUMNS = 16  # several blocks a row
+    kernels.MOST_COLUMNS = 16  # several blocks a row
     inner, weights = case["inner"], case["probabilities"]
-    out = swiglu_kernels.swiglu(inner, weights, bounds)
-    of_inner, of_weights = swiglu_kernels.swiglu_backward(out, inner, weights, bounds)
-    rows = row_kernels.find_rows(case["routing_map"], case["used"], case["places"].shape[1])
-    row_kernels.HELD, held = 64, row_kernels.HELD  # several blocks
-    again = row_kernels.find_rows(case["routing_map"], case["used"], case["places"].shape[1])
-    row_kernels.HELD = held
-    taken = row_kernels.take_rows(case["scores"], case["entries"], bounds)
-    spread = row_kernels.spread_rows(weights, case["rows_of"])
+    out = kernels.swiglu(inner, weights, bounds)
+    of_inner, of_weights = kernels.swiglu_backward(out, inner, weights, bounds)
+    rows = kernels.find_rows(case["routing_map"], case["used"], case["places"].shape[1])
+    kernels.HELD, held = 64, kernels.HELD  # several blocks
+    again = kernels.find_rows(case["routing_map"], case["used"], case["places"].shape[1])
+    kernels.HELD = held
+    taken = kernels.take_rows(case["scores"], case["entries"], bounds)
+    spread = kernels.spread_rows(weights, case["rows_of"])
     found.append({"rows": rows, "again": again, "taken": taken, "spread": spread})
     products = {"in": rows_in, "out": rows_out, "sums": sums, "made": made, "swapped": swapped, "combined": combined}
     products["wide"] = wide

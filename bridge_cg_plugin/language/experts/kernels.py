@@ -1,4 +1,4 @@
-"""Triton kernels of experts: rows times their expert's weight, weight gradients, sums by token.
+"""Triton kernels of experts: rows of a routing map, rows times their expert's weight, gated SiLU, sums by token.
 
 Experts' weights and gradients are found by their distance from the first, so parameters stay where training has them
 and nothing is stacked. How many rows an expert has is read on the device; a launch has room for any division of them.
@@ -201,7 +201,7 @@ def multiply(
     transposed: bool,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """Return rows times their expert's weight; see `products.multiply`.
+    """Return rows times their expert's weight; see `linear.multiply`.
 
     Args:
         x: `[rows, width]` or `[tokens, width]`, contiguous.
@@ -253,7 +253,7 @@ def weight_gradients(
     add: bool,
     tiling: Tiling | None = None,
 ) -> None:
-    """Write every expert's weight gradient to its place, or add it there; see `products.add_weight_gradients`.
+    """Write every expert's weight gradient to its place, or add it there; see `linear.add_weight_gradients`.
 
     Args:
         gradient: `[rows, out]` or `[tokens, out]`, contiguous.
@@ -293,7 +293,7 @@ def weight_gradients(
 
 
 def combine(values: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of each token's rows, `[tokens, width]` of a type; see `products.combine`."""
+    """Return the sum of each token's rows, `[tokens, width]` of a type; see `linear.combine`."""
     (tokens, top_k), columns = places.shape, values.shape[1]
     out = values.new_empty(tokens, columns, dtype=dtype)
     _combine[(tokens, triton.cdiv(columns, COMBINED_COLUMNS))](
@@ -321,3 +321,228 @@ def tiling_of_gradients(dtype: torch.dtype) -> Tiling:
 
 def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype is torch.float32 else "tf32"  # of no effect on 16 bits
+
+
+# Elements of a routing map, or of counts, that a block holds at once.
+HELD = 4096
+LEAST_TOKENS = 16
+MOVED = 1024
+
+
+@triton.jit
+def _chosen(map_ptr, used_ptr, tokens, experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Return a block of the map without padding, `[TOKENS, EXPERTS]` int32, its tokens and the experts."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, EXPERTS)
+    real = (token < tl.minimum(tl.load(used_ptr), tokens))[:, None] & (expert < experts)[None, :]
+    chosen = tl.load(map_ptr + token[:, None] * experts + expert[None, :], mask=real, other=0)
+    return (chosen != 0).to(tl.int32), token, expert
+
+
+@triton.jit
+def _count(map_ptr, used_ptr, counts_ptr, tokens, experts, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    chosen, token, expert = _chosen(map_ptr, used_ptr, tokens, experts, TOKENS, EXPERTS)
+    tl.store(counts_ptr + tl.program_id(0) * experts + expert, tl.sum(chosen, 0), mask=expert < experts)
+
+
+@triton.jit
+def _place(
+    map_ptr,
+    used_ptr,
+    counts_ptr,
+    bounds_ptr,
+    tokens_ptr,
+    entries_ptr,
+    places_ptr,
+    rows_of_ptr,
+    blocks,
+    tokens,
+    experts,
+    TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    number = tl.program_id(0)
+    chosen, token, expert = _chosen(map_ptr, used_ptr, tokens, experts, TOKENS, EXPERTS)
+    total = tl.zeros((EXPERTS,), dtype=tl.int32)
+    before = tl.zeros((EXPERTS,), dtype=tl.int32)
+    for start in tl.range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)
+        there = (block < blocks)[:, None] & (expert < experts)[None, :]
+        counts = tl.load(counts_ptr + block[:, None] * experts + expert[None, :], mask=there, other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where((block < number)[:, None], counts, 0), 0)
+    ends = tl.cumsum(total, 0)
+    rows = (ends - total + before)[None, :] + tl.cumsum(chosen, 0) - chosen
+    entry = token[:, None] * experts + expert[None, :]
+    inside = (token < tokens)[:, None] & (expert < experts)[None, :]
+    is_chosen = chosen > 0
+    tl.store(rows_of_ptr + entry, tl.where(is_chosen, rows, -1), mask=inside)
+    tl.store(tokens_ptr + rows, tl.broadcast_to(token[:, None], (TOKENS, EXPERTS)), mask=is_chosen)
+    tl.store(entries_ptr + rows, entry, mask=is_chosen)
+    among = tl.cumsum(chosen, 1) - chosen
+    tl.store(places_ptr + token[:, None] * TOP_K + among, rows, mask=is_chosen)
+    its = tl.sum(chosen, 1)
+    for index in tl.static_range(TOP_K):
+        nowhere = tl.zeros((TOKENS,), dtype=tl.int32) - 1
+        tl.store(places_ptr + token * TOP_K + index, nowhere, mask=(its <= index) & (token < tokens))
+    if number == 0:
+        tl.store(bounds_ptr, 0)
+        tl.store(bounds_ptr + 1 + expert, ends, mask=expert < experts)
+
+
+@triton.jit
+def _take_rows(values_ptr, entries_ptr, bounds_ptr, out_ptr, experts, COUNT: tl.constexpr):
+    row = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    inside = row < tl.load(bounds_ptr + experts)
+    entry = tl.load(entries_ptr + row, mask=inside, other=0)
+    tl.store(out_ptr + row, tl.load(values_ptr + entry, mask=inside), mask=inside)
+
+
+@triton.jit
+def _spread_rows(values_ptr, rows_of_ptr, out_ptr, count, COUNT: tl.constexpr):
+    entry = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    inside = entry < count
+    row = tl.load(rows_of_ptr + entry, mask=inside, other=-1)
+    tl.store(out_ptr + entry, tl.load(values_ptr + row, mask=row >= 0, other=0.0), mask=inside)
+
+
+def find_rows(routing_map: Tensor, used: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the fields of `Rows`; rows behind the last bound are not written.
+
+    Args:
+        routing_map: `[tokens, experts]` bool, at most `top_k` in a row.
+        used: `[1]` int32.
+        top_k: Experts of a token.
+    """
+    tokens, experts = routing_map.shape
+
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=routing_map.device)
+
+    wide = triton.next_power_of_2(experts)
+    held = max(HELD // wide, LEAST_TOKENS)
+    blocks = triton.cdiv(tokens, held)
+    of_map = (routing_map.contiguous().view(torch.uint8), used)
+    counts, bounds, rows = new(blocks, experts), new(experts + 1), (new(tokens * top_k), new(tokens * top_k))
+    places, rows_of = new(tokens, top_k), new(tokens, experts)
+    sizes = {"TOKENS": held, "EXPERTS": wide, "num_warps": 4}
+    _count[(blocks,)](*of_map, counts, tokens, experts, **sizes)
+    made = (counts, bounds, *rows, places, rows_of)
+    _place[(blocks,)](*of_map, *made, blocks, tokens, experts, TOP_K=top_k, BLOCKS=held, **sizes)
+    return bounds, *rows, places, rows_of
+
+
+def take_rows(values: Tensor, entries: Tensor, bounds: Tensor) -> Tensor:
+    """Return a value for every row, `[rows]`; rows behind the last bound are not written.
+
+    Args:
+        values: `[tokens, experts]`, contiguous.
+        entries: See `Rows`.
+        bounds: See `Rows`.
+    """
+    out = values.new_empty(entries.shape[0])
+    experts = bounds.shape[0] - 1
+    _take_rows[(triton.cdiv(out.shape[0], MOVED),)](values, entries, bounds, out, experts, COUNT=MOVED)
+    return out
+
+
+def spread_rows(values: Tensor, rows_of: Tensor) -> Tensor:
+    """Return each token's value for each expert, `[tokens, experts]`; zero where it has no row.
+
+    Args:
+        values: `[rows]`, contiguous.
+        rows_of: See `Rows`.
+    """
+    out = torch.empty_like(rows_of, dtype=values.dtype)
+    _spread_rows[(triton.cdiv(out.numel(), MOVED),)](values, rows_of, out, out.numel(), COUNT=MOVED)
+    return out
+
+
+# Columns that a block takes at once.
+MOST_COLUMNS = 2048
+
+
+@triton.jit
+def _swiglu(inner_ptr, weights_ptr, bounds_ptr, out_ptr, experts, columns, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(bounds_ptr + experts):
+        weight = tl.load(weights_ptr + row).to(tl.float32)
+        for start in tl.range(0, columns, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            inside = column < columns
+            gate = tl.load(inner_ptr + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
+            linear = tl.load(inner_ptr + (row * 2 + 1) * columns + column, mask=inside, other=0.0).to(tl.float32)
+            out = gate * tl.sigmoid(gate) * linear * weight
+            tl.store(out_ptr + row * columns + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(
+    gradient_ptr,
+    inner_ptr,
+    weights_ptr,
+    bounds_ptr,
+    inner_gradient_ptr,
+    weights_gradient_ptr,
+    experts,
+    columns,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(bounds_ptr + experts):
+        weight = tl.load(weights_ptr + row).to(tl.float32)
+        total = tl.zeros((COLUMNS,), dtype=tl.float32)
+        for start in tl.range(0, columns, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            inside = column < columns
+            gradient = tl.load(gradient_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+            gate = tl.load(inner_ptr + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
+            linear = tl.load(inner_ptr + (row * 2 + 1) * columns + column, mask=inside, other=0.0).to(tl.float32)
+            open_share = tl.sigmoid(gate)
+            opened = gate * open_share
+            total += gradient * opened * linear
+            gradient *= weight
+            of_gate = gradient * linear * (open_share + opened * (1.0 - open_share))
+            kind = inner_gradient_ptr.dtype.element_ty
+            tl.store(inner_gradient_ptr + row * 2 * columns + column, of_gate.to(kind), mask=inside)
+            tl.store(inner_gradient_ptr + (row * 2 + 1) * columns + column, (gradient * opened).to(kind), mask=inside)
+        tl.store(weights_gradient_ptr + row, tl.sum(total, 0).to(weights_gradient_ptr.dtype.element_ty))
+
+
+def swiglu(inner: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
+    """Return `silu(gate) * linear * weight` of every row, `[rows, width]`; rows behind the last bound hold anything.
+
+    Args:
+        inner: `[rows, 2 * width]`, contiguous: the gate, then what it lets through.
+        weights: `[rows]`.
+        bounds: `[experts + 1]` int32.
+    """
+    rows, columns = inner.shape[0], inner.shape[1] // 2
+    out = inner.new_empty(rows, columns)
+    _swiglu[(rows,)](
+        inner, weights, bounds, out, bounds.shape[0] - 1, columns, COLUMNS=_columns_of(columns), num_warps=4
+    )
+    return out
+
+
+def swiglu_backward(gradient: Tensor, inner: Tensor, weights: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `swiglu`'s first two arguments.
+
+    Args:
+        gradient: `[rows, width]`, contiguous.
+        inner: See `swiglu`.
+        weights: See `swiglu`.
+        bounds: See `swiglu`.
+    """
+    rows, columns = gradient.shape
+    of_inner, of_weights = torch.empty_like(inner), torch.empty_like(weights)
+    sides = (gradient, inner, weights, bounds, of_inner, of_weights)
+    _swiglu_backward[(rows,)](*sides, bounds.shape[0] - 1, columns, COLUMNS=_columns_of(columns), num_warps=4)
+    return of_inner, of_weights
+
+
+def _columns_of(columns: int) -> int:
+    whole: int = triton.next_power_of_2(columns)
+    return min(whole, MOST_COLUMNS)

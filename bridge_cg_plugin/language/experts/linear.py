@@ -143,16 +143,16 @@ def weighted_swiglu(inner: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
 class _WeightedSwiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inner: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
-        from . import swiglu_kernels
+        from . import kernels
 
         ctx.save_for_backward(inner, weights, bounds)
-        return swiglu_kernels.swiglu(inner, weights, bounds)
+        return kernels.swiglu(inner, weights, bounds)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        from . import swiglu_kernels
+        from . import kernels
 
-        return *swiglu_kernels.swiglu_backward(gradient.contiguous(), *ctx.saved_tensors), None
+        return *kernels.swiglu_backward(gradient.contiguous(), *ctx.saved_tensors), None
 
 
 # Both factors of a product whose rows belong to experts: each with its rows' tokens or None, then the experts' bounds.

@@ -45,9 +45,9 @@ def find_rows(routing_map: Tensor, used: Tensor, top_k: int) -> Rows:
         top_k: Experts of a token.
     """
     if device.runs_kernels(routing_map):
-        from . import row_kernels
+        from . import kernels
 
-        return Rows(*row_kernels.find_rows(routing_map, used, top_k))
+        return Rows(*kernels.find_rows(routing_map, used, top_k))
     count, experts = routing_map.shape
     chosen = routing_map & (torch.arange(count) < used)[:, None]
     by_expert = chosen.T.reshape(-1)
@@ -84,16 +84,16 @@ class _RowWeights(torch.autograd.Function):
     def forward(ctx: Any, probabilities: Tensor, entries: Tensor, rows_of: Tensor, bounds: Tensor) -> Tensor:
         ctx.save_for_backward(rows_of)
         if device.runs_kernels(probabilities):
-            from . import row_kernels
+            from . import kernels
 
-            return row_kernels.take_rows(probabilities.contiguous(), entries, bounds)
+            return kernels.take_rows(probabilities.contiguous(), entries, bounds)
         return probabilities.reshape(-1)[entries]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (rows_of,) = ctx.saved_tensors
         if device.runs_kernels(gradient):
-            from . import row_kernels
+            from . import kernels
 
-            return row_kernels.spread_rows(gradient.contiguous(), rows_of), None, None, None
+            return kernels.spread_rows(gradient.contiguous(), rows_of), None, None, None
         return torch.where(rows_of >= 0, gradient[rows_of.clamp(min=0)], 0), None, None, None
