@@ -322,7 +322,7 @@ class GraphManager:
             chain.capture(progress.recorded)
         for region, piece in zip(regions, pieces, strict=True):
             if piece.site is not None:
-                self._parts = self._parts or Parts(self.slots, watch.looked_at_once, chain is not None)
+                self._parts = self._parts or Parts(self.slots, watch.looked_at_once, chain)
                 self._parts.install(region, piece.site)
         if demand is not None:
             grow = [region for region, piece in zip(regions, pieces, strict=True) if piece.growth]

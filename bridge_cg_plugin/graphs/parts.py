@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .fallback import Fallback
 from .instance import InstanceMethod
 from .piece import Answer, CallSite
+from .recordings.chain import Chain
 from .region import Region
 from .replays.replay import Replay
 
@@ -23,17 +24,17 @@ class Parts:
     Args:
         slots: Slots of every region.
         looking_once: Entered around looks at all parts in a row, between which the model cannot change.
-        chained: Whether the parts share a slot's memory.
+        chain: What the parts share a slot's memory in; None has memory apart.
     """
 
     def __init__(
         self,
         slots: int,
         looking_once: Callable[[], AbstractContextManager[None]],
-        chained: bool = False,
+        chain: Chain | None = None,
     ) -> None:
         self.followers: list[FollowerCall] = []
-        self._chained = chained
+        self._chain = chain
         self._slots, self._looking_once = slots, looking_once
         self._regions: list[Region] = []
         self._methods: list[InstanceMethod] = []
@@ -70,12 +71,19 @@ class Parts:
     def decide(self, batch: Any) -> dict[Region, Replay] | Fallback:
         """Return how every part replays the batch, all in one slot; without one, the first part's reason."""
         free = next((i for i in range(self._slots) if all(region.is_free(i) for region in self._regions)), None)
-        if free is None and self._chained:
+        if self._chain is None:
+            return self._decide(batch, free or 0)
+        if free is None:
             return Fallback.NO_FREE_SLOT
+        captures = self._chain.captures
+        decided = self._decide(batch, free)
+        return decided if self._chain.captures == captures else self._decide(batch, free)
+
+    def _decide(self, batch: Any, slot: int) -> dict[Region, Replay] | Fallback:
         decided, reason = {}, None
         with self._looking_once():
             for region in self._regions:  # each records what it was asked for
-                found = region.decide(batch, free or 0)
+                found = region.decide(batch, slot)
                 if isinstance(found, Fallback):
                     reason = reason or found
                 else:

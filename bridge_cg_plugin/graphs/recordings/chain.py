@@ -73,13 +73,14 @@ class Chain:
 
     Attributes:
         offloading: See above.
+        captures: How often all parts were recorded.
     """
 
     def __init__(self, executor: Executor, offloading: ChainOffloading) -> None:
         self._executor, self.offloading = executor, offloading
         self._slots: dict[int, ChainSlot] = {}
         self._parts: list[Part] = []
-        self._captures = 0
+        self.captures = 0
         self._forward_memory: dict[int, SlotMemory] = {}
 
     def join(self, part: Part) -> None:
@@ -232,10 +233,10 @@ class Chain:
             with first.checked(briefly):
                 made = self._recorded(bodies, pool)
             nbytes = pool.settle()
-        self._captures += 1
+        self.captures += 1
         for place, ((part, source), body, recording) in enumerate(zip(parts, bodies, made, strict=True)):
             recorded = part.keep(source, part.slot(index), mode, body, recording, nbytes)
-            recorded.turn = Turn(self._captures, place)
+            recorded.turn = Turn(self.captures, place)
 
     def _recorded(self, bodies: Sequence[RegionBody], pool: Pool) -> list[Recording]:
         made: list[Recording] = []
