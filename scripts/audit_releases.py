@@ -143,7 +143,7 @@ def compared(sources: list[str], package: str) -> dict[str, Any]:
 
 def registry() -> str:
     """Return a digest of what an audit reads of the seams: a record holds for one registry."""
-    seams = [[str(getattr(seam, field)) for field in COMPARED] for seam in auditing.SEAMS]
+    seams = sorted([str(getattr(seam, field)) for field in COMPARED] for seam in auditing.SEAMS)
     return hashlib.sha256(json.dumps(seams).encode()).hexdigest()[:16]
 
 

@@ -242,7 +242,7 @@ def _look_at_autoload(found: Diagnosis) -> None:
 def _import_what_is_patched(found: Diagnosis) -> None:
     from bridge_cg_plugin.upstream.seams.registry import SEAMS
 
-    for name in dict.fromkeys(seam.module for seam in SEAMS if seam.packaged and seam.patched_by):
+    for name in dict.fromkeys(seam.module for seam in SEAMS if seam.packaged and seam.touch == "patched"):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -300,7 +300,7 @@ def _look_at_recipes(found: Diagnosis) -> None:
 
 
 def _look_at_encoders(found: Diagnosis) -> None:
-    from bridge_cg_plugin.upstream.seams.known_encoders import taken_encoders
+    from bridge_cg_plugin.upstream.seams.encoders import taken_encoders
 
     mine, others = taken_encoders()
     found.encoders = {"built_in": list(mine), "others": others}

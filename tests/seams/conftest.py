@@ -27,7 +27,7 @@ def is_importable(seam):
 def upstream():
     """Every patched module of upstream's wheels, imported, by name."""
     bridge_cg_plugin.activate()
-    return {s.module: importlib.import_module(s.module) for s in SEAMS if s.patched_by and is_importable(s)}
+    return {s.module: importlib.import_module(s.module) for s in SEAMS if s.touch == "patched" and is_importable(s)}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from bridge_cg_plugin.cli import doctor, probe
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.upstream.environment import OPTIONS, RELEASE_MEMORY
 from bridge_cg_plugin.upstream.hooks.loops import train_loop
-from bridge_cg_plugin.upstream.seams import encoder_group, known_encoders
+from bridge_cg_plugin.upstream.seams import encoders
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 from bridge_cg_plugin.upstream.seams.releases import NEWEST
@@ -47,7 +47,7 @@ def test_every_seam_has_a_state_and_the_right_one():
     found = diagnose().seams
     assert set(found) == {seam.name for seam in SEAMS}
     for seam in SEAMS:
-        allowed = ("off",) if not seam.packaged else ("active", "native") if seam.patched_by else ("native",)
+        allowed = ("off",) if not seam.packaged else ("active", "native") if seam.touch == "patched" else ("native",)
         assert found[seam.name]["state"] in allowed, (seam.name, found[seam.name])
     assert sum(seam["state"] == "active" for seam in found.values()) >= 15
 
@@ -172,9 +172,9 @@ def test_the_combination_is_told_by_what_it_was_checked_with(monkeypatch, versio
 
 
 def test_encoders_are_named_those_of_other_packages_too(monkeypatch):
-    point = EntryPoint("some.provider.PaintingProvider", "painting:ENCODER", encoder_group.GROUP)
+    point = EntryPoint("some.provider.PaintingProvider", "painting:ENCODER", encoders.GROUP)
     assert "of other packages: none" in doctor.render(diagnose())
-    monkeypatch.setattr(known_encoders, "points", lambda: (point,))
+    monkeypatch.setattr(encoders, "points", lambda: (point,))
     found = diagnose()
     assert found.encoders["others"] == {"PaintingProvider": "painting:ENCODER"}
     assert set(found.encoders["built_in"]) >= {"Qwen3-VL", "Gemma 3", "Nemotron VL", "Qwen3-Omni (audio)"}

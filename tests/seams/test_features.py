@@ -18,9 +18,8 @@ from bridge_cg_plugin.upstream.hooks.loops import train_loop
 from bridge_cg_plugin.upstream.parallel import virtual_stages
 from bridge_cg_plugin.upstream.seams import states
 from bridge_cg_plugin.upstream.seams.activation import broken_seams, seam_states
-from bridge_cg_plugin.upstream.seams.call_arguments import arguments_of
 from bridge_cg_plugin.upstream.seams.features import FEATURES, KNOWN_MODELS
-from bridge_cg_plugin.upstream.seams.patches import DriftError, bridge_release
+from bridge_cg_plugin.upstream.seams.patches import DriftError, arguments_of, bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS, seam
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 from bridge_cg_plugin.upstream.seams.seam import Feature as F

@@ -58,7 +58,7 @@ def fresh(patch):
 def made_up(target, make, module="m", kind="function", **changes):
     changes.setdefault("since", "0.5.1")
     return Patch(
-        Seam(name="p", module=module, target=target, kind=kind, touch="replaced", purpose="for a test", **changes), make
+        Seam(name="p", module=module, target=target, kind=kind, touch="patched", purpose="for a test", **changes), make
     )
 
 
@@ -127,7 +127,7 @@ def test_what_this_release_lacks_is_what_the_table_says(active):
 
 def test_every_patched_seam_has_one_patch():
     every = [*EVERY, *recipe_names.PATCHES, *batch_copies.PATCHES]
-    assert sorted(p.name for p in every) == sorted(s.name for s in SEAMS if s.patched_by)
+    assert sorted(p.name for p in every) == sorted(s.name for s in SEAMS if s.touch == "patched")
     for patch in every:
         assert patch.seam in SEAMS
 

@@ -18,8 +18,7 @@ from bridge_cg_plugin.options.vision import VISION as VISION_GROUP
 from bridge_cg_plugin.upstream.hooks.configuration import provider_fields
 from bridge_cg_plugin.upstream.hooks.configuration.provider_fields import LANGUAGE_MODEL_DEFAULTS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from bridge_cg_plugin.upstream.seams.registry.models import PROVIDERS
-from bridge_cg_plugin.upstream.seams.registry.packed import PROVIDERS as PACKED_PROVIDERS
+from bridge_cg_plugin.upstream.seams.registry.models import LANGUAGE_MODELS, PROVIDERS
 from tests.scripts import forked
 
 from .test_provider_fields import FIELDS as VISION
@@ -46,7 +45,7 @@ DERIVED = (  # of providers that carry the options
 )
 CARRIERS = (
     *((module, name, {**VISION, **PACKED}) for module, name in PROVIDERS),
-    *((module, name, PACKED) for module, name, since in PACKED_PROVIDERS if since <= bridge_release()),
+    *((module, name, PACKED) for module, name, since in LANGUAGE_MODELS if since <= bridge_release()),
     *((module, name, PACKED) for module, name in DERIVED),
 )
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
@@ -393,5 +392,5 @@ except Exception as error:
 def test_every_carrier_is_tried():
     names = {name for _, name, _ in CARRIERS}
     assert {patch.target.partition(".")[0] for patch in provider_fields.PATCHES} - names <= {
-        name for _, name, since in PACKED_PROVIDERS if since > bridge_release()
+        name for _, name, since in LANGUAGE_MODELS if since > bridge_release()
     }

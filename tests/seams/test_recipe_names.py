@@ -15,7 +15,7 @@ from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.seam import Seam
 
 A, B = list(RECIPES)[:2]
-SEAM = Seam(name="names", module="m", target="", kind="module", touch="extended", purpose="for a test")
+SEAM = Seam(name="names", module="m", target="", kind="module", touch="patched", purpose="for a test")
 
 
 def test_names_that_upstream_has_stay_upstreams():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from bridge_cg_plugin.upstream.seams.encoder_group import GROUP
+from bridge_cg_plugin.upstream.seams.encoders import GROUP
 
 PACKAGE = Path(__file__).resolve().parents[1] / "packages/moonvit_graphs"
 REMOTE_CODE = PACKAGE / "remote_code"

@@ -1,4 +1,4 @@
-"""A module in `upstream/seams/encoders` is all that an encoder of this package adds besides its region."""
+"""A declaration, its seams and its region are all that an encoder of this package adds."""
 
 import shutil
 import subprocess
@@ -7,54 +7,40 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DECLARATION = """
-from bridge_cg_plugin.upstream.seams.encoders import Declaration, HubModels, Model
-
-
-def _seams(feature):
-    from bridge_cg_plugin.upstream.seams.seam import Seam
-
-    return (
-        Seam(
-            name="mean_tower",
-            module="tests.unit.mean_encoder",
-            target="MeanTower",
-            kind="class",
-            touch="called",
-            purpose="to see it declared",
-            features=(feature,),
-        ),
-    )
-
-
-ENCODER = Declaration(
-    name="the mean",
-    model=Model(
-        module="tests.unit.mean_provider",
-        provider="MeanProvider",
+MEAN = Declaration(
+    "the mean",
+    Model(
+        "tests.unit.mean_provider",
+        "MeanProvider",
         hub=(HubModels("example/Mean-", encoder=(2, 8)),),
         steps=("example.mean_step",),
     ),
-    region="mean:ENCODER",
-    seams=_seams,
+    "mean:ENCODER",
+)
+DECLARED = (
+    MEAN,
+"""
+SEAMS = """
+SEAMS += seams_of(
+    encoders.MEAN.feature, mean_tower=called("tests.unit.mean_encoder:MeanTower", "to see it declared")
 )
 """
 DECLARED = """
 import sys
 
-from bridge_cg_plugin.upstream.seams.activation import PATCHED
+from bridge_cg_plugin.upstream.seams.activation import PATCHING
 
-assert PATCHED["tests.unit.mean_provider"] == ("hooks.configuration.provider_fields",)
-assert PATCHED["example.mean_step"] == ("hooks.data.batches",)
+assert "tests.unit.mean_provider" in PATCHING["hooks.configuration.provider_fields"]
+assert "example.mean_step" in PATCHING["hooks.data.batches"]
 assert "bridge_cg_plugin.upstream.seams.seam" not in sys.modules and "torch" not in sys.modules
 
 from bridge_cg_plugin.upstream.seams.features import FEATURES, _ASKS
-from bridge_cg_plugin.upstream.seams.known_encoders import encoder_of
-from bridge_cg_plugin.upstream.seams.registry import patch_modules, seam
+from bridge_cg_plugin.upstream.seams.encoders import encoder_of
+from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.cli.explain.models import encoder_of as sized
 from bridge_cg_plugin.cli.explain.models import _family
 from tests.unit.mean_provider import MeanProvider
 
-assert patch_modules() == PATCHED
 assert seam("mean_tower").features == ("vision graphs of the mean",)
 assert seam("MeanProvider.config").attributes[0] == "vision_config" and seam("MeanProvider.init")
 assert seam("host_grids.mean_step").module == "example.mean_step"
@@ -77,7 +63,9 @@ def test_a_new_encoder_touches_no_other_file(tmp_path):
     shutil.copytree(ROOT / package.name, package, ignore=shutil.ignore_patterns("__pycache__"))
     for folder in ("scripts", "tests"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    (package / "upstream/seams/encoders/mean.py").write_text(DECLARATION)
+    declarations, seams = package / "upstream/seams/encoders.py", package / "upstream/seams/registry/encoders.py"
+    declarations.write_text(declarations.read_text().replace("\nDECLARED = (\n", DECLARATION))
+    seams.write_text(seams.read_text() + SEAMS)
     (package / "upstream/encoders/mean.py").write_text("from tests.unit.mean_encoder import ENCODER\n")
     words, environment = [sys.executable, "-c", DECLARED], {"PYTHONPATH": str(tmp_path)}
     found = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=300)

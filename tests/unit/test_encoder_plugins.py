@@ -12,7 +12,7 @@ import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.upstream.encoders import registry
-from bridge_cg_plugin.upstream.seams import encoder_group
+from bridge_cg_plugin.upstream.seams import encoders
 
 from .mean_encoder import ENCODER, PATCHES, WIDTH, MeanProgram, MeanTower
 from .towers import graphs_on, new_tower, poison
@@ -34,7 +34,7 @@ class MeanModel(torch.nn.Module):
 def forget():
     """Have entry points looked up again."""
     registry.encoders.cache_clear()
-    encoder_group.points.cache_clear()
+    encoders.points.cache_clear()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders import registry
-from bridge_cg_plugin.upstream.seams import encoder_group
+from bridge_cg_plugin.upstream.seams import encoders
 from bridge_cg_plugin.vision.batch import BatchError
 from bridge_cg_plugin.vision.kernels.packed_attention import PackedSegments
 
@@ -32,14 +32,14 @@ def installed(tmp_path_factory, monkeypatch):
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: moonvit-graphs\nVersion: 0.1\n")
     lines = [f"{name} = {value}" for name, value in entry_points().items()]
-    (metadata / "entry_points.txt").write_text("\n".join([f"[{encoder_group.GROUP}]", *lines]))
+    (metadata / "entry_points.txt").write_text("\n".join([f"[{encoders.GROUP}]", *lines]))
     for folder in (place, PACKAGE):
         monkeypatch.syspath_prepend(str(folder))
     registry.encoders.cache_clear()
-    encoder_group.points.cache_clear()
+    encoders.points.cache_clear()
     yield
     registry.encoders.cache_clear()
-    encoder_group.points.cache_clear()
+    encoders.points.cache_clear()
 
 
 def assert_equal_results(found, expected):
@@ -50,7 +50,7 @@ def assert_equal_results(found, expected):
 def test_bridges_provider_brings_it():
     (name,) = entry_points()
     assert name.rpartition(".")[2] == "KimiK25VLModelProvider"
-    assert encoder_group.other_providers() == (tuple(name.rsplit(".", 1)),)
+    assert encoders.other_providers() == (tuple(name.rsplit(".", 1)),)
 
 
 def test_the_layers_are_found_where_bridge_holds_the_tower():

@@ -11,7 +11,7 @@ from bridge_cg_plugin.options import explain as wording
 from bridge_cg_plugin.options.choice import LANGUAGE_MODEL_PART, VISION_ENCODER
 from bridge_cg_plugin.options.explain import HEAD, WIDTHS, text_table
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
-from bridge_cg_plugin.upstream.seams.known_encoders import NO_ADAPTER
+from bridge_cg_plugin.upstream.seams.encoders import NO_ADAPTER
 
 from .forecast import Forecast, said
 from .forecast import as_json as forecast_as_json

@@ -39,7 +39,7 @@ from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.recipes import GPUS, RECIPES, with_graphs
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import check_trackers, resolve
 from bridge_cg_plugin.upstream.hooks.configuration.recipes import build_recipe
-from bridge_cg_plugin.upstream.seams.known_encoders import encoder_of, has_audio_encoder
+from bridge_cg_plugin.upstream.seams.encoders import encoder_of, has_audio_encoder
 
 from ..answers import Tell
 from ..gpus import LAYOUTS, add_counts, add_gpu, divided, layout_in_words

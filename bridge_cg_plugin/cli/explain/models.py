@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
-from bridge_cg_plugin.upstream.seams.encoders import MODELS, HubModels, Model, declared, models
+from bridge_cg_plugin.upstream.seams.encoders import DECLARED, DECLARED_MODELS, MODELS, HubModels, Model
 
 
 class Sizes(NamedTuple):
@@ -96,7 +96,7 @@ _OF_PROVIDERS = {
     "Qwen3VLMoEModelProvider": QWEN3_VL,
     "Qwen35VLModelProvider": QWEN35_VL,
     "Qwen35VLMoEModelProvider": QWEN35_VL,
-    **{encoder.model.provider: encoder.name for encoder in declared() if encoder.encodes == "vision"},
+    **{encoder.model.provider: encoder.name for encoder in DECLARED if encoder.encodes == "vision"},
 }
 _DEPTHS = ("depth", "num_hidden_layers")
 
@@ -208,7 +208,7 @@ FAMILIES = (
     ),
     Family(names=r"Qwen/Qwen3\.[56]-9B", provider=f"{_QWEN35_VL}ModelProvider", sizes=_DENSE, encoder=_LARGE),
     Family(names=r"Qwen/Qwen3\.[56]-[\d.]+B", provider=f"{_QWEN35_VL}ModelProvider", sizes=_DENSE),
-    *(_family_of(model, on_hub) for model in models() for on_hub in model.hub),
+    *(_family_of(model, on_hub) for model in DECLARED_MODELS for on_hub in model.hub),
     Family(names=r"Qwen/Qwen3-\d+B-A\d+B", provider=GPT, sizes=_experts(128) | _ROUTERS_LOSS),
     Family(names=r"(Qwen/Qwen(2|2\.5|3)-[\d.]+B|meta-llama/(Meta-)?Llama-[23])", provider=GPT, sizes=_DENSE),
 )

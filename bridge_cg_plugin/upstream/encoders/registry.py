@@ -10,8 +10,7 @@ from torch import nn
 
 from ...announce import warn
 from ...vision.adapter import EncoderFamily
-from ..seams.encoder_group import GROUP, points
-from ..seams.encoders import Declaration, declared
+from ..seams.encoders import DECLARED, GROUP, Declaration, points
 from ..wrappers import holders
 from .qwen3_vl import QWEN3_VL
 
@@ -22,7 +21,7 @@ def _family(encoder: Declaration) -> EncoderFamily:
     return family
 
 
-ENCODERS = (QWEN3_VL, *map(_family, declared()))
+ENCODERS = (QWEN3_VL, *map(_family, DECLARED))
 _failed: set[str] = set()
 
 

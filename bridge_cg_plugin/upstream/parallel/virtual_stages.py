@@ -10,8 +10,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-from ..seams.call_arguments import arguments_of
-from ..seams.patches import Patch
+from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
 from ..seams.registry.models import DROPS_STAGE, MODEL_OF_PROVIDER
 from ..seams.seam import Seam

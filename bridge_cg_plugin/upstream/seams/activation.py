@@ -13,48 +13,44 @@ from typing import Any
 
 from ...announce import LOGGER, warn
 from .contract import CONTRACT, remember
-from .encoder_group import other_providers
-from .encoders import models
+from .encoders import DECLARED_MODELS, MODELS, QWEN3_VL_MODELS, QWEN_VL, other_providers
 
-# Upstream module -> modules of this package that patch it when it is imported. The registry has the same, which a test
-# checks; it is not imported here because that would take half of what loading the plugin takes.
-PATCHED: dict[str, tuple[str, ...]] = {
-    "megatron.bridge.training.train": ("hooks.loops.train_loop", "hooks.helpers.packed_helper"),
-    "megatron.bridge.training.config": ("hooks.configuration.training_config",),
-    "megatron.bridge.training.gpt_step": ("hooks.data.batches",),
-    "megatron.bridge.training.utils.visual_inputs": ("hooks.data.batch_copies",),
-    "megatron.bridge.models.qwen_vl.qwen3_vl_step": (
-        *("hooks.data.batches", "hooks.data.host_tokens", "decoder.per_layer_graphs"),
+_CORE, _TRAINING, _QWEN3_VL = "megatron.core", "megatron.bridge.training", f"{QWEN_VL}.modelling_qwen3_vl"
+_QWEN3_VL_STEP = f"{QWEN_VL}.qwen3_vl_step"
+# Module of this package -> upstream's modules that it patches when they are imported, in the order in which those of
+# one module are applied.
+PATCHING: dict[str, tuple[str, ...]] = {
+    "hooks.loops.train_loop": (f"{_TRAINING}.train",),
+    "hooks.loops.loss_checks": (f"{_CORE}.rerun_state_machine",),
+    "hooks.loops.any_loop": (f"{_CORE}.pipeline_parallel.schedules",),
+    "hooks.helpers.packed_helper": (f"{_TRAINING}.train",),
+    "hooks.helpers.full_iteration": (f"{_CORE}.full_cuda_graph",),
+    "hooks.configuration.training_config": (f"{_TRAINING}.config",),
+    "hooks.configuration.provider_fields": (
+        *(f"{MODELS}.{name}" for name in ("gpt_provider", "hybrid.hybrid_provider", "mamba.mamba_provider")),
+        *(model.module for model in (*QWEN3_VL_MODELS, *DECLARED_MODELS)),
     ),
-    "megatron.core.transformer.transformer_layer": ("decoder.per_layer_graphs",),
-    "megatron.core.pipeline_parallel.fine_grained_activation_offload": ("decoder.offloaded_groups",),
-    "megatron.core.packed_seq_params": ("hooks.data.pack_indices",),
-    "megatron.bridge.models.gpt_provider": ("hooks.configuration.provider_fields",),
-    "megatron.bridge.models.hybrid.hybrid_provider": ("hooks.configuration.provider_fields",),
-    "megatron.bridge.models.mamba.mamba_provider": ("hooks.configuration.provider_fields",),
-    "megatron.core.rerun_state_machine": ("hooks.loops.loss_checks",),
-    "megatron.core.full_cuda_graph": ("hooks.helpers.full_iteration",),
-    "megatron.core.pipeline_parallel.schedules": ("hooks.loops.any_loop",),
-    "megatron.bridge.models.qwen_vl.qwen3_vl_provider": (
-        "hooks.configuration.provider_fields",
-        "parallel.virtual_stages",
+    "hooks.configuration.recipe_names": ("megatron.bridge.recipes", "megatron.bridge.recipes.qwen_vl"),
+    "hooks.configuration.performance_scripts": (
+        f"{_TRAINING}.utils.omegaconf_utils",
+        # Modules of upstream's scripts/performance; others of these names are left alone.
+        *("argument_parser", "utils.overrides", "utils.utils"),
     ),
-    "megatron.bridge.models.qwen_vl.qwen35_vl_provider": ("hooks.configuration.provider_fields",),
-    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model": (
-        *("encoders.deepstack", "hooks.data.between", "decoder.variable_lengths"),
+    "hooks.data.batches": (
+        *(f"{_TRAINING}.gpt_step", _QWEN3_VL_STEP),
+        *(step for model in DECLARED_MODELS for step in model.steps),
     ),
-    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model": ("encoders.qwen3_vl_patches",),
-    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model": ("decoder.offload",),
-    "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention": ("decoder.offload",),
-    "megatron.bridge.recipes": ("hooks.configuration.recipe_names",),
-    "megatron.bridge.recipes.qwen_vl": ("hooks.configuration.recipe_names",),
-    "megatron.bridge.training.utils.omegaconf_utils": ("hooks.configuration.performance_scripts",),
-    # Modules of upstream's scripts/performance; others of these names are left alone.
-    "argument_parser": ("hooks.configuration.performance_scripts",),
-    "utils.overrides": ("hooks.configuration.performance_scripts",),
-    "utils.utils": ("hooks.configuration.performance_scripts",),
-    **{model.module: ("hooks.configuration.provider_fields",) for model in models()},
-    **{step: ("hooks.data.batches",) for model in models() for step in model.steps},
+    "hooks.data.host_tokens": (_QWEN3_VL_STEP,),
+    "hooks.data.batch_copies": (f"{_TRAINING}.utils.visual_inputs",),
+    "hooks.data.pack_indices": (f"{_CORE}.packed_seq_params",),
+    "encoders.deepstack": (f"{_QWEN3_VL}.model",),
+    "encoders.qwen3_vl_patches": (f"{_QWEN3_VL}.vision_model",),
+    "hooks.data.between": (f"{_QWEN3_VL}.model",),
+    "decoder.variable_lengths": (f"{_QWEN3_VL}.model",),
+    "decoder.offload": (f"{_QWEN3_VL}.text_model", f"{_QWEN3_VL}.attention"),
+    "decoder.per_layer_graphs": (_QWEN3_VL_STEP, f"{_CORE}.transformer.transformer_layer"),
+    "decoder.offloaded_groups": (f"{_CORE}.pipeline_parallel.fine_grained_activation_offload",),
+    "parallel.virtual_stages": tuple({model.module: None for model in QWEN3_VL_MODELS[:2]}),
 }
 _on = False
 _hooked = False
@@ -71,23 +67,22 @@ def activate() -> None:
     if not _hooked:
         from wrapt import register_post_import_hook
 
-        _patch_other_providers()
-        for name in dict.fromkeys((*CONTRACT, *PATCHED)):
+        try:
+            PATCHING["hooks.configuration.provider_fields"] += tuple(module for module, _ in other_providers())
+        except Exception:
+            LOGGER.exception("bridge_cg_plugin could not read the entry points of other packages")
+        for name in dict.fromkeys((*CONTRACT, *patched_modules())):
             register_post_import_hook(_imported, name)
         _hooked = True
         return
-    for name in PATCHED:
+    for name in patched_modules():
         if name in sys.modules:
             patch_module(sys.modules[name])
 
 
-def _patch_other_providers() -> None:
-    """Have the providers patched whose encoder another package brings."""
-    try:
-        for module, _ in other_providers():
-            PATCHED.setdefault(module, ("hooks.configuration.provider_fields",))
-    except Exception:
-        LOGGER.exception("bridge_cg_plugin could not read the entry points of other packages")
+def patched_modules() -> tuple[str, ...]:
+    """Return upstream's modules that are patched."""
+    return tuple(dict.fromkeys(name for names in PATCHING.values() for name in names))
 
 
 def before_deactivation(drop: Callable[[], None]) -> None:
@@ -136,8 +131,7 @@ def broken_seams() -> dict[str, str]:
 def _imported(module: ModuleType) -> None:
     """Note what a module of upstream ships before anybody can patch it, then apply the plugin's own patches."""
     remember(module)
-    if module.__name__ in PATCHED:
-        patch_module(module)
+    patch_module(module)
 
 
 def patch_module(module: ModuleType) -> None:
@@ -145,7 +139,7 @@ def patch_module(module: ModuleType) -> None:
     # A hook that raises would fail upstream's import.
     if not _on or hasattr(module, "__stand_in__"):  # `bridge-cg explain` does without most of upstream's modules
         return
-    for name in PATCHED[module.__name__]:
+    for name in (name for name, modules in PATCHING.items() if module.__name__ in modules):
         try:
             if _stays_off():
                 return
@@ -178,6 +172,5 @@ def _log(patch: Any) -> None:
 
 
 def _loaded_patches() -> list[Any]:
-    names = dict.fromkeys(name for group in PATCHED.values() for name in group)
-    modules = (sys.modules.get(f"bridge_cg_plugin.upstream.{name}") for name in names)
+    modules = (sys.modules.get(f"bridge_cg_plugin.upstream.{name}") for name in PATCHING)
     return [patch for module in modules if module is not None for patch in module.PATCHES]

@@ -10,11 +10,9 @@ from ...options.declaration import Option
 from ...options.language_model import IMPL
 from ...options.normalization import ALLREDUCE, splits_deepstack
 from ...options.vision import VISION
-from .encoder_group import other_providers
-from .encoders import Declaration, declared, models
+from .encoders import DECLARED, DECLARED_MODELS, QWEN3_VL, Declaration, other_providers
 from .registry import SEAMS
-from .registry.models import QWEN3_VL
-from .registry.packed import PROVIDERS as LANGUAGE_MODELS
+from .registry.models import LANGUAGE_MODELS
 from .seam import Feature, Seam
 
 VISION_IMPL, MAX_PACKED_SEQS = PROVIDER_FIELDS["impl"], PACKED_FIELDS["max_packed_seqs"]
@@ -44,7 +42,7 @@ class Wish:
     @property
     def qwen3_vl_encoder(self) -> bool:
         """Whether the vision encoder is Qwen3-VL's, as that of any model is which is not known to have another."""
-        others = {model.provider for model in models()} | {provider for _, provider in other_providers()}
+        others = {model.provider for model in DECLARED_MODELS} | {provider for _, provider in other_providers()}
         bases = {base.__name__ for base in type(self.model).__mro__}
         return self.options.vision.enabled and others.isdisjoint(bases)
 
@@ -143,7 +141,7 @@ _ASKS: dict[str, _Ask] = {
     ),
     Feature.VISION: _vision(),
     Feature.VISION_QWEN3_VL: _vision(lambda wish: wish.qwen3_vl_encoder),
-    **{encoder.feature: _encoder(encoder) for encoder in declared()},
+    **{encoder.feature: _encoder(encoder) for encoder in DECLARED},
     Feature.DEEPSTACK_GRADIENTS: _Ask(
         lambda wish: wish.options.vision.deepstack_gradient_allreduce and splits_deepstack(wish.facts),
         lambda wish: f"{ALLREDUCE}=true",
@@ -207,7 +205,7 @@ def refusal(wish: Wish, broken: Mapping[str, str], release: str, table: Iterable
 
 
 # Every feature.
-FEATURES: tuple[str, ...] = (*Feature, *(encoder.feature for encoder in declared()))
+FEATURES: tuple[str, ...] = (*Feature, *(encoder.feature for encoder in DECLARED))
 # Features of those models alone that their seams name.
 _OF_NAMED_MODELS = (Feature.OPTIONS, Feature.PIPELINES)
 # Features that switch the plugin on themselves, or do without.

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from .seam import Found, Kind, Seam, drift
+from .source_reader import NoSourceError, SourceReader
 
 _ABSENT = object()
 
@@ -296,3 +297,46 @@ class Additions(AtSeam):
     def _replaced(self) -> list[str]:
         """Return the names that hold something else now, or nothing."""
         return [name for name, value in self._added.items() if vars(self._owner).get(name, _ABSENT) is not value]
+
+
+# (name, positional arguments, keyword arguments) -> the argument, None where the caller passes none.
+FindArgument = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def arguments_of(seam: Seam, function: Callable[..., Any]) -> FindArgument:
+    """Return a lookup of a call's arguments by upstream's names for them, however the caller passes them.
+
+    The signature of a wrapper that takes any arguments does not show their positions. It is called as upstream's own
+    function is, whose source has them.
+
+    Args:
+        seam: Names the arguments.
+        function: What is called: upstream's function, or what somebody put in its place.
+
+    Raises:
+        DriftError: The place of one of them is not known.
+    """
+    named = inspect.signature(function).parameters.values()
+    by_place = [p.name for p in named if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = {p.name: sys.maxsize for p in named if p.kind is p.KEYWORD_ONLY}
+    places = {name: place for place, name in enumerate(by_place)} | by_name
+    if not places.keys() >= set(seam.parameters):
+        places = _upstreams_places(seam) | places
+    unknown = [name for name in seam.parameters if name not in places]
+    if unknown:
+        raise DriftError(f"{seam.place} was replaced by a function that does not say where {', '.join(unknown)} stands")
+
+    def find(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return kwargs[name] if name in kwargs else args[places[name]] if places[name] < len(args) else None
+
+    return find
+
+
+@functools.cache
+def _upstreams_places(seam: Seam) -> dict[str, int]:
+    """Return the places of parameters of upstream's own function, read from its source; none where there is none."""
+    try:
+        found = SourceReader().find(seam)
+    except NoSourceError:
+        return {}
+    return {} if found is None else {name: place for place, name in enumerate(found.parameters or ())}

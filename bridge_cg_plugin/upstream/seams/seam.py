@@ -1,6 +1,6 @@
 """What a seam is: one place where the plugin touches upstream, and what it expects to find there."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from .releases import RELEASES, minor
 
 Kind = Literal["function", "class", "value", "module"]
-Touch = Literal["replaced", "extended", "instance", "called", "read", "declared"]
+Touch = Literal["patched", "replayed", "swapped", "called", "read"]
 
 
 class Feature(StrEnum):
@@ -47,23 +47,24 @@ class Feature(StrEnum):
 
 # Whatever the plugin captures.
 GRAPHS = (Feature.VISION, Feature.PACKED, Feature.FULL_ITERATION)
+Features = str | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seam:
-    """One touch point of upstream. Data only; `patches.Patch` acts on it, `source` and `audit` compare with it.
+    """One touch point of upstream. Data only; `patches.Patch` acts on it, `source_reader` and `audit` compare with it.
 
     Attributes:
         name: Short name, for `status`, `doctor`, the audit and messages.
         module: Upstream's module.
         target: "name", "Class" or "Class.method"; empty for the module itself.
         kind: What the target must be.
-        touch: "replaced" or "extended" by a patch, replaced on an "instance" or for a while, "called", "read", or
-            only "declared".
+        touch: What the plugin does with the target: "patched" when upstream is imported, until `deactivate()`;
+            "replayed" in its place on an instance, while graphs are on the model; "swapped" for a while, as a rule
+            while work is recorded; "called" or "read".
         purpose: What the plugin wants there, in a few words.
         features: What does not work without it: a `Feature`, or an encoder's.
         models: Classes of model providers that it concerns; every one where empty.
-        undo: How it is undone.
         parameters: Parameters that a function, or a class's constructor, must take.
         attributes: Fields, methods and instance attributes that a class must have, inherited ones included.
         uses: Code that the target's body must contain: behaviour relied on. A tuple lists spellings of the same code;
@@ -71,7 +72,6 @@ class Seam:
         formerly: Targets that hold the same code in earlier releases. The first one that exists is compared where
             `target` does not exist. Only for seams that no patch replaces.
         since: First release of megatron-bridge that has the target; an earlier one does without.
-        patched_by: Module of this package with the patch; empty where nothing is replaced when upstream is imported.
         packaged: Whether upstream's wheels contain it.
     """
 
@@ -83,13 +83,11 @@ class Seam:
     purpose: str
     features: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
-    undo: str = "nothing to undo"
     parameters: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
     uses: tuple[str | tuple[str, ...], ...] = ()
     formerly: tuple[str, ...] = ()
     since: str = RELEASES[-1].bridge
-    patched_by: str = ""
     packaged: bool = True
 
     @property
@@ -102,65 +100,37 @@ class Seam:
         return minor(bridge) == (0, 0) or minor(bridge) >= minor(self.since)
 
 
-RESTORED = "deactivate() puts the same object back"
-RECORDED = "put back when the recording ends"
-DETACHED = "the end of training and deactivate() take the object's own attribute off"
+def seams_of(features: Features, models: tuple[str, ...] = (), /, **rows: Seam) -> tuple[Seam, ...]:
+    """Return the seams of a table, whose rows are seams by name, with what all of them serve."""
+    features = (features,) if isinstance(features, str) else features
+    return tuple(replace(row, name=name, features=features, models=models) for name, row in rows.items())
 
 
-def touched(
-    touch: Touch,
-    name: str,
-    place: str,
-    purpose: str,
-    features: str | tuple[str, ...],
-    takes: str = "",
-    has: str = "",
-    **more: Any,
+def _row(
+    touch: Touch, place: str, purpose: str, *uses: str | tuple[str, ...], takes: str = "", has: str = "", **more: Any
 ) -> Seam:
-    """Return a seam, said shortly.
+    """Return a row of a table of seams.
 
     Args:
         touch: See `Seam`.
-        name: See `Seam`.
-        place: "module:target", or the module itself. A target is a class where its last name begins with a capital, and
-            else a function, unless `more` has its kind.
+        place: "module:target", "module:target(parameter, parameter)" or the module itself. A target is a class where
+            its last name begins with a capital, and else a function, unless `more` has its kind.
         purpose: See `Seam`.
-        features: See `Seam`; one alone may stand without a tuple.
-        takes: Its parameters, in words.
+        uses: See `Seam`.
+        takes: Parameters that the line of `place` has no room for, in words.
         has: Its attributes, in words.
         more: What else `Seam` has.
     """
+    place, _, parameters = place.rstrip(")").partition("(")
     module, _, target = place.partition(":")
     kind = "module" if not target else "class" if target.rpartition(".")[2][0].isupper() else "function"
-    return Seam(
-        **{"kind": kind, "parameters": tuple(takes.split()), "attributes": tuple(has.split()), **more},
-        name=name,
-        module=module,
-        target=target,
-        touch=touch,
-        purpose=purpose,
-        features=(features,) if isinstance(features, str) else features,
-    )
+    words = [tuple(text.replace(",", " ").split()) for text in (parameters or takes, has)]
+    facts = {"kind": kind, "uses": uses, "parameters": words[0], "attributes": words[1], **more}
+    return Seam(name="", module=module, target=target, touch=touch, purpose=purpose, **facts)
 
 
-def patched(
-    name: str,
-    place: str,
-    purpose: str,
-    features: str | tuple[str, ...],
-    by: str,
-    touch: Touch = "extended",
-    **more: Any,
-) -> Seam:
-    """Return a seam that a patch extends, or replaces, when upstream is imported; `by` is its module."""
-    return touched(touch, name, place, purpose, features, undo=RESTORED, patched_by=by, **more)
-
-
-read, called = partial(touched, "read"), partial(touched, "called")
-# What is replaced while work is recorded, on an instance, too; and on an instance while graphs are on the model.
-swapped = partial(touched, "replaced", undo=RECORDED)
-recorded = partial(touched, "instance", undo=RECORDED)
-replayed = partial(touched, "instance", undo=DETACHED)
+patched, replayed, swapped = partial(_row, "patched"), partial(_row, "replayed"), partial(_row, "swapped")
+called, read = partial(_row, "called"), partial(_row, "read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +166,8 @@ def drift(seam: Seam, found: Found | None) -> list[str]:
     gone = [a for a in seam.attributes if found.attributes is not None and a not in found.attributes]
     if gone:
         differences.append(f"{seam.place} no longer has {', '.join(gone)}")
-    unused = [spellings for spellings in map(_spellings, seam.uses) if found.code and not _contains(found, spellings)]
+    spellings = [(code,) if isinstance(code, str) else code for code in seam.uses if found.code]
+    unused = [" or ".join(each) for each in spellings if not any(code in found.code for code in each)]
     if unused:
-        differences.append(f"{seam.place} no longer contains {'; '.join(map(' or '.join, unused))}")
+        differences.append(f"{seam.place} no longer contains {'; '.join(unused)}")
     return differences
-
-
-def _spellings(code: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (code,) if isinstance(code, str) else code
-
-
-def _contains(found: Found, spellings: tuple[str, ...]) -> bool:
-    return any(spelling in found.code for spelling in spellings)

@@ -51,7 +51,7 @@ def installed_states(release: str) -> dict[str, tuple[State, str]]:
 
 
 def _state(seam: Seam, patch: Patch | None, on: bool, state: State, reason: str) -> SeamState:
-    if not seam.patched_by:
+    if seam.touch != "patched":
         return SeamState(seam, state, reason)
     if not on:
         return SeamState(seam, "off", patch.reason if patch is not None else "")

@@ -12,11 +12,10 @@ from ....options.choice import CHOICE
 from ....options.offload import OFFLOAD
 from ....options.packed import PACKED
 from ....options.vision import VISION
-from ...seams.encoder_group import other_providers
+from ...seams.encoders import other_providers
 from ...seams.patches import Patch
 from ...seams.registry import seam
-from ...seams.registry.models import PROVIDERS, field_seams
-from ...seams.registry.packed import PROVIDERS as PACKED_PROVIDERS
+from ...seams.registry.models import LANGUAGE_MODELS, PROVIDERS, field_seams
 from ...seams.seam import Seam
 
 # The one setting and offloading speak for language model and encoder, so every model has their fields.
@@ -145,9 +144,9 @@ def _known(provider: str, defaults: Mapping[str, Any]) -> tuple[Patch, Patch]:
     return _patches(seam(f"{provider}.init"), seam(f"{provider}.fields"), defaults)
 
 
-PATCHED = frozenset((module, provider) for module, provider, *_ in (*PACKED_PROVIDERS, *PROVIDERS, *other_providers()))
+PATCHED = frozenset((module, provider) for module, provider, *_ in (*LANGUAGE_MODELS, *PROVIDERS, *other_providers()))
 PATCHES = (
-    *(patch for _, provider, _ in PACKED_PROVIDERS for patch in _known(provider, LANGUAGE_MODEL_DEFAULTS)),
+    *(patch for _, provider, _ in LANGUAGE_MODELS for patch in _known(provider, LANGUAGE_MODEL_DEFAULTS)),
     *(patch for _, provider in PROVIDERS for patch in _known(provider, EVERY)),
     *(patch for place in other_providers() for patch in _patches(*field_seams(*place), EVERY)),
 )

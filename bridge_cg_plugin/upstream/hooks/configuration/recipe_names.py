@@ -7,7 +7,7 @@ from typing import Any
 
 from ....recipes import DERIVED_RECIPES, SMALL_RECIPES
 from ...seams.patches import Additions, bridge_release
-from ...seams.registry import SEAMS
+from ...seams.registry import seam
 
 
 @dataclass(slots=True)
@@ -47,6 +47,4 @@ _PRESETS: dict[str, tuple[Mapping[str, Callable[..., Any]], ...]] = {
     "recipe_names": (DERIVED_RECIPES, SMALL_RECIPES),
     "recipe_names.qwen_vl": (DERIVED_RECIPES,),
 }
-PATCHES = tuple(
-    AddedNames(seam, *_PRESETS[seam.name]) for seam in SEAMS if seam.patched_by == "hooks.configuration.recipe_names"
-)
+PATCHES = tuple(AddedNames(seam(name), *presets) for name, presets in _PRESETS.items())

@@ -88,4 +88,4 @@ def _with_host_copies(old: Callable[..., dict[str, Any]]) -> Callable[..., dict[
     return get_batch_from_iterator
 
 
-PATCHES = tuple(Patch(entry, _with_host_copies) for entry in SEAMS if entry.patched_by == "hooks.data.batches")
+PATCHES = tuple(Patch(entry, _with_host_copies) for entry in SEAMS if entry.target == "get_batch_from_iterator")

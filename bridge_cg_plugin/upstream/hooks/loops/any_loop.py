@@ -18,8 +18,7 @@ from ....graphs.joint_step import before_evaluation
 from ....options.choice import SETTING
 from ...environment import OPTIONS
 from ...seams.activation import before_deactivation
-from ...seams.call_arguments import arguments_of
-from ...seams.patches import Patch
+from ...seams.patches import Patch, arguments_of
 from ...seams.registry import seam
 from ...seams.registry.training import SCHEDULES
 from ...wrappers import chunks_of, config_of, unwrapped

@@ -20,9 +20,8 @@ SEAM = Seam(
     module="torch.cuda",
     target="empty_cache",
     kind="function",
-    touch="extended",
+    touch="patched",
     purpose="memory of graphs leaves the device with the model",
-    undo="deactivate() puts the same object back",
 )
 _listeners: list[Callable[[], object]] = []
 

@@ -23,9 +23,8 @@ SEAM = Seam(
     module="torch",
     target="UntypedStorage.resize_",
     kind="function",
-    touch="extended",
+    touch="patched",
     purpose="parameters that left the device return to the addresses that graphs have recorded",
-    undo="deactivate() puts the same object back",
 )
 STORAGES = ReturningStorages()
 

@@ -13,8 +13,7 @@ from ....graphs.recordings.compiling import TURNS
 from ....graphs.reports.report import metrics_of_ranks, pause_metrics
 from ...encoders.registry import find_encoders
 from ...parallel.watchdog import WATCHDOG, named_failure, several_ranks, timeout_s
-from ...seams.call_arguments import arguments_of
-from ...seams.patches import Patch
+from ...seams.patches import Patch, arguments_of
 from ...seams.registry import seam
 from ...wrappers import chunks_of, unwrapped
 from ..helpers.full_iteration import CURRENT, all_graphs
