@@ -78,8 +78,6 @@ class Option:
         old: A deprecated name of the field with the help of its flag; the new field then is None where nothing is
             chosen.
         since: First release of megatron-bridge that has the field; the plugin adds the field where it is empty.
-        feature: The `Feature` that the option asks for, with vision graphs on; empty for its group's.
-        without: The values that do not ask for it; the first is named in messages.
     """
 
     name: str
@@ -93,8 +91,6 @@ class Option:
     tuning: bool = False
     old: tuple[str, str] | None = None
     since: str = ""
-    feature: str = ""
-    without: tuple[Any, ...] = ()
 
     @property
     def allowed(self) -> str:

@@ -111,8 +111,6 @@ class VisionGraphOptions(CapturedOptions):
         "rounding. Outputs equal eager's in all cases, except for encoders that are [near fp32](encoders.md), of which "
         "some then [attend by cuDNN](encoders.md#what-differs-by-encoder). `auto` is `exact` under deterministic "
         "algorithms (`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0` or PyTorch's), `fast` otherwise",
-        feature="fast kernels",
-        without=("exact",),
         tuning=True,
     )
     attention: Literal["auto", "transformer_engine", "cudnn", "flash"] = option(

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 _QWEN3_VL = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
@@ -212,7 +212,21 @@ def upstreams(value: Any) -> Any:
 
 def is_ours(value: Any) -> bool:
     """Whether code of this package runs when a value is called: its file proves it, names do not."""
+    code = _code(value)
+    return code is not None and code.co_filename.startswith(_PACKAGE)
+
+
+def described(value: Any) -> str:
+    """Return what a function is and where its code lies."""
+    code = _code(value)
+    if code is None:
+        kind = value if isinstance(value, type) else type(value)
+        return f"{kind.__module__}.{kind.__qualname__}"
+    return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def _code(value: Any) -> CodeType | None:
     while isinstance(value, functools.partial):
         value = value.func
     code = getattr(getattr(value, "__func__", value), "__code__", None)
-    return code is not None and str(code.co_filename).startswith(_PACKAGE)
+    return code if isinstance(code, CodeType) else None

@@ -2,19 +2,18 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ...options import OFFLOAD_FIELDS, PACKED_FIELDS, PROVIDER_FIELDS, CudaGraphModule, Facts, GraphOptions
 from ...options.combinations.language_model import whole_language_model
-from ...options.declaration import Option
 from ...options.language_model import IMPL
 from ...options.normalization import ALLREDUCE, splits_deepstack
-from ...options.vision import VISION
 from .encoders import DECLARED, DECLARED_MODELS, QWEN3_VL, Declaration, other_providers
 from .registry import SEAMS
 from .registry.models import LANGUAGE_MODELS
 from .seam import Feature, Seam
 
+CHUNKS = "virtual_pipeline_model_parallel_size"
 VISION_IMPL, MAX_PACKED_SEQS = PROVIDER_FIELDS["impl"], PACKED_FIELDS["max_packed_seqs"]
 HYBRIDS = tuple(provider for _, provider, _ in LANGUAGE_MODELS if provider != "GPTModelProvider")
 KNOWN_MODELS = frozenset(model for seam in SEAMS for model in seam.models)
@@ -56,8 +55,7 @@ class Wish:
         return feature in _ASKS and bool(_ASKS[feature].asked(self))
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
+class _Ask(NamedTuple):
     """How a configuration asks for a feature.
 
     Attributes:
@@ -71,43 +69,31 @@ class _Ask:
     remedy: str
 
 
+def _field(name: str, off: str, value: Callable[[Wish], Any], asked: Callable[[Wish], Any]) -> _Ask:
+    """Return how a field asks for a feature, with the value that does not."""
+    return _Ask(asked, lambda wish: f"{name}={value(wish)}", f"{name}={off}")
+
+
 def _vision(asked: Callable[[Wish], Any] = lambda wish: True) -> _Ask:
-    return _Ask(
-        lambda wish: wish.options.vision.enabled and asked(wish),
-        lambda wish: f"{VISION_IMPL}={wish.options.vision.impl}",
-        f"{VISION_IMPL}=none",
-    )
+    own = VISION_IMPL, "none", lambda wish: wish.options.vision.impl
+    return _field(*own, lambda wish: wish.options.vision.enabled and asked(wish))
 
 
 def _encoder(encoder: Declaration) -> _Ask:
-    """Return how a configuration asks for graphs of an encoder."""
     return _vision(lambda wish: wish.provider == encoder.model.provider)
 
 
-def _vision_option(one: Option) -> _Ask:
-    """Return how an option of vision graphs asks for a feature of its own."""
-    other = one.without[0]
-    return _Ask(
-        lambda wish: wish.qwen3_vl_encoder and getattr(wish.options.vision, one.name) not in one.without,
-        lambda wish: f"{one.field}={_value(getattr(wish.options.vision, one.name))}",
-        f"{one.field}={other if other != () else []}",
-    )
+def _fast_kernels(wish: Wish) -> bool:
+    return wish.qwen3_vl_encoder and wish.options.vision.kernels != "exact"
 
 
 def _language_model(asked: Callable[[Wish], Any]) -> _Ask:
-    return _Ask(asked, lambda wish: f"{IMPL}={wish.options.language_model.impl}", f"{IMPL}=none")
+    return _field(IMPL, "none", lambda wish: wish.options.language_model.impl, asked)
 
 
 def _packed(asked: Callable[[Wish], Any] = lambda wish: True) -> _Ask:
-    return _Ask(
-        lambda wish: wish.options.packed.enabled and asked(wish),
-        lambda wish: f"{MAX_PACKED_SEQS}={wish.options.packed.max_packed_seqs}",
-        f"{MAX_PACKED_SEQS}=null",
-    )
-
-
-def _value(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    own = MAX_PACKED_SEQS, "null", lambda wish: wish.options.packed.max_packed_seqs
+    return _field(*own, lambda wish: wish.options.packed.enabled and asked(wish))
 
 
 def _any_option(wish: Wish) -> bool:
@@ -125,13 +111,12 @@ def _replays_one_length(wish: Wish) -> bool:
 
 
 def _rotates_in_graphs(wish: Wish) -> bool:
-    options, rotary = wish.options, getattr(wish.model, "position_embedding_type", None)
-    captured = options.language_model.captures(CudaGraphModule.attn) and not options.packed.enabled
-    return captured and rotary == "mrope"
+    captured = wish.options.language_model.captures(CudaGraphModule.attn) and not wish.options.packed.enabled
+    return captured and getattr(wish.model, "position_embedding_type", None) == "mrope"
 
 
-def _interleaved(wish: Wish) -> bool:
-    return (getattr(wish.model, "virtual_pipeline_model_parallel_size", None) or 1) > 1
+def _model_chunks(wish: Wish) -> int:
+    return getattr(wish.model, CHUNKS, None) or 1
 
 
 # Features that are not here are asked for by no configuration: a run goes on without them.
@@ -147,7 +132,9 @@ _ASKS: dict[str, _Ask] = {
         lambda wish: f"{ALLREDUCE}=true",
         f"{ALLREDUCE}=false, which trains with upstream's gradients",
     ),
-    **{Feature(one.feature): _vision_option(one) for one in VISION.options if one.feature},
+    Feature.FAST_KERNELS: _field(
+        "vision_cuda_graph_tuning.kernels", "exact", lambda wish: wish.options.vision.kernels, _fast_kernels
+    ),
     Feature.OFFLOAD_IN_GRAPHS: _Ask(
         _moves_activations,
         lambda wish: "offloading or recompute in graphs",
@@ -167,11 +154,7 @@ _ASKS: dict[str, _Ask] = {
     Feature.PACKED_HYBRIDS: _packed(lambda wish: wish.hybrid),
     Feature.PACKED_EXPERTS: _packed(lambda wish: wish.facts.moe),
     Feature.PACKED_FP8: _packed(lambda wish: wish.facts.low_precision),
-    Feature.PIPELINES: _Ask(
-        _interleaved,
-        lambda wish: f"virtual_pipeline_model_parallel_size={wish.model.virtual_pipeline_model_parallel_size}",
-        "virtual_pipeline_model_parallel_size=null",
-    ),
+    Feature.PIPELINES: _field(CHUNKS, "null", _model_chunks, lambda wish: _model_chunks(wish) > 1),
 }
 
 

@@ -2,15 +2,14 @@
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
 from ...graphs.errors import Refused
 from ...graphs.fallback import Fallback
 from ...graphs.instance import own_attribute
-from .contract import ATTENTION_FUNCTIONS, EAGER_ATTENTION, HF_MODELS, OUTLINES, is_ours, shipped, upstreams
+from .contract import ATTENTION_FUNCTIONS, EAGER_ATTENTION, HF_MODELS, OUTLINES, described, is_ours, shipped, upstreams
 
 # Attributes of modules that hold what is called and is no module.
 _HELPERS = ("token_dispatcher",)
@@ -40,36 +39,27 @@ def foreign(owner: Any, *names: str) -> str | None:
         names: Of the functions, each at a place of the contract.
     """
     for name in names:
-        label, found = _found(owner, name)
+        found = _not_shipped(owner, name)
         if found is not None:
-            return f"{label}.{name} is {_described(found)}"
+            label = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__name__
+            return f"{label}.{name} is {described(found)}"
     return None
 
 
-def _found(owner: Any, name: str) -> tuple[str, Any]:
-    """Return a name for the owner, and what is not upstream's there; None where it is upstream's, or missing."""
+def _not_shipped(owner: Any, name: str) -> Any:
+    """Return what is not upstream's at a name of an owner; None where it is upstream's, or missing."""
     if isinstance(owner, ModuleType):
-        found = upstreams(vars(owner).get(name))
-        return owner.__name__, None if found is shipped(owner.__name__, name) else found
-    kind = type(owner)
-    own = own_attribute(owner, name)
-    if own is not None and not is_ours(own) and getattr(own, "__func__", None) is not getattr(kind, name, own):
-        return kind.__name__, own
-    base = next((base for base in kind.__mro__ if name in vars(base)), None)
-    if base is None:
-        return kind.__name__, None
-    found = upstreams(vars(base)[name])
-    return kind.__name__, None if found is shipped(base.__module__, f"{base.__qualname__}.{name}") else found
-
-
-def _described(value: Any) -> str:
-    """Return what a function is and where its code lies."""
-    while isinstance(value, functools.partial):
-        value = value.func
-    code = getattr(getattr(value, "__func__", value), "__code__", None)
-    if code is None:
-        return f"{type(value).__module__}.{type(value).__qualname__}"
-    return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+        home, target, held = owner.__name__, name, vars(owner).get(name)
+    else:
+        kind, own = type(owner), own_attribute(owner, name)
+        if own is not None and not is_ours(own) and getattr(own, "__func__", None) is not getattr(kind, name, own):
+            return own
+        base = next((base for base in kind.__mro__ if name in vars(base)), None)
+        if base is None:
+            return None
+        home, target, held = base.__module__, f"{base.__qualname__}.{name}", vars(base)[name]
+    found = upstreams(held)
+    return None if found is shipped(home, target) else found
 
 
 def own_code(modules: Iterable[Any]) -> str | None:
@@ -79,15 +69,14 @@ def own_code(modules: Iterable[Any]) -> str | None:
         modules: All modules of the region.
     """
     functions: dict[str, None] = {}
-    for module in _with_helpers(modules):
-        kind: Any = type(module)
-        for home, names in _outline_of(kind):
-            functions[home] = None
-            found = foreign(module, *names)
-            if found is not None:
-                return found
-        found = _attention_function(module)
-        if found is not None:
+    for module in modules:
+        for each in (module, *(vars(module)[name] for name in _HELPERS if name in vars(module))):
+            kind: Any = type(each)
+            for home, names in _outline_of(kind):
+                functions[home] = None
+                if found := foreign(each, *names):
+                    return found
+        if found := _attention_function(module):
             return found
     return next(filter(None, map(foreign_function, functions)), None)
 
@@ -101,12 +90,6 @@ def foreign_function(home: str, table: Mapping[str, tuple[str, ...]] = OUTLINES)
     """
     names = (target for target in table[home] if "." not in target)
     return foreign(sys.modules[home], *names) if home in sys.modules else None
-
-
-def _with_helpers(modules: Iterable[Any]) -> Iterator[Any]:
-    for module in modules:
-        yield module
-        yield from (vars(module)[name] for name in _HELPERS if name in vars(module))
 
 
 @functools.cache
@@ -131,4 +114,4 @@ def _attention_function(module: Any) -> str | None:
     if not attends or chosen not in functions:
         return None
     found, ours = functions[chosen], dict(shipped(HF_MODELS, ATTENTION_FUNCTIONS) or ())
-    return None if ours.get(chosen) is found else f"the attention function {chosen!r} is {_described(found)}"
+    return None if ours.get(chosen) is found else f"the attention function {chosen!r} is {described(found)}"

@@ -5,10 +5,12 @@ import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
+from .contract import described
 from .seam import Found, Kind, Seam, drift
 from .source_reader import NoSourceError, SourceReader
 
@@ -38,15 +40,28 @@ class _Installed:
 
     Attributes:
         owner: Module or class.
+        name: Of the attribute.
         raw: What its `__dict__` held before.
         made: What it holds now.
         on: Whether the replacement does its work or passes calls through.
     """
 
     owner: Any
+    name: str
     raw: Any
     made: Any = None
     on: bool = True
+
+    def current(self) -> Any:
+        """Return what the owner holds now."""
+        return vars(self.owner).get(self.name, _ABSENT)
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        if self.raw is _ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.raw)
 
 
 @dataclass(slots=True)
@@ -55,7 +70,7 @@ class AtSeam:
 
     Attributes:
         seam: The place and what is expected there.
-        state: "waiting" until upstream's module is imported, then what became of it.
+        state: "off" until upstream's module is imported, then what became of it.
         reason: Why, where that is not obvious.
     """
 
@@ -89,7 +104,7 @@ class Patch(AtSeam):
     extra: Callable[[Any], Callable[[], None]] | None = None
     # Newest last. What somebody else may still hold, and put back one day, is kept.
     _installed: list[_Installed] = field(default_factory=list, init=False, repr=False)
-    _undo: Callable[[], None] | None = field(default=None, init=False, repr=False)
+    _extras: ExitStack = field(default_factory=ExitStack, init=False, repr=False)
 
     @property
     def target(self) -> str:
@@ -102,28 +117,36 @@ class Patch(AtSeam):
         Where something took the plugin's place since (a reload, another plugin), it is applied on what is there now.
         """
         try:
-            self._apply(module)
+            owner = self._owner(module)
+            why_not = "" if self._resumes(owner) else self._replace(owner)
         except DriftError as error:
             self.state, self.reason = "broken", str(error)
+            return
+        self.state, self.reason = "native" if why_not else "active", why_not
+        if not why_not and self.extra is not None:
+            self._extras.close()
+            self._extras.callback(self.extra(owner))
 
-    def _apply(self, module: ModuleType) -> None:
-        owner, old = self._locate(module)
-        if self._resumes(owner):
-            self._apply_extra(owner)
-            return
-        if old is _ABSENT:
-            self.state, self.reason = "native", f"came with megatron-bridge {self.seam.since}"
-            return
-        self._check(old)
+    def _replace(self, owner: Any) -> str:
+        """Replace the attribute; returns why there is nothing to replace in this release, empty where it did.
+
+        Raises:
+            DriftError: What is there is not as expected.
+        """
+        name = self.target.rpartition(".")[2]
+        old = getattr(owner, name, _ABSENT) if _defines(owner, name) else _ABSENT
+        if old is _ABSENT and not self.seam.expected_in(bridge_release()):
+            return f"came with megatron-bridge {self.seam.since}"
+        differences = drift(self.seam, None if old is _ABSENT else _describe(old))
+        if differences:
+            raise DriftError("; ".join(differences))
         if self.needed is not None and not self.needed(inspect.unwrap(old) if callable(old) else old):
-            self.state, self.reason = "native", "this release needs no patch here"
-            return
-        installed = _Installed(owner, vars(owner).get(self._attribute, _ABSENT))
+            return "this release needs no patch here"
+        installed = _Installed(owner, name, vars(owner).get(name, _ABSENT))
         installed.made = _switched(installed, old, self.make(old))
-        setattr(owner, self._attribute, installed.made)
+        setattr(owner, name, installed.made)
         self._installed.append(installed)
-        self._apply_extra(owner)
-        self.state, self.reason = "active", ""
+        return ""
 
     def revert(self) -> None:
         """Put the attribute back as it was, absent included.
@@ -132,12 +155,13 @@ class Patch(AtSeam):
         `revert` puts the attribute back once they are gone.
         """
         self.state, self.reason = "off", ""
-        self._revert_extra()
+        self._extras.close()
         for installed in reversed(self._installed[:]):
             installed.on = False
-            current = vars(installed.owner).get(self._attribute, _ABSENT)
+            current = installed.current()
             if current is installed.made:
-                self._restore(installed)
+                installed.restore()
+                self._installed.remove(installed)
             elif _contains(current, installed.made):
                 self.reason = f"{_label(current)} wraps it; calls pass through"
 
@@ -146,74 +170,33 @@ class Patch(AtSeam):
         installed = next((i for i in self._installed if i.on), None)
         if installed is None:
             return
-        current = vars(installed.owner).get(self._attribute, _ABSENT)
-        if not self._owns(installed.owner):
-            self.state, culprit = "broken", "a reload of the module"
-        elif _contains(current, installed.made):
-            self.state = "active"
-            self.reason = "" if current is installed.made else f"{_label(current)} wraps it"
+        current, module = installed.current(), sys.modules.get(self.module)
+        reloaded = module is not None and self._owner(module) is not installed.owner
+        if not reloaded and _contains(current, installed.made):
+            self.state, self.reason = "active", "" if current is installed.made else f"{_label(current)} wraps it"
             return
-        else:
-            self.state, culprit = "broken", _label(current)
+        culprit = "a reload of the module" if reloaded else _label(current)
+        self.state = "broken"
         self.reason = f"{culprit} replaced {self.seam.place}; call bridge_cg_plugin.activate() after it"
-
-    @property
-    def _attribute(self) -> str:
-        return self.target.rpartition(".")[2]
-
-    def _apply_extra(self, owner: Any) -> None:
-        self._revert_extra()
-        if self.extra is not None:
-            self._undo = self.extra(owner)
-
-    def _revert_extra(self) -> None:
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
-
-    def _restore(self, installed: _Installed) -> None:
-        if installed.raw is _ABSENT:
-            delattr(installed.owner, self._attribute)
-        else:
-            setattr(installed.owner, self._attribute, installed.raw)
-        self._installed.remove(installed)
 
     def _resumes(self, owner: Any) -> bool:
         """Whether an earlier replacement is still in place; it is switched on, all others are switched off."""
         resumed = False
         for installed in reversed(self._installed[:]):
-            current = vars(installed.owner).get(self._attribute, _ABSENT)
+            current = installed.current()
             installed.on = not resumed and installed.owner is owner and _contains(current, installed.made)
             resumed = resumed or installed.on
             if installed.owner is not owner and current is installed.made:  # the class of before a reload
-                self._restore(installed)
-        if resumed:
-            self.state, self.reason = "active", ""
+                installed.restore()
+                self._installed.remove(installed)
         return resumed
 
-    def _owns(self, owner: Any) -> bool:
-        """Whether an owner is the one that the imported module has now."""
-        module = sys.modules.get(self.module)
-        try:
-            return module is None or self._locate(module)[0] is owner
-        except DriftError:
-            return False
-
-    def _locate(self, module: ModuleType) -> tuple[Any, Any]:
-        """Return (owner, value); the value is `_ABSENT` where the release is not expected to have it."""
-        path, _, attribute = self.target.rpartition(".")
+    def _owner(self, module: ModuleType) -> Any:
+        """Return the module or class that has the target; `_ABSENT` without one."""
         owner: Any = module
-        for part in filter(None, path.split(".")):
+        for part in self.target.split(".")[:-1]:
             owner = getattr(owner, part, _ABSENT)
-        old = getattr(owner, attribute, _ABSENT) if _defines(owner, attribute) else _ABSENT
-        if old is _ABSENT and self.seam.expected_in(bridge_release()):
-            raise DriftError("; ".join(drift(self.seam, None)))
-        return owner, old
-
-    def _check(self, old: Any) -> None:
-        differences = drift(self.seam, _describe(old))
-        if differences:
-            raise DriftError("; ".join(differences))
+        return owner
 
 
 def _defines(owner: Any, attribute: str) -> bool:
@@ -264,12 +247,7 @@ def _contains(value: Any, inner: Any) -> bool:
 
 def _label(value: Any) -> str:
     """Name whoever made a value, for a message."""
-    if value is _ABSENT:
-        return "something that deleted it"
-    code = getattr(value, "__code__", None)
-    names = getattr(code, "co_filename", "").rpartition("/")[2], getattr(code, "co_qualname", "")
-    kind = type(value)
-    return f"{names[1]} ({names[0]})" if code is not None else getattr(value, "__qualname__", None) or kind.__qualname__
+    return "something that deleted it" if value is _ABSENT else described(value)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,10 @@
 """The releases that the plugin was checked against. Data only: tools and the audit read it without torch."""
 
+import re
 from dataclasses import dataclass
+
+BRIDGE, CORE = "megatron-bridge", "megatron-core"
+TRANSFORMER_ENGINE, TRANSFORMERS = "transformer-engine", "transformers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,12 @@ class Release:
     transformers: str = "5.12.1"
     tests: str = "seam tests and the demo, without a GPU"
 
+    @property
+    def packages(self) -> dict[str, str]:
+        """Package -> version."""
+        versions = (self.bridge, self.core, self.transformer_engine, self.transformers)
+        return dict(zip((BRIDGE, CORE, TRANSFORMER_ENGINE, TRANSFORMERS), versions, strict=True))
+
 
 # The two newest minor releases, newest first. The first is pinned in requirements/stack.txt.
 RELEASES = (
@@ -37,13 +47,8 @@ RUN_ONCE = (
 
 def minor(version: str) -> tuple[int, int]:
     """Return a version's first two numbers; (0, 0) where it has none."""
-    numbers = []
-    for part in version.split(".")[:2]:
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return (numbers[0], numbers[1]) if len(numbers) == 2 else (0, 0)
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def too_old(bridge: str) -> str:

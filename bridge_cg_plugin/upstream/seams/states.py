@@ -5,19 +5,18 @@ import importlib.resources
 import json
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from .features import feature_states
 from .patches import Patch, State, bridge_release
 from .registry import SEAMS
-from .releases import RELEASES, RUN_ONCE, Release
+from .releases import BRIDGE, CORE, RELEASES, RUN_ONCE, TRANSFORMER_ENGINE, TRANSFORMERS
 from .seam import Seam, drift
 from .source_reader import NoSourceError, SourceReader
 
 
-@dataclass(frozen=True, slots=True)
-class SeamState:
+class SeamState(NamedTuple):
     """How a seam stands in this process.
 
     Attributes:
@@ -40,7 +39,7 @@ def seam_states(patches: Iterable[Patch], on: bool) -> dict[str, SeamState]:
         on: Whether the plugin is on.
     """
     known, installed = {patch.name: patch for patch in patches}, installed_states(bridge_release())
-    return {seam.name: _state(seam, known.get(seam.name), on, *installed[seam.name]) for seam in SEAMS}
+    return {s.name: SeamState(s, *_state(s, known.get(s.name), on, *installed[s.name])) for s in SEAMS}
 
 
 @functools.cache
@@ -50,22 +49,20 @@ def installed_states(release: str) -> dict[str, tuple[State, str]]:
     return {seam.name: compare(seam, reader, release) for seam in SEAMS}
 
 
-def _state(seam: Seam, patch: Patch | None, on: bool, state: State, reason: str) -> SeamState:
+def _state(seam: Seam, patch: Patch | None, on: bool, state: State, reason: str) -> tuple[State, str]:
     if seam.touch != "patched":
-        return SeamState(seam, state, reason)
+        return state, reason
     if not on:
-        return SeamState(seam, "off", patch.reason if patch is not None else "")
+        return "off", patch.reason if patch is not None else ""
     if seam.module not in sys.modules:
-        waits = state == "native" and not reason
-        return (
-            SeamState(seam, "waiting", f"until {seam.module} is imported") if waits else SeamState(seam, state, reason)
-        )
+        waits = (state, reason) == ("native", "")
+        return ("waiting", f"until {seam.module} is imported") if waits else (state, reason)
     if patch is None or patch.state == "off":
-        return SeamState(seam, "broken", f"the plugin failed to replace {seam.place}; the log says why")
+        return "broken", f"the plugin failed to replace {seam.place}; the log says why"
     patch.look()
     if patch.state == "active" and state == "broken":  # behind what was patched, upstream's own is not as expected
-        return SeamState(seam, state, reason)
-    return SeamState(seam, patch.state, patch.reason)
+        return state, reason
+    return patch.state, patch.reason
 
 
 def compare(seam: Seam, reader: SourceReader, release: str) -> tuple[State, str]:
@@ -84,16 +81,7 @@ def compare(seam: Seam, reader: SourceReader, release: str) -> tuple[State, str]
     return ("broken", "; ".join(differences)) if differences else ("native", "")
 
 
-BRIDGE, CORE, TRANSFORMER_ENGINE, TRANSFORMERS = (
-    "megatron-bridge",
-    "megatron-core",
-    "transformer-engine",
-    "transformers",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class CombinationStatus:
+class CombinationStatus(NamedTuple):
     """What a combination of releases was checked with.
 
     Attributes:
@@ -106,7 +94,7 @@ class CombinationStatus:
 
     state: Literal["run", "audited", "unknown"]
     reason: str
-    drift: Mapping[str, str] = field(default_factory=dict)
+    drift: Mapping[str, str] = MappingProxyType({})
     features: tuple[str, ...] = ()
 
 
@@ -136,7 +124,7 @@ def combination_status(versions: Mapping[str, str | None]) -> CombinationStatus:
         return CombinationStatus("unknown", f"not installed: {', '.join(absent)}")
     found = {name: version for name in (*required, TRANSFORMERS) if (version := versions.get(name))}
     for release in (*RELEASES, *RUN_ONCE):
-        if found.items() <= _packages(release).items():
+        if found.items() <= release.packages.items():
             return CombinationStatus("run", release.tests)
     return _audited({name: version.partition("+")[0] for name, version in found.items()})
 
@@ -144,15 +132,6 @@ def combination_status(versions: Mapping[str, str | None]) -> CombinationStatus:
 def lost_features(drift: Collection[str]) -> tuple[str, ...]:
     """Return the features that do not work, or not for every model, where these seams drifted."""
     return tuple(str(name) for name, feature in feature_states(drift).items() if feature.state != "ready")
-
-
-def _packages(release: Release) -> dict[str, str]:
-    return {
-        BRIDGE: release.bridge,
-        CORE: release.core,
-        TRANSFORMER_ENGINE: release.transformer_engine,
-        TRANSFORMERS: release.transformers,
-    }
 
 
 def _audited(found: Mapping[str, str]) -> CombinationStatus:
