@@ -22,10 +22,9 @@ from .parts import Parts
 from .piece import Piece, Surroundings
 from .planning.demand import Demand
 from .planning.growing import Growing
-from .recordings.capture import collected_later
+from .recordings.capture import collected_later, put_back
 from .recordings.compiling import TURNS
 from .recordings.executor import Executor
-from .recordings.generators import put_back
 from .recordings.watched_pass import KeptTensors
 from .region import Region
 from .reports import ranges

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.recordings import capture, generators
+from bridge_cg_plugin.graphs.recordings import capture
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor
 
 from ..executors import KINDS
@@ -151,8 +151,7 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch):
     made = Gpu()
-    for module in (capture, generators):
-        monkeypatch.setattr(module, "torch", made.torch)
+    monkeypatch.setattr(capture, "torch", made.torch)
     return made
 
 
@@ -277,7 +276,7 @@ def test_a_gpus_executor_names_the_default_generator_and_those_it_was_given(monk
 def test_generators_are_put_back_after_an_error_too():
     generator = torch.Generator().manual_seed(3)
     before = generator.get_state()
-    with pytest.raises(KeyError), generators.put_back((generator,)):
+    with pytest.raises(KeyError), capture.put_back((generator,)):
         torch.rand(5, generator=generator)
         raise KeyError
     assert torch.equal(generator.get_state(), before)

@@ -18,7 +18,7 @@ from ..memory.returning_tensors import ReturningTensors
 from ..memory.virtual_memory import DeviceMemoryError, NoDeviceMemory, VirtualMemory
 from ..replays.streams import ReplayStream
 from .activations import Activations
-from .generators import default_generator
+from .capture import default_generator
 from .recording import (
     CudaGraphRecording,
     Recording,

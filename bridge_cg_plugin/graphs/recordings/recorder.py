@@ -25,10 +25,9 @@ from ..replays.slot import Slot
 from ..reports.ranges import named_range
 from ..reports.statistics import RegionStatistics
 from ..retries import Retry
-from .capture import is_capturing
+from .capture import is_capturing, put_back
 from .compiling import TURNS
 from .executor import Executor, give_back_after
-from .generators import put_back
 from .layer_kinds import record_warmed_up
 from .recording import EVALUATION, ONE_THREAD, Mode, Recording, RegionBody
 from .watched_pass import KeptTensors, watched_pass
