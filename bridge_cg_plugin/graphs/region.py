@@ -42,7 +42,7 @@ class Region:
 
     Args:
         piece: What is recorded. A batch takes the first bucket that accepts it, so cheaper ones come first. A piece
-            that grows gets buckets from `add`; what a training step misses is recorded by `record_wish`.
+            that grows gets buckets from `add`; what training steps miss are its `wishes`.
         executor: Makes the recordings.
         surroundings: What is around the model in this run.
         watch: Follows the model that the program is a piece of; None follows the program's modules alone.
@@ -216,20 +216,6 @@ class Region:
         source = self._source(self.sources, gradients=True)
         number = source.number if isinstance(source, Source) else None
         return [wish for wish, asked in self.recordings.wishes.items() if asked == number]
-
-    def record_wish(self, wish: Wish) -> None:
-        """Record what a training step missed.
-
-        Raises:
-            CaptureError: It failed.
-        """
-        self.recordings.record_wish(wish)
-
-    def take_back(self, wish: Wish) -> None:
-        """Forget what was recorded for a wish that not all ranks could record."""
-        source = self._source(self.sources, gradients=True)
-        if isinstance(source, Source):
-            self.recordings.take_back(source, wish)
 
     def reset(self) -> None:
         """Drop all recordings and their memory."""

@@ -66,11 +66,11 @@ class Growing:
 
             def fulfill() -> None:
                 for region, wish in alike:
-                    region.record_wish(wish)
+                    region.recordings.record_wish(wish)
 
             def take_back(error: Exception) -> None:
                 for region, wish in alike:
-                    region.take_back(wish)
+                    region.recordings.take_back(wish)
 
             self._record(fulfill, f"bucket {bucket} for one more microbatch in flight", take_back)
         return self._tried

@@ -233,9 +233,9 @@ class Recordings:
             source.failed.note((bucket, mode), reason_of(error))
             raise
 
-    def take_back(self, source: Source, wish: Wish) -> None:
+    def take_back(self, wish: Wish) -> None:
         """Forget what was recorded for a wish that not all ranks could record."""
-        index, bucket, mode = wish
+        source, (index, bucket, mode) = self._sources.current, wish
         self.wishes.pop(wish, None)  # where the recording of an earlier part failed, this one's was not begun
         error = CaptureError("not all ranks could record it")
         source.failed.note((bucket, mode), reason_of(error))
