@@ -173,21 +173,6 @@ def test_steps_equal_eager(contexts, modules, turn):
     assert_same(found, expected)
 
 
-def test_only_a_first_microbatch_quantizes(contexts):
-    model = quantizing_model(contexts)
-    with graphs_on(model, FULL):
-        losses_and_gradients(model, FULL)
-        before = products(model)[0]._fp8_workspaces["weight"].values.clone()
-        with torch.no_grad():
-            products(model)[0].weight.mul_(2)
-        losses_and_gradients(model, FULL)
-        assert torch.equal(products(model)[0]._fp8_workspaces["weight"].values, before)
-        model.set_is_first_microbatch()
-        losses_and_gradients(model, FULL)
-        assert not any(module.is_first_microbatch for module in products(model))
-        assert not torch.equal(products(model)[0]._fp8_workspaces["weight"].values, before)
-
-
 def test_a_capture_quantizes_nothing(contexts):
     model = quantizing_model(contexts)
     with graphs_on(model, FULL, capture=False) as graphs:
