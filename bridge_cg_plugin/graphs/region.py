@@ -293,7 +293,7 @@ class Region:
                 return found
             bucket, found = larger
         slot, recorded = found
-        if not _admits(slot, recorded):
+        if slot.common is not None and not _admits(slot, recorded):
             return Fallback.PARTS_IN_ANOTHER_ORDER
         return Replay(self.program, source, recorded, slot, bucket, mode.gradients, sources.holds, self.statistics)
 

@@ -1,9 +1,9 @@
 """Passes over one layer of each kind: they make what depends on shapes, in a part of the time of a whole pass."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,44 +19,33 @@ from ..planning.buckets import Bucket
 NUMBERS = frozenset(("layer_number", "layer_idx", "layer_no", "name"))
 
 
-class _Ran(NamedTuple):
-    """A layer that computed.
-
-    Attributes:
-        layer: The layer.
-        behind: What it returned behind the hidden states, all None; None where it returned these alone.
-        others: Its other arguments, kept so that no other object takes their identity.
-    """
-
-    layer: nn.Module
-    behind: tuple[None, ...] | None
-    others: tuple[object, ...]
-
-
 class _Pass:
     """Runs layers' forwards, one of each kind."""
 
     def __init__(self) -> None:
-        self._ran: dict[Hashable, _Ran] = {}
+        # Of each kind: the layer that computed, what it returned behind the hidden states, all None (None: it returned
+        # these alone), and its other arguments, kept so that no other object takes their identity.
+        self._ran: dict[Hashable, tuple[nn.Module, tuple[None, ...] | None, tuple[object, ...]]] = {}
         self._kinds: dict[nn.Module, Hashable] = {}
         # Of configurations, which have hundreds of settings each and are shared by modules.
         self._settings: dict[int, tuple[object, Hashable]] = {}
 
     def call(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer's forward, or return its hidden states where a layer of its kind ran."""
-        hidden, others = _split(args, kwargs)
-        if hidden is None:
+        hidden, *others = (*args, *kwargs.values()) or (None,)
+        if not isinstance(hidden, Tensor):
             return forward(*args, **kwargs)
         differentiable = hidden.requires_grad and torch.is_grad_enabled()
         key = self._kind(layer), hidden.shape, hidden.dtype, differentiable, tuple(map(id, others))
-        ran = self._ran.get(key)
-        if ran is not None and ran.layer is not layer:
-            return hidden if ran.behind is None else (hidden, *ran.behind)
+        ran, behind, _ = self._ran.get(key, (layer, None, ()))
+        if ran is not layer:
+            return hidden if behind is None else (hidden, *behind)
         returned = forward(*args, **kwargs)
-        made, *behind = returned if isinstance(returned, tuple) and returned else (returned,)
+        made, *rest = returned if isinstance(returned, tuple) and returned else (returned,)
         passes_on = isinstance(made, Tensor) and (made.shape, made.dtype) == (hidden.shape, hidden.dtype)
-        if passes_on and all(value is None for value in behind):
-            self._ran[key] = _Ran(layer, (None,) * len(behind) if isinstance(returned, tuple) else None, others)
+        if passes_on and all(value is None for value in rest):
+            nones = (None,) * len(rest) if isinstance(returned, tuple) else None
+            self._ran[key] = layer, nones, tuple(others)
         return returned
 
     def _kind(self, layer: nn.Module) -> Hashable:
@@ -90,20 +79,15 @@ def one_layer_of_each_kind(roots: Sequence[nn.Module]) -> Iterator[None]:
     layers = dict.fromkeys(layer for root in roots for layer in _layers(root))
     with ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(_calling(layer, partial(once.call, layer, layer.forward)))
+            with WATCHER.silent():
+                method = InstanceMethod(layer, "forward", partial(once.call, layer, layer.forward))
+            stack.callback(_restore, method)
         yield
 
 
-@contextmanager
-def _calling(layer: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a layer's forward be another function inside."""
+def _restore(method: InstanceMethod) -> None:
     with WATCHER.silent():
-        method = InstanceMethod(layer, "forward", forward)
-    try:
-        yield
-    finally:
-        with WATCHER.silent():
-            method.restore()
+        method.restore()
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
@@ -113,12 +97,6 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from _layers(child)
-
-
-def _split(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, tuple[object, ...]]:
-    """Return the hidden states, None where the first argument is something else, and the other arguments."""
-    hidden, *others = (*args, *kwargs.values()) or (None,)
-    return (hidden if isinstance(hidden, Tensor) else None), tuple(others)
 
 
 def _settings(holder: object) -> Hashable:

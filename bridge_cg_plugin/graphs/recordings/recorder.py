@@ -123,7 +123,7 @@ class Recordings:
             return self.slots[0] if self.slots[0].free else self._forward_only_slot(self._is_lasting(source))
         first = None
         for slot in self.slots if index is None else self.slots[index : index + 1]:
-            if slot.free:
+            if slot.lease is None:
                 if (slot.index, bucket, mode) in source.recordings:
                     return slot
                 first = first or slot

@@ -12,7 +12,7 @@ from ...graphs.piece import CallSite
 from ...graphs.recordings.compiling import Compilation
 from ...graphs.replays.replay import BackwardObserver
 from ..experts.exchange import ExpertExchange
-from .program import Run, Weights
+from .program import Changed, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class DecoderPart:
         site: Where the layer calls it; None where the decoder's forward is the call.
         outputs: How many tensors the piece gives.
         counted: Whether the piece must know how many tokens are no padding.
-        weights: Those that the piece quantizes; None where it quantizes none.
+        changed: Whether its weights must be quantized again; None where it quantizes none.
     """
 
     name: str
@@ -56,7 +56,7 @@ class DecoderPart:
     site: CallSite | None = None
     outputs: int = 1
     counted: bool = False
-    weights: Weights | None = None
+    changed: Changed | None = None
 
     def roots(self) -> list[nn.Module]:
         """Return the modules whose parameters the piece uses now: a layer's submodules may be replaced."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,15 +45,10 @@ class RecordedPack:
     unchanged: Tensor | None = None
 
 
-class Weights(Protocol):
-    """Weights that are quantized where they changed."""
-
-    def changed(self) -> bool:
-        """Return whether a replay has to quantize the weights; it is taken to do so."""
-
-
 # Runs the recorded piece. Every output has as many rows as the hidden states.
 Run = Callable[[RecordedPack], tuple[Tensor, ...]]
+# Returns whether a replay has to quantize the weights, which changed; it is taken to do so.
+Changed = Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +94,7 @@ class PackedProgram:
         outputs: How many tensors it gives.
         exact_below: Packs of up to this many tokens on a rank must fill a bucket exactly.
         kernels: Entered around recorded work.
-        weights: Those that the piece quantizes; None where it quantizes none.
+        changed: Whether its weights must be quantized again; None where it quantizes none.
     """
 
     def __init__(
@@ -113,13 +108,13 @@ class PackedProgram:
         outputs: int = 1,
         exact_below: int = 0,
         kernels: RecordingKernels = nullcontext,
-        weights: Weights | None = None,
+        changed: Changed | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
         self._roots, self._width, self._dtype = roots, width, dtype
         self._run, self._outputs, self._exact_below, self._kernels = run, outputs, exact_below, kernels
-        self._weights = weights
+        self._changed = changed
 
     def modules(self) -> Sequence[nn.Module]:
         """See `RegionProgram`."""
@@ -137,7 +132,7 @@ class PackedProgram:
             **self._angle_specs(bucket.tokens),
             **{name: TensorSpec((count,), torch.int32) for name in layout.offsets},
             **({"used": TensorSpec((1,), torch.int32)} if layout.counted else {}),
-            **({} if self._weights is None else {UNCHANGED: TensorSpec((1,), torch.float32)}),
+            **({} if self._changed is None else {UNCHANGED: TensorSpec((1,), torch.float32)}),
         }
 
     def size(self, batch: PackedBatch) -> int:
@@ -161,8 +156,8 @@ class PackedProgram:
     def load(self, buffers: Buffers, batch: PackedBatch) -> None:
         """See `RegionProgram`. What parts of layers share is written with the first of them."""
         _load_rows(buffers["hidden"], batch.hidden.detach())
-        if self._weights is not None:
-            buffers[UNCHANGED].fill_(not self._weights.changed())
+        if self._changed is not None:
+            buffers[UNCHANGED].fill_(not self._changed())
         if batch.loaded:
             return
         for name, rows in zip(self._additions, self._padded_additions(batch), strict=True):
@@ -191,7 +186,7 @@ class PackedProgram:
             buffers[name].zero_()
         if self.layout.counted:
             buffers["used"].fill_(buffers["hidden"].shape[0])
-        if self._weights is not None:
+        if self._changed is not None:
             buffers[UNCHANGED].fill_(True)
         longest, chunks = min(bucket.tokens, bucket.limits[1]), 2 * self.layout.ranks
         for name in self.layout.offsets:

@@ -289,7 +289,7 @@ class PackedWorkload(Workload):
             part.outputs,
             EXACT_BELOW,
             partial(self._kernels, part),
-            part.weights,
+            part.changed,
         )
 
     @contextmanager

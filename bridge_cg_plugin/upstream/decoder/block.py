@@ -83,15 +83,6 @@ class TransformerBlockFamily:
     Args:
         decoder: A `TransformerBlock`, or a `HybridStack`.
 
-    Attributes:
-        per_position: Whether rotary angles come with a row per position.
-        absolute: Whether a table with a row per token is taken by the place in the pack.
-        shards: Tensor-parallel ranks that hold a part of the tokens each, 1 without sequence parallelism.
-        ranks: Context-parallel ranks that hold two chunks of every document each.
-        rank: Which of them this is.
-        rows: What a rank's tokens in a bucket are a multiple of, 1 without fp8.
-        exchange: Ranks of expert parallelism whose exchanges are in what is recorded; None without any.
-
     Raises:
         OptionError: A layer is of a kind that was not looked at, or context-parallel ranks exchange keys and values in
             a way that needs the host.
@@ -237,7 +228,7 @@ class TransformerBlockFamily:
             with weights.recorded(pack.unchanged):
                 return part.run(pack)
 
-        return replace(part, run=run, weights=weights)
+        return replace(part, run=run, changed=weights.changed)
 
     def _parts_of(self, layer: UpstreamModule, modules: Sequence[str]) -> Iterator[DecoderPart]:
         if is_mamba(layer):
