@@ -77,13 +77,14 @@ class Parts:
             return Fallback.NO_FREE_SLOT
         captures = self._chain.captures
         decided = self._decide(batch, free)
-        return decided if self._chain.captures == captures else self._decide(batch, free)
+        recorded = self._chain.captures > captures  # what was decided for parts before that one is gone
+        return self._decide(batch, free, records=False) if recorded and isinstance(decided, dict) else decided
 
-    def _decide(self, batch: Any, slot: int) -> dict[Region, Replay] | Fallback:
+    def _decide(self, batch: Any, slot: int, records: bool = True) -> dict[Region, Replay] | Fallback:
         decided, reason = {}, None
         with self._looking_once():
             for region in self._regions:  # each records what it was asked for
-                found = region.decide(batch, slot)
+                found = region.decide(batch, slot, records)
                 if isinstance(found, Fallback):
                     reason = reason or found
                 else:
