@@ -81,7 +81,8 @@ class Parts:
         return self._decide(batch, free, records=False) if recorded and isinstance(decided, dict) else decided
 
     def _decide(self, batch: Any, slot: int, records: bool = True) -> dict[Region, Replay] | Fallback:
-        decided, reason = {}, None
+        decided: dict[Region, Replay] = {}
+        reason: Fallback | None = None
         with self._looking_once():
             for region in self._regions:  # each records what it was asked for
                 found = region.decide(batch, slot, records)
