@@ -52,7 +52,8 @@ class Idle:
         self.outputs = recording.outputs
         recording.forward()
         left = recording.backward()
-        self.forward, self.backward = (lambda: None), (lambda: left)
+        self.forward = self.record_backward = lambda: None
+        self.backward = lambda: left
 
 
 class Training:
