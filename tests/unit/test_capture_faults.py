@@ -9,8 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture, Refused, reason_of
 from bridge_cg_plugin.graphs.fallback import Fallback
@@ -205,16 +203,6 @@ def test_an_error_of_any_type_leaves_the_module_eager(error):
     fail_at(CASES["parts of a decoder"], "record", 0, error)
 
 
-@every_case
-@settings(max_examples=4)
-@given(data=st.data())
-def test_any_error_at_any_time_leaves_the_module_eager(name, data):
-    case = CASES[name]
-    calls = {method: count for method, count in calls_of(case).items() if count}
-    method = data.draw(st.sampled_from(sorted(calls)))
-    fail_at(case, method, data.draw(st.integers(0, calls[method] - 1)), data.draw(st.sampled_from(ERRORS)))
-
-
 # Pieces of planning and capturing outside the executor, by what is put on graphs.
 VISION = {
     RecordedKernels: ("choose_attention",),
@@ -281,11 +269,10 @@ def test_strict_raises_one_type_for_every_error(name):
         assert raised.value.__cause__ is error and state_of(model) == before and not graphs.captured
 
 
-@every_case
 @pytest.mark.parametrize(
-    "method, error",
-    [("record", SystemExit(3)), ("new_memory", KeyboardInterrupt())],
-    ids=["record, exit", "memory"],
+    "name, method, error",
+    [(name, "record", SystemExit(3)) for name in CASES] + [("encoder", "new_memory", KeyboardInterrupt())],
+    ids=[*CASES, "memory"],
 )
 def test_an_interrupt_passes_through_and_leaves_the_module_as_it_was(name, method, error):
     case = CASES[name]
