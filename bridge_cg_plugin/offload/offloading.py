@@ -1,11 +1,11 @@
 """Offloading and recompute of a region's activations as a user's options say it."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import ceil
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..announce import announce
 from ..graphs.errors import CaptureError
@@ -15,69 +15,32 @@ from ..graphs.recordings.executor import Executor
 from ..graphs.recordings.recording import RegionBody
 from ..graphs.workload import Manager
 from ..options import OFFLOAD_MODULES, RECOMPUTE, CapturedOptions
-from .host_memory import GIB, PinnedMemory, Plain
-from .inventory import Group, Inventory, starts_of
-from .measure import measured_costs
-from .observe import Observed, Observer, observed_together
-from .planner import Allowed, Costs, fixed_plan, forecast, part_plans, plan_within, smallest_peak
-from .schedule import Fate, Plan
-from .store import ActivationStore, CudaTransfers, HostTransfers, Transfers
+from .host import GIB, PinnedMemory
+from .observe import Observer, offload_rate, other_bytes
+from .plan import Fate, Inventory, Plan, Policy, fixed_plans, plans_within, smallest_window
+from .store import ActivationStore, CudaTransfers, Transfers
 
 # Slots that are recorded again for less memory before a target is given up.
 ATTEMPTS = 4
+# Part of a forward that copies hide behind: they are slower beside kernels, and the last ones come too late.
+HIDES = 0.7
 # A slot may take this much more than its target.
 TOLERANCE = 1.01
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What is asked for.
+class Planned(NamedTuple):
+    """What a part of a model saves, and what becomes of it; a whole region is one part."""
 
-    Attributes:
-        allowed: What may be offloaded and recomputed.
-        offload_above_gb: Device memory of a slot, in GiB, that a mix of both keeps to; None does all that is allowed.
-        least_bytes: Smallest storage that is offloaded or recomputed.
-        fields: Option -> the name that users know it by, for messages.
-    """
-
-    allowed: Allowed
-    offload_above_gb: float | None = None
-    least_bytes: int = 1 << 20
-    fields: Mapping[str, str] = field(default_factory=Plain)
-
-
-def policy_of(options: CapturedOptions, fields: Mapping[str, str]) -> Policy:
-    """Return what options ask for. A memory target may use everything that they do not rule out.
-
-    Args:
-        options: A region's options.
-        fields: Option -> the name that users know it by.
-    """
-    unsaid = (OFFLOAD_MODULES, RECOMPUTE) if options.offload_above_gb is not None else ((), ())
-    scopes, kinds = (
-        frozenset(default if given is None else given)
-        for given, default in zip((options.offload, options.recompute), unsaid, strict=True)
-    )
-    allowed = Allowed(scopes, kinds)
-    return Policy(allowed, options.offload_above_gb, options.offload_min_bytes, fields)
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
     inventory: Inventory
     plan: Plan
 
 
-# What a plan is for: the bucket, and each part with what the model is: a frozen layer saves less.
+# A bucket, and each part with the number of what the model is: a frozen layer saves less.
 type _Key = tuple[Bucket, tuple[tuple[str, int], ...]]
 
 
-def _key(bodies: Sequence[RegionBody]) -> _Key:
-    return bodies[0].bucket, tuple((body.name, body.state) for body in bodies)
-
-
 class RegionOffloading:
-    """See `graphs.recordings.offloading`: keeps the activations of a region, or of all parts of a chain.
+    """See `graphs.recordings.activations.Offloading`.
 
     Args:
         policy: What is asked for.
@@ -86,11 +49,11 @@ class RegionOffloading:
     """
 
     def __init__(self, policy: Policy, slots: int, device: torch.device) -> None:
-        self._policy, self._slots = policy, slots
+        self._policy, self._slots, self._device = policy, slots, device
         self._pinned = PinnedMemory(device.type == "cuda", policy.fields)
-        self._transfers: Transfers = CudaTransfers(device) if device.type == "cuda" else HostTransfers()
-        self._plans: dict[_Key, _Planned | None] = {}
-        self._looked: dict[_Key, tuple[Observed, Costs | None]] = {}
+        self._transfers = CudaTransfers(device) if device.type == "cuda" else Transfers()
+        self._plans: dict[_Key, list[Planned] | None] = {}
+        self._looked: dict[_Key, list[Observer]] = {}
         # Bytes that pools were seen to take beyond what was planned, and how often that was.
         self._beyond = self._excesses = 0
 
@@ -99,36 +62,24 @@ class RegionOffloading:
         """See `Offloading`."""
         return self._pinned.nbytes
 
-    @property
-    def rebuild_ms(self) -> dict[Group, float]:
-        """Time to make a storage of each group again over its bytes, in ms, in the bucket that was looked at first."""
-        return next((dict(observed.rebuild_ms) for observed, _ in self._looked.values()), {})
-
-    def prepare(self, executor: Executor, body: RegionBody, slot: int) -> Activations | None:
+    def prepare(self, executor: Executor, bodies: Sequence[RegionBody], slot: int) -> Sequence[Activations | None]:
         """See `Offloading`. A bucket's first slot decides for all."""
-        (kept,) = self.prepare_chain(executor, [body], slot)
-        return kept
-
-    def prepare_chain(
-        self, executor: Executor, bodies: Sequence[RegionBody], slot: int
-    ) -> Sequence[Activations | None]:
-        """See `ChainOffloading`. A bucket's first slot decides for all."""
-        key = _key(bodies)
+        key = bodies[0].bucket, tuple((body.name, body.state) for body in bodies)
         if key not in self._plans:
-            self._plans[key] = self._decide(executor, bodies)
-        planned = self._plans[key]
-        if planned is None:
+            self._plans[key] = self._decide(executor, bodies, key)
+        parts = self._plans[key]
+        if parts is None:
             return [None] * len(bodies)
-        inventory, parts = planned.inventory, planned.inventory.each
-        sizes = {place: inventory.seen[place].nbytes for place in planned.plan.places(Fate.OFFLOAD)}
-        hosts = self._pinned.reserve(slot, sizes)
-        plans = zip(starts_of(parts), parts, part_plans(inventory, planned.plan), strict=True)
-        return [self._store(part, plan, hosts, start) for start, part, plan in plans]
-
-    def _store(self, part: Inventory, plan: Plan, hosts: Mapping[int, Tensor], start: int) -> ActivationStore:
-        """Return what keeps the activations of a part whose first storage has a place among those of all."""
-        own = {place: hosts[start + place] for place in plan.places(Fate.OFFLOAD)}
-        return ActivationStore(part, plan, own, self._transfers, self._policy.least_bytes)
+        hosts = self._pinned.reserve(slot, _offloaded(parts))
+        return [
+            ActivationStore(
+                *planned,
+                {place: hosts[part, place] for place in planned.plan.places(Fate.OFFLOAD)},
+                self._transfers,
+                self._policy.least_bytes,
+            )
+            for part, planned in enumerate(parts)
+        ]
 
     def accepts(self, nbytes: int) -> bool:
         """See `Offloading`. What a pool takes beyond its blocks is known only once it is filled."""
@@ -151,62 +102,52 @@ class RegionOffloading:
         if self._pinned.nbytes:
             self._pinned.release()
 
-    def _decide(self, executor: Executor, bodies: Sequence[RegionBody]) -> _Planned | None:
-        observed = self._look(executor, bodies)
-        target_gb = self._policy.offload_above_gb
-        if target_gb is None:
-            plan: Plan | None = fixed_plan(observed.inventory, self._policy.allowed)
-        else:
-            plan = self._within_target(executor, bodies, target_gb)
-        if plan is None:
-            return None
-        if all(fate is Fate.KEEP for fate in plan.fates):
-            self._say_nothing_leaves(bodies[0].bucket, observed.inventory)
-            return None
-        self._check_host(observed.inventory, plan)
-        return _Planned(observed.inventory, plan)
-
-    def _look(self, executor: Executor, bodies: Sequence[RegionBody]) -> Observed:
-        """Return what bodies save and use, from one look at each."""
-        key = _key(bodies)
+    def _decide(self, executor: Executor, bodies: Sequence[RegionBody], key: _Key) -> list[Planned] | None:
+        """Return what becomes of the activations of bodies that run one after the other, None where all stay."""
         if key not in self._looked:
-            observed = observed_together([self._seen(executor, body) for body in bodies])
-            for kind, count in observed.refused.items():
-                announce(f"{count} tensors of kind {kind} are not recomputed: that does not give them back to the bit")
-            self._looked[key] = observed, None
-        return self._looked[key][0]
-
-    def _seen(self, executor: Executor, body: RegionBody) -> Observed:
-        observer = Observer(executor.device, self._policy.least_bytes)
-        executor.observe(body, observer)
-        return observer.observed()
-
-    def _costs(self, executor: Executor, bodies: Sequence[RegionBody]) -> Costs:
-        observed, costs = self._looked[_key(bodies)]
-        if costs is None:
-            costs = measured_costs(executor, bodies, observed)
-            self._looked[_key(bodies)] = observed, costs
-        return costs
-
-    def _within_target(self, executor: Executor, bodies: Sequence[RegionBody], target_gb: float) -> Plan | None:
-        """Return the fastest plan that keeps to the target, None where nothing need be done."""
-        bucket, allowed = bodies[0].bucket, self._policy.allowed
-        observed = self._look(executor, bodies)
-        inventory, others = observed.inventory, observed.others + static_bytes_of(bodies) + self._beyond
-        window = int(target_gb * GIB) - others
-        if inventory.nbytes <= window:
+            self._looked[key] = self._look(executor, bodies)
+        observed = self._looked[key]
+        inventories, bucket = [each.inventory for each in observed], bodies[0].bucket
+        if self._policy.offload_above_gb is None:
+            plans: Sequence[Plan] | None = fixed_plans(inventories, self._policy)
+        else:
+            plans = self._within_target(observed, bucket, static_bytes_of(bodies), self._policy.offload_above_gb)
+        if plans is None:
             return None
-        costs = self._costs(executor, bodies)
-        plan = plan_within(inventory, costs, allowed, window)
-        if plan is None:
-            raise CaptureError(self._refusal(bucket, smallest_peak(inventory, costs, allowed) + others))
-        expected = forecast(inventory, plan, costs)
-        announce(
-            f"bucket {bucket}: {describe(inventory, plan)}; {expected.ms:.1f} ms expected beside "
-            f"{costs.forward_ms + costs.backward_ms:.1f} ms with all activations kept, copies at "
-            f"{costs.offload_gbps:.0f} and {costs.load_gbps:.0f} GB/s"
-        )
-        return plan
+        found = list(map(Planned, inventories, plans))
+        if all(fate is Fate.KEEP for plan in plans for fate in plan.fates):
+            self._say_nothing_leaves(bucket, inventories)
+            return None
+        # Before any capture, host memory for all slots must be there; what is held counts.
+        self._pinned.check(max(self._slots * sum(_offloaded(found).values()) - self._pinned.nbytes, 0))
+        return found
+
+    def _look(self, executor: Executor, bodies: Sequence[RegionBody]) -> list[Observer]:
+        """Return what bodies save and use, from one look at each."""
+        found = [Observer(self._device, self._policy.least_bytes) for _ in bodies]
+        for body, observer in zip(bodies, found, strict=True):
+            executor.observe(body, observer)
+        for kind, count in sum((each.refused for each in found), Counter()).items():
+            announce(f"{count} tensors of kind {kind} are not recomputed: that does not give them back to the bit")
+        return found
+
+    def _within_target(
+        self, observed: Sequence[Observer], bucket: Bucket, static_bytes: int, target_gb: float
+    ) -> Sequence[Plan] | None:
+        """Return the cheapest plans that keep to the target, None where nothing need be done."""
+        inventories, policy = [each.inventory for each in observed], self._policy
+        others = other_bytes([(each.others, each.stays) for each in observed]) + static_bytes + self._beyond
+        window = int(target_gb * GIB) - others
+        if sum(inventory.nbytes for inventory in inventories) <= window:
+            return None
+        hidden = 0
+        if len(inventories) == 1:
+            hidden = int(HIDES * observed[0].forward_ms * offload_rate(self._device))
+        plans = plans_within(inventories, hidden, policy, window)
+        if plans is None:
+            raise CaptureError(self._refusal(bucket, smallest_window(inventories, hidden, policy) + others))
+        announce(f"bucket {bucket}: {describe(list(map(Planned, inventories, plans)))}")
+        return plans
 
     def _refusal(self, bucket: Bucket, least: int) -> str:
         names, works_gb = self._policy.fields, ceil(100 * least / GIB) / 100
@@ -216,25 +157,22 @@ class RegionOffloading:
             f"{names['offload']} and {names['recompute']}"
         )
 
-    def _say_nothing_leaves(self, bucket: Bucket, inventory: Inventory) -> None:
+    def _say_nothing_leaves(self, bucket: Bucket, inventories: Sequence[Inventory]) -> None:
         """Say so once where what was asked for moves nothing of the largest bucket."""
         if self._plans:
             return
-        there = ", ".join(sorted({seen.scope for seen in inventory.seen})) or "none"
+        there = ", ".join(sorted({seen.scope for inventory in inventories for seen in inventory.seen})) or "none"
         names = self._policy.fields
         announce(
             f"{names['offload']} and {names['recompute']} move nothing of bucket {bucket}: parts that save tensors of "
             f"{self._policy.least_bytes} bytes or more: {there}"
         )
 
-    def _check_host(self, inventory: Inventory, plan: Plan) -> None:
-        """Make sure before any capture that all slots' host memory can be had; what is held counts."""
-        needed = self._slots * sum(inventory.seen[place].nbytes for place in plan.places(Fate.OFFLOAD))
-        self._pinned.check(max(needed - self._pinned.nbytes, 0))
-
 
 def offloading_of(options: CapturedOptions, fields: Mapping[str, str], manager: Manager) -> RegionOffloading | None:
     """Return what keeps a region's activations, None where they stay in the graphs' memory.
+
+    A memory target may use everything that the options do not rule out.
 
     Args:
         options: The region's.
@@ -243,7 +181,13 @@ def offloading_of(options: CapturedOptions, fields: Mapping[str, str], manager: 
     """
     if not options.moves_activations:
         return None
-    return RegionOffloading(policy_of(options, fields), manager.slots, manager.executor.device)
+    unsaid = (OFFLOAD_MODULES, RECOMPUTE) if options.offload_above_gb is not None else ((), ())
+    scopes, kinds = (
+        frozenset(default if given is None else given)
+        for given, default in zip((options.offload, options.recompute), unsaid, strict=True)
+    )
+    policy = Policy(scopes, kinds, options.offload_above_gb, options.offload_min_bytes, fields)
+    return RegionOffloading(policy, manager.slots, manager.executor.device)
 
 
 def static_bytes_of(bodies: Sequence[RegionBody]) -> int:
@@ -252,10 +196,20 @@ def static_bytes_of(bodies: Sequence[RegionBody]) -> int:
     return sum(buffers.values()) + sum(body.returned_bytes for body in bodies)
 
 
-def describe(inventory: Inventory, plan: Plan) -> str:
+def _offloaded(parts: Sequence[Planned]) -> dict[tuple[int, int], int]:
+    """Return the bytes of every storage that goes to the host, by part and place."""
+    return {
+        (part, place): inventory.seen[place].nbytes
+        for part, (inventory, plan) in enumerate(parts)
+        for place in plan.places(Fate.OFFLOAD)
+    }
+
+
+def describe(parts: Sequence[Planned]) -> str:
     """Return in words how many bytes are kept, offloaded and recomputed."""
-    parts = []
-    for fate, words in ((Fate.KEEP, "kept"), (Fate.OFFLOAD, "offloaded"), (Fate.REBUILD, "recomputed")):
-        size = sum(inventory.seen[place].nbytes for place in plan.places(fate))
-        parts.append(f"{size / GIB:.2f} GiB {words}")
-    return ", ".join(parts)
+    sizes = Counter[Fate]()
+    for inventory, plan in parts:
+        for seen, fate in zip(inventory.seen, plan.fates, strict=True):
+            sizes[fate] += seen.nbytes
+    words = {Fate.KEEP: "kept", Fate.OFFLOAD: "offloaded", Fate.REBUILD: "recomputed"}
+    return ", ".join(f"{sizes[fate] / GIB:.2f} GiB {word}" for fate, word in words.items())

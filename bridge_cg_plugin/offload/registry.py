@@ -1,26 +1,46 @@
-"""What is known of the storages of one forward: how to rebuild them, what part of the model made them."""
+"""What is known of the storages of one forward: what must stay, how to rebuild it, what part of the model made it."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+_MARK = "_bridge_cg_never_offload"
+# What megatron-core asks of a tensor before it offloads it, release 0.19 and earlier ones.
+CORE_MARKS = {"_do_not_offload": True, "offloading_activation": False}
+OTHER = "other"
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """One tensor over a storage.
+# Makes a storage's content again, to the bit, from the recipe's sources.
+Build = Callable[..., Tensor]
 
-    Attributes:
-        dtype: Element type.
-        shape: Shape.
-        strides: Strides in elements.
-        offset: Offset of the first element, in elements.
+
+def never_offload(tensor: Tensor) -> Tensor:
+    """Keep a tensor, and what shares its memory, on the device whatever the policy says; returns the tensor.
+
+    megatron-core, where it offloads, keeps the tensor itself.
+
+    A mark counts once autograd saves the marked tensor itself or a tensor over the same memory after it: mark a tensor
+    before it is used.
     """
+    for name, value in {_MARK: True, **CORE_MARKS}.items():
+        setattr(tensor, name, value)
+    if _current is not None:
+        _current.record(tensor).pinned = True
+    return tensor
+
+
+def is_marked(tensor: Tensor) -> bool:
+    """Whether `never_offload` was called with this very tensor."""
+    return getattr(tensor, _MARK, False)
+
+
+class View(NamedTuple):
+    """One tensor over a storage; strides and offset count elements."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -51,11 +71,6 @@ def can_travel(tensor: Tensor) -> bool:
     """
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not isinstance(tensor, nn.Parameter)
     return plain and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
-
-
-# Makes a storage's content again, to the bit, from the recipe's sources.
-Build = Callable[..., Tensor]
-OTHER = "other"
 
 
 @dataclass(slots=True)
@@ -111,21 +126,25 @@ class Record:
     saved: weakref.ref[Any] | None = None
 
 
-@dataclass(slots=True)
 class Registry:
     """The storages of one forward, by address.
 
     Args:
         fixed: Tensors over memory that outlives the forward.
+
+    Attributes:
+        scopes: The parts of the model that run now, the innermost last.
     """
 
-    fixed: Iterable[Tensor] = ()
-    _fixed: set[int] = field(default_factory=set)
-    _records: dict[int, Record] = field(default_factory=dict)
-    _scopes: list[str] = field(default_factory=list)
+    def __init__(self, fixed: Iterable[Tensor] = ()) -> None:
+        self._fixed = set(map(_address, fixed))
+        self._records: dict[int, Record] = {}
+        self.scopes: list[str] = []
 
-    def __post_init__(self) -> None:
-        self._fixed = {_address(tensor) for tensor in self.fixed}
+    @property
+    def scope(self) -> str:
+        """The part of the model that runs now."""
+        return self.scopes[-1] if self.scopes else OTHER
 
     def is_fixed(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory outlives the forward."""
@@ -139,45 +158,14 @@ class Registry:
             found = self._records[address] = Record(StorageWeakRef(tensor.untyped_storage()))
         return found
 
-    def derive(self, output: Tensor, kind: str, sources: Sequence[Tensor], build: Build) -> None:
-        """See `derive`."""
-        parts = tuple(self._source(tensor) for tensor in sources)
-        self.record(output).recipe = Recipe(kind, parts, build, output._version)
-
-    def rewrite(self, output: Tensor, sources: Sequence[Tensor], write: Callable[..., object]) -> None:
-        """See `rewrite`."""
-        record = self.record(output)
-        before = record.recipe
-        if before is None or before.version != output._version:
-            record.recipe = None
-            return
-        view, count = view_of(output), len(before.sources)
-
-        def build(*tensors: Tensor) -> Tensor:
-            made = before.build(*tensors[:count])
-            write(view.over(made.untyped_storage()), *tensors[count:])
-            return made
-
-        parts = (*before.sources, *(self._source(tensor) for tensor in sources))
-        record.recipe = Recipe(before.kind, parts, build, output._version)
-
-    def _source(self, tensor: Tensor) -> Source:
-        if self.is_fixed(tensor) or self.record(tensor).pinned:
-            return Source(None, view_of(tensor), tensor.detach())
-        return Source(self.record(tensor), view_of(tensor), None)
-
-    @property
-    def scope(self) -> str:
-        """The part of the model that runs now."""
-        return self._scopes[-1] if self._scopes else OTHER
-
-    def enter(self, scope: str) -> None:
-        """Note that a part of the model begins to run."""
-        self._scopes.append(scope)
-
-    def leave(self) -> None:
-        """Note that it ended."""
-        self._scopes.pop()
+    def sources(self, tensors: Sequence[Tensor]) -> tuple[Source, ...]:
+        """Return tensors as what a recipe reads."""
+        return tuple(
+            Source(None, view_of(tensor), tensor.detach())
+            if self.is_fixed(tensor) or self.record(tensor).pinned
+            else Source(self.record(tensor), view_of(tensor), None)
+            for tensor in tensors
+        )
 
 
 def _address(tensor: Tensor) -> int:
@@ -214,13 +202,26 @@ def derive(output: Tensor, kind: str, sources: Sequence[Tensor], build: Build) -
         build: Draws no random numbers and depends on nothing else that changes.
     """
     if _current is not None:
-        _current.derive(output, kind, sources, build)
+        _current.record(output).recipe = Recipe(kind, _current.sources(sources), build, output._version)
 
 
 def rewrite(output: Tensor, sources: Sequence[Tensor], write: Callable[..., object]) -> None:
     """Note that `write(output, *sources)` was done in place, unseen by autograd, to what a recipe may exist for."""
-    if _current is not None:
-        _current.rewrite(output, sources, write)
+    if _current is None:
+        return
+    record = _current.record(output)
+    before = record.recipe
+    if before is None or before.version != output._version:
+        record.recipe = None
+        return
+    view, count = view_of(output), len(before.sources)
+
+    def build(*tensors: Tensor) -> Tensor:
+        made = before.build(*tensors[:count])
+        write(view.over(made.untyped_storage()), *tensors[count:])
+        return made
+
+    record.recipe = Recipe(before.kind, (*before.sources, *_current.sources(sources)), build, output._version)
 
 
 def scoped(scope: str) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -228,10 +229,10 @@ def scoped(scope: str) -> tuple[Callable[..., None], Callable[..., None]]:
 
     def enter(*unused: Any) -> None:
         if _current is not None:
-            _current.enter(scope)
+            _current.scopes.append(scope)
 
     def leave(*unused: Any) -> None:
         if _current is not None:
-            _current.leave()
+            _current.scopes.pop()
 
     return enter, leave

@@ -1,41 +1,42 @@
 """Keeps a recording's activations: packs what autograd saves, as planned, and gives it back."""
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..graphs.errors import CaptureError
-from ..graphs.recordings.activations import returned_storages
-from .device_only import is_marked
-from .inventory import Inventory
-from .registry import Recipe, Record, Registry, Source, View, can_travel, raw_bytes, registering, view_of
-from .schedule import Fate, Plan, Schedule
+from ..graphs.recordings.activations import Activations, returned_storages
+from .plan import Fate, Inventory, Plan
+from .registry import Recipe, Record, Registry, Source, View, can_travel, is_marked, raw_bytes, registering, view_of
 
 
-class Transfers(Protocol):
-    """Copies bytes to the host and back beside the main work."""
+class Transfers:
+    """Copies bytes to the host and back at once, as the reference executor needs it."""
 
     def begin(self) -> None:
         """Take the current stream as the main work's."""
 
     def offload(self, source: Tensor, host: Tensor) -> Any:
         """Begin to copy `[bytes]` uint8 to the host, once the main work has come here; returns what to wait for."""
+        host.copy_(source)
 
     def load(self, host: Tensor) -> tuple[Tensor, Any]:
         """Begin to copy bytes to fresh device memory; returns them and what to wait for."""
+        return host.clone(), None
 
     def wait(self, token: Any) -> None:
         """Let the main work wait for a copy."""
 
 
-class CudaTransfers:
+class CudaTransfers(Transfers):
     """Copies on a stream of their own that forks from the main one and joins it, by events.
 
     Memory is taken and given back by the main stream alone: a source is given back behind its wait, and what is fetched
@@ -77,24 +78,6 @@ class CudaTransfers:
             target.copy_(source, non_blocking=True)
         done.record(self._side)
         return done
-
-
-class HostTransfers:
-    """Copies at once; for the reference executor."""
-
-    def begin(self) -> None:
-        """See `Transfers`."""
-
-    def offload(self, source: Tensor, host: Tensor) -> None:
-        """See `Transfers`."""
-        host.copy_(source)
-
-    def load(self, host: Tensor) -> tuple[Tensor, None]:
-        """See `Transfers`."""
-        return host.clone(), None
-
-    def wait(self, token: None) -> None:
-        """See `Transfers`."""
 
 
 @dataclass(slots=True)
@@ -149,7 +132,7 @@ def is_candidate(tensor: Tensor, registry: Registry, least: int) -> bool:
     return tensor.untyped_storage().nbytes() >= max(least, 1) and not registry.record(tensor).pinned
 
 
-class Packing:
+class Packing(Activations):
     """The part of autograd's hooks that a store and an observer share.
 
     Args:
@@ -260,12 +243,20 @@ class ActivationStore(Packing):
     ) -> None:
         super().__init__(least)
         self._inventory, self._plan, self._hosts, self._transfers = inventory, plan, hosts, transfers
-        self.peak_of_last = 0
-        self._schedule: Schedule | None = None
-        self._leaving: dict[int, SavedStorage] = {}
         self._saved: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self.peak_of_last = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """See `Activations`."""
+        # On the host, in the order of their return. The first to go: storages that end below would fetch others.
+        self._away: dict[int, None] = {}
+        self._leaving: deque[SavedStorage] = deque()
+        self._arriving: set[int] = set()
+        self._there: set[int] = set()
         self._tokens: dict[int, Any] = {}
         self._moved: dict[int, int] = {}
+        self._resident = self._peak = 0
 
     @property
     def copies(self) -> bool:
@@ -276,7 +267,6 @@ class ActivationStore(Packing):
     def saving(self, fixed: Iterable[Tensor]) -> Iterator[None]:
         """See `Activations`."""
         self.forget()
-        self._schedule = Schedule(self._inventory, self._plan, self)
         self._transfers.begin()
         with self.hooked(fixed):
             yield
@@ -288,84 +278,125 @@ class ActivationStore(Packing):
         """See `Activations`."""
         self._transfers.begin()
         with returned_storages() as self._moved:
-            schedule = self._under_way()
-            schedule.begin_backward()
+            self._away = self._order_of_return()
+            self._fetch()
             yield
-            schedule.end_backward()
-            self.peak_of_last = schedule.peak
+            for place in sorted(self._arriving):  # fetched and never asked for
+                self._arrive(place)
+            self.peak_of_last = self._peak
 
     def join(self) -> None:
         """See `Activations`."""
-        self._under_way().join()
-
-    def _under_way(self) -> Schedule:
-        if self._schedule is None:
-            raise CaptureError("activations are asked for outside a forward and its backward")
-        return self._schedule
-
-    def forget(self) -> None:
-        """See `Activations`."""
-        self._schedule = None
-        self._leaving, self._tokens, self._moved = {}, {}, {}
-
-    # Autograd's side.
+        while self._leaving:
+            self._settle()
 
     def _first_saved(self, saved: SavedStorage, record: Record, tensor: Tensor) -> None:
-        self._inventory.check(saved.place, saved.nbytes)
-        self._saved[saved.place] = saved
-        if self._plan.fates[saved.place] is Fate.REBUILD:
+        place = saved.place
+        self._inventory.check(place, saved.nbytes)
+        self._saved[place] = saved
+        if self._plan.fates[place] is Fate.REBUILD:
             saved.recipe = usable_recipe(record, tensor)
             if saved.recipe is None:
-                raise CaptureError(f"storage {saved.place} cannot be recomputed as in the pass before")
-            saved.sources = tuple(self._source(part) for part in saved.recipe.sources)
+                raise CaptureError(f"storage {place} cannot be recomputed as in the pass before")
+            saved.sources = tuple(map(_saved_source, saved.recipe.sources))
             saved.storage = None
-        self._under_way().saved(saved.place)
+            return
+        self._grow(place)
+        if self._plan.fates[place] is Fate.OFFLOAD:
+            self._tokens[place] = self._transfers.offload(raw_bytes(saved.on_device), self._hosts[place])
+            self._leaving.append(saved)
+        while self._resident > self._plan.room and self._leaving:
+            self._settle()
 
-    @staticmethod
-    def _source(part: Source) -> SavedStorage | None:
-        saved: SavedStorage | None = part.saved()
-        if saved is None and part.record is not None:
-            raise CaptureError("a tensor that another is recomputed from was not saved, other than in the pass before")
-        return saved
+    def _settle(self) -> None:
+        """Let the main work wait until the next storage was copied, then give its memory back."""
+        saved = self._leaving.popleft()
+        check_unchanged(saved.watched)
+        self._transfers.wait(self._tokens.pop(saved.place))
+        saved.watched.clear()
+        saved.storage = None
+        self._shrink(saved.place)
 
     def _used(self, saved: SavedStorage) -> None:
-        self._under_way().used(saved.place)
+        self._bring(saved.place)
+        self._fetch()
         self._moved[saved.on_device.data_ptr()] = saved.address
 
     def _ended(self, place: int) -> None:
-        if self._schedule is not None:
-            self._tokens.pop(place, None)
-            self._schedule.ended(place)
+        self._away.pop(place, None)
+        self._tokens.pop(place, None)
+        self._arriving.discard(place)
+        if place in self._there:
+            self._shrink(place)
+        self._fetch()
 
-    # The schedule's side: see `Mover`.
+    def _bring(self, place: int) -> None:
+        """Have a storage on the device, as autograd asks for it or another is recomputed from it."""
+        if place not in self._there:
+            if self._plan.fates[place] is Fate.REBUILD:
+                for source in self._inventory.seen[place].sources:
+                    self._bring(source)
+                self._grow(place)
+                self._rebuild(self._saved[place])
+            else:
+                self._load(place)
+        if place in self._arriving:
+            self._arrive(place)
 
-    def offload(self, place: int) -> None:
-        """See `Mover`."""
-        saved = self._saved[place]
-        self._leaving[place] = saved
-        self._tokens[place] = self._transfers.offload(raw_bytes(saved.on_device), self._hosts[place])
+    @staticmethod
+    def _rebuild(saved: SavedStorage) -> None:
+        if saved.recipe is None:
+            raise CaptureError(f"storage {saved.place} was recomputed before")
+        saved.storage = rebuilt(saved.recipe, saved.sources)
+        saved.recipe, saved.sources = None, ()
 
-    def settle(self, place: int) -> None:
-        """See `Mover`."""
-        saved = self._leaving.pop(place)
-        check_unchanged(saved.watched)
-        self._transfers.wait(self._tokens.pop(place))
-        saved.watched.clear()
-        saved.storage = None
+    def _fetch(self) -> None:
+        """Begin to copy back what is used next, as far as there is room."""
+        while self._away:
+            place = next(iter(self._away))
+            if self._resident + self._inventory.seen[place].nbytes > self._plan.room:
+                return
+            self._load(place)
 
-    def load(self, place: int) -> None:
-        """See `Mover`."""
+    def _load(self, place: int) -> None:
+        del self._away[place]
+        self._grow(place)
+        self._arriving.add(place)
         tensor, self._tokens[place] = self._transfers.load(self._hosts[place])
         self._saved[place].storage = tensor.untyped_storage()
 
-    def arrive(self, place: int) -> None:
-        """See `Mover`."""
+    def _arrive(self, place: int) -> None:
+        self._arriving.remove(place)
         self._transfers.wait(self._tokens.pop(place))
 
-    def rebuild(self, place: int) -> None:
-        """See `Mover`."""
-        saved = self._saved[place]
-        if saved.recipe is None:
-            raise CaptureError(f"storage {place} was recomputed before")
-        saved.storage = rebuilt(saved.recipe, saved.sources)
-        saved.recipe, saved.sources = None, ()
+    def _grow(self, place: int) -> None:
+        self._there.add(place)
+        self._resident += self._inventory.seen[place].nbytes
+        self._peak = max(self._peak, self._resident)
+
+    def _shrink(self, place: int) -> None:
+        self._there.remove(place)
+        self._resident -= self._inventory.seen[place].nbytes
+
+    def _order_of_return(self) -> dict[int, None]:
+        """Return the storages on the host in the order in which the backward needs them, for others' rebuilding too."""
+        order: dict[int, None] = {}
+
+        def need(place: int) -> None:
+            if place not in order:
+                if self._plan.fates[place] is Fate.REBUILD:
+                    for source in self._inventory.seen[place].sources:
+                        need(source)
+                order[place] = None
+
+        for event in self._inventory.backward:
+            if event.what == "use":
+                need(event.place)
+        return {place: None for place in order if self._plan.fates[place] is Fate.OFFLOAD and place in self._saved}
+
+
+def _saved_source(part: Source) -> SavedStorage | None:
+    saved: SavedStorage | None = part.saved()
+    if saved is None and part.record is not None:
+        raise CaptureError("a tensor that another is recomputed from was not saved, other than in the pass before")
+    return saved

@@ -10,11 +10,10 @@ from torch import nn
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor
-from bridge_cg_plugin.offload import host_memory
-from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
-from bridge_cg_plugin.offload.planner import Allowed
+from bridge_cg_plugin.offload import host
+from bridge_cg_plugin.offload.offloading import RegionOffloading
+from bridge_cg_plugin.offload.plan import Fate, Policy
 from bridge_cg_plugin.offload.registry import OTHER
-from bridge_cg_plugin.offload.schedule import Fate
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from scripts.performance import measure
@@ -79,9 +78,10 @@ def test_outputs_and_gradients_are_equal_to_the_bit(
 def test_everything_that_is_known_is_recomputed_to_the_bit(tower_module, model, grads, graphs_of, capsys):
     helper = graphs_of(buckets=(1856,), max_frames=2, **POLICIES["both"])
     assert "not recomputed" not in capsys.readouterr().out
-    planned = next(iter(helper.graphs._regions[0]._offloading._plans.values()))
+    (planned,) = next(iter(helper.graphs._regions[0]._offloading._plans.values()))
     layers = len(model.decoder.layers)
-    groups = [planned.inventory.seen[place].group for place in planned.plan.places(Fate.REBUILD)]
+    rebuilt = [planned.inventory.seen[place] for place in planned.plan.places(Fate.REBUILD)]
+    groups = [(seen.kind, seen.scope) for seen in rebuilt]
     print({group: groups.count(group) for group in groups})
     assert groups.count(("layernorm", "layernorm")) >= 2 * layers
     assert groups.count(("gelu", "mlp")) >= layers
@@ -156,7 +156,7 @@ def test_host_memory_is_given_back(tower_module, model, grads, graphs_of):
 def saver_region(model, tokens=256, slots=1, offloaded=True, **executor):
     """Capture a saver on the GPU, all that it saves offloaded."""
     made = CudaGraphExecutor(**executor)
-    policy = Policy(Allowed(frozenset({OTHER}), frozenset()), least_bytes=1)
+    policy = Policy(frozenset({OTHER}), frozenset(), least_bytes=1)
     keeper = RegionOffloading(policy, slots, made.device) if offloaded else None
     region = new_region(SaverProgram(model), made, [Bucket(tokens)], slots=slots, offloading=keeper)
     region.capture()
@@ -317,7 +317,7 @@ def test_too_little_host_memory_is_an_error_before_any_capture(tower_module, mod
         torch.cuda.CUDAGraph, "capture_begin", lambda self, *a, **k: captures.append(began(self, *a, **k))
     )
     started = time.perf_counter()
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1 << 24)
+    monkeypatch.setattr(host, "available_bytes", lambda: 1 << 24)
     with pytest.raises(CaptureError, match="the host has 0.0 GiB for this process"):
         graphs_of(buckets=(1856,), max_frames=2, **EVERYTHING)
     assert not captures and time.perf_counter() - started < 60

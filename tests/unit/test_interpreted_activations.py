@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
-from bridge_cg_plugin.offload.planner import Allowed
+from bridge_cg_plugin.offload.offloading import RegionOffloading
+from bridge_cg_plugin.offload.plan import Policy
 from tests.regions import new_region
 from tests.rows_program import RowsProgram
 from tests.unit.test_offload_store import LateTransfers, stores
@@ -30,7 +30,7 @@ for case in ("plain", "shared norm", "frozen"):
     tower, x = Tower(case), torch.randn(18, 1, WIDTH, requires_grad=True)
     found = []
     for offloaded in (False, True):
-        policy = Policy(Allowed(frozenset({"other"}), frozenset()), least_bytes=1)
+        policy = Policy(frozenset({"other"}), frozenset(), least_bytes=1)
         offloading = RegionOffloading(policy, 1, torch.device("cpu")) if offloaded else None
         if offloaded:
             offloading._transfers = LateTransfers()
@@ -77,7 +77,7 @@ for options in (moved, {**moved, "recompute": ("layernorm", "gelu", "linear")}):
     with graphs_on(tower, **common, **options) as graphs:
         found = [t.clone() for part in results(tower, rows) for t in part]
         again = [t.clone() for part in results(tower, rows) for t in part]
-        planned = next(iter(graphs._regions[0]._offloading._plans.values()))
+        (planned,) = next(iter(graphs._regions[0]._offloading._plans.values()))
         kinds = [s.kind for s, f in zip(planned.inventory.seen, planned.plan.fates) if f.value == "rebuild"]
         assert graphs.statistics().pinned_bytes > 0 and not graphs.statistics().fallbacks
     assert all(map(torch.equal, found, expected)) and all(map(torch.equal, again, expected))

@@ -10,7 +10,7 @@ import torch
 
 from bridge_cg_plugin.language.experts import device, kernels
 from bridge_cg_plugin.language.packed import workload
-from bridge_cg_plugin.offload.schedule import Fate
+from bridge_cg_plugin.offload.plan import Fate
 from tests.unit.packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack
 from tests.main_grads import hook_main_grads
 from tests.unit.packs import EXPERTS
@@ -42,7 +42,7 @@ with ON_CPU(), graphs_on(model, arguments, cuda_graph_modules=[], **options, **m
     found = model(**arguments)
     (found * torch.linspace(0.5, 1.5, found.numel()).view(found.shape)).sum().backward()
     assert graphs.statistics().replays == 1, graphs.statistics()
-    (planned,) = graphs._regions[0]._offloading._plans.values()
+    ((planned,),) = graphs._regions[0]._offloading._plans.values()
     rebuilt = sorted(planned.inventory.seen[place].kind for place in planned.plan.places(Fate.REBUILD))
 assert rebuilt == ["gelu", "linear"], rebuilt
 assert all(map(torch.equal, [found.detach(), *(p.main_grad for p in model.parameters())], kept))

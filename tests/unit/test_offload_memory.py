@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.offload import host_memory
-from bridge_cg_plugin.offload.host_memory import ALIGNMENT, GIB, HostMemoryError, PinnedMemory, available_bytes
+from bridge_cg_plugin.offload import host as host_memory
+from bridge_cg_plugin.offload.host import ALIGNMENT, GIB, HostMemoryError, PinnedMemory, available_bytes
 
 
 @pytest.fixture

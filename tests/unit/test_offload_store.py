@@ -13,10 +13,9 @@ from torch import nn
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.offload import never_offload
-from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
-from bridge_cg_plugin.offload.planner import Allowed
+from bridge_cg_plugin.offload.offloading import RegionOffloading
+from bridge_cg_plugin.offload.plan import Fate, Plan, Policy, kept_bytes, needed_at_once
 from bridge_cg_plugin.offload.registry import OTHER, derive, rewrite
-from bridge_cg_plugin.offload.schedule import Fate
 from bridge_cg_plugin.offload.store import ActivationStore
 from tests.executors import new_executor
 from tests.saving import Saver, SaverProgram, batch_of, results
@@ -26,7 +25,7 @@ from ..regions import new_region
 CPU = torch.device("cpu")
 # Forwards before the recorded one: warm-up, the pass that is looked at, and the one that is observed.
 PASSES_BEFORE = 3
-EVERYTHING = Policy(Allowed(frozenset({OTHER}), frozenset({"square", "sum"})), least_bytes=1)
+EVERYTHING = Policy(frozenset({OTHER}), frozenset({"square", "sum"}), least_bytes=1)
 
 
 class LateTransfers:
@@ -68,6 +67,12 @@ def saver_region(policy=EVERYTHING, slots=1, transfers=None, program=None, token
     return region, offloading
 
 
+def planned_of(offloading):
+    """Return the only plan with its inventory."""
+    ((planned,),) = offloading._plans.values()
+    return planned
+
+
 def stores(region):
     """Return the stores of a region's recordings."""
     found = (r.recording._body.activations for r in region.sources.current.recordings.values())
@@ -101,7 +106,7 @@ def test_tensors_come_back_with_their_dtypes_strides_offsets_and_aliases():
 def test_what_shares_memory_is_copied_once():
     transfers = LateTransfers()
     region, offloading = saver_region(transfers=transfers)
-    planned = next(iter(offloading._plans.values()))
+    planned = planned_of(offloading)
     transfers.loads = transfers.offloads = 0
     results(region.run, batch_of(8, 0), region.program.model.parameters())
     assert transfers.offloads == transfers.loads == len(planned.plan.places(Fate.OFFLOAD))
@@ -110,7 +115,7 @@ def test_what_shares_memory_is_copied_once():
 
 
 def test_parameters_static_inputs_and_small_tensors_stay():
-    region, offloading = saver_region(Policy(Allowed(frozenset({OTHER}), frozenset()), least_bytes=1 << 20))
+    region, offloading = saver_region(Policy(frozenset({OTHER}), frozenset(), least_bytes=1 << 20))
     assert offloading.pinned_bytes == 0 and not stores(region)
 
     class Products(nn.Module):
@@ -154,7 +159,7 @@ def test_marked_tensors_are_never_offloaded():
     counts = []
     for mark in (False, True):
         region, offloading = saver_region(program=SaverProgram(Marked(mark)))
-        counts.append(len(next(iter(offloading._plans.values())).plan.places(Fate.OFFLOAD)))
+        counts.append(len(planned_of(offloading).plan.places(Fate.OFFLOAD)))
         batch, model = batch_of(8, 0), region.program.model
         expected = results(model, batch, model.parameters())
         assert all(map(torch.equal, results(region.run, batch, model.parameters()), expected))
@@ -220,7 +225,7 @@ class Squares(nn.Module):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_what_can_be_recomputed_is_made_again(in_place):
     region, offloading = saver_region(program=SaverProgram(Squares(in_place=in_place)), transfers=LateTransfers())
-    plan = next(iter(offloading._plans.values())).plan
+    plan = planned_of(offloading).plan
     assert len(plan.places(Fate.REBUILD)) == 1
     batch, model = batch_of(8, 0), region.program.model
     expected = results(model, batch, model.parameters())
@@ -232,7 +237,7 @@ def test_what_can_be_recomputed_is_made_again(in_place):
 @pytest.mark.parametrize("fault", [{"wrong": True}, {"unnoted": True}], ids=lambda fault: next(iter(fault)))
 def test_what_is_not_recomputed_to_the_bit_is_not_made_again(fault, capsys):
     region, offloading = saver_region(program=SaverProgram(Squares(**fault)))
-    assert not next(iter(offloading._plans.values())).plan.places(Fate.REBUILD)
+    assert not planned_of(offloading).plan.places(Fate.REBUILD)
     assert ("not recomputed" in capsys.readouterr().out) == ("wrong" in fault)
     batch, model = batch_of(8, 0), region.program.model
     expected = results(model, batch, model.parameters())
@@ -267,7 +272,7 @@ def test_a_forward_without_its_backward_leaves_nothing():
     batch = batch_of(8, 7)
     expected = results(model, batch, model.parameters())
     assert all(map(torch.equal, results(region.run, batch, model.parameters()), expected))
-    assert not store._leaving and store._schedule is None
+    assert not store._leaving and not store._there
 
 
 def test_reset_gives_host_memory_back():
@@ -277,16 +282,32 @@ def test_reset_gives_host_memory_back():
     assert offloading.pinned_bytes == 0
 
 
-@given(st.integers(0, 2**16), st.lists(st.sampled_from(list(Fate)), min_size=64, max_size=64))
+class Layers(nn.ModuleList):
+    """Squares behind each other."""
+
+    def __init__(self) -> None:
+        super().__init__(Squares() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+@given(st.integers(0, 2**14), st.lists(st.sampled_from(list(Fate)), min_size=64, max_size=64))
 def test_any_window_and_any_fates_give_the_same_gradients(window, fates):
-    region, offloading = saver_region(program=SaverProgram(Squares()), transfers=LateTransfers())
+    region, _ = saver_region(program=SaverProgram(Layers()), transfers=LateTransfers())
     (store,) = stores(region)
-    seen = store._inventory.seen
+    inventory = store._inventory
     chosen = tuple(
-        Fate.KEEP if fate is Fate.REBUILD and s.kind is None else fate for s, fate in zip(seen, fates, strict=False)
+        Fate.KEEP if fate is Fate.REBUILD and s.kind is None else fate
+        for s, fate in zip(inventory.seen, fates, strict=False)
     )
-    store._plan = type(store._plan)(chosen, window)
-    store._hosts = {place: torch.empty(s.nbytes, dtype=torch.uint8) for place, s in enumerate(seen)}
+    needed = needed_at_once(inventory, chosen)
+    store._plan = Plan(chosen, window, needed)
+    store._hosts = {place: torch.empty(s.nbytes, dtype=torch.uint8) for place, s in enumerate(inventory.seen)}
     batch, model = batch_of(8, 0), region.program.model
     expected = results(model, batch, model.parameters())
     assert all(map(torch.equal, results(region.run, batch, model.parameters()), expected))
+    assert store.peak_of_last <= max(window, kept_bytes(inventory, chosen) + needed)
+    assert not store._resident and not store._there and not store._tokens

@@ -337,8 +337,9 @@ class Grudging:
     def __init__(self, refusals):
         self.refusals, self.prepared, self.shown = refusals, [], []
 
-    def prepare(self, executor, body, slot):
-        self.prepared.append((slot, body.bucket.tokens))
+    def prepare(self, executor, bodies, slot):
+        self.prepared += [(slot, body.bucket.tokens) for body in bodies]
+        return [None] * len(bodies)
 
     def accepts(self, nbytes):
         self.shown.append(nbytes)

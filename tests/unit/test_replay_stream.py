@@ -18,8 +18,8 @@ from bridge_cg_plugin.graphs.recordings import recording
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.recordings.recording import CudaGraphRecording
 from bridge_cg_plugin.graphs.replays.streams import ReplayStream
-from bridge_cg_plugin.offload.offloading import Policy, RegionOffloading
-from bridge_cg_plugin.offload.planner import Allowed
+from bridge_cg_plugin.offload.offloading import RegionOffloading
+from bridge_cg_plugin.offload.plan import Policy
 from bridge_cg_plugin.offload.registry import OTHER, derive
 from bridge_cg_plugin.offload.store import CudaTransfers
 from tests.saving import WIDTH, SaverProgram
@@ -167,23 +167,26 @@ class Capturing(ReferenceExecutor):
 
 
 POLICIES = {
-    "offload": (Allowed(frozenset({OTHER}), frozenset()), True),
-    "both": (Allowed(frozenset({OTHER}), frozenset({"square"})), True),
-    "recompute": (Allowed(frozenset(), frozenset({"square"})), False),
-    "nothing moves": (Allowed(frozenset({"attention"}), frozenset()), False),
-    "no policy": (None, False),
+    "offload": ({OTHER}, (), True),
+    "both": ({OTHER}, {"square"}, True),
+    "recompute": ((), {"square"}, False),
+    "nothing moves": ({"attention"}, (), False),
+    "no policy": (None, None, False),
 }
 
 
-@pytest.mark.parametrize("allowed, copies", POLICIES.values(), ids=POLICIES)
-def test_only_what_is_copied_takes_events_into_a_graph_and_its_replays_to_their_stream(monkeypatch, allowed, copies):
+@pytest.mark.parametrize("scopes, kinds, copies", POLICIES.values(), ids=POLICIES)
+def test_only_what_is_copied_takes_events_into_a_graph_and_its_replays_to_their_stream(
+    monkeypatch, scopes, kinds, copies
+):
     with fake_streams() as device:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", NotedGraph)
         monkeypatch.setattr(recording, "capture_graph", lambda *unused: nullcontext())
         replays = ReplayStream(Stream(), Event())
         executor, offloading = Capturing(replays), None
-        if allowed is not None:
-            offloading = RegionOffloading(Policy(allowed, least_bytes=1), 1, CPU)
+        if scopes is not None:
+            policy = Policy(frozenset(scopes), frozenset(kinds), least_bytes=1)
+            offloading = RegionOffloading(policy, 1, CPU)
             offloading._transfers = CudaTransfers(CPU)
         region = new_region(SaverProgram(Squares()), executor, [Bucket(8)], offloading=offloading)
         region.capture()

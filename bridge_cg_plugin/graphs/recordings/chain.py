@@ -15,9 +15,9 @@ from ..planning.buckets import Bucket
 from ..replays.gradients import static_bytes_of
 from ..replays.slot import ChainSlot, Slot, Turn
 from ..reports.ranges import named_range
+from .activations import Offloading
 from .executor import Executor
 from .layer_kinds import record_warmed_up
-from .offloading import ChainOffloading
 from .recording import Mode, Recording, RegionBody
 
 # What is recorded in a slot.
@@ -76,7 +76,7 @@ class Chain:
         captures: How often all parts were recorded.
     """
 
-    def __init__(self, executor: Executor, offloading: ChainOffloading) -> None:
+    def __init__(self, executor: Executor, offloading: Offloading) -> None:
         self._executor, self.offloading = executor, offloading
         self._slots: dict[int, ChainSlot] = {}
         self._parts: list[Part] = []
@@ -227,7 +227,7 @@ class Chain:
         with first.recording(bucket):
             pool = self.common(index).memory.begin()
             bodies = [part.warmed_up(source, part.slot(index), bucket, mode, briefly=briefly) for part, source in parts]
-            kept = self.offloading.prepare_chain(self._executor, bodies, index)
+            kept = self.offloading.prepare(self._executor, bodies, index)
             for body, activations in zip(bodies, kept, strict=True):
                 body.activations = activations
             with first.checked(briefly):

@@ -342,7 +342,7 @@ class Recordings:
             pool = slot.memory_of(mode.gradients).begin()
             body = self.warmed_up(source, slot, bucket, mode, briefly)
             if offloading is not None and mode.gradients:
-                body.activations = offloading.prepare(self._executor, body, slot.index)
+                (body.activations,) = offloading.prepare(self._executor, [body], slot.index)
             with self.checked(briefly):
                 recording = self._executor.record(body, pool)
             nbytes = pool.settle()

@@ -1,13 +1,14 @@
 """Page-locked host memory: how much a process may take, taken once, given back."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..graphs.errors import CaptureError, first_line
+from .plan import OWN_NAMES
 
 GIB = 2**30
 # What other allocations of the host, page cache aside, are left.
@@ -58,13 +59,6 @@ def processes_here() -> int:
     return 1
 
 
-class Plain(dict[str, str]):
-    """Names of options where nobody gave them others: their own."""
-
-    def __missing__(self, option: str) -> str:
-        return option
-
-
 class PinnedMemory:
     """Page-locked memory of one process, a part for each slot; a slot's buckets share it.
 
@@ -73,9 +67,8 @@ class PinnedMemory:
         fields: Option -> the name that users know it by, for messages.
     """
 
-    def __init__(self, page_locked: bool, fields: Mapping[str, str] | None = None) -> None:
-        self._page_locked = page_locked
-        self._fields = Plain() if fields is None else fields
+    def __init__(self, page_locked: bool, fields: Mapping[str, str] = OWN_NAMES) -> None:
+        self._page_locked, self._fields = page_locked, fields
         self._pieces: dict[int, list[Tensor]] = {}
 
     @property
@@ -98,19 +91,20 @@ class PinnedMemory:
                 "take fewer slots"
             )
 
-    def reserve(self, slot: int, sizes: dict[int, int]) -> dict[int, Tensor]:
+    def reserve[Key](self, slot: int, sizes: Mapping[Key, int]) -> dict[Key, Tensor]:
         """Return `[size]` uint8 host memory of a slot under every key; what the slot has is used again.
 
         Raises:
             HostMemoryError: The host has too little.
         """
         pieces = self._pieces.setdefault(slot, [])
-        places = _places(sizes, [piece.nbytes for piece in pieces])
-        fresh = places.pieces[len(pieces) :]
+        places, lengths = _places(list(sizes.values()), [piece.nbytes for piece in pieces])
+        fresh = lengths[len(pieces) :]
         self.check(sum(fresh))
         for size in fresh:
             pieces.append(self._take(size))
-        return {key: pieces[piece][start : start + sizes[key]] for key, (piece, start) in places.at.items()}
+        found = zip(sizes.items(), places, strict=True)
+        return {key: pieces[piece][start : start + size] for (key, size), (piece, start) in found}
 
     def _take(self, size: int) -> Tensor:
         try:
@@ -129,29 +123,25 @@ class PinnedMemory:
             torch._C._host_emptyCache()
 
 
-class _Places:
-    """Where things lie in pieces of memory: piece and first byte."""
+def _places(sizes: Sequence[int], lengths: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Lay things out one after the other in pieces of memory, none across two, adding pieces where all are full.
 
-    def __init__(self, pieces: list[int]) -> None:
-        self.pieces = pieces
-        self.at: dict[int, tuple[int, int]] = {}
-
-
-def _places(sizes: dict[int, int], pieces: list[int]) -> _Places:
-    """Lay things out one after the other, none across two pieces, adding pieces where those given are full."""
-    found = _Places(list(pieces))
-    fresh = max(PIECE, _power_of_two(max(sizes.values(), default=0)))
-    left = sum(map(_aligned, sizes.values()))
+    Returns:
+        Piece and first byte of each thing, and the lengths of all pieces.
+    """
+    found, lengths = [], list(lengths)
+    largest = max(PIECE, _power_of_two(max(sizes, default=0)))
+    left = sum(map(_aligned, sizes))
     piece, start = 0, 0
-    for key, size in sizes.items():
-        while piece < len(found.pieces) and start + size > found.pieces[piece]:
+    for size in sizes:
+        while piece < len(lengths) and start + size > lengths[piece]:
             piece, start = piece + 1, 0
-        if piece == len(found.pieces):
-            found.pieces.append(min(fresh, _power_of_two(max(left, size))))
-        found.at[key] = (piece, start)
+        if piece == len(lengths):
+            lengths.append(min(largest, _power_of_two(max(left, size))))
+        found.append((piece, start))
         start += _aligned(size)
         left -= _aligned(size)
-    return found
+    return found, lengths
 
 
 def _aligned(size: int) -> int:

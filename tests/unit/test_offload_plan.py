@@ -1,0 +1,202 @@
+"""Which activations leave: plans for inventories of any kind."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge_cg_plugin.offload.plan import (
+    Event,
+    Fate,
+    Inventory,
+    Policy,
+    Seen,
+    fixed_plans,
+    kept_bytes,
+    needed_at_once,
+    plans_within,
+    smallest_window,
+)
+
+SCOPES = ("attention", "mlp", "layernorm")
+KINDS = ("layernorm", "gelu", "linear")
+ALL = Policy(frozenset(SCOPES), frozenset(KINDS))
+HIDDEN = 100
+
+
+@st.composite
+def inventories(draw):
+    """Storages that are used in about the reverse of their order, some of which can be made from earlier ones."""
+    count = draw(st.integers(1, 12))
+    seen = []
+    for place in range(count):
+        sources = draw(st.lists(st.integers(0, place - 1), max_size=2, unique=True)) if place else []
+        kind = draw(st.sampled_from([None, *KINDS])) if sources else None
+        scope = draw(st.sampled_from(SCOPES))
+        seen.append(Seen(draw(st.integers(1, 100)), scope, kind, tuple(sources) if kind else ()))
+    events = []
+    for place in reversed(range(count)):
+        uses = draw(st.integers(1, 2))
+        events += [Event("use", place)] * uses + [Event("end", place)]
+    # Some storages live on behind others' uses.
+    for _ in range(draw(st.integers(0, 3))):
+        index = draw(st.integers(0, len(events) - 1))
+        if events[index].what == "end":
+            events.append(events.pop(index))
+    return Inventory(tuple(seen), tuple(events))
+
+
+PARTS = st.lists(inventories(), min_size=1, max_size=4)
+
+
+class Backward:
+    """A backward for which each storage comes when it is needed, and goes when nothing holds it."""
+
+    def __init__(self, inventory: Inventory, fates) -> None:
+        self._seen, self._fates = inventory.seen, fates
+        count = range(len(fates))
+        self._holders = {
+            p: {q for q in count if fates[q] is Fate.REBUILD and p in self._seen[q].sources} for p in count
+        }
+        for place in count:
+            self._holders[place].add("autograd")
+        self._there, self.most = set(), 0
+        for what, place in inventory.backward:
+            if what == "use":
+                self._bring(place)
+            else:
+                self._let_go(place, "autograd")
+
+    def _bring(self, place) -> None:
+        if place in self._there or self._fates[place] is Fate.KEEP:
+            return
+        sources = self._seen[place].sources if self._fates[place] is Fate.REBUILD else ()
+        for source in sources:
+            self._bring(source)
+        self._there.add(place)
+        self.most = max(self.most, sum(self._seen[there].nbytes for there in self._there))
+        for source in sources:
+            self._let_go(source, place)
+
+    def _let_go(self, place, holder) -> None:
+        self._holders[place].discard(holder)
+        if not self._holders[place]:
+            self._there.discard(place)
+
+
+@given(st.data())
+def test_what_is_needed_at_once_is_there_at_one_moment(data):
+    inventory = data.draw(inventories())
+    fates = [data.draw(st.sampled_from([*Fate] if seen.kind else [Fate.KEEP, Fate.OFFLOAD])) for seen in inventory.seen]
+    needed, most = needed_at_once(inventory, fates), Backward(inventory, fates).most
+    leaving = [seen.nbytes for seen, fate in zip(inventory.seen, fates, strict=True) if fate is not Fate.KEEP]
+    assert max(most, *leaving, 0) <= needed <= sum(leaving)
+    if Fate.REBUILD not in fates:
+        assert needed == most
+
+
+def assert_kept_to(parts, plans, window):
+    """Every part has room for what it keeps and needs at once, beside what parts before it keep."""
+    for part, plan in zip(parts, plans, strict=True):
+        assert plan.window == window
+        assert plan.reserve == needed_at_once(part, plan.fates) and plan.room >= kept_bytes(part, plan.fates)
+        window -= kept_bytes(part, plan.fates)
+
+
+@given(PARTS, st.integers(0, 1500))
+def test_plans_keep_to_their_window_or_there_are_none(parts, window):
+    plans = plans_within(parts, HIDDEN, ALL, window)
+    assert (plans is None) == (smallest_window(parts, HIDDEN, ALL) > window)
+    if plans is not None:
+        assert_kept_to(parts, plans, window)
+
+
+@given(PARTS)
+def test_with_room_for_all_nothing_leaves(parts):
+    plans = plans_within(parts, HIDDEN, ALL, sum(part.nbytes for part in parts))
+    assert {fate for plan in plans for fate in plan.fates} == {Fate.KEEP}
+
+
+@given(PARTS, st.sets(st.sampled_from(SCOPES)), st.sets(st.sampled_from(KINDS)), st.integers(0, 1500))
+def test_nothing_is_done_that_is_not_allowed(parts, scopes, kinds, window):
+    policy = Policy(frozenset(scopes), frozenset(kinds))
+    fixed = fixed_plans(parts, policy)
+    assert_kept_to(parts, fixed, fixed[0].window)
+    for plans in (plans_within(parts, HIDDEN, policy, window) or [], fixed):
+        for part, plan in zip(parts, plans, strict=bool(plans)):
+            for seen, fate in zip(part.seen, plan.fates, strict=True):
+                assert fate is Fate.KEEP or (seen.scope in scopes if fate is Fate.OFFLOAD else seen.kind in kinds)
+                if plans is fixed and fate is Fate.KEEP:
+                    assert seen.scope not in scopes and seen.kind not in kinds
+
+
+# A hidden state of the tower at 16384 tokens in bf16, and the output of its first linear layer of an MLP.
+UNIT = 16384 * 1152 * 2
+WIDE = UNIT * 4304 // 1152
+
+
+def tower(layers=27):
+    """Return the inventory of a tower: what each layer saves, used from the last on."""
+    seen, events = [], []
+    for layer in range(layers):
+        x, normed, mixed, out, middle, normed_again, wide, gelu = (8 * layer + i for i in range(8))
+        seen += [
+            Seen(UNIT, "layernorm"),
+            Seen(UNIT, "layernorm", "layernorm", (x,)),
+            Seen(3 * UNIT, "attention", "linear", (normed,)),
+            Seen(UNIT, "attention"),
+            Seen(UNIT, "layernorm"),
+            Seen(UNIT, "layernorm", "layernorm", (middle,)),
+            Seen(WIDE, "mlp", "linear", (normed_again,)),
+            Seen(WIDE, "mlp", "gelu", (wide,)),
+        ]
+        nodes = [(gelu,), (wide,), (middle, normed_again), (out,), (mixed, out), (x, normed)]
+        events = [*(event for node in nodes for event in _node(node, ends=node != (out,))), *events]
+    return Inventory(tuple(seen), tuple(events))
+
+
+def _node(places, ends):
+    return [Event("use", place) for place in places] + [Event("end", place) for place in places if ends]
+
+
+GB = 10**9
+
+
+def sizes(inventory, plan):
+    """Return the bytes of each kind that are recomputed, and those that are offloaded."""
+    found = {kind: 0 for kind in (*KINDS, "offload")}
+    for seen, fate in zip(inventory.seen, plan.fates, strict=True):
+        if fate is not Fate.KEEP:
+            found["offload" if fate is Fate.OFFLOAD else seen.kind] += seen.nbytes
+    return found
+
+
+@pytest.mark.parametrize(
+    "hidden, share, copies, products",
+    [(5 * GB, 0.7, False, False), (5 * GB, 0.5, True, False), (5 * GB, 0.2, True, True), (0, 0.3, False, True)],
+)
+def test_the_cheapest_leaves_first(hidden, share, copies, products):
+    """Norms and GELU are recomputed, then as much is copied as hides, then products are recomputed."""
+    inventory = tower()
+    (plan,) = plans_within([inventory], hidden, ALL, int(share * inventory.nbytes))
+    found = sizes(inventory, plan)
+    assert found["gelu"] > 0 and found["layernorm"] > 0
+    assert (found["offload"] > 0) == copies and found["offload"] <= hidden
+    assert (found["linear"] > 0) == products
+    if products:
+        assert found["offload"] > hidden - WIDE
+
+
+def test_without_recompute_more_is_copied_than_hides():
+    inventory, policy = tower(), Policy(frozenset(SCOPES), frozenset())
+    (plan,) = plans_within([inventory], 5 * GB, policy, int(0.3 * inventory.nbytes))
+    places = plan.places(Fate.OFFLOAD)
+    assert places == list(range(len(places)))  # what is needed last goes first
+    assert sizes(inventory, plan)["offload"] > 5 * GB
+
+
+def test_every_part_hides_a_little():
+    inventory = tower(layers=1)
+    plans = plans_within([inventory] * 27, 0, ALL, int(0.5 * 27 * inventory.nbytes))
+    assert not any(plan.places(Fate.OFFLOAD) for plan in plans)
+    leaving = [sum(fate is not Fate.KEEP for fate in plan.fates) for plan in plans]
+    assert max(leaving) - min(leaving) <= 1
