@@ -5,18 +5,19 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING
+from itertools import zip_longest
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from bridge_cg_plugin.options.explain import GAP, cell_lines
 
 Tell = Callable[[str], None]
 STDOUT, STDERR = 1, 2
 WIDTH = 80
-# Columns of tables that go to a file or another program; lines of a screen, which no table asks for.
-PIPED_WIDTH, HEIGHT = 160, 25
+# Of tables that go to a file or another program.
+PIPED_WIDTH = 160
+# What a narrow terminal leaves of a column at least.
+LEAST = 12
 
 
 class AnswerError(Exception):
@@ -56,15 +57,16 @@ def say(*lines: str) -> None:
     """Print lines; whoever reads them may stop early, as `head` does.
 
     Raises:
-        AnswerError: They cannot be written.
+        AnswerError: They cannot be written, as to a full disk.
     """
     try:
-        with named_failure():
-            for line in lines:
-                print(line)
-            sys.stdout.flush()
-    except BrokenPipeError:
-        _drop_held()
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except OSError as error:
+        _replace(STDOUT)  # or what it holds would be written once more as the process ends
+        if not isinstance(error, BrokenPipeError):
+            raise AnswerError(f"Cannot write to standard output: {error.strerror}.") from None
 
 
 def answered(*lines: str) -> int:
@@ -77,56 +79,44 @@ def answered(*lines: str) -> int:
     return 0
 
 
-@contextmanager
-def named_failure() -> Iterator[None]:
-    """Name what standard output fails with inside the block, such as a full disk.
-
-    Raises:
-        AnswerError: It failed, not because its reader has gone.
-    """
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        _drop_held()
-        raise AnswerError(f"Cannot write to standard output: {error.strerror}.") from None
-
-
-def _drop_held() -> None:
-    """Lose what standard output still holds, which would be written once more as the process ends."""
+def _replace(descriptor: int) -> None:
+    """Have a descriptor lose what is written to it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, STDOUT)
-    os.close(nowhere)
+    if nowhere != descriptor:
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
 
 
 def open_closed() -> None:
     """Have a standard output or error that the caller closed take what is written, and keep none of it."""
     for descriptor, name in ((STDOUT, "stdout"), (STDERR, "stderr")):
         if getattr(sys, name) is None:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            if nowhere != descriptor:
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
+            _replace(descriptor)
             setattr(sys, name, os.fdopen(descriptor, "w"))
 
 
-def table_console() -> "Console":
-    """Return what prints tables: as wide as COLUMNS is, else as the terminal, else `PIPED_WIDTH`.
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: figures to the right; the widest columns are narrowed to the terminal's width.
 
-    Raises:
-        ImportError: rich is not installed.
+    Args:
+        rows: The header and what is below it.
     """
-    from rich.console import Console
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    while sum(widths) + len(GAP) * (len(widths) - 1) > _columns() and max(widths) > LEAST:
+        widths[widths.index(max(widths))] -= 1
+    figures = [not any(row[i][:1].isalpha() for row in rows[1:]) for i in range(len(widths))]
+    lines = []
+    for row in rows:
+        cells = [cell_lines(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for texts in zip_longest(*cells, fillvalue=""):
+            places = zip(texts, widths, figures, strict=True)
+            lines.append(GAP.join(f"{text:{'>' if figure else '<'}{width}}" for text, width, figure in places).rstrip())
+    return lines
 
-    columns = os.environ.get("COLUMNS", "")
-    if columns.isdecimal() and int(columns) > 0:
-        width = int(columns)
-    elif sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
-    else:
-        width = PIPED_WIDTH
-    return Console(width=width, height=HEIGHT)  # with both, rich takes no TERM=dumb for 80 columns
+
+def _columns() -> int:
+    """Return how wide tables may be: as COLUMNS is, else as the terminal, else `PIPED_WIDTH`."""
+    return shutil.get_terminal_size((WIDTH if sys.stdout.isatty() else PIPED_WIDTH, 0)).columns
 
 
 def wrapped(text: str) -> list[str]:
@@ -141,3 +131,9 @@ def _flush() -> None:
     """Write out what Python and C still hold for standard output."""
     sys.stdout.flush()
     ctypes.CDLL(None).fflush(None)
+
+
+def between(ratios: tuple[float, float]) -> str:
+    """Return a least and a greatest ratio as text, one where they are alike."""
+    least, greatest = (f"{ratio:.2f}" for ratio in ratios)
+    return least if least == greatest else f"{least}-{greatest}"

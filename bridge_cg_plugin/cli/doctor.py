@@ -24,7 +24,6 @@ from bridge_cg_plugin.upstream.environment import (
 
 from . import probe
 from .answers import wrapped
-from .recipe_files import RecipeFiles
 
 PACKAGES = (
     "torch",
@@ -82,7 +81,6 @@ class Diagnosis:
         combination: What Bridge, megatron-core and Transformer Engine of these versions were checked with: "state"
             ("run", "audited" or "unknown") and "reason".
         encoders: "built_in": the models whose encoders graphs take; "others": provider -> adapter, of other packages.
-        upstream_graphs: Recipes of the installed Bridge that switch upstream's own vision graphs on.
         entry_points: This plugin's entry points that load with PyTorch.
         active: Whether the plugin is on in this process.
         features: Feature -> state ("ready", "partly", "not available", "off"), the broken seams that it needs, and the
@@ -97,7 +95,6 @@ class Diagnosis:
     known_release: bool = False
     combination: dict[str, str] = field(default_factory=dict)
     encoders: dict[str, Any] = field(default_factory=dict)
-    upstream_graphs: list[str] = field(default_factory=list)
     entry_points: list[str] = field(default_factory=list)
     active: bool = False
     features: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -135,7 +132,6 @@ def diagnose(wants_gpu: bool = True, details: bool = False) -> Diagnosis:
     found.active = _loads_itself(found)
     if not missing:
         _guarded(found, "the comparison with upstream's sources", lambda: _look_at_seams(found, details))
-        _guarded(found, "reading Bridge's recipes", lambda: _look_at_recipes(found))
     _guarded(found, "looking for encoders", lambda: _look_at_encoders(found))
     if found.versions["torch"] is not None:
         waits = WAIT_WITH_DETAILS if details else WAIT
@@ -295,10 +291,6 @@ def _look_at_seams(found: Diagnosis, imports: bool) -> None:
     ]
 
 
-def _look_at_recipes(found: Diagnosis) -> None:
-    found.upstream_graphs = RecipeFiles().with_upstreams_graphs()
-
-
 def _look_at_encoders(found: Diagnosis) -> None:
     from bridge_cg_plugin.upstream.seams.encoders import taken_encoders
 
@@ -364,15 +356,12 @@ def _summary(found: Diagnosis) -> list[str]:
 
 
 def _encoders(found: Diagnosis) -> list[str]:
-    """Return which encoders graphs take, and where upstream's own graphs are on."""
+    """Return which encoders graphs take."""
     others = [f"{provider} by {adapter}" for provider, adapter in found.encoders.get("others", {}).items()]
-    lines = [
+    return [
         f"encoders that graphs take: {', '.join(found.encoders.get('built_in', ())) or 'not read'}",
         f"  of other packages: {', '.join(others) or 'none'}; bridge-cg explain RECIPE names a recipe's",
     ]
-    if found.upstream_graphs:
-        lines.append(f"recipes that switch upstream's own vision graphs on: {', '.join(found.upstream_graphs)}")
-    return lines
 
 
 def _details(found: Diagnosis) -> list[str]:

@@ -12,11 +12,11 @@ from typing import NoReturn
 
 from bridge_cg_plugin import __version__
 
-from . import recipe_files
 from .answers import AnswerError, Tell, answer_alone, open_closed, say
 from .explain import command as explained
+from .explain import recipes as explained_recipes
 from .planner import command as planner
-from .report import command as reports
+from .report import page as reports
 
 # Commands with a parser of their own, and the names of their modules.
 TRAINING = ("train", "compare")
@@ -99,7 +99,7 @@ def _run(args: argparse.Namespace, given: Sequence[str], tell: Tell) -> int:
     if args.command == "plan":
         return planner.run(args, tell)
     if args.command == "recipes":
-        return recipe_files.run(args.filter, args.json, tell)
+        return explained_recipes.run(args.filter, args.json, tell)
     if args.command == "audit":
         return run_audit(args.sources, args.json, tell)
     return run_doctor(args.json, not args.no_gpu, args.details, tell)

@@ -29,12 +29,12 @@ def text_table(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str
 
 
 def _lines(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    columns = [_cell(text, width) for text, width in zip(cells, widths, strict=True)]
+    columns = [cell_lines(text, width) for text, width in zip(cells, widths, strict=True)]
     for texts in zip_longest(*columns, fillvalue=""):
         yield GAP.join(text.ljust(width) for text, width in zip(texts, widths, strict=True)).rstrip()
 
 
-def _cell(text: str, width: int) -> list[str]:
+def cell_lines(text: str, width: int) -> list[str]:
     """Return the lines of a cell; names that do not fit into it are divided at their joints."""
     lines = [""]
     for word in text.split():

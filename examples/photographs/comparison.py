@@ -4,7 +4,7 @@ import json
 import statistics
 from typing import Any
 
-from bridge_cg_plugin.cli.report.verdict import compare_to_spread, how_eager_fares
+from bridge_cg_plugin.cli.report.runs import compare_to_spread, how_eager_fares
 
 # Steps whose times do not count: warm-up, capture, the first replays.
 SKIPPED = 6

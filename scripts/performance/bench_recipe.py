@@ -24,11 +24,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.cli.report.runs import GIB, KINDS, WARM_UP
-from bridge_cg_plugin.cli.report.verdict import compare_to_spread
-from bridge_cg_plugin.cli.runs import first_look, recipe_arguments
-from bridge_cg_plugin.cli.runs.comparison import words_of
-from bridge_cg_plugin.cli.runs.recipe import error_in
+from bridge_cg_plugin.cli.report.runs import GIB, KINDS, WARM_UP, compare_to_spread
+from bridge_cg_plugin.cli.runs import first_look
+from bridge_cg_plugin.cli.runs.compare import words_of
+from bridge_cg_plugin.cli.runs.recipe import error_in, read
 from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
@@ -134,7 +133,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     args.gpus, args.global_batch = args.gpus or case.gpus, args.global_batch or case.batch
     model_of(args.recipe)
     for mode in args.modes:
-        recipe_arguments.read(words(args, rest, mode, Path("checkpoint")))
+        read(words(args, rest, mode, Path("checkpoint")))
     return args, rest
 
 

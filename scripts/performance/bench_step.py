@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.cli.runs.comparison import WRONG
+from bridge_cg_plugin.cli.runs.compare import WRONG
 from bridge_cg_plugin.cli.runs.recipe import error_in
 from bridge_cg_plugin.cli.runs.results import provenance
 from examples.photographs.comparison import SKIPPED, median_ms

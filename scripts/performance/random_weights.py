@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_plugin.cli.runs.recipe import prepare, train
-from bridge_cg_plugin.cli.runs.recipe_arguments import read
-from bridge_cg_plugin.cli.runs.recorded import is_first, leave_nothing
+from bridge_cg_plugin.cli.runs.recipe import prepare, read, train
+from bridge_cg_plugin.cli.runs.recorded_run import is_first, leave_nothing
 from bridge_cg_plugin.cli.runs.recorder import Recorder
 
 # Where Bridge takes the loader of adapters' base weights from.

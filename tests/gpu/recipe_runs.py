@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bridge_cg_plugin.cli.report.training_log import Run, read_log
+from bridge_cg_plugin.cli.report.sources import Run, read_log
 from bridge_cg_plugin.cli.runs.recipe import free_port
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "performance" / "run_recipe.py"

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from bridge_cg_plugin.cli.report.records import runs_in
-from bridge_cg_plugin.cli.report.training_log import read_log
+from bridge_cg_plugin.cli.report.sources import read_log, runs_in
 from bridge_cg_plugin.cli.runs import compare
 from bridge_cg_plugin.recipes import SMALL_RECIPES
 

@@ -182,11 +182,6 @@ def test_encoders_are_named_those_of_other_packages_too(monkeypatch):
     assert "of other packages: PaintingProvider by painting:ENCODER" in text and "Qwen3-VL, " in text
 
 
-def test_recipes_with_upstreams_own_graphs_are_named(monkeypatch):
-    monkeypatch.setattr(doctor.RecipeFiles, "with_upstreams_graphs", lambda self: ["painted_config"])
-    assert "vision graphs on: painted_config" in " ".join(doctor.render(diagnose()).split())
-
-
 def test_no_line_is_wider_than_a_terminal(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert all(len(line) <= 80 for line in doctor.render(doctor.diagnose()).splitlines())

@@ -13,7 +13,7 @@ import json
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.recipes import RECIPES
 from bridge_cg_plugin.cli.explain import command
-from bridge_cg_plugin.cli.recipe_files import recipes_of_bridge
+from bridge_cg_plugin.cli.explain.recipes import recipes_of_bridge
 refused, names = {}, recipes_of_bridge() | set(RECIPES)
 for name in names:
     try:

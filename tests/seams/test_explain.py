@@ -27,7 +27,7 @@ def refuse(*args, **kwargs):
 socket.getaddrinfo = socket.socket.connect = refuse
 from dataclasses import replace
 from bridge_cg_plugin.options import OptionError, facts_of, normalize
-from bridge_cg_plugin.cli.explain import command
+from bridge_cg_plugin.cli.explain import command, recipes
 from bridge_cg_plugin.cli.explain.models import encoder_of
 from bridge_cg_plugin.cli.planner.records import NotMeasured, language_model_of
 def sizes_of(model):
@@ -41,7 +41,7 @@ found["seconds"] = time.process_time()
 found["longest"], found["impl"] = options.vision.max_seq_length, options.vision.impl
 found["facts"] = {}
 for name in sys.argv[2:]:
-    written = normalize(command.build_recipe(name))[1]
+    written = normalize(recipes.build_recipe(name))[1]
     found["facts"][name] = repr(replace(facts_of(written), key_heads=None)), str(encoder_of(written.model))
     found.setdefault("sizes", {})[name] = sizes_of(written.model)
 try:

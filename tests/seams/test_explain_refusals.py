@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bridge_cg_plugin.cli.explain import command
+from bridge_cg_plugin.cli.explain import recipes
 
 from .explained import explain
 
@@ -93,8 +93,8 @@ def test_what_a_dry_run_refuses_is_refused(capsys, bridge):
 
 
 def test_a_recipe_where_bridge_is_not_installed(capsys, monkeypatch):
-    find = command.importlib.util.find_spec
+    find = recipes.importlib.util.find_spec
     absent = lambda name, *args: None if name == "megatron.bridge" else find(name, *args)  # noqa: E731
-    monkeypatch.setattr(command.importlib.util, "find_spec", absent)
+    monkeypatch.setattr(recipes.importlib.util, "find_spec", absent)
     status, out, err = explain(capsys, "qwen3_vl_8b_sft_config")
     assert (status, out) == (2, "") and "megatron-bridge is not installed" in err

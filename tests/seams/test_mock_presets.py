@@ -8,8 +8,7 @@ from huggingface_hub import constants
 from transformers import Qwen3VLConfig
 from transformers.utils import hub
 
-from bridge_cg_plugin.cli.runs.recipe import prepare
-from bridge_cg_plugin.cli.runs.recipe_arguments import read
+from bridge_cg_plugin.cli.runs.recipe import prepare, read
 from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.recipes import with_graphs
 from bridge_cg_plugin.upstream.hooks.configuration import recipe_names

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.cli.runs.recipe import prepare
-from bridge_cg_plugin.cli.runs.recipe_arguments import read
+from bridge_cg_plugin.cli.runs.recipe import prepare, read
 from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release

@@ -6,17 +6,16 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bridge_cg_plugin.cli.checks import check_start
 from bridge_cg_plugin.cli.explain.command import explain
 from bridge_cg_plugin.cli.runs import first_look
 from bridge_cg_plugin.cli.runs import train as run_recipe
-from bridge_cg_plugin.cli.runs.first_look import check_start
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
@@ -28,7 +27,6 @@ from bridge_cg_plugin.upstream.seams.patches import bridge_release
 RECIPE = "qwen3_vl_8b_sft_config"
 VISION = ["--vision_cuda_graph_impl", "transformer_engine", "--max-vision-cuda-graph-seq-length", "16384"]
 BATCH = ("train.micro_batch_size=2", "train.global_batch_size=6")
-SLURM = ("--launcher", "slurm", "--account", "a", "--partition", "p", "--gpus-per-node", "8")
 DETERMINISTIC = ("model.deterministic_mode=true", "model.cross_entropy_loss_fusion=false")
 FP8_OVER_TWO = (
     *("cuda_graphs=exact", "mixed_precision=bf16_with_fp8_current_scaling_mixed"),
@@ -100,7 +98,6 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
         ([CHECKPOINT, "model.tensor_model_parallel_size=8", "--nodes", "2", "--gpus-per-node", "8"], ""),
         (["checkpoint.pretrained_checkpoint=/absent"], "pretrained_checkpoint='/absent': it must be a folder that"),
         (["checkpoint.pretrained_checkpoint=msc://bucket/run"], ""),
-        (["checkpoint.pretrained_checkpoint=/absent", *SLURM], ""),
         (
             [CHECKPOINT, *BATCH, "--gpus-per-node", "8", "model.tensor_model_parallel_size=2"],
             "a multiple of train.micro_batch_size=2 times 4 data-parallel replicas, not 6. Write a multiple of 8.",
@@ -109,12 +106,10 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
         ([CHECKPOINT, *FP8_OVER_TWO], ""),
         ([CHECKPOINT, "model.num_query_groups=3"], f"Cannot start {RECIPE}: Bridge refuses it. num_query_groups"),
         ([CHECKPOINT, *DETERMINISTIC], "Bridge refuses it. NCCL_ALGO must be one of"),
-        ([CHECKPOINT, *DETERMINISTIC, *SLURM, "--env", "NCCL_ALGO=Ring"], ""),
         ([CHECKPOINT, "train.global_batch_size=foo"], "train.global_batch_size='foo': it must be a whole number"),
     ],
 )
 def test_a_dry_run_refuses_what_could_not_start(trained, capsys, monkeypatch, words, said):
-    monkeypatch.setitem(sys.modules, "nemo_run", SimpleNamespace())
     assert run("--dry-run", *words) == (2 if said else 0)
     assert said in capsys.readouterr().err
 

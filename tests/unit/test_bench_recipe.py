@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bridge_cg_plugin.cli.report.runs import WARM_UP
-from bridge_cg_plugin.cli.runs import recipe_arguments
+from bridge_cg_plugin.cli.runs.recipe import read
 from bridge_cg_plugin.cli.runs.results import read_records
 from bridge_cg_plugin.options import normalize
 from bridge_cg_plugin.options.flags import given_flags
@@ -95,7 +95,7 @@ def test_a_run_that_fails_is_recorded_and_stops_no_other(runs, tmp_path, capsys)
 
 def options_of(words):
     """The graph options that a run's words set on LoRA's recipe, whose data are packed."""
-    parsed, rest = recipe_arguments.read(words)
+    parsed, rest = read(words)
     held = {"cuda_graphs": "exact", "enable_in_batch_packing": True}
     return normalize(held, given_flags(parsed), graph_words(rest))[0]
 

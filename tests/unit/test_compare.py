@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bridge_cg_plugin.cli.report.records import runs_in
-from bridge_cg_plugin.cli.runs import compare, comparison, recipe_arguments
+from bridge_cg_plugin.cli.report.sources import runs_in
+from bridge_cg_plugin.cli.runs import compare, recipe
 from bridge_cg_plugin.options import normalize
 from bridge_cg_plugin.options.flags import given_flags
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import graph_words
@@ -55,7 +55,7 @@ def comparing(tmp_path, monkeypatch):
             return [replace(r, command=(*fake, r.kind, json.dumps(told or {}))) for r in real(args, rest)]
 
         monkeypatch.setattr(compare, "plan", plan)
-        monkeypatch.setattr(compare, "refusal", lambda args, rest: "")
+        monkeypatch.setattr(compare, "refusal", lambda *_: "")
         monkeypatch.setattr(compare, "require_gpu", lambda: None)
         status = compare.main(["--recipe", RECIPE, "--steps", "8", "--out", str(out), *words])
         monkeypatch.setattr(compare, "plan", real)
@@ -80,7 +80,8 @@ def test_all_modes_make_one_page(comparing, capsys):
     assert list(runs) == ["eager1", "eager2", "eager3", "upstream", "plugin"]
     assert runs["plugin"].graphs["vision"].replays == 16 and runs["plugin"].images_per_s == 12.0
     said = capsys.readouterr().out
-    assert "plugin: 50.0 ms a step (5 of 5" in said and "SAME plugin" in said and "DIFFERENT upstream" in said
+    assert "plugin (5 of 5): steps are in" in said and "plugin: 50.0 ms a step (" in said
+    assert "SAME plugin" in said and "DIFFERENT upstream" in said
     page = json.loads((out / "page.json").read_text())
     assert {v["mode"]: v["state"] for v in page["verdicts"]} == {"upstream": "different", "plugin": "same"}
     assert "computes another function" in (out / "page.md").read_text()
@@ -119,7 +120,7 @@ def test_a_run_that_hangs_is_ended(comparing):
 
 @pytest.fixture(autouse=True)
 def any_recipe(monkeypatch):
-    monkeypatch.setattr(compare, "refused_at_once", lambda *_: "")
+    monkeypatch.setattr(compare.first_look, "refusal", lambda *_: "")
 
 
 def dry(capsys, *words):
@@ -161,14 +162,14 @@ def test_the_plugins_run_has_the_one_setting_that_was_given(capsys):
     assert commands["plugin"][start : start + 2] == ["--cuda_graphs", "exact"]
     for words in (["--cuda_graphs", "fastest"], ["model.cuda_graphs=fastest"]):
         commands = dry(capsys, *words)
-        parsed, rest = recipe_arguments.read(commands["plugin"][4:])
+        parsed, rest = recipe.read(commands["plugin"][4:])
         assert normalize(given_flags(parsed), graph_words(rest))[0].choice.setting == "fastest"
         assert not {"fastest", *words[1:], "model.cuda_graphs=fastest"} & {*commands["eager1"], *commands["upstream"]}
 
 
 @pytest.mark.parametrize("kind, images", [("eager", False), ("upstream", True)])
 def test_graphs_that_the_setting_of_a_recipe_would_choose_are_off_in_the_other_runs(kind, images):
-    parsed, rest = recipe_arguments.read(["--recipe", RECIPE, *comparison.words_of(kind, [], images)])
+    parsed, rest = recipe.read(["--recipe", RECIPE, *compare.words_of(kind, [], images)])
     packing = {"cuda_graphs": "exact", "cuda_graph_max_packed_seqs": 8, "pack_sequences_in_batch": True}
     options = normalize(packing, given_flags(parsed), graph_words(rest))[0]
     assert not options.language_model.enabled and not options.packed.enabled
@@ -202,7 +203,7 @@ def test_a_refused_recipe_ends_with_its_reason_before_anything_runs(tmp_path, mo
     script.write_text(
         "import sys; print('noise\\nCannot use recipe=1: it must be 2. Mend it.\\nmore', file=sys.stderr); sys.exit(2)"
     )
-    monkeypatch.setattr(comparison, "RECIPE", script)
+    monkeypatch.setattr(compare, "RECIPE", script)
     monkeypatch.setattr(compare, "require_gpu", lambda: None)
     assert compare.main(["--recipe", RECIPE, "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == "Cannot use recipe=1: it must be 2. Mend it.\n"
@@ -222,6 +223,3 @@ def test_a_folder_that_takes_no_files_is_refused_before_anything_trains(monkeypa
     monkeypatch.setattr(compare, "require_gpu", lambda: None)
     assert compare.main(["--recipe", RECIPE, "--out", str(tmp_path / "file" / "folder")]) == 2
     assert capsys.readouterr().err.startswith(f"Cannot write to --out {tmp_path / 'file'}")
-
-
-# The time left

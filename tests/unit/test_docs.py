@@ -311,7 +311,7 @@ def source_of(words):
     if program[0] == "bridge-cg":
         assert program[1] in cli_commands()
         if program[1] in cli.TRAINING:
-            read = "".join((RUNS / f"{name}.py").read_text() for name in ("recipe_arguments", "compare"))
+            read = "".join((RUNS / f"{name}.py").read_text() for name in ("recipe", "compare"))
             return read + "".join(f'"{s}"' for flag in FLAGS for s in flag.spellings)
     return ""
 

@@ -46,7 +46,7 @@ assert seam("MeanProvider.config").attributes[0] == "vision_config" and seam("Me
 assert seam("host_grids.mean_step").module == "example.mean_step"
 assert "vision graphs of the mean" in FEATURES and "vision graphs of the mean" in _ASKS
 assert encoder_of(MeanProvider()) == "the mean's, with an adapter for vision graphs"
-assert _family("example/Mean-1B").encoder == {"depth": 2, "hidden_size": 8}
+assert _family("example/Mean-1B").encoder == (2, 8)
 provider = MeanProvider()
 provider.vision_cuda_graph_impl = "none"
 assert str(sized(provider)).startswith("the mean encoder")

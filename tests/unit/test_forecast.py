@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.cli.explain.answer import NOT_MEASURED, Answer, render
-from bridge_cg_plugin.cli.explain.forecast import as_json
-from bridge_cg_plugin.cli.explain.forecast import vision_forecast as forecast
+from bridge_cg_plugin.cli.explain.command import NOT_MEASURED, Answer, render
+from bridge_cg_plugin.cli.explain.measured import vision_forecast as forecast
 from bridge_cg_plugin.cli.explain.models import encoder_of
 from bridge_cg_plugin.cli.planner.records import TOWER, of_encoder
 from bridge_cg_plugin.options import VisionGraphOptions, graph_options
@@ -65,7 +64,7 @@ def test_what_was_not_measured_has_no_figure_in_the_table(of, options, gpu, said
     answer = Answer(options=options_with(options), forecast=found, has_model=True)
     assert (answer.lines[0].memory, answer.lines[0].ratio) == (NOT_MEASURED, NOT_MEASURED)
     assert f"Not measured here: {said}. The figures are of one NVIDIA H200" in " ".join(render(answer).split())
-    assert as_json(found)["not_measured"] == [said]
+    assert found.as_json()["not_measured"] == [said]
 
 
 def test_the_text():
@@ -89,13 +88,13 @@ language model  eager   -         -           cuda_graph_impl=none
 options: vision_cuda_graph_buckets_max_gb=26.0
 
 Qwen3-VL encoder of 27 layers of 1152, forward and backward of a microbatch:
-case                        tokens  eager ms  graphs ms  ratio  GiB a slot
-1x448                          784     106.8       10.3   0.10         0.9
-1x768                         2304     125.4       26.3   0.21         2.7
-4x448                         3136     125.0       27.4   0.22         3.7
-video16                       6400     146.3       48.9   0.33         7.0
-8mix                          6720     147.3       57.6   0.39         7.0
-tokens_8192                   8192     209.3      147.7   0.71         8.0
-1x2048                       16384     583.1      473.5   0.81        15.9
+case         tokens  eager ms  graphs ms  ratio  GiB a slot
+1x448           784     106.8       10.3   0.10         0.9
+1x768          2304     125.4       26.3   0.21         2.7
+4x448          3136     125.0       27.4   0.22         3.7
+video16        6400     146.3       48.9   0.33         7.0
+8mix           6720     147.3       57.6   0.39         7.0
+tokens_8192    8192     209.3      147.7   0.71         8.0
+1x2048        16384     583.1      473.5   0.81        15.9
 Records of docs/benchmarks/vision_bench.jsonl, 2026-11-22, NVIDIA H200. Eager
   waits for the host: its time depends on how fast and how busy that is."""

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.cli.explain.answer import Answer, render
-from bridge_cg_plugin.cli.explain.forecast import language_forecast
+from bridge_cg_plugin.cli.explain.command import Answer, render
+from bridge_cg_plugin.cli.explain.measured import language_forecast
 from bridge_cg_plugin.cli.planner.records import measured
 from bridge_cg_plugin.options import graph_options
 from tests.models.language_model import SHAPES, settings_of

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from bridge_cg_plugin.cli.report.verdict import compare_to_spread, how_eager_fares
+from bridge_cg_plugin.cli.report.runs import compare_to_spread, how_eager_fares
 from examples.photographs.images import (
     IMAGE_TOKEN,
     SMALL_SIZES,

@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.cli.main import main
-from bridge_cg_plugin.cli.planner.images import Image, read_images
-from bridge_cg_plugin.cli.planner.lengths import read_documents
-from bridge_cg_plugin.cli.planner.packing import padded_documents, padded_packs
+from bridge_cg_plugin.cli.planner.documents import Image, padded_documents, padded_packs, read_documents, read_images
 from bridge_cg_plugin.cli.planner.plan import percentiles, plan_packs
 from bridge_cg_plugin.cli.planner.records import Costs, Ranks, of_language_model
 from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW
@@ -30,7 +28,6 @@ def histogram(tmp_path):
 
 
 def test_the_command_prints_a_table_and_what_to_set(histogram, capsys, monkeypatch):
-    pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "200")  # headings of a narrow table are in several lines
     assert main(["plan", "packed", histogram, "--pack-size", "2048"]) == 0
     out = capsys.readouterr().out
@@ -136,7 +133,6 @@ def test_the_command_plans_vision(tmp_path, capsys):
     assert main(["plan", "vision", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert graph_options({"vision_cuda_graph_impl": "transformer_engine", **found["set"]}).vision.buckets
-    pytest.importorskip("rich")
     assert main(["plan", "vision", str(file)]) == 0
     assert "model.vision_cuda_graph_buckets=[" in capsys.readouterr().out
 

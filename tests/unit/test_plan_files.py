@@ -4,9 +4,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.cli.planner.errors import PlanError
-from bridge_cg_plugin.cli.planner.images import QWEN3_VL, Image, Processor, plan_images, read_images
-from bridge_cg_plugin.cli.planner.lengths import read_documents
+from bridge_cg_plugin.cli.planner.documents import QWEN3_VL, Image, PlanError, Processor, read_documents, read_images
+from bridge_cg_plugin.cli.planner.plan import plan_images
 
 from .plan_inputs import IMAGE_COSTS, write
 
@@ -24,7 +23,7 @@ def test_lengths_from_every_kind_of_file(tmp_path):
     parquet.write_table(table.slice(0, 1), folder / "0.parquet")
     parquet.write_table(table.slice(1), folder / "1.parquet")
     files = [
-        write(tmp_path / "h.json", '{"5": 2, "3": 1}'),
+        write(tmp_path / "h.json", '{"3": 1, "5": 2}'),
         write(tmp_path / "l.json", "[3, 5, 5]"),
         write(tmp_path / "a.jsonl", '{"length": 3}\n\n{"input_ids": [1, 2, 3, 4, 5]}\n5\n'),
         *(tmp_path / name for name in ("a.parquet", "file.arrow", "stream.arrow", "folder")),
@@ -99,7 +98,7 @@ def test_vision_buckets_from_a_histogram(tmp_path):
         ("a.json", "{}", "no images"),
         ("a.jsonl", '{"width": 3}', "row 0"),
         ("a.jsonl", "3", "row 0"),
-        ("a.csv", "", r"\.json or \.jsonl"),
+        ("a.csv", "", r"it must be \.json, \.jsonl"),
     ],
 )
 def test_image_files_that_cannot_be_planned_from(tmp_path, name, text, message):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.cli.planner.errors import PlanError
-from bridge_cg_plugin.cli.planner.packing import (
+from bridge_cg_plugin.cli.planner.documents import (
+    PlanError,
     first_fit,
     first_fit_decreasing,
     first_fit_shuffle,

@@ -1,4 +1,4 @@
-"""`bridge-cg report`: what is read from records, event files and logs, and the command."""
+"""`bridge-cg report`: what is read from records and logs, and the command."""
 
 import json
 import os
@@ -12,14 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.cli import main as cli
-from bridge_cg_plugin.cli.report.page import make_page
-from bridge_cg_plugin.cli.report.records import read_runs, runs_in
-from bridge_cg_plugin.cli.report.render import to_markdown
+from bridge_cg_plugin.cli.report.page import make_page, to_markdown
 from bridge_cg_plugin.cli.report.runs import GIB, KINDS, counts_of
-from bridge_cg_plugin.cli.report.training_log import read_graphs
+from bridge_cg_plugin.cli.report.sources import read_graphs, read_runs, runs_in
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.reports.report import metrics, render, render_steps
+from bridge_cg_plugin.graphs.reports.report import render, render_steps
 from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, EagerRun, RegionStatistics
 from bridge_cg_plugin.options import OptionError
 
@@ -137,46 +135,6 @@ def test_the_report_has_the_last_fallbacks_and_the_remedy_of_the_most_frequent()
     assert "last fallbacks" not in render(RegionStatistics(), "vision CUDA graphs")
 
 
-# Event files
-
-
-@pytest.fixture
-def events(tmp_path):
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder = tmp_path / "plugin"
-    writer = SummaryWriter(str(folder / "rank0"))
-    for step in range(1, 21):
-        writer.add_scalar("lm loss", 4.0 - step / 10, step)
-        writer.add_scalar("lm loss vs samples", 9.0, step * 4)
-        writer.add_scalar("lm loss validation", 9.0, step)
-        writer.add_scalar("loss-scale", 1.0, step)
-        writer.add_scalar("grad-norm", 1.0 + step, step)
-        writer.add_scalar("memory/mem-max-allocated-gigabytes", 30.0 + step, step)
-        writer.add_scalar("throughput/samples_per_sec", 1.0 if step < 7 else 13.0, step)
-        writer.add_scalar("throughput/tflops/device", 100.0 if step < 7 else 400.0, step)
-    for step in (10, 20):
-        writer.add_scalar("iteration-time", 0.3, step)
-        for tag, value in metrics(statistics(), "vision_cuda_graph").items():
-            writer.add_scalar(tag, value, step)
-    writer.close()
-    return folder
-
-
-def test_event_files_give_the_same_figures(events):
-    (found,) = read_runs([str(events)], peak_tflops=1000.0)
-    assert found.mode == "plugin"
-    assert len(found.losses) == 20 and found.losses[0] == (1, pytest.approx(3.9))
-    assert found.grad_norms[-1] == (20, 21.0)
-    assert found.settled_ms == pytest.approx([300.0])
-    assert found.samples_per_s == pytest.approx(13.0)
-    assert found.flop_utilization == pytest.approx(0.4)
-    assert found.peak_gb == pytest.approx(50e9 / GIB)
-    counts = found.graphs["vision"]
-    assert counts.replays == 29 and counts.fallbacks == {"too_many_tokens": 3, "no_free_slot": 1}
-    assert counts.replayed_share == pytest.approx(29 / 33)
-
-
 # Records
 
 
@@ -241,18 +199,12 @@ def test_the_folder_of_the_published_measurements_has_a_page(capsys):
         ([str(LOG), str(LOG)], "two runs that are both named .*eager1=a.log"),
         ([f"plugin={PRETRAIN}"], f"the file has {len(RECORDS)} runs. Write PATH alone"),
         ([str(ROOT / "docs/benchmarks/format.md")], "iteration N"),
-        ([str(ROOT / "recipes")], "no TensorBoard event files and no .jsonl"),
+        ([str(ROOT / "recipes")], "it has no .jsonl records. Name a file of records or the log"),
     ],
 )
 def test_inputs_that_cannot_be_read_are_refused(words, says):
     with pytest.raises(OptionError, match=says):
         read_runs(words)
-
-
-# Verdict
-
-
-# The page
 
 
 # The command
@@ -292,20 +244,7 @@ def test_refused_input_is_status_2_and_one_line(words, says, capsys):
     assert says in said.err and not said.out and len(said.err.splitlines()) == 1
 
 
-def test_a_missing_package_is_named(monkeypatch, capsys):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert cli.main(["report", str(LOG)]) == 2
-    assert "pip install rich" in capsys.readouterr().err
-
-
 def test_loading_the_report_imports_neither_torch_nor_megatron():
-    import subprocess
-
-    code = (
-        "import sys; from bridge_cg_plugin.cli.report import command, runs; "
-        "print({'torch', 'megatron', 'tensorboard', 'rich'} & {*sys.modules})"
-    )
+    code = "import sys; from bridge_cg_plugin.cli.report import page; print({'torch', 'megatron'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "set()", done.stderr

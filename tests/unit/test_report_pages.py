@@ -5,10 +5,8 @@ import re
 
 import pytest
 
-from bridge_cg_plugin.cli.report.page import make_page
-from bridge_cg_plugin.cli.report.render import to_json, to_markdown
-from bridge_cg_plugin.cli.report.runs import Run, counts_of
-from bridge_cg_plugin.cli.report.verdict import verdicts
+from bridge_cg_plugin.cli.report.page import make_page, to_json, to_markdown
+from bridge_cg_plugin.cli.report.runs import Run, counts_of, verdicts
 from bridge_cg_plugin.graphs.reports.statistics import RegionStatistics
 
 from .reported import run, statistics

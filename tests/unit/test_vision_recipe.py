@@ -9,7 +9,7 @@ import pytest
 
 from bridge_cg_plugin.cli.explain.models import QWEN3_VL, QWEN25_VL, QWEN35_VL, Encoder
 from bridge_cg_plugin.cli.explain.recipes import processor_of
-from bridge_cg_plugin.cli.planner.images import Processor
+from bridge_cg_plugin.cli.planner.documents import Processor
 from bridge_cg_plugin.cli.planner.records import TOWER, Costs, of_encoder
 
 from .plan_inputs import write

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.cli.explain.answer import Answer
+from bridge_cg_plugin.cli.explain.command import Answer
+from bridge_cg_plugin.cli.explain.measured import whole_step
 from bridge_cg_plugin.cli.explain.models import sizes_of
-from bridge_cg_plugin.cli.explain.steps import said, whole_step
 from bridge_cg_plugin.cli.runs.results import ROOT, read_records
 from bridge_cg_plugin.options import graph_options
 from scripts.performance.bench_recipe import CASES
@@ -62,7 +62,7 @@ def test_a_measured_step_is_the_records(case):
     assert step.found["graphs_ms"] == pytest.approx(graphs["ms"], rel=1e-4)
     assert step.ratio == pytest.approx(graphs["ratio"], rel=1e-3)
     assert step.memory_gb == pytest.approx(graphs["memory_gb"], rel=1e-3)
-    text = said(step)
+    text = step.said()
     gpus = "2 NVIDIA H200s" if CASES[case].gpus == 2 else "1 NVIDIA H200"
     assert text.startswith(f"Whole step, measured for this model and layout: {CASES[case].recipe}") and gpus in text
     assert (
@@ -94,7 +94,7 @@ def test_the_nearest_step_names_what_it_lacks(of, fields, place, case, differs):
     step = whole_step(of, options(**fields), *place)
     assert step.found["case"] == case and step.differs[0] == differs
     assert len(step.differs) == 1
-    assert f"Whole step: not measured with {differs}" in said(step) and ". The nearest: qwen3_vl" in said(step)
+    assert f"Whole step: not measured with {differs}" in step.said() and ". The nearest: qwen3_vl" in step.said()
     assert len(Answer(options=options(), step=step, has_model=True).lines) == 2
 
 

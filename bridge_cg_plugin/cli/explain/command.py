@@ -2,20 +2,15 @@
 
 import argparse
 import difflib
-import importlib.util
-import io
 import json
-import logging
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bridge_cg_plugin
 from bridge_cg_plugin.options import (
     GraphOptions,
     OptionError,
@@ -24,6 +19,9 @@ from bridge_cg_plugin.options import (
     facts_of,
     normalize,
 )
+from bridge_cg_plugin.options import explain as wording
+from bridge_cg_plugin.options.choice import LANGUAGE_MODEL_PART, VISION_ENCODER
+from bridge_cg_plugin.options.explain import HEAD, WIDTHS, text_table
 from bridge_cg_plugin.options.flags import FLAGS, as_typed, take_flags, unknown_flag
 from bridge_cg_plugin.options.groups import split_name, tuning_of
 from bridge_cg_plugin.options.sources import (
@@ -37,18 +35,14 @@ from bridge_cg_plugin.options.sources import (
 )
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.recipes import GPUS, RECIPES, with_graphs
-from bridge_cg_plugin.upstream.hooks.configuration.overrides import check_trackers, resolve
-from bridge_cg_plugin.upstream.hooks.configuration.recipes import build_recipe
-from bridge_cg_plugin.upstream.seams.encoders import encoder_of, has_audio_encoder
+from bridge_cg_plugin.upstream.hooks.configuration.overrides import check_trackers
+from bridge_cg_plugin.upstream.seams.encoders import NO_ADAPTER, encoder_of, has_audio_encoder
 
-from ..answers import Tell
-from ..gpus import LAYOUTS, add_counts, add_gpu, divided, layout_in_words
-from ..launch import check_trainable
-from . import models, standins
-from .answer import Answer, as_json, render
-from .forecast import language_forecast, largest_bucket, vision_forecast
-from .steps import whole_step
-from .words import set_words
+from ..answers import Tell, between, table, wrapped
+from ..checks import LAYOUTS, add_counts, add_gpu, check_trainable, divided, layout_in_words
+from . import models
+from .measured import Forecast, WholeStep, language_forecast, largest_bucket, vision_forecast, whole_step
+from .recipes import built, require_bridge, resolved, without_imports
 
 SECTIONS = frozenset(
     {
@@ -68,6 +62,148 @@ _NO_FIGURES = "Times and memory depend on the encoder: write a recipe's name fir
 _NO_GRAPHS = "No graphs are on. Add cuda_graphs=exact to see what can run on them."
 _LAYOUT = tuple(dict.fromkeys(field for layout in LAYOUTS for field in layout))
 _OWN_FLAGS = ("--graphs", "--gpu", "--nodes", "--gpus_per_node", "--json", *(f"--{field}" for field in _LAYOUT))
+
+
+NOT_MEASURED = "not measured"
+AUDIO_ENCODER = "audio encoder"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One part of a model.
+
+    Attributes:
+        part: Its name.
+        runs: "graphs" or "eager"; of offloading, "on".
+        why: What is captured, or what keeps it eager.
+        memory: Of one slot with the largest bucket.
+        ratio: Time on graphs over time eager, forward and backward.
+        options: Other options of it, as `field=value`.
+    """
+
+    part: str
+    runs: str
+    why: str
+    memory: str = wording.NO_FIGURE
+    ratio: str = wording.NO_FIGURE
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer.
+
+    Attributes:
+        options: What the words resolve to, checked as training does.
+        encoder: The vision encoder of the recipe's model in words; empty without one.
+        has_audio: Whether the model has an audio encoder that graphs take.
+        forecast: What was measured of the vision encoder; None where the model has none, or no recipe names one.
+        language_model: What was measured of graphs of packed documents; None without such graphs or without a recipe.
+        step: The measured whole step that is nearest; None where no record is of such a model or there is no recipe.
+        has_model: Whether there is a recipe, so that it is known whether the model has an encoder.
+        layout: Over how many GPUs each field divides the model, and the replicas; empty where nobody said.
+        notes: Sentences for a person.
+    """
+
+    options: GraphOptions
+    encoder: str = ""
+    has_audio: bool = False
+    forecast: Forecast | None = None
+    language_model: Forecast | None = None
+    step: WholeStep | None = None
+    has_model: bool = False
+    layout: dict[str, int] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """The lines of the table."""
+        found = [self._line(part) for part in wording.parts(self.options)]
+        if self.has_audio:
+            found.insert(1, self._audio())
+        if self.step is not None and self.step.holds:
+            memory = f"{self.step.memory_gb:.1f} GiB"
+            why = f"measured: {self.step.found['case']}"
+            found.append(Line("whole step", "graphs", why, memory, between(self.step.ratios)))
+        return tuple(found)
+
+    def _audio(self) -> Line:
+        vision = self.options.vision
+        if not vision.enabled:
+            return Line(AUDIO_ENCODER, "eager", f"{PROVIDER_FIELDS['impl']}=none")
+        why = "one graph per bucket over the whole encoder; buckets captured on demand"
+        return Line(AUDIO_ENCODER, "graphs", why, NOT_MEASURED, NOT_MEASURED)
+
+    def _line(self, part: wording.Part) -> Line:
+        encoder = part.name == VISION_ENCODER
+        if encoder and self.has_model and self.forecast is None:
+            if NO_ADAPTER in self.encoder:
+                return Line(part.name, "eager", "no adapter for it is known", options=part.options)
+            return Line(part.name, "none", "the model has none that graphs support", options=part.options)
+        if part.runs != "graphs":
+            return Line(part.name, part.runs, part.why, options=part.options)
+        found = self.forecast if encoder else self.language_model
+        if found is None or part.name not in (VISION_ENCODER, LANGUAGE_MODEL_PART):
+            figures = wording.NO_FIGURE if encoder else NOT_MEASURED
+            return Line(part.name, part.runs, part.why, figures, figures, part.options)
+        return Line(part.name, part.runs, part.why, *_measured(found), part.options)
+
+
+def _measured(found: Forecast) -> tuple[str, str]:
+    """Return memory and ratio of a part."""
+    if not found.holds or found.ratios is None:
+        return NOT_MEASURED, NOT_MEASURED
+    memory = NOT_MEASURED if found.memory_gb is None else f"{found.memory_gb:.1f} GiB"
+    return wording.BY_SIZE if found.largest is None else memory, between(found.ratios)
+
+
+def as_json(answer: Answer) -> dict[str, Any]:
+    """Return an answer as plain values."""
+    return {
+        "encoder": answer.encoder,
+        **wording.as_json(answer.options),
+        "table": [asdict(line) for line in answer.lines],
+        "forecast": None if answer.forecast is None else answer.forecast.as_json(),
+        "language_model_forecast": None if answer.language_model is None else answer.language_model.as_json(),
+        "whole_step": None if answer.step is None else answer.step.as_json(),
+        "layout": answer.layout,
+        "notes": list(answer.notes),
+    }
+
+
+_HEAD, _COLUMNS = (*HEAD, "time/eager", "why"), (*WIDTHS, 10, 34)
+_FIGURES = ("case", "tokens", "eager ms", "graphs ms", "ratio", "GiB a slot")
+
+
+def render(answer: Answer) -> str:
+    """Return an answer as lines for a person."""
+    rows = [(line.part, line.runs, line.memory, line.ratio, line.why) for line in answer.lines]
+    options = [option for line in answer.lines for option in line.options]
+    lines = text_table([_HEAD, *rows], _COLUMNS)
+    lines += [f"options: {' '.join(options)}"] if options else []
+    lines += [f"vision encoder: {answer.encoder}"] if answer.encoder else []
+    for found in (answer.forecast, answer.language_model):
+        lines += [] if found is None else _forecast(found)
+    lines += [] if answer.step is None else ["", answer.step.said()]
+    lines += [*answer.notes, *(f"warning: {text}" for text in answer.options.warnings)]
+    return "\n".join(line for text in lines for line in wrapped(text))
+
+
+def _forecast(found: Forecast) -> list[str]:
+    if not found.measured:
+        return ["", *found.said()]
+    title = f"{found.of}, forward and backward of a microbatch"
+    if found.same is None:
+        models = " and ".join(dict.fromkeys(each.of for each in found.measured))
+        title = f"{found.of} was not measured. The nearest, forward and backward of a microbatch: {models}"
+    rows = [
+        (
+            *(row.case, str(row.tokens), f"{row.eager_ms:.1f}", f"{row.graphs_ms:.1f}", f"{row.ratio:.2f}"),
+            "-" if row.memory_gb is None else f"{row.memory_gb:.1f}",
+        )
+        for row in found.rows
+    ]
+    return ["", f"{title}:", *table([_FIGURES, *rows]), *found.said()]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -262,17 +398,6 @@ def _switch_on(options: GraphOptions) -> tuple[str, ...]:
     return () if options.enabled or options.chosen else (_NO_GRAPHS,)
 
 
-def require_bridge(recipe: str, otherwise: str = "") -> None:
-    """Refuse a recipe where Bridge is not installed.
-
-    Raises:
-        OptionError: Says what to install.
-    """
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
-        why = f"megatron-bridge is not installed. Install it: pip install 'bridge-cg-plugin[stack]'{otherwise}."
-        raise OptionError.because("recipe", f"Cannot build recipe {recipe}: {why}")
-
-
 def _asks_upstream(config: Any) -> bool:
     """Whether a recipe as Bridge has it switches vision graphs on."""
     return getattr(getattr(config, "model", None), PROVIDER_FIELDS["impl"], None) not in (None, "none")
@@ -303,55 +428,6 @@ def _is_too_large(options: VisionGraphOptions, max_seq_length: int) -> bool:
 def _of_the_model(word: str) -> str:
     """Return a word whose field of the layout is one of the model, however it was written."""
     return f"model.{word}" if word.partition("=")[0] in _LAYOUT else word
-
-
-def resolved(config: Any, flags: Mapping[str, Any], words: Sequence[str], stands_in: bool) -> GraphOptions:
-    """Return the graph options of a configuration, with flags and words applied to it.
-
-    Args:
-        config: A Bridge `ConfigContainer`.
-        flags: Fields of the model and what was written.
-        words: Hydra-style `section.name=value`.
-        stands_in: Whether it was built from stand-ins, which Hydra cannot hold.
-
-    Raises:
-        OptionError: Training would refuse the result.
-    """
-    with redirect_stdout(io.StringIO()):  # training would print there what the answer has
-        return resolve(config, flags, words, set_words if stands_in else None)
-
-
-def built(name: str, stands_in: bool) -> Any:
-    """Return a recipe's configuration.
-
-    Args:
-        name: Of the recipe.
-        stands_in: Whether Bridge's imports were replaced.
-
-    Raises:
-        OptionError: There is no such recipe, or it cannot be built.
-    """
-    try:
-        return build_recipe(name)
-    except OptionError as error:
-        if not stands_in or error.__cause__ is None:
-            raise
-        advice = "bridge-cg train --dry-run imports Bridge and builds it as training does."
-        raise OptionError.because("recipe", f"{error} It was read without Bridge's imports. {advice}") from error
-
-
-def without_imports() -> list[str] | None:
-    """Switch the plugin on, with stand-ins in the place of Bridge's imports.
-
-    Returns:
-        The models that recipes will take, by their names on the hub; None beside PyTorch, where all is as it is.
-    """
-    bridge_cg_plugin.activate()
-    if "torch" in sys.modules and not hasattr(sys.modules["torch"], "__stand_in__"):
-        return None
-    logging.disable(logging.ERROR)
-    standins.install()
-    return models.replace_auto_bridge()
 
 
 def _check_flag(name: str) -> None:

@@ -3,91 +3,53 @@
 import dataclasses
 import importlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
-from bridge_cg_plugin.upstream.seams.encoders import DECLARED, DECLARED_MODELS, MODELS, HubModels, Model
+from bridge_cg_plugin.upstream.seams.encoders import DECLARED, DECLARED_MODELS, MODELS
 
 
-class Sizes(NamedTuple):
-    """Sizes of a language model.
-
-    Attributes:
-        layers, hidden, heads: Its layers, their width, heads of queries.
-        groups: Heads of keys and values.
-        channels: Width of a head.
-        mlp: Width of the MLP; of experts' layers, of one that is dense.
-        vocabulary: Tokens.
-        top, expert, shared: Experts that a token goes through, the width of one, and of the shared one.
-        fused: Whether Bridge fuses activations and rotation.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    groups: int
-    channels: int
-    mlp: int
-    vocabulary: int = 151_936
-    top: int = 0
-    expert: int = 0
-    shared: int = 0
-    fused: bool = False
-
-    def fields(self) -> dict[str, int | bool]:
-        """Return them as fields of a Bridge provider."""
-        named = {
-            "num_layers": self.layers,
-            "hidden_size": self.hidden,
-            "num_attention_heads": self.heads,
-            "num_query_groups": self.groups,
-            "kv_channels": self.channels,
-            "ffn_hidden_size": self.mlp,
-            "vocab_size": self.vocabulary,
-            "moe_router_topk": self.top,
-            "moe_ffn_hidden_size": self.expert,
-            "moe_shared_expert_intermediate_size": self.shared,
-        }
-        fused = dict.fromkeys(("bias_activation_fusion", "apply_rope_fusion"), True) if self.fused else {}
-        return {name: size for name, size in named.items() if size} | fused
+def _first[Value](name: str, table: Mapping[str, Value]) -> Value | None:
+    """Return what a table has of the first regular expression that a model's name matches."""
+    return next((value for names, value in table.items() if re.match(names, name)), None)
 
 
-_LLAMA = 128_256
-# The first that matches counts. Qwen3-VL's language models are Qwen3's.
-SIZES: Mapping[str, Sizes] = {
-    r"Qwen/Qwen3(-VL)?-30B-A3B": Sizes(48, 2048, 32, 4, 128, 6144, top=8, expert=768),
-    r"Qwen/Qwen3(-VL)?-235B-A22B": Sizes(94, 4096, 64, 4, 128, 12288, top=8, expert=1536),
-    r"Qwen/Qwen3-0\.6B": Sizes(28, 1024, 16, 8, 128, 3072),
-    r"Qwen/Qwen3-1\.7B|Qwen/Qwen3-VL-2B": Sizes(28, 2048, 16, 8, 128, 6144),
-    r"Qwen/Qwen3(-VL)?-4B": Sizes(36, 2560, 32, 8, 128, 9728),
-    r"Qwen/Qwen3(-VL)?-8B": Sizes(36, 4096, 32, 8, 128, 12288),
-    r"Qwen/Qwen3-14B": Sizes(40, 5120, 40, 8, 128, 17408),
-    r"Qwen/Qwen3(-VL)?-32B": Sizes(64, 5120, 64, 8, 128, 25600),
-    r"meta-llama/(Meta-)?Llama-3(\.1)?-8B": Sizes(32, 4096, 32, 8, 128, 14336, _LLAMA, fused=True),
-    r"meta-llama/(Meta-)?Llama-3(\.1)?-70B": Sizes(80, 8192, 64, 8, 128, 28672, _LLAMA, fused=True),
-    r"meta-llama/Llama-3\.2-1B": Sizes(16, 2048, 32, 8, 64, 8192, _LLAMA, fused=True),
-    r"meta-llama/Llama-3\.2-3B": Sizes(28, 3072, 24, 8, 128, 8192, _LLAMA, fused=True),
+_FIELDS = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size"),
+    *("moe_router_topk", "moe_ffn_hidden_size"),
+)
+# Values of `_FIELDS`. Qwen3-VL's language models are Qwen3's.
+SIZES: Mapping[str, tuple[int, ...]] = {
+    r"Qwen/Qwen3(-VL)?-30B-A3B": (48, 2048, 32, 4, 128, 6144, 8, 768),
+    r"Qwen/Qwen3(-VL)?-235B-A22B": (94, 4096, 64, 4, 128, 12288, 8, 1536),
+    r"Qwen/Qwen3-0\.6B": (28, 1024, 16, 8, 128, 3072),
+    r"Qwen/Qwen3-1\.7B|Qwen/Qwen3-VL-2B": (28, 2048, 16, 8, 128, 6144),
+    r"Qwen/Qwen3(-VL)?-4B": (36, 2560, 32, 8, 128, 9728),
+    r"Qwen/Qwen3(-VL)?-8B": (36, 4096, 32, 8, 128, 12288),
+    r"Qwen/Qwen3-14B": (40, 5120, 40, 8, 128, 17408),
+    r"Qwen/Qwen3(-VL)?-32B": (64, 5120, 64, 8, 128, 25600),
+    r"meta-llama/(Meta-)?Llama-3(\.1)?-8B": (32, 4096, 32, 8, 128, 14336),
+    r"meta-llama/(Meta-)?Llama-3(\.1)?-70B": (80, 8192, 64, 8, 128, 28672),
+    r"meta-llama/Llama-3\.2-1B": (16, 2048, 32, 8, 64, 8192),
+    r"meta-llama/Llama-3\.2-3B": (28, 3072, 24, 8, 128, 8192),
 }
-
+# What else is known of models with sizes: Bridge fuses Llama's activations and rotation.
+_FURTHER: Mapping[str, dict[str, Any]] = {
+    r"meta-llama/": {"vocab_size": 128_256, "bias_activation_fusion": True, "apply_rope_fusion": True},
+    r"Qwen/": {"vocab_size": 151_936},
+}
 # Tokens of tokenizers, for models whose recipes name nothing else of the hub.
 VOCABULARIES = {r"nvidia/(NVIDIA-)?Nemotron-": 131_072, r"google/gemma-3-": 262_144}
 
 
-def tokens_of(name: str) -> int | None:
-    """Return the tokens of a tokenizer on the hub; None where they are not known here."""
-    return next((count for names, count in VOCABULARIES.items() if re.match(names, name)), None)
-
-
-def sizes_of(name: str) -> dict[str, int | bool]:
+def sizes_of(name: str) -> dict[str, Any]:
     """Return the sizes of a model on the hub as fields of a Bridge provider; none where they are not known here."""
-    return next((sizes.fields() for sizes in _matching(name)), {})
-
-
-def _matching(name: str) -> Iterator[Sizes]:
-    return (sizes for names, sizes in SIZES.items() if re.match(names, name))
+    found = _first(name, SIZES)
+    return {} if found is None else {**dict(zip(_FIELDS, found, strict=False)), **(_first(name, _FURTHER) or {})}
 
 
 QWEN3_VL, QWEN35_VL, QWEN25_VL = "Qwen3-VL", "Qwen3.5-VL", "Qwen2.5-VL"
@@ -98,7 +60,6 @@ _OF_PROVIDERS = {
     "Qwen35VLMoEModelProvider": QWEN35_VL,
     **{encoder.model.provider: encoder.name for encoder in DECLARED if encoder.encodes == "vision"},
 }
-_DEPTHS = ("depth", "num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,92 +86,55 @@ def encoder_of(model: Any) -> Encoder | None:
         return None
     names = (base.__name__ for base in type(model).__mro__)
     family = next((_OF_PROVIDERS[name] for name in names if name in _OF_PROVIDERS), "")
-    config = getattr(model, "vision_config", None)
-    depth = next((value for name in _DEPTHS if (value := _whole(config, name)) is not None), None)
-    return Encoder(family, depth, _whole(config, "hidden_size"))
+    sizes = [getattr(getattr(model, "vision_config", None), name, None) for name in (*_DEPTHS, "hidden_size")]
+    *depths, width = [size if isinstance(size, int) else None for size in sizes]
+    return Encoder(family, next((depth for depth in depths if depth is not None), None), width)
 
 
-def _whole(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) else None
-
-
+_DEPTHS = ("depth", "num_hidden_layers")
 GPT = "gpt_provider.GPTModelProvider"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class Family(NamedTuple):
     """Models whose names begin alike.
 
     Attributes:
         names: Regular expression of their names on the hub.
         provider: Module and class of Bridge's provider, below its models.
-        sizes: Fields that follow from the model's configuration and decide whether graph options can work.
+        experts: Of a layer of the language model; None for a dense one.
+        encoder: Layers and width of the vision encoder; empty where models differ.
+        further: What else the model's configuration, or Bridge's conversion of it, decides of the provider.
         deepstack: Layers of the vision encoder whose features the language model takes.
-        encoder: Layers and width of the vision encoder, as its configuration names them; empty where models differ.
     """
 
     names: str
     provider: str
-    sizes: Mapping[str, Any] = field(default_factory=dict)
+    experts: int | None = None
+    encoder: tuple[int, int] | tuple[()] = ()
+    further: Mapping[str, Any] = {}
     deepstack: tuple[int, ...] = ()
-    encoder: Mapping[str, int] = field(default_factory=dict)
 
 
 _QWEN3_VL, _QWEN35_VL = "qwen_vl.qwen3_vl_provider.Qwen3VL", "qwen_vl.qwen35_vl_provider.Qwen35VL"
+_LARGE, _DEEP = (27, 1152), (8, 16, 24)
+_LOSS = {"moe_aux_loss_coeff": 1e-3}  # of the router; set by Bridge's conversion, not by the provider's class
 _COMMON = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "add_bias_linear": False, "vocab_size": 151936}
-_DENSE = {**_COMMON, "num_moe_experts": None}
-_LARGE = {"depth": 27, "hidden_size": 1152}
-_ROUTERS_LOSS = {"moe_aux_loss_coeff": 1e-3}  # set by Bridge's conversion, not by the provider's class
-
-
-def _experts(count: int) -> dict[str, Any]:
-    return {**_COMMON, "num_moe_experts": count}
-
-
-def _family_of(model: Model, on_hub: HubModels) -> Family:
-    return Family(
-        names=on_hub.names,
-        provider=f"{model.module.removeprefix(f'{MODELS}.')}.{model.provider}",
-        sizes=_DENSE if on_hub.experts is None else _experts(on_hub.experts),
-        encoder=dict(zip(("depth", "hidden_size"), on_hub.encoder or (), strict=False)),
-    )
-
-
 # The first that matches counts.
 FAMILIES = (
-    Family(
-        names=r"Qwen/Qwen3-VL-\d+B-A\d+B",
-        provider=f"{_QWEN3_VL}MoEModelProvider",
-        sizes=_experts(128) | _ROUTERS_LOSS,
-        deepstack=(8, 16, 24),
-        encoder=_LARGE,
+    Family(r"Qwen/Qwen3-VL-\d+B-A\d+B", f"{_QWEN3_VL}MoEModelProvider", 128, _LARGE, _LOSS, _DEEP),
+    Family(r"Qwen/Qwen3-VL-8B", f"{_QWEN3_VL}ModelProvider", encoder=_LARGE, deepstack=_DEEP),
+    Family(r"Qwen/Qwen3-VL-\d+B", f"{_QWEN3_VL}ModelProvider", deepstack=_DEEP),
+    Family(r"Qwen/Qwen3\.[56]-397B", f"{_QWEN35_VL}MoEModelProvider", 512, _LARGE),
+    Family(r"Qwen/Qwen3\.[56]-\d+B-A\d+B", f"{_QWEN35_VL}MoEModelProvider", 256, _LARGE),
+    Family(r"Qwen/Qwen3\.[56]-9B", f"{_QWEN35_VL}ModelProvider", encoder=_LARGE),
+    Family(r"Qwen/Qwen3\.[56]-[\d.]+B", f"{_QWEN35_VL}ModelProvider"),
+    *(
+        Family(hub.names, f"{one.module.removeprefix(f'{MODELS}.')}.{one.provider}", hub.experts, hub.encoder or ())
+        for one in DECLARED_MODELS
+        for hub in one.hub
     ),
-    Family(
-        names=r"Qwen/Qwen3-VL-8B",
-        provider=f"{_QWEN3_VL}ModelProvider",
-        sizes=_DENSE,
-        deepstack=(8, 16, 24),
-        encoder=_LARGE,
-    ),
-    Family(names=r"Qwen/Qwen3-VL-\d+B", provider=f"{_QWEN3_VL}ModelProvider", sizes=_DENSE, deepstack=(8, 16, 24)),
-    Family(
-        names=r"Qwen/Qwen3\.[56]-397B",
-        provider=f"{_QWEN35_VL}MoEModelProvider",
-        sizes=_experts(512),
-        encoder=_LARGE,
-    ),
-    Family(
-        names=r"Qwen/Qwen3\.[56]-\d+B-A\d+B",
-        provider=f"{_QWEN35_VL}MoEModelProvider",
-        sizes=_experts(256),
-        encoder=_LARGE,
-    ),
-    Family(names=r"Qwen/Qwen3\.[56]-9B", provider=f"{_QWEN35_VL}ModelProvider", sizes=_DENSE, encoder=_LARGE),
-    Family(names=r"Qwen/Qwen3\.[56]-[\d.]+B", provider=f"{_QWEN35_VL}ModelProvider", sizes=_DENSE),
-    *(_family_of(model, on_hub) for model in DECLARED_MODELS for on_hub in model.hub),
-    Family(names=r"Qwen/Qwen3-\d+B-A\d+B", provider=GPT, sizes=_experts(128) | _ROUTERS_LOSS),
-    Family(names=r"(Qwen/Qwen(2|2\.5|3)-[\d.]+B|meta-llama/(Meta-)?Llama-[23])", provider=GPT, sizes=_DENSE),
+    Family(r"Qwen/Qwen3-\d+B-A\d+B", GPT, 128, further=_LOSS),
+    Family(r"(Qwen/Qwen(2|2\.5|3)-[\d.]+B|meta-llama/(Meta-)?Llama-[23])", GPT),
 )
 # Models with images whose encoders this package has no adapter for; another package may. Nothing else is known of them.
 WITHOUT_ADAPTER = {
@@ -222,41 +146,10 @@ WITHOUT_ADAPTER = {
 }
 # What a configuration on the hub decides. Nothing is known of it for a model of no family.
 _FROM_THE_HUB = (
-    "attention_dropout",
-    "hidden_dropout",
-    "num_moe_experts",
-    "moe_input_jitter_eps",
-    "add_bias_linear",
-    "moe_latent_size",
-    "is_hybrid_model",
-    "hybrid_layer_pattern",
-    "hybrid_override_pattern",
-    "multi_latent_attention",
-    "mtp_num_layers",
-    "spatial_merge_size",
+    *("attention_dropout", "hidden_dropout", "num_moe_experts", "moe_input_jitter_eps", "add_bias_linear"),
+    *("moe_latent_size", "is_hybrid_model", "hybrid_layer_pattern", "hybrid_override_pattern"),
+    *("multi_latent_attention", "mtp_num_layers", "spatial_merge_size"),
 )
-
-
-@dataclass(slots=True)
-class StandInBridge:
-    """Stands in for Bridge's `AutoBridge`, which asks the hub for a model's configuration.
-
-    Attributes:
-        name: The model's name on the hub.
-    """
-
-    name: str
-
-    def to_megatron_provider(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a provider with the sizes that are known."""
-        _asked.append(self.name)
-        family = _family(self.name)
-        if family is None:
-            kinds = (kind for names, kind in WITHOUT_ADAPTER.items() if re.match(names, self.name))
-            made = unknown_model(next(kinds, GPT))
-            made.vocab_size = tokens_of(self.name)
-            return made
-        return _provider(_kind(family.provider), replace(family, sizes={**family.sizes, **sizes_of(self.name)}))
 
 
 # Sizes that a provider's class has only until a configuration on the hub gives others: no check may go by them.
@@ -264,8 +157,16 @@ _PLACEHOLDERS: Mapping[str, Any] = dict.fromkeys(("num_attention_heads", "num_la
 _asked: list[str] = []
 
 
-def _family(name: str) -> Family | None:
-    return next((family for family in FAMILIES if re.match(family.names, name)), None)
+def replace_auto_bridge() -> list[str]:
+    """Have recipes take providers from here; returns the list to which the names of their models are added."""
+
+    def bridge(name: Any, *args: Any, **kwargs: Any) -> SimpleNamespace:
+        return SimpleNamespace(to_megatron_provider=partial(_provider_of, str(name)))
+
+    _asked.clear()
+    stand_in = SimpleNamespace(from_hf_pretrained=bridge, from_hf_config=bridge)
+    vars(importlib.import_module("megatron.bridge"))["AutoBridge"] = stand_in
+    return _asked
 
 
 def unknown(names: Iterable[str]) -> list[str]:
@@ -273,19 +174,26 @@ def unknown(names: Iterable[str]) -> list[str]:
     return [name for name in dict.fromkeys(names) if _family(name) is None]
 
 
-def _bridge(name: Any, *args: Any, **kwargs: Any) -> StandInBridge:
-    return StandInBridge(str(name))
+def _family(name: str) -> Family | None:
+    return next((family for family in FAMILIES if re.match(family.names, name)), None)
 
 
-def replace_auto_bridge() -> list[str]:
-    """Have recipes take providers from here; returns the list to which the names of their models are added."""
-    _asked.clear()
-    stand_in = SimpleNamespace(from_hf_pretrained=_bridge, from_hf_config=_bridge)
-    vars(importlib.import_module("megatron.bridge"))["AutoBridge"] = stand_in
-    return _asked
+def _provider_of(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Return a provider with the sizes that are known of a model."""
+    _asked.append(name)
+    family = _family(name)
+    if family is None:
+        return _unknown_model(_first(name, WITHOUT_ADAPTER) or GPT, _first(name, VOCABULARIES))
+    sizes = {**_COMMON, "num_moe_experts": family.experts, **family.further, **sizes_of(name)}
+    made = _provider(_kind(family.provider), sizes)
+    if hasattr(made, "vision_config"):
+        known = {"deepstack_visual_indexes": list(family.deepstack)} if family.deepstack else {}
+        known |= dict(zip(("depth", "hidden_size"), family.encoder, strict=False))
+        made.vision_config = SimpleNamespace(**known)
+    return made
 
 
-def _provider(kind: type, family: Family) -> Any:
+def _provider(kind: type, sizes: Mapping[str, Any]) -> Any:
     """Return a provider without running its constructor, which looks at sizes that nobody knows here."""
     made: Any = object.__new__(kind)
     for one in dataclasses.fields(kind):
@@ -293,11 +201,8 @@ def _provider(kind: type, family: Family) -> Any:
             setattr(made, one.name, one.default_factory())
         elif one.default is not dataclasses.MISSING:
             setattr(made, one.name, one.default)
-    for name, value in {**_PLACEHOLDERS, **family.sizes}.items():
+    for name, value in {**_PLACEHOLDERS, **sizes}.items():
         setattr(made, name, value)
-    if hasattr(made, "vision_config"):
-        known = {"deepstack_visual_indexes": list(family.deepstack)} if family.deepstack else {}
-        made.vision_config = SimpleNamespace(**known, **family.encoder)
     return made
 
 
@@ -309,19 +214,22 @@ class UnknownModel(SimpleNamespace):
         return self
 
 
-def unknown_model(provider: str = GPT) -> Any:
+def _unknown_model(provider: str, tokens: int | None) -> UnknownModel:
     """Return a model's configuration of which only what every model has is known.
 
     Args:
         provider: Module and class of its provider, whose name the configuration's class has.
+        tokens: Of its vocabulary.
     """
-    kind = _kind(provider) or _kind(GPT)
-    known = vars(_provider(kind, Family(names="", provider=provider)))
-    found = {name: value for name, value in known.items() if name not in _FROM_THE_HUB}
+    made = _provider(_kind(provider) or _kind(GPT), {"vocab_size": tokens})
+    if hasattr(made, "vision_config"):
+        made.vision_config = SimpleNamespace()
+    found = {name: value for name, value in vars(made).items() if name not in _FROM_THE_HUB}
     if provider == GPT:
         return UnknownModel(**found)
     module, _, name = provider.rpartition(".")
-    return type(name, (UnknownModel,), {"__module__": f"{MODELS}.{module}"})(**found)
+    kind: type[UnknownModel] = type(name, (UnknownModel,), {"__module__": f"{MODELS}.{module}"})
+    return kind(**found)
 
 
 def _kind(provider: str) -> Any:

@@ -17,28 +17,15 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, OTHER_FIELDS, SETTINGS
 
 MEGATRON = "megatron"
 # Packages besides Python's that are imported as they are.
-LIGHT = frozenset(
-    {
-        "bridge_cg_plugin",
-        "omegaconf",
-        "hydra",
-        "antlr4",
-        "yaml",
-        "wrapt",
-        "packaging",
-        "typing_extensions",
-        "attr",
-        "attrs",
-        "rich",
-        "pygments",
-        "markdown_it",
-        "mdurl",
-    }
-) | frozenset(sys.stdlib_module_names)
+LIGHT = sys.stdlib_module_names | {
+    *("bridge_cg_plugin", "omegaconf", "hydra", "antlr4", "yaml", "wrapt", "packaging", "typing_extensions"),
+    *("attr", "attrs", "rich", "pygments", "markdown_it", "mdurl"),
+}
 RECIPES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes")
 # Modules of Megatron that hold what recipes are made of, by the last part of their names.
 _PARTS = frozenset(
@@ -91,19 +78,14 @@ class _AnyClass(abc.ABCMeta):
         return False
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
 def stand_in(name: str, attributes: Mapping[str, Any] | None = None) -> Any:
     """Return a stand-in for a class, function or value, with what is known of its attributes."""
-    body = {
-        **(attributes or {}),
-        "_stands_in": True,
-        "__init__": _ignore,
-        "__init_subclass__": classmethod(_ignore),
-    }
-    return _AnyClass(name, (), body)
+
+    def ignore(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    own = {"_stands_in": True, "__init__": ignore, "__init_subclass__": classmethod(ignore)}
+    return _AnyClass(name, (), {**(attributes or {}), **own})
 
 
 class StandIn(ModuleType):
@@ -114,7 +96,10 @@ class StandIn(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "__version__":
-            return _version(self.__name__.partition(".")[0])
+            try:
+                return importlib.metadata.version(self.__name__.partition(".")[0])
+            except importlib.metadata.PackageNotFoundError:
+                return "0"
         if name.startswith("__"):
             raise AttributeError(name)
         if self._origins is None:
@@ -126,13 +111,6 @@ class StandIn(ModuleType):
             found = getattr(importlib.import_module(module), attribute) if module else stand_in(name)
         setattr(self, name, found)
         return found
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "0"
 
 
 def _origins(package: ModuleType) -> dict[str, tuple[str, str]]:
@@ -148,22 +126,13 @@ def _origins(package: ModuleType) -> dict[str, tuple[str, str]]:
     return found
 
 
-class _Empty(importlib.abc.Loader):
-    """Loads a module that is complete as it is."""
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return StandIn(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds stand-ins for all modules but light ones."""
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds stand-ins for all modules but light ones; each is complete as it is created."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return the specification of a stand-in; None for a module that is imported as it is."""
         top = name.partition(".")[0]
         if top in LIGHT or name == MEGATRON:
             return None
@@ -173,10 +142,17 @@ class _Finder(importlib.abc.MetaPathFinder):
             if found is None or found.loader is None or _as_it_is(name):
                 return None
             folders = found.submodule_search_locations
-        spec = importlib.machinery.ModuleSpec(name, _Empty(), is_package=folders is not None or top != MEGATRON)
+        spec = importlib.machinery.ModuleSpec(name, self, is_package=folders is not None or top != MEGATRON)
         if folders is not None:
             spec.submodule_search_locations = list(folders)
         return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Return the stand-in."""
+        return StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute nothing."""
 
 
 def _as_it_is(name: str) -> bool:
@@ -188,3 +164,37 @@ def install() -> None:
     """Put stand-ins in the place of what this process has not imported yet. There is no way back."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+def set_words(config: Any, words: Sequence[str]) -> None:
+    """Set fields of a Bridge `ConfigContainer` that Hydra cannot hold, since some of its values are stand-ins.
+
+    Args:
+        config: The configuration.
+        words: `section.name=value`, whose names exist as far as classes say; `~section.name` removes a value. Values
+            with interpolations are left out.
+
+    Raises:
+        OptionError: A value does not parse, or a section has no fields.
+    """
+    import yaml
+
+    for word in words:
+        name, _, value = word.lstrip("+~").partition("=")
+        *path, field = name.split(".")
+        owner = config
+        for part in path:
+            owner = owner.get(part) if isinstance(owner, dict) else getattr(owner, part, None)
+        if owner is None:
+            empty = f"left out while {'.'.join(path)} is empty"
+            raise OptionError(name, value, empty, "The recipe has no such section.")
+        if "${" in value:
+            continue
+        try:
+            parsed = None if word.startswith("~") else yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise OptionError.because(name, f"Cannot use {name}={value}: it does not parse. {error}.") from None
+        if isinstance(owner, dict):
+            owner[field] = parsed
+        else:
+            setattr(owner, field, parsed)

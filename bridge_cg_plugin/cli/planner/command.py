@@ -1,30 +1,35 @@
-"""`bridge-cg plan`: its arguments and what it runs."""
+"""The command `bridge-cg plan`."""
 
 import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
 from bridge_cg_plugin.options.layout import RankLayout, parse_layout
+from bridge_cg_plugin.recipes import GPUS
 
-from ..answers import Tell
-from ..gpus import add_gpu
-from .errors import PlanError
-from .images import QWEN3_VL, VisionPlan, plan_images, read_images
-from .lengths import Documents, read_documents
-from .output import as_json, print_plan
-from .packing import ALGORITHMS, Pack, in_batch, padded_documents, padded_packs
-from .plan import PackedPlan, plan_packs
+from ..answers import Tell, between, table
+from ..checks import add_gpu, other_gpu
+from .documents import (
+    ALGORITHMS,
+    QWEN3_VL,
+    Documents,
+    Pack,
+    PlanError,
+    in_batch,
+    padded_documents,
+    padded_packs,
+    read_documents,
+    read_images,
+)
+from .plan import PackedPlan, VisionPlan, plan_images, plan_packs
 from .records import DENSE, TOWER, Costs, Ranks, of_encoder, of_language_model
-
-if TYPE_CHECKING:
-    from ..explain.recipes import PackedRecipe, VisionRecipe
 
 IN_BATCH, MICRO_BATCH = "in_batch", 4
 PACKING = "first_fit_shuffle"
@@ -71,13 +76,10 @@ def run(arguments: argparse.Namespace, tell: Tell) -> int:
         if arguments.max_memory_gb is not None and math.isnan(arguments.max_memory_gb):
             raise PlanError("Cannot use --max-memory-gb nan: it must be a number of GiB.")
         plan = plan_of_documents(arguments) if arguments.kind == "packed" else plan_of_images(arguments)
-        if arguments.json:
-            tell(json.dumps(as_json(plan)))
-        else:
-            print_plan(plan, tell)
     except (OptionError, PlanError) as error:
         print(error, file=sys.stderr)
         return 2
+    tell(json.dumps({**asdict(plan), "set": settings(plan)}) if arguments.json else render(plan))
     return 0
 
 
@@ -90,18 +92,15 @@ def plan_of_documents(arguments: argparse.Namespace) -> PackedPlan:
     """
     found = read_documents(arguments.data, arguments.field)
     _refuse_unused(arguments, found)
-    recipe = _recipe(arguments)
-    layout, size = _shared(arguments, recipe)
+    layout, size, costs = _shared(arguments)
     multiple = math.lcm(_at_least_one("--pad-to-multiple", arguments.pad_to_multiple), layout.unit)
-    for pack in found.packs:
-        for length in pack:
-            if length % layout.document_unit:
-                raise PlanError(
-                    f"Cannot plan from {arguments.data}: a document has {length} tokens, and {layout} shares multiples "
-                    f"of {layout.document_unit}. Pack again with pad_seq_to_mult={layout.document_unit}."
-                )
+    for length in (length for pack in found.packs for length in pack):
+        if length % layout.document_unit:
+            raise PlanError(
+                f"Cannot plan from {arguments.data}: a document has {length} tokens, and {layout} shares multiples "
+                f"of {layout.document_unit}. Pack again with pad_seq_to_mult={layout.document_unit}."
+            )
     packs = padded_packs(list(found.packs) or _packed(found.lengths, arguments, layout, size), multiple)
-    costs = costs_of_packs(layout) if recipe is None else recipe.costs
     return plan_packs(packs, costs, arguments.max_memory_gb, layout)
 
 
@@ -109,63 +108,43 @@ def plan_of_images(arguments: argparse.Namespace) -> VisionPlan:
     """Return the plan for a dataset's images.
 
     Raises:
-        OptionError: The recipe cannot be planned for.
+        OptionError: The recipe does not exist, cannot be built, or has another encoder.
         PlanError: The input cannot be planned from.
     """
-    images, recipe = read_images(arguments.data), _vision_recipe(arguments)
-    processor = QWEN3_VL if recipe is None else recipe.processor
+    images = read_images(arguments.data)
+    processor, costs = QWEN3_VL, Costs(of_encoder(TOWER, "auto"), TOWER)
+    if arguments.recipe is not None:
+        from ..explain.recipes import vision_recipe
+
+        processor, costs = vision_recipe(arguments.recipe)
     if arguments.max_pixels is not None:
         processor = replace(processor, max_pixels=_at_least_one("--max-pixels", arguments.max_pixels))
-    costs = Costs(of_encoder(TOWER, "auto"), TOWER) if recipe is None else recipe.costs
     limits = {"max_memory_gb": arguments.max_memory_gb, "gpu": arguments.gpu}
     return plan_images(images, costs, arguments.images_per_microbatch, processor, **limits)
 
 
-def _vision_recipe(arguments: argparse.Namespace) -> "VisionRecipe | None":
-    """Return the recipe whose images are planned for; None without one.
+def _shared(arguments: argparse.Namespace) -> tuple[RankLayout, int | None, Costs]:
+    """Return how ranks share packs, a pack's tokens where they are known, and what packs cost.
 
     Raises:
-        OptionError: It does not exist, cannot be built, or has another encoder.
-    """
-    if arguments.recipe is None:
-        return None
-    from ..explain.recipes import vision_recipe
-
-    return vision_recipe(arguments.recipe)
-
-
-def _recipe(arguments: argparse.Namespace) -> "PackedRecipe | None":
-    """Return the recipe that is planned for; None without one.
-
-    Raises:
-        OptionError: It does not exist or cannot be built.
-    """
-    if arguments.recipe is None:
-        return None
-    from ..explain.recipes import packed_recipe
-
-    return packed_recipe(arguments.recipe)
-
-
-def _shared(arguments: argparse.Namespace, recipe: "PackedRecipe | None") -> tuple[RankLayout, int | None]:
-    """Return how ranks share packs, and a pack's tokens where they are known.
-
-    Raises:
+        OptionError: The recipe does not exist or cannot be built.
         PlanError: There is no such layout, or it is not the recipe's.
     """
-    layout, size = None, arguments.pack_size
     try:
-        if arguments.layout is not None:
-            layout = parse_layout("layout", arguments.layout)
+        given = None if arguments.layout is None else parse_layout("layout", arguments.layout)
     except OptionError as error:
         raise PlanError(as_typed(error, ["--layout"])) from None
-    if recipe is None:
-        return layout or RankLayout(), size
-    if layout not in (None, recipe.layout):
-        allowed = f"{recipe.layout}, which --recipe {arguments.recipe} has"
-        raise PlanError(f"Cannot use --layout {layout}: it must be {allowed}. Keep one.")
-    in_batch_packing = arguments.packing == IN_BATCH
-    return recipe.layout, recipe.tokens if size is None and not in_batch_packing else size
+    if arguments.recipe is None:
+        layout = given or RankLayout()
+        return layout, arguments.pack_size, costs_of_packs(layout)
+    from ..explain.recipes import packed_recipe
+
+    layout, tokens, costs = packed_recipe(arguments.recipe)
+    if given not in (None, layout):
+        allowed = f"{layout}, which --recipe {arguments.recipe} has"
+        raise PlanError(f"Cannot use --layout {given}: it must be {allowed}. Keep one.")
+    size = arguments.pack_size
+    return layout, tokens if size is None and arguments.packing != IN_BATCH else size, costs
 
 
 def costs_of_packs(layout: RankLayout) -> Costs:
@@ -228,3 +207,67 @@ def _at_least_one(name: str, value: int) -> int:
     if value < 1:
         raise PlanError(f"Cannot use {name} {value}: it must be a whole number of at least 1.")
     return value
+
+
+def settings(plan: PackedPlan | VisionPlan) -> dict[str, Any]:
+    """Return the provider fields that a plan recommends."""
+    if isinstance(plan, VisionPlan):
+        return {
+            "vision_cuda_graph_buckets": list(plan.buckets),
+            "vision_cuda_graph_tuning.max_frames": plan.max_frames,
+        }
+    return {
+        "cuda_graph_max_packed_seqs": plan.best.max_packed_seqs,
+        "cuda_graph_packed_buckets": list(plan.best.buckets),
+    }
+
+
+def render(plan: PackedPlan | VisionPlan) -> str:
+    """Return a plan as lines for a person."""
+    if isinstance(plan, PackedPlan):
+        title, found = f"{plan.packs} packs", plan.best.expected
+        sizes = {"documents": plan.documents, "tokens": plan.tokens, "longest document": plan.longest}
+        shown = ["", *table([_HEADER, *_choices(plan)]), ""]
+    else:
+        title, found = f"{plan.microbatches} microbatches", plan.expected
+        sizes = {"patches": plan.tokens, "frames": plan.frames, "largest frame": plan.largest}
+        memory = "" if plan.memory_gb is None else f", {plan.memory_gb:.1f} GiB a slot"
+        on_graphs = f"{found.on_graphs:.1%} on graphs, {found.padding:.1%} padding{memory}"
+        shown = [f"buckets {_listed(plan.buckets)}: {on_graphs}"]
+    rows = [(name, *map(str, (s.p50, s.p90, s.p99, s.max))) for name, s in sizes.items()]
+    lines = [
+        *table([(title, "P50", "P90", "P99", "max"), *rows]),
+        *shown,
+        f"expected time over eager, by measured ratios: {between(found.ratios)}",
+        f"measured: {plan.origin}",
+    ]
+    if isinstance(plan, VisionPlan) and plan.gpu is not None:
+        lines.append(_of_gpu(plan.gpu, plan.origin))
+    return "\n".join([*lines, *(f"model.{name}={value}".replace(" ", "") for name, value in settings(plan).items())])
+
+
+_HEADER = ("documents", "buckets", "time/eager", "on graphs", "padding", "GiB a slot", "eager because")
+
+
+def _choices(plan: PackedPlan) -> list[tuple[str, ...]]:
+    return [
+        (
+            f"{choice.max_packed_seqs}{' <' if choice is plan.best else ''}",
+            _listed(choice.buckets),
+            between(choice.expected.ratios),
+            f"{choice.expected.on_graphs:.1%}",
+            f"{choice.expected.padding:.1%}",
+            "-" if choice.memory_gb is None else f"{choice.memory_gb:.1f}",
+            ", ".join(f"{reason} {count}" for reason, count in choice.expected.fallbacks) or "none",
+        )
+        for choice in plan.choices
+    ]
+
+
+def _of_gpu(gpu: str, origin: str) -> str:
+    limit = f"--gpu {gpu}: buckets of up to {GPUS[gpu]} patches, as with --graphs {gpu}; larger microbatches run eager"
+    return limit + (f". The records are not of {gpu}: its ratios may differ" if other_gpu(origin, gpu) else "")
+
+
+def _listed(buckets: Sequence[int]) -> str:
+    return ", ".join(map(str, buckets))

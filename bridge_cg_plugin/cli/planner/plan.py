@@ -1,18 +1,21 @@
 """Choosing bounds and buckets for packs by padding, and by what packs cost that run eager."""
 
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from bridge_cg_plugin.attention_bounds import frame_limits
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, GRANULARITY, Bucket, choose, round_up
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
 from bridge_cg_plugin.options.layout import RankLayout
+from bridge_cg_plugin.recipes import GPUS
+from bridge_cg_plugin.vision.fit import Shape, refuse_images
 
-from .errors import PlanError
-from .packing import Pack
+from .documents import QWEN3_VL, Image, Pack, PlanError, Processor
 from .records import Costs
 
 # Neighbors differ by at most this factor, which bounds the padding of sizes that were not shown.
@@ -305,3 +308,116 @@ def _cheapest(choices: Sequence[Choice]) -> Choice:
     """Return the cheapest; of those that cost all but as little, the first."""
     least = min(choice.expected.cost for choice in choices)
     return next(choice for choice in choices if choice.expected.cost <= least * (1 + WORTH))
+
+
+@dataclass(frozen=True, slots=True)
+class VisionPlan:
+    """What microbatches of a dataset's images look like, and what to set.
+
+    Attributes:
+        microbatches: How many it rests on.
+        tokens: Patches of a microbatch.
+        frames: Attention segments of a microbatch.
+        largest: Patches of its largest frame.
+        buckets: The recommended capacities.
+        max_frames: The recommended bound.
+        expected: Of the microbatches.
+        memory_gb: GiB of one slot; None where no record has it.
+        origin: Which records the ratios are of.
+        gpu: Whose limit of a bucket holds; None is no limit.
+    """
+
+    microbatches: int
+    tokens: Percentiles
+    frames: Percentiles
+    largest: Percentiles
+    buckets: tuple[int, ...]
+    max_frames: int
+    expected: Expected
+    memory_gb: float | None
+    origin: str
+    gpu: str | None = None
+
+
+def plan_images(
+    images: Sequence[Image],
+    costs: Costs,
+    per_microbatch: int = 1,
+    processor: Processor = QWEN3_VL,
+    max_memory_gb: float | None = None,
+    seed: int = 0,
+    gpu: str | None = None,
+) -> VisionPlan:
+    """Find the buckets with the least expected cost.
+
+    Args:
+        images: The dataset's.
+        costs: What microbatches cost.
+        per_microbatch: Images of a microbatch, drawn in random order.
+        processor: Of the model.
+        max_memory_gb: Limit of one slot's memory; None is no limit.
+        seed: Of the order.
+        gpu: A key of `recipes.GPUS`, whose limit of a bucket holds; None is no limit.
+
+    Raises:
+        PlanError: There are fewer images than a microbatch takes, or no buckets fit the memory or the GPU.
+    """
+    if not 1 <= per_microbatch <= len(images):
+        raise PlanError(
+            f"Cannot use --images-per-microbatch {per_microbatch}: it must be 1 to the dataset's {len(images)}."
+        )
+    order = random.Random(seed).sample(images, len(images))
+    batches = [
+        tuple(n for image in order[i : i + per_microbatch] for n in image.segments(processor))
+        for i in range(0, len(order) - per_microbatch + 1, per_microbatch)
+    ]
+    frames = percentiles(len(batch) for batch in batches)
+    sizes = [sum(batch) for batch in batches]
+    bound = max(64, -(-frames.max // 16) * 16)
+    taken = _within(sizes, gpu)
+    plans = [plan_buckets(taken, max_buckets=count, exact_below=EXACT_BELOW) for count in BUCKET_COUNTS]
+    if len(set(taken)) <= max(BUCKET_COUNTS):
+        plans.append(tuple(sorted(set(taken))))
+    fitting = [buckets for buckets in plans if fits(costs.memory_gb(buckets[-1]), max_memory_gb)]
+    if not fitting:
+        raise too_little(costs, max_memory_gb, min(buckets[-1] for buckets in plans), "microbatch")
+    alike = Counter(batches)
+    choices = [(_expect(alike, costs, bound, buckets), buckets) for buckets in fitting]
+    best, buckets = min(choices, key=lambda choice: (choice[0].cost, len(choice[1])))
+    return VisionPlan(
+        microbatches=len(batches),
+        tokens=percentiles(sizes),
+        frames=frames,
+        largest=percentiles(max(batch) for batch in batches),
+        buckets=buckets,
+        max_frames=bound,
+        expected=best,
+        memory_gb=costs.memory_gb(buckets[-1]),
+        origin=costs.origin,
+        gpu=gpu,
+    )
+
+
+def _within(sizes: Sequence[int], gpu: str | None) -> list[int]:
+    """Return the sizes for which a GPU has room.
+
+    Raises:
+        PlanError: It has room for none.
+    """
+    found = [size for size in sizes if gpu is None or size <= GPUS[gpu]]
+    if not found and gpu is not None:
+        raise PlanError(
+            f"Cannot use --gpu {gpu}: its largest bucket has {GPUS[gpu]} patches, and a microbatch has at least "
+            f"{min(sizes)}. Lower --images-per-microbatch or --max-pixels."
+        )
+    return found
+
+
+def _expect(batches: Counter[tuple[int, ...]], costs: Costs, bound: int, buckets: tuple[int, ...]) -> Expected:
+    recorded = [Bucket(capacity, limits) for capacity in buckets for limits in frame_limits(capacity, bound)]
+
+    def placed(batch: tuple[int, ...]) -> Bucket | Fallback:
+        shape = Shape(sum(batch), len(batch), max(batch))
+        return choose(shape.tokens, recorded, partial(refuse_images, shape, EXACT_BELOW))
+
+    return expected(batches, costs, placed)

@@ -5,22 +5,11 @@
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
-
-Kind = Literal["dense", "experts", "hybrid"]
-MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
-
-
-# What no record has, by the fields that ask for it.
-_OTHERS = {
-    "multi-latent attention": ("multi_latent_attention",),
-    "linear attention": ("experimental_attention_variant", "linear_attention_freq"),
-    "multi-token prediction": ("mtp_num_layers",),
-}
+from typing import Any
 
 
 class NotMeasured(ValueError):
@@ -37,10 +26,7 @@ class LanguageModel:
         queries, keys: Width of all queries; of all keys, which is that of the values.
         mlp: Width of a dense MLP.
         experts, top: Experts of a layer; how many a token goes through.
-        expert: Width of an expert.
-        shared: Width of the shared expert.
-        fused_activation, fused_loss: Whether each is one kernel.
-        rotary_by_document: Whether eager rotates each document in launches of its own.
+        expert, shared: Width of an expert and of the shared one.
     """
 
     attention: int
@@ -55,30 +41,18 @@ class LanguageModel:
     expert: int = 0
     shared: int = 0
     mamba: int = 0
-    fused_activation: bool = False
-    fused_loss: bool = False
-    rotary_by_document: bool = True
 
     @property
-    def kind(self) -> Kind:
-        """Which of the measured kinds it is."""
+    def kind(self) -> str:
+        """Which of the measured kinds it is: "dense", "experts" or "hybrid"."""
         if self.mamba:
             return "hybrid"
         return "experts" if self.expert_layers else "dense"
 
-    @property
-    def pieces(self) -> int:
-        """Layers, or halves of them, in all."""
-        return self.attention + self.mlps + self.expert_layers + self.mamba
-
     def __str__(self) -> str:
-        counts = {
-            "attention": self.attention,
-            "MLP": self.mlps,
-            f"{self.experts}-expert": self.expert_layers,
-            "Mamba": self.mamba,
-        }
-        return f"{', '.join(f'{count} {what}' for what, count in counts.items() if count)} layers of {self.hidden}"
+        kinds = ("attention", "MLP", f"{self.experts}-expert", "Mamba")
+        counts = zip((self.attention, self.mlps, self.expert_layers, self.mamba), kinds, strict=True)
+        return f"{', '.join(f'{count} {what}' for count, what in counts if count)} layers of {self.hidden}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,34 +73,39 @@ class Ranks:
     exchange: str = "p2p"
 
 
-_RANKS = {
+_SIZES = {
     "tensor": "tensor_model_parallel_size",
     "context": "context_parallel_size",
     "expert": "expert_model_parallel_size",
     "pipeline": "pipeline_model_parallel_size",
-    "sequence": "sequence_parallel",
-    "exchange": "cp_comm_type",
 }
+_RANKS = {**_SIZES, "sequence": "sequence_parallel", "exchange": "cp_comm_type"}
 
 
-def other_ranks(measured: Ranks, ranks: Ranks) -> Iterator[str]:
-    """Yield what of a layout was not measured, each as it is written."""
+def other_ranks(measured: Ranks, ranks: Ranks) -> list[str]:
+    """Return what of a layout was not measured, each as it is written."""
     wanted = asdict(measured)
-    yield from (f"model.{_RANKS[name]}={value}" for name, value in asdict(ranks).items() if value != wanted[name])
+    return [f"model.{_RANKS[name]}={value}" for name, value in asdict(ranks).items() if value != wanted[name]]
 
 
 def ranks_of(model: Any) -> Ranks:
     """Return how ranks share the model of a Bridge provider, or of one of Megatron's configurations."""
     exchange = getattr(model, "cp_comm_type", None) or "p2p"
-    several = not isinstance(exchange, str)
     return Ranks(
-        tensor=_size(model, "tensor_model_parallel_size", 1),
-        context=_size(model, "context_parallel_size", 1),
-        expert=_size(model, "expert_model_parallel_size", 1),
-        pipeline=_size(model, "pipeline_model_parallel_size", 1),
+        **{name: _size(model, field, 1) for name, field in _SIZES.items()},
         sequence=getattr(model, "sequence_parallel", False) is True,
-        exchange="+".join(dict.fromkeys(exchange)) if several else exchange,
+        exchange=exchange if isinstance(exchange, str) else "+".join(dict.fromkeys(exchange)),
     )
+
+
+# Letters of layers in a hybrid's pattern.
+MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
+# What no record has, by the fields that ask for it.
+_OTHERS = {
+    "multi-latent attention": ("multi_latent_attention",),
+    "linear attention": ("experimental_attention_variant", "linear_attention_freq"),
+    "multi-token prediction": ("mtp_num_layers",),
+}
 
 
 def language_model_of(model: Any) -> LanguageModel:
@@ -136,12 +115,20 @@ def language_model_of(model: Any) -> LanguageModel:
         NotMeasured: A size is not known, or layers are of a kind that no record is of.
     """
     for what, fields in _OTHERS.items():
-        if any(_is_set(getattr(model, name, None)) for name in fields):
+        values = (getattr(model, name, None) for name in fields)
+        if any(isinstance(value, (bool, int, str, list)) and value for value in values):
             raise NotMeasured(f"{what} was not measured")
     hidden, heads = _known(model, "hidden_size"), _known(model, "num_attention_heads")
     channels = _size(model, "kv_channels", hidden // heads)
     counts = _layers(model)
-    experts = _experts(model) if counts[EXPERTS] else {}
+    experts = {}
+    if counts[EXPERTS]:
+        experts = {
+            "experts": _known(model, "num_moe_experts"),
+            "top": _known(model, "moe_router_topk"),
+            "expert": _size(model, "moe_ffn_hidden_size", 0) or _known(model, "ffn_hidden_size"),
+            "shared": _size(model, "moe_shared_expert_intermediate_size", 0),
+        }
     return LanguageModel(
         attention=counts[ATTENTION],
         mlps=counts[MLP],
@@ -151,9 +138,6 @@ def language_model_of(model: Any) -> LanguageModel:
         queries=heads * channels,
         keys=_size(model, "num_query_groups", heads) * channels,
         mlp=_known(model, "ffn_hidden_size") if counts[MLP] else 0,
-        fused_activation=getattr(model, "bias_activation_fusion", False) is True,
-        fused_loss=getattr(model, "cross_entropy_loss_fusion", False) is True,
-        rotary_by_document=not counts[MAMBA] and getattr(model, "apply_rope_fusion", False) is not True,
         **experts,
     )
 
@@ -161,39 +145,20 @@ def language_model_of(model: Any) -> LanguageModel:
 def _layers(model: Any) -> dict[str, int]:
     """Return how many layers, or halves of them, there are of each kind."""
     patterns = (getattr(model, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
-    pattern = next((text for text in patterns if isinstance(text, str) and text), "")
+    pattern = next((text for text in patterns if isinstance(text, str) and text), "").partition("/")[0]
+    if unknown := set(pattern) - set("M*-E|"):
+        raise NotMeasured(f"layers {', '.join(sorted(unknown))} of hybrid_layer_pattern were not measured")
     if pattern:
-        main = pattern.partition("/")[0]
-        unknown = set(main) - set("M*-E|")
-        if unknown:
-            raise NotMeasured(f"layers {', '.join(sorted(unknown))} of hybrid_layer_pattern were not measured")
-        return {letter: main.count(letter) for letter in (MAMBA, ATTENTION, MLP, EXPERTS)}
-    layers = _known(model, "num_layers")
-    with_experts = _with_experts(model, layers) if _size(model, "num_moe_experts", 0) > 1 else 0
-    return {MAMBA: 0, ATTENTION: layers, MLP: layers - with_experts, EXPERTS: with_experts}
-
-
-def _with_experts(model: Any, layers: int) -> int:
-    """Return how many layers have experts: every Nth, or those with a 1 in a list."""
-    frequency = getattr(model, "moe_layer_freq", 1)
-    if isinstance(frequency, int):
-        return len(range(0, layers, max(frequency, 1)))
-    if isinstance(frequency, Sequence) and all(one in (0, 1) for one in frequency):
-        return sum(frequency)
-    raise NotMeasured("which layers have experts is not known")
-
-
-def _experts(model: Any) -> dict[str, int]:
-    return {
-        "experts": _known(model, "num_moe_experts"),
-        "top": _known(model, "moe_router_topk"),
-        "expert": _size(model, "moe_ffn_hidden_size", 0) or _known(model, "ffn_hidden_size"),
-        "shared": _size(model, "moe_shared_expert_intermediate_size", 0),
-    }
-
-
-def _is_set(value: Any) -> bool:
-    return isinstance(value, (bool, int, str, list)) and bool(value)
+        return {letter: pattern.count(letter) for letter in (MAMBA, ATTENTION, MLP, EXPERTS)}
+    layers, frequency, experts = _known(model, "num_layers"), getattr(model, "moe_layer_freq", 1), 0
+    if _size(model, "num_moe_experts", 0) > 1:  # every Nth layer has experts, or those with a 1 in a list
+        if isinstance(frequency, int):
+            experts = len(range(0, layers, max(frequency, 1)))
+        elif isinstance(frequency, Sequence) and all(one in (0, 1) for one in frequency):
+            experts = sum(frequency)
+        else:
+            raise NotMeasured("which layers have experts is not known")
+    return {MAMBA: 0, ATTENTION: layers, MLP: layers - experts, EXPERTS: experts}
 
 
 def _size(model: Any, name: str, default: int) -> int:
@@ -202,8 +167,7 @@ def _size(model: Any, name: str, default: int) -> int:
 
 
 def _known(model: Any, name: str) -> int:
-    value = _size(model, name, 0)
-    if not value:
+    if not (value := _size(model, name, 0)):
         raise NotMeasured(f"model.{name} is not known here")
     return value
 
@@ -289,13 +253,12 @@ def measured() -> dict[str, Any]:
 @cache
 def records() -> tuple[Measured, ...]:
     """Return all measured microbatches."""
-    return tuple(_measured_of(found) for found in measured()["records"])
-
-
-def _measured_of(found: Mapping[str, Any]) -> Measured:
-    lists = {name: tuple(found.get(name, ())) for name in ("kernels", "attention", "modules")}
-    rows = tuple(Row(**row) for row in found["rows"])
-    return Measured(**{**found, **lists, "rows": rows, "ranks": Ranks(**found.get("ranks", {}))})
+    found = []
+    for one in measured()["records"]:
+        lists = {name: tuple(one.get(name, ())) for name in ("kernels", "attention", "modules")}
+        rows = tuple(Row(**row) for row in one["rows"])
+        found.append(Measured(**{**one, **lists, "rows": rows, "ranks": Ranks(**one.get("ranks", {}))}))
+    return tuple(found)
 
 
 def of_encoder(name: str, kernels: str) -> tuple[Measured, ...]:
@@ -341,7 +304,11 @@ class Costs:
         self._sizes = sorted({row.tokens for row in rows})
         self._ratios = [[row.ratio for row in rows if row.tokens == size] for size in self._sizes]
         self._same = next((each for each in found if each.of == of and not notes), None)
-        self.origin = "; ".join([_origin(found, self._sizes), *_other_model(found, of), *notes])
+        models = " and ".join(dict.fromkeys(each.of for each in found))
+        sources = " and ".join(dict.fromkeys(each.source for each in found))
+        origin = f"{models}, {self._sizes[0]} to {self._sizes[-1]} tokens: {sources} only"
+        other = [] if any(each.of == of for each in found) else [f"no record is of {of}"]
+        self.origin = "; ".join([origin, *other, *notes])
 
     def eager(self, tokens: int) -> tuple[float, float]:
         """Return the least and the greatest cost of a microbatch run eager, by the records around its size."""
@@ -353,13 +320,3 @@ class Costs:
     def memory_gb(self, tokens: int) -> float | None:
         """Return GiB of a slot whose largest bucket has so many tokens; None where no record is of such a model."""
         return None if self._same is None else self._same.memory_gb(tokens)
-
-
-def _origin(found: Sequence[Measured], sizes: Sequence[int]) -> str:
-    models = " and ".join(dict.fromkeys(each.of for each in found))
-    sources = " and ".join(dict.fromkeys(each.source for each in found))
-    return f"{models}, {sizes[0]} to {sizes[-1]} tokens: {sources} only"
-
-
-def _other_model(found: Sequence[Measured], of: str) -> list[str]:
-    return [] if any(each.of == of for each in found) else [f"no record is of {of}"]

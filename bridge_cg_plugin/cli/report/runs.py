@@ -1,12 +1,14 @@
-"""What a page knows of a training run, wherever it was read."""
+"""What a page has of a training run, wherever it was read, and whether runs train what eager runs train."""
 
+import itertools
+import math
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from bridge_cg_plugin.options import OptionError
+# (optimizer step from 1, value).
+Series = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +95,11 @@ class Run:
     Attributes:
         case: What was trained; runs of one case are compared.
         mode: How: "eager", "eager1", "plugin", "upstream" or any other name.
-        losses: (optimizer step from 1, loss).
-        grad_norms: (optimizer step from 1, gradient norm).
-        times: (optimizer step from 1, milliseconds of a step), each the mean over the steps since the one before it.
+        losses, grad_norms: By step.
+        times: Milliseconds of a step, each the mean over the steps since the one before it.
         ms: Median milliseconds of a step after warm-up, where the source has no single times.
-        samples_per_s: Samples a second, all GPUs.
-        images_per_s: Images and videos a second, all GPUs.
-        tokens_per_s: Tokens of the language model a second, all GPUs, padding included.
+        samples_per_s, images_per_s, tokens_per_s: Of all GPUs in a second: samples, images and videos, tokens of the
+            language model with padding.
         tflops_per_gpu: Model TFLOP/s of one GPU, by Bridge's count.
         peak_tflops: What one GPU can do at most, dense bf16.
         peak_gb: Peak of allocated device memory in GiB, of the GPU with the highest.
@@ -112,9 +112,9 @@ class Run:
 
     case: str
     mode: str
-    losses: tuple[tuple[int, float], ...] = ()
-    grad_norms: tuple[tuple[int, float], ...] = ()
-    times: tuple[tuple[int, float], ...] = ()
+    losses: Series = ()
+    grad_norms: Series = ()
+    times: Series = ()
     ms: float | None = None
     samples_per_s: float | None = None
     images_per_s: float | None = None
@@ -152,10 +152,6 @@ class Run:
         """Model TFLOP/s over what the GPU can do at most, 0 to 1."""
         return self.tflops_per_gpu / self.peak_tflops if self.tflops_per_gpu and self.peak_tflops else None
 
-    def named(self, mode: str) -> "Run":
-        """Return the run under another mode."""
-        return replace(self, mode=mode)
-
 
 def counts_of(statistics: Mapping[str, Any]) -> GraphCounts:
     """Return what the plugin's statistics say (`RegionStatistics.as_dict`)."""
@@ -167,95 +163,175 @@ def counts_of(statistics: Mapping[str, Any]) -> GraphCounts:
         memory_gb=statistics["memory_bytes"] / GIB,
         capture_s=statistics["capture_seconds"],
         warmup_microbatches=statistics["warmup_microbatches"],
-        buckets=tuple(_bucket(name, b) for name, b in used.items()),
+        buckets=tuple(
+            BucketCounts(
+                name=name,
+                replays=b["replays"],
+                evaluations=b["evaluations"],
+                padding_share=b["padding"] / max(b["tokens"] + b["padding"], 1),
+            )
+            for name, b in used.items()
+        ),
         unused_buckets=len(statistics["buckets"]) - len(used),
     )
 
 
-def _bucket(name: str, counts: Mapping[str, int]) -> BucketCounts:
-    total = counts["tokens"] + counts["padding"]
-    return BucketCounts(
-        name=name,
-        replays=counts["replays"],
-        evaluations=counts["evaluations"],
-        padding_share=counts["padding"] / total if total else 0.0,
-    )
+FACTOR = 1.5
+# Rounding of one printed loss; eager runs agree to the bit in their first steps.
+FLOOR = 1e-4
 
 
-Series = tuple[tuple[int, float], ...]
-EVENT_FILES = "**/*tfevents*"
-_PREFIXES = {kind.name: f"{kind.group}/" for kind in KINDS}
-_PEAK = "memory/mem-max-allocated-gigabytes"
-_GB = 1e9
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Result of a comparison.
+
+    Attributes:
+        inside: Whether every step is within `FACTOR` times the spread of the eager runs so far.
+        worst: Largest distance over its allowance.
+        step: Where that was.
+    """
+
+    inside: bool
+    worst: float
+    step: int
+
+    @property
+    def share(self) -> float:
+        """Largest distance as a share of the spread; `FACTOR` is the limit."""
+        return self.worst * FACTOR
 
 
-def read_events(folder: Path) -> Run:
-    """Return the run that a folder's event files are of, those of its subfolders included.
+def compare_to_spread(eager: Sequence[Sequence[float]], graphs: Sequence[float]) -> Spread:
+    """Compare a run with eager ones, step by step.
+
+    Differences of training runs grow with the steps, so step t's allowance is the largest difference of any two eager
+    runs up to t, times `FACTOR`, and at least `FLOOR` of the value. The run's distance is to the nearest eager one. Two
+    eager runs can happen to be much closer than a third is to either; `docs/performance.md` has figures.
 
     Raises:
-        OptionError: The tensorboard package is missing, or the files have no loss.
+        ValueError: Fewer than two eager runs, or runs of different length or none.
     """
-    scalars = _scalars(folder)
-    losses = scalars.get(_loss_tag(scalars), ())
-    if not losses:
-        advice = "Train with logger.tensorboard_dir set; logger.tensorboard_log_interval says how often."
-        raise OptionError.because("run", f"Cannot report {folder}: its event files have no loss. {advice}")
-    return Run(
-        case="run",
-        mode=folder.resolve().name,
-        losses=losses,
-        grad_norms=scalars.get("grad-norm", ()),
-        times=tuple((step, 1e3 * seconds) for step, seconds in scalars.get("iteration-time", ())),
-        samples_per_s=_mean(scalars, "throughput/samples_per_sec"),
-        tokens_per_s=_mean(scalars, "throughput/tokens_per_sec"),
-        tflops_per_gpu=_mean(scalars, "throughput/tflops/device"),
-        peak_gb=max((value * _GB / GIB for _, value in scalars.get(_PEAK, ())), default=None),
-        graphs={title: _counts(scalars, p) for title, p in _PREFIXES.items() if f"{p}replays" in scalars},
+    if len(eager) < 2:
+        raise ValueError(f"a spread needs at least 2 eager runs, got {len(eager)}")
+    lengths = [len(run) for run in (*eager, graphs)]
+    if 0 in lengths or len(set(lengths)) > 1:
+        raise ValueError(f"the runs have {', '.join(map(str, lengths))} steps; all must have the same number, not 0")
+    spread, worst, place, inside = 0.0, -1.0, 0, True
+    for step, (*values, candidate) in enumerate(zip(*eager, graphs, strict=True)):
+        spread = max(spread, *(abs(a - b) for a, b in itertools.combinations(values, 2)))
+        allowance = max(FACTOR * spread, FLOOR * abs(values[0]))
+        share = min(abs(candidate - value) for value in values) / allowance
+        inside = inside and share <= 1  # a NaN is not inside
+        if not (share <= worst or math.isnan(worst)):
+            worst, place = share, step
+    return Spread(inside, worst, place)
+
+
+def each_by_others(runs: Sequence[Sequence[float]]) -> list[Spread]:
+    """Compare every run with the others, as if these were the eager ones.
+
+    Raises:
+        ValueError: As `compare_to_spread`; that takes three runs.
+    """
+    return [compare_to_spread([*runs[:i], *runs[i + 1 :]], run) for i, run in enumerate(runs)]
+
+
+def outside_by_others(*values: Sequence[Sequence[float]]) -> int:
+    """Return how many eager runs are outside where the others are their eager ones; arguments as `how_eager_fares`.
+
+    Raises:
+        ValueError: As `each_by_others`.
+    """
+    judged = zip(*map(each_by_others, values), strict=True)
+    return sum(not all(found.inside for found in of_run) for of_run in judged)
+
+
+def how_eager_fares(*values: Sequence[Sequence[float]]) -> str:
+    """Return a sentence on eager runs that the other eager runs judge, for a graphed run that is outside.
+
+    Where these put some of them outside, the graphed one may be so by chance.
+
+    Args:
+        values: The eager runs' losses, and what else is compared, of the same runs in the same order.
+    """
+    count = len(values[0])
+    if count < 3:
+        return f"{count} eager runs say little of what eager can do: give more."
+    outside = outside_by_others(*values)
+    said = f"Judged in the same way by the others, {outside} of {count} eager runs are outside"
+    return f"{said} as well: give more." if outside else f"{said}."
+
+
+State = Literal["same", "different", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of one run's parity with the eager runs of its case.
+
+    Attributes:
+        case: The run's case.
+        mode: The run's mode.
+        state: "same", "different", or "unknown" where nothing can be said.
+        reason: Why, in a sentence.
+        loss: The comparison of the losses, None without one.
+        norm: That of the gradient norms.
+    """
+
+    case: str
+    mode: str
+    state: State
+    reason: str
+    loss: Spread | None = None
+    norm: Spread | None = None
+
+
+def verdicts(runs: Sequence[Run]) -> list[Verdict]:
+    """Return the verdict of every run that is not eager."""
+    return [_verdict(run, [e for e in runs if e.is_eager and e.case == run.case]) for run in runs if not run.is_eager]
+
+
+def _verdict(run: Run, eager: Sequence[Run]) -> Verdict:
+    reason = _not_comparable(run, eager)
+    if reason:
+        return Verdict(run.case, run.mode, "unknown", reason)
+    usable = [e for e in eager if not e.error]
+    values = {"losses": [_values(r.losses) for r in (*usable, run)]}
+    if _same_steps([r.grad_norms for r in (*usable, run)]):
+        values["gradient norms"] = [_values(r.grad_norms) for r in (*usable, run)]
+    found = {name: compare_to_spread(eager_values, own) for name, (*eager_values, own) in values.items()}
+    loss, norm = found["losses"], found.get("gradient norms")
+    worst = ", ".join(f"{name} {s.worst:.3g} at step {run.losses[s.step][0]}" for name, s in found.items())
+    reason = (
+        f"Largest distance to the nearest of {len(usable)} eager runs over what they allow: {worst}; 1 is the limit."
     )
+    inside = all(s.inside for s in found.values())
+    if inside and run.graphs and not any(counts.replays for counts in run.graphs.values()):
+        return Verdict(
+            run.case, run.mode, "unknown", f"Nothing was replayed: this is an eager run. {reason}", loss, norm
+        )
+    if not inside:
+        reason += f" {how_eager_fares(*(eager_values for *eager_values, _ in values.values()))}"
+    return Verdict(run.case, run.mode, "same" if inside else "different", reason, loss, norm)
 
 
-def _scalars(folder: Path) -> dict[str, Series]:
-    """Return every scalar's (step, value); of what a resumed run wrote twice, the later value."""
-    found: dict[str, dict[int, float]] = {}
-    for part in sorted({path.parent for path in folder.glob(EVENT_FILES)}):
-        events = _accumulator(part)
-        for tag in events.Tags()["scalars"]:
-            found.setdefault(tag, {}).update({event.step: event.value for event in events.Scalars(tag)})
-    return {tag: tuple(sorted(values.items())) for tag, values in found.items()}
+def _not_comparable(run: Run, eager: Sequence[Run]) -> str:
+    usable = [e for e in eager if not e.error]
+    if run.error:
+        return f"The run failed: {run.error}"
+    if len(usable) < 2:
+        failed = f", and {len(eager) - len(usable)} failed" if len(usable) < len(eager) else ""
+        return f"What eager runs differ by is not known: that takes 2 of them or more, here are {len(usable)}{failed}."
+    if not _same_steps([r.losses for r in (*usable, run)]):
+        counts = ", ".join(f"{r.mode} {len(r.losses)}" for r in (*usable, run))
+        return f"The runs logged losses of different steps ({counts}); train and log the same ones."
+    return ""
 
 
-def _accumulator(folder: Path) -> Any:
-    try:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    except ModuleNotFoundError as error:
-        why = f"tensorboard is not installed ({error}). Install it: pip install tensorboard."
-        raise OptionError.because("run", f"Cannot read {folder}: {why}") from None
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})  # 0: all of them
-    events.Reload()
-    return events
+def _same_steps(series: Iterable[Series]) -> bool:
+    steps = {tuple(step for step, _ in points) for points in series}
+    return len(steps) == 1 and steps != {()}
 
 
-def _loss_tag(scalars: Mapping[str, Series]) -> str:
-    losses = [tag for tag in scalars if "loss" in tag and tag != "loss-scale" and "validation" not in tag]
-    losses = [tag for tag in losses if not tag.endswith(" vs samples")]
-    return "lm loss" if "lm loss" in losses else (losses or [""])[0]
-
-
-def _mean(scalars: Mapping[str, Series], tag: str) -> float | None:
-    """Return a figure's mean over what was logged after warm-up."""
-    values = [value for step, value in scalars.get(tag, ()) if step > WARM_UP]
-    return sum(values) / len(values) if values else None
-
-
-def _counts(scalars: Mapping[str, Series], prefix: str) -> GraphCounts:
-    reasons = f"{prefix}fallback/"
-    return GraphCounts(
-        replays=int(scalars[f"{prefix}replays"][-1][1]),
-        fallbacks={tag.removeprefix(reasons): int(s[-1][1]) for tag, s in scalars.items() if tag.startswith(reasons)},
-        padding_share=_last(scalars, f"{prefix}padding_share"),
-        memory_gb=_last(scalars, f"{prefix}memory_gb"),
-    )
-
-
-def _last(scalars: Mapping[str, Series], tag: str) -> float | None:
-    return scalars[tag][-1][1] if tag in scalars else None
+def _values(points: Series) -> list[float]:
+    return [value for _, value in points]

@@ -1,4 +1,4 @@
-"""A recipe of Bridge or preset of the plugin, built and trained."""
+"""A recipe of Bridge or preset of the plugin: read from a command line of `bridge-cg train`, built and trained."""
 
 import argparse
 import contextlib
@@ -9,18 +9,98 @@ import logging
 import os
 import re
 import socket
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import bridge_cg_plugin
-from bridge_cg_plugin.options import GraphOptionWarning, OptionError
+from bridge_cg_plugin.cli.checks import add_counts
+from bridge_cg_plugin.options import GraphOptionWarning, OptionError, normalize
 from bridge_cg_plugin.options.explain import in_words
-from bridge_cg_plugin.options.flags import given_flags
-from bridge_cg_plugin.recipes import with_graphs
+from bridge_cg_plugin.options.flags import FLAGS, add_flags, given_flags, unknown_flag
+from bridge_cg_plugin.recipes import GPUS, with_graphs
 from bridge_cg_plugin.recipes.graphs import mock_dataset
 from bridge_cg_plugin.upstream.hooks.loops.steps import Mode
+
+# Flags that have gone, with the launcher that submitted jobs to SLURM.
+GONE = ("account", "partition", "time", "experiment_name", "container_image", "mount", "env")
+_SLURM = (
+    "Start `python -m bridge_cg_plugin.cli.runs.train` by srun, one task per GPU, or use Bridge's own launcher, which "
+    "finds presets by name."
+)
+
+
+def build_parser(description: str | None = None) -> argparse.ArgumentParser:
+    """Return the command line of `bridge-cg train`.
+
+    Args:
+        description: What its help says before the flags.
+    """
+    parser = argparse.ArgumentParser(
+        prog="bridge-cg train",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    run = parser.add_argument_group("run")
+    run.add_argument("--recipe", metavar="NAME", help="a recipe's or preset's name")
+    run.add_argument(
+        "--graphs", choices=tuple(GPUS), help="graphs within the limits of this GPU, on any recipe of Bridge"
+    )
+    run.add_argument("--mock_data", "--mock-data", action="store_true", help="train on Bridge's mock images")
+    run.add_argument("--mode", choices=("pretrain", "finetune"), help="how to train; by the name if left out")
+    run.add_argument("--step_func", "--step-func", metavar="STEP", help="forward step; by the name if left out")
+    run.add_argument("--dry-run", "--dry_run", action="store_true", help="print what the input resolves to and exit")
+    add_flags(parser)
+    start = parser.add_argument_group("launch")
+    meaning = "none: this process is the worker (alone, or under torchrun or srun); torchrun: start workers here"
+    start.add_argument("--launcher", default="none", metavar="{none,torchrun}", help=meaning)
+    add_counts(start, "machines, whose GPUs the layout and the batch must fit", default=1)
+    return parser
+
+
+def read(arguments: Sequence[str], description: str | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Return parsed flags and the overrides after them.
+
+    Args:
+        arguments: The command line.
+        description: What the help says before the flags.
+
+    Raises:
+        OptionError: A flag does not exist, its value alone cannot work, or there is no recipe. Nothing of upstream was
+            imported.
+    """
+    parsed, words = build_parser(description).parse_known_args(arguments)
+    for word in (word for word in words if word.startswith("-")):
+        name = word.partition("=")[0].lstrip("-").replace("-", "_")
+        if name in GONE:
+            raise OptionError.because(name, f"Cannot use --{name}: it has gone with --launcher slurm. {_SLURM}")
+        known = [spelling for flag in FLAGS for spelling in flag.spellings]
+        raise unknown_flag(word, [*known, *(f"--{name}" for name in vars(parsed))])
+    if parsed.launcher == "slurm":
+        raise OptionError.because("launcher", f"Cannot use --launcher slurm: it has gone. {_SLURM}")
+    if parsed.launcher not in ("none", "torchrun"):
+        raise OptionError("launcher", parsed.launcher, "none or torchrun", "Correct the name.")
+    if parsed.launcher == "torchrun" and parsed.nodes != 1:
+        raise OptionError("nodes", parsed.nodes, "1 with --launcher torchrun", "Start torchrun on every node.")
+    if parsed.recipe is None:
+        raise OptionError.because("recipe", "Name a recipe: --recipe NAME. `bridge-cg recipes` lists them.")
+    normalize(given_flags(parsed))
+    return parsed, words
+
+
+def torchrun(gpus: int) -> list[str]:
+    """Return what starts a script on so many GPUs of this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
+
+
+def worker_arguments(given: Sequence[str]) -> list[str]:
+    """Return a command line without what only the launcher needs."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--launcher", "--nodes", "--gpus_per_node", "--gpus-per-node", action="append")
+    return parser.parse_known_args(list(given))[1]
 
 
 @contextlib.contextmanager

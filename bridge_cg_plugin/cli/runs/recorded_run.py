@@ -8,32 +8,56 @@ files are written: runs that are compared start alike, from `checkpoint.pretrain
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import bridge_cg_plugin
 from bridge_cg_plugin.cli.report.runs import WARM_UP
-from bridge_cg_plugin.cli.runs.recipe import prepare, train
-from bridge_cg_plugin.cli.runs.recipe_arguments import read
-from bridge_cg_plugin.cli.runs.recorded import KINDS, is_first, leave_nothing, with_upstreams_graphs
+from bridge_cg_plugin.cli.runs.recipe import Prepared, prepare, read, train
 from bridge_cg_plugin.options import OptionError
 
+KINDS = ("eager", "upstream", "plugin")
 
-def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """Return this command's arguments and those of `bridge-cg train`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--record", type=Path, required=True, metavar="FILE", help="where the record is written")
-    parser.add_argument(
-        "--as", dest="kind", choices=KINDS, required=True, help="upstream: with the plugin switched off"
-    )
-    return parser.parse_known_args(arguments)
+
+def leave_nothing(config: Any) -> None:
+    """Keep a configuration from resuming another run, and from writing checkpoints and event files."""
+    config.checkpoint.load = config.checkpoint.save = config.checkpoint.save_interval = None
+    config.logger.tensorboard_dir = None
+
+
+def with_upstreams_graphs(run: Prepared) -> Prepared:
+    """Switch the plugin off and return the run with upstream's own functions.
+
+    Communication does not overlap then: capture of upstream's graphs aborts under `overlap_param_gather`.
+    """
+    from bridge_cg_plugin.upstream.hooks.loops.steps import forward_step
+
+    bridge_cg_plugin.deactivate()
+    overlap = getattr(run.config, "comm_overlap", None)
+    for section in (run.config.ddp, overlap, getattr(overlap, "user_comm_overlap_cfg", None)):
+        if section is not None:
+            section.overlap_param_gather = section.overlap_grad_reduce = False
+    return replace(run, forward_step=forward_step(run.step, run.mode))
+
+
+def is_first() -> bool:
+    """Whether this process is rank 0; torchrun says which it is."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train once; returns the exit status, 2 for input that is refused."""
-    args, rest = parse(arguments)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--record", type=Path, required=True, metavar="FILE", help="where the record is written")
+    as_kind = "upstream: with the plugin switched off"
+    parser.add_argument("--as", dest="kind", choices=KINDS, required=True, help=as_kind)
+    args, rest = parser.parse_known_args(arguments)
     try:
         run = prepare(*read(rest))
         leave_nothing(run.config)

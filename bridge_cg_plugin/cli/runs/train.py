@@ -10,22 +10,29 @@ Flags are applied first, overrides after them in the order of the command line: 
 all of it resolves to. Exit status 2 means refused input; the reason is on standard error.
 """
 
-import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from bridge_cg_plugin.announce import rank
 from bridge_cg_plugin.cli.answers import answered
-from bridge_cg_plugin.cli.launch import slurm, torchrun
+from bridge_cg_plugin.cli.checks import check_start, fewest_gpus, refuse_bridges
 from bridge_cg_plugin.cli.runs import first_look
-from bridge_cg_plugin.cli.runs.first_look import check_start, check_with_bridge, gpus_of, starts_elsewhere
-from bridge_cg_plugin.cli.runs.recipe import Prepared, prepare, quick_imports, quiet, require_gpu, train
-from bridge_cg_plugin.cli.runs.recipe_arguments import check_launch, job_of, read, worker_arguments
+from bridge_cg_plugin.cli.runs.recipe import (
+    prepare,
+    quick_imports,
+    quiet,
+    read,
+    require_gpu,
+    torchrun,
+    train,
+    worker_arguments,
+)
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
-from bridge_cg_plugin.upstream.hooks.configuration.training_config import environment
+from bridge_cg_plugin.upstream.hooks.configuration.training_config import refused_start
 
 
 def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
@@ -38,18 +45,24 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         parsed, words = read(given, __doc__)
-        check_launch(parsed)
-        if _looks_first(parsed) and (refused := first_look.refusal(given)):
+        # A worker, or a process that has PyTorch already, saves no time by a first look.
+        looks_first = (parsed.launcher != "none" or parsed.dry_run) and "torch" not in sys.modules
+        if looks_first and (refused := first_look.refusal(given)):
             print(refused, file=sys.stderr)
             return 2
-        if parsed.launcher != "none" and not parsed.dry_run:
-            start = torchrun if parsed.launcher == "torchrun" else slurm
-            start(job_of(parsed), str(Path(script).resolve()), worker_arguments(given))
-            return 0
+        if parsed.launcher == "torchrun" and not parsed.dry_run:
+            command = [*torchrun(parsed.gpus_per_node), str(Path(script).resolve()), *worker_arguments(given)]
+            os.execvp(command[0], command)
         if not parsed.dry_run:
             require_gpu()
         with contextlib.redirect_stdout(sys.stderr):  # only the answer goes to standard output
-            run = _looked_over(parsed, words) if parsed.dry_run else prepare(parsed, words)
+            if not parsed.dry_run:
+                run = prepare(parsed, words)
+            else:
+                with quiet(), quick_imports():
+                    run, gpus = prepare(parsed, words), first_look.gpus_of(parsed)
+                    check_start(parsed.recipe, run.config, run.mode, gpus)
+                    refuse_bridges(parsed.recipe, refused_start(run.config, gpus or fewest_gpus(run.config.model)))
     except OptionError as error:
         print(as_typed(error, given), file=sys.stderr)
         return 2
@@ -60,24 +73,6 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
         print(answer, flush=True)
     train(run)
     return 0
-
-
-def _looked_over(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
-    """Return a run that could start, in the environment that the command line gives its workers.
-
-    Raises:
-        OptionError: It could not.
-    """
-    with quiet(), quick_imports(), environment(job_of(parsed).environment):
-        run = prepare(parsed, words)
-        check_start(parsed.recipe, run.config, run.mode, gpus_of(parsed), starts_elsewhere(parsed))
-        check_with_bridge(parsed.recipe, run.config, gpus_of(parsed))
-    return run
-
-
-def _looks_first(parsed: argparse.Namespace) -> bool:
-    """Return whether a first look saves time: not for a worker, nor for a process that has PyTorch already."""
-    return (parsed.launcher != "none" or parsed.dry_run) and "torch" not in sys.modules
 
 
 if __name__ == "__main__":

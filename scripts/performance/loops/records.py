@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from bridge_cg_plugin.cli.report.runs import GIB
-from bridge_cg_plugin.cli.report.verdict import compare_to_spread
+from bridge_cg_plugin.cli.report.runs import GIB, compare_to_spread
 from scripts.performance.loops.rounds import FIRST, OLD, PASSES, REFERENCE
 
 FEWEST_EAGER_RUNS = 2  # that have a spread

@@ -32,6 +32,12 @@ def build_recipe(name: str) -> Any:
     raise OptionError.unknown(name, "recipe", near[0] if near else "")
 
 
+def recipe_names() -> set[str]:
+    """Return the names of all recipes."""
+    found = (item for module in _modules() for item in vars(module).items())
+    return {name for name, value in found if name.endswith("_config") and name[0] != "_" and inspect.isfunction(value)}
+
+
 def is_benchmark(name: str) -> bool:
     """Whether a recipe is one of Bridge's benchmarks, and not also one of its library."""
     modules = [module.__name__ for module in _modules() if inspect.isfunction(getattr(module, name, None))]

@@ -1,0 +1,282 @@
+"""Where runs are read from: benchmark records, and logs of Bridge's training loop.
+
+docs/benchmarks/format.md has the fields of records.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bridge_cg_plugin.options import OptionError
+
+from .runs import GIB, KINDS, BucketCounts, GraphCounts, GraphKind, Run, Series, counts_of
+
+# Part of a GPU's name -> dense bf16 TFLOP/s of its SXM form, from its vendor's data sheet.
+PEAK_TFLOPS = {"B300": 2250.0, "B200": 2250.0, "H200": 989.4, "H100": 989.4, "A100": 312.0}
+# Bridge's gigabytes.
+_GB = 1e9
+_NAMED = re.compile(r"([A-Za-z][\w.+-]*)=(.+)", re.DOTALL)
+_NAMES = (
+    "Give eager runs the modes eager1, eager2, ..., the graphed one plugin: eager1=a.log eager2=b.log plugin=c.log."
+)
+
+
+def read_runs(words: Sequence[str], peak_tflops: float | None = None) -> list[Run]:
+    """Return the runs of all inputs.
+
+    Args:
+        words: Paths, each alone or as MODE=PATH, which names the run.
+        peak_tflops: Dense bf16 TFLOP/s of one GPU, for runs whose source does not name it.
+
+    Raises:
+        OptionError: An input is missing or cannot be read, or two runs have one name.
+    """
+    runs = [run for word in words for run in _read(word)]
+    for (_, mode), count in Counter((run.case, run.mode) for run in runs).items():
+        if count > 1:
+            raise _refused(f"Cannot compare two runs that are both named {mode}. {_NAMES}")
+    return [replace(run, peak_tflops=run.peak_tflops or peak_tflops) for run in runs]
+
+
+def _refused(why: str) -> OptionError:
+    return OptionError.because("run", why)
+
+
+def _read(word: str) -> list[Run]:
+    named = None if Path(word).exists() else _NAMED.fullmatch(word)
+    mode, path = (named[1], Path(named[2])) if named else (None, Path(word))
+    if not path.exists():
+        raise _refused(f"Cannot read {word}: it does not exist. Write PATH or MODE=PATH.")
+    runs = _runs_at(path)
+    if mode is None:
+        return runs
+    if len(runs) > 1:
+        raise _refused(f"Cannot use {word}: the file has {len(runs)} runs. Write PATH alone.")
+    return [replace(runs[0], mode=mode)]
+
+
+def _runs_at(path: Path) -> list[Run]:
+    if path.is_file():
+        return runs_in(path) if path.suffix == ".jsonl" else [read_log(path)]
+    if any(path.glob("*.jsonl")):
+        return runs_in(path)
+    raise _refused(f"Cannot read {path}: it has no .jsonl records. Name a file of records or the log of a run.")
+
+
+def _text_of(path: Path, errors: str = "strict") -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors=errors)
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or f"it is no text: {error}"
+        raise _refused(f"Cannot read {path}: {why}.") from None
+
+
+# Records
+
+_WRITERS = "bridge-cg compare, bench_step.py and bench_recipe.py"
+_SERIES = ("losses", "grad_norms", "step_ms")
+_FIGURES = ("samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu", "peak_gb")
+# Kinds of fields: (fields, their type, in words), for those that a record has and for those that it may lack.
+_NEEDED = ((("case", "mode"), str, "str"), (("versions",), dict, "dict"))
+_OPTIONAL = (
+    (("ms", *_FIGURES), int | float | None, "number"),
+    (("error", "wrong", "gpu", "date", "command"), str | None, "text"),
+)
+
+
+def peak_tflops(name: str) -> float | None:
+    """Return dense bf16 TFLOP/s of the GPU that PyTorch calls `name`; None for one that is not known."""
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name and "PCIe" not in name), None)
+
+
+def runs_in(path: Path) -> list[Run]:
+    """Return the training runs of a JSON Lines file, or of all in a folder. A folder's may have none.
+
+    Raises:
+        OptionError: A line is no record, or none is of a training run.
+    """
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    runs = [run for file in files for run in _apart(_training_runs(file))]
+    if not runs:
+        raise _refused(f"Cannot report {path}: it has no training runs. {_WRITERS} write them.")
+    return runs
+
+
+def _training_runs(path: Path) -> list[Run]:
+    """Return a file's; records with an error are such runs that failed, unless there are other measurements alone."""
+    lines = enumerate(_text_of(path).splitlines(), 1)
+    found = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip()]
+    trained = any("losses" in record for record in found) or all("error" in record for record in found)
+    return [_run(record) for record in found if trained and ("losses" in record or "error" in record)]
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        wrong = _wrong_field(record) if isinstance(record, dict) else "it is no JSON object"
+    except json.JSONDecodeError as error:
+        wrong = f"it is no JSON: {error.msg}"
+    if wrong:
+        raise _refused(f"Cannot read {where} as a benchmark record: {wrong}.")
+    return dict(record)
+
+
+def _wrong_field(record: Mapping[str, Any]) -> str:
+    """Return which field is missing or has another form than here; empty if none."""
+    for names, kind, word in (*_NEEDED, *_OPTIONAL):
+        for name in names:
+            if not isinstance(record.get(name), kind):
+                return f"{name!r} is {'missing or ' if kind in (str, dict) else ''}no {word}"
+    for name in _SERIES:
+        values = record.get(name) or []
+        if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
+            return f"{name!r} is no list of numbers"
+    for kind in KINDS:
+        try:
+            _graphs(record, kind)
+        except (AttributeError, KeyError, TypeError) as error:
+            return f"{kind.field!r} has no statistics of this version ({type(error).__name__}: {error})"
+    return ""
+
+
+def _graphs(record: Mapping[str, Any], kind: GraphKind) -> dict[str, GraphCounts]:
+    statistics = record.get(kind.field)
+    return {kind.name: counts_of(statistics)} if statistics else {}
+
+
+def _run(record: Mapping[str, Any]) -> Run:
+    gpu = record.get("gpu") or "none"
+    losses, norms, times = (tuple(enumerate(map(float, record.get(name) or []), 1)) for name in _SERIES)
+    return Run(
+        case=record["case"],
+        mode=record["mode"],
+        losses=losses,
+        grad_norms=norms,
+        times=times,
+        ms=record.get("ms"),
+        **{name: record.get(name) for name in _FIGURES},
+        peak_tflops=peak_tflops(gpu),
+        graphs={name: counts for kind in KINDS for name, counts in _graphs(record, kind).items()},
+        **{name: record.get(name) or "" for name in ("error", "wrong", "date", "command")},
+        gpu="" if gpu == "none" else gpu,
+        versions=record["versions"],
+    )
+
+
+def _apart(runs: Sequence[Run]) -> list[Run]:
+    """Tell apart what was measured twice, with several releases: the case takes the release's name."""
+    times = Counter((run.case, run.mode) for run in runs)
+    twice = {case for (case, _), count in times.items() if count > 1}
+    release = "megatron-bridge"
+    return [replace(r, case=f"{r.case} {r.versions.get(release)}") if r.case in twice else r for r in runs]
+
+
+# Logs
+
+_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
+_STEP = re.compile(r"iteration\s+(\d+)/\s*\d+ \|(.*)")
+_PAIR = re.compile(rf"\s*([^|:]+?)\s*(?:\([^)|]*\))?:\s*({_NUMBER})\s*(?:\||$)")
+_UTILIZATION = re.compile(rf"GPU utilization: ({_NUMBER})MODEL_TFLOP/s/GPU")
+_MEMORY = re.compile(rf"mem-max-allocated-gigabytes: ({_NUMBER})")
+_MARK = "[bridge-cg] "
+_TITLES = {kind.title: kind.name for kind in KINDS}
+_BUCKET = re.compile(rf"\s*(\S+)\s+(\d+)\s+(\d+)\s+({_NUMBER})%$")
+_BATCH, _TIME = "global batch size", "elapsed time per iteration"
+
+
+def read_log(path: Path) -> Run:
+    """Return the run that a log file of Bridge's training loop is of, with the plugin's report at its end.
+
+    Raises:
+        OptionError: It has no line of a step.
+    """
+    lines = _text_of(path, errors="replace").splitlines()
+    steps = [(int(found[1]), _pairs(found[2])) for found in map(_STEP.search, lines) if found]
+    if not steps:
+        why = "it has no lines `iteration N/ M | ...` of Bridge's training loop"
+        raise _refused(f"Cannot report {path}: {why}. Give the output of the rank that logs.")
+
+    def column(name: str) -> Series:
+        return tuple((step, values[name]) for step, values in steps if name in values)
+
+    tflops = [rate for _, rate in column("throughput per GPU")] or _figures(_UTILIZATION, lines)
+    return Run(
+        case="run",
+        mode=path.stem,
+        losses=column(_loss_of(steps)),
+        grad_norms=column("grad norm"),
+        times=column(_TIME),
+        samples_per_s=_samples_per_s([values for _, values in steps]),
+        tflops_per_gpu=sum(tflops[1:]) / len(tflops[1:]) if len(tflops) > 1 else max(tflops, default=None),
+        peak_gb=max((peak * _GB / GIB for peak in _figures(_MEMORY, lines)), default=None),
+        graphs=read_graphs(line.partition(_MARK)[2] for line in lines if _MARK in line),
+    )
+
+
+def _loss_of(steps: Sequence[tuple[int, Mapping[str, float]]]) -> str:
+    names = dict.fromkeys(name for _, values in steps for name in values)
+    losses = [name for name in names if "loss" in name and name != "loss scale"]
+    return "lm loss" if "lm loss" in losses else (losses or [""])[0]
+
+
+def _pairs(text: str) -> dict[str, float]:
+    # Each value ends with the bar before the next name.
+    pairs = map(_PAIR.fullmatch, text.split("|"))
+    return {found[1].strip(): float(found[2]) for found in pairs if found}
+
+
+def _figures(pattern: re.Pattern[str], lines: Iterable[str]) -> list[float]:
+    return [float(found[1]) for found in map(pattern.search, lines) if found]
+
+
+def _samples_per_s(steps: Sequence[Mapping[str, float]]) -> float | None:
+    """Return samples over seconds of all logged intervals but the first, which warm-up and capture are part of."""
+    later = [values for values in steps[1:] if {_BATCH, _TIME} <= values.keys()]
+    seconds = sum(values[_TIME] for values in later) / 1e3
+    return sum(values[_BATCH] for values in later) / seconds if seconds else None
+
+
+def read_graphs(lines: Iterable[str]) -> dict[str, GraphCounts]:
+    """Return what the plugin's report at the end of training says, by model.
+
+    Args:
+        lines: The plugin's lines, without their mark; others between them are no matter.
+    """
+    blocks: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in lines:
+        title = _TITLES.get(line.strip())
+        if title is not None:
+            current = blocks[title] = []
+        current.append(line)
+    return {title: _reported(block) for title, block in blocks.items()}
+
+
+def _reported(block: Sequence[str]) -> GraphCounts:
+    text = "\n".join(block)
+    found = [match.groups() for match in map(_BUCKET.fullmatch, block) if match]
+    buckets = [
+        BucketCounts(name=name, replays=int(replays), evaluations=int(runs), padding_share=float(padding) / 100)
+        for name, replays, runs, padding in found
+    ]
+    reasons = re.search(r"eager fallbacks: (.*)", text)
+
+    def first[Value](pattern: str, kind: type[Value]) -> Value | None:
+        match = re.search(pattern, text)
+        return None if match is None else kind(match[1])  # type: ignore[call-arg]
+
+    padding = first(rf"padding over all replays: ({_NUMBER})%", float)
+    return GraphCounts(
+        replays=sum(b.replays + b.evaluations for b in buckets),
+        fallbacks={name: int(count) for name, count in re.findall(r"(\w+) (\d+)", reasons[1] if reasons else "")},
+        padding_share=None if padding is None else padding / 100,
+        memory_gb=first(rf"({_NUMBER}) GiB of device memory", float),
+        capture_s=first(rf"captured in ({_NUMBER}) s", float),
+        warmup_microbatches=first(r"warm-up microbatches: (\d+)", int),
+        buckets=tuple(buckets),
+        unused_buckets=first(r"buckets not used: (\d+)", int),
+    )
