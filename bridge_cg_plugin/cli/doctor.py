@@ -4,9 +4,8 @@ import importlib
 import importlib.metadata
 import os
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from subprocess import Popen
 from typing import Any
@@ -103,6 +102,10 @@ class Diagnosis:
     environment: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
+    def add(self, what: str, remedy: str) -> None:
+        """Note a problem."""
+        self.problems.append(Problem(what, remedy))
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return asdict(self)
@@ -124,28 +127,22 @@ def diagnose(wants_gpu: bool = True, details: bool = False) -> Diagnosis:
         entry.value for entry in importlib.metadata.entry_points(group=GROUP) if entry.name == bridge_cg_plugin.__name__
     ]
     started = probe.start() if found.versions["torch"] is not None else None
-    importing = probe.start_importing() if started is not None else None
     missing = [name for name in _NEEDED if found.versions[name] is None]
     if missing:
-        found.problems.append(Problem(f"{', '.join(missing)} not installed", _INSTALL))
+        found.add(f"{', '.join(missing)} not installed", _INSTALL)
     missing = [name for name in missing if name != "transformer-engine"]  # the others' sources tell the rest
-    found.active = _loads_itself(found)
+    loads, off = found.environment.get(TORCH_AUTOLOAD, "1") == "1", switched_on(plugin.SWITCH, True) is False
+    # On here, or where PyTorch is imported, which takes every other value than 1 as 0.
+    has_torch = "torch" in sys.modules
+    found.active = plugin.status()["active"] if has_torch else bool(found.entry_points) and loads and not off
     if not missing:
         _guarded(found, "the comparison with upstream's sources", lambda: _look_at_seams(found, details))
     _guarded(found, "looking for encoders", lambda: _look_at_encoders(found))
-    if found.versions["torch"] is not None:
+    if started is not None:
         waits = WAIT_WITH_DETAILS if details else WAIT
-        ends = time.monotonic() + waits
-        works = _guarded(found, "PyTorch", lambda: _look_at_torch(found, started, waits, wants_gpu))
-        if importing is not None and works:
-            _guarded(
-                found, "importing libraries", lambda: _look_at_libraries(found, importing, ends - time.monotonic())
-            )
-        elif importing is not None:  # it ends where PyTorch does
-            importing.kill()
-            importing.communicate()
+        _guarded(found, "PyTorch", lambda: _look_at_torch(found, started, waits, wants_gpu))
     if not missing:
-        _look_at_autoload(found)
+        _look_at_autoload(found, loads, off)
     _look_at_environment(found)
     return found
 
@@ -154,15 +151,13 @@ _NEEDED = ("torch", "megatron-core", "megatron-bridge", "transformer-engine")
 _INSTALL = "install the stack into this environment: pip install 'bridge-cg-plugin[stack]'"
 
 
-def _guarded(found: Diagnosis, what: str, look: Callable[[], None]) -> bool:
-    """Look at something; what a broken library raises is a problem. Returns whether it worked."""
+def _guarded(found: Diagnosis, what: str, look: Callable[[], None]) -> None:
+    """Look at something; what a broken library raises is a problem."""
     try:
         look()
-        return True
     except Exception as error:
         said = str(error) if isinstance(error, probe.ProbeError) else f"{type(error).__name__}: {error}"
-        found.problems.append(Problem(f"{what} does not work: {said}", _remedy(said)))
-        return False
+        found.add(f"{what} does not work: {said}", _remedy(said))
 
 
 def _remedy(said: str) -> str:
@@ -181,58 +176,34 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _loads_itself(found: Diagnosis) -> bool:
-    """Whether the plugin is on here, or will be where PyTorch is imported."""
-    if "torch" in sys.modules:
-        return bool(plugin.status()["active"])
-    off = switched_on(plugin.SWITCH, True) is False
-    return bool(found.entry_points) and _pytorch_loads_plugins(found) and not off
-
-
-def _pytorch_loads_plugins(found: Diagnosis) -> bool:
-    return found.environment.get(TORCH_AUTOLOAD, "1") == "1"  # PyTorch takes every other value as 0
-
-
-def _look_at_torch(found: Diagnosis, started: probe.Started, seconds: float, wants_gpu: bool) -> None:
+def _look_at_torch(found: Diagnosis, started: Popen[str], seconds: float, wants_gpu: bool) -> None:
+    here = "torch" in sys.modules
     try:
-        facts = probe.result(started, seconds)
+        facts = probe.told(started, seconds)
     except probe.SlowError:
-        if wants_gpu:
+        if wants_gpu and not here:
             raise
+        facts = {}
+    for name, said in facts.get("libraries", {}).items():
+        found.add(f"{name} does not import: {said}", _remedy(said))
+    facts = probe.look() if here else facts
+    if not facts:
         return
     found.active, found.gpu = facts["active"], facts["gpu"]
-    found.problems += [Problem(f"PyTorch cannot tell {what}", _remedy(what)) for what in facts["failed"]]
+    for what in facts["failed"]:
+        found.add(f"PyTorch cannot tell {what}", _remedy(what))
     if found.gpu is None and wants_gpu:
-        found.problems.append(
-            Problem("PyTorch sees no NVIDIA GPU, and graphs are captured on one", "pass --no-gpu if there is none")
-        )
+        found.add("PyTorch sees no NVIDIA GPU, and graphs are captured on one", "pass --no-gpu if there is none")
 
 
-def _look_at_libraries(found: Diagnosis, importing: Popen[str], seconds: float) -> None:
-    """Note the libraries that do not import. That PyTorch takes long was said.
-
-    Raises:
-        ProbeError: One of them ended the process.
-    """
-    try:
-        failed = probe.told(importing, seconds)["failed"]
-    except probe.SlowError:
-        return
-    for name, said in failed.items():
-        found.problems.append(Problem(f"{name} does not import: {said}", _remedy(said)))
-
-
-def _look_at_autoload(found: Diagnosis) -> None:
+def _look_at_autoload(found: Diagnosis, loads: bool, off: bool) -> None:
     if not found.entry_points:
-        found.problems.append(Problem("the plugin is not installed, so it does not load itself", "pip install it"))
-    loads = _pytorch_loads_plugins(found)
+        found.add("the plugin is not installed, so it does not load itself", "pip install it")
     if not loads:
         what = f"{TORCH_AUTOLOAD}={found.environment[TORCH_AUTOLOAD]}: PyTorch loads no plugins"
-        found.problems.append(Problem(what, "unset it or call bridge_cg_plugin.activate()"))
-    if not found.active and (loads or switched_on(plugin.SWITCH, True) is False):
-        found.problems.append(
-            Problem("the plugin is off", f"unset {plugin.SWITCH} or call bridge_cg_plugin.activate()")
-        )
+        found.add(what, "unset it or call bridge_cg_plugin.activate()")
+    if not found.active and (loads or off):
+        found.add("the plugin is off", f"unset {plugin.SWITCH} or call bridge_cg_plugin.activate()")
 
 
 def _import_what_is_patched(found: Diagnosis) -> None:
@@ -241,12 +212,11 @@ def _import_what_is_patched(found: Diagnosis) -> None:
     for name in dict.fromkeys(seam.module for seam in SEAMS if seam.packaged and seam.touch == "patched"):
         try:
             importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if not name.startswith(str(error.name)):
-                found.problems.append(Problem(f"{name} does not import: {error}", "install what is missing"))
         except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and name.startswith(str(error.name)):
+                continue  # this release lacks the module
             what = f"{name} does not import: {type(error).__name__}: {error}"
-            found.problems.append(Problem(what, _remedy(what)))
+            found.add(what, _remedy(what))
 
 
 def _look_at_seams(found: Diagnosis, imports: bool) -> None:
@@ -259,36 +229,27 @@ def _look_at_seams(found: Diagnosis, imports: bool) -> None:
     found.known_release = is_known(release)
     if why := too_old(release):
         what, _, remedy = why.partition(": ")
-        found.problems.append(Problem(f"{what}, so the plugin stays off", remedy))
+        found.add(f"{what}, so the plugin stays off", remedy)
         return
     if imports:
         _import_what_is_patched(found)
     elif found.active:
         bridge_cg_plugin.activate()
     states = seam_states()
-    found.seams = {
-        name: {
-            "state": s.state,
-            "reason": s.reason,
-            "purpose": s.seam.purpose,
-            "place": s.seam.place,
-            "features": list(s.seam.features),
-        }
-        for name, s in states.items()
-    }
-    broken = {name: s for name, s in states.items() if s.state == "broken"}
+    for name, one in states.items():
+        facts = {"purpose": one.seam.purpose, "place": one.seam.place, "features": list(one.seam.features)}
+        found.seams[name] = {"state": one.state, "reason": one.reason, **facts}
+    broken = {name: one for name, one in states.items() if one.state == "broken"}
     found.features = {str(feature): asdict(state) for feature, state in feature_states(broken, found.active).items()}
     combination = combination_status(found.versions)
     found.combination = {"state": combination.state, "reason": combination.reason}
     table = ", ".join(r.bridge for r in RELEASES)
-    found.problems += [
-        Problem(
-            f"seam {name} does not fit megatron-bridge {release}: {s.reason}",
-            f"not available: {features_of(s.seam)}. Runs that ask for one of these are refused, others train; "
+    for name, one in broken.items():
+        found.add(
+            f"seam {name} does not fit megatron-bridge {release}: {one.reason}",
+            f"not available: {features_of(one.seam)}. Runs that ask for one of these are refused, others train; "
             f"use a release of the version table ({table}), or port the seam",
         )
-        for name, s in broken.items()
-    ]
 
 
 def _look_at_encoders(found: Diagnosis) -> None:
@@ -304,23 +265,13 @@ def _look_at_environment(found: Diagnosis) -> None:
 
     if switched_on(plugin.SWITCH, True) is None:
         what = f"{plugin.SWITCH}={os.environ[plugin.SWITCH]!r} is no switch, so the plugin stays on"
-        found.problems.append(Problem(what, f"set it to {ALLOWED}"))
+        found.add(what, f"set it to {ALLOWED}")
     for check in (check_process, memory_may_leave, lambda: normalize(os.environ.get(OPTIONS, ""))):
         try:
             check()
         except OptionError as error:
             what, _, remedy = str(error).rpartition(". ")
-            found.problems.append(Problem(what, remedy))
-
-
-def _features(found: Diagnosis) -> list[str]:
-    """Return a line for each feature: whether it works, and what stands in its way."""
-    lines = ["features"]
-    for name, feature in found.features.items():
-        models = f" (not for {', '.join(feature['models'])})" if feature["models"] else ""
-        because = f": seam {', '.join(feature['seams'])}" if feature["seams"] else ""
-        lines.append(f"  {feature['state']:13} {name}{models}{because}")
-    return lines
+            found.add(what, remedy)
 
 
 def render(found: Diagnosis, details: bool = False) -> str:
@@ -334,38 +285,33 @@ def render(found: Diagnosis, details: bool = False) -> str:
     return "\n".join(line for text in lines for line in wrapped(text))
 
 
-def _summary(found: Diagnosis) -> list[str]:
-    versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in found.versions.items())
-    lines = [f"versions: {versions}"]
+def _summary(found: Diagnosis) -> Iterator[str]:
+    yield f"versions: {', '.join(f'{name} {version or "not installed"}' for name, version in found.versions.items())}"
     if found.combination:
         verb = "is" if found.combination["state"] == "unknown" else "was"
-        lines.append(f"  this combination {verb} {found.combination['state']}: {found.combination['reason']}")
+        yield f"  this combination {verb} {found.combination['state']}: {found.combination['reason']}"
     if found.seams and not found.known_release:
-        lines.append("  this megatron-bridge is not in the version table: what fits is used, what does not is refused")
-    lines.append(f"plugin {'on' if found.active else 'off'}, entry points: {', '.join(found.entry_points) or 'none'}")
-    lines.append(f"GPU: {', '.join(f'{k} {v}' for k, v in found.gpu.items()) if found.gpu else 'none'}")
-    lines.append(f"environment: {found.environment or 'nothing that matters is set'}")
-    ready = sum(feature["state"] == "ready" for feature in found.features.values())
-    lines.append(f"features: {ready} of {len(found.features)} ready")
+        yield "  this megatron-bridge is not in the version table: what fits is used, what does not is refused"
+    yield f"plugin {'on' if found.active else 'off'}, entry points: {', '.join(found.entry_points) or 'none'}"
+    yield f"GPU: {', '.join(f'{k} {v}' for k, v in found.gpu.items()) if found.gpu else 'none'}"
+    yield f"environment: {found.environment or 'nothing that matters is set'}"
     other = [f"{name} ({one['state']})" for name, one in found.features.items() if one["state"] != "ready"]
-    lines += [f"  not ready: {', '.join(other)}"] if other else []
-    lines += _encoders(found)
-    states = Counter(seam["state"] for seam in found.seams.values())
-    lines.append(f"seams: {', '.join(f'{number} {state}' for state, number in sorted(states.items())) or 'not read'}")
-    return lines
-
-
-def _encoders(found: Diagnosis) -> list[str]:
-    """Return which encoders graphs take."""
+    yield f"features: {len(found.features) - len(other)} of {len(found.features)} ready"
+    if other:
+        yield f"  not ready: {', '.join(other)}"
     others = [f"{provider} by {adapter}" for provider, adapter in found.encoders.get("others", {}).items()]
-    return [
-        f"encoders that graphs take: {', '.join(found.encoders.get('built_in', ())) or 'not read'}",
-        f"  of other packages: {', '.join(others) or 'none'}; bridge-cg explain RECIPE names a recipe's",
-    ]
+    yield f"encoders that graphs take: {', '.join(found.encoders.get('built_in', ())) or 'not read'}"
+    yield f"  of other packages: {', '.join(others) or 'none'}; bridge-cg explain RECIPE names a recipe's"
+    states = sorted(Counter(seam["state"] for seam in found.seams.values()).items())
+    yield f"seams: {', '.join(f'{number} {state}' for state, number in states) or 'not read'}"
 
 
-def _details(found: Diagnosis) -> list[str]:
-    lines = ["", *_features(found), "seams"]
+def _details(found: Diagnosis) -> Iterator[str]:
+    yield from ("", "features")
+    for name, feature in found.features.items():
+        models = f" (not for {', '.join(feature['models'])})" if feature["models"] else ""
+        because = f": seam {', '.join(feature['seams'])}" if feature["seams"] else ""
+        yield f"  {feature['state']:13} {name}{models}{because}"
+    yield "seams"
     for name, seam in sorted(found.seams.items()):
-        lines.append(f"  {seam['state']:8} {name:34} {seam['reason'] or seam['purpose']}")
-    return lines
+        yield f"  {seam['state']:8} {name:34} {seam['reason'] or seam['purpose']}"

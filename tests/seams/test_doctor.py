@@ -1,5 +1,4 @@
 import json
-import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
@@ -19,8 +18,6 @@ from bridge_cg_plugin.upstream.seams.releases import NEWEST
 from tests.releases import ROOT
 
 pytestmark = pytest.mark.usefixtures("active")
-
-IMPORTS = "import sys; sys.path.insert(0, {!r})\nfrom bridge_cg_plugin.cli.probe import *; import_libraries()"
 
 
 def diagnose():
@@ -215,72 +212,63 @@ def test_a_fact_that_a_broken_library_keeps_is_named(monkeypatch):
     assert any("cudnn: RuntimeError: cuDNN version incompatibility" in p.what for p in found.problems)
 
 
-def started(code):
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def asked(monkeypatch, code, *path, seconds=60):
+    """Return what `doctor` finds where the process of its own runs a program, and it alone has PyTorch."""
+    monkeypatch.setenv("PYTHONPATH", ":".join(map(str, (*path, ROOT))))
+    start = probe.start
+    with monkeypatch.context() as patched:
+        patched.setattr(doctor.probe, "start", lambda: start(code))
+        patched.setattr(doctor, "WAIT", seconds)
+        patched.delitem(sys.modules, "torch")
+        return [f"{p.what} -> {p.remedy}" for p in doctor.diagnose().problems]
 
 
-def test_a_library_that_does_not_import_is_named(tmp_path, monkeypatch):
-    said = "libcudnn.so.9: cannot open shared object file"
-    for name, text in {"torch": "", "triton": "", "transformer_engine": f"raise OSError({said!r})"}.items():
+TOLD = (
+    "from bridge_cg_plugin.cli import probe; probe.look = lambda: dict(active=True, gpu=None, failed=[]); probe.main()"
+)
+
+
+@pytest.mark.parametrize(
+    ("library", "said"),
+    [
+        (
+            "raise OSError('libcudnn.so.9: cannot open shared object file')",
+            "OSError: libcudnn.so.9: cannot open shared",
+        ),
+        ("import os; os.abort()", "it ended the process that imported it, with status -6 -> reinstall what it names"),
+    ],
+)
+def test_a_library_that_does_not_import_is_named(tmp_path, monkeypatch, library, said):
+    for name, text in {"triton": "", "transformer_engine": library}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(text)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    found = doctor.Diagnosis()
-    doctor._look_at_libraries(found, probe.start_importing(), 60)
-    (problem,) = found.problems
-    assert problem.what == f"transformer_engine.pytorch does not import: OSError: {said}"
-    assert "install the library" in problem.remedy
+    found = asked(monkeypatch, TOLD, tmp_path)
+    assert any(f"transformer_engine.pytorch does not import: {said}" in what for what in found)
+    assert any("sees no NVIDIA GPU" in what for what in found)
 
 
-def test_libraries_that_cannot_be_asked_are_no_second_problem():
-    found = doctor.Diagnosis()
-    doctor._look_at_libraries(found, started("import time; time.sleep(60)"), 0.3)
-    assert not found.problems
+@pytest.mark.parametrize(
+    ("code", "seconds", "said"),
+    [
+        ("raise ImportError('libcudnn.so.9')", 60, "PyTorch does not work: ImportError: libcudnn.so.9 -> install"),
+        ("import time; time.sleep(60)", 0.01, "PyTorch does not work: it did not import within 0 s"),
+        ("print('noise'); import os; os._exit(3)", 60, "PyTorch does not work: its process ended with status 3"),
+    ],
+)
+def test_that_pytorch_does_not_import_is_one_problem(monkeypatch, code, seconds, said):
+    (problem,) = [what for what in asked(monkeypatch, code, seconds=seconds) if "PyTorch" in what]
+    assert problem.startswith(said)
 
 
-def asked(monkeypatch, torch, libraries):
-    """Return what is wrong where the two processes run these programs."""
-    monkeypatch.setattr(doctor.probe, "start", lambda: started(torch))
-    monkeypatch.setattr(doctor.probe, "start_importing", lambda: started(libraries))
-    return [problem.what for problem in doctor.diagnose().problems]
-
-
-def test_that_pytorch_does_not_import_is_one_problem(monkeypatch):
-    broken = "raise ImportError('libcudnn.so.9')"
-    assert sum("libcudnn" in what for what in asked(monkeypatch, broken, broken)) == 1
+def test_libraries_that_take_long_are_no_problem(monkeypatch):
+    slow = TOLD.replace("probe.main()", "probe.import_libraries = lambda: time.sleep(60); import time; probe.main()")
+    (problem,) = asked(monkeypatch, slow, seconds=20)
+    assert "sees no NVIDIA GPU" in problem
 
 
 def test_settings_that_end_pytorch_are_named(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments=True")
-    monkeypatch.setattr(doctor.probe, "start", lambda: started("import torch; torch.cuda.memory"))
-    problem = next(found for found in doctor.diagnose().problems if found.what.startswith("PyTorch does not work"))
-    assert "AllocatorConfig" in problem.what and "PYTORCH_CUDA_ALLOC_CONF" in problem.remedy
-
-
-def test_a_library_that_ends_its_process_is_named_beside_a_missing_gpu(monkeypatch):
-    works = "from bridge_cg_plugin.cli import probe; probe._tell({'active': True, 'gpu': None, 'failed': []})"
-    ends = "import os; print('BRIDGE_CG_IMPORTS hydra', flush=True); os.abort()"
-    found = asked(monkeypatch, works, ends)
-    assert any("sees no NVIDIA GPU" in what for what in found)
-    assert any("hydra ended the process that imported it" in what for what in found)
-
-
-def test_a_library_that_ends_its_process_is_named(tmp_path):
-    package = tmp_path / "hydra"
-    package.mkdir()
-    (package / "__init__.py").write_text("import os; os.abort()")
-    found = doctor.Diagnosis()
-    code = IMPORTS.format(str(tmp_path))
-    with pytest.raises(probe.ProbeError, match="hydra ended the process that imported it"):
-        doctor._look_at_libraries(found, started(code), 120)
-
-
-def test_a_process_that_ends_or_takes_too_long():
-    with pytest.raises(probe.ProbeError, match="ImportError: libcudnn.so.9"):
-        probe.result(started("raise ImportError('libcudnn.so.9: cannot open shared object file')"), 60)
-    with pytest.raises(probe.SlowError, match="within 0 s"):
-        probe.result(started("import time; time.sleep(60)"), 0.01)
-    noisy = "print('noise'); print('BRIDGE_CG_PROBE ' + '[1]')"
-    assert probe.result(started(noisy), 60) == [1]
-    assert plugin.status()["active"]
+    (problem,) = [what for what in asked(monkeypatch, "import torch; torch.cuda.memory") if "does not work" in what]
+    assert problem.startswith("PyTorch does not work") and "AllocatorConfig" in problem
+    assert "correct or unset PYTORCH_CUDA_ALLOC_CONF" in problem
