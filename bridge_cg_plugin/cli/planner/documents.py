@@ -337,7 +337,9 @@ def _named(size: str) -> Image | None:
 
 
 def _image(row: Any, where: str) -> Image:
-    values = [row.get("width"), row.get("height"), row.get("frames", 1)] if isinstance(row, dict) else [None]
+    values: list[Any] = [None]
+    if isinstance(row, dict):
+        values = [row.get("width"), row.get("height"), row.get("frames", 1)]
     if any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in values):
         what = "must have width, height and maybe frames, in whole numbers of at least 1"
         raise PlanError(f"Cannot plan from {where}: {row!r} {what}.")

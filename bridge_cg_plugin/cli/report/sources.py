@@ -151,19 +151,19 @@ def _graphs(record: Mapping[str, Any], kind: GraphKind) -> dict[str, GraphCounts
 def _run(record: Mapping[str, Any]) -> Run:
     gpu = record.get("gpu") or "none"
     losses, norms, times = (tuple(enumerate(map(float, record.get(name) or []), 1)) for name in _SERIES)
+    known: dict[str, Any] = {name: record.get(name) for name in ("ms", *_FIGURES)}
+    known |= {name: record.get(name) or "" for name in ("error", "wrong", "date", "command")}
     return Run(
         case=record["case"],
         mode=record["mode"],
         losses=losses,
         grad_norms=norms,
         times=times,
-        ms=record.get("ms"),
-        **{name: record.get(name) for name in _FIGURES},
         peak_tflops=peak_tflops(gpu),
         graphs={name: counts for kind in KINDS for name, counts in _graphs(record, kind).items()},
-        **{name: record.get(name) or "" for name in ("error", "wrong", "date", "command")},
         gpu="" if gpu == "none" else gpu,
         versions=record["versions"],
+        **known,
     )
 
 
