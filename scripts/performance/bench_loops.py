@@ -34,8 +34,7 @@ from examples.photographs.processes import TrainingFailed, TrainingProcess
 from scripts.performance.loops.records import in_words, record_of
 from scripts.performance.loops.rounds import FIRST
 from scripts.performance.loops.verl_setup import ADAPTERS
-from scripts.performance.records import output_path, put_record
-from scripts.performance.words import at_least, names_of
+from scripts.performance.records import at_least, names_of, output_path, put_record
 
 WORKER = "scripts.performance.loops.verl_rounds"
 SEED = 0

@@ -26,8 +26,7 @@ import torch
 from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.options import VisionGraphOptions
 from scripts.performance.measure import GIB, collect, median_times, profile
-from scripts.performance.records import first_line, output_path, put_record
-from scripts.performance.words import at_least, names_of
+from scripts.performance.records import at_least, first_line, names_of, output_path, put_record
 from tests.models import language_model as lm
 from tests.models import tower
 from tests.models.workloads import CASES, Grid, one_image, tokens_of

@@ -25,8 +25,7 @@ from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from bridge_cg_plugin.language.packed.fit import pack_buckets
 from scripts.performance.measure import GIB, PeakMemory, collect, median_times, profile
-from scripts.performance.records import first_line, output_path, put_record
-from scripts.performance.words import at_least, names_of
+from scripts.performance.records import at_least, first_line, names_of, output_path, put_record
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity
 from tests.models import tower

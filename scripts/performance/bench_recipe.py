@@ -32,8 +32,7 @@ from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
 from examples.photographs.processes import TrainingFailed, TrainingProcess
-from scripts.performance.records import loss_distance, output_path, put_cases
-from scripts.performance.words import at_least, names_of
+from scripts.performance.records import at_least, loss_distance, names_of, output_path, put_cases
 from tests.models.hub_folders import MODELS, variables_of
 
 

@@ -23,8 +23,7 @@ from bridge_cg_plugin.cli.runs.recipe import error_in
 from bridge_cg_plugin.cli.runs.results import provenance
 from examples.photographs.comparison import SKIPPED, median_ms
 from examples.photographs.processes import TrainingFailed, TrainingProcess
-from scripts.performance.records import loss_distance, output_path, put_record
-from scripts.performance.words import names_of
+from scripts.performance.records import loss_distance, names_of, output_path, put_record
 
 IMAGES = {"single": ("--single",), "mixed": (), "large": ("--large",)}
 LANGUAGE_MODELS = ("4x2048", "16x2048", "28x2560")

@@ -19,8 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.performance.encoders import MODES, measure
-from scripts.performance.records import output_path, put_record
-from scripts.performance.words import at_least, names_of
+from scripts.performance.records import at_least, names_of, output_path, put_record
 from tests.models import tower
 from tests.models.encoder_case import Encoder
 from tests.models.encoders import ENCODERS

@@ -28,7 +28,7 @@ from bridge_cg_plugin.cli.runs.recipe import free_port
 from examples.photographs.comparison import SKIPPED
 from scripts.performance.bench_step import DISTINCT
 from scripts.performance.measure import Run, collect, median_times
-from scripts.performance.words import at_least, names_of
+from scripts.performance.records import at_least, names_of
 from tests.models.workloads import CASES as IMAGES
 
 PACKS = {f"dense_{tokens}": tokens for tokens in (2048, 4096)}

@@ -23,8 +23,7 @@ sys.path.insert(0, str(ROOT))
 from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.graphs.errors import CaptureError
 from scripts.performance.encoders import MODES, Results, capture, differences, run_step
-from scripts.performance.records import output_path, put_record
-from scripts.performance.words import at_least, names_of
+from scripts.performance.records import at_least, names_of, output_path, put_record
 from tests.models import tower
 from tests.models.encoder_case import Batch, Encoder
 from tests.models.encoders import ENCODERS

@@ -1,7 +1,8 @@
-"""Records of benchmarks: their files and their fields, which docs/benchmarks/format.md explains."""
+"""What benchmarks share: parsers of command lines, and records, whose fields docs/benchmarks/format.md explains."""
 
+import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,3 +74,27 @@ def output_path(given: Path | None, name: str) -> Path:
 def first_line(error: BaseException) -> str:
     """Return an error's type and the first line of what it says."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
+
+
+def names_of(*names: str) -> Callable[[str], tuple[str, ...]]:
+    """Return a parser of comma-separated names, each of which must be one of these."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        found = tuple(name.strip() for name in text.split(",") if name.strip())
+        for name in found:
+            if name not in names:
+                raise argparse.ArgumentTypeError(f"must be of {', '.join(names)}, not {name!r}")
+        return found
+
+    return parse
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} on, not {text!r}")
+        return int(text)
+
+    return parse
