@@ -6,7 +6,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NoReturn
 
@@ -92,30 +92,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, given: Sequence[str], tell: Tell) -> int:
-    if args.command == "explain":
-        return explained.run(given[given.index("explain") + 1 :], tell)
-    if args.command == "report":
-        return reports.run_report(args, tell)
-    if args.command == "plan":
-        return planner.run(args, tell)
-    if args.command == "recipes":
-        return explained_recipes.run(args.filter, args.json, tell)
-    if args.command == "audit":
-        return run_audit(args.sources, args.json, tell)
-    return run_doctor(args.json, not args.no_gpu, args.details, tell)
+    commands: dict[str, Callable[[], int]] = {
+        "explain": lambda: explained.run(given[given.index("explain") + 1 :], tell),
+        "report": lambda: reports.run_report(args, tell),
+        "plan": lambda: planner.run(args, tell),
+        "recipes": lambda: explained_recipes.run(args.filter, args.json, tell),
+        "audit": lambda: _audit(args.sources, args.json, tell),
+        "doctor": lambda: _doctor(args, tell),
+    }
+    return commands[args.command]()
 
 
-def run_doctor(as_json: bool, wants_gpu: bool, details: bool, tell: Tell) -> int:
-    """Print the findings; returns 1 if there are problems, else 0."""
+def _doctor(args: argparse.Namespace, tell: Tell) -> int:
     from .doctor import diagnose, render
 
-    found = diagnose(wants_gpu, details)
-    tell(json.dumps(found.as_dict()) if as_json else render(found, details))
+    found = diagnose(not args.no_gpu, args.details)
+    tell(json.dumps(found.as_dict()) if args.json else render(found, args.details))
     return 1 if found.problems else 0
 
 
-def run_audit(sources: Sequence[str], as_json: bool, tell: Tell) -> int:
-    """Print the drift; returns 1 if there is any, 2 if a source cannot be read, else 0."""
+def _audit(sources: Sequence[str], as_json: bool, tell: Tell) -> int:
     from .audit import AuditError, audit, render
 
     try:

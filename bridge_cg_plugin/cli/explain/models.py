@@ -188,8 +188,8 @@ def _provider_of(name: str, *args: Any, **kwargs: Any) -> Any:
     made = _provider(_kind(family.provider), sizes)
     if hasattr(made, "vision_config"):
         known = {"deepstack_visual_indexes": list(family.deepstack)} if family.deepstack else {}
-        sizes = dict(zip(("depth", "hidden_size"), family.encoder, strict=False))
-        made.vision_config = SimpleNamespace(**known, **sizes)
+        encoder = dict(zip(("depth", "hidden_size"), family.encoder, strict=False))
+        made.vision_config = SimpleNamespace(**known, **encoder)
     return made
 
 

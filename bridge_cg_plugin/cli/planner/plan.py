@@ -190,15 +190,17 @@ def plan_packs(
     """
     if not packs:
         raise PlanError("Cannot plan without packs: the data holds fewer documents than one microbatch takes.")
-    bounds, capacities = candidates(packs, layout)
-    counts, alike = [len(pack) for pack in packs], Counter(packs)
+    counts, alike = sorted(len(pack) for pack in packs), Counter(packs)
+    powers = (1 << n for n in range(2, counts[-1].bit_length() + 1))
+    bounds = {counts[_rank(share, len(counts))] for share in SHARES} | {n for n in powers if n <= 2 * counts[-1]}
+    capacities = _bucket_sets([sum(pack) for pack in packs], layout)
     choices = []
-    for bound in bounds:
+    for bound in sorted(bounds):
         found = [expect(alike, costs, bound, buckets, layout) for buckets in capacities]
-        if found := [choice for choice in found if fits(choice.memory_gb, max_memory_gb)]:
+        if found := [choice for choice in found if _fits(choice.memory_gb, max_memory_gb)]:
             choices.append(_cheapest(sorted(found, key=lambda c: len(c.buckets))))
     if not choices:
-        raise too_little(costs, max_memory_gb, min(b[-1] for b in capacities), "packs")
+        raise _too_little(costs, max_memory_gb, min(b[-1] for b in capacities), "packs")
     return PackedPlan(
         packs=len(packs),
         documents=percentiles(counts),
@@ -209,13 +211,6 @@ def plan_packs(
         origin=costs.origin,
         layout=str(layout),
     )
-
-
-def candidates(packs: Sequence[Pack], layout: RankLayout = ALONE) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Return the document bounds, ascending, and the bucket lists, from few to many, that plans are chosen from."""
-    counts = sorted(len(pack) for pack in packs)
-    bounds = {counts[_rank(share, len(counts))] for share in SHARES} | _powers(counts[-1])
-    return sorted(bounds), _bucket_sets([sum(pack) for pack in packs], layout)
 
 
 def expect(
@@ -277,16 +272,12 @@ def _bucket_sets(tokens: Sequence[int], layout: RankLayout) -> list[tuple[int, .
     return list(dict.fromkeys(plans))
 
 
-def _powers(largest: int) -> set[int]:
-    return {1 << n for n in range(2, largest.bit_length() + 1) if 1 << n <= 2 * largest}
-
-
-def fits(memory_gb: float | None, limit: float | None) -> bool:
+def _fits(memory_gb: float | None, limit: float | None) -> bool:
     """Whether a slot keeps within a limit, in GiB. What is not known does not."""
     return limit is None or (memory_gb is not None and memory_gb <= limit)
 
 
-def too_little(costs: Costs, limit: float | None, smallest: int, what: str) -> PlanError:
+def _too_little(costs: Costs, limit: float | None, smallest: int, what: str) -> PlanError:
     """Return the refusal of a limit of memory that nothing keeps within.
 
     Args:
@@ -378,9 +369,9 @@ def plan_images(
     plans = [plan_buckets(taken, max_buckets=count, exact_below=EXACT_BELOW) for count in BUCKET_COUNTS]
     if len(set(taken)) <= max(BUCKET_COUNTS):
         plans.append(tuple(sorted(set(taken))))
-    fitting = [buckets for buckets in plans if fits(costs.memory_gb(buckets[-1]), max_memory_gb)]
+    fitting = [buckets for buckets in plans if _fits(costs.memory_gb(buckets[-1]), max_memory_gb)]
     if not fitting:
-        raise too_little(costs, max_memory_gb, min(buckets[-1] for buckets in plans), "microbatch")
+        raise _too_little(costs, max_memory_gb, min(buckets[-1] for buckets in plans), "microbatch")
     alike = Counter(batches)
     choices = [(_expect(alike, costs, bound, buckets), buckets) for buckets in fitting]
     best, buckets = min(choices, key=lambda choice: (choice[0].cost, len(choice[1])))

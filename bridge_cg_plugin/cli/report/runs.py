@@ -227,25 +227,6 @@ def compare_to_spread(eager: Sequence[Sequence[float]], graphs: Sequence[float])
     return Spread(inside, worst, place)
 
 
-def each_by_others(runs: Sequence[Sequence[float]]) -> list[Spread]:
-    """Compare every run with the others, as if these were the eager ones.
-
-    Raises:
-        ValueError: As `compare_to_spread`; that takes three runs.
-    """
-    return [compare_to_spread([*runs[:i], *runs[i + 1 :]], run) for i, run in enumerate(runs)]
-
-
-def outside_by_others(*values: Sequence[Sequence[float]]) -> int:
-    """Return how many eager runs are outside where the others are their eager ones; arguments as `how_eager_fares`.
-
-    Raises:
-        ValueError: As `each_by_others`.
-    """
-    judged = zip(*map(each_by_others, values), strict=True)
-    return sum(not all(found.inside for found in of_run) for of_run in judged)
-
-
 def how_eager_fares(*values: Sequence[Sequence[float]]) -> str:
     """Return a sentence on eager runs that the other eager runs judge, for a graphed run that is outside.
 
@@ -257,7 +238,11 @@ def how_eager_fares(*values: Sequence[Sequence[float]]) -> str:
     count = len(values[0])
     if count < 3:
         return f"{count} eager runs say little of what eager can do: give more."
-    outside = outside_by_others(*values)
+    inside = [True] * count
+    for runs in values:
+        for i, run in enumerate(runs):
+            inside[i] &= compare_to_spread([*runs[:i], *runs[i + 1 :]], run).inside
+    outside = inside.count(False)
     said = f"Judged in the same way by the others, {outside} of {count} eager runs are outside"
     return f"{said} as well: give more." if outside else f"{said}."
 

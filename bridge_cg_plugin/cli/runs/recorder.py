@@ -21,13 +21,9 @@ class Recorder(Callback):
     """Keeps a run's figures; `record()` has them after training, on every rank.
 
     Step times are from before a step's first launch to the end of its last kernel.
-
-    Args:
-        steps: How many are kept, from the first; None for all.
     """
 
-    def __init__(self, steps: int | None = None) -> None:
-        self._steps = steps
+    def __init__(self) -> None:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.step_ms: list[float] = []
@@ -55,16 +51,12 @@ class Recorder(Callback):
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Start the clock."""
         self._add_tflop(context)
-        if self._is_full():
-            return
         self._images = 0
         _synchronize()
         self._began = time.perf_counter()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Stop the clock and keep the step's figures."""
-        if self._is_full():
-            return
         _synchronize()
         self.step_ms.append((time.perf_counter() - self._began) * 1e3)
         if context.loss_dict:  # the last pipeline stage has it
@@ -90,9 +82,6 @@ class Recorder(Callback):
         if torch.distributed.is_initialized():
             self._parts = [{} for _ in range(torch.distributed.get_world_size())]
             torch.distributed.all_gather_object(self._parts, own)
-
-    def _is_full(self) -> bool:
-        return self._steps is not None and len(self.step_ms) >= self._steps
 
     def _add_tflop(self, context: CallbackContext) -> None:
         # Bridge counts a step after its end.
