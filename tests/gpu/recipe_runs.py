@@ -6,7 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bridge_cg_plugin.cli.report.sources import Run, read_log
+from bridge_cg_plugin.cli.report.runs import Run
+from bridge_cg_plugin.cli.report.sources import read_log
 from bridge_cg_plugin.cli.runs.recipe import free_port
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "performance" / "run_recipe.py"
