@@ -299,9 +299,18 @@ class Region:
 
     def still_holds(self, decided: Replay, batch: Any) -> bool:
         """Whether a batch of the decided shape, which comes a moment later, is replayed as was decided."""
-        gradients = torch.is_grad_enabled() and self._wants_gradients(decided.source, batch)
-        free = decided.slot.free and _admits(decided.slot, decided.recorded)
-        return free and gradients == decided.gradients and not (gradients and in_checkpoint())
+        gradients, device = (
+            torch.is_grad_enabled() and self._wants_gradients(decided.source, batch),
+            self.executor.device,
+        )
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        return (
+            decided.slot.free
+            and _admits(decided.slot, decided.recorded)
+            and gradients == decided.gradients
+            and autocast == decided.source.numerics.autocast
+            and not (gradients and in_checkpoint())
+        )
 
     def _larger(self, source: Source, batch: Any, bucket: Bucket, mode: Mode) -> tuple[Bucket, Any] | None:
         """Return a bucket after this one that accepts the batch and has a recording in a free slot, with that."""

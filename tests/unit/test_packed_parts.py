@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from bridge_cg_plugin.graphs.rows import write_offsets
 from bridge_cg_plugin.language.packed import program
@@ -114,6 +115,27 @@ def test_microbatches_in_flight_keep_their_offsets_apart(bare, modules, order):
             for found, right in zip(run(), expected, strict=True):
                 assert_close(found, right)
         assert not graphs.statistics().fallbacks and replayed(graphs) == 4 * len(graphs._regions)
+
+
+def under_autocast(forward):
+    with torch.autocast("cpu", torch.bfloat16):
+        return forward()
+
+
+def in_checkpoint(forward):
+    return checkpoint(forward, use_reentrant=False)
+
+
+@pytest.mark.parametrize("around, reason", [(under_autocast, "autocast_changed"), (in_checkpoint, "in_checkpoint")])
+def test_a_part_that_is_called_in_another_way_than_the_decoder_runs_eager(around, reason):
+    model = new_model()
+    layer = model.decoder.layers[1]
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: around(lambda: forward(*args, **kwargs))
+    expected = model(**pack((30, 180, 77)))
+    with on_parts(model, ["attn"]) as graphs:
+        assert_close([model(**pack((30, 180, 77)))], [expected])
+        assert graphs.statistics().fallbacks == {reason: 1} and replayed(graphs) == len(graphs._regions) - 1
 
 
 def test_parts_use_a_slot_that_is_free_in_all_of_them(bare):
