@@ -13,8 +13,8 @@ from .planning.buckets import Bucket
 from .planning.demand import Demand
 from .program import RegionProgram
 from .rank_consensus import RankConsensus, SingleRank
-from .recordings.activations import Offloading
 from .recordings.chain import Chain
+from .recordings.offloading import Offloading
 from .replays.gradients import Reduction
 from .replays.slot import SharedInputs
 

@@ -40,7 +40,7 @@ type _Key = tuple[Bucket, tuple[tuple[str, int], ...]]
 
 
 class RegionOffloading:
-    """See `graphs.recordings.activations.Offloading`.
+    """See `graphs.recordings.offloading.Offloading`.
 
     Args:
         policy: What is asked for.

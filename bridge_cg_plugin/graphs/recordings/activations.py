@@ -1,14 +1,10 @@
-"""What the engine asks of objects that keep activations between a forward and its backward, and that make these."""
+"""What the engine asks of an object that keeps a region's activations between its forward and its backward."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .executor import Executor
-    from .recording import RegionBody
 
 
 class Activations(Protocol):
@@ -35,35 +31,6 @@ class Activations(Protocol):
 
     def forget(self) -> None:
         """Drop what is left of a forward whose backward will not come."""
-
-
-class Offloading(Protocol):
-    """Makes the activations of a region, or of parts that run one after the other and share a slot's memory."""
-
-    def prepare(
-        self, executor: "Executor", bodies: "Sequence[RegionBody]", slot: int
-    ) -> "Sequence[Activations | None]":
-        """Return what keeps each body's activations in a slot, None where they stay in the graph's memory.
-
-        Their warm-up is over.
-
-        Raises:
-            CaptureError: They cannot be kept as asked for.
-        """
-
-    def accepts(self, nbytes: int) -> bool:
-        """Whether a slot, all buckets recorded, may take so many bytes; if not, `prepare` is asked again for less.
-
-        Raises:
-            CaptureError: It takes too much and cannot take less.
-        """
-
-    def release(self) -> None:
-        """Give back all host memory."""
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Page-locked host memory held, in bytes."""
 
 
 # Address of a storage that came back -> the address at which it was saved. Autograd calls a backward in a thread of its

@@ -15,9 +15,9 @@ from ..planning.buckets import Bucket
 from ..replays.gradients import static_bytes_of
 from ..replays.slot import ChainSlot, Slot, Turn
 from ..reports.ranges import named_range
-from .activations import Offloading
 from .executor import Executor
 from .layer_kinds import record_warmed_up
+from .offloading import Offloading
 from .recording import Mode, Recording, RegionBody
 
 # What is recorded in a slot.
