@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from .changes.model_watch import NOTHING_EXEMPT, Exempt
+from .changes.state import NOTHING_EXEMPT, Exempt
 from .fallback import Fallback
 from .planning.buckets import Bucket
 from .planning.demand import Demand

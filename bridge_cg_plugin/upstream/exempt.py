@@ -1,13 +1,9 @@
 """What upstream changes of a model while it trains without changing what the model computes."""
 
-import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
-from ..graphs.changes.model_watch import Exempt
+from ..graphs.changes.state import Exempt
 from ..graphs.changes.values import look_not_into
 from .seams.contract import PLACES, held_now
 from .seams.own_code import own_code
@@ -23,9 +19,6 @@ BOOKKEEPING = frozenset(
     )
 )
 look_not_into("megatron.core.timers", "megatron.core.process_groups_config")
-# Transformer Engine numbers the modules of a process, for its debugger.
-LABEL, NUMBERED, ENGINE = "name", re.compile(r"Layer_\d+"), "transformer_engine."
-DEBUGGER = "transformer_engine.debug.pytorch.debug_state"
 # The all-to-all dispatcher keeps `probs` and `routing_map` of a pass, for one; statistics and caches are globals.
 PACKAGES = frozenset(("megatron", "transformer_engine"))
 # Where hooks are made that are part of a module's forward, or that gather parameters, for which replays wait, or that
@@ -47,14 +40,4 @@ def own_hook(hook: Callable[..., Any]) -> bool:
     return module in OWN_HOOKS or module.partition(".")[0] == __name__.partition(".")[0]
 
 
-def label(module: nn.Module, name: str, value: Any) -> bool:
-    """Whether an attribute is a number that Transformer Engine gave a module, and nobody debugs modules by name."""
-    if name != LABEL or not isinstance(value, str) or NUMBERED.fullmatch(value) is None:
-        return False
-    if not any(kind.__module__.startswith(ENGINE) for kind in type(module).__mro__):
-        return False
-    state = getattr(sys.modules.get(DEBUGGER), "TEDebugState", None)
-    return not getattr(state, "debug_enabled", None)
-
-
-EXEMPT = Exempt(BOOKKEEPING, own_hook, label, PACKAGES, held_now, PLACES, own_code)
+EXEMPT = Exempt(BOOKKEEPING, own_hook, PACKAGES, held_now, PLACES, own_code)

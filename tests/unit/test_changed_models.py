@@ -1,11 +1,7 @@
 """A model that changes under its graphs: every microbatch equals eager, on graphs again where the change lasts."""
 
-import functools
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
-from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 from megatron.bridge.peft.lora import LoRA
@@ -182,86 +178,6 @@ def test_a_model_that_changes_all_the_time_is_captured_seldom_and_on_graphs_agai
             tower(*draw([[1, 4, 4]]))
         assert graphs.statistics().replays >= changing + LASTING
     assert len(caplog.records) <= MOST_TOLD
-
-
-class Reading(torch.nn.Module):
-    """A linear layer whose output is scaled by what objects in attributes hold."""
-
-    def __init__(self, inner, held):
-        super().__init__()
-        self.inner, self.held, self.config = inner, held, SimpleNamespace(inner=SimpleNamespace(scale=2.0))
-
-    def forward(self, hidden):
-        output, bias = self.inner(hidden)
-        return output * read(self.held) * self.config.inner.scale, bias
-
-
-@dataclass
-class Settings:
-    scale: float = 2.0
-
-
-@dataclass(slots=True)
-class Slotted:
-    scale: float = 2.0
-
-
-class Plain:
-    def __init__(self):
-        self.scale = 2.0
-
-
-HELD = [Settings, Slotted, Plain, lambda: SimpleNamespace(scale=2.0), lambda: numpy.array([2.0])]
-HELD += [lambda: functools.partial(print, scale=2.0)]
-WITHIN = [
-    lambda held: held,
-    lambda held: {"a": {"b": held}},
-    lambda held: ([held],),
-    lambda held: SimpleNamespace(a=held),
-]
-
-
-def read(held):
-    """Return the scale that is somewhere inside a value."""
-    if isinstance(held, numpy.ndarray):
-        return float(held[0])
-    if isinstance(held, functools.partial):
-        return held.keywords["scale"]
-    inside = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else None
-    if inside is None:
-        return held.scale if hasattr(held, "scale") else read(held.a)
-    return read(next(iter(inside)))
-
-
-def write(held, scale):
-    """Set the scale that is somewhere inside a value."""
-    if isinstance(held, numpy.ndarray):
-        held[0] = scale
-    elif isinstance(held, functools.partial):
-        held.keywords["scale"] = scale
-    elif isinstance(held, (dict, list, tuple)):
-        write(next(iter(held.values() if isinstance(held, dict) else held)), scale)
-    elif hasattr(held, "scale"):
-        held.scale = scale
-    else:
-        write(held.a, scale)
-
-
-@pytest.mark.parametrize("in_step", [False, True])
-def test_what_objects_in_attributes_hold_is_part_of_the_model(in_step):
-    for make, within in [*((make, WITHIN[0]) for make in HELD), *((Settings, within) for within in WITHIN[1:])]:
-        tower, held = new_tower(), within(make())
-        tower.decoder.layers[0].mlp.linear_fc2 = reading = Reading(tower.decoder.layers[0].mlp.linear_fc2, held)
-        with graphs_on(tower, buckets=(16,), executor=TapeExecutor()) as graphs:
-            for changed in (held, reading.config.inner):
-                for scale in (5.0, 2.0):
-                    write(changed, scale)
-                    for _ in range(2):
-                        with graphs.step() if in_step else nullcontext(), torch.no_grad():
-                            actual = tower(*draw([[1, 4, 4]]))[0]
-                            with graphs.paused():
-                                assert_close([actual], [tower(*draw([[1, 4, 4]]))[0]])
-            assert graphs.statistics().fallbacks["model_changed"] == 2
 
 
 class Gained(torch.nn.Module):

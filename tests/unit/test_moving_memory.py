@@ -6,6 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.changes.source import SAMPLE
+from bridge_cg_plugin.graphs.changes.sources import MOST_SOURCES
 from bridge_cg_plugin.graphs.errors import ReplayError
 from bridge_cg_plugin.graphs.manager import MANY_MOVES
 
@@ -56,13 +57,13 @@ def test_memory_that_moves_between_forward_and_backward_is_an_error_and_is_not_w
 
 
 @settings(max_examples=5, deadline=None)
-@given(places=st.lists(st.integers(0, 2), min_size=2, max_size=8))
-@example(places=[1, 0, 1, 0, 1])
-def test_recordings_of_the_last_two_places_of_memory_are_kept(places):
+@given(places=st.lists(st.integers(1, 5), min_size=2, max_size=8))
+@example(places=[1, 2, 3, 1, 2, 3, 4, 5, 1])
+def test_recordings_of_the_last_places_of_memory_are_kept(places):
     tower, reference = new_tower(), new_tower()
     flat, expected = with_main_grads(tower), with_main_grads(reference)
-    memory = [[p.detach().clone() for p in tower.parameters()] for _ in range(3)]
-    executor, expected_count, kept = CountingTape(), 0, []
+    memory = [[p.detach().clone() for p in tower.parameters()] for _ in range(6)]
+    executor, expected_count, kept = CountingTape(), 0, [0]
     with graphs_on(tower, buckets=(16,), executor=executor) as graphs:
         executor.recorded = 0
         for number, place in enumerate(places):
@@ -73,7 +74,7 @@ def test_recordings_of_the_last_two_places_of_memory_are_kept(places):
                     loss_of(forward(model, [[1, 4, 4]], seed=number)).backward()
             assert_close([flat], [expected])
             expected_count += place not in kept
-            kept = [place, *[other for other in kept if other != place]][:2]
+            kept = [place, *[other for other in kept if other != place]][:MOST_SOURCES]
         statistics = graphs.statistics()
         assert not statistics.fallbacks and statistics.replays == len(places)
         assert executor.recorded == expected_count

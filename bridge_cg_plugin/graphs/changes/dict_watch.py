@@ -1,34 +1,21 @@
-"""Learn of changes of dicts without looking at them: CPython's dict watchers (`PyDict_Watch`, Python 3.12 and later).
+"""Learn of writes to dicts without looking at them: CPython's dict watchers (`PyDict_Watch`, Python 3.12 and later).
 
 A model's modules keep what decides their computation in dicts: attributes, parameters, buffers, submodules, hooks. A
-look at all of them before every replay would cost milliseconds. A watched dict calls back when it changes, and costs
-nothing while it does not.
+watched dict calls back before it changes, and costs nothing while it does not.
 """
 
 import atexit
 import ctypes
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from enum import IntEnum
 from typing import Any
 from weakref import WeakMethod
 
-# Called with a watched dict and a key of it whose value is about to change.
-Listener = Callable[[dict[Any, Any], Hashable], None]
-
-
-class _Event(IntEnum):
-    """CPython's `PyDict_WatchEvent`."""
-
-    ADDED = 0
-    MODIFIED = 1
-    DELETED = 2
-    CLONED = 3
-    CLEARED = 4
-    DEALLOCATED = 5
-
-
-_ONE_KEY = frozenset((_Event.ADDED, _Event.MODIFIED, _Event.DELETED))
+# Called with a watched dict, a key whose value is about to change, and the new value; `MISSING` where it is not known.
+Listener = Callable[[dict[Any, Any], Hashable, Any], None]
+MISSING: Any = object()
+# Of CPython's `PyDict_WatchEvent`. The others are of one key.
+_CLONED, _CLEARED, _DEALLOCATED = 3, 4, 5
 _Callback = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 
@@ -48,17 +35,18 @@ class DictWatcher:
         """Call a bound method before every change of a dict, until `unwatch` or for as long as its object lives."""
         if self._number is None:
             self._number = self._add()
-        others = tuple(other for other in self._listeners.get(id(table), ()) if other() not in (None, listener))
-        self._listeners[id(table)] = (*others, WeakMethod(listener))
+        self._listeners[id(table)] = (*self._others(table, listener), WeakMethod(listener))
         ctypes.pythonapi.PyDict_Watch(self._number, ctypes.py_object(table))
 
     def unwatch(self, table: dict[Any, Any], listener: Listener) -> None:
         """Take one listener off a dict."""
-        left = tuple(other for other in self._listeners.get(id(table), ()) if other() not in (None, listener))
-        if left:
-            self._listeners[id(table)] = left
+        if others := self._others(table, listener):
+            self._listeners[id(table)] = others
         elif self._listeners.pop(id(table), None):
             ctypes.pythonapi.PyDict_Unwatch(self._number, ctypes.py_object(table))
+
+    def _others(self, table: dict[Any, Any], listener: Listener) -> tuple[WeakMethod[Listener], ...]:
+        return tuple(other for other in self._listeners.get(id(table), ()) if other() not in (None, listener))
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -78,29 +66,16 @@ class DictWatcher:
         return number
 
     def _changes(self, event: int, address: int, key: int | None, value: int | None) -> int:
-        if event == _Event.DEALLOCATED:
+        if event == _DEALLOCATED:
             self._listeners.pop(address, None)
-            return 0
-        if self._silent:
-            return 0
-        listeners = self._listeners.get(address, ())
-        if listeners:
-            table = _object(address)
-            for name in _changing(event, table, key):
-                for reference in listeners:
-                    listener = reference()
-                    if listener is not None:
-                        listener(table, name)
+        elif not self._silent and (listeners := self._listeners.get(address)):
+            table, new = _object(address), MISSING if value is None else _object(value)
+            # All that another dict brings, all that are there, or one.
+            names = {_CLONED: lambda: _object(key), _CLEARED: lambda: table}.get(event, lambda: (_object(key),))()
+            for listener in filter(None, [reference() for reference in listeners]):
+                for name in tuple(names):
+                    listener(table, name, new)
         return 0
-
-
-def _changing(event: int, table: dict[Any, Any], key: int | None) -> tuple[Hashable, ...]:
-    """Return the keys of an event: one, all that are there, or all that another dict brings."""
-    if event in _ONE_KEY:
-        return (_object(key),)
-    if event == _Event.CLONED:
-        return tuple(_object(key))
-    return tuple(table)  # cleared
 
 
 def _object(address: int | None) -> Any:

@@ -1,14 +1,14 @@
 """What recordings were made from: if it does not hold any more, they compute something else than the model."""
 
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, cycle, repeat
+from itertools import cycle, repeat
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..planning.buckets import Bucket
@@ -18,7 +18,7 @@ from ..recordings.recording import Mode, Recording
 from ..replays.gradients import GradientSinks, ParameterHooks, Reduction
 from ..replays.slot import Slot, Turn
 from ..retries import Failures
-from .identity import storage_of
+from .state import State
 
 _requires_grad, _dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 # Parameters that a look inside a step takes.
@@ -26,23 +26,9 @@ SAMPLE = 48
 # Microbatches that ask for a recording that failed, before it is first tried again.
 TRIED_AGAIN = 16
 
-
 # What PyTorch 2.9 and later read a precision with; the older getter raises where somebody used the newer setting.
 _PRECISION = getattr(torch._C, "_get_fp32_precision_getter", None)
 _BACKENDS = {"cuda": "cuda", "cpu": "mkldnn"}
-
-
-def precision_getters(device_type: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return what reads the precision of fp32 matrix products and that of convolutions on a device."""
-    if _PRECISION is None:
-        return torch._C._get_float32_matmul_precision, torch._C._get_cudnn_allow_tf32
-    backend = _BACKENDS.get(device_type, device_type)
-    return partial(_PRECISION, backend, "matmul"), partial(_PRECISION, backend, "conv")
-
-
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return what autocast casts to in this thread; None without autocast."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 class Numerics(NamedTuple):
@@ -58,17 +44,20 @@ class Numerics(NamedTuple):
     products: str
     convolutions: str
 
-    @classmethod
-    def of(cls, autocast: torch.dtype | None, *precisions: Any) -> "Numerics":
-        """Return settings as they were read: precision that nobody has set is IEEE's."""
-        products, convolutions = ("ieee" if name == "none" else str(name) for name in precisions)
-        return cls(autocast, products, convolutions)
 
+def numerics_of(device_type: str) -> Callable[[], Numerics]:
+    """Return what reads this thread's settings for a device; precision that nobody has set is IEEE's."""
+    products, convolutions = torch._C._get_float32_matmul_precision, torch._C._get_cudnn_allow_tf32
+    if _PRECISION is not None:
+        backend = _BACKENDS.get(device_type, device_type)
+        products, convolutions = (partial(_PRECISION, backend, kind) for kind in ("matmul", "conv"))
 
-_numbers = count()
+    def read() -> Numerics:
+        autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+        found = (str(read()) for read in (products, convolutions))
+        return Numerics(autocast, *("ieee" if name == "none" else name for name in found))
 
-# How a model differs from what it was when its watch began: places and what stands for their values.
-State = frozenset[tuple[Hashable, Hashable]]
+    return read
 
 
 @dataclass(slots=True)
@@ -79,19 +68,17 @@ class Recorded:
         recording: The recording.
         output_gradients: The buffers that its backward reads.
         nbytes: What it needs of its slot's memory.
-        in_place: Whether memory was where its source found it when the recording was made.
         turn: When it was made, with a backward and as a part of a chain; None for any other.
     """
 
     recording: Recording
     output_gradients: tuple[Tensor, ...]
     nbytes: int = 0
-    in_place: bool = True
     turn: Turn | None = None
 
 
 class Source:
-    """What recordings were made from, and these recordings.
+    """What recordings were made from, and these recordings: a state of the model, and where its memory lies.
 
     Args:
         program: The piece of the model.
@@ -101,22 +88,20 @@ class Source:
         hooks: The region's hooks on parameters.
         device_type: Of the region.
         read: Tensors besides parameters that the piece reads. Kernels get those of another device by value.
-        held: Objects whose identity the state names; kept alive, so that no other object takes it.
+        number: Of the state: that of no other one, whatever happens to this rank's memory.
         lasting: Whether it was asked for before, so that what is missing is recorded at once.
-        instead_of: The source whose place it takes because this rank's memory was moved.
+        instead_of: The source of the same state from before this rank's memory was moved.
 
     Attributes:
-        number: Of what the model is: that of no other source of this process, except one whose place it takes.
+        state, numerics, number, lasting: See above.
         reads: Parameters and the other tensors that the piece reads.
         aliases: Stand-ins for the parameters.
         sinks: Where parameter gradients go.
         recordings: By the slot's number, bucket and mode.
         failed: Why a bucket could not be captured in a mode, by both.
         recorded_by_other_ranks: What ranks whose memory was not moved need not recapture.
-        lasting: See above.
-        moved_here: Whether it took the place of another one because this rank's memory was moved.
-        warm: Modes that were recorded here, or before memory was moved.
-        earlier: The source before memory was moved, whose recordings hold once all lies there again.
+        moved_here: Whether this rank's memory was moved since the state's first source.
+        warm: Modes that were recorded in this state.
     """
 
     def __init__(
@@ -128,13 +113,12 @@ class Source:
         hooks: ParameterHooks,
         device_type: str,
         read: Sequence[Tensor] = (),
-        held: Sequence[object] = (),
+        number: int = 1,
         lasting: bool = False,
         instead_of: "Source | None" = None,
     ) -> None:
-        self.state, self.numerics, self._held = state, numerics, tuple(held)
+        self.state, self.numerics, self.number = state, numerics, number
         self.lasting, self.moved_here, self._device_type = lasting, instead_of is not None, device_type
-        self.number: int = next(_numbers) if instead_of is None else instead_of.number
         self.aliases = ParameterAliases(program.modules())
         self.sinks = GradientSinks(self.aliases.trainable, reduction, hooks)
         self._trained = list(map(_requires_grad, self.aliases.originals))
@@ -143,17 +127,14 @@ class Source:
         self.failed: Failures = Failures(TRIED_AGAIN) if instead_of is None else instead_of.failed
         self.recorded_by_other_ranks: frozenset[tuple[int, Bucket, Mode]] = frozenset()
         self.warm: set[Mode] = set()
-        self.earlier: Source | None = None
         if instead_of is not None:
-            self.recorded_by_other_ranks = instead_of.recorded_by_other_ranks.union(instead_of.recordings)
-            self.warm = set(instead_of.warm)
+            self.follow(instead_of)
         self._constants = tuple((tensor, tensor._version) for tensor in read if tensor.device.type != device_type)
         self.reads: tuple[Tensor, ...] = (*self.aliases.originals, *read)
-        self._read = _Memory(self.reads)
-        self._layouts = self._read.layouts()
-        self._types = list(map(_dtype, self.reads))
-        self._storages = list(map(storage_of, self.reads))
-        self._writes = _Memory([g for g in self.sinks.given if g is not None])
+        self._types, self._layouts = list(map(_dtype, self.reads)), _layouts_of(self.reads)
+        self._storages = [_storage_of(tensor) for tensor in self.reads]
+        self._written = [gradient for gradient in self.sinks.given if gradient is not None]
+        self._read_at, self._written_at = _addresses_of(self.reads), _addresses_of(self._written)
         self._found_none = self.gradients_left()
         # A list: a generator would hold this object, and with it the memory of its recordings.
         self._samples = cycle(list(self._some()))
@@ -171,94 +152,64 @@ class Source:
         """Drop the recordings in a slot."""
         self.recordings = {place: made for place, made in self.recordings.items() if place[0] != slot.index}
 
-    def take_place_of(self, moved: "Source") -> None:
-        """Keep what was recorded before memory was moved, unless its gradients would need memory of their own."""
-        moved.earlier = None
-        moved.recorded_by_other_ranks = self.recorded_by_other_ranks
-        for source in (self, moved):
-            source.forget_elsewhere()
-        if moved._reads_alike(self):
-            self.recordings |= moved._without_forward_only()
-        shares = (self._layouts, self._types) == (moved._layouts, moved._types) and self.sinks.share_with(moved.sinks)
-        if moved.same_tensors(self) and (shares or not moved.sinks.static_bytes):
-            self.earlier = moved
-        else:
-            moved.recordings.clear()
+    def follow(self, before: "Source") -> None:
+        """Take over what is known of the state from the source that was used before memory was moved."""
+        self.recorded_by_other_ranks = before.recorded_by_other_ranks.union(before.recordings)
+        self.warm |= before.warm
 
-    def _reads_alike(self, other: "Source") -> bool:
-        """Whether another source reads the same where this one's recordings read it: gradients alone were moved."""
-        same = len(self.reads) == len(other.reads) and all(map(operator.is_, self.reads, other.reads))
-        return same and not self.moved(gradients=False, layouts=True)
+    def take_over(self, stale: "Source") -> bool:
+        """Use recordings of a source whose memory was moved; returns whether it may stay, for when it moves back.
 
-    def _without_forward_only(self) -> dict[tuple[int, Bucket, Mode], Recorded]:
-        """Drop recordings without a backward, which write no gradient, and return them."""
-        taken = {place: made for place, made in self.recordings.items() if not place[2].gradients}
-        self.recordings = {place: made for place, made in self.recordings.items() if place[2].gradients}
-        return taken
+        Where gradients alone were moved, recordings without a backward hold on. A source stays only if it keeps no
+        tensor and no gradient that this one does not have.
+        """
+        if _same(self.reads, stale.reads) and not stale.moved(gradients=False, layouts=True):
+            alone = {place: made for place, made in stale.recordings.items() if not place[2].gradients}
+            self.recordings |= alone
+            stale.recordings = {place: made for place, made in stale.recordings.items() if place not in alone}
+        alike = (self._layouts, self._types) == (stale._layouts, stale._types)
+        shares = (alike and self.sinks.share_with(stale.sinks)) or not stale.sinks.static_bytes
+        return shares and _same((*self.reads, *self.sinks.given), (*stale.reads, *stale.sinks.given))
 
-    def forget_elsewhere(self) -> None:
-        """Drop recordings that were made while memory was elsewhere; other ranks may keep theirs."""
-        elsewhere = [place for place, made in self.recordings.items() if not made.in_place]
-        self.recorded_by_other_ranks = self.recorded_by_other_ranks.union(elsewhere)
-        for place in elsewhere:
-            del self.recordings[place]
+    def is_of(self, state: State, numerics: Numerics) -> bool:
+        """Whether recordings compute what a model in some state does, if memory lies where they expect it."""
+        return (
+            self.numerics == numerics
+            and self.state == state
+            and not (self.aliases.replaced() or self.trained_otherwise() or self.retyped())
+        )
 
-    def same_tensors(self, other: "Source") -> bool:
-        """Whether recordings of both read the same tensors, wherever they lie, and add to the same gradients."""
-        ours, theirs = ((*each.reads, *each.sinks.given) for each in (self, other))
-        return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
-
-    def lies_as(self, other: "Source") -> bool:
-        """Whether recordings of both compute the same: what they read and write is the same, in the same places."""
-        return self.same_tensors(other) and self._places() == other._places()
-
-    def _places(self) -> tuple[object, ...]:
-        versions = [version for _, version in self._constants]
-        handed = self.sinks.handed
-        return self._read.addresses, self._writes.addresses, self._layouts, self._trained, versions, handed
+    # Hundreds of tensors, before replays: no line of Python for each.
 
     def trained_otherwise(self) -> bool:
         """Whether other parameters require a gradient than when the object was made."""
-        # Hundreds of parameters: no line of Python for each.
         return list(map(_requires_grad, self.aliases.originals)) != self._trained
 
     def retyped(self) -> bool:
         """Whether what recordings read is of another type than when the object was made."""
         return list(map(_dtype, self.reads)) != self._types
 
-    def sample_trained_otherwise(self) -> bool:
-        """Whether some of the parameters, others in every call, require a gradient otherwise.
+    def sample_differs(self) -> bool:
+        """Whether some of the parameters, others in every call, are trained otherwise, or moved with their `main_grad`.
 
         A look at all 353 of a tower takes 0.15 ms, since the host's caches hold none of them any more. Who freezes
-        layers is seen at once by a few, and a single parameter within a few calls.
-        """
-        parameters, trained, *_ = next(self._samples)
-        return list(map(_requires_grad, parameters)) != trained
-
-    def sample_differs(self) -> bool:
-        """Whether some of the parameters are trained otherwise, or they or their `main_grad` lie elsewhere.
-
-        Memory that many of them share, as buffers of data parallelism, is seen in every call.
+        layers, or moves memory that many share, is seen at once by a few, and a single parameter within a few calls.
         """
         parameters, trained, tensors, addresses, owners, given = next(self._samples)
         return (
             list(map(_requires_grad, parameters)) != trained
-            or list(map(Tensor.data_ptr, tensors)) != addresses
+            or _addresses_of(tensors) != addresses
             or list(map(id, map(getattr, owners, repeat("main_grad"), repeat(None)))) != given
         )
 
     def _some(self) -> Iterator[tuple[Sequence[Any], ...]]:
         """Yield what each look inside a step takes: parameters, tensors and owners of gradients, each with values."""
-        tensors = self._read.tensors + self._writes.tensors
-        addresses = self._read.addresses + self._writes.addresses
+        tensors, addresses = [*self.reads, *self._written], self._read_at + self._written_at
         owners = [p for p, g in zip(self.sinks.parameters, self.sinks.given, strict=True) if g is not None]
-        given = [id(g) for g in self.sinks.given if g is not None]
         every = -(-len(self._trained) // SAMPLE) or 1
+        columns = self.aliases.originals, self._trained, tensors, addresses, owners, list(map(id, self._written))
         for first in range(every):
-            yield tuple(
-                each[first::every]
-                for each in (self.aliases.originals, self._trained, tensors, addresses, owners, given)
-            )
+            yield tuple(each[first::every] for each in columns)
 
     def moved(self, gradients: bool, layouts: bool = False) -> bool:
         """Whether memory that recordings read or, with gradients, write lies elsewhere now.
@@ -267,14 +218,15 @@ class Source:
             gradients: Whether gradients are written.
             layouts: Also whether what is read has other shapes or strides.
         """
-        if any(tensor._version != version for tensor, version in self._constants):
-            return True
-        if self._read.moved() or (gradients and self._gradients_moved()):
-            return True
-        return layouts and self._read.layouts() != self._layouts
+        return (
+            any(tensor._version != version for tensor, version in self._constants)
+            or _addresses_of(self.reads) != self._read_at
+            or (gradients and self._gradients_moved())
+            or (layouts and _layouts_of(self.reads) != self._layouts)
+        )
 
     def _gradients_moved(self) -> bool:
-        return self._found_none or self.sinks.replaced() or self._writes.moved()
+        return self._found_none or self.sinks.replaced() or _addresses_of(self._written) != self._written_at
 
     def gradients_left(self) -> bool:
         """Whether memory of a `main_grad` has left the device, so that no backward can be recorded or replayed."""
@@ -287,37 +239,23 @@ class Source:
 
         With it comes what was given other memory that happens to be at the same address: next time it may not be.
         """
-        elsewhere = self._read.elsewhere()
-        if not any(elsewhere):
-            return []
-        held = zip(self.reads, elsewhere, self._storages, strict=True)
-        return [tensor for tensor, is_elsewhere, storage in held if is_elsewhere or not _has(tensor, storage)]
+        elsewhere = list(map(operator.ne, _addresses_of(self.reads), self._read_at))
+        held = zip(self.reads, elsewhere, self._storages, strict=True) if any(elsewhere) else ()
+        return [t for t, away, s in held if away or (s is not None and t.untyped_storage()._cdata != s.cdata)]
 
 
-class _Memory:
-    """Where tensors lie when the object is made."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tuple(tensors)
-        self.addresses = self._find()
-
-    # Hundreds of tensors, before every replay: no line of Python for each.
-
-    def _find(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self.tensors))
-
-    def layouts(self) -> list[int | tuple[int, ...]]:
-        """Return how many elements the tensors have, and their strides."""
-        return [*map(Tensor.numel, self.tensors), *map(Tensor.stride, self.tensors)]
-
-    def moved(self) -> bool:
-        return self._find() != self.addresses
-
-    def elsewhere(self) -> list[bool]:
-        """Return whether each tensor is at another address."""
-        return list(map(operator.ne, self._find(), self.addresses))
+def _addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
 
 
-def _has(tensor: Tensor, storage: StorageWeakRef | None) -> bool:
-    """Whether a tensor has a storage that it had before."""
-    return storage is None or tensor.untyped_storage()._cdata == storage.cdata
+def _layouts_of(tensors: Sequence[Tensor]) -> list[int | tuple[int, ...]]:
+    return [*map(Tensor.numel, tensors), *map(Tensor.stride, tensors)]
+
+
+def _same(objects: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(objects) == len(others) and all(map(operator.is_, objects, others))
+
+
+def _storage_of(tensor: Tensor) -> StorageWeakRef | None:
+    """Return what stands for a tensor's storage and keeps no memory; None for a tensor that has others inside."""
+    return StorageWeakRef(tensor.untyped_storage()) if type(tensor) in (Tensor, nn.Parameter) else None

@@ -44,10 +44,11 @@ class ParameterAliases:
         self.originals: tuple[nn.Parameter, ...] = tuple(dict.fromkeys(p for _, _, p in self._places))
         self.trainable: tuple[nn.Parameter, ...] = tuple(p for p in self.originals if p.requires_grad)
 
-    def replaced(self) -> list[nn.Parameter]:
-        """Return those whose place another parameter has now."""
-        now = ((module._parameters.get(name), parameter) for module, name, parameter in self._places)
-        return [parameter for there, parameter in now if there is not None and there is not parameter]
+    def replaced(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """Return those whose place another parameter has now, with their modules and names."""
+        now = [module._parameters.get(name) for module, name, _ in self._places]
+        found = zip(self._places, now, strict=True)
+        return [place for place, there in found if there is not None and there is not place[2]]
 
     @contextmanager
     def active(self, handed: Collection[nn.Parameter] = ()) -> Iterator[dict[nn.Parameter, nn.Parameter]]:

@@ -12,7 +12,7 @@ from ...announce import LOGGER, warn
 from ..changes.model_watch import ModelWatch
 from ..changes.source import TRIED_AGAIN, Recorded, Source
 from ..changes.sources import LASTING, Sources
-from ..changes.tables import Entry
+from ..changes.state import listed
 from ..errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, Refused, first_line, named, reason_of
 from ..fallback import Fallback
 from ..instance import every_module
@@ -78,7 +78,7 @@ class Recordings:
         self._forward_slot_failed = Retry(TRIED_AGAIN)
         self._asked: Counter[Hashable] = Counter()
         self._kept = NOTHING
-        self._always_changed: set[Entry] = set()
+        self._always_changed: set[str] = set()
 
     def find(
         self, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool
@@ -331,7 +331,6 @@ class Recordings:
             held = [(bucket, mode) for _, bucket, mode in source.in_slot(slot)]
             places = sorted(held, key=lambda place: (place[0], place[1].gradients), reverse=True)
             source.forget(slot)
-            source.earlier = None
             self._executor.tidy()
             self._trim(slot)
 
@@ -361,7 +360,7 @@ class Recordings:
             self._piece.around(),
             as_capture_error(f"bucket {bucket}"),
             put_back(self._executor.generators()),  # ranks draw alike, and one of them may record alone
-            self._watch.undone_by_errors(),
+            self._watch.undone(unless_it_ends=True),
         ):
             # All parts of a chain are recorded inside.
             self._kept = KeptTensors(self._watch.tensors_of(every_module(self._watch.roots)))
@@ -407,20 +406,21 @@ class Recordings:
         Raises:
             CaptureError: Passes change what a replay would not.
         """
-        watch, held = self._watch, self._watch.contents()
+        held = self._watch.contents()
         with self._kept.put_back():
-            with watch.passing() as changed:
+            with self._watch.passing():
                 yield
-            changed += held.changed()
-            if briefly and (first := [entry for entry in changed if entry not in self._always_changed]):
-                raise CaptureError(f"layers' first passes change attributes: {watch.described(first)}")
-            self._always_changed.update(changed)
+            changed = held.changed()
+            if briefly and (first := [each.text for each in changed if each.place not in self._always_changed]):
+                raise CaptureError(f"layers' first passes change attributes: {listed(first)}")
+            self._always_changed.update(each.place for each in changed)
             if changed:
-                LOGGER.info("%s: replays do not set what a forward does: %s", self.name, watch.described(changed))
-            if left := watch.left(changed):
-                what = f"each forward changes an attribute, which a graph does not: {watch.described(left)}"
+                texts = listed([each.text for each in changed])
+                LOGGER.info("%s: replays do not set what a forward does: %s", self.name, texts)
+            if left := [each.text for each in changed if each.leaves]:
+                what = f"each forward changes an attribute, which a graph does not: {listed(left)}"
                 raise Refused(Fallback.LEAVES_TENSORS, what)
-            watch.put_back(held)
+            held.put_back()
 
     def keep(
         self, source: Source, slot: Slot, mode: Mode, body: RegionBody, recording: Recording, nbytes: int
@@ -434,8 +434,13 @@ class Recordings:
             body: What was recorded.
             recording: The recording.
             nbytes: What it needs of the slot's memory.
+
+        Raises:
+            CaptureError: Memory is not where the source found it.
         """
-        recorded = Recorded(recording, body.output_gradients, nbytes, in_place=not source.moved(mode.gradients))
+        if source.moved(mode.gradients):
+            raise CaptureError("memory of parameters or of their main_grad was moved inside a step")
+        recorded = Recorded(recording, body.output_gradients, nbytes)
         source.recordings[slot.index, body.bucket, mode] = recorded
         source.warm.add(mode)
         return recorded

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...announce import LOGGER
 from ..changes.model_watch import ModelWatch
-from ..changes.tables import PARTS
+from ..changes.state import PARTS
 from ..errors import Refused, named
 from ..fallback import Fallback
 

@@ -73,7 +73,7 @@ class ParameterHooks:
         self.keep(NO_PARAMETERS)
         self.pending.release()
 
-    def _note(self, hooks: dict[Any, Any], key: Hashable) -> None:
+    def _note(self, hooks: dict[Any, Any], key: Hashable, hook: Any) -> None:
         self._changed = True
 
     def foreign(self) -> frozenset[nn.Parameter]:

@@ -1,0 +1,262 @@
+"""States of a model: what its modules, their configurations and classes hold, besides memory of parameters."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .dict_watch import MISSING, WATCHER
+from .values import NESTED, inside, plain, tensors_in, token, word
+
+CONFIG, TRAINING, CLASS = "config", "training", "__class__"
+# Dicts of a module that decide which tensors and modules its forward uses.
+PARTS = ("_parameters", "_buffers", "_modules")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# The most changes that a message names.
+MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Exempt:
+    """What may change of a model without changing what it computes, and upstream's functions that may not.
+
+    Attributes:
+        bookkeeping: Names of attributes that a train loop writes for its own use.
+        own_hook: Whether a module's hook is the model's own code, which is recorded, or does its work elsewhere.
+        packages: Of Python, whose own globals and objects other than modules keep tensors of a pass for its backward.
+        code: Returns functions that recorded work stands for, each at its place; no watcher sees them replaced.
+        names: Of these places, for messages. Both grow while modules are imported.
+        own_code: Returns one that some modules need and that is not upstream's, in words; None without one.
+    """
+
+    bookkeeping: frozenset[str] = frozenset()
+    own_hook: Callable[[Callable[..., Any]], bool] = lambda hook: False
+    packages: frozenset[str] = frozenset()
+    code: Callable[[], list[Any]] = list
+    names: Sequence[str] = ()
+    own_code: Callable[[Iterable[nn.Module]], str | None] = lambda modules: None
+
+
+NOTHING_EXEMPT = Exempt()
+
+
+class Left:
+    """Stands for what passes of the model left in an attribute: for any value, until somebody else writes others."""
+
+    __slots__ = ("writes",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, writes: int) -> None:
+        self.writes = writes
+
+    def __eq__(self, other: object) -> bool:
+        return self.writes == (other.writes if isinstance(other, Left) else 0)
+
+    def __str__(self) -> str:
+        return "left by a pass"
+
+
+class Holder:
+    """One module, configuration or class, and what it holds.
+
+    Args:
+        owner: The module, configuration or class.
+        name: For messages.
+        ignored: Attributes that are no part of a state.
+        depth: How deep objects in a module's attributes are compared: upstream's are large, and compared by identity.
+
+    Attributes:
+        owner, name, ignored: See above.
+        tables: Dicts to watch, with the attribute that each is the value of; None for the owner's own.
+        tokens: Of each attribute.
+        unwatched: Attributes with containers or objects inside, with these and how `token` looks into them.
+        left: Attributes that passes of the model wrote, with how often somebody else wrote a plain value since.
+        others: Of a module: those of its configuration and classes.
+    """
+
+    def __init__(self, owner: Any, name: str, ignored: Set[str], depth: int) -> None:
+        self.owner, self.name, self.ignored, self._depth = owner, name, ignored, depth
+        # What earlier passes left of their graphs is no change.
+        held = getattr(owner, "__dict__", {}).items() if isinstance(owner, nn.Module) else ()
+        self.left = {n: 0 for n, v in held if isinstance(v, Tensor) and v.requires_grad and not v.is_leaf}
+        self.others: list[Holder] = []
+        self.read()
+
+    def read(self) -> None:
+        """Read what the owner holds now."""
+        owner, module = self.owner, isinstance(self.owner, nn.Module)
+        self.tables: list[tuple[dict[Any, Any], str | None]] = []
+        self.tokens: dict[str, Hashable] = {}
+        self.unwatched: dict[str, tuple[Any, int, bool]] = {}
+        if isinstance(owner, type):
+            self.tokens = self.seen_unwatched()
+            return
+        self.tables.append((vars(owner), None))
+        for name, value in vars(owner).items():
+            if name in self.ignored or (module and name in OF_EVERY_MODULE):
+                continue
+            if module and name == CONFIG and is_config(value):
+                self.tokens[name] = type(value)
+            elif not module:
+                self._read(name, value, NESTED - 1, settings=True)
+            else:
+                self._read(name, value, max(self._depth, isinstance(value, (dict, list, set))))
+        if module:
+            # Sources compare parameters themselves.
+            held = (*owner._buffers.items(), *owner._modules.items())
+            self.tokens |= {name: type(parameter) for name, parameter in owner._parameters.items()}
+            self.tokens |= {name: token(value) for name, value in held} | {CLASS: type(owner)}
+            self.tables += ((getattr(owner, part), None) for part in PARTS)
+        self.tokens.update((name, Left(writes)) for name, writes in self.left.items())
+
+    def _read(self, name: str, value: Any, depth: int, settings: bool = False) -> None:
+        stands = token(value, depth, settings)
+        if stands is None:
+            return
+        self.tokens[name] = stands
+        if isinstance(value, dict) and not settings:
+            self.tables.append((value, name))
+        if any(not isinstance(each, dict) or each is not value or settings for each in inside(value, depth)):
+            self.unwatched[name] = value, depth, settings
+
+    def seen_unwatched(self) -> dict[str, Hashable]:
+        """Return the tokens now of what no watcher sees change."""
+        if isinstance(self.owner, type):
+            held = vars(self.owner).items()
+            return {n: token(v, 0) for n, v in held if isinstance(v, FunctionType) or not n.startswith("__")}
+        return {name: token(*how) for name, how in self.unwatched.items() if name not in self.left}
+
+    def has_changed(self) -> bool:
+        """Whether something that no watcher sees is another than when it was read."""
+        now = self.seen_unwatched()
+        gone = isinstance(self.owner, type) and len(now) != len(self.tokens)
+        return gone or any(self.tokens.get(name, MISSING) != stands for name, stands in now.items())
+
+    def left_inside(self, before: Mapping[str, Hashable]) -> list[str]:
+        """Return what a pass has changed of what `seen_unwatched` returned before it; lists only where they grow."""
+        now = self.seen_unwatched()
+        changed = (name for name in now.keys() | before.keys() if not _alike(before, now, name))
+        return [name for name in changed if not _is_as_long(before.get(name), now.get(name))]
+
+    def containers(self) -> Iterator[tuple[str | None, Any]]:
+        """Yield the dicts, lists and sets that the owner holds, with the attribute of those that are not its own."""
+        yield from ((attribute, table) for table, attribute in self.tables)
+        for name, (value, depth, _) in self.unwatched.items():
+            yield from ((name, each) for each in inside(value, depth) if type(each) in (dict, list, set))
+
+
+def is_config(value: Any) -> bool:
+    """Whether an attribute's value is a configuration, which many modules have."""
+    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type))
+
+
+class State:
+    """What some holders hold: recordings are made for one state.
+
+    Args:
+        held: Tokens of attributes, under the holder's name.
+    """
+
+    def __init__(self, held: Iterable[tuple[str, Mapping[str, Hashable]]]) -> None:
+        self._names, self._tokens = zip(*held, strict=True)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, State) or len(self._tokens) != len(other._tokens):
+            return False
+        # Most are the same object.
+        return self._tokens == other._tokens or all(
+            ours is theirs or all(_alike(ours, theirs, name) for name in ours.keys() | theirs.keys())
+            for ours, theirs in zip(self._tokens, other._tokens, strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def changes_from(self, before: "State") -> list[str]:
+        """Return in words what is another than in a state before."""
+        then, found = dict(zip(before._names, before._tokens, strict=True)), []
+        for holder, now in zip(self._names, self._tokens, strict=True):
+            old = then.get(holder, now)
+            changed = [name for name in {**old, **now} if old is not now and not _alike(old, now, name)]
+            for name in [CLASS] if CLASS in changed else changed:
+                found.append(_text(holder, name, old.get(name, MISSING), now.get(name, MISSING)))
+        return found
+
+
+def _is_as_long(before: Any, now: Any) -> bool:
+    lists = [each[1] for each in (before, now) if isinstance(each, tuple) and each[0] in (list, set)]
+    return len(lists) == 2 and len(lists[0]) == len(lists[1])
+
+
+def _alike(one: Mapping[str, Hashable], other: Mapping[str, Hashable], name: str) -> bool:
+    return bool(one.get(name, MISSING) == other.get(name, MISSING))
+
+
+def _text(holder: str, name: str, before: Hashable, now: Hashable) -> str:
+    old, new = word(before), word(now)
+    return f"{holder}: {name} changed" if old == new else f"{holder}: {name} {old} -> {new}"
+
+
+def listed(texts: Sequence[str]) -> str:
+    """Return changes in words as one text, the first few of them."""
+    more = f" and {len(texts) - MOST_NAMED} more" if len(texts) > MOST_NAMED else ""
+    return "; ".join(texts[:MOST_NAMED]) + more
+
+
+class Change(NamedTuple):
+    """A change of an attribute.
+
+    Attributes:
+        place: The holder's name and the attribute.
+        text: The change in words.
+        leaves: Whether the attribute holds a plain value or tensors now.
+    """
+
+    place: str
+    text: str
+    leaves: bool
+
+
+class Contents:
+    """What holders hold when the object is made: what is in their dicts, and in lists and sets in attributes."""
+
+    def __init__(self, holders: Iterable[Holder]) -> None:
+        held = ((holder, *each) for holder in holders for each in holder.containers())
+        self._held = [(*each, dict(each[2]) if isinstance(each[2], dict) else list(each[2])) for each in held]
+
+    def changed(self) -> list[Change]:
+        """Return the attributes that hold something else now."""
+        found: dict[str, Change] = {}
+        for holder, attribute, container, before in self._held:
+            for key, old, now in _differences(container, before):
+                name = key if attribute is None else attribute
+                if name in holder.ignored or name == TRAINING:
+                    continue
+                value = now if attribute is None else vars(holder.owner).get(attribute)
+                words = (token(old), token(now)) if attribute is None else (MISSING, MISSING)
+                text = _text(holder.name, name, *words)
+                leaves = plain(value) or any(True for _ in tensors_in(value))
+                found.setdefault(place := f"{holder.name}: {name}", Change(place, text, leaves))
+        return list(found.values())
+
+    def put_back(self) -> None:
+        """Let dicts, lists and sets hold what they held, without taking it for a change of the model."""
+        with WATCHER.silent():
+            for _, _, container, before in self._held:
+                if any(True for _ in _differences(container, before, by_token=False)):
+                    container.clear()
+                    container.extend(before) if isinstance(container, list) else container.update(before)
+
+
+def _differences(container: Any, before: Any, by_token: bool = True) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the keys of a dict whose values are others than before, with both; of a list or set one key."""
+    if not isinstance(container, dict):
+        if list(map(id, container)) != list(map(id, before)):
+            yield "", before, container
+        return
+    for key in before.keys() | container.keys():
+        old, now = before.get(key, MISSING), container.get(key, MISSING)
+        if old is not now and not (by_token and token(old) == token(now)):
+            yield key, old, now
