@@ -278,12 +278,16 @@ class GraphedAndEager:
 
     # What may happen between microbatches; `idle` ones only while no backward is to come.
 
+    def both(self, change: Callable[[Model], object]) -> None:
+        """Change both models for good."""
+        for model in self.models:
+            change(model)
+
     def adapters_switched(self) -> None:
         on = self.random.random() < 0.5
-        for model in self.models:
-            for module in model.modules():
-                if isinstance(module, Adapter):
-                    module.enabled = on
+        adapters = (module for model in self.models for module in model.modules() if isinstance(module, Adapter))
+        for adapter in adapters:
+            adapter.enabled = on
 
     def adapter_added(self) -> None:
         layer, seed = self.random.randrange(LAYERS), self.random.randrange(1000)
@@ -299,38 +303,30 @@ class GraphedAndEager:
 
     def attribute_set(self) -> None:
         layer, gain = self.random.randrange(LAYERS), self.random.choice([0.5, 1.0, 2.0])
-        for model in self.models:
-            model.layers[layer].gain = gain
+        self.both(lambda model: setattr(model.layers[layer], "gain", gain))
 
     def config_set(self) -> None:
         power = self.random.choice([1.0, 1.5])
-        for model in self.models:
-            model.layers[0].config.power = power
+        self.both(lambda model: setattr(model.layers[0].config, "power", power))
 
     def contents_set(self) -> None:
-        layer, marks, scale = (
-            self.random.randrange(LAYERS),
-            self.random.choice(["", "a", "ab"]),
-            self.random.choice([1.0, 3.0]),
-        )
-        for model in self.models:
-            model.layers[layer].marks[:] = marks
-            model.layers[layer].scales["first"] = scale
+        layer, marks = self.random.randrange(LAYERS), self.random.choice(["", "a", "ab"])
+        scale = self.random.choice([1.0, 3.0])
+        for held in (model.layers[layer] for model in self.models):
+            held.marks[:] = marks
+            held.scales["first"] = scale
 
     def mode_set(self) -> None:
         part, training = self.random.choice(["", "layers.0", "layers.1"]), self.random.random() < 0.6
-        for model in self.models:
-            model.get_submodule(part).train(training)
+        self.both(lambda model: model.get_submodule(part).train(training))
 
     def buffer_replaced(self) -> None:
         layer, value = self.random.randrange(LAYERS), self.random.choice([1.0, 3.0])
-        for model in self.models:
-            model.layers[layer].scale = torch.full((WIDTH,), value)
+        self.both(lambda model: setattr(model.layers[layer], "scale", torch.full((WIDTH,), value)))
 
     def frozen(self) -> None:
         name, wanted = self.random.choice([n for n, _ in self.models[0].named_parameters()]), self.random.random() < 0.5
-        for model in self.models:
-            model.get_parameter(name).requires_grad_(wanted)
+        self.both(lambda model: model.get_parameter(name).requires_grad_(wanted))
 
     def forward_hook(self) -> None:
         part, kind = self.random.choice(["layers.0", "layers.1.second"]), self.random.randrange(2)

@@ -56,7 +56,7 @@ class ModelWatch:
         # By the dict's id: whose it is, and the attribute that it is the value of; nobody's are hooks.
         self._tables: dict[int, tuple[dict[Any, Any], list[tuple[Holder, str | None]]]] = {}
         # What was written that is plain, and what is to be read again.
-        self._plain: dict[Holder, dict[str, Hashable]] = {}
+        self._plain: dict[Holder, dict[str, Any]] = {}
         self._dirty: set[Holder] = set()
         self._touched: dict[tuple[int, Hashable], Any] = {}
         self._written = self._rebuilt = True

@@ -183,9 +183,11 @@ class Sources:
 
     def _retyped(self) -> str | None:
         """Return in words a parameter of another type than at capture, for which static inputs were made."""
-        now = ((module, name, module._parameters.get(name), dtype) for module, name, dtype in self._types)
-        others = (each for each in now if each[2] is not None and each[2].dtype != each[3])
-        return next((f"{type(m).__name__}.{name} is of {p.dtype}, not {dtype}" for m, name, p, dtype in others), None)
+        for module, name, dtype in self._types:
+            now = module._parameters.get(name)
+            if now is not None and now.dtype != dtype:
+                return f"{type(module).__name__}.{name} is of {now.dtype}, not {dtype}"
+        return None
 
     def holds(self, source: Source) -> bool:
         """Whether a backward may be replayed: memory lies where it was, the same parameters are trained and hooked.

@@ -1,6 +1,6 @@
 """States of a model: what its modules, their configurations and classes hold, besides memory of parameters."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -15,6 +15,8 @@ CONFIG, TRAINING, CLASS = "config", "training", "__class__"
 PARTS = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# By attribute; see `token`.
+type Tokens = Mapping[str, Any]
 # The most changes that a message names.
 MOST_NAMED = 3
 
@@ -72,7 +74,7 @@ class Holder:
         owner, name, ignored: See above.
         tables: Dicts to watch, with the attribute that each is the value of; None for the owner's own.
         tokens: Of each attribute.
-        unwatched: Attributes with containers or objects inside, with these and how `token` looks into them.
+        unwatched: Attributes with containers or objects inside, with how `token` looks into them.
         left: Attributes that passes of the model wrote, with how often somebody else wrote a plain value since.
         others: Of a module: those of its configuration and classes.
     """
@@ -89,8 +91,8 @@ class Holder:
         """Read what the owner holds now."""
         owner, module = self.owner, isinstance(self.owner, nn.Module)
         self.tables: list[tuple[dict[Any, Any], str | None]] = []
-        self.tokens: dict[str, Hashable] = {}
-        self.unwatched: dict[str, tuple[Any, int, bool]] = {}
+        self.tokens: dict[str, Any] = {}
+        self.unwatched: dict[str, tuple[int, bool]] = {}
         if isinstance(owner, type):
             self.tokens = self.seen_unwatched()
             return
@@ -120,14 +122,15 @@ class Holder:
         if isinstance(value, dict) and not settings:
             self.tables.append((value, name))
         if any(not isinstance(each, dict) or each is not value or settings for each in inside(value, depth)):
-            self.unwatched[name] = value, depth, settings
+            self.unwatched[name] = depth, settings
 
-    def seen_unwatched(self) -> dict[str, Hashable]:
+    def seen_unwatched(self) -> dict[str, Any]:
         """Return the tokens now of what no watcher sees change."""
         if isinstance(self.owner, type):
             held = vars(self.owner).items()
             return {n: token(v, 0) for n, v in held if isinstance(v, FunctionType) or not n.startswith("__")}
-        return {name: token(*how) for name, how in self.unwatched.items() if name not in self.left}
+        held = vars(self.owner)
+        return {n: token(held.get(n, MISSING), *how) for n, how in self.unwatched.items() if n not in self.left}
 
     def has_changed(self) -> bool:
         """Whether something that no watcher sees is another than when it was read."""
@@ -135,7 +138,7 @@ class Holder:
         gone = isinstance(self.owner, type) and len(now) != len(self.tokens)
         return gone or any(self.tokens.get(name, MISSING) != stands for name, stands in now.items())
 
-    def left_inside(self, before: Mapping[str, Hashable]) -> list[str]:
+    def left_inside(self, before: Tokens) -> list[str]:
         """Return what a pass has changed of what `seen_unwatched` returned before it; lists only where they grow."""
         now = self.seen_unwatched()
         changed = (name for name in now.keys() | before.keys() if not _alike(before, now, name))
@@ -144,8 +147,9 @@ class Holder:
     def containers(self) -> Iterator[tuple[str | None, Any]]:
         """Yield the dicts, lists and sets that the owner holds, with the attribute of those that are not its own."""
         yield from ((attribute, table) for table, attribute in self.tables)
-        for name, (value, depth, _) in self.unwatched.items():
-            yield from ((name, each) for each in inside(value, depth) if type(each) in (dict, list, set))
+        for name, (depth, _) in self.unwatched.items():
+            held = inside(vars(self.owner).get(name), depth)
+            yield from ((name, each) for each in held if type(each) in (dict, list, set))
 
 
 def is_config(value: Any) -> bool:
@@ -160,7 +164,7 @@ class State:
         held: Tokens of attributes, under the holder's name.
     """
 
-    def __init__(self, held: Iterable[tuple[str, Mapping[str, Hashable]]]) -> None:
+    def __init__(self, held: Iterable[tuple[str, Tokens]]) -> None:
         self._names, self._tokens = zip(*held, strict=True)
 
     def __eq__(self, other: object) -> bool:
@@ -190,11 +194,11 @@ def _is_as_long(before: Any, now: Any) -> bool:
     return len(lists) == 2 and len(lists[0]) == len(lists[1])
 
 
-def _alike(one: Mapping[str, Hashable], other: Mapping[str, Hashable], name: str) -> bool:
+def _alike(one: Tokens, other: Tokens, name: str) -> bool:
     return bool(one.get(name, MISSING) == other.get(name, MISSING))
 
 
-def _text(holder: str, name: str, before: Hashable, now: Hashable) -> str:
+def _text(holder: str, name: str, before: Any, now: Any) -> str:
     old, new = word(before), word(now)
     return f"{holder}: {name} changed" if old == new else f"{holder}: {name} {old} -> {new}"
 
