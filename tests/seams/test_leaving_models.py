@@ -126,35 +126,23 @@ def test_memory_of_graphs_stays_unless_the_environment_says_that_it_may_leave(le
     for _ in range(3):
         call(model, 2)
     assert torch.cuda.empty_cache is before and bridge_cg_plugin.release_memory() == 0
-    assert isinstance(leaving[0], ReferenceExecutor)
-
-
-def test_another_value_of_the_environment_is_refused(monkeypatch):
-    monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", "yes")
-    with pytest.raises(OptionError, match="BRIDGE_CG_RELEASE_MEMORY=.*0, false, off .off. or 1, true, on .on."):
-        call(Policy(), 1)
+    assert isinstance(leaving[0], ReferenceExecutor) and "resize_" not in vars(torch.UntypedStorage)
 
 
 def test_its_switch_is_spelled_as_the_plugins_own(monkeypatch):
     for value, may_leave in {"true": True, " ON ": True, "off": False, "false": False, "": False}.items():
         monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", value)
         assert memory_may_leave() is may_leave, value
-
-
-def test_the_function_that_empties_the_cache_is_put_back(asked_for):
-    before = torch.cuda.empty_cache
-    call(Policy(), 1)
-    assert torch.cuda.empty_cache is not before
-    bridge_cg_plugin.deactivate()
-    assert torch.cuda.empty_cache is before
-    torch.cuda.empty_cache()
+    monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", "yes")
+    with pytest.raises(OptionError, match="BRIDGE_CG_RELEASE_MEMORY=.*0, false, off .off. or 1, true, on .on."):
+        call(Policy(), 1)
 
 
 def test_buffers_that_a_loop_frees_and_fills_are_followed_while_the_plugin_is_on(
     asked_for, monkeypatch, parameters_count_as_on_the_device
 ):
     monkeypatch.setattr(returning_storages, "LEAST_BYTES", 16)
-    returned = []
+    returned, before = [], torch.cuda.empty_cache
     storages = ReturningStorages(lambda device: returned.append(device) or Filled())
     monkeypatch.setattr(resized_storages, "STORAGES", storages)
     model, other = Policy(), torch.zeros(8)
@@ -166,9 +154,9 @@ def test_buffers_that_a_loop_frees_and_fills_are_followed_while_the_plugin_is_on
         tensor.storage().resize_(0)
         tensor.storage().resize_(kept.numel())
         assert torch.equal(tensor.copy_(kept), kept)
-    assert len(returned) == 2
+    assert len(returned) == 2 and torch.cuda.empty_cache is not before
     bridge_cg_plugin.deactivate()
-    assert "resize_" not in vars(torch.UntypedStorage)
+    assert "resize_" not in vars(torch.UntypedStorage) and torch.cuda.empty_cache is before
 
 
 def test_small_buffers_are_followed_whose_tensors_cannot_be_moved_alone(
@@ -193,11 +181,6 @@ def test_small_buffers_are_followed_whose_tensors_cannot_be_moved_alone(
     weights.storage().resize_(0)
     weights.storage().resize_(sum(sizes))
     assert len(filled) == 2
-
-
-def test_buffers_are_pytorchs_unless_memory_may_leave():
-    call(Policy(), 1)
-    assert "resize_" not in vars(torch.UntypedStorage)
 
 
 class Filled:
