@@ -97,6 +97,8 @@ class Sine(Layer):
 class Counting(nn.Linear):
     """Leaves something in an attribute with every pass."""
 
+    passes = 0
+
     def __init__(self, note):
         super().__init__(WIDTH, WIDTH)
         self.calls, self.note = 0, note
@@ -545,13 +547,19 @@ def test_no_memory_for_a_further_slot_is_no_error(monkeypatch):
     outputs[0].sum().backward()
 
 
-def test_a_list_that_grows_with_each_forward_is_its_result():
-    model = nn.Sequential(Counting(lambda module, y: module.seen.append(len(y))))
+@pytest.mark.parametrize(
+    "note",
+    [lambda module, y: module.seen.append(len(y)), lambda module, y: setattr(Counting, "passes", Counting.passes + 1)],
+    ids=["a list that grows", "an attribute of its class"],
+)
+def test_what_each_forward_leaves_is_its_result(note):
+    model = nn.Sequential(Counting(note))
     model[0].seen = []
     watch = ModelWatch((model,))
     with watch.passing():
         model(batch())
     region = region_of(model, watch=watch)
-    with watch.passing():
-        model(batch())
-    assert region.run(batch()) is not None and not region.statistics.fallbacks
+    for _ in range(2):
+        with watch.passing():
+            model(batch())
+        assert region.run(batch()) is not None and not region.statistics.fallbacks

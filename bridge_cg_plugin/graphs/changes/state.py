@@ -93,11 +93,10 @@ class Holder:
         self.tables: list[tuple[dict[Any, Any], str | None]] = []
         self.tokens: dict[str, Any] = {}
         self.unwatched: dict[str, tuple[int, bool]] = {}
-        if isinstance(owner, type):
-            self.tokens = self.seen_unwatched()
-            return
-        self.tables.append((vars(owner), None))
-        for name, value in vars(owner).items():
+        kind = isinstance(owner, type)
+        self.tokens |= self.seen_unwatched() if kind else {}
+        self.tables += [] if kind else [(vars(owner), None)]
+        for name, value in () if kind else vars(owner).items():
             if name in self.ignored or (module and name in OF_EVERY_MODULE):
                 continue
             if module and name == CONFIG and is_config(value):
@@ -126,16 +125,17 @@ class Holder:
 
     def seen_unwatched(self) -> dict[str, Any]:
         """Return the tokens now of what no watcher sees change."""
-        if isinstance(self.owner, type):
-            held = vars(self.owner).items()
-            return {n: token(v, 0) for n, v in held if isinstance(v, FunctionType) or not n.startswith("__")}
         held = vars(self.owner)
-        return {n: token(held.get(n, MISSING), *how) for n, how in self.unwatched.items() if n not in self.left}
+        seen = {name: token(held.get(name, MISSING), *how) for name, how in self.unwatched.items()}
+        if isinstance(self.owner, type):
+            names = (name for name, v in held.items() if isinstance(v, FunctionType) or not name.startswith("__"))
+            seen = {name: token(held[name], 0) for name in names}
+        return {name: stands for name, stands in seen.items() if name not in self.left}
 
     def has_changed(self) -> bool:
         """Whether something that no watcher sees is another than when it was read."""
         now = self.seen_unwatched()
-        gone = isinstance(self.owner, type) and len(now) != len(self.tokens)
+        gone = isinstance(self.owner, type) and now.keys() | self.left.keys() != self.tokens.keys()
         return gone or any(self.tokens.get(name, MISSING) != stands for name, stands in now.items())
 
     def left_inside(self, before: Tokens) -> list[str]:
