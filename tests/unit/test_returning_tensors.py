@@ -344,19 +344,6 @@ def test_weights_that_returned_to_their_address_by_chance_get_addresses_of_their
     assert len(set(counts)) == 1, counts
 
 
-def test_recordings_that_were_made_elsewhere_are_dropped_when_weights_return():
-    linear, executor = nn.Linear(4, 4), Returning()
-    region = new_linear_region(linear, executor)
-    move(linear)
-    assert equals_eager(region, linear)
-    home, recorded = places_of(linear), executor.recorded
-    for made in region.sources.current.recordings.values():
-        made.in_place = False
-    move(linear)
-    assert equals_eager(region, linear)
-    assert places_of(linear) == home and executor.recorded == recorded + 1
-
-
 def test_a_region_that_is_reset_leaves_weights_in_memory_of_pytorchs():
     linear, executor = nn.Linear(4, 4), Returning()
     region = new_linear_region(linear, executor)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bridge_cg_plugin.graphs.changes.model_watch import ModelWatch
+from bridge_cg_plugin.graphs.changes.source import Source
 from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.rank_consensus import Agreed
@@ -511,6 +512,12 @@ def test_a_rank_whose_memory_moved_and_that_cannot_record_says_so_instead_of_run
     monkeypatch.setattr(region.executor, "record", no_memory)
     with pytest.raises(CaptureError, match="memory was moved on this rank"):
         region.run(batch())
+
+
+def test_nothing_is_recorded_where_memory_is_not_as_it_was_found(monkeypatch):
+    monkeypatch.setattr(Source, "moved", lambda *unused, **more: True)
+    with pytest.raises(CaptureError, match="moved inside a step"):
+        region_of(two_layers())
 
 
 def test_memory_that_moves_inside_a_step_ends_ranks_that_share_layers():
