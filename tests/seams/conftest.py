@@ -93,7 +93,7 @@ def in_effect():
 
     Undoing all patches and making them again takes fifty times as long as this, and most tests leave them alone.
     """
-    made = [(patch, [id(each) for each in getattr(patch, "_installed", ())]) for patch in activation._loaded_patches()]
+    made = [(patch, [id(each) for each in getattr(patch, "_installed", ())]) for patch in activation.loaded_patches()]
     return bridge_cg_plugin.status(), made
 
 

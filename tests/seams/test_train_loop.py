@@ -16,7 +16,7 @@ from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.hooks.loops import rank_figures, train_loop
-from bridge_cg_plugin.upstream.parallel.data_parallel import gradient_reduction, parameter_gather
+from bridge_cg_plugin.upstream.parallel.data_parallel import megatron_reduction
 
 from ..unit.towers import DEFAULTS, draw, new_tower
 
@@ -242,31 +242,24 @@ def gathered_chunk(model, align=False, hooks=True):
 def test_a_replay_waits_once_for_each_group_of_parameters(align):
     model = nn.Linear(4, 4)
     chunk, log = gathered_chunk(model, align)
-    gather = parameter_gather([nn.Linear(2, 2), chunk], model)
+    reduction = megatron_reduction([nn.Linear(2, 2), chunk], model)
     assert log == []
-    gather()
+    reduction.gather()
     assert log == [("first", align), ("second", align)]
 
 
 def test_data_parallelism_is_found_under_another_wrapper():
     model, outer = nn.Linear(4, 4), nn.Module()
     outer.module, log = gathered_chunk(model)
-    parameter_gather([outer], model)()
-    assert len(log) == 2 and gradient_reduction([outer], model, None) is not None
+    megatron_reduction([outer], model).gather()
+    assert len(log) == 2
 
 
 def test_nothing_is_waited_for_while_upstream_has_its_hooks_off():
     model = nn.Linear(4, 4)
     chunk, log = gathered_chunk(model, hooks=False)
-    parameter_gather([chunk], model)()
+    megatron_reduction([chunk], model).gather()
     assert log == []
-
-
-def test_no_gather_without_data_parallelism():
-    model = nn.Linear(4, 4)
-    assert parameter_gather([model], model) is None
-    assert parameter_gather([gathered_chunk(nn.Linear(4, 4))[0]], model) is None
-    assert parameter_gather([model], nn.Identity()) is None
 
 
 @pytest.mark.parametrize(
@@ -278,13 +271,14 @@ def test_the_reduction_waits_for_the_last_microbatch(overlap, last, waits):
     chunk.ddp_config.overlap_grad_reduce = overlap
     for group in chunk.param_to_bucket_group.values():
         group.is_last_microbatch = last
-    assert gradient_reduction([nn.Linear(2, 2), chunk], model, None).waits() is waits
+    assert megatron_reduction([nn.Linear(2, 2), chunk], model).waits() is waits
 
 
 def test_no_reduction_without_data_parallelism():
     model = nn.Linear(4, 4)
-    assert gradient_reduction([model], model, None) is None
-    assert gradient_reduction([gathered_chunk(nn.Linear(4, 4))[0]], model, None) is None
+    assert megatron_reduction([model], model) is None
+    assert megatron_reduction([gathered_chunk(nn.Linear(4, 4))[0]], model) is None
+    assert megatron_reduction([model], nn.Identity()) is None
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -308,7 +302,7 @@ def test_upstreams_reduction_counts_gradients_of_the_last_microbatch_only(last):
     group.register_grad_ready = functools.partial(_ParamAndGradBucketGroup.register_grad_ready, group)
     chunk.param_to_bucket_group = dict.fromkeys(parameters, group)
     chunk.force_all_reduce = False
-    gradient_reduction([chunk], model, None).arrived(parameters)
+    megatron_reduction([chunk], model).arrived(parameters)
     assert group.started == ([False] if last else [])
 
 

@@ -128,6 +128,7 @@ import sys
 import bridge_cg_plugin
 
 bridge_cg_plugin.activate()
+import megatron.bridge.models
 from tests.unit.mean_provider import MeanProvider
 
 assert MeanProvider(vision_cuda_graph_impl="transformer_engine").vision_cuda_graph_impl == "transformer_engine"
@@ -139,6 +140,10 @@ assert not {"torch", "tests.unit.mean_encoder"} & set(sys.modules)
 
 def test_its_provider_takes_the_options_before_anything_of_its_encoder_is_imported(installed):
     folder = installed()
+    models = folder / "megatron/bridge/models"
+    models.mkdir(parents=True)
+    for stand_in in (models.parent, models):
+        (stand_in / "__init__.py").touch()
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     done = subprocess.run([sys.executable, "-c", PROVIDER_SCRIPT], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

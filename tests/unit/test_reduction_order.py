@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bridge_cg_plugin.upstream.parallel.data_parallel import ReductionOrder, reduction_order
+from bridge_cg_plugin.upstream.parallel.data_parallel import ReductionOrder, megatron_reduction
 
 
 class Group:
@@ -141,12 +141,12 @@ def test_only_reductions_inside_a_backward_are_put_in_order(overlap):
     # Data parallelism's order is that of its dictionary, the last parameters first.
     chunk.param_to_bucket_group = {other.weight: apart, model.bias: last, model.weight: first}
     chunk.ddp_config = SimpleNamespace(overlap_grad_reduce=overlap)
-    order = reduction_order([chunk], model)
+    order = megatron_reduction([chunk], model).order()
     assert (order is not None) is overlap
     if order is not None:
         assert "start_grad_sync" not in last.__dict__
         order.keep(lambda parameters: False)
-    assert reduction_order([nn.Linear(2, 2)], model) is None
+    assert megatron_reduction([nn.Linear(2, 2)], model) is None
     first.start_grad_sync()
     apart.start_grad_sync()
     last.start_grad_sync()

@@ -113,6 +113,7 @@ def made_up(**changes):
         (made_up(), Found("class"), "is a class, not a function"),
         (made_up(parameters=("a", "b")), Found("function", ("a", "c")), "no longer takes b; it takes a, c"),
         (made_up(parameters=("a",)), Found("function", None), None),
+        (made_up(parameters=("a",)), Found("function", ("args",), takes_more=True), None),
         (made_up(attributes=("x",)), Found("function", None, frozenset("y")), "no longer has x"),
         (made_up(uses=("f(",)), Found("function", code="g()"), "no longer contains f("),
         (made_up(uses=("f(",)), Found("function", code="f()"), None),

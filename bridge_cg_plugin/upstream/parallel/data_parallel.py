@@ -43,7 +43,11 @@ class ReductionOrder:
         self._started: set[int] = set()
         self._finishing: int | None = None
         self._on = False
-        self._put = [(partial(self._start, i), partial(self._finish, i)) for i in range(len(self._groups))]
+        self._put = [
+            (group, name, partial(method, number))
+            for number, group in enumerate(self._groups)
+            for name, method in ((START, self._start), (FINISH, self._finish))
+        ]
 
     def keep(self, adds_later: AddsLater) -> None:
         """Begin to keep the order.
@@ -53,17 +57,15 @@ class ReductionOrder:
                 by autograd.
         """
         self._adds_later, self._on = adds_later, True
-        for group, (start, finish) in zip(self._groups, self._put, strict=True):
-            setattr(group, START, start)
-            setattr(group, FINISH, finish)
+        for group, name, function in self._put:
+            setattr(group, name, function)
 
     def remove(self) -> None:
         """Let groups start when they are ready; what somebody put around this stays, without effect."""
         self._on = False
-        for group, functions in zip(self._groups, self._put, strict=True):
-            for name, function in zip((START, FINISH), functions, strict=True):
-                if group.__dict__.get(name) is function:
-                    del group.__dict__[name]
+        for group, name, function in self._put:
+            if group.__dict__.get(name) is function:
+                del group.__dict__[name]
 
     def _start(self, number: int, force_all_reduce: bool = False) -> None:
         if not self._on or number == self._finishing:
@@ -108,47 +110,42 @@ class ReductionOrder:
         return not any(self._own & group.per_param_grad_ready_counts.keys() for group in self._groups)
 
 
-def parameter_gather(chunks: Sequence[nn.Module], model: nn.Module) -> Callable[[], None] | None:
-    """Return what a replay must call first under `overlap_param_gather`: wait for a model's parameters.
-
-    Eager forward does this in a hook on every module; here the hooks' work is done once for all of them, in the order
-    of their parameters.
-    """
-    found = bucket_groups(chunks, model)
-    if found is None:
-        return None
-    chunk, groups = found
-
-    def gather() -> None:
-        if not getattr(chunk, "remove_forward_pre_hook_handles", None):
-            return
-        ddp = chunk.ddp_config
-        skip = ddp.align_param_gather or getattr(chunk, "overlap_param_gather_with_optimizer_step", False)
-        for group in groups:
-            group.finish_param_sync(skip_next_bucket_dispatch=skip)
-
-    return gather
-
-
-def gradient_reduction(
-    chunks: Sequence[nn.Module], model: nn.Module, order: ReductionOrder | None
-) -> "MegatronReduction | None":
-    """Return the reduction that a model's gradients go to; None where Megatron's data parallelism has none of them.
+class MegatronReduction:
+    """What `DistributedDataParallel` does with a model; see `graphs.replays.gradients.Reduction`.
 
     Args:
-        chunks: The training loop's model chunks.
-        model: The model whose parameters are meant.
-        order: Of its reductions, where one is kept.
+        chunk: The data parallelism.
+        groups: The bucket groups of the model's parameters, in their order.
+        parameters: Those of the model's that it has.
     """
-    found = bucket_groups(chunks, model)
-    return MegatronReduction(*found, order) if found is not None else None
 
+    def __init__(self, chunk: UpstreamModule, groups: Sequence[Any], parameters: Sequence[nn.Parameter]) -> None:
+        self._chunk, self._groups, self._parameters = chunk, groups, parameters
+        self._order: ReductionOrder | None = None
 
-class MegatronReduction:
-    """The gradient reduction of `DistributedDataParallel`; see `graphs.replays.gradients.Reduction`."""
+    def order(self) -> ReductionOrder | None:
+        """Return the order of the model's reductions, to be kept; None where none starts inside a backward."""
+        if not self._chunk.ddp_config.overlap_grad_reduce:
+            return None
+        parameters: dict[Any, set[nn.Parameter]] = {}
+        for parameter, group in self._chunk.param_to_bucket_group.items():
+            parameters.setdefault(group, set()).add(parameter)
+        groups = [group for group in parameters if group in self._groups]
+        self._order = ReductionOrder(groups, [parameters[group] for group in groups], frozenset(self._parameters))
+        return self._order
 
-    def __init__(self, chunk: UpstreamModule, groups: Sequence[Any], order: ReductionOrder | None) -> None:
-        self._chunk, self._groups, self._order = chunk, groups, order
+    def gather(self) -> None:
+        """Wait for the model's parameters under `overlap_param_gather`, before a replay.
+
+        Eager forward does this in a hook on every module; here the hooks' work is done once for all of them, in the
+        order of their parameters.
+        """
+        if not getattr(self._chunk, "remove_forward_pre_hook_handles", None):
+            return
+        skip = self._chunk.ddp_config.align_param_gather
+        skip = skip or getattr(self._chunk, "overlap_param_gather_with_optimizer_step", False)
+        for group in self._groups:
+            group.finish_param_sync(skip_next_bucket_dispatch=skip)
 
     def waits(self) -> bool:
         """Whether a gradient that arrives now may set off communication: its hook does nothing else of use."""
@@ -156,53 +153,37 @@ class MegatronReduction:
         return overlaps and any(g.is_last_microbatch for g in self._groups)
 
     def arrived(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Do what the hooks of these parameters do once their gradients are in `main_grad`."""
+        """Do what the hooks of these parameters do once their gradients are in `main_grad`.
+
+        All of a group but the last are registered by their count alone, as one call for each costs the host.
+        """
         for group, ready in groupby(parameters, self._chunk.param_to_bucket_group.__getitem__):
             if group.is_last_microbatch:
-                self._register(group, list(ready))
+                counts, (*others, last) = group.per_param_grad_ready_counts, ready
+                for parameter in others:
+                    counts[parameter] = counts.get(parameter, 0) + 1
+                group.register_grad_ready(last, self._chunk.force_all_reduce)
         if self._order is not None:
             self._order.go_on()
 
-    def _register(self, group: Any, ready: Sequence[nn.Parameter]) -> None:
-        """Register a group's parameters; all but the last by their count alone, as one call for each costs the host."""
-        counts = group.per_param_grad_ready_counts
-        *others, last = ready
-        for parameter in others:
-            counts[parameter] = counts.get(parameter, 0) + 1
-        group.register_grad_ready(last, self._chunk.force_all_reduce)
 
-
-def reduction_order(chunks: Sequence[nn.Module], model: nn.Module) -> ReductionOrder | None:
-    """Return the order of a model's reductions, to be kept; None where none starts inside a backward.
+def megatron_reduction(chunks: Sequence[nn.Module], model: nn.Module) -> MegatronReduction | None:
+    """Return the reduction that a model's gradients go to; None where Megatron's data parallelism has none of them.
 
     Args:
         chunks: The training loop's model chunks.
         model: The model whose parameters are meant.
     """
-    found = bucket_groups(chunks, model)
-    if found is None or not found[0].ddp_config.overlap_grad_reduce:
-        return None
-    chunk, groups = found
-    parameters: dict[int, set[nn.Parameter]] = {}
-    for parameter, group in chunk.param_to_bucket_group.items():
-        parameters.setdefault(id(group), set()).add(parameter)
-    of_the_model = set(map(id, groups))
-    kept = [g for g in dict.fromkeys(chunk.param_to_bucket_group.values()) if id(g) in of_the_model]
-    own = frozenset(parameter for parameter in model.parameters() if parameter in chunk.param_to_bucket_group)
-    return ReductionOrder(kept, [parameters[id(group)] for group in kept], own)
+    parameters = list(model.parameters())
+    for chunk in data_parallel(chunks):
+        group_of = chunk.param_to_bucket_group
+        owned = [parameter for parameter in parameters if parameter in group_of]
+        if owned:
+            groups = {id(group_of[parameter]): group_of[parameter] for parameter in owned}
+            return MegatronReduction(chunk, list(groups.values()), owned)
+    return None
 
 
 def data_parallel(chunks: Sequence[nn.Module]) -> list[UpstreamModule]:
     """Return the data parallelism of a model's chunks, which other wrappers may be around."""
     return [module for chunk in chunks for module in unwrapped(chunk) if vars(module).get("param_to_bucket_group")]
-
-
-def bucket_groups(chunks: Sequence[nn.Module], model: nn.Module) -> tuple[UpstreamModule, list[Any]] | None:
-    """Return the chunk whose data parallelism has the model's parameters, and their bucket groups in order."""
-    parameters = list(model.parameters())
-    for chunk in data_parallel(chunks):
-        groups_of = chunk.param_to_bucket_group
-        owned = [p for p in parameters if p in groups_of]
-        if owned:
-            return chunk, list({id(groups_of[p]): groups_of[p] for p in owned}.values())
-    return None

@@ -4,8 +4,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -98,17 +96,13 @@ def has_ranks(group: distributed.ProcessGroup, other: distributed.ProcessGroup) 
 
 def new_group(ranks: list[int], backend: str) -> distributed.ProcessGroup:
     """Make a group with the time-out of the job's own; only its ranks call it."""
-    group: distributed.ProcessGroup = distributed.new_group(
-        ranks, timeout=_timeout(), backend=backend, use_local_synchronization=True
-    )
-    return group
-
-
-def _timeout() -> timedelta:
     device = torch.device("cuda" if "nccl" in distributed.get_backend() else "cpu")
     world: Any = distributed.group.WORLD
-    timeout: timedelta = world._get_backend(device).options._timeout
-    return timeout
+    timeout = world._get_backend(device).options._timeout
+    group: distributed.ProcessGroup = distributed.new_group(
+        ranks, timeout=timeout, backend=backend, use_local_synchronization=True
+    )
+    return group
 
 
 def _several(group: Any) -> distributed.ProcessGroup | None:
@@ -136,8 +130,8 @@ def without_collectives(*groups: distributed.ProcessGroup | None) -> Isolated:
     def isolated() -> Iterator[None]:
         originals = {name: getattr(distributed, name) for name in EXCHANGES}
         made = {name: _left_out(name, exchange, silent) for name, exchange in originals.items()}
-        made["P2POp"] = _operations(distributed.P2POp, {made[name]: originals[name] for name in originals}, silent)
-        made["batch_isend_irecv"] = _batch_left_out(distributed.batch_isend_irecv)
+        made["P2POp"] = _operations({made[name]: originals[name] for name in originals})
+        made["batch_isend_irecv"] = _batch_left_out(silent)
         with ExitStack() as stack:
             for name, standin in made.items():
                 stack.enter_context(overridden(distributed, name, standin))
@@ -164,31 +158,21 @@ def _left_out(
     return exchanged
 
 
-@dataclass(frozen=True, slots=True)
-class _Unsent:
-    """Stands in for one operation of a batch that is left out."""
-
-
-def _operations(
-    original: Callable[..., Any],
-    originals: Mapping[Callable[..., Any], Callable[..., Any]],
-    silent: Sequence[distributed.ProcessGroup],
-) -> Callable[..., Any]:
+def _operations(originals: Mapping[Callable[..., Any], Callable[..., Any]]) -> Callable[..., Any]:
     """Return what makes one operation of a batch, from torch's own sends and receives or their stand-ins."""
-
-    def operation(op: Callable[..., Any], tensor: torch.Tensor, peer: Any = None, group: Any = None, *rest: Any) -> Any:
-        if group in silent:
-            if op.__name__ == "irecv":
-                OWN_PART["irecv"]({"tensor": tensor})
-            return _Unsent()
-        return original(originals.get(op, op), tensor, peer, group, *rest)
-
-    return operation
+    make = distributed.P2POp
+    return lambda op, *args, **kwargs: make(originals.get(op, op), *args, **kwargs)
 
 
-def _batch_left_out(batch: Callable[..., Any]) -> Callable[..., Any]:
-    def batched(operations: Sequence[Any]) -> list[Any]:
-        left = [operation for operation in operations if not isinstance(operation, _Unsent)]
+def _batch_left_out(silent: Sequence[distributed.ProcessGroup]) -> Callable[..., Any]:
+    """Return the same as `_left_out` of a batch of sends and receives."""
+    receive, batch = distributed.irecv, distributed.batch_isend_irecv
+
+    def batched(operations: Sequence[distributed.P2POp]) -> list[Any]:
+        for operation in operations:
+            if operation.group in silent and operation.op is receive:
+                OWN_PART["irecv"]({"tensor": operation.tensor})
+        left = [operation for operation in operations if operation.group not in silent]
         return batch(left) if left else [_Done()]
 
     return batched

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+# Runs one more forward ahead of the first backward.
+OVERLAPS_EXPERTS = "overlap_moe_expert_parallel_comm"
+
 
 def stages_of(config: Any) -> int:
     """Return the pipeline's stages."""
@@ -21,35 +24,10 @@ def microbatches_in_flight(config: Any, num_microbatches: int) -> int:
         return max(1, min(stages, most))
     in_a_row = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
     ahead = 2 * (stages - 1) + (chunks - 1) * in_a_row + bool(getattr(config, OVERLAPS_EXPERTS, False))
-    return max(1, _interleaved(most, chunks, in_a_row, ahead))
-
-
-# Runs one more forward ahead of the first backward.
-OVERLAPS_EXPERTS = "overlap_moe_expert_parallel_comm"
-
-
-def _interleaved(microbatches: int, chunks: int, in_a_row: int, ahead: int) -> int:
-    """Return the most microbatches that the first of a rank's chunks holds in the interleaved schedule.
-
-    Args:
-        microbatches: Microbatches of a step.
-        chunks: Model chunks of the rank.
-        in_a_row: Microbatches that one chunk takes before the next chunk takes the same.
-        ahead: Forwards before the first backward; then they take turns.
-    """
-    order = [
-        chunk
-        for first in range(0, microbatches, in_a_row)
-        for chunk in range(chunks)
-        for _ in range(first, min(first + in_a_row, microbatches))
-    ]
-    held = most = 0
-    for turn, chunk in enumerate(order):
-        held += chunk == 0
-        most = max(most, held)
-        if turn >= ahead:  # backwards go through the chunks from the last to the first
-            held -= order[turn - ahead] == chunks - 1
-    return most
+    # Chunks take turns, `in_a_row` microbatches each. The first backwards are of the last chunk; the first chunk holds
+    # most when its own begin.
+    rounds, rest = divmod(ahead + 1 + (chunks - 1) * in_a_row, chunks * in_a_row)
+    return max(1, min(most, rounds * in_a_row + min(rest, in_a_row)))
 
 
 def most_microbatches(num_microbatches: int) -> int:

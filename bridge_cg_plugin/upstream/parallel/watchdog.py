@@ -25,13 +25,12 @@ from ..environment import WATCHDOG_MINUTES, watchdog_minutes
 TIMEOUT_STATUS = 124
 # Seconds that a report may take; a locked logger or a full pipe must not keep the process.
 REPORT_S = 30.0
-# Part of the groups' time-out after which a rank is said to be slow, before NCCL ends it.
-WARN_AFTER = 0.5
 # Seconds between two checks; with a short limit, the limit over the number of checks.
 CHECK_S, CHECKS = 5.0, 40
 # At most so many intervals count between two checks: for the rest of the time this process did not run.
 COUNTED = 2
-STDERR = 2
+# A replay, and an event behind it that is recorded once.
+Launch = tuple[str, torch.cuda.Event]
 
 
 class Watchdog:
@@ -44,7 +43,6 @@ class Watchdog:
         end: Called once with the message about a replay that timed out, from the watchdog's thread.
         clock: Seconds.
         event: Makes an event.
-        slow: Called once with the message about a step that takes long; must not wait for a lock.
     """
 
     def __init__(
@@ -52,25 +50,21 @@ class Watchdog:
         end: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         event: Callable[[], torch.cuda.Event] = torch.cuda.Event,
-        slow: Callable[[str], Any] = lambda message: _in_thread(warn, message),
     ) -> None:
-        self._end, self._clock, self._make_event, self._slow = end, clock, event, slow
-        self._limit_s = self._replay_limit_s = 0.0
-        # What this rank does, and since when.
-        self._doing: tuple[str, float] | None = None
-        # The last replay, and an event behind it that is recorded once.
-        self._launch: tuple[str, torch.cuda.Event] | None = None
-        self._warned = False
+        self._end, self._clock, self._make_event = end, clock, event
+        self._limit_s = 0.0
+        self._doing: str | None = None
+        self._launch: Launch | None = None
         self._thread: threading.Thread | None = None
         # Used by the watchdog's thread only.
-        self._seen: tuple[str, torch.cuda.Event] | None = None
+        self._seen: Launch | None = None
         self._waited_s = self._checked = 0.0
         self._settled = False
 
     @property
     def interval_s(self) -> float:
         """Seconds between two checks."""
-        return min(CHECK_S, self._limit_s / CHECKS, self._replay_limit_s / CHECKS)
+        return min(CHECK_S, self._limit_s / CHECKS)
 
     @contextmanager
     def during(self, doing: str, limit_s: float | None = None) -> Iterator[None]:
@@ -86,14 +80,14 @@ class Watchdog:
         """
         if limit_s is not None:
             minutes = watchdog_minutes()
-            self._limit_s, self._replay_limit_s = limit_s, 60.0 * minutes if minutes else limit_s
+            self._limit_s = 60.0 * minutes if minutes else limit_s
         if not self._limit_s:
             yield
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="bridge-cg-watchdog", daemon=True)
             self._thread.start()
-        before, self._doing = self._doing, (doing, self._clock())
+        before, self._doing = self._doing, doing
         try:
             yield
         finally:
@@ -106,36 +100,23 @@ class Watchdog:
         self._launch = replay, event
 
     def check(self) -> None:
-        """Report the last replay once if it timed out; warn once about a step that takes long."""
-        current, now = self._doing, self._clock()
-        self._count(self._launch, now)
-        if current is None:
-            return
-        doing, began = current
-        if self._seen is not None and self._timed_out(self._seen[1]):
-            self._settled = True
-            self._end(
-                f"{doing}: the {self._seen[0]} has not ended for {self._replay_limit_s:.0f} s; another rank that "
-                "shares these layers did not come to its reductions"
-            )
-        elif now - began > WARN_AFTER * self._limit_s and not self._warned:
-            self._warned = True
-            self._slow(
-                f"this rank has been in {doing} for {now - began:.0f} s; if it waits for another rank, it ends once a "
-                f"collective has waited for {self._limit_s:.0f} s"
-            )
-
-    def _count(self, launch: tuple[str, torch.cuda.Event] | None, now: float) -> None:
-        """Add the time since the last check to the last launch's time."""
+        """Report the last replay once if it timed out."""
+        doing, now, launch = self._doing, self._clock(), self._launch
         passed_s, self._checked = now - self._checked, now
         if launch is self._seen:
             self._waited_s += min(passed_s, COUNTED * self.interval_s)
         else:
             self._seen, self._waited_s, self._settled = launch, 0.0, False
+        if doing is not None and launch is not None and self._timed_out(launch[1]):
+            self._settled = True
+            self._end(
+                f"{doing}: the {launch[0]} has not ended for {self._limit_s:.0f} s; another rank that "
+                "shares these layers did not come to its reductions"
+            )
 
     def _timed_out(self, event: torch.cuda.Event) -> bool:
         """Whether the launch has not ended within the limit; its event is queried once."""
-        if self._settled or self._waited_s <= self._replay_limit_s:
+        if self._settled or self._waited_s <= self._limit_s:
             return False
         try:
             self._settled = event.query()
@@ -164,7 +145,7 @@ def end_process(message: str) -> None:
 
 def _report(message: str) -> None:
     """Write what every thread does, then the message."""
-    faulthandler.dump_traceback(STDERR, all_threads=True)
+    faulthandler.dump_traceback(2, all_threads=True)  # to the file of stderr, whatever Python writes to
     warn(message)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -67,11 +67,7 @@ def activate() -> None:
     if not _hooked:
         from wrapt import register_post_import_hook
 
-        try:
-            PATCHING["hooks.configuration.provider_fields"] += tuple(module for module, _ in other_providers())
-        except Exception:
-            LOGGER.exception("bridge_cg_plugin could not read the entry points of other packages")
-        for name in dict.fromkeys((*CONTRACT, *patched_modules())):
+        for name in dict.fromkeys((*CONTRACT, MODELS, *patched_modules())):
             register_post_import_hook(_imported, name)
         _hooked = True
         return
@@ -96,13 +92,18 @@ def deactivate() -> None:
     _on = False
     for drop in _before_deactivation:
         drop()
-    for patch in reversed(_loaded_patches()):
+    for patch in reversed(loaded_patches()):
         patch.revert()
+
+
+def is_on() -> bool:
+    """Whether the plugin is on."""
+    return _on
 
 
 def status() -> dict[str, Any]:
     """Return whether the plugin is on and the state of every patch whose upstream module was imported."""
-    patches = _loaded_patches()
+    patches = loaded_patches()
     for patch in patches:
         patch.look()
     return {
@@ -111,27 +112,29 @@ def status() -> dict[str, Any]:
     }
 
 
-def seam_states() -> dict[str, Any]:
-    """Return the `SeamState` of every seam by name. Imports nothing of upstream: its sources are read."""
-    from .states import seam_states as states_with
-
-    return states_with(_loaded_patches(), _on)
-
-
-def broken_seams() -> dict[str, str]:
-    """Return the seams that do not fit, with what was found.
-
-    First it patches functions again that somebody replaced after the plugin did, like any function of upstream.
-    """
-    if _on:
-        activate()
-    return {name: found.reason for name, found in seam_states().items() if found.state == "broken"}
-
-
 def _imported(module: ModuleType) -> None:
     """Note what a module of upstream ships before anybody can patch it, then apply the plugin's own patches."""
     remember(module)
+    if module.__name__ == MODELS:
+        _patch_other_providers()
     patch_module(module)
+
+
+def _patch_other_providers() -> None:
+    """Patch the providers whose encoder another package brings, too.
+
+    Entry points are read with Bridge's models: it would take most of the time that the plugin takes to load.
+    """
+    from wrapt import register_post_import_hook
+
+    try:
+        modules = tuple(module for module, _ in other_providers())
+    except Exception:
+        LOGGER.exception("bridge_cg_plugin could not read the entry points of other packages")
+        return
+    PATCHING["hooks.configuration.provider_fields"] += modules
+    for name in modules:
+        register_post_import_hook(_imported, name)
 
 
 def patch_module(module: ModuleType) -> None:
@@ -171,6 +174,7 @@ def _log(patch: Any) -> None:
     LOGGER.log(level, "seam %s is %s: %s", patch.name, patch.state, patch.reason or patch.seam.purpose)
 
 
-def _loaded_patches() -> list[Any]:
+def loaded_patches() -> list[Any]:
+    """Return the patches whose upstream module was imported."""
     modules = (sys.modules.get(f"bridge_cg_plugin.upstream.{name}") for name in PATCHING)
     return [patch for module in modules if module is not None for patch in module.PATCHES]

@@ -4,8 +4,6 @@ The plugin is loaded in every process that imports PyTorch, so this imports neit
 that entry points name.
 """
 
-import os
-import sys
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, NamedTuple
@@ -71,96 +69,78 @@ class Declaration(NamedTuple):
         return f"{self.encodes} graphs of {self.name}"
 
 
-GEMMA3_VL = Declaration(
+def _encoder(name: str, provider: str, region: str, *hub: HubModels, **more: Any) -> Declaration:
+    module, _, provider = f"{MODELS}.{provider}".rpartition(".")
+    return Declaration(name, Model(module, provider, hub, **more), region)
+
+
+GEMMA3_VL = _encoder(
     "Gemma 3",
-    Model(
-        f"{MODELS}.gemma_vl.gemma3_vl_provider",
-        "Gemma3VLModelProvider",
-        hub=(HubModels(r"google/gemma-3-(4|12|27)b", encoder=(27, 1152)),),
-    ),
+    "gemma_vl.gemma3_vl_provider.Gemma3VLModelProvider",
     "siglip:SIGLIP",
+    HubModels(r"google/gemma-3-(4|12|27)b", encoder=(27, 1152)),
 )
-GLM45V = Declaration(
+GLM45V = _encoder(
     "GLM-4.5V",
-    Model(
-        f"{MODELS}.glm_vl.glm_45v_provider", "GLM45VModelProvider", hub=(HubModels(r"zai-org/GLM-4\.5V", experts=128),)
-    ),
+    "glm_vl.glm_45v_provider.GLM45VModelProvider",
     "glm45v:GLM45V",
+    HubModels(r"zai-org/GLM-4\.5V", experts=128),
 )
-MINISTRAL3 = Declaration(
+MINISTRAL3 = _encoder(
     "Ministral 3",
-    Model(
-        f"{MODELS}.ministral3.ministral3_provider",
-        "Ministral3ModelProvider",
-        hub=(HubModels(r"mistralai/Ministral-3-\d+B"),),
-        config_field="hf_config",
-    ),
+    "ministral3.ministral3_provider.Ministral3ModelProvider",
     "pixtral:PIXTRAL",
+    HubModels(r"mistralai/Ministral-3-\d+B"),
+    config_field="hf_config",
 )
-NEMOTRON_OMNI = Declaration(
+NEMOTRON_OMNI = _encoder(
     "Nemotron Omni",
-    Model(
-        f"{MODELS}.nemotron_omni.nemotron_omni_provider",
-        "NemotronOmniModelProvider",
-        hub=(HubModels(r"nvidia/Nemotron-3-Nano-Omni-\d+B-A\d+B", experts=128, encoder=(32, 1280)),),
-        config_field="vision_model_type",
-        steps=(),
-    ),
+    "nemotron_omni.nemotron_omni_provider.NemotronOmniModelProvider",
     "radio:PACKED_RADIO",
+    HubModels(r"nvidia/Nemotron-3-Nano-Omni-\d+B-A\d+B", experts=128, encoder=(32, 1280)),
+    config_field="vision_model_type",
+    steps=(),
 )
-NEMOTRON_VL = Declaration(
+NEMOTRON_VL = _encoder(
     "Nemotron VL",
-    Model(
-        f"{MODELS}.nemotron_vl.nemotron_vl_provider",
-        "NemotronVLModelProvider",
-        hub=(HubModels(r"nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL", encoder=(32, 1280)),),
-        config_field="vision_model_type",
-        steps=(),
-    ),
+    "nemotron_vl.nemotron_vl_provider.NemotronVLModelProvider",
     "radio:RADIO",
+    HubModels(r"nvidia/NVIDIA-Nemotron-Nano-12B-v2-VL", encoder=(32, 1280)),
+    config_field="vision_model_type",
+    steps=(),
 )
-QWEN25_OMNI = Declaration(
+QWEN25_OMNI = _encoder(
     "Qwen2.5-Omni",
-    Model(
-        f"{QWEN_OMNI}.qwen25_omni_provider",
-        "Qwen25OmniModelProvider",
-        hub=(HubModels(r"Qwen/Qwen2\.5-Omni-"),),
-        config_field="thinker_config",
-    ),
+    "qwen_omni.qwen25_omni_provider.Qwen25OmniModelProvider",
     "qwen25_omni:QWEN25_OMNI",
+    HubModels(r"Qwen/Qwen2\.5-Omni-"),
+    config_field="thinker_config",
 )
-QWEN25_VL = Declaration(
+QWEN25_VL = _encoder(
     "Qwen2.5-VL",
-    Model(
-        f"{QWEN_VL}.qwen25_vl_provider",
-        "Qwen25VLModelProvider",
-        hub=(HubModels(r"Qwen/Qwen2\.5-VL-[37]B", encoder=(32, 1280)), HubModels(r"Qwen/Qwen2\.5-VL-")),
-    ),
+    "qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider",
     "qwen25_vl:QWEN25_VL",
+    *(HubModels(r"Qwen/Qwen2\.5-VL-[37]B", encoder=(32, 1280)), HubModels(r"Qwen/Qwen2\.5-VL-")),
 )
-QWEN3_OMNI = Declaration(
+QWEN3_OMNI = _encoder(
     "Qwen3-Omni",
-    Model(
-        f"{QWEN_OMNI}.qwen3_omni_provider",
-        "Qwen3OmniModelProvider",
-        hub=(HubModels(r"Qwen/Qwen3-Omni-\d+B-A\d+B", experts=128),),
-        config_field="thinker_config",
-        steps=(VLM_STEP, f"{QWEN_OMNI}.qwen3_omni_step"),
-    ),
+    "qwen_omni.qwen3_omni_provider.Qwen3OmniModelProvider",
     "qwen3_omni:QWEN3_OMNI",
+    HubModels(r"Qwen/Qwen3-Omni-\d+B-A\d+B", experts=128),
+    config_field="thinker_config",
+    steps=(VLM_STEP, f"{QWEN_OMNI}.qwen3_omni_step"),
 )
-QWEN3_OMNI_AUDIO = Declaration(QWEN3_OMNI.name, QWEN3_OMNI.model, "qwen3_omni_audio:QWEN3_OMNI_AUDIO", encodes="audio")
+QWEN3_OMNI_AUDIO = QWEN3_OMNI._replace(region="qwen3_omni_audio:QWEN3_OMNI_AUDIO", encodes="audio")
 # Those of images first.
 DECLARED = (
     *(GEMMA3_VL, GLM45V, MINISTRAL3, NEMOTRON_OMNI, NEMOTRON_VL, QWEN25_OMNI, QWEN25_VL, QWEN3_OMNI),
     QWEN3_OMNI_AUDIO,
 )
 DECLARED_MODELS = tuple(dict.fromkeys(one.model for one in DECLARED))
-QWEN3_VL_MODELS = (
-    Model(f"{QWEN_VL}.qwen3_vl_provider", "Qwen3VLModelProvider"),
-    Model(f"{QWEN_VL}.qwen3_vl_provider", "Qwen3VLMoEModelProvider"),
-    Model(f"{QWEN_VL}.qwen35_vl_provider", "Qwen35VLModelProvider"),
-    Model(f"{QWEN_VL}.qwen35_vl_provider", "Qwen35VLMoEModelProvider"),
+QWEN3_VL_MODELS = tuple(
+    Model(f"{QWEN_VL}.{series.lower()}_vl_provider", f"{series}VL{kind}ModelProvider")
+    for series in ("Qwen3", "Qwen35")
+    for kind in ("", "MoE")
 )
 QWEN3_VL = tuple(model.provider for model in QWEN3_VL_MODELS)
 
@@ -168,36 +148,13 @@ QWEN3_VL = tuple(model.provider for model in QWEN3_VL_MODELS)
 @cache
 def points() -> tuple[EntryPoint, ...]:
     """Return the entry points of other packages that name encoders."""
-    return tuple(entry_points(group=GROUP)) if any(map(_may_declare, sys.path)) else ()
+    return tuple(entry_points(group=GROUP))
 
 
 def other_providers() -> tuple[tuple[str, str], ...]:
     """Return module and class of the providers that entry points name."""
     paths = (point.name.rpartition(".") for point in points())
     return tuple((module, provider) for module, _, provider in paths if module)
-
-
-def _may_declare(place: str) -> bool:
-    """Whether a distribution at a place of `sys.path` may name the group.
-
-    `entry_points` would take most of the time that the plugin takes to load.
-    """
-    try:
-        with os.scandir(place or os.curdir) as found:
-            folders = [entry.path for entry in found if entry.name.endswith((".dist-info", ".egg-info"))]
-    except FileNotFoundError:
-        return False
-    except OSError:  # an archive, say: only importlib looks into it
-        return True
-    return any(map(_names_the_group, folders))
-
-
-def _names_the_group(folder: str) -> bool:
-    try:
-        with open(os.path.join(folder, "entry_points.txt"), encoding="utf-8") as file:
-            return GROUP in file.read()
-    except OSError:
-        return False
 
 
 def encoder_of(model: Any) -> str:

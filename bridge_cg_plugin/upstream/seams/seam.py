@@ -113,18 +113,19 @@ def _row(
 
     Args:
         touch: See `Seam`.
-        place: "module:target", "module:target(parameter, parameter)" or the module itself. A target is a class where
-            its last name begins with a capital, and else a function, unless `more` has its kind.
+        place: The module, "module:target", "module:target(parameter, parameter)", "module:Class[attribute, attribute]"
+            or both. A target is a class where its last name begins with a capital, and else a function, unless `more`
+            has its kind.
         purpose: See `Seam`.
         uses: See `Seam`.
-        takes: Parameters that the line of `place` has no room for, in words.
-        has: Its attributes, in words.
+        takes, has: Parameters and attributes that the line of `place` has no room for.
         more: What else `Seam` has.
     """
+    place, _, attributes = place.rstrip("]").partition("[")
     place, _, parameters = place.rstrip(")").partition("(")
     module, _, target = place.partition(":")
     kind = "module" if not target else "class" if target.rpartition(".")[2][0].isupper() else "function"
-    words = [tuple(text.replace(",", " ").split()) for text in (parameters or takes, has)]
+    words = [tuple(text.replace(",", " ").split()) for text in (parameters or takes, attributes or has)]
     facts = {"kind": kind, "uses": uses, "parameters": words[0], "attributes": words[1], **more}
     return Seam(name="", module=module, target=target, touch=touch, purpose=purpose, **facts)
 

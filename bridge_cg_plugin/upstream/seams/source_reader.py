@@ -3,6 +3,7 @@
 import ast
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class SourceReader:
     def __init__(self, read: ReadModule = installed) -> None:
         self._read = read
         self._modules: dict[str, dict[str, Any] | None] = {}
-        self._packages: set[str] = set()
+        self._packages: dict[str, str] = {}  # what relative imports of a module are relative to
         self._own: dict[ast.ClassDef, frozenset[str]] = {}  # seams ask for the same classes, and those for their bases
 
     def has_module(self, module: str) -> bool:
@@ -105,10 +106,9 @@ class SourceReader:
 
     def _names(self, module: str) -> dict[str, Any] | None:
         if module not in self._modules:
-            read = self._read(module)
-            self._modules[module] = None if read is None else dict(_top_level(ast.parse(read[0]).body))
-            if read is not None and read[1]:
-                self._packages.add(module)
+            text, is_package = self._read(module) or (None, False)
+            self._packages[module] = module if is_package else module.rpartition(".")[0]
+            self._modules[module] = None if text is None else dict(_top_level(ast.parse(text).body))
         return self._modules[module]
 
     def _resolve(self, module: str, name: str, depth: int = DEPTH) -> tuple[str, ast.AST | None]:
@@ -118,10 +118,10 @@ class SourceReader:
         if depth == 0:
             return module, node
         if isinstance(node, tuple):  # (module, name) of a from-import
-            source = _absolute(node[0], node[2], module, module in self._packages)
+            source, name = resolve_name(node[0], self._packages[module]), node[1]
             if not self.has_module(source):
                 return source, ast.Constant(None)  # exists, as far as one can tell without its source
-            return self._resolve(source, node[1], depth - 1)
+            return self._resolve(source, name, depth - 1)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id != name:
             place, found = self._resolve(module, node.value.id, depth - 1)
             return (place, found) if found is not None else (module, node)
@@ -138,12 +138,8 @@ class SourceReader:
         for statement in node.body:
             if getattr(statement, "name", None) == name:
                 return module, statement
-        for place, base in self._bases(module, node):
-            if base is not None:
-                found = self._method(place, base, name)
-                if found[1] is not None:
-                    return found
-        return module, None
+        inherited = (self._method(place, base, name) for place, base in self._bases(module, node) if base is not None)
+        return next((found for found in inherited if found[1] is not None), (module, None))
 
     def _constructor(self, module: str, node: ast.ClassDef) -> tuple[str, ...] | None:
         owner, init = self._method(module, node, "__init__")
@@ -166,30 +162,21 @@ class SourceReader:
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[tuple[str, Any]]:
+    """Yield what a body defines by name: the statement, or (module, name) of an import."""
     for statement in body:
         if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield statement.name, statement
         elif isinstance(statement, ast.ImportFrom):
-            for alias in statement.names:
-                yield alias.asname or alias.name, (statement.module or "", alias.name, statement.level)
+            source = "." * statement.level + (statement.module or "")
+            yield from ((alias.asname or alias.name, (source, alias.name)) for alias in statement.names)
         elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            for target in targets:
-                if isinstance(target, ast.Name):
-                    yield target.id, statement
+            yield from ((target.id, statement) for target in targets if isinstance(target, ast.Name))
         elif isinstance(statement, (ast.If, ast.Try, ast.With)):
             # What a handler or an else-branch defines is the stand-in: the first definition counts.
             parts = [getattr(statement, "orelse", []), *(h.body for h in getattr(statement, "handlers", []))]
             for part in (*parts, statement.body):
                 yield from _top_level(part)
-
-
-def _absolute(module: str, level: int, importer: str, is_package: bool) -> str:
-    if level == 0:
-        return module
-    parts = importer.split(".")
-    parts = parts[: len(parts) - level + (1 if is_package else 0)]
-    return ".".join([*parts, module] if module else parts)
 
 
 def _parameters(node: Any) -> tuple[str, ...]:
@@ -202,10 +189,9 @@ def _is_dataclass(node: ast.ClassDef) -> bool:
 
 
 def _own_attributes(node: ast.ClassDef) -> Iterator[str]:
-    for name, _ in _top_level(node.body):
-        yield name
+    yield from (name for name, _ in _top_level(node.body))
     for inner in ast.walk(node):
-        if not (isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)):
+        if not isinstance(inner, ast.Attribute) or not isinstance(inner.ctx, ast.Store):
             continue
         if isinstance(inner.value, ast.Name) and inner.value.id == "self":
             yield inner.attr

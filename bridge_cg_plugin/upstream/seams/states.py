@@ -4,10 +4,11 @@ import functools
 import importlib.resources
 import json
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from .activation import activate, is_on, loaded_patches
 from .features import feature_states
 from .patches import Patch, State, bridge_release
 from .registry import SEAMS
@@ -31,15 +32,21 @@ class SeamState(NamedTuple):
     reason: str
 
 
-def seam_states(patches: Iterable[Patch], on: bool) -> dict[str, SeamState]:
-    """Return the state of every seam by name.
-
-    Args:
-        patches: The patches of modules imported so far; others wait.
-        on: Whether the plugin is on.
-    """
-    known, installed = {patch.name: patch for patch in patches}, installed_states(bridge_release())
+def seam_states() -> dict[str, SeamState]:
+    """Return the state of every seam by name. Imports nothing of upstream: its sources are read."""
+    known, on = {patch.name: patch for patch in loaded_patches()}, is_on()
+    installed = installed_states(bridge_release())
     return {s.name: SeamState(s, *_state(s, known.get(s.name), on, *installed[s.name])) for s in SEAMS}
+
+
+def broken_seams() -> dict[str, str]:
+    """Return the seams that do not fit, with what was found.
+
+    First it patches functions again that somebody replaced after the plugin did, like any function of upstream.
+    """
+    if is_on():
+        activate()
+    return {name: found.reason for name, found in seam_states().items() if found.state == "broken"}
 
 
 @functools.cache

@@ -32,12 +32,12 @@ from ....options.offload import SHARED_FIELDS
 from ....options.releases import field_values
 from ....options.sources import LANGUAGE_MODEL_FIELDS, Written, collect
 from ...environment import check_offloading, check_process
-from ...seams.activation import broken_seams
 from ...seams.features import FEATURES, Wish, features_of, refusal
 from ...seams.patches import DriftError, Patch, bridge_release
 from ...seams.registry import seam
 from ...seams.releases import RELEASES
 from ...seams.seam import Feature
+from ...seams.states import broken_seams
 from .environment_options import apply_environment, collect_for_start
 from .graph_fields import apply_options, describe_release
 

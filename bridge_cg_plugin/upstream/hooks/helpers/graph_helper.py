@@ -20,7 +20,7 @@ from ....options.language_model import IMPL
 from ....options.packed import MAX_PACKED_SEQS
 from ...environment import sizes_may_share_memory
 from ...exempt import EXEMPT
-from ...parallel.data_parallel import gradient_reduction, parameter_gather, reduction_order
+from ...parallel.data_parallel import megatron_reduction
 from ...parallel.watchdog import WATCHDOG, named_failure
 from ...seams.activation import before_deactivation
 
@@ -97,10 +97,11 @@ def graphs_over(
 
     See `Surroundings`.
     """
-    order = reduction_order(chunks, module)
+    reduction = megatron_reduction(chunks, module)
+    order = None if reduction is None else reduction.order()
     surroundings = Surroundings(
-        before_replay=parameter_gather(chunks, module),
-        reduction=gradient_reduction(chunks, module, order),
+        before_replay=None if reduction is None else reduction.gather,
+        reduction=reduction,
         exempt=EXEMPT,
         consensus=consensus,
         bucket_consensus=bucket_consensus,

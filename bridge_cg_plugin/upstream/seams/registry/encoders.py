@@ -102,7 +102,7 @@ def _radio(name: str) -> dict[str, Seam]:
             "the layers get hidden states with class tokens and positions in them",
             "self.decoder(x, attention_mask=attention_mask, packed_seq_params=packed_seq_params)",
         ),
-        f"{name}_tower_parts": read(RADIO, "the layers, and the tokens of an image", has="decoder seq_length"),
+        f"{name}_tower_parts": read(f"{RADIO}[decoder, seq_length]", "the layers, and the tokens of an image"),
         f"{name}_layers": replayed(
             f"{CORE}.transformer.transformer_block:TransformerBlock.forward",
             "all layers of a microbatch replay a graph of this function",
@@ -263,9 +263,8 @@ _QWEN3_OMNI = seams_of(
     ),
     **_layers("qwen3_omni", f"{OMNI_TOWERS}:Qwen3OmniMoeVision", "self.qkv("),
     qwen3_omni_output=called(
-        f"{OMNI_TOWERS}:BaseModelOutputWithDeepstackFeatures",
+        f"{OMNI_TOWERS}:BaseModelOutputWithDeepstackFeatures[pooler_output, deepstack_features]",
         "what the tower's forward returns, made from a region's outputs",
-        has="pooler_output deepstack_features",
     ),
 )
 _QWEN3_OMNI_AUDIO = seams_of(

@@ -44,17 +44,15 @@ _LAYERS = seams_of(
     ),
     layer_mlp=replayed(f"{TRANSFORMER_LAYER}._forward_mlp(hidden_states)", "the MLP part of a layer replays a graph"),
     layer_parts=read(
-        TRANSFORMER_LAYER,
+        f"{TRANSFORMER_LAYER}[input_layernorm, self_attention, pre_mlp_layernorm, mlp, layer_number, config]",
         "the modules whose parameters a layer's region owns",
-        has="input_layernorm self_attention pre_mlp_layernorm mlp layer_number config",
     ),
 )
 _VISION = seams_of(
     F.VISION_QWEN3_VL,
     layer_residuals=swapped(
-        TRANSFORMER_LAYER,
+        f"{TRANSFORMER_LAYER}[self_attn_bda, mlp_bda]",
         "biases are added together with the residual while work is recorded",
-        has="self_attn_bda mlp_bda",
     ),
     mlp_forward=swapped(
         f"{MLP}:MLP.forward(hidden_states, per_token_scale)",
@@ -94,9 +92,8 @@ _VISION = seams_of(
         "if use_flash_attention and use_fused_attention and (device_compute_capability >= (9, 0)):",
     ),
     flash_attention_installed=read(
-        f"{TE_ATTENTION_UTILS}:FlashAttentionUtils",
+        f"{TE_ATTENTION_UTILS}:FlashAttentionUtils[is_installed]",
         "whether eager may prefer the package flash-attn to cuDNN's kernels",
-        has="is_installed",
     ),
     attention_backend=read(
         f"{CORE}.models.common.language_module.language_module:LanguageModule._set_attention_backend",
@@ -115,9 +112,8 @@ _SEGMENTS = seams_of(
 _DATA_PARALLEL = seams_of(
     GRAPHS,
     parameter_gather=read(
-        DDP,
+        f"{DDP}[param_to_bucket_group, remove_forward_pre_hook_handles, ddp_config]",
         "a replay waits for the parameters that eager's module hooks wait for",
-        has="param_to_bucket_group remove_forward_pre_hook_handles ddp_config",
     ),
     finish_param_sync=called(
         f"{BUCKET_GROUP}.finish_param_sync(skip_next_bucket_dispatch)", "waits for a bucket of parameters"
@@ -125,9 +121,7 @@ _DATA_PARALLEL = seams_of(
     register_grad_ready=called(
         f"{BUCKET_GROUP}.register_grad_ready(param, force_all_reduce)",
         "tells the reduction of gradients; before the last microbatch it does nothing",
-        "is_last_microbatch",
-        "self.per_param_grad_ready_counts[param] += 1",
-        "is_first_batch",
+        *("is_last_microbatch", "self.per_param_grad_ready_counts[param] += 1", "is_first_batch"),
     ),
     start_grad_sync=replayed(
         f"{BUCKET_GROUP}.start_grad_sync(force_all_reduce)",
@@ -140,9 +134,7 @@ _DATA_PARALLEL = seams_of(
     gradient_hook=read(
         f"{DDP}._make_backward_post_hook",
         "a gradient that is in main_grad already is not added again; nothing else than the reduction needs it",
-        "grad_added_to_main_grad",
-        "register_grad_ready",
-        "force_all_reduce",
+        *("grad_added_to_main_grad", "register_grad_ready", "force_all_reduce"),
     ),
     ddp_config=read(
         f"{CORE}.distributed.distributed_data_parallel_config:DistributedDataParallelConfig",
@@ -176,8 +168,7 @@ _OFFLOAD = seams_of(
     layernorm_linear_forward=swapped(
         f"{TE_LAYERNORM_LINEAR}:_LayerNormLinear.forward",
         "recompute of activations notes how the norm's and the product's outputs are made",
-        "ln_out, mu, rsigma = apply_normalization(",
-        "reduce_scatter_out = general_gemm(",
+        *("ln_out, mu, rsigma = apply_normalization(", "reduce_scatter_out = general_gemm("),
     ),
 )
 _HEAD_NORMS = seams_of(
@@ -192,9 +183,8 @@ _EVERY = seams_of(
     (F.VISION_QWEN3_VL, F.PACKED, F.FULL_ITERATION),
     **{
         f"weight_gradients.{name}": swapped(
-            f"{module}:{name}",
+            f"{module}:{name}[fuse_wgrad_accumulation]",
             "weight gradients are added to main_grad inside the GEMM while work is recorded",
-            has="fuse_wgrad_accumulation",
         )
         for module, name in ((TE_LINEAR, "Linear"), (TE_LAYERNORM_LINEAR, "LayerNormLinear"))
     },

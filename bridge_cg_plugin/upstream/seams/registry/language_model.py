@@ -48,8 +48,7 @@ _BETWEEN = seams_of(
     step_packing=read(
         f"{STEP}:forward_step",
         "what the step packs keeps every token, padding included",
-        "original_tokens = tokens.clone()",
-        "forward_args['input_ids'] = original_tokens",
+        *("original_tokens = tokens.clone()", "forward_args['input_ids'] = original_tokens"),
         "attention_mask = torch.ones(original_tokens.shape[0], original_tokens.shape[1], dtype=torch.bool",
         "forward_args['attention_mask'] = attention_mask",
     ),
@@ -79,23 +78,19 @@ _FULL_ITERATION = seams_of(
     full_iteration=patched(
         f"{FULL_GRAPH}.__call__(self)",
         "a step of a model that takes images runs eager, its language model on graphs",
-        "self.forward_backward_func(*args, **kwargs)",
-        "kwargs['forward_only']",
-        "kwargs['num_microbatches']",
+        *("self.forward_backward_func(*args, **kwargs)", "kwargs['forward_only']", "kwargs['num_microbatches']"),
     ),
     full_iteration_wrapper=read(
-        f"{FULL_GRAPH}(forward_backward_func, cuda_graph_warmup_steps)",
+        f"{FULL_GRAPH}(forward_backward_func, cuda_graph_warmup_steps)[forward_backward_func, cuda_graph_warmup_steps]",
         "the schedule that the wrapper holds, and its warm-up steps",
-        has="forward_backward_func cuda_graph_warmup_steps",
     ),
     language_model_forward=replayed(
         f"{LANGUAGE_MODEL}.forward(decoder_input, position_ids, labels, visual_pos_masks, deepstack_visual_embeds)",
         "a microbatch's language model replays a graph",
     ),
     language_model_parts=read(
-        LANGUAGE_MODEL,
+        f"{LANGUAGE_MODEL}[decoder, embedding, output_layer, share_embeddings_and_output_weights]",
         "the modules whose parameters the language model's region owns",
-        has="decoder embedding output_layer share_embeddings_and_output_weights",
     ),
     deepstack_addition=swapped(
         f"{BLOCK}:Qwen3VLTransformerBlock._deepstack_process(hidden_states, visual_pos_masks, visual_embeds)",
@@ -112,9 +107,7 @@ _OFFLOAD_QWEN3_VL = seams_of(
     attention_offload=patched(
         f"{ATTENTION}:Qwen3VLSelfAttention.forward(self, hidden_states)",
         "megatron-core's activation offloading reaches the language model's attention, as in its own",
-        "self.get_query_key_value_tensors(",
-        "self.core_attention(query, key, value,",
-        "self.linear_proj(",
+        *("self.get_query_key_value_tensors(", "self.core_attention(query, key, value,", "self.linear_proj("),
     ),
     attention_offload_steps=read(
         f"{CORE}.transformer.attention:Attention.forward",
@@ -178,9 +171,8 @@ _OFFLOAD = seams_of(
         "find_next_group should_bulk_offload tensor_need_offloading_checker",
     ),
     offloaded_backwards=read(
-        f"{CORE_OFFLOAD}:PipelineOffloadManager",
+        f"{CORE_OFFLOAD}:PipelineOffloadManager[get_instance, _cached_chunks_backward, _cached_chunks_index_backward]",
         "which microbatches' backward has begun",
-        has="get_instance _cached_chunks_backward _cached_chunks_index_backward",
     ),
 )
 SEAMS = (*(*_BETWEEN, *_ROTARY, *_LENGTH, *_FULL_ITERATION, *_OFFLOAD_QWEN3_VL, *_STATES, *_FORKS, *_OFFLOAD),)

@@ -24,10 +24,10 @@ VISION_CONFIG = f"{MODELLING}.transformer_config"
 
 def field_seams(
     module: str, provider: str, since: str = OLDEST.bridge, options: str = "vision graph options"
-) -> tuple[Seam, ...]:
+) -> tuple[Seam, Seam]:
     """Return the seams where a provider gets the options as fields: its constructor and its dataclass fields."""
     purpose = f"{options} can be set, overridden and saved with the model's configuration"
-    return seams_of(
+    init, fields = seams_of(
         F.OPTIONS,
         (provider,),
         **{
@@ -35,13 +35,13 @@ def field_seams(
             for name, target, kind in (("init", "__init__", "function"), ("fields", "__dataclass_fields__", "value"))
         },
     )
+    return init, fields
 
 
 def _config(model: Model) -> tuple[Seam, ...]:
     row = read(
-        f"{model.module}:{model.provider}",
+        f"{model.module}:{model.provider}[{model.config_field}, provide, cuda_graph_warmup_steps, use_te_rng_tracker]",
         "the vision encoder's configuration and what the check reads",
-        has=f"{model.config_field} provide cuda_graph_warmup_steps use_te_rng_tracker",
     )
     return seams_of(F.VISION, (model.provider,), **{f"{model.provider}.config": row})
 
@@ -79,26 +79,22 @@ _VISION = seams_of(
         "a whole encoder's microbatch replays a graph",
     ),
     vision_parts=called(
-        VISION_MODEL,
+        f"{VISION_MODEL}[patch_embed, pos_embed, rotary_pos_emb, decoder, merger, config]",
         "the parts that a recorded region runs in place of the encoder's forward",
-        has="patch_embed pos_embed rotary_pos_emb decoder merger config",
     ),
     vision_block=called(
         f"{VISION_BLOCK}.forward(hidden_states, attention_mask, inference_params, rotary_pos_emb, packed_seq_params)",
         "the layers, with packed segments and rotary angles as arguments",
     ),
     vision_block_parts=read(
-        VISION_BLOCK,
+        f"{VISION_BLOCK}[layers, deepstack_merger_list]",
         "layers that become regions of their own; deepstack features are further outputs",
-        has="layers deepstack_merger_list",
     ),
     vision_merger=swapped(
         f"{PARTS}:Qwen3VLVisionPatchMerger.forward(self, hidden_states)",
         "deepstack features are computed on a stream of their own while work is recorded",
     ),
-    patch_embedding=read(
-        f"{PARTS}:Qwen3VLVisionPatchEmbed", "pixels enter a graph in the type of its weight", has="proj"
-    ),
+    patch_embedding=read(f"{PARTS}:Qwen3VLVisionPatchEmbed[proj]", "pixels enter a graph in the type of its weight"),
     rotary_frequencies=called(
         f"{PARTS}:Qwen3VLVisionRotaryEmbedding.forward(seqlen)",
         "the first call makes the buffer inv_freq",
@@ -110,8 +106,7 @@ _DEEPSTACK = seams_of(
     deepstack_forward=patched(
         f"{MODEL}:Qwen3VLModel.forward(self, input_ids, pixel_values)",
         "under sequence parallelism the gradients of deepstack features are summed over the ranks",
-        "deepstack_visual_embeds = deepstack_feature_lists",
-        "tp_size=self.pg_collection.tp.size()",
+        *("deepstack_visual_embeds = deepstack_feature_lists", "tp_size=self.pg_collection.tp.size()"),
     ),
     deepstack_split=swapped(
         f"{MODEL}:split_deepstack_embs(visual_pos_masks, deepstack_visual_embeds, tp_size, sequence_parallel)",
@@ -130,9 +125,8 @@ _PARTS = seams_of(
         "num_position_embeddings hidden_size kv_channels deepstack_visual_indexes",
     ),
     vlm_parts=read(
-        f"{MODEL}:Qwen3VLModel",
+        f"{MODEL}:Qwen3VLModel[vision_model, language_model, config]",
         "the vision model, the language model and the provider are found through the model that holds them",
-        has="vision_model language_model config",
     ),
 )
 _ROTARY = seams_of(
@@ -140,8 +134,7 @@ _ROTARY = seams_of(
     vision_attention=swapped(
         f"{ATTENTION}:Qwen3VLSelfAttention.forward(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params)",
         "queries and keys are rotated where they are projected while work is recorded",
-        "get_query_key_value_tensors",
-        "apply_rotary_pos_emb_absolute",
+        *("get_query_key_value_tensors", "apply_rotary_pos_emb_absolute"),
     ),
     vision_projection=swapped(
         "megatron.core.transformer.attention:SelfAttention.get_query_key_value_tensors",

@@ -28,9 +28,7 @@ _PACKED = seams_of(
     packed_loop=read(
         f"{TRAIN}:train",
         "the loop makes the language model's helper, captures after warm-up and needs no more of it",
-        "TECudaGraphHelper(",
-        "cuda_graph_helper.graphs_created()",
-        "cuda_graph_helper.create_cudagraphs()",
+        *("TECudaGraphHelper(", "cuda_graph_helper.graphs_created()", "cuda_graph_helper.create_cudagraphs()"),
     ),
     packed_layers=read(
         f"{CORE}.transformer.module:GraphableMegatronModule._should_call_te_cudagraph",
@@ -45,8 +43,7 @@ _PACKED = seams_of(
     packed_rotary_positions=read(
         f"{ROPE}:_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs)",
         "which positions upstream gives the tokens of a pack",
-        "freqs.size(0) == ",
-        "_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs)",
+        *("freqs.size(0) == ", "_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs)"),
     ),
 )
 _OFFSETS = seams_of(
@@ -66,9 +63,8 @@ _DECODER = seams_of(
 _BLOCK = seams_of(
     (F.PACKED_ATTENTION, F.PACKED_QWEN3_VL),
     packed_block=swapped(
-        BLOCK,
+        f"{BLOCK}[layers, pre_process, input_tensor, config]",
         "a later pipeline stage takes its input from here, also while it is recorded",
-        has="layers pre_process input_tensor config",
     ),
 )
 _QWEN3_VL = seams_of(
@@ -98,9 +94,7 @@ _EXPERTS = seams_of(
     packed_router=replayed(
         f"{ROUTER}:TopKRouter.forward(input, padding_mask)",
         "a router that leaves no trace replays a graph",
-        "self.apply_input_jitter(input)",
-        "self.gating(input)",
-        "self.routing(logits, padding_mask=padding_mask)",
+        *("self.apply_input_jitter(input)", "self.gating(input)", "self.routing(logits, padding_mask=padding_mask)"),
     ),
     packed_gating=replayed(
         f"{ROUTER}:Router.gating(input)", "of a router with losses or statistics the matrix product replays a graph"
@@ -108,8 +102,7 @@ _EXPERTS = seams_of(
     packed_masked_router=called(
         f"{ROUTER}:TopKRouter.routing(logits, padding_mask)",
         "a router's losses count the tokens that are no padding",
-        "padding_mask.reshape(-1)",
-        "self.apply_z_loss(logits, padding_mask=padding_mask)",
+        *("padding_mask.reshape(-1)", "self.apply_z_loss(logits, padding_mask=padding_mask)"),
     ),
     packed_expert_bias=swapped(
         f"{ROUTER}:TopKRouter._apply_expert_bias(routing_map, padding_mask)",
@@ -123,16 +116,13 @@ _EXPERTS = seams_of(
     packed_experts=swapped(
         f"{MOE}.moe_layer:MoELayer.forward(hidden_states)",
         "experts get their tokens by counts that stay on the device, while all layers are recorded",
-        "self.shared_experts_compute(hidden_states)",
-        "self.route(hidden_states, padding_mask)",
+        *("self.shared_experts_compute(hidden_states)", "self.route(hidden_states, padding_mask)"),
         "self.postprocess(output, shared_expert_output)",
     ),
     packed_grouped_experts=read(
         f"{EXPERTS}:TEGroupedMLP.forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)",
         "what experts compute, and where the router's probability is applied",
-        "self.linear_fc1",
-        "self.linear_fc2",
-        "permuted_probs",
+        *("self.linear_fc1", "self.linear_fc2", "permuted_probs"),
     ),
     packed_sequential_experts=read(
         f"{EXPERTS}:SequentialMLP.forward", "the same, where every expert is a module", "self.local_experts"
@@ -155,13 +145,11 @@ _FP8 = seams_of(
     packed_fp8_block=read(
         f"{BLOCK}.forward",
         "delayed scaling surrounds all layers, other recipes each layer",
-        "self.config.fp8_recipe == Fp8Recipe.delayed",
-        "get_fp8_context(self.config, layer.layer_number - 1)",
+        *("self.config.fp8_recipe == Fp8Recipe.delayed", "get_fp8_context(self.config, layer.layer_number - 1)"),
     ),
     packed_fp8_state=swapped(
-        f"{TE}.quantization:FP8GlobalStateManager",
+        f"{TE}.quantization:FP8GlobalStateManager[is_fp8_enabled, reduce_and_update_fp8_tensors]",
         "a flag on the device says whether weights changed, and delayed scales are updated after replays",
-        has="is_fp8_enabled reduce_and_update_fp8_tensors",
     ),
     **{
         f"packed_fp8_{module.rpartition('.')[2]}": read(
@@ -175,9 +163,8 @@ _FP8 = seams_of(
         for module, target in ((TE_LINEAR, "Linear"), (TE_LAYERNORM_LINEAR, "LayerNormLinear"))
     },
     packed_fp8_copies=read(
-        f"{TE}.module.base:TransformerEngineBaseModule",
+        f"{TE}.module.base:TransformerEngineBaseModule[_fp8_workspaces, fp8_meta, quantizers]",
         "where a module keeps its quantized weights and its scales",
-        has="_fp8_workspaces fp8_meta quantizers",
     ),
     packed_fp8_gathered=read(
         f"{CORE}.fp8_utils:post_all_gather_processing",
@@ -211,9 +198,8 @@ _HYBRIDS = seams_of(
         "the layers of a packed microbatch of a hybrid replay a graph",
     ),
     hybrid_block=swapped(
-        STACK,
+        f"{STACK}[layers, pre_process, input_tensor, pg_collection]",
         "a later pipeline stage takes its input from here, also while it is recorded",
-        has="layers pre_process input_tensor pg_collection",
     ),
     mamba_layer=replayed(
         f"{MAMBA}.mamba_layer:MambaLayer.forward(hidden_states, packed_seq_params)",
@@ -227,16 +213,13 @@ _HYBRIDS = seams_of(
         *(f"self.cp.get_{name}()" for name in ("A_log", "conv1d_weight", "conv1d_bias", "dt_bias", "D")),
     ),
     mamba_parameters=swapped(
-        f"{MAMBA}.mamba_context_parallel:MambaContextParallel",
+        f"{MAMBA}.mamba_context_parallel:MambaContextParallel[dt_bias_cp1, A_log_cp1, D_cp1]",
         "the mixer computes with what stands in for its parameters while work is recorded",
-        has="dt_bias_cp1 A_log_cp1 D_cp1",
     ),
     pack_indices=patched(
         f"{CORE}.packed_seq_params:PackedSeqParams.__post_init__",
         "where packs are on graphs, a step finds every token's document without waiting for the device",
-        "self.total_tokens",
-        "self.seq_idx",
-        "repeat_interleave",
+        *("self.total_tokens", "self.seq_idx", "repeat_interleave"),
     ),
 )
 SEAMS = (*(*_PACKED, *_OFFSETS, *_DECODER, *_BLOCK, *_QWEN3_VL, *_EXPERTS, *_FP8, *_PLANNER, *_HYBRIDS),)

@@ -44,14 +44,13 @@ _VISION = seams_of(
     train_helper=patched(
         f"{TRAIN}:VisionTECudaGraphHelper",
         "the train loop drives the plugin's vision graphs",
-        takes="model vision_config vision_seq_length micro_batch_size num_microbatches",
         has="create_cudagraphs graphs_created cuda_graph_set_manual_hooks delete_cuda_graphs",
+        takes="model vision_config vision_seq_length micro_batch_size num_microbatches",
     ),
     train_loop_vision=read(
         f"{TRAIN}:train",
         "the loop makes the helper, captures after warm-up and needs no more of it",
-        "VisionTECudaGraphHelper(",
-        "vision_cuda_graph_helper.graphs_created()",
+        *("VisionTECudaGraphHelper(", "vision_cuda_graph_helper.graphs_created()"),
         "vision_cuda_graph_helper.create_cudagraphs()",
     ),
 )
@@ -61,7 +60,7 @@ _REPORTS = seams_of(
         f"{TRAIN}:get_vision_cuda_graph_seq_length(vision_config)", "the log line names the largest bucket"
     ),
     train_log=patched(f"{TRAIN}:training_log(loss_dict, global_state)", "graph statistics reach TensorBoard and W&B"),
-    loggers=read(STATE, "where figures are logged", has="tensorboard_logger wandb_logger"),
+    loggers=read(f"{STATE}[tensorboard_logger, wandb_logger]", "where figures are logged"),
 )
 _TOWERS = seams_of(
     tuple(encoder.feature for encoder in DECLARED),
@@ -83,9 +82,7 @@ _LOOP = seams_of(
     train_loop=read(
         f"{TRAIN}:train",
         "the loop looks these functions up in its module, so replacing them there reaches it",
-        "train_step",
-        "training_log(",
-        "_delete_cuda_graphs(",
+        *("train_step", "training_log(", "_delete_cuda_graphs("),
     ),
 )
 _CHECKS = seams_of(
@@ -93,8 +90,7 @@ _CHECKS = seams_of(
     value_checks=patched(
         f"{RERUNS}.validate_result(result, rejection_func, message, fatal)",
         "NaN and Inf in losses and gradients are looked for without waiting for the device",
-        "if self.mode == RerunMode.DISABLED:",
-        "result_rejected: bool = rejection_func(result)",
+        *("if self.mode == RerunMode.DISABLED:", "result_rejected: bool = rejection_func(result)"),
     ),
     rerun_question=patched(
         f"{RERUNS}.should_run_forward_backward(data_iterator)",
@@ -104,18 +100,17 @@ _CHECKS = seams_of(
     rerun_loop=read(
         f"{TRAIN}:train_step",
         "the loop asks once more before the optimizer's step",
-        "while rerun_state_machine.should_run_forward_backward(data_iterator):",
-        "optimizer.step()",
+        *("while rerun_state_machine.should_run_forward_backward(data_iterator):", "optimizer.step()"),
     ),
 )
 _CONFIG = seams_of(
     (*GRAPHS, F.CORE_OFFLOAD),  # graphs that upstream runs itself train without the check
     config_check=patched(f"{CONFIG}.validate(self)", "options that cannot work are refused before the model is built"),
-    config_sections=read(CONFIG, "the check reads these sections", has="model rng ddp train dist"),
+    config_sections=read(f"{CONFIG}[model, rng, ddp, train, dist]", "the check reads these sections"),
 )
 _STATE = seams_of(
     (F.VISION, F.PACKED, F.REPORTS),
-    global_state=read(STATE, "steps and configuration of a run", has="train_state cfg"),
+    global_state=read(f"{STATE}[train_state, cfg]", "steps and configuration of a run"),
 )
 _SCRIPTS = seams_of(
     F.SCRIPTS,
@@ -132,7 +127,7 @@ _SCRIPTS = seams_of(
 _BATCHES = seams_of(
     F.VISION,
     visual_inputs=read(
-        VISUAL_INPUTS, "a batch carries its grids in these fields", has="image_grid_thw video_grid_thw image_sizes"
+        f"{VISUAL_INPUTS}[image_grid_thw, video_grid_thw, image_sizes]", "a batch carries its grids in these fields"
     ),
 )
 _COPIES = seams_of(
