@@ -47,7 +47,6 @@ class Feature(StrEnum):
 
 # Whatever the plugin captures.
 GRAPHS = (Feature.VISION, Feature.PACKED, Feature.FULL_ITERATION)
-Features = str | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,7 @@ class Seam:
         return minor(bridge) == (0, 0) or minor(bridge) >= minor(self.since)
 
 
-def seams_of(features: Features, models: tuple[str, ...] = (), /, **rows: Seam) -> tuple[Seam, ...]:
+def seams_of(features: str | tuple[str, ...], models: tuple[str, ...] = (), /, **rows: Seam) -> tuple[Seam, ...]:
     """Return the seams of a table, whose rows are seams by name, with what all of them serve."""
     features = (features,) if isinstance(features, str) else features
     return tuple(replace(row, name=name, features=features, models=models) for name, row in rows.items())
