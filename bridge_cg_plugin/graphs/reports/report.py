@@ -10,25 +10,19 @@ GIB = 2**30
 SHOWN_RANKS = 16
 
 
+SUMS = ("capture_seconds", "graph_bytes", "static_bytes", "gradient_bytes", "pinned_bytes")
+
+
 def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
     """Add up the statistics of several regions."""
-    total = RegionStatistics()
+    total = RegionStatistics(**{name: sum(getattr(part, name) for part in parts) for name in SUMS})
     for part in parts:
         total.fallbacks.update(part.fallbacks)
-        total.capture_seconds += part.capture_seconds
         for step, seconds in part.pauses.items():
             total.pauses[step] += seconds
-        total.graph_bytes += part.graph_bytes
-        total.static_bytes += part.static_bytes
-        total.gradient_bytes += part.gradient_bytes
-        total.pinned_bytes += part.pinned_bytes
         total.step_tokens = [sum(step) for step in zip_longest(total.step_tokens, part.step_tokens, fillvalue=0)]
         for bucket, counts in part.buckets.items():
-            sums = total.buckets.setdefault(bucket, BucketStatistics())
-            sums.replays += counts.replays
-            sums.evaluations += counts.evaluations
-            sums.tokens += counts.tokens
-            sums.padding += counts.padding
+            total.buckets.setdefault(bucket, BucketStatistics()).add(counts)
     runs = sorted((run for part in parts for run in part.last_fallbacks), key=lambda run: run.step)
     total.last_fallbacks.extend(dict.fromkeys(runs))  # parts of layers fall back together, which is said once
     return total
@@ -85,31 +79,14 @@ def token_imbalance(ranks: Sequence[RegionStatistics]) -> float:
     Returns:
         1 where all have as many; 0 where there are none. Where steps are not counted, all replays are one step.
     """
-    return imbalance_of_steps(_tokens_of_steps(ranks))
-
-
-def imbalance_of_steps(tokens: Sequence[Sequence[int]]) -> float:
-    """Return the mean over steps of the most tokens of a rank over the ranks' mean; 0 where there are none.
-
-    Args:
-        tokens: Of each rank, those of as many steps.
-    """
-    factors = [max(step) * len(step) / sum(step) for step in zip(*tokens, strict=True) if any(step)]
-    return fmean(factors) if factors else 0.0
+    steps = [step for step in zip(*_tokens_of_steps(ranks), strict=True) if any(step)]
+    return fmean(max(step) / fmean(step) for step in steps) if steps else 0.0
 
 
 def _tokens_of_steps(ranks: Sequence[RegionStatistics]) -> list[list[int]]:
     """Return each rank's tokens in the last steps that all have; of all replays where steps are not counted."""
     steps = min(len(rank.step_tokens) for rank in ranks)
-    return [rank.step_tokens[-steps:] if steps else [_tokens(rank)] for rank in ranks]
-
-
-def _tokens(rank: RegionStatistics) -> int:
-    return sum(bucket.tokens for bucket in rank.buckets.values())
-
-
-def _padding(rank: RegionStatistics) -> int:
-    return sum(bucket.padding for bucket in rank.buckets.values())
+    return [rank.step_tokens[-steps:] if steps else [rank.replayed_tokens] for rank in ranks]
 
 
 def render_ranks(ranks: Mapping[int, RegionStatistics], title: str) -> str:
@@ -160,7 +137,7 @@ def render_steps(ranks: Sequence[RegionStatistics], before: RegionStatistics, ti
     runs = replays + eager.total()
     if not runs:
         return ""
-    tokens, padding = _tokens(now) - _tokens(before), _padding(now) - _padding(before)
+    tokens, padding = now.replayed_tokens - before.replayed_tokens, now.padding - before.padding
     memory = max(rank.memory_bytes for rank in ranks) / GIB
     line = (
         f"{title}: {replays} of {runs} microbatches replayed ({replays / runs:.1%}), "
@@ -178,8 +155,7 @@ def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | 
     lines = [title, f"{'bucket':>16} {'replays':>8} {'eval':>6} {'padding':>8}"]
     used = {bucket: c for bucket, c in sorted(statistics.buckets.items()) if c.replays + c.evaluations}
     for bucket, counts in used.items():
-        total = counts.tokens + counts.padding
-        share = counts.padding / total if total else 0.0
+        share = counts.padding / max(counts.tokens + counts.padding, 1)
         lines.append(f"{bucket!s:>16} {counts.replays:>8} {counts.evaluations:>6} {share:>8.1%}")
     fallbacks = ", ".join(f"{reason} {n}" for reason, n in sorted(statistics.fallbacks.items())) or "none"
     lines += [

@@ -4,7 +4,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +13,11 @@ from ..fallback import Fallback
 from ..planning.buckets import Bucket
 
 LAST_FALLBACKS = 5
+# What JSON has besides fallbacks and buckets.
+FIGURES = (
+    *("replays", "warmup_microbatches", "padding_share", "capture_seconds", "pause_seconds", "longest_pause"),
+    *("memory_bytes", "static_bytes", "gradient_bytes", "pinned_bytes"),
+)
 
 
 class EagerRun(NamedTuple):
@@ -48,6 +53,11 @@ class BucketStatistics:
     evaluations: int = 0
     tokens: int = 0
     padding: int = 0
+
+    def add(self, other: "BucketStatistics") -> None:
+        """Add another region's counts of the bucket."""
+        for name, count in asdict(other).items():
+            setattr(self, name, getattr(self, name) + count)
 
 
 @dataclass(slots=True)
@@ -135,11 +145,19 @@ class RegionStatistics:
         return max(self.pauses.values(), default=0.0)
 
     @property
+    def replayed_tokens(self) -> int:
+        """Real tokens of all replays."""
+        return sum(bucket.tokens for bucket in self.buckets.values())
+
+    @property
+    def padding(self) -> int:
+        """Padding tokens of all replays."""
+        return sum(bucket.padding for bucket in self.buckets.values())
+
+    @property
     def padding_share(self) -> float:
         """Padding tokens over all tokens replayed, 0 to 1."""
-        padding = sum(b.padding for b in self.buckets.values())
-        total = padding + sum(b.tokens for b in self.buckets.values())
-        return padding / total if total else 0.0
+        return self.padding / max(self.padding + self.replayed_tokens, 1)
 
     @property
     def memory_bytes(self) -> int:
@@ -149,26 +167,9 @@ class RegionStatistics:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for logs and JSON."""
         return {
-            "replays": self.replays,
             "fallbacks": {reason.value: count for reason, count in self.fallbacks.items()},
-            "warmup_microbatches": self.warmup_microbatches,
-            "padding_share": self.padding_share,
-            "capture_seconds": self.capture_seconds,
-            "pause_seconds": self.pause_seconds,
-            "longest_pause": self.longest_pause,
-            "memory_bytes": self.memory_bytes,
-            "static_bytes": self.static_bytes,
-            "gradient_bytes": self.gradient_bytes,
-            "pinned_bytes": self.pinned_bytes,
-            "buckets": {
-                str(bucket): {
-                    "replays": b.replays,
-                    "evaluations": b.evaluations,
-                    "tokens": b.tokens,
-                    "padding": b.padding,
-                }
-                for bucket, b in sorted(self.buckets.items())
-            },
+            "buckets": {str(bucket): asdict(counts) for bucket, counts in sorted(self.buckets.items())},
+            **{name: getattr(self, name) for name in FIGURES},
         }
 
 
