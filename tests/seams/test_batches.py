@@ -18,7 +18,7 @@ def batch(**visual):
 def test_host_grids_are_noted():
     noting = _Noting(iter([batch(image_grid_thw=GRID, video_grid_thw=VIDEO)]))
     next(noting)
-    assert noting.grids["image_grid_thw"] is GRID and noting.grids["video_grid_thw"] is VIDEO
+    assert noting.noted["image_grid_thw"] is GRID and noting.noted["video_grid_thw"] is VIDEO
 
 
 def fake_step(device="meta"):

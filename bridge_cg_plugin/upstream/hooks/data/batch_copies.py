@@ -5,6 +5,7 @@ data loader's affair: nothing is prefetched here.
 """
 
 import copy
+import functools
 import inspect
 import sys
 from collections import deque
@@ -72,14 +73,14 @@ class CopyStream:
     """
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._stream_of = functools.cache(torch.cuda.Stream)
         self._begun: deque[torch.cuda.Event] = deque()
 
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Make copies inside. The current stream waits for them behind it, the host for a batch of long before."""
         computing = torch.cuda.current_stream()
-        stream = self._copy_stream(computing)
+        stream = self._stream_of(computing.device)
         if len(self._begun) == MAX_BATCHES_IN_FLIGHT:
             self._begun.popleft().synchronize()
         try:
@@ -90,11 +91,6 @@ class CopyStream:
         begun = torch.cuda.Event(blocking=True)
         begun.record(computing)
         self._begun.append(begun)
-
-    def _copy_stream(self, computing: torch.cuda.Stream) -> torch.cuda.Stream:
-        if computing.device not in self._streams:
-            self._streams[computing.device] = torch.cuda.Stream(computing.device)
-        return self._streams[computing.device]
 
 
 def copies_aside() -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ....graphs.host_copies import HostCopies, HostTensors, on_host
 from ....language.packed.batch import OFFSETS, PADDED_OFFSETS
 from ...host_batch import GRIDS, PACK_OFFSETS, TOKENS
 from ...seams.patches import Patch
@@ -18,9 +19,14 @@ from ..helpers.graph_helper import any_on_graphs
 from .batch_copies import CopyStream, copies_aside
 
 GRID_FIELDS = ("image_grid_thw", "video_grid_thw", "image_sizes")
-TOKEN_FIELDS = ("tokens", "input_ids")
 # Today's names, then those of older batches.
 OFFSET_FIELDS = (*OFFSETS, *PADDED_OFFSETS, "cu_seqlens", "cu_seqlens_unpadded")
+# Where the host's copies of a batch's fields are kept.
+KEEPERS: dict[str, HostCopies | HostTensors] = {
+    **dict.fromkeys(GRID_FIELDS, GRIDS),
+    **dict.fromkeys(OFFSET_FIELDS, PACK_OFFSETS),
+    **dict.fromkeys(("tokens", "input_ids"), TOKENS),
+}
 COPIES = CopyStream()
 
 
@@ -29,10 +35,8 @@ class _Noting:
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
-        self.grids: dict[str, Tensor] = {}
-        self.offsets: dict[str, Tensor] = {}
-        self.tokens: dict[str, Tensor] = {}
         self._fetched: list[Any] = []
+        self.noted: dict[str, Tensor] = {}
 
     def __iter__(self) -> "_Noting":
         return self
@@ -49,16 +53,22 @@ class _Noting:
         if self._fetched:
             return self._fetched.pop()
         batch = next(self._iterator)
-        visual = batch.get("visual_inputs") if isinstance(batch, dict) else None
-        self.grids = _on_host({name: getattr(visual, name, None) for name in GRID_FIELDS})
-        fields = batch if isinstance(batch, dict) else {}
-        self.offsets = _on_host({name: fields.get(name) for name in OFFSET_FIELDS})
-        self.tokens = _on_host({name: fields.get(name) for name in TOKEN_FIELDS}) if any_on_graphs() else {}
+        on_graphs = any_on_graphs()
+        self.noted = {
+            name: tensor
+            for name, tensor in _fields_of(batch).items()
+            if on_host(tensor) and (on_graphs or KEEPERS[name] is not TOKENS)
+        }
         return batch
 
 
-def _on_host(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: t for name, t in tensors.items() if isinstance(t, Tensor) and t.device.type == "cpu"}
+def _fields_of(batch: Any) -> dict[str, Tensor]:
+    """Return the tensors of a batch whose values the host may need."""
+    if not isinstance(batch, dict):
+        return {}
+    visual = batch.get("visual_inputs")
+    found = {name: getattr(visual, name, None) if name in GRID_FIELDS else batch.get(name) for name in KEEPERS}
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
 def _with_host_copies(old: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -71,18 +81,9 @@ def _with_host_copies(old: Callable[..., dict[str, Any]]) -> Callable[..., dict[
             copying = COPIES.copying()
         with copying:
             batch = old(noting, *args, **kwargs)
-        for name, host in noting.grids.items():
-            device = getattr(batch.get("visual_inputs"), name, None)
-            if device is not None:
-                GRIDS.remember(device, host)
-        for name, host in noting.offsets.items():
-            device = batch.get(name)
-            if isinstance(device, Tensor):
-                PACK_OFFSETS.remember(device, host)
-        for name, host in noting.tokens.items():
-            device = batch.get(name)
-            if isinstance(device, Tensor):
-                TOKENS.remember(device, host)
+        for name, moved in _fields_of(batch).items():
+            if name in noting.noted:
+                KEEPERS[name].remember(moved, noting.noted[name])
         return batch
 
     return get_batch_from_iterator

@@ -4,10 +4,10 @@ Where the host has the token ids, upstream's own functions run on these and on t
 and what they give goes to the device. Otherwise they run as upstream calls them.
 """
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import lru_cache, partial
 from typing import Any, TypeGuard
 
@@ -24,20 +24,17 @@ from ...seams.seam import drift
 from ...seams.source_reader import NoSourceError, SourceReader
 from ..helpers.graph_helper import active_helpers, any_on_graphs
 from ..helpers.packed_helper import DecoderHelper
-from .host_tokens import STEP_TOKENS
+from .host_tokens import STEP_TOKENS, with_tensors
 from .packed_rows import forget_rows, packed_rows
 
 Function = Callable[..., Any]
 GRID_NAMES = ("image_grid_thw", "video_grid_thw")
 
 
-def _ids_on_host(tokens: Any) -> Tensor | None:
-    return TOKENS.known(tokens) if any_on_graphs() and isinstance(tokens, Tensor) else None
-
-
 def _on_host(call: dict[str, Any]) -> dict[str, Any] | None:
     """Return a call's arguments with host copies of its tokens and grids; None where the host lacks one."""
-    copies = {"input_ids": _ids_on_host(call.get("input_ids"))}
+    tokens = call.get("input_ids")
+    copies = {"input_ids": TOKENS.known(tokens) if any_on_graphs() and isinstance(tokens, Tensor) else None}
     copies |= {name: _grid_on_host(call[name]) for name in GRID_NAMES if call.get(name) is not None}
     return None if any(copy is None for copy in copies.values()) else {**call, **copies}
 
@@ -175,12 +172,8 @@ def _params(values: Tensor) -> Any:
     offsets = torch.arange(samples + 1, dtype=torch.int32, device=values.device) * length
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=offsets,
-        max_seqlen_q=length,
-        cu_seqlens_kv=offsets,
-        max_seqlen_kv=length,
-        cu_seqlens_q_padded=offsets,
-        cu_seqlens_kv_padded=offsets,
+        **dict.fromkeys((*OFFSETS, *PADDED_OFFSETS), offsets),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), length),
     )
 
 
@@ -194,7 +187,7 @@ def _positions_on_host(old: Function) -> Function:
         has_images = any(call.get(name) is not None for name in GRID_NAMES)
         host = _on_host(call) if has_images and call.get("attention_mask") is None else None
         params = call.get("packed_seq_params")
-        known = None if host is None or params is None else _params_on_host(params)
+        known = None if host is None or params is None else with_tensors(params, _offsets_on_host)
         if host is None or (known is None and params is not None):
             return old(*args, **kwargs)
         made = old(**host if params is None else {**host, "packed_seq_params": known})
@@ -203,16 +196,9 @@ def _positions_on_host(old: Function) -> Function:
     return get_rope_index
 
 
-def _params_on_host(params: Any) -> Any:
-    """Return a pack's description with its offsets on the host; None where the host does not know one."""
-    moved = copy.copy(params)
-    for name, value in vars(params).items():
-        if isinstance(value, Tensor):
-            known = PACK_OFFSETS.known(value)
-            if known is None:
-                return None
-            setattr(moved, name, torch.tensor(known, dtype=value.dtype).view(value.shape))
-    return moved
+def _offsets_on_host(offsets: Tensor) -> Tensor | None:
+    known = PACK_OFFSETS.known(offsets)
+    return None if known is None else torch.tensor(known, dtype=offsets.dtype).view(offsets.shape)
 
 
 PATCHES = (
@@ -236,20 +222,14 @@ class EarlyReads:
 
     def __init__(self, holder: nn.Module) -> None:
         self._forget: list[Forget] = []
-        mine = any(kind.__module__ == BATCH.module for kind in type(holder).__mro__)
-        self._handles = (
-            [
-                holder.register_forward_pre_hook(self._began, with_kwargs=True),
-                holder.register_forward_hook(self._ended, always_call=True),
-            ]
-            if mine
-            else []
-        )
+        self._handles = ExitStack()
+        if any(kind.__module__ == BATCH.module for kind in type(holder).__mro__):
+            self._handles.enter_context(holder.register_forward_pre_hook(self._began, with_kwargs=True))
+            self._handles.enter_context(holder.register_forward_hook(self._ended, always_call=True))
 
     def remove(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
+        self._handles.close()
 
     def _began(self, holder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any_on_graphs():

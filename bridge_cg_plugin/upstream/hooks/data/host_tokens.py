@@ -60,16 +60,26 @@ def _padded_on_host(old: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[
     return pad_and_pack
 
 
-def params_on_device(params: Any, device: torch.device) -> Any:
-    """Return a pack's description with its offsets on the device, where packed graphs know them without reading."""
-    moved, made = copy.copy(params), {}
+def with_tensors(params: Any, moved: Callable[[Tensor], Tensor | None]) -> Any:
+    """Return a pack's description with other tensors in the place of its own; None where there is none for one."""
+    made, others = copy.copy(params), dict[int, Tensor | None]()
     for name, value in vars(params).items():
         if isinstance(value, Tensor):
-            if id(value) not in made:
-                made[id(value)] = on_device(value, device)
-                PACK_OFFSETS.remember(made[id(value)], value)
-            setattr(moved, name, made[id(value)])
-    return moved
+            if id(value) not in others:
+                others[id(value)] = moved(value)
+            setattr(made, name, others[id(value)])
+    return None if any(each is None for each in others.values()) else made
+
+
+def params_on_device(params: Any, device: torch.device) -> Any:
+    """Return a pack's description with its offsets on the device, where packed graphs know them without reading."""
+
+    def moved(offsets: Tensor) -> Tensor:
+        made = on_device(offsets, device)
+        PACK_OFFSETS.remember(made, offsets)
+        return made
+
+    return with_tensors(params, moved)
 
 
 PATCHES = (Patch(seam("step_padding"), _padded_on_host),)

@@ -1,6 +1,7 @@
 """The object that Bridge's train loop drives to capture vision graphs."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -100,18 +101,15 @@ class TextOnlyMicrobatches:
     def __init__(self, holder: nn.Module, vision_model: nn.Module, gather: Callable[[], None]) -> None:
         self._gather, self._due = gather, False
         embedding = getattr(getattr(holder, "language_model", None), "embedding", None)
-        self._handles = []
+        self._handles = ExitStack()
         if embedding is not None:
-            self._handles = [
-                holder.register_forward_pre_hook(self._began),
-                vision_model.register_forward_pre_hook(self._has_images),
-                embedding.register_forward_pre_hook(self._before_embedding, prepend=True),
-            ]
+            self._handles.enter_context(holder.register_forward_pre_hook(self._began))
+            self._handles.enter_context(vision_model.register_forward_pre_hook(self._has_images))
+            self._handles.enter_context(embedding.register_forward_pre_hook(self._before_embedding, prepend=True))
 
     def remove(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
+        self._handles.close()
 
     def _began(self, *unused: Any) -> None:
         self._due = True
