@@ -9,8 +9,8 @@ from .trainings import Training
 from .waiting_training import BEFORE
 
 COUNTED = 50
-# A step reads its verdicts once, when the optimizer has read the gradient norm. Everything else waits behind the
-# optimizer's step, for what is logged: whether the step was made, loss scale, loss, counts of operations and times.
+# A step reads its verdicts once, after its last backward. Everything else waits behind the optimizer's step, for
+# what is logged: whether the step was made, loss scale, loss, counts of operations and times.
 VERDICTS = "loss_checks.settle"
 BEHIND = {
     "clip_grads.get_grad_norm_fp32",

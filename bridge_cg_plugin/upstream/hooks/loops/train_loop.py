@@ -27,7 +27,6 @@ from ..helpers.graph_helper import (
 )
 from ..helpers.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 from .any_loop import LOOPS
-from .loss_checks import left_to_optimizer
 from .rank_figures import ALL_MODULES, LastFigures, ShortReports, pauses_of_ranks, phase_of, statistics_of_ranks
 
 LAST_FIGURES = LastFigures()
@@ -69,8 +68,8 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
                 stack.enter_context(named_failure(doing))
                 stack.enter_context(WATCHDOG.during(doing, timeout_s(state.cfg)))
             stack.enter_context(joint_step(active_graphs()))
-            # Kernels that are compiled ahead and checks must not meet a capture of the optimizer.
-            stack.enter_context(TURNS.recording() if _captures_optimizer(state) else left_to_optimizer())
+            if _captures_optimizer(state):  # kernels that are compiled ahead must not meet it
+                stack.enter_context(TURNS.recording())
             return old(*args, **kwargs)
 
     return train_step
@@ -79,10 +78,11 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
 def capture_due(chunks: Sequence[nn.Module], provider: Any) -> None:
     """Capture what the loop did not: it does so before one iteration only, where it may fail or be skipped."""
     warmup_steps = getattr(provider, "cuda_graph_warmup_steps", math.inf)
-    for helper in active_helpers():
-        graphs = helper.graphs
-        if graphs is not None and helper.is_due(warmup_steps) and graphs.model in modules_on_graphs(chunks):
-            helper.create_cudagraphs()
+    if due := [helper for helper in active_helpers() if helper.is_due(warmup_steps)]:
+        own = modules_on_graphs(chunks)
+        for helper in due:
+            if helper.graphs is not None and helper.graphs.model in own:
+                helper.create_cudagraphs()
 
 
 def _captures_optimizer(state: Any) -> bool:

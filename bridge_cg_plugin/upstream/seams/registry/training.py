@@ -94,7 +94,7 @@ _CHECKS = seams_of(
     ),
     rerun_question=patched(
         f"{RERUNS}.should_run_forward_backward(data_iterator)",
-        "the verdicts of a step are read before its optimizer's step, or left to it",
+        "the verdicts of a step are read before its optimizer's step",
         "if self.mode == RerunMode.DISABLED:",
     ),
     rerun_loop=read(
