@@ -64,12 +64,6 @@ class Fallback(StrEnum):
         "sequence parallelism, and the pack does not have exactly a bucket's tokens",
         "pad packs to one length, and add a bucket of this length",
     )
-    EAGER_IS_FASTER = (
-        "eager_is_faster",
-        "eager was measured to be faster than a replay of this bucket; often the bucket is much larger than the "
-        "microbatch",
-        "add a bucket near its size, or set `vision_cuda_graph_tuning.cost_fallback=False`",
-    )
     OTHER_RANK = (
         "other_rank",
         "expert parallelism: another rank cannot replay its microbatch, so all run eager",

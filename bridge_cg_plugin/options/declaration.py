@@ -36,6 +36,7 @@ GONE = {
     "vision_cuda_graph_tuning.capture_mode": _MODE,
     "vision_cuda_graph_tuning.check_action": "Remove warn; for stop, set vision_cuda_graph_strict.",
     "vision_cuda_graph_tuning.check_tolerance": "Remove it: the plugin chooses by the encoder.",
+    "vision_cuda_graph_tuning.cost_fallback": "Remove it: where eager is faster, name buckets near the images' sizes.",
     "vision_cuda_graph_tuning.drop_unused_steps": "Remove it, or give vision_cuda_graph_buckets fewer buckets.",
     "vision_cuda_graph_tuning.frozen_outputs_gb": "Remove it: a frozen encoder's replays take as long as ever.",
     "vision_cuda_graph_tuning.gradient_hooks": "Remove it: register hooks on parameters, which replays run.",

@@ -138,15 +138,6 @@ class VisionGraphOptions(CapturedOptions):
         "If false, they are first rounded to the weight's dtype, as in eager without Megatron's option of this name",
         tuning=True,
     )
-    cost_fallback: bool = option(
-        True,
-        flag,
-        "BOOL",
-        "run a microbatch eager if that was measured to be faster than its replay",
-        "Only in training and for the whole encoder ([design](design.md#measured-costs)). Off under deterministic "
-        "algorithms and tensor parallelism, where all must decide alike",
-        tuning=True,
-    )
     offload: tuple[str, ...] | None = offload_option(
         "The copies are part of the graphs ([offloading](offload.md)). `layernorm` is inputs and outputs of the "
         "layers' norms. None is no part, or any part with `vision_cuda_graph_offload_above_gb`"

@@ -10,39 +10,12 @@ import torch
 from torch import Tensor
 
 from ..graphs.host_copies import HostCopies
-from .encoders.chunks import Chunking
 from .fit import Shape
 
+# (frames, height, width) of images or videos, in patches.
 Grid = tuple[tuple[int, int, int], ...]
 # Grids whose sums are kept: a replay asks for them once for each bucket that it may take.
 KEPT_GRIDS = 64
-
-
-class HostGrids(HostCopies):
-    """Host copies of device grids, any shape ending in 3."""
-
-    def lookup(self, grid: Tensor) -> Grid:
-        """Return the grid's rows as integers."""
-        return _rows(self.values(grid))
-
-
-def _rows(values: tuple[int, ...]) -> Grid:
-    return tuple(zip(values[::3], values[1::3], values[2::3], strict=True))
-
-
-@lru_cache(KEPT_GRIDS)
-def token_count(grid: Grid) -> int:
-    """Return how many patches the grid describes."""
-    return sum(t * h * w for t, h, w in grid)
-
-
-@lru_cache(KEPT_GRIDS)
-def shape_of_rows(grid: Grid) -> Shape:
-    """Return the shape of images and videos of a grid."""
-    frames = sum(t for t, _, _ in grid)
-    return Shape(token_count(grid), frames, max((h * w for _, h, w in grid), default=0))
-
-
 # Of the grids that encoders take: PyTorch repeats rows by no others.
 GRID_DTYPES = (torch.int32, torch.int64)
 
@@ -51,185 +24,58 @@ class BatchError(ValueError):
     """The pixels and the grid of a microbatch do not fit each other or the encoder, which refuses them eager, too."""
 
 
-class _OfGrid:
-    """A batch whose size follows from its grid."""
+class HostGrids(HostCopies):
+    """Host copies of device grids, any shape ending in 3."""
 
-    __slots__ = ()
+    def lookup(self, grid: Tensor) -> Grid:
+        """Return the grid's rows as integers."""
+        values = self.values(grid)
+        return tuple(zip(values[::3], values[1::3], values[2::3], strict=True))
+
+
+@lru_cache(KEPT_GRIDS)
+def shape_of(rows: Grid) -> Shape:
+    """Return the size of the images and videos that a grid describes."""
+    frames = sum(t for t, _, _ in rows)
+    return Shape(sum(t * h * w for t, h, w in rows), frames, max((h * w for _, h, w in rows), default=0))
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderBatch:
+    """A microbatch, with its size on the host.
+
+    Attributes:
+        pixels: What is encoded: patches, images, hidden states or frames of audio. May require a gradient.
+        rows: Grid of the images and videos, on the host. An audio clip is one patch high.
+        shape: The size that buckets are chosen by.
+        sizes: What tells the encoder the images' sizes: a grid, sizes in pixels, offsets or lengths, on a device; None
+            where all have one size.
+    """
+
+    pixels: Tensor
     rows: Grid
-
-    @property
-    def shape(self) -> Shape:
-        """Patches, frames and the largest frame."""
-        return shape_of_rows(self.rows)
+    shape: Shape
+    sizes: Tensor | None = None
 
     @property
     def tokens(self) -> int:
         """Patches."""
-        return shape_of_rows(self.rows).tokens
-
-
-@dataclass(frozen=True, slots=True)
-class VisionBatch(_OfGrid):
-    """A microbatch for a vision encoder.
-
-    Attributes:
-        pixels: `[tokens, ...]` patches in merge order, any floating-point dtype.
-        grid: `[images, 3]` tensor of (frames, height, width) in patches.
-        rows: The same numbers on the host.
-    """
-
-    pixels: Tensor
-    grid: Tensor
-    rows: Grid
-
-    @property
-    def tokens(self) -> int:
-        """Patches."""
-        return self.pixels.shape[0]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that the encoder reads."""
-        return self.pixels, self.grid
-
-    def copied(self) -> "VisionBatch":
-        """Return a batch with tensors of its own."""
-        return VisionBatch(self.pixels.detach().clone(), self.grid.clone(), self.rows)
-
-
-@dataclass(frozen=True, slots=True)
-class ImageBatch:
-    """A microbatch of images that all have one size.
-
-    Attributes:
-        pixels: `[images, channels, height, width]`, any floating-point dtype.
-        patches: Patches of one image.
-    """
-
-    pixels: Tensor
-    patches: int
-
-    @property
-    def rows(self) -> Grid:
-        """The images as grid rows."""
-        return ((1, 1, self.patches),) * len(self.pixels)
-
-    @property
-    def tokens(self) -> int:
-        """Patches."""
-        return len(self.pixels) * self.patches
-
-    @property
-    def shape(self) -> Shape:
-        """Patches, images and patches of one image."""
-        return Shape(self.tokens, len(self.pixels), self.patches)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that the encoder reads."""
-        return (self.pixels,)
-
-    def copied(self) -> "ImageBatch":
-        """Return a batch with tensors of its own."""
-        return ImageBatch(self.pixels.detach().clone(), self.patches)
-
-
-@dataclass(frozen=True, slots=True)
-class PaddedImages(_OfGrid):
-    """A microbatch of images of any size, padded to one size.
-
-    Attributes:
-        pixels: `[images, channels, height, width]`, any floating-point dtype; a row may be smaller than its image.
-        sizes: `[images, 2]` tensor of (height, width) in pixels; None where images fill theirs.
-        rows: (1, height, width) of every image in patches, on the host.
-        patch: Pixels along a patch's side.
-    """
-
-    pixels: Tensor
-    sizes: Tensor | None
-    rows: Grid
-    patch: int
-
-    def patches(self, image: int) -> Tensor:
-        """Return the patches of one image row by row, `[patches, values]`; the host copies nothing."""
-        _, height, width = self.rows[image]
-        side = self.patch
-        cut = self.pixels[image, :, : height * side, : width * side]
-        tiles = cut.reshape(-1, height, side, width, side).permute(1, 3, 0, 2, 4)
-        return tiles.reshape(height * width, -1)
+        return self.shape.tokens
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that the encoder reads."""
         return (self.pixels,) if self.sizes is None else (self.pixels, self.sizes)
 
-    def copied(self) -> "PaddedImages":
-        """Return a batch with tensors of its own."""
-        sizes = None if self.sizes is None else self.sizes.clone()
-        return PaddedImages(self.pixels.detach().clone(), sizes, self.rows, self.patch)
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddedImages(_OfGrid):
-    """A microbatch of images whose patches are embedded already.
-
-    Attributes:
-        pixels: `[images, tokens, width]` hidden states of images of one size, or `[tokens, 1, width]` of images of any
-            size, one after another. May require a gradient.
-        offsets: `[images + 1]` cumulative tokens of images of any size; None where all have one size.
-        rows: (1, 1, tokens) of every image, on the host; of one size, the tokens that there is room for.
-    """
-
-    pixels: Tensor
-    offsets: Tensor | None
-    rows: Grid
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that the encoder reads."""
-        return (self.pixels,) if self.offsets is None else (self.pixels, self.offsets)
-
-    def copied(self) -> "EmbeddedImages":
+    def copied(self) -> "EncoderBatch":
         """Return a batch with tensors of its own."""
         pixels = self.pixels.detach().clone().requires_grad_(self.pixels.requires_grad)
-        return EmbeddedImages(pixels, None if self.offsets is None else self.offsets.clone(), self.rows)
+        return EncoderBatch(pixels, self.rows, self.shape, None if self.sizes is None else self.sizes.clone())
 
 
-@dataclass(frozen=True, slots=True)
-class AudioBatch:
-    """A microbatch of audio clips.
-
-    Attributes:
-        pixels: `[mel, frames]` features of all clips, one after another, any floating-point dtype.
-        lengths: `[clips]` tensor of frames.
-        rows: (1, 1, frames) of every clip, on the host: an image one patch high.
-        chunking: How the encoder cuts clips.
-    """
-
-    pixels: Tensor
-    lengths: Tensor
-    rows: Grid
-    chunking: Chunking
-
-    @property
-    def tokens(self) -> int:
-        """Room for the tokens of all chunks."""
-        return sum(self.chunking.chunks(length) for _, _, length in self.rows) * self.chunking.room
-
-    @property
-    def shape(self) -> Shape:
-        """Room for all tokens, clips and room for the longest."""
-        longest = max((length for _, _, length in self.rows), default=0)
-        return Shape(self.tokens, len(self.rows), self.chunking.chunks(longest) * self.chunking.room)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that the encoder reads."""
-        return self.pixels, self.lengths
-
-    def copied(self) -> "AudioBatch":
-        """Return a batch with tensors of its own."""
-        return AudioBatch(self.pixels.detach().clone(), self.lengths.clone(), self.rows, self.chunking)
+def equal_images(pixels: Tensor, images: int, patches: int) -> EncoderBatch:
+    """Return a microbatch of so many images that all have so many patches."""
+    return EncoderBatch(pixels, ((1, 1, patches),) * images, Shape(images * patches, images, patches))
 
 
 def patch_shape(config: Any) -> tuple[int, int, int, int]:
@@ -239,7 +85,7 @@ def patch_shape(config: Any) -> tuple[int, int, int, int]:
 
 def read_patches(
     grids: HostGrids, pixels: Tensor, grid: Tensor, patch: Sequence[int], device: torch.device
-) -> VisionBatch:
+) -> EncoderBatch:
     """Return the microbatch of a call, its pixels one row a patch as encoders view them; nothing is copied.
 
     Args:
@@ -258,7 +104,8 @@ def read_patches(
     check_device(pixels, device)
     if pixels.dim() != 2 or pixels.shape[1] != math.prod(patch):
         pixels = _as_patches(pixels, patch)
-    return VisionBatch(pixels, grid, grids.lookup(grid))
+    rows = grids.lookup(grid)
+    return EncoderBatch(pixels, rows, shape_of(rows)._replace(tokens=pixels.shape[0]), grid)
 
 
 def _as_patches(pixels: Tensor, patch: Sequence[int]) -> Tensor:
@@ -281,7 +128,7 @@ def check_device(pixels: Tensor, device: torch.device) -> None:
         raise BatchError(f"pixel_values is on {pixels.device}, the encoder on {device}; move it there")
 
 
-def patches_misfit(batch: VisionBatch, merge: int) -> str | None:
+def patches_misfit(batch: EncoderBatch, merge: int) -> str | None:
     """Return what is wrong with the grid of a microbatch, None where nothing is.
 
     A grid row that is not positive, not divisible by the merge size, or patches that disagree with the grid.
@@ -296,18 +143,7 @@ def patches_misfit(batch: VisionBatch, merge: int) -> str | None:
                 f"grid_thw[{index}]={(t, h, w)}: height and width must be multiples of spatial_merge_size={merge}; "
                 "resize the image as the model's processor does"
             )
-    expected = shape_of_rows(batch.rows).tokens
+    expected = shape_of(batch.rows).tokens
     if expected == batch.tokens:
         return None
     return f"pixel_values has {batch.tokens} patches, grid_thw describes {expected}: they belong to different images"
-
-
-def images_misfit(batch: ImageBatch, channels: int, side: int) -> str | None:
-    """Return how images differ from `[images, channels, side, side]`, None where they do not."""
-    shape = tuple(batch.pixels.shape)
-    if len(shape) == 4 and shape[0] >= 1 and shape[1:] == (channels, side, side):
-        return None
-    return (
-        f"pixel_values has shape {shape}, the encoder takes (images, {channels}, {side}, {side}) with at least one "
-        "image; resize images as the model's processor does"
-    )

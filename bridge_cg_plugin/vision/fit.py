@@ -1,21 +1,9 @@
 """Which images a bucket takes: what the runtime and the planner ask. Imports no torch."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..graphs.fallback import Fallback
 from ..graphs.planning.buckets import Bucket
-
-
-class Sized(Protocol):
-    """A microbatch, with its size on the host; see `EncoderBatch`."""
-
-    @property
-    def tokens(self) -> int:
-        """Patches."""
-
-    @property
-    def shape(self) -> "Shape":
-        """How large it is."""
 
 
 class Shape(NamedTuple):
@@ -35,11 +23,6 @@ class Shape(NamedTuple):
     def shape(self) -> "Shape":
         """Itself."""
         return self
-
-    def covers(self, other: "Shape") -> bool:
-        """Whether nothing here is smaller, so that eager takes at least as long."""
-        bigger = self.tokens >= other.tokens and self.frames >= other.frames
-        return bigger and self.largest_frame >= other.largest_frame
 
 
 def refuse_images(shape: Shape, exact_below: int, bucket: Bucket) -> Fallback | None:

@@ -2,15 +2,16 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from ..attention_bounds import deterministic, replay_cost
 from ..graphs.planning.buckets import Bucket, raised
 from ..graphs.planning.demand import WINDOW, Menu
-from ..graphs.program import RegionProgram
 from ..options import VisionGraphOptions
-from .adapter import EncoderAdapter, EncoderBatch
+from .batch import EncoderBatch
+from .encoder import Encoder
 from .fit import Shape
+from .recorded_kernels import RecordedKernels
 
 # Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
 DEFAULT_MAX_FRAMES = 64
@@ -22,15 +23,16 @@ class EncoderPlan:
 
     Args:
         options: What the user asked for.
-        adapter: The encoder's.
+        encoder: The encoder.
+        kernels: What its recordings call.
 
     Attributes:
         microbatches: How many were observed.
         last: Shapes of the last of them.
     """
 
-    def __init__(self, options: VisionGraphOptions, adapter: EncoderAdapter) -> None:
-        self._options, self._adapter = options, adapter
+    def __init__(self, options: VisionGraphOptions, encoder: Encoder, kernels: RecordedKernels) -> None:
+        self._options, self._encoder, self._kernels = options, encoder, kernels
         self.microbatches = 0
         self.last: deque[Shape] = deque(maxlen=WINDOW)
         self._frames = 0
@@ -46,22 +48,20 @@ class EncoderPlan:
         buckets, longest = self._options.named_buckets, self._options.max_seq_length
         return buckets if not buckets or longest is None else (*(c for c in buckets if c < longest), longest)
 
-    def buckets_of(self, capacity: int, directly: bool, shapes: Iterable[Shape] = ()) -> list[Bucket]:
-        """Return the whole encoder's useful buckets of a capacity, cheapest first.
+    def buckets_of(self, capacity: int, shapes: Sequence[Shape] = ()) -> list[Bucket]:
+        """Return the useful buckets of a capacity, cheapest first.
 
         Args:
             capacity: Tokens.
-            directly: Whether cuDNN's attention is called directly.
             shapes: Microbatches after warm-up.
         """
-        return [
-            Bucket(capacity, limits) for limits in self._adapter.bounds(capacity, self.max_frames(shapes), directly)
-        ]
+        bounds = self._encoder.bounds(capacity, self.max_frames(shapes), self._kernels.attends_directly)
+        return [Bucket(capacity, limits) for limits in bounds]
 
     @property
     def largest(self) -> float:
         """The most tokens that a bucket may have, infinity where nothing limits it."""
-        limits = [self._adapter.deterministic_tokens] if deterministic() else []
+        limits = [self._encoder.deterministic_tokens] if deterministic() else []
         return min([*limits, self._options.max_seq_length or math.inf])
 
     def max_frames(self, shapes: Iterable[Shape] = ()) -> int:
@@ -76,13 +76,13 @@ class EncoderPlan:
         planned = max(DEFAULT_MAX_FRAMES, -(-wanted // MAX_FRAMES_STEP) * MAX_FRAMES_STEP)
         return raised(planned, max((shape.frames for shape in shapes), default=0))
 
-    def menu(self, program: RegionProgram, buckets_of: Callable[[int, Sequence[Shape]], Sequence[Bucket]]) -> Menu:
-        """Return what may be captured on demand for a program; arguments as of `Menu`."""
+    def menu(self) -> Menu:
+        """Return what may be captured on demand."""
         return Menu(
-            buckets_of=buckets_of,
-            refuse=program.refuse,
+            buckets_of=self.buckets_of,
+            refuse=self._encoder.refuse,
             cost=replay_cost,
-            unit=self._adapter.unit,
+            unit=self._encoder.unit,
             exact_below=self._options.exact_below,
             capacities=self._options.named_buckets,
         )

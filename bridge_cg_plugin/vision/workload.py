@@ -1,4 +1,4 @@
-"""A vision encoder as the graph manager sees it: calls as images, what is observed, results, notes."""
+"""A vision encoder as the graph manager sees it: calls as images, what is observed and captured, results, notes."""
 
 from functools import partial
 from typing import Any
@@ -7,31 +7,43 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import announce
-from ..graphs.planning.buckets import names_of, next_run
+from ..attention_bounds import SIDE_STREAM_UP_TO
+from ..graphs.errors import CaptureError
+from ..graphs.piece import Growth, Piece
+from ..graphs.planning.buckets import Bucket, names_of, next_run
+from ..graphs.planning.demand import BEGIN_WITH, Demand
+from ..graphs.rank_consensus import digest
+from ..graphs.recordings.compiling import KernelCompiler
 from ..graphs.region import Region
+from ..graphs.reports.report import GIB
 from ..graphs.workload import Call, Eager, Manager, Workload
+from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
-from .adapter import EncoderFamily
-from .batch import BatchError, HostGrids
-from .capture import EncoderCapture
-from .eager_costs import Clock
-from .runs import CheckResult, EncoderRuns
+from .batch import BatchError, EncoderBatch, HostGrids
+from .check import TOLERANCES, CheckResult, ReplayCheck
+from .encoder import EncoderFamily
+from .plan import EncoderPlan
+from .recorded_kernels import RecordedKernels
 
 
 class VisionWorkload(Workload):
     """See `Workload`. A call that eager refuses raises `BatchError`.
+
+    What can fail on one rank alone is inside an agreement.
 
     Args:
         model: The vision encoder.
         options: What the user asked for.
         family: The encoder's upstream side.
         grids: Host copies of grids.
-        clock: Times microbatches for `options.cost_fallback`; None takes device events, and no times without a GPU.
 
     Attributes:
-        adapter: The encoder's.
-        planned: What is captured, and how.
-        runs: How a microbatch is replayed or run eager.
+        encoder: The encoder.
+        kernels: What recorded work calls.
+        plan: Observes microbatches and plans buckets.
+        buckets: Tokens of the buckets there are; None before.
+        demand: What microbatches ask for; None where all that may come is captured at once.
+        checks: Results of the run-time check.
     """
 
     noun = "encoder"
@@ -40,84 +52,159 @@ class VisionWorkload(Workload):
         "or give vision_cuda_graph_buckets a smaller largest bucket."
     )
     counts_tokens = True
-    runs: EncoderRuns
+    demand: Demand | None = None
+    buckets: tuple[int, ...] | None = None
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: VisionGraphOptions,
-        family: EncoderFamily,
-        grids: HostGrids | None = None,
-        clock: Clock | None = None,
+        self, model: nn.Module, options: VisionGraphOptions, family: EncoderFamily, grids: HostGrids | None = None
     ) -> None:
         self.options, self.family = options, family
         self.title, self.group = f"{family.encodes} CUDA graphs", f"{family.encodes}_cuda_graph"
         self.strict = options.strict
         self.grids = grids or HostGrids()
-        self.adapter = family.adapt(model)
-        self.planned = EncoderCapture(model, options, family, self.adapter)
-        self._clock = clock
+        self.kernels = RecordedKernels(options, family)
+        self.encoder = family.encoder(model, options.exact_below, self.kernels)
+        self.plan = EncoderPlan(options, self.encoder, self.kernels)
+        self.checks: list[CheckResult] = []
+        self._checked_step = 0
+        self._compiler = KernelCompiler(partial(family.compilations, (model,)))
+        self._regions: list[Region] = []
 
     def attach(self, manager: Manager) -> None:
         """See `Workload`."""
         super().attach(manager)
-        self.planned.begin(manager.executor.device)
-        self.runs = EncoderRuns(manager, self.options, self.family, self.adapter, self._clock)
+        self._compiler.begin(manager.executor.device)
 
     def detach(self) -> None:
         """See `Workload`."""
-        self.planned.end()
-
-    @property
-    def buckets(self) -> tuple[int, ...] | None:
-        """Tokens of the buckets there are; None before."""
-        return self.planned.buckets
-
-    @property
-    def checks(self) -> list[CheckResult]:
-        """Results of the run-time check."""
-        return self.runs.checks
+        self._compiler.stop()
 
     @property
     def attention(self) -> str:
         """What attention recordings call, as `vision_cuda_graph_tuning.attention` names it."""
-        return self.planned.kernels.attention
+        return self.kernels.attention
 
     def read(self, *args: Any, **kwargs: Any) -> Call:
         """See `Workload`."""
-        return self.adapter.read(self.grids, *args, **kwargs)
+        return self.encoder.read(self.grids, *args, **kwargs)
 
     def observe(self, call: Call) -> None:
         """See `Workload`."""
         if call.misfit is None:
-            self.planned.observe(call.batch)
+            self.plan.observe(call.batch)
+            self._compiler.saw(call.batch.tokens)
 
     def capture(self) -> None:
-        """See `Workload`."""
-        self.planned.capture(self.manager)
+        """See `Workload`.
+
+        Raises:
+            CaptureError: Ranks that share layers planned different buckets.
+        """
+        manager = self.manager
+        if not manager.consensus.agree(self._choose_attention).same:
+            self.kernels.keep_attention("ranks that share layers would attend by different kernels")
+        manager.bucket_consensus.agree(float)  # a communicator that was never used cannot be captured
+        manager.consensus.agree(self._record)
+        manager.consensus.agree(self._check_tensor_ranks)
+
+    def _choose_attention(self) -> float:
+        """Choose attention for this rank alone; returns a number that stands for it."""
+        self.kernels.choose_attention()
+        return digest(self.kernels.attention, self.kernels.attends_directly)
+
+    def _record(self) -> float:
+        """Capture what the options name, or what microbatches have asked for most: others follow while training runs.
+
+        Returns a number for the other ranks.
+        """
+        options, plan = self.options, self.plan
+        self.manager.reset()
+        self._regions = []
+        if not options.on_demand:
+            self.buckets = plan.named()
+            buckets = [bucket for capacity in self.buckets for bucket in plan.buckets_of(capacity)]
+            self._regions = self.manager.record([self._piece(buckets)])
+            return 0.0
+        self.demand = Demand(plan.menu(), plan.largest)
+        for shape in plan.last:
+            self.demand.saw(shape)
+        self.demand.begin(BEGIN_WITH)
+        limited = options.buckets_max_gb is not None and options.buckets == "auto"
+        limit = (options.buckets_max_gb or 0) * GIB if limited else None
+        self._regions = self.manager.record([self._piece(self.demand.buckets, self.demand)], self.demand, limit)
+        self.buckets = self.demand.capacities
+        return 0.0
+
+    def _piece(self, buckets: list[Bucket], demand: Demand | None = None) -> Piece:
+        return Piece(
+            program=self.encoder,
+            buckets=buckets,
+            offloading=offloading_of(self.options, PROVIDER_FIELDS, self.manager),
+            has_side_stream=self.has_side_stream,
+            compile=self._compiler.finish,
+            growth=None if demand is None else Growth.of(demand),
+        )
+
+    def _check_tensor_ranks(self) -> float:
+        if not self.manager.bucket_consensus.agree(self._digest).same:
+            raise CaptureError("tensor-parallel ranks planned different buckets: they saw different images")
+        return 0.0
+
+    def _digest(self) -> float:
+        """Return a number that stands for the buckets, their order and the slots."""
+        return digest(self.manager.slots, *map(str, self._regions[0].buckets))
+
+    def has_side_stream(self, bucket: Bucket) -> bool:
+        """Whether a bucket's recordings are on two streams."""
+        options = self.options
+        if options.streams != "auto":
+            return options.streams == 2
+        return not options.moves_activations and bucket.tokens <= SIDE_STREAM_UP_TO
 
     def captured(self) -> None:
         """See `Workload`."""
         self.manager.consensus.agree(self._tell)
 
     def _tell(self) -> float:
-        most = f"{self.planned.plan.max_frames()} {'clips' if self.family.encodes == 'audio' else 'frames'}"
-        later = "" if self.planned.demand is None else ", others as microbatches ask for them"
+        most = f"{self.plan.max_frames()} {'clips' if self.family.encodes == 'audio' else 'frames'}"
+        later = "" if self.demand is None else ", others as microbatches ask for them"
         announce(f"{self.title}: {names_of(self.buckets or ())}{later}; {self.manager.slots} slot(s), up to {most}")
         return 0.0
 
     def grown(self) -> None:
         """See `Workload`."""
-        self.planned.note_buckets()
-        self.runs.grown()
+        if self.demand is not None:
+            self.buckets = self.demand.capacities
 
     def forget(self) -> None:
-        """See `Workload`."""
-        self.runs.forget()
+        """See `Workload`: nothing is known."""
 
     def replay(self, region: Region, batch: Any) -> tuple[Tensor, ...] | None:
-        """See `Workload`."""
-        return self.runs.replay(region, batch)
+        """See `Workload`.
+
+        Raises:
+            CheckFailedError: The replay differs from eager, and the user asked to stop.
+        """
+        return self._checked(region, batch) if self._check_is_due() else region.run(batch)
+
+    def _check_is_due(self) -> bool:
+        interval, step = self.options.check_interval, self.manager.step_number
+        due = interval > 0 and step != self._checked_step and step % interval == 0
+        return due and self.manager.model.training and torch.is_grad_enabled()
+
+    def _checked(self, region: Region, batch: EncoderBatch) -> tuple[Tensor, ...] | None:
+        """Replay a batch and compare it with eager."""
+        step, tolerance = self.manager.step_number, TOLERANCES[self.family.direct_attention.rounds_as_eager]
+        eager = partial(self._eager_outputs, batch.copied())
+        check = ReplayCheck(step, eager, self.manager.undone, tolerance, self.strict, self.checks)
+        outputs = region.run(batch, check)
+        if outputs is not None:
+            self._checked_step = step
+            check.compare_outputs(outputs, region.sources.current)
+        return outputs
+
+    def _eager_outputs(self, batch: EncoderBatch) -> tuple[Tensor, ...]:
+        return self.encoder.outputs(self.encoder.run(self.manager.eager_forward, batch))
 
     def run_eager(self, call: Call, eager: Eager) -> Any:
         """See `Workload`.
@@ -125,22 +212,29 @@ class VisionWorkload(Workload):
         Raises:
             BatchError: The pixels do not fit what describes them, or the encoder, and eager refuses them.
         """
-        return self.runs.eager(call, partial(_explained, call, eager))
+        if self.manager.captured:
+            self.family.before_eager((self.manager.model,))
+        try:
+            return eager()
+        except Exception as error:
+            if call.misfit is None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise BatchError(call.misfit) from error
 
     def returned(self, outputs: tuple[Tensor, ...]) -> Any:
         """See `Workload`."""
-        return self.adapter.returned(outputs)
+        return self.encoder.returned(outputs)
 
     def warmup_microbatches(self) -> int:
         """See `Workload`."""
-        return self.planned.plan.microbatches
+        return self.plan.microbatches
 
     def notes(self) -> dict[str, str]:
         """See `Workload`."""
         notes = {}
         if self.buckets is not None:
             notes["plan"] = names_of(self.buckets)
-        if self.planned.demand is not None and self.buckets and self.family.encodes == "vision":
+        if self.demand is not None and self.buckets and self.family.encodes == "vision":
             notes["next run"] = next_run(self.buckets, PROVIDER_FIELDS["buckets"])
         if self.checks:
             worst = max(max(c.forward, c.gradient or 0.0) for c in self.checks)
@@ -148,13 +242,3 @@ class VisionWorkload(Workload):
         if self.grids.device_reads:
             notes["grid reads"] = f"{self.grids.device_reads} grids were read from the device"
         return notes
-
-
-def _explained(call: Call, eager: Eager) -> Any:
-    """Run a call eager; an error over pixels that do not fit is raised as a `BatchError`."""
-    try:
-        return eager()
-    except Exception as error:
-        if call.misfit is None or isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise BatchError(call.misfit) from error

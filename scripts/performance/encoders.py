@@ -98,7 +98,7 @@ def capture(model: nn.Module, **settings: Any) -> "VisionTECudaGraphHelper":
     from bridge_cg_plugin.options import VisionGraphOptions
     from bridge_cg_plugin.vision.workload import VisionWorkload
 
-    wanted: dict[str, Any] = {"impl": "transformer_engine", "strict": True, "cost_fallback": False}
+    wanted: dict[str, Any] = {"impl": "transformer_engine", "strict": True}
     options = VisionGraphOptions(**wanted, **settings)
     helper: VisionTECudaGraphHelper = tower.new_helper(model, options)
     assert helper.graphs is not None and isinstance(helper.graphs.workload, VisionWorkload)

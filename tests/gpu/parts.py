@@ -35,7 +35,6 @@ SECONDS = {
     "test_capture": 25.0,
     "test_side_stream": 25.0,
     "test_between": 20.0,
-    "test_costs": 20.0,
     "test_parity": 20.0,
 }
 OTHERS_S = 10.0

@@ -16,7 +16,7 @@ from .arenas import content, memories, spoil
 
 MB = 2**20
 BUCKETS = tuple(range(384, 2817, 128))
-SETTINGS = {"kernels": "exact", "cost_fallback": False, "max_frames": 2}
+SETTINGS = {"kernels": "exact", "max_frames": 2}
 OFFLOADED = {"offload": ("attention", "mlp"), "recompute": (), "offload_min_bytes": 65536}
 ORDERS = {
     "descending": lambda places: sorted(places, reverse=True),

@@ -73,7 +73,7 @@ def test_after_an_eager_batch_of_the_buckets_own_shape(tower_module, model, grad
     helper = graphs_of(capture=False, buckets=(batch.tokens,), max_frames=32)
     from bridge_cg_plugin.graphs.planning.buckets import Bucket
 
-    program = helper.graphs.workload.planned.encoder_program()
+    program = helper.graphs.workload.encoder
     region = new_region(program, helper.graphs.executor, [Bucket(batch.tokens, (32, 784))])
     region.capture()
     assert region.captured

@@ -241,7 +241,7 @@ def new_helper(model, releasable=False, **options):
 
 
 def test_a_users_hook_on_a_parameter_sees_the_gradient(tower_module, model, grads, graphs_of):
-    helper = graphs_of(buckets=(1024,), kernels="exact", cost_fallback=False)
+    helper = graphs_of(buckets=(1024,), kernels="exact")
     batch, seen = tower_module.make_batch(ONE, model), []
     weight = model.decoder.layers[1].mlp.linear_fc1.weight
     weight.register_hook(lambda g: (seen.append(g.float().clone()), 0.5 * g)[1])
@@ -258,7 +258,7 @@ def test_a_users_hook_on_a_parameter_sees_the_gradient(tower_module, model, grad
 
 
 def test_autocast_outside_is_followed(tower_module, model, grads, graphs_of):
-    helper = graphs_of(buckets=(1024,), cost_fallback=False)
+    helper = graphs_of(buckets=(1024,))
     batch = tower_module.make_batch(ONE, model)
     for autocast in (True, True, False, True):
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):

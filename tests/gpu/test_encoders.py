@@ -69,7 +69,7 @@ class Encoder:
         from bridge_cg_plugin.options import VisionGraphOptions
         from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
-        settings = {"impl": "transformer_engine", "strict": True, "kernels": "exact", "cost_fallback": False}
+        settings = {"impl": "transformer_engine", "strict": True, "kernels": "exact"}
         options = VisionGraphOptions(**{**settings, **self.options, **options})
         helper = VisionTECudaGraphHelper(self.model, self.model.config, options=options)
         for batch in warm_up:

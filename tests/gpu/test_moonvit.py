@@ -31,7 +31,7 @@ class Case:
         from bridge_cg_plugin.upstream.encoders.registry import FoundEncoder
         from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
-        options = VisionGraphOptions(impl="transformer_engine", strict=True, cost_fallback=False, **PATCHES)
+        options = VisionGraphOptions(impl="transformer_engine", strict=True, **PATCHES)
         found = FoundEncoder(self.layers, self.tower, region().MOONVIT)
         helper = VisionTECudaGraphHelper(self.tower, None, options=options, found=found)
         helper.create_cudagraphs()

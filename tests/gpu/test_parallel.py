@@ -16,7 +16,6 @@ SMALL = ("--global-batch", "8", "--loader-workers", "0")
 BUCKETS = (
     "vision_cuda_graph_buckets=[2304,4608]",
     "vision_cuda_graph_strict=true",
-    "vision_cuda_graph_tuning.cost_fallback=false",
 )
 WARMUP_STEPS = 3
 DP2, DP4 = ("--data-parallel", "2"), ("--data-parallel", "4")

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bridge_cg_plugin.attention_bounds import cudnn_pays
-from bridge_cg_plugin.vision.kernels.packed_attention import PackedSegments, _masked, taken_apart
+from bridge_cg_plugin.vision.kernels.packed_attention import PackedSegments, masked_attention, taken_apart
 
 # Heads and the size of one: Ministral 3, Qwen3-Omni, Qwen2.5-VL, GLM-4.5V.
 HEADS = {"ministral3": (16, 64), "qwen3_omni": (16, 72), "qwen25": (16, 80), "glm45v": (12, 128)}
@@ -74,7 +74,7 @@ class Case:
         query, key, value = taken_apart(sources)
         query, key = (apply_rotary(part, *self.rotation.halves) for part in (query, key))
         with sdpa_kernel(SDPBackend.MATH):
-            out = _masked(query, key, value, self.segments.offsets, self.scale)
+            out = masked_attention(query, key, value, self.segments.offsets, self.scale)
         gradients = torch.autograd.grad(out, sources, self.gradient.float())
         return [out.detach(), *taken_apart(gradients)]
 

@@ -29,7 +29,6 @@ OPTIONS = {
     "vision_cuda_graph_impl": "transformer_engine",
     "vision_cuda_graph_buckets": [2048],
     "vision_cuda_graph_strict": True,
-    "vision_cuda_graph_tuning": {"cost_fallback": False},
     "cuda_graph_packed_buckets": [1024],
 }
 SCHEDULE = "forward_backward_no_pipelining"

@@ -41,7 +41,7 @@ class Fp32Tower:
 
     def forward(self, batch: Batch) -> list[Tensor]:
         """Return the embeddings, then the deepstack features."""
-        from bridge_cg_plugin.vision.encoders.grid_program import interpolate
+        from bridge_cg_plugin.vision.encoders.grid_encoder import interpolate
         from bridge_cg_plugin.vision.encoders.layout import rotary_angles, token_positions
 
         positions = token_positions(batch.grid, batch.tokens, self.config.spatial_merge_size)

@@ -151,7 +151,7 @@ def forward_only_modes(graphs):
 
 def test_an_evaluation_in_bridges_loop_gets_its_buckets_between_its_iterations():
     """One bucket before each iteration, no backward for sizes that training never has."""
-    auto = {"vision_cuda_graph_buckets": "auto", "vision_cuda_graph_tuning": {"exact_below": 0, "cost_fallback": False}}
+    auto = {"vision_cuda_graph_buckets": "auto", "vision_cuda_graph_tuning": {"exact_below": 0}}
     model, eager = Policy(**auto), Policy(vision_cuda_graph_impl="none").eval()
     LOOPS.leave_to_bridge([model])
     helper = VisionTECudaGraphHelper(model, model.vision_model.config, options=vision_options(model.config))

@@ -202,9 +202,7 @@ def test_steps_of_the_train_loop_drive_both_encoders(samples, monkeypatch, capsy
 @with_qwen3_omni
 def test_audio_that_comes_after_warm_up_gets_graphs(monkeypatch):
     monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
-    model = towers.build_qwen3_omni(
-        vision_cuda_graph_tuning={"cost_fallback": False}, vision_cuda_graph_strict=True, cuda_graph_warmup_steps=1
-    )
+    model = towers.build_qwen3_omni(vision_cuda_graph_strict=True, cuda_graph_warmup_steps=1)
     samples = [towers.qwen3_omni_sample([(8, 8)])] * 3 + [towers.qwen3_omni_heard(730, [(8, 8)])] * 37
 
     def work(sample):

@@ -3,21 +3,25 @@
 import dataclasses
 import importlib
 import inspect
+from unittest import mock
 
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.instance import InstanceMethod
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.encoders.direct_attention import direct_attention_refusal
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL, pack_segments
 from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
-from bridge_cg_plugin.vision.adapter import OtherAttention
-from bridge_cg_plugin.vision.capture import RecordedKernels
+from bridge_cg_plugin.vision.encoder import OtherAttention
+from bridge_cg_plugin.vision.recorded_kernels import RecordedKernels
 from tests.scripts import interpreted
 from tests.unit.towers import graphs_on, new_tower, poison, results
 
 pytest.importorskip("triton")
+
+from bridge_cg_plugin.vision.kernels import segment_attention
 
 TOWER_SCRIPT = """
 import torch
@@ -27,7 +31,7 @@ from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.kernels.layers import fused_layer_kernels
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import pack_segments
 from bridge_cg_plugin.upstream.kernels.rotary import fused_rotary
-from bridge_cg_plugin.vision.batch import VisionBatch
+from bridge_cg_plugin.vision.batch import EncoderBatch, shape_of
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import Qwen3VLEncoder
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from tests.interpreted import prepare
@@ -48,7 +52,8 @@ pixels, grid = draw([[1, 4, 6], [2, 2, 2]])
 bucket = Bucket(40, (8, 32))
 program = Qwen3VLEncoder(tower)
 buffers = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in program.input_specs(bucket).items()}
-program.load(buffers, VisionBatch(pixels.half(), grid, ((1, 4, 6), (2, 2, 2))))
+ROWS = ((1, 4, 6), (2, 2, 2))
+program.load(buffers, EncoderBatch(pixels.half(), ROWS, shape_of(ROWS), grid))
 rows = 32 // tower.config.spatial_merge_size**2
 
 def run():
@@ -117,7 +122,16 @@ def mask(name="no_mask"):
 
 def attends(attention, parts=None, args=(None,), **kwargs):
     given = {"packed_seq_params": packed(), "attn_mask_type": mask(), "attention_bias": None, **kwargs}
-    return direct_attention._attends_directly(attention, *(parts or qkv()), args, given)
+    reached = []
+    below = InstanceMethod(attention, "forward", lambda *args, **kwargs: reached.append(args))
+    with (
+        mock.patch.object(segment_attention, "plans_for", lambda *unused: "plans"),
+        mock.patch.object(segment_attention, "segment_attention", lambda query, *unused: query.contiguous()),
+        direct_attention.direct_attention([attention]),
+    ):
+        attention.forward(*(parts or qkv()), *args, **given)
+    below.restore()
+    return not reached
 
 
 def test_packed_segments_of_one_projection_attend_directly(attention):
@@ -175,7 +189,7 @@ def test_a_configuration_of_another_kind_stays_transformer_engines(attention, na
 def test_other_calls_reach_what_stood_there_before(attention):
     calls = []
     query, key, value = qkv()
-    attention.forward = lambda *args, **kwargs: calls.append((args, kwargs))
+    InstanceMethod(attention, "forward", lambda *args, **kwargs: calls.append((args, kwargs)))
     with direct_attention.direct_attention([attention]):
         attention.forward(query, key, value, None, attn_mask_type=mask("causal"), packed_seq_params=packed())
         attention.forward(query, key, value, None, packed_seq_params=None)
@@ -183,10 +197,8 @@ def test_other_calls_reach_what_stood_there_before(attention):
 
 
 def test_a_shape_without_a_kernel_stays_transformer_engines(attention, monkeypatch):
-    from bridge_cg_plugin.vision.kernels import segment_attention
-
     monkeypatch.setattr(segment_attention, "segment_plans", lambda shape, device: None)
-    attention.forward = lambda *args, **kwargs: "packed"
+    InstanceMethod(attention, "forward", lambda *args, **kwargs: "packed")
     with direct_attention.direct_attention([attention]):
         found = attention.forward(*qkv(), None, attn_mask_type=mask(), packed_seq_params=packed())
     assert found == "packed"

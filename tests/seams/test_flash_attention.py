@@ -206,7 +206,7 @@ def test_one_segment_and_separate_projections_are_too(attention, calls):  # noqa
     "call",
     [
         {"packed_seq_params": None},
-        {"packed_seq_params": packed(largest=direct_attention.FLASH_FROM - 1)},
+        {"packed_seq_params": packed(largest=flash_attention.FLASH_FROM - 1)},
         {"attn_mask_type": mask("causal")},
         {"attention_bias": torch.zeros(1)},
         {"parts": qkv(dtype=torch.float32)},

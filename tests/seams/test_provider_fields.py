@@ -35,7 +35,6 @@ VALUES = {
     "kernels": "fast",
     "attention": "cudnn",
     "gradient_accumulation_fusion": False,
-    "cost_fallback": False,
     "offload": ["attention", "mlp"],
     "recompute": ["gelu"],
     "offload_above_gb": 6.5,

@@ -1,6 +1,5 @@
 """What a package beside the plugin brings for an encoder of its own; docs/adding_an_encoder.md shows it."""
 
-import math
 from types import SimpleNamespace
 
 import torch
@@ -8,8 +7,8 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.program import TensorSpec
 from bridge_cg_plugin.graphs.rows import write_rows
-from bridge_cg_plugin.vision.adapter import EncoderFamily, encoder_call
-from bridge_cg_plugin.vision.batch import ImageBatch
+from bridge_cg_plugin.vision.batch import equal_images
+from bridge_cg_plugin.vision.encoder import Encoder, EncoderFamily, encoder_call
 
 PATCHES, WIDTH = 4, 6  # of one image
 
@@ -26,71 +25,29 @@ class MeanTower(nn.Module):
         return self.second(torch.tanh(self.first(images)).mean(1))
 
 
-class MeanProgram:
-    """The encoder over static buffers; see `RegionProgram`."""
+class MeanEncoder(Encoder):
+    """The encoder's calls, and the encoder over static buffers."""
 
-    name = "mean_encoder"
-
-    def __init__(self, model, kernels):
-        self.model, self.kernels = model, kernels
-
-    def modules(self):
-        return (self.model,)
-
-    def input_specs(self, bucket):
-        return {"images": TensorSpec((bucket.tokens // PATCHES, PATCHES, WIDTH), torch.float32)}
-
-    def size(self, batch):
-        return batch.tokens
-
-    def refuse(self, batch, bucket):
-        return None  # a batch that has no more tokens than the bucket may use it
-
-    def load(self, buffers, batch):
-        write_rows(buffers["images"], batch.pixels)  # zeros behind them
-
-    def load_example(self, buffers, bucket):
-        buffers["images"].zero_()
-
-    def forward(self, buffers, bucket):
-        return (type(self.model).forward(self.model, buffers["images"]),)
-
-    def recording(self):
-        return self.kernels(self.modules())
-
-    def output_rows(self, batch):
-        return (batch.shape.frames,)
-
-    def differentiable_inputs(self, batch):
-        return ()
-
-
-class MeanAdapter:
-    """Calls and results of the encoder; see `EncoderAdapter`."""
-
-    unit, unit_of, deterministic_tokens = PATCHES, "one image", math.inf
-
-    def __init__(self, model):
-        self.model = model
+    unit, unit_of = PATCHES, "one image"
 
     def read(self, grids, images):
         misfit = None if len(images) else "there is no image"
-        return encoder_call(ImageBatch(images, PATCHES), usual=True, misfit=misfit)
+        return encoder_call(equal_images(images, len(images), PATCHES), usual=True, misfit=misfit)
 
     def run(self, forward, batch):
         return forward(batch.pixels)
 
-    def outputs(self, returned):
-        return (returned,)
+    def input_specs(self, bucket):
+        return {"images": TensorSpec((bucket.tokens // PATCHES, PATCHES, WIDTH), torch.float32)}
 
-    def returned(self, outputs):
-        return outputs[0]
+    def load(self, buffers, batch):
+        write_rows(buffers["images"], batch.pixels)  # zeros behind them
 
-    def bounds(self, capacity, frames, directly):
-        return [()]
+    def forward(self, buffers, bucket):
+        return (type(self.model).forward(self.model, buffers["images"]),)
 
-    def program(self, exact_below, kernels):
-        return MeanProgram(self.model, kernels)
+    def output_rows(self, batch):
+        return (batch.shape.frames,)
 
 
 def find(holder):
@@ -98,4 +55,4 @@ def find(holder):
     return eyes if isinstance(eyes, MeanTower) else None
 
 
-ENCODER = EncoderFamily(name="MeanTower", find=find, adapt=MeanAdapter)
+ENCODER = EncoderFamily(name="MeanTower", find=find, encoder=MeanEncoder)

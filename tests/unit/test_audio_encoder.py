@@ -170,7 +170,7 @@ def test_an_encoder_whose_tokens_upstream_counts_wrong_is_not_found(changes):
 def test_lengths_that_changed_behind_the_hosts_back_give_nan():
     model = new_qwen3_omni_audio()
     with graphs_on(model, buckets=BUCKETS) as graphs:
-        read = graphs.workload.adapter.read
+        read = graphs.workload.encoder.read
         features, lengths = draw_clips([230, 100])
 
         def stale(grids, *args, **kwargs):
@@ -178,7 +178,7 @@ def test_lengths_that_changed_behind_the_hosts_back_give_nan():
             lengths.copy_(torch.tensor([130, 200]))
             return call
 
-        graphs.workload.adapter.read = stale
+        graphs.workload.encoder.read = stale
         assert model(features, feature_lens=lengths).last_hidden_state.isnan().all()
 
 

@@ -7,11 +7,12 @@ import torch
 
 from bridge_cg_plugin.vision.batch import (
     BatchError,
+    EncoderBatch,
     HostGrids,
-    VisionBatch,
     check_device,
     patches_misfit,
     read_patches,
+    shape_of,
 )
 
 CPU = torch.device("cpu")
@@ -19,7 +20,8 @@ CPU = torch.device("cpu")
 
 def batch(rows, patches):
     grid = torch.tensor(rows)
-    return VisionBatch(torch.zeros(patches, 12), grid, tuple(map(tuple, grid.tolist())))
+    rows = tuple(map(tuple, grid.tolist()))
+    return EncoderBatch(torch.zeros(patches, 12), rows, shape_of(rows)._replace(tokens=patches), grid)
 
 
 def test_a_fitting_batch_passes():

@@ -19,8 +19,8 @@ from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor, Refer
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.language.packed.plan import PackPlan
 from bridge_cg_plugin.language.packed.workload import PackedWorkload
-from bridge_cg_plugin.vision.capture import EncoderCapture, RecordedKernels
 from bridge_cg_plugin.vision.plan import EncoderPlan
+from bridge_cg_plugin.vision.recorded_kernels import RecordedKernels
 from bridge_cg_plugin.vision.workload import VisionWorkload
 
 from . import packs
@@ -207,9 +207,8 @@ def test_an_error_of_any_type_leaves_the_module_eager(error):
 VISION = {
     RecordedKernels: ("choose_attention",),
     EncoderPlan: ("named",),
-    EncoderCapture: ("_piece", "_check_tensor_ranks"),
     GraphManager: ("record",),
-    VisionWorkload: ("captured",),
+    VisionWorkload: ("_piece", "_check_tensor_ranks", "captured"),
     Region: ("capture",),
 }
 PARTS = {Parts: ("install",)}

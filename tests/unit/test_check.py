@@ -8,8 +8,8 @@ from bridge_cg_plugin.graphs.recordings.recording import Gradients
 from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
-from bridge_cg_plugin.vision import runs
-from bridge_cg_plugin.vision.runs import TOLERANCES, CheckFailedError
+from bridge_cg_plugin.vision import workload
+from bridge_cg_plugin.vision.check import TOLERANCES, CheckFailedError
 
 from .test_gradients import DataParallel
 from .towers import assert_close, forward, graphs_on, loss_of, new_tower
@@ -21,7 +21,7 @@ STRICT = {"check_interval": 1, "strict": True}
 @pytest.fixture(autouse=True)
 def close(monkeypatch):
     """On a CPU replays are nearer to eager than on a GPU."""
-    monkeypatch.setattr(runs, "TOLERANCES", dict.fromkeys((True, False), 1e-4))
+    monkeypatch.setattr(workload, "TOLERANCES", dict.fromkeys((True, False), 1e-4))
 
 
 def corrupt_inputs(graphs):

@@ -64,7 +64,7 @@ def test_links_lead_to_a_file_and_a_heading(page):
 def test_links_are_found_at_all():
     assert "drawings/slots.svg" in links(DOCS / "choose.md")
     assert "trouble.md#fallbacks" in links(DOCS / "choose.md")
-    assert "measured-costs" in headings(DOCS / "design.md")
+    assert "manager-and-workload" in headings(DOCS / "design.md")
 
 
 # Tests that the page of known faults names

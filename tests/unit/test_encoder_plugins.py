@@ -14,7 +14,7 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.upstream.encoders import registry
 from bridge_cg_plugin.upstream.seams import encoders
 
-from .mean_encoder import ENCODER, PATCHES, WIDTH, MeanProgram, MeanTower
+from .mean_encoder import ENCODER, PATCHES, WIDTH, MeanEncoder, MeanTower
 from .towers import graphs_on, new_tower, poison
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,8 +76,8 @@ def test_it_is_found_in_a_model_once_its_package_is_installed(installed):
 
 def test_a_program_that_returns_no_tuple_is_named(installed, monkeypatch):
     installed()
-    monkeypatch.setattr(MeanProgram, "forward", lambda self, buffers, bucket: self.model.first(buffers["images"]))
-    said = "mean_encoder: its forward returned a Tensor, not a tuple of tensors"
+    monkeypatch.setattr(MeanEncoder, "forward", lambda self, buffers, bucket: self.model.first(buffers["images"]))
+    said = "vision_encoder: its forward returned a Tensor, not a tuple of tensors"
     with pytest.raises(CaptureError, match=said), graphs_on(MeanModel(), buckets=BUCKETS):
         pass
 

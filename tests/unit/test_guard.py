@@ -60,9 +60,9 @@ TOWERS = {
 def test_outputs_are_nan_where_the_host_was_told_of_other_images(make, draws, told, there, monkeypatch):
     tower, (pixels, grid) = make(), draws([[1, 8, 4]])
     with graphs_on(tower, executor=TapeExecutor()) as graphs:
-        assert all(o.isfinite().all() for o in graphs.workload.adapter.outputs(tower(pixels, grid_thw=grid)))
+        assert all(o.isfinite().all() for o in graphs.workload.encoder.outputs(tower(pixels, grid_thw=grid)))
         monkeypatch.setattr(graphs.workload.grids, "lookup", lambda tensor: (told,))
-        outputs = graphs.workload.adapter.outputs(tower(pixels, grid_thw=torch.tensor([there])))
+        outputs = graphs.workload.encoder.outputs(tower(pixels, grid_thw=torch.tensor([there])))
         assert graphs.statistics().replays == 2 and not graphs.statistics().fallbacks
         assert all(o.isnan().all() for o in outputs)
 

@@ -124,14 +124,14 @@ def test_a_grid_that_changed_behind_the_hosts_back_gives_nan():
     model = new_moonvit()
     hidden, grid = torch.randn(8, 32), torch.tensor([(1, 2, 4)])
     with graphs_on(model, **BUCKETS) as graphs:
-        read = graphs.workload.adapter.read
+        read = graphs.workload.encoder.read
 
         def stale(*args, **kwargs):
             call = read(*args, **kwargs)
             grid.copy_(torch.tensor([[1, 4, 2]]))
             return call
 
-        graphs.workload.adapter.read = stale
+        graphs.workload.encoder.read = stale
         assert model.encoder(hidden, grid).isnan().all()
 
 
@@ -152,4 +152,4 @@ def test_another_type_on_a_gpu_is_refused():
     weight = SimpleNamespace(is_cuda=True, dtype=torch.float32)
     encoder = SimpleNamespace(final_layernorm=SimpleNamespace(weight=weight))
     with pytest.raises(OptionError, match="MoonViT"):
-        region().MoonViTAdapter(encoder)
+        region().MoonViTLayers(encoder)

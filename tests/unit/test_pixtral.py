@@ -1,13 +1,11 @@
 """Calls of Ministral 3's tower, Pixtral's, which takes images padded to one size and returns hidden states."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.encoders.pixtral import PixtralAdapter
+from bridge_cg_plugin.upstream.encoders.pixtral import PixtralEncoder
 from bridge_cg_plugin.vision.batch import BatchError, HostGrids
 
 from .hugging_face_towers import draw_padded, new_pixtral, run_pixtral
@@ -52,12 +50,11 @@ def test_of_a_replays_hidden_states_the_last_can_be_had():
 def test_patches_are_embedded_as_eager_does_in_whole_images():
     """cuDNN's kernel depends on an image's size: a graph's own convolution could round otherwise."""
     model = new_pixtral()
-    adapter, (pixels, sizes) = PixtralAdapter(model), draw_padded(PADDED)
-    batch = adapter.read(HostGrids(), pixels, sizes, output_hidden_states=True).batch
-    program = adapter.program(0, nullcontext)
-    specs = program.input_specs(Bucket(64, (4, 64)))
+    encoder, (pixels, sizes) = PixtralEncoder(model), draw_padded(PADDED)
+    batch = encoder.read(HostGrids(), pixels, sizes, output_hidden_states=True).batch
+    specs = encoder.input_specs(Bucket(64, (4, 64)))
     buffers = {name: torch.full(spec.shape, 7, dtype=spec.dtype) for name, spec in specs.items()}
-    program.load(buffers, batch)
+    encoder.load(buffers, batch)
     convolved = model.patch_conv(pixels)
     images = [convolved[image, :, :h, :w].flatten(1).T for image, (_, h, w) in enumerate(batch.rows)]
     assert torch.equal(buffers["embedded"][: batch.tokens], torch.cat(images))

@@ -143,14 +143,14 @@ def test_offsets_that_changed_behind_the_hosts_back_give_nan():
     model = new_radio(packed=True)
     segments, hidden = segments_of([(32, 32), (16, 32)]), torch.randn(6, 1, 32)
     with graphs_on(model, **PACKED) as graphs:
-        read = graphs.workload.adapter.read
+        read = graphs.workload.encoder.read
 
         def stale(*args, **kwargs):
             call = read(*args, **kwargs)
             segments.cu_seqlens_q.copy_(torch.tensor([0, 2, 6]))
             return call
 
-        graphs.workload.adapter.read = stale
+        graphs.workload.encoder.read = stale
         assert model.decoder(hidden, attention_mask=None, packed_seq_params=segments).isnan().all()
 
 
@@ -216,6 +216,6 @@ def test_images_of_any_size_attend_as_cudnn_is_called_directly():
 
 
 def test_limits_of_images_of_any_size_follow_what_attention_scans():
-    adapter = PACKED_RADIO.adapt(new_radio(packed=True).decoder)
-    assert adapter.bounds(8192, 64, False) == frame_limits(8192, 64)
-    assert adapter.bounds(8192, 64, True) == scanned_limits(8192, 64) != frame_limits(8192, 64)
+    encoder = PACKED_RADIO.encoder(new_radio(packed=True).decoder)
+    assert encoder.bounds(8192, 64, False) == frame_limits(8192, 64)
+    assert encoder.bounds(8192, 64, True) == scanned_limits(8192, 64) != frame_limits(8192, 64)

@@ -21,7 +21,7 @@ from bridge_cg_plugin.upstream.parallel.process_groups import (
     tensor_group,
     without_collectives,
 )
-from bridge_cg_plugin.vision.adapter import OtherAttention
+from bridge_cg_plugin.vision.encoder import OtherAttention
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, MIXED, VIDEO
@@ -171,7 +171,7 @@ def capture_with_cudnn_on(ranks):
     model = new_tower()
     helper = helper_on(model)
     refusal = None if distributed.get_rank() in ranks else "made to be missing"
-    kernels = helper.graphs.workload.planned.kernels
+    kernels = helper.graphs.workload.kernels
     kernels.family = replace(QWEN3_VL, direct_attention=OtherAttention(refusal=lambda: refusal))
     said = io.StringIO()
     with redirect_stdout(said):
@@ -191,8 +191,8 @@ def test_ranks_that_share_layers_attend_by_the_same_kernels(tmp_path, ranks):
 
 # Where something fails -> whose method it is, and the options that call it.
 PLACES = {
-    "choose_attention": (lambda graphs: graphs.workload.planned.kernels, {}),
-    "_digest": (lambda graphs: graphs.workload.planned, {}),
+    "choose_attention": (lambda graphs: graphs.workload.kernels, {}),
+    "_digest": (lambda graphs: graphs.workload, {}),
     "record": (lambda graphs: graphs, {}),
     "new_memory": (lambda graphs: graphs.executor, {}),
 }

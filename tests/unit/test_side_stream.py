@@ -204,4 +204,4 @@ def test_sums_of_two_streams_share_no_memory():
 )
 def test_buckets_that_have_side_work(choices, tokens, expected):
     with graphs_on(new_tower(), capture=False, **choices) as graphs:
-        assert graphs.workload.planned.has_side_stream(Bucket(tokens)) is expected
+        assert graphs.workload.has_side_stream(Bucket(tokens)) is expected

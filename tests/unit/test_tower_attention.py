@@ -17,8 +17,8 @@ from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import QWEN3_OMNI_AUDIO
 from bridge_cg_plugin.upstream.encoders.qwen25_omni import QWEN25_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
-from bridge_cg_plugin.vision.capture import RecordedKernels
 from bridge_cg_plugin.vision.kernels import cudnn_graphs
+from bridge_cg_plugin.vision.recorded_kernels import RecordedKernels
 from tests.scripts import interpreted
 
 PACKED = (QWEN25_VL, GLM45V, QWEN25_OMNI, QWEN3_OMNI, PIXTRAL)
@@ -120,7 +120,7 @@ direct_attention.kernels_available = lambda: True
 torch.cuda.get_device_capability = lambda *unused: (9, 0)
 cudnn_graphs.unavailable = flash_attention.unavailable = lambda: None
 tower_attention.cudnn_pays = lambda segments, largest, tokens: largest >= 8
-tower_attention.FLASH_FROM = 8
+flash_attention.FLASH_FROM = 8
 flash_attention.takes = lambda width, dtype: True
 flash_attention.agrees = lambda width, dtype, device: AGREES
 flashes = []
@@ -226,7 +226,7 @@ def test_a_shape_that_cudnn_has_no_kernel_for_attends_by_pytorchs(monkeypatch):
     plain = dataclasses.replace(rotation, halves=None)
     segments = PackedSegments(torch.tensor([0, CUDNN_FROM], dtype=torch.int32), CUDNN_FROM)
     monkeypatch.setattr(packed_towers.Rotation, "apply", lambda self, rotate, query, key: rotate(query, key))
-    call = (lambda query, key: (query, key), rotation, segments, 0.3)
-    found = tower_attention._AttendByCuDNN()((mixed,), *call)
+    projected = tower_attention.Projected((mixed,), lambda query, key: (query, key), rotation, segments, 0.3)
+    found = tower_attention._attend_by_cudnn(direct_attention.Located(), projected)
     assert len(asked) == 1 and (asked[0].segments, asked[0].largest) == (1, CUDNN_FROM)
-    assert torch.equal(found, tower_attention.attend((mixed,), call[0], plain, segments, 0.3))
+    assert torch.equal(found, tower_attention.attend(projected._replace(rotation=plain)))

@@ -187,7 +187,7 @@ def test_which_kernels_may_round_otherwise_than_eager(monkeypatch, kernels, dete
         yield
 
     with graphs_on(tower(), capture=False, kernels=kernels) as graphs:
-        kernels = graphs.workload.planned.kernels
+        kernels = graphs.workload.kernels
         kernels.family = replace(kernels.family, reordering_kernels=note)
         with kernels(()):
             pass

@@ -40,7 +40,7 @@ def test_eager_microbatches_after_a_failed_capture_are_fallbacks_not_warm_up(mon
 def test_a_capture_inside_inference_mode_serves_training_later(buckets):
     model, sizes = new_tower(), ([[1, 8, 8]], [[1, 12, 8]])
     expected = [results(model, rows) for rows in sizes]
-    with graphs_on(model, capture=False, buckets=buckets, cost_fallback=False) as graphs:
+    with graphs_on(model, capture=False, buckets=buckets) as graphs:
         with torch.inference_mode():
             for rows in sizes:
                 forward(model, rows)

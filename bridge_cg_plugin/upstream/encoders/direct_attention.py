@@ -1,8 +1,8 @@
 """Other attention in Transformer Engine's place while recording: cuDNN's called directly, or FlashAttention."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,22 +15,13 @@ from ..kernels.layers import is_te_attention, kernels_available
 from ..kernels.transformer_engine import HOPPER, fused_attention_refusal
 from ..wrappers import overridden
 
-# Bounds of the largest segment, in tokens, from which FlashAttention was faster on an H200:
-# docs/benchmarks/vision_bench.jsonl.
-FLASH_FROM = 640
-
 
 def direct_attention_refusal() -> str | None:
     """Return why cuDNN is not called directly in this process, or None where it is.
 
     It is called only where eager attends by the same kernels, so that outputs stay eager's.
     """
-    refusal = _process_refusal() or fused_attention_refusal()
-    if refusal is not None:
-        return refusal
-    from ...vision.kernels.cudnn_graphs import unavailable
-
-    return unavailable()
+    return _process_refusal() or fused_attention_refusal() or _cudnn_refusal()
 
 
 def segment_attention_refusal() -> str | None:
@@ -38,14 +29,7 @@ def segment_attention_refusal() -> str | None:
 
     Its outputs differ from eager's, as those of packed kernels do, so the kernels by which eager attends do not matter.
     """
-    refusal = _process_refusal()
-    if refusal is not None:
-        return refusal
-    if torch.cuda.get_device_capability() < HOPPER:
-        return f"{torch.cuda.get_device_name()} is older than Hopper GPUs, where cuDNN's kernels are faster"
-    from ...vision.kernels.cudnn_graphs import unavailable
-
-    return unavailable()
+    return _process_refusal() or _age_refusal() or _cudnn_refusal()
 
 
 def flash_attention_refusal() -> str | None:
@@ -67,34 +51,61 @@ def _process_refusal() -> str | None:
     return None if kernels_available() else "there is no GPU with Triton"
 
 
-@contextmanager
-def direct_attention(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _age_refusal() -> str | None:
+    if torch.cuda.get_device_capability() >= HOPPER:
+        return None
+    return f"{torch.cuda.get_device_name()} is older than Hopper GPUs, where cuDNN's kernels are faster"
+
+
+def _cudnn_refusal() -> str | None:
+    from ...vision.kernels.cudnn_graphs import unavailable
+
+    return unavailable()
+
+
+def direct_attention(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Let Transformer Engine's attention modules below `modules` call cuDNN with a bucket's own bounds.
 
-    What a direct call does not do stays as it is: see `_attends_directly`.
+    What a direct call does not do stays as it is: see `_attends_inside_segments`.
     """
-    with _attending(modules, functools.partial(_attention_forward, Located())):
-        yield
+    return _attending(modules, partial(_attend_directly, Located()))
 
 
-@contextmanager
-def flash_attention(modules: Sequence[nn.Module]) -> Iterator[None]:
+def flash_attention(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Let Transformer Engine's attention modules below `modules` call FlashAttention where segments may be long.
 
     Shorter ones, and what FlashAttention does not do, stay as they are: see `_attends_inside_segments`.
     """
-    with _attending(modules, _flash_forward):
-        yield
+    return _attending(modules, _attend_by_flash)
+
+
+# Called with the module, queries, keys, values and metadata of their segments; None where it does not attend so.
+_Attend = Callable[[UpstreamModule, Tensor, Tensor, Tensor, Any], Tensor | None]
 
 
 @contextmanager
-def _attending(modules: Sequence[nn.Module], forward: Callable[..., Tensor]) -> Iterator[None]:
-    """Replace the `forward` of attention modules by `forward(module, its forward until now, ...)`."""
+def _attending(modules: Sequence[nn.Module], attend: _Attend) -> Iterator[None]:
+    """Let attention modules attend otherwise where they attend inside segments, and `attend` does."""
     with ExitStack() as stack:
-        for module in every_module(modules):
-            if is_te_attention(module):
-                stack.enter_context(overridden(module, "forward", functools.partial(forward, module, module.forward)))
+        for module in filter(is_te_attention, every_module(modules)):
+            stack.enter_context(overridden(module, "forward", partial(_forward, attend, module, module.forward)))
         yield
+
+
+def _forward(
+    attend: _Attend,
+    attention: UpstreamModule,
+    original: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    found = None
+    if _attends_inside_segments(attention, query, args, kwargs):
+        found = attend(attention, query, key, value, kwargs["packed_seq_params"])
+    return original(query, key, value, *args, **kwargs) if found is None else found.view(query.shape[0], -1)
 
 
 class Located:
@@ -113,61 +124,31 @@ class Located:
         return self._found[key]
 
 
-def _attention_forward(
-    located: Located,
-    attention: UpstreamModule,
-    original: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    from ...vision.kernels.segment_attention import plans_for, segment_attention
+def _attend_directly(
+    located: Located, attention: UpstreamModule, query: Tensor, key: Tensor, value: Tensor, packed: Any
+) -> Tensor | None:
+    """Attend by cuDNN inside several segments, over what one projection made."""
+    from ...vision.kernels.segment_attention import lie_interleaved, plans_for, segment_attention
 
-    packed: Any = kwargs.get("packed_seq_params")
-    plans = None
-    if packed is not None and _attends_directly(attention, query, key, value, args, kwargs):
-        segments = packed.cu_seqlens_q.shape[0] - 1
-        plans = plans_for(query, segments, packed.max_seqlen_q, attention.softmax_scale)
+    (tokens, heads, width), segments = query.shape, packed.cu_seqlens_q.shape[0] - 1
+    # One segment attends unpacked: no row is scanned in vain there.
+    if (segments == 1 and tokens >= UNPACKED_FROM) or not lie_interleaved(query, key, value):
+        return None
+    plans = plans_for(query, segments, packed.max_seqlen_q, attention.softmax_scale)
     if plans is None:
-        return original(query, key, value, *args, **kwargs)
-    tokens, heads, width = query.shape
-    return segment_attention(query, key, value, located(packed.cu_seqlens_q, heads, width), plans).view(tokens, -1)
+        return None
+    return segment_attention(query, key, value, located(packed.cu_seqlens_q, heads, width), plans)
 
 
-def _flash_forward(
-    attention: UpstreamModule,
-    original: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    packed: Any = kwargs.get("packed_seq_params")
-    if not _attends_inside_segments(attention, query, args, kwargs) or packed.max_seqlen_q < FLASH_FROM:
-        return original(query, key, value, *args, **kwargs)
+def _attend_by_flash(
+    attention: UpstreamModule, query: Tensor, key: Tensor, value: Tensor, packed: Any
+) -> Tensor | None:
     from . import flash_attention as flash
 
-    tokens, _, width = query.shape
-    if not flash.takes(width, query.dtype) or not flash.agrees(width, query.dtype, query.device.index):
-        return original(query, key, value, *args, **kwargs)
-    offsets, largest, scale = packed.cu_seqlens_q, packed.max_seqlen_q, attention.softmax_scale
-    return flash.flash_attention(query, key, value, offsets, largest, scale).view(tokens, -1)
-
-
-def _attends_directly(
-    attention: nn.Module, query: Tensor, key: Tensor, value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Whether cuDNN can be called directly: for several packed segments, over what one projection made."""
-    from ...vision.kernels.segment_attention import lie_interleaved
-
-    if not _attends_inside_segments(attention, query, args, kwargs):
-        return False
-    # One segment attends unpacked: no row is scanned in vain there.
-    unpacked = kwargs["packed_seq_params"].cu_seqlens_q.shape[0] == 2 and query.shape[0] >= UNPACKED_FROM
-    return not unpacked and lie_interleaved(query, key, value)
+    offsets, largest = packed.cu_seqlens_q, packed.max_seqlen_q
+    if not flash.suits(query, largest):
+        return None
+    return flash.flash_attention(query, key, value, offsets, largest, attention.softmax_scale)
 
 
 def _attends_inside_segments(

@@ -22,12 +22,15 @@ from torch.autograd.function import once_differentiable
 
 from ...announce import warn
 from ...vision.kernels.launch import tried
+from ...vision.kernels.packed_attention import masked_attention
 from ...vision.kernels.padding import clear_padding
 from ..wrappers import overridden
 
 PACKAGE = "flash-attn-4"
 INTERFACE = "flash_attn.cute.interface"
 HOPPER = (9, 0)
+# Bounds of the largest segment, in tokens, from which it was faster on an H200: docs/benchmarks/vision_bench.jsonl.
+FLASH_FROM = 640
 # Heads of other widths than multiples of 32 for which the blocks below were tried.
 ODD_WIDTHS = range(72, 81, 8)
 ROUNDED_TO = 16
@@ -57,6 +60,17 @@ def _version() -> str:
 def takes(width: int, dtype: torch.dtype) -> bool:
     """Whether the package supports heads of a width and dtype; `agrees` checks its results."""
     return dtype in (torch.bfloat16, torch.float16) and (width in (32, 64, 96, 128) or width in ODD_WIDTHS)
+
+
+def suits(query: Tensor, largest: int) -> bool:
+    """Whether the package is the faster for queries `[tokens, heads, width]`, and right for such heads.
+
+    Args:
+        query: The queries.
+        largest: Tokens of the largest segment at most.
+    """
+    width, dtype = query.shape[2], query.dtype
+    return largest >= FLASH_FROM and takes(width, dtype) and agrees(width, dtype, query.device.index)
 
 
 @contextmanager
@@ -142,7 +156,7 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, 
     """Attend inside every segment.
 
     Args:
-        query, key, value: `[tokens, heads, width]` bf16 or fp16 on a Hopper GPU; see `takes`.
+        query, key, value: `[tokens, heads, width]` bf16 or fp16 on a Hopper GPU; see `suits`.
         offsets: `[segments + 1]` int32 `cu_seqlens` on the device; rows behind the last one are padding.
         largest: Tokens of the largest segment at most.
         scale: What the products of queries and keys are multiplied by.
@@ -180,24 +194,16 @@ def _distance_from_fp32(width: int, dtype: torch.dtype, device: torch.device) ->
     lengths, padding, heads = (200, 96, 328), 16, 2
     generator = torch.Generator(device=device).manual_seed(0)
     shape = (sum(lengths) + padding, heads, 4, width)
-    query, key, value, gradient = torch.randn(shape, device=device, generator=generator).to(dtype).unbind(2)
-    parts = [part.requires_grad_() for part in (query.detach(), key.detach(), value.detach())]
+    *parts, gradient = torch.randn(shape, device=device, generator=generator).to(dtype).unbind(2)
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+    def results(attend: Callable[..., Tensor], kind: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [part.detach().to(kind).requires_grad_() for part in parts]
+        out = attend(*leaves)
+        return out, *torch.autograd.grad(out, leaves, gradient.to(kind))
+
     with torch.enable_grad():
-        out = flash_attention(parts[0], parts[1], parts[2], offsets, max(lengths), width**-0.5)
-        found = (out, *torch.autograd.grad(out, parts, gradient))
-        expected = _plainly([part.float() for part in parts], gradient.float(), lengths)
-    used = sum(lengths)
-    far = [(a[:used].float() - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
+        found = results(lambda q, k, v: flash_attention(q, k, v, offsets, max(lengths), width**-0.5), dtype)
+        expected = results(lambda q, k, v: masked_attention(q, k, v, offsets, width**-0.5), torch.float32)
+    far = [(a.float() - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
     return float(torch.stack(far).max())  # NaN if one is
-
-
-def _plainly(parts: list[Tensor], gradient: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Return output and gradients of attention inside segments, `[sum(lengths), heads, width]` each."""
-    parts = [part.detach().requires_grad_() for part in parts]
-    outs, used = [], sum(lengths)
-    for query, key, value in zip(*(part[:used].split(lengths) for part in parts), strict=True):
-        weights = torch.einsum("qhd,khd->hqk", query, key).mul(query.shape[-1] ** -0.5).softmax(-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, value))
-    out = torch.cat(outs)
-    return (out.detach(), *(g[:used] for g in torch.autograd.grad(out, parts, gradient[:used])))

@@ -1,9 +1,8 @@
 """What Hugging Face's encoders of images of any size have in common: calls, segments, rotation, the backward."""
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self, cast
@@ -12,17 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...attention_bounds import scanned_limits
 from ...graphs.instance import every_module
 from ...graphs.planning.buckets import Bucket
-from ...graphs.program import RegionProgram
 from ...graphs.workload import Call
 from ...offload import never_offload
 from ...options import OptionError
 from ...upstream_types import UpstreamModule
-from ...vision.adapter import RecordingKernels, encoder_call
-from ...vision.batch import BatchError, HostGrids, VisionBatch, patch_shape, patches_misfit, read_patches, token_count
-from ...vision.encoders.layout import segment_offsets
+from ...vision.batch import BatchError, EncoderBatch, HostGrids
+from ...vision.encoder import RecordingKernels, encoder_call
+from ...vision.encoders.grid_encoder import GridEncoder
+from ...vision.encoders.layout import TokenPositions, segment_offsets
 from ...vision.kernels.aligned_linear import aligned_linear, is_misaligned
 from ...vision.kernels.packed_attention import DTYPES, PackedSegments
 from ..kernels.layers import kernels_available
@@ -87,76 +85,20 @@ def refuse_checkpointing(model: UpstreamModule) -> None:
         )
 
 
-class PackedTowerAdapter:
-    """See `EncoderAdapter`.
-
-    Args:
-        model: Hugging Face's encoder; has `patch_embed.proj`, and is called with pixels and `grid_thw`.
-
-    Attributes:
-        encoder: The encoder's name, for messages.
-        region: Its program.
+def refuse_dropout(model: UpstreamModule, encoder: str) -> None:
+    """Refuse a tower whose attention drops weights at random.
 
     Raises:
-        OptionError: The model checkpoints its layers, or computes in a type that packed attention does not take.
+        OptionError: It is one.
     """
-
-    encoder: ClassVar[str]
-    region: ClassVar[Callable[..., RegionProgram]]
-    unit_of = "one embedding"
-    deterministic_tokens = math.inf
-
-    def __init__(self, model: UpstreamModule) -> None:
-        refuse_checkpointing(model)
-        refuse_precision(model.patch_embed.proj.weight, self.encoder)
-        self._model = model
-        self._patch = patch_shape(model.config)
-        self._merge: int = model.config.spatial_merge_size
-        self.unit = self._merge**2
-
-    def read(self, grids: HostGrids, hidden_states: Tensor, grid_thw: Tensor, **others: Any) -> Call:
-        """See `EncoderAdapter`."""
-        batch = read_patches(grids, hidden_states, grid_thw, self._patch, self._model.patch_embed.proj.weight.device)
-        misfit = patches_misfit(batch, self._merge)
-        out_of_bounds = self.out_of_bounds(batch, misfit)
-        if out_of_bounds is not None:
-            raise BatchError(out_of_bounds)
-        return encoder_call(batch, returns_an_object(self._model, others), misfit)
-
-    def out_of_bounds(self, batch: VisionBatch, misfit: str | None) -> str | None:
-        """Return why eager would read out of bounds on the device, None where it does not.
-
-        Args:
-            batch: The microbatch.
-            misfit: What is wrong with it, None where nothing is.
-        """
-        return None
-
-    def run(self, forward: Callable[..., Any], batch: VisionBatch) -> Any:
-        """See `EncoderAdapter`."""
-        return forward(batch.pixels, grid_thw=batch.grid, return_dict=True)
-
-    def outputs(self, returned: Any) -> tuple[Tensor, ...]:
-        """See `EncoderAdapter`."""
-        return returned.pooler_output, returned.last_hidden_state
-
-    def returned(self, outputs: Sequence[Tensor]) -> Any:
-        """See `EncoderAdapter`."""
-        merged, hidden = outputs
-        return result(last_hidden_state=hidden, pooler_output=merged)
-
-    def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
-        """See `EncoderAdapter`: kernels look at every frame as if it were the largest, and leave where it is not."""
-        return [*scanned_limits(capacity, frames)]
-
-    def program(self, exact_below: int, kernels: RecordingKernels) -> RegionProgram:
-        """See `EncoderAdapter`."""
-        return self.region(self._model, exact_below, kernels)
-
-
-def fewer_patches(batch: VisionBatch, misfit: str | None) -> str | None:
-    """Return what is wrong with a microbatch whose patches are not as many as its grid describes."""
-    return misfit if token_count(batch.rows) != batch.tokens else None
+    share = model.config.attention_dropout
+    if share:
+        raise OptionError(
+            "vision_config.attention_dropout",
+            share,
+            f"0 with vision graphs of {encoder}",
+            "Its layers attend in packed kernels without dropout. Set it to 0, or switch vision graphs off.",
+        )
 
 
 def refuse_precision(weight: Tensor, encoder: str) -> None:
@@ -172,6 +114,56 @@ def refuse_precision(weight: Tensor, encoder: str) -> None:
             f"torch.bfloat16 or torch.float16 with vision graphs of {encoder}",
             "Its layers attend in PyTorch's packed flash kernels. Train in bf16, or switch vision graphs off.",
         )
+
+
+class TowerEncoder(GridEncoder):
+    """Hugging Face's encoder of images of any size, in one region; see `GridEncoder`.
+
+    Layers get `PackedSegments` where upstream passes `cu_seqlens`; `kernels` must let attention take them.
+
+    Attributes:
+        title: The encoder's name, for messages.
+
+    Raises:
+        OptionError: The model checkpoints its layers, or computes in a type that packed attention does not take.
+    """
+
+    title: ClassVar[str]
+
+    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
+        super().__init__(model, exact_below, kernels)
+        refuse_checkpointing(model)
+        refuse_precision(self.weight(), self.title)
+
+    def read(self, grids: HostGrids, hidden_states: Tensor, grid_thw: Tensor, **others: Any) -> Call:
+        """See `Encoder`."""
+        batch, misfit = self.patches(grids, hidden_states, grid_thw)
+        out_of_bounds = self.out_of_bounds(batch, misfit)
+        if out_of_bounds is not None:
+            raise BatchError(out_of_bounds)
+        return encoder_call(batch, returns_an_object(self.model, others), misfit)
+
+    def out_of_bounds(self, batch: EncoderBatch, misfit: str | None) -> str | None:
+        """Return why eager would read out of bounds on the device, None where it does not.
+
+        Args:
+            batch: The microbatch.
+            misfit: What is wrong with it, None where nothing is.
+        """
+        return None
+
+    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
+        """See `Encoder`."""
+        return forward(batch.pixels, grid_thw=batch.sizes, return_dict=True)
+
+    def outputs(self, returned: Any) -> tuple[Tensor, ...]:
+        """See `Encoder`."""
+        return returned.pooler_output, returned.last_hidden_state
+
+    def returned(self, outputs: Sequence[Tensor]) -> Any:
+        """See `Encoder`."""
+        merged, hidden = outputs
+        return result(last_hidden_state=hidden, pooler_output=merged)
 
 
 def frame_segments(grid: Tensor, bucket: Bucket) -> PackedSegments:
@@ -222,6 +214,11 @@ class Rotation:
 def has_kernels(tensor: Tensor) -> bool:
     """Whether the plugin's kernels compute with a tensor."""
     return tensor.is_cuda and kernels_available()
+
+
+def rotation_at(model: UpstreamModule, positions: TokenPositions) -> Rotation:
+    """Return the rotation of tokens by their row and column, whose angles the model computes."""
+    return rotation(model.rotary_pos_emb(torch.stack((positions.row, positions.column), dim=-1)))
 
 
 def rotation(angles: Tensor) -> Rotation:

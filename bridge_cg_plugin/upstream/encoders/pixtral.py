@@ -1,7 +1,7 @@
 """Ministral 3's vision encoder, Hugging Face's Pixtral, as a region: images of any size, padded to one."""
 
-import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,29 +10,18 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...attention_bounds import scanned_limits
 from ...graphs.planning.buckets import Bucket
-from ...graphs.program import Buffers, RegionProgram, TensorSpec
+from ...graphs.program import Buffers, TensorSpec
 from ...graphs.workload import Call
 from ...options import OptionError
 from ...upstream_types import UpstreamModule
-from ...vision.adapter import EncoderFamily, RecordingKernels, encoder_call
-from ...vision.batch import BatchError, Grid, HostGrids, PaddedImages, check_device
-from ...vision.encoders.grid_program import GridProgram
+from ...vision.batch import BatchError, EncoderBatch, Grid, HostGrids, check_device, shape_of
+from ...vision.encoder import RecordingKernels, encoder_call
 from ...vision.encoders.layout import token_positions
 from ...vision.guard import images, poisoned, write_guarded
 from ...vision.kernels.packed_attention import PackedSegments
-from ..kernels.saved_tensors import known_activations
-from .packed_towers import (
-    Rotation,
-    frame_segments,
-    held_as,
-    refuse_checkpointing,
-    refuse_precision,
-    reordering_kernels,
-    returns_an_object,
-)
-from .tower_attention import Attend, attend, attending, attending_by_cudnn, attending_by_flash
+from .packed_towers import Rotation, TowerEncoder, frame_segments, held_as, refuse_dropout, returns_an_object
+from .tower_attention import Attend, Projected, attend, tower_family
 
 EMBEDDING = 4  # patches: Mistral 3's projector merges 2 x 2 of them
 
@@ -50,25 +39,27 @@ class _Valued(Function):
         return gradient, None
 
 
-class PixtralEncoder(GridProgram):
-    """Everything from patches to the last layer's hidden states, in one region. The projector stays outside.
+class PixtralEncoder(TowerEncoder):
+    """Everything from patches to the last layer's hidden states of `PixtralVisionModel`. The projector stays outside.
 
     Eager convolves whole images, and cuDNN's choice of a kernel depends on their size. So embedded patches come in as
     eager computes them, and the region's own convolution has the backward alone.
-
-    Args:
-        model: Hugging Face's `PixtralVisionModel`.
-        exact_below: Batches of up to this many tokens must fill a bucket exactly.
-        kernels: Entered around the recorded forward; must let attention take `PackedSegments`.
     """
+
+    title = "Ministral 3"
+
+    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
+        super().__init__(model, exact_below, kernels)
+        refuse_dropout(model, self.title)
+        self.unit, self._side = EMBEDDING, model.config.patch_size
 
     @staticmethod
     def sizes(config: Any) -> tuple[int, int]:
-        """See `GridProgram`: patches lie row by row."""
+        """See `GridEncoder`: patches lie row by row."""
         return 1, config.num_channels * config.patch_size**2
 
     def weight(self) -> Tensor:
-        """See `GridProgram`."""
+        """See `GridEncoder`."""
         weight: Tensor = self.model.patch_conv.weight
         return weight
 
@@ -77,29 +68,30 @@ class PixtralEncoder(GridProgram):
         embedded = TensorSpec((bucket.tokens, self.model.config.hidden_size), self.weight().dtype)
         return {**super().input_specs(bucket), "embedded": embedded}
 
-    def load(self, buffers: Buffers, batch: PaddedImages) -> None:  # type: ignore[override]  # padded, without a grid
+    def load(self, buffers: Buffers, batch: EncoderBatch) -> None:
         """See `RegionProgram`: one convolution, and two kernels for each image."""
         start, pixels, embedded = 0, buffers["pixels"], buffers["embedded"]
         with torch.no_grad():
             convolved = self.model.patch_conv.forward(batch.pixels.to(self.weight().dtype))
         for image, (_, height, width) in enumerate(batch.rows):
             end = start + height * width
-            pixels[start:end].copy_(batch.patches(image), non_blocking=True)
+            pixels[start:end].copy_(_patches(batch.pixels[image], height, width, self._side), non_blocking=True)
             embedded[start:end].copy_(convolved[image, :, :height, :width].flatten(1).T)
             start = end
         pixels[start:].zero_()
         embedded[start:].zero_()
-        write_guarded(buffers["grid"], _grid(batch), batch.rows)
+        write_guarded(buffers["grid"], self._grid(batch), batch.rows)
 
-    def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
-        """See `RegionProgram`."""
-        super().load_example(buffers, bucket)
-        buffers["embedded"].zero_()
+    def _grid(self, batch: EncoderBatch) -> Tensor:
+        """Return (1, height, width) of every image in patches, `[images, 3]`, from where the sizes are."""
+        if batch.sizes is None:
+            return torch.tensor(batch.rows)
+        return torch.nn.functional.pad(batch.sizes.to(torch.int64) // self._side, (1, 0), value=1)
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Output: hidden states `[tokens, width]`."""
         model, config, grid = self.model, self.model.config, images(buffers["grid"])
-        side = config.patch_size
+        side = self._side
         positions = token_positions(grid, bucket.tokens, self.merge)
         patches = buffers["pixels"].view(bucket.tokens, config.num_channels, side, side)
         hidden = _Valued.apply(model.patch_conv(patches).flatten(1), buffers["embedded"])[None]
@@ -115,17 +107,49 @@ class PixtralEncoder(GridProgram):
         )
         return (returned.last_hidden_state[0],)
 
-    def output_rows(self, batch: PaddedImages) -> tuple[int, ...]:
+    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""
         return (batch.tokens,)
 
+    def read(  # type: ignore[override]  # sizes in place of a grid
+        self, grids: HostGrids, pixel_values: Tensor, image_sizes: Any = None, **others: Any
+    ) -> Call:
+        """See `Encoder`. Bridge's model asks for all hidden states, and reads the last."""
+        check_device(pixel_values, self.weight().device)
+        config, side = self.model.config, self._side
+        misfit = _misfit(pixel_values, image_sizes, config.num_channels)
+        rows: Grid = ()
+        if misfit is None:
+            rows = _rows(grids, pixel_values, image_sizes, side)
+            misfit = _rows_misfit(rows, pixel_values, side)
+            _refuse_large(rows, config.image_size // side)
+        sizes = image_sizes if isinstance(image_sizes, Tensor) else None
+        hidden = others.get("output_hidden_states") is True
+        usual = hidden and returns_an_object(self.model, {**others, "output_hidden_states": False})
+        return encoder_call(EncoderBatch(pixel_values, rows, shape_of(rows), sizes), usual, misfit)
 
-def _grid(batch: PaddedImages) -> Tensor:
-    """Return (1, height, width) of every image in patches, `[images, 3]`, from where the sizes are."""
-    if batch.sizes is None:
-        return torch.tensor(batch.rows)
-    sizes = batch.sizes.to(torch.int64) // batch.patch
-    return torch.nn.functional.pad(sizes, (1, 0), value=1)
+    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
+        """See `Encoder`."""
+        return forward(batch.pixels, image_sizes=batch.sizes, output_hidden_states=True, return_dict=True)
+
+    def outputs(self, returned: Any) -> tuple[Tensor, ...]:
+        """See `Encoder`."""
+        return (returned.hidden_states[-1][0],)
+
+    def returned(self, outputs: Sequence[Tensor]) -> Any:
+        """See `Encoder`."""
+        from transformers.modeling_outputs import BaseModelOutput
+
+        last = outputs[0][None]
+        kind: Any = BaseModelOutput
+        return kind(last_hidden_state=last, hidden_states=LastHiddenState(last))
+
+
+def _patches(image: Tensor, height: int, width: int, side: int) -> Tensor:
+    """Return the patches of an image `[channels, ...]` row by row, `[patches, values]`; the host copies nothing."""
+    cut = image[:, : height * side, : width * side]
+    tiles = cut.reshape(-1, height, side, width, side).permute(1, 3, 0, 2, 4)
+    return tiles.reshape(height * width, -1)
 
 
 class LastHiddenState(Sequence[Tensor]):
@@ -155,75 +179,6 @@ class LastHiddenState(Sequence[Tensor]):
                 "A graph returns the last layer's hidden states. Set it to -1, or switch vision graphs off.",
             )
         return self._last
-
-
-class PixtralAdapter:
-    """See `EncoderAdapter`.
-
-    Args:
-        model: Hugging Face's `PixtralVisionModel`.
-
-    Raises:
-        OptionError: The model checkpoints its layers, drops attention weights at random, or computes in a type that
-            packed attention does not take.
-    """
-
-    unit = EMBEDDING
-    unit_of = "one embedding"
-    deterministic_tokens = math.inf
-
-    def __init__(self, model: UpstreamModule) -> None:
-        refuse_checkpointing(model)
-        refuse_precision(model.patch_conv.weight, "Ministral 3")
-        if model.config.attention_dropout:
-            raise OptionError(
-                "vision_config.attention_dropout",
-                model.config.attention_dropout,
-                "0 with vision graphs of Ministral 3",
-                "Its layers attend in packed kernels without dropout. Set it to 0, or switch vision graphs off.",
-            )
-        self._model = model
-
-    def read(self, grids: HostGrids, pixel_values: Tensor, image_sizes: Any = None, **others: Any) -> Call:
-        """See `EncoderAdapter`. Bridge's model asks for all hidden states, and reads the last."""
-        check_device(pixel_values, self._model.patch_conv.weight.device)
-        config = self._model.config
-        misfit = _misfit(pixel_values, image_sizes, config.num_channels)
-        rows: Grid = ()
-        if misfit is None:
-            rows = _rows(grids, pixel_values, image_sizes, config.patch_size)
-            misfit = _rows_misfit(rows, pixel_values, config.patch_size)
-            _refuse_large(rows, config.image_size // config.patch_size)
-        sizes = image_sizes if isinstance(image_sizes, Tensor) else None
-        batch = PaddedImages(pixel_values, sizes, rows, config.patch_size)
-        hidden = others.get("output_hidden_states") is True
-        usual = hidden and returns_an_object(self._model, {**others, "output_hidden_states": False})
-        return encoder_call(batch, usual, misfit)
-
-    def run(self, forward: Callable[..., Any], batch: PaddedImages) -> Any:
-        """See `EncoderAdapter`."""
-        return forward(batch.pixels, image_sizes=batch.sizes, output_hidden_states=True, return_dict=True)
-
-    def outputs(self, returned: Any) -> tuple[Tensor, ...]:
-        """See `EncoderAdapter`."""
-        return (returned.hidden_states[-1][0],)
-
-    def returned(self, outputs: Sequence[Tensor]) -> Any:
-        """See `EncoderAdapter`."""
-        from transformers.modeling_outputs import BaseModelOutput
-
-        last = outputs[0][None]
-        kind: Any = BaseModelOutput
-        return kind(last_hidden_state=last, hidden_states=LastHiddenState(last))
-
-    def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
-        """See `EncoderAdapter`: kernels look at every image as if it were the largest, and leave where it is not."""
-        return [*scanned_limits(capacity, frames)]
-
-    def program(self, exact_below: int, kernels: RecordingKernels) -> RegionProgram:
-        """See `EncoderAdapter`."""
-        program: Any = PixtralEncoder(self._model, exact_below, kernels)
-        return program  # type: ignore[no-any-return]
 
 
 def _misfit(pixels: Tensor, sizes: Any, channels: int) -> str | None:
@@ -290,17 +245,14 @@ def _attention(
         for project in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
     rotate = partial(apply_rotary_pos_emb, unsqueeze_dim=1)
-    context = attend(parts, rotate, position_embeddings, attention_mask, attention.scaling)
+    context = attend(Projected(parts, rotate, position_embeddings, attention_mask, attention.scaling))
     return attention.o_proj(context.reshape(1, tokens, -1)), None
 
 
-PIXTRAL = EncoderFamily(
+PIXTRAL = tower_family(
+    "PixtralAttention",
+    _attention,
     name="Ministral 3",
     find=held_as("vision_tower", "PixtralVisionModel"),
-    adapt=PixtralAdapter,
-    kernels=attending("PixtralAttention", _attention),
-    direct_attention=attending_by_cudnn("PixtralAttention", _attention),
-    flash_attention=attending_by_flash("PixtralAttention", _attention),
-    reordering_kernels=reordering_kernels,
-    known_activations=known_activations,
+    encoder=PixtralEncoder,
 )

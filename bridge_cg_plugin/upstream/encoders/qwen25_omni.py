@@ -3,18 +3,16 @@
 from torch import Tensor
 
 from ...upstream_types import UpstreamModule
-from ...vision.adapter import EncoderFamily
 from ...vision.kernels.packed_attention import PackedSegments
-from ..kernels.saved_tensors import known_activations
-from .packed_towers import Rotation, held_as, reordering_kernels
-from .qwen25_vl import Qwen25VLAdapter
-from .tower_attention import Attend, attend, attending, attending_by_cudnn, attending_by_flash
+from .packed_towers import Rotation, held_as
+from .qwen25_vl import Qwen25VLEncoder
+from .tower_attention import Attend, Projected, attend, tower_family
 
 
-class Qwen25OmniAdapter(Qwen25VLAdapter):
-    """See `PackedTowerAdapter`: the forward differs from Qwen2.5-VL's in attention alone."""
+class Qwen25OmniEncoder(Qwen25VLEncoder):
+    """See `Qwen25VLEncoder`, whose forward differs in attention alone."""
 
-    encoder = "Qwen2.5-Omni"
+    title = "Qwen2.5-Omni"
 
 
 def separate_attention(
@@ -36,18 +34,16 @@ def separate_attention(
         project(hidden_states).view(tokens, attention.num_heads, -1)
         for project in (attention.q, attention.k, attention.v)
     )
-    context = attend(parts, apply_rotary_pos_emb_vision, position_embeddings, cu_seqlens, attention.scaling)
+    rotate = apply_rotary_pos_emb_vision
+    context = attend(Projected(parts, rotate, position_embeddings, cu_seqlens, attention.scaling))
     projected: Tensor = attention.proj(context.reshape(tokens, -1))
     return projected
 
 
-QWEN25_OMNI = EncoderFamily(
+QWEN25_OMNI = tower_family(
+    "Qwen2_5OmniVisionAttention",
+    separate_attention,
     name="Qwen2.5-Omni",
     find=held_as("visual", "Qwen2_5OmniVisionEncoder"),
-    adapt=Qwen25OmniAdapter,
-    kernels=attending("Qwen2_5OmniVisionAttention", separate_attention),
-    direct_attention=attending_by_cudnn("Qwen2_5OmniVisionAttention", separate_attention),
-    flash_attention=attending_by_flash("Qwen2_5OmniVisionAttention", separate_attention),
-    reordering_kernels=reordering_kernels,
-    known_activations=known_activations,
+    encoder=Qwen25OmniEncoder,
 )

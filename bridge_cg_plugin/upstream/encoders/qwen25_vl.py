@@ -7,34 +7,19 @@ from torch import Tensor
 from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers
 from ...upstream_types import UpstreamModule
-from ...vision.adapter import EncoderFamily, RecordingKernels
-from ...vision.batch import VisionBatch
-from ...vision.encoders.grid_program import GridProgram
+from ...vision.batch import EncoderBatch, shape_of
+from ...vision.encoder import RecordingKernels
 from ...vision.encoders.layout import most_windows, permuted, window_offsets, window_order
 from ...vision.guard import images, poisoned
 from ...vision.kernels.packed_attention import PackedSegments
-from ..kernels.saved_tensors import known_activations
-from .packed_towers import (
-    PackedTowerAdapter,
-    fewer_patches,
-    frame_segments,
-    held_as,
-    reordering_kernels,
-    rotation,
-)
-from .tower_attention import attending, attending_by_cudnn, attending_by_flash, joint_attention
+from .packed_towers import TowerEncoder, frame_segments, held_as, rotation
+from .tower_attention import joint_attention, tower_family
 
 
-class Qwen25VLEncoder(GridProgram):
-    """Everything from patches to merged embeddings, in one region.
+class Qwen25VLEncoder(TowerEncoder):
+    """Everything from patches to merged embeddings of Hugging Face's `Qwen2_5_VisionTransformerPretrainedModel`."""
 
-    Layers get `PackedSegments` where upstream passes `cu_seqlens`; `kernels` must let attention take them.
-
-    Args:
-        model: Hugging Face's `Qwen2_5_VisionTransformerPretrainedModel`.
-        exact_below: Batches of up to this many tokens must fill a bucket exactly.
-        kernels: Entered around the recorded forward.
-    """
+    title = "Qwen2.5-VL"
 
     def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
         super().__init__(model, exact_below, kernels)
@@ -61,29 +46,15 @@ class Qwen25VLEncoder(GridProgram):
         tokens = min((self._side * self.merge) ** 2, largest)
         return PackedSegments(window_offsets(grid, windows, self.merge, self._side), tokens)
 
-    def output_rows(self, batch: VisionBatch) -> tuple[int, ...]:
-        """See `RegionProgram`."""
-        return batch.tokens // self.merge**2, batch.tokens
+    def out_of_bounds(self, batch: EncoderBatch, misfit: str | None) -> str | None:
+        """See `TowerEncoder`: upstream orders patches by the grid."""
+        return misfit if shape_of(batch.rows).tokens != batch.tokens else None
 
 
-class Qwen25VLAdapter(PackedTowerAdapter):
-    """See `PackedTowerAdapter`."""
-
-    encoder = "Qwen2.5-VL"
-    region = Qwen25VLEncoder
-
-    def out_of_bounds(self, batch: VisionBatch, misfit: str | None) -> str | None:
-        """See `PackedTowerAdapter`: upstream orders patches by the grid."""
-        return fewer_patches(batch, misfit)
-
-
-QWEN25_VL = EncoderFamily(
+QWEN25_VL = tower_family(
+    "Qwen2_5_VLVisionAttention",
+    joint_attention,
     name="Qwen2.5-VL",
     find=held_as("visual", "Qwen2_5_VisionTransformerPretrainedModel"),
-    adapt=Qwen25VLAdapter,
-    kernels=attending("Qwen2_5_VLVisionAttention", joint_attention),
-    direct_attention=attending_by_cudnn("Qwen2_5_VLVisionAttention", joint_attention),
-    flash_attention=attending_by_flash("Qwen2_5_VLVisionAttention", joint_attention),
-    reordering_kernels=reordering_kernels,
-    known_activations=known_activations,
+    encoder=Qwen25VLEncoder,
 )

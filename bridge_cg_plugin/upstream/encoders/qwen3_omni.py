@@ -8,30 +8,17 @@ from torch import Tensor
 
 from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers
-from ...vision.adapter import EncoderFamily
-from ...vision.batch import VisionBatch
-from ...vision.encoders.grid_program import GridProgram
+from ...vision.batch import EncoderBatch
 from ...vision.encoders.layout import TokenPositions, position_interpolation, token_positions
 from ...vision.guard import images, poisoned
-from ..kernels.saved_tensors import known_activations
-from .packed_towers import (
-    PackedTowerAdapter,
-    frame_segments,
-    held_as,
-    reordering_kernels,
-    rotation,
-)
-from .tower_attention import attending, attending_by_cudnn, attending_by_flash, joint_attention
+from .packed_towers import TowerEncoder, frame_segments, held_as, rotation_at
+from .tower_attention import joint_attention, tower_family
 
 
-class Qwen3OmniEncoder(GridProgram):
-    """Everything from patches to merged embeddings and deepstack features, in one region.
+class Qwen3OmniEncoder(TowerEncoder):
+    """Everything from patches to merged embeddings and deepstack features of `Qwen3OmniMoeVisionEncoder`."""
 
-    Args:
-        model: Hugging Face's `Qwen3OmniMoeVisionEncoder`.
-        exact_below: Batches of up to this many tokens must fill a bucket exactly.
-        kernels: Entered around the recorded forward; must let attention take `PackedSegments`.
-    """
+    title = "Qwen3-Omni"
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Outputs: embeddings, deepstack features, `[tokens / merge**2, width]`; hidden states."""
@@ -40,8 +27,7 @@ class Qwen3OmniEncoder(GridProgram):
         positions = token_positions(grid, bucket.tokens, self.merge)
         hidden = model.patch_embed(buffers["pixels"])
         hidden = hidden + self._embeddings(positions, buffers["grid"]).to(hidden.dtype)
-        angles = model.rotary_pos_emb(torch.stack((positions.row, positions.column), dim=-1))
-        rotated = rotation(angles)
+        rotated = rotation_at(model, positions)
         deepstack, places = [], list(model.deepstack_visual_indexes)
         for index, block in enumerate(model.blocks):
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotated)
@@ -56,24 +42,17 @@ class Qwen3OmniEncoder(GridProgram):
         embeddings: Tensor = (model.pos_embed(indices) * poisoned(weights, guarded)[:, :, None]).sum(0)
         return embeddings
 
-    def output_rows(self, batch: VisionBatch) -> tuple[int, ...]:
+    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""
         features = {index for index in self.model.deepstack_visual_indexes if index < len(self.model.blocks)}
         return (batch.tokens // self.merge**2,) * (1 + len(features)) + (batch.tokens,)
 
-
-class Qwen3OmniAdapter(PackedTowerAdapter):
-    """See `PackedTowerAdapter`."""
-
-    encoder = "Qwen3-Omni"
-    region = Qwen3OmniEncoder
-
     def outputs(self, returned: Any) -> tuple[Tensor, ...]:
-        """See `EncoderAdapter`: embeddings, deepstack features, hidden states."""
+        """See `Encoder`: embeddings, deepstack features, hidden states."""
         return returned.pooler_output, *returned.deepstack_features, returned.last_hidden_state
 
     def returned(self, outputs: Sequence[Tensor]) -> Any:
-        """See `EncoderAdapter`."""
+        """See `Encoder`."""
         from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import BaseModelOutputWithDeepstackFeatures
 
         kind: Any = BaseModelOutputWithDeepstackFeatures
@@ -81,13 +60,10 @@ class Qwen3OmniAdapter(PackedTowerAdapter):
         return kind(last_hidden_state=hidden, pooler_output=merged, deepstack_features=deepstack)
 
 
-QWEN3_OMNI = EncoderFamily(
+QWEN3_OMNI = tower_family(
+    "Qwen3OmniMoeVisionAttention",
+    joint_attention,
     name="Qwen3-Omni",
     find=held_as("visual", "Qwen3OmniMoeVisionEncoder"),
-    adapt=Qwen3OmniAdapter,
-    kernels=attending("Qwen3OmniMoeVisionAttention", joint_attention),
-    direct_attention=attending_by_cudnn("Qwen3OmniMoeVisionAttention", joint_attention),
-    flash_attention=attending_by_flash("Qwen3OmniMoeVisionAttention", joint_attention),
-    reordering_kernels=reordering_kernels,
-    known_activations=known_activations,
+    encoder=Qwen3OmniEncoder,
 )

@@ -1,8 +1,7 @@
 """Qwen3-Omni's audio encoder, Hugging Face's module, as a region: clips of any length in chunks and windows."""
 
-import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,14 +10,15 @@ from torch.nn import functional
 
 from ...graphs.fallback import Fallback
 from ...graphs.planning.buckets import Bucket
-from ...graphs.program import Buffers, RegionProgram, TensorSpec
+from ...graphs.program import Buffers, TensorSpec
 from ...graphs.rows import write_rows
 from ...graphs.workload import Call
 from ...upstream_types import UpstreamModule
-from ...vision.adapter import EncoderFamily, RecordingKernels, encoder_call
-from ...vision.batch import GRID_DTYPES, AudioBatch, HostGrids, check_device
+from ...vision.batch import GRID_DTYPES, EncoderBatch, HostGrids, check_device
+from ...vision.encoder import Encoder, EncoderFamily, RecordingKernels, encoder_call
 from ...vision.encoders.chunks import Chunking, chunk_frames, token_places, window_ends
 from ...vision.encoders.layout import permuted
+from ...vision.fit import Shape
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
 from ...vision.kernels.packed_attention import PackedSegments, packed_attention
 from ..kernels.saved_tensors import known_activations
@@ -33,26 +33,25 @@ FEW_CLIPS = 8
 _held = held_as("audio_model", "Qwen3OmniMoeAudioEncoder")
 
 
-class Qwen3OmniAudioEncoder:
-    """Everything from features to embeddings, in one region. Buckets have one limit: clips.
+class Qwen3OmniAudioEncoder(Encoder):
+    """Everything from features to embeddings of `Qwen3OmniMoeAudioEncoder`. Buckets have one limit: clips.
 
+    A batch's pixels are features `[mel, frames]` of all clips, one after another, and its sizes are lengths `[clips]`.
     A bucket's tokens are room for chunks (`Chunking.room`), not rows of the layers, which have those of full chunks.
 
-    Args:
-        model: Hugging Face's `Qwen3OmniMoeAudioEncoder`.
-        kernels: Entered around the recorded forward; must let attention take `PackedSegments`.
+    Raises:
+        OptionError: The model checkpoints its layers, or computes in a type that packed attention does not take.
     """
 
     name = "audio_encoder"
+    unit_of = "one chunk of audio"
 
-    def __init__(self, model: UpstreamModule, kernels: RecordingKernels = nullcontext) -> None:
-        self.model = model
-        self._kernels = kernels
-        self._chunking = chunking_of(model)
-
-    def modules(self) -> Sequence[nn.Module]:
-        """See `RegionProgram`."""
-        return (self.model,)
+    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
+        super().__init__(model, exact_below, kernels)
+        refuse_checkpointing(model)
+        refuse_precision(model.conv2d1.weight, "Qwen3-Omni's audio")
+        self._chunking = Chunking(CHUNK_FRAMES, model.n_window_infer // CHUNK_FRAMES)
+        self.unit = self._chunking.room
 
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
@@ -63,22 +62,19 @@ class Qwen3OmniAudioEncoder:
             "lengths": TensorSpec(guarded_shape(bucket.limits[0]), torch.int64),
         }
 
-    def size(self, batch: AudioBatch) -> int:
-        """See `RegionProgram`."""
-        return batch.tokens
-
-    def refuse(self, batch: AudioBatch, bucket: Bucket) -> Fallback | None:
+    def refuse(self, batch: EncoderBatch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
         return Fallback.TOO_MANY_FRAMES if batch.shape.frames > bucket.limits[0] else None
 
-    def load(self, buffers: Buffers, batch: AudioBatch) -> None:
+    def load(self, buffers: Buffers, batch: EncoderBatch) -> None:
         """See `RegionProgram`."""
+        assert batch.sizes is not None
         write_rows(buffers["features"], batch.pixels.T)
-        write_guarded(buffers["lengths"], functional.pad(batch.lengths[:, None], (2, 0), value=1), batch.rows)
+        write_guarded(buffers["lengths"], functional.pad(batch.sizes[:, None], (2, 0), value=1), batch.rows)
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
-        buffers["features"].zero_()
+        super().load_example(buffers, bucket)
         write_guarded(buffers["lengths"], torch.tensor([EXAMPLE]), (EXAMPLE,))
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
@@ -116,73 +112,40 @@ class Qwen3OmniAudioEncoder:
     def _chunks(self, bucket: Bucket) -> int:
         return bucket.tokens // self._chunking.room
 
-    def recording(self) -> AbstractContextManager[None]:
-        """See `RegionProgram`."""
-        return self._kernels(self.modules())
-
-    def output_rows(self, batch: AudioBatch) -> tuple[int, ...]:
+    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""
         return (sum(self._chunking.clip_tokens(length) for _, _, length in batch.rows),)
 
-    def differentiable_inputs(self, batch: AudioBatch) -> tuple[Tensor, ...]:
-        """See `RegionProgram`: features take no gradient."""
-        return ()
-
-
-class Qwen3OmniAudioAdapter:
-    """See `EncoderAdapter`.
-
-    Args:
-        model: Hugging Face's `Qwen3OmniMoeAudioEncoder`.
-
-    Raises:
-        OptionError: The model checkpoints its layers, or computes in a type that packed attention does not take.
-    """
-
-    unit_of = "one chunk of audio"
-    deterministic_tokens = math.inf
-
-    def __init__(self, model: UpstreamModule) -> None:
-        refuse_checkpointing(model)
-        refuse_precision(model.conv2d1.weight, "Qwen3-Omni's audio")
-        self._model = model
-        self._chunking = chunking_of(model)
-        self.unit = self._chunking.room
-
     def read(self, grids: HostGrids, input_features: Tensor, feature_lens: Tensor, **others: Any) -> Call:
-        """See `EncoderAdapter`."""
-        check_device(input_features, self._model.conv2d1.weight.device)
-        misfit = _misfit(input_features, feature_lens, self._model.num_mel_bins)
+        """See `Encoder`."""
+        check_device(input_features, self.model.conv2d1.weight.device)
+        misfit = _misfit(input_features, feature_lens, self.model.num_mel_bins)
         lengths = () if misfit is not None else grids.values(feature_lens)
-        batch = AudioBatch(input_features, feature_lens, tuple((1, 1, length) for length in lengths), self._chunking)
-        return encoder_call(batch, returns_an_object(self._model, others), misfit or _lengths_misfit(batch))
+        rows = tuple((1, 1, length) for length in lengths)
+        batch = EncoderBatch(input_features, rows, self._shape(lengths), feature_lens)
+        return encoder_call(batch, returns_an_object(self.model, others), misfit or _lengths_misfit(batch))
 
-    def run(self, forward: Callable[..., Any], batch: AudioBatch) -> Any:
-        """See `EncoderAdapter`."""
-        return forward(batch.pixels, feature_lens=batch.lengths)
+    def _shape(self, lengths: Sequence[int]) -> Shape:
+        """Return room for all tokens, clips and room for the longest."""
+        room = [self._chunking.chunks(length) * self.unit for length in lengths]
+        return Shape(sum(room), len(room), max(room, default=0))
+
+    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
+        """See `Encoder`."""
+        return forward(batch.pixels, feature_lens=batch.sizes)
 
     def outputs(self, returned: Any) -> tuple[Tensor, ...]:
-        """See `EncoderAdapter`."""
+        """See `Encoder`."""
         return (returned.last_hidden_state,)
 
     def returned(self, outputs: Sequence[Tensor]) -> Any:
-        """See `EncoderAdapter`."""
+        """See `Encoder`."""
         return result(last_hidden_state=outputs[0])
 
     def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
-        """See `EncoderAdapter`: few clips and many; each has a chunk at least."""
+        """See `Encoder`: few clips and many; each has a chunk at least."""
         most = min(frames, capacity // self.unit)
         return [(clips,) for clips in sorted({min(FEW_CLIPS, most), most})]
-
-    def program(self, exact_below: int, kernels: RecordingKernels) -> RegionProgram:
-        """See `EncoderAdapter`."""
-        program: Any = Qwen3OmniAudioEncoder(self._model, kernels)
-        return program  # type: ignore[no-any-return]
-
-
-def chunking_of(model: UpstreamModule) -> Chunking:
-    """Return how an encoder cuts clips."""
-    return Chunking(CHUNK_FRAMES, model.n_window_infer // CHUNK_FRAMES)
 
 
 def find(holder: nn.Module) -> nn.Module | None:
@@ -206,7 +169,7 @@ def _misfit(features: Tensor, lengths: Any, mel: int) -> str | None:
     return None
 
 
-def _lengths_misfit(batch: AudioBatch) -> str | None:
+def _lengths_misfit(batch: EncoderBatch) -> str | None:
     """Return what is wrong with the lengths of a microbatch, None where nothing is."""
     lengths, frames = [length for _, _, length in batch.rows], batch.pixels.shape[1]
     if min(lengths, default=0) < 1:
@@ -233,7 +196,7 @@ def _attention(attention: UpstreamModule, hidden_states: Tensor, cu_seqlens: Pac
 QWEN3_OMNI_AUDIO = EncoderFamily(
     name="Qwen3-Omni's audio",
     find=find,
-    adapt=Qwen3OmniAudioAdapter,
+    encoder=Qwen3OmniAudioEncoder,
     kernels=attending("Qwen3OmniMoeAudioAttention", _attention),
     known_activations=known_activations,
     encodes="audio",

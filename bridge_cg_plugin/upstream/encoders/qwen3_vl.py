@@ -1,9 +1,8 @@
 """Qwen3-VL's vision encoder, Bridge's module (dense, MoE and Qwen3.5-VL share it): its graphs and their kernels."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -15,12 +14,10 @@ from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limi
 from ...graphs.instance import every_module
 from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers
-from ...graphs.recordings.side_stream import run_on_side_stream
 from ...graphs.workload import Call
-from ...upstream_types import UpstreamModule
-from ...vision.adapter import EncoderFamily, OtherAttention, RecordingKernels, encoder_call
-from ...vision.batch import HostGrids, VisionBatch, patch_shape, patches_misfit, read_patches
-from ...vision.encoders.grid_program import GridProgram, embedded, embeddings, learned, scatter
+from ...vision.batch import EncoderBatch, HostGrids
+from ...vision.encoder import EncoderFamily, OtherAttention, RecordingKernels, encoder_call
+from ...vision.encoders.grid_encoder import GridEncoder, embedded, interpolate
 from ...vision.encoders.layout import TokenPositions, rotary_angles, segment_offsets, token_positions
 from ...vision.guard import images, poisoned
 from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
@@ -41,7 +38,7 @@ def patch_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in every_module(modules):
             if takes_patches(module):
-                stack.enter_context(overridden(module, "forward", functools.partial(_forward, module)))
+                stack.enter_context(overridden(module, "forward", partial(_forward, module)))
         yield
 
 
@@ -82,64 +79,32 @@ class _PatchConvolution(Function):
         return None, None, weight, bias
 
 
-@dataclass(frozen=True, slots=True)
-class _Located:
-    """What follows from `grid_thw` alone, before the first layer.
+class Qwen3VLEncoder(GridEncoder):
+    """Everything from patches to merged embeddings and deepstack features; the model has the parts of Bridge's."""
 
-    Attributes:
-        positions: Of the padded batch's tokens.
-        offsets: `cu_seqlens` of the frames.
-        angles: Of rotary embedding.
-        embeddings: Of positions, `[capacity, width]`.
-    """
-
-    positions: TokenPositions
-    offsets: Tensor
-    angles: Tensor
-    embeddings: Tensor
-
-
-class Qwen3VLEncoder(GridProgram):
-    """Everything from patches to merged embeddings and deepstack features, in one region.
-
-    Args:
-        model: Bridge's `Qwen3VLVisionModel`, or one with the same parts.
-        exact_below: Batches of up to this many tokens must fill a bucket exactly.
-        kernels: Entered around the recorded forward; swaps in faster kernels that compute the same.
-    """
+    deterministic_tokens = DETERMINISTIC_TOKENS
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Outputs: embeddings, then deepstack features, `[tokens / merge**2, width]` each."""
-        model = self.model
-        _, largest = bucket.limits
-        guarded, table = buffers["grid"], model.pos_embed.weight
-        grid, is_table = images(guarded), as_shipped(model.pos_embed, "forward")
-        located = self._located(grid, guarded, bucket)
-        trains = is_table and torch.is_grad_enabled() and table.requires_grad
-        places = run_on_side_stream(lambda: scatter(table, grid, bucket.tokens), grid) if trains else None
-        hidden = model.patch_embed(buffers["pixels"])
-        values = located.embeddings
-        if not is_table:
-            values = embedded(model.pos_embed, model.num_grid_per_side, table.dtype, located.positions)
-            values = poisoned(values, guarded)
-        hidden = hidden + learned(table, values, located.positions, places)
+        model, (frames, largest) = self.model, bucket.limits
+        grid = images(buffers["grid"])
+        positions = token_positions(grid, bucket.tokens, self.merge)
+        hidden = model.patch_embed(buffers["pixels"]) + self._embeddings(grid, positions, buffers["grid"])
         hidden, deepstack = model.decoder(
             hidden_states=hidden[:, None],
             attention_mask=None,
             inference_params=None,
-            rotary_pos_emb=located.angles,
-            packed_seq_params=pack_segments(located.offsets, largest),
+            rotary_pos_emb=rotary_angles(positions, self._inverse_frequencies()),
+            packed_seq_params=pack_segments(segment_offsets(grid, frames), largest),
         )
         return model.merger(hidden), *deepstack
 
-    def _located(self, grid: Tensor, guarded: Tensor, bucket: Bucket) -> "_Located":
-        positions = token_positions(grid, bucket.tokens, self.merge)
-        return _Located(
-            positions,
-            segment_offsets(grid, bucket.limits[0]),
-            rotary_angles(positions, self._inverse_frequencies()),
-            poisoned(embeddings(self.model.pos_embed.weight, positions), guarded),
-        )
+    def _embeddings(self, grid: Tensor, positions: TokenPositions, guarded: Tensor) -> Tensor:
+        """Return every token's position embedding, `[capacity, width]`."""
+        module, guard = self.model.pos_embed, partial(poisoned, guarded=guarded)
+        if as_shipped(module, "forward"):
+            return interpolate(module.weight, grid, positions, guard)
+        return embedded(module, self.model.num_grid_per_side, module.weight.dtype, positions, guard)
 
     def _inverse_frequencies(self) -> Tensor:
         rotary = self.model.rotary_pos_emb
@@ -148,27 +113,10 @@ class Qwen3VLEncoder(GridProgram):
         frequencies: Tensor = rotary.inv_freq
         return frequencies
 
-    def output_rows(self, batch: VisionBatch) -> tuple[int, ...]:
+    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""
         merged = batch.tokens // self.merge**2
         return (merged,) * (1 + len(self.model.decoder.deepstack_merger_list))
-
-
-class Qwen3VLAdapter:
-    """See `EncoderAdapter`.
-
-    Args:
-        model: Bridge's `Qwen3VLVisionModel`, or one with the same parts.
-    """
-
-    unit_of = "one embedding"
-    deterministic_tokens: float = DETERMINISTIC_TOKENS
-
-    def __init__(self, model: UpstreamModule) -> None:
-        self._model = model
-        self._patch = patch_shape(model.config)
-        self._merge: int = model.config.spatial_merge_size
-        self.unit = self._merge**2
 
     def read(
         self,
@@ -178,32 +126,31 @@ class Qwen3VLAdapter:
         inference_params: Any = None,
         extra_block_kwargs: dict[str, Any] | None = None,
     ) -> Call:
-        """See `EncoderAdapter`."""
-        device = self._model.patch_embed.proj.weight.device
-        batch = read_patches(grids, hidden_states, grid_thw, self._patch, device)
-        usual = not (inference_params or extra_block_kwargs)
-        return encoder_call(batch, usual, patches_misfit(batch, self._merge))
+        """See `Encoder`."""
+        batch, misfit = self.patches(grids, hidden_states, grid_thw)
+        return encoder_call(batch, not (inference_params or extra_block_kwargs), misfit)
 
-    def run(self, forward: Callable[..., Any], batch: VisionBatch) -> Any:
-        """See `EncoderAdapter`."""
-        return forward(batch.pixels, batch.grid)
+    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
+        """See `Encoder`."""
+        return forward(batch.pixels, batch.sizes)
 
     def outputs(self, returned: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, ...]:
-        """See `EncoderAdapter`: embeddings, then deepstack features."""
+        """See `Encoder`: embeddings, then deepstack features."""
         hidden, deepstack = returned
         return hidden, *deepstack
 
     def returned(self, outputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """See `EncoderAdapter`."""
+        """See `Encoder`."""
         return outputs[0], list(outputs[1:])
 
     def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
-        """See `EncoderAdapter`."""
-        return [*(scanned_limits if directly else frame_limits)(capacity, frames)]
+        """See `Encoder`."""
+        return te_bounds(capacity, frames, directly)
 
-    def program(self, exact_below: int, kernels: RecordingKernels) -> Qwen3VLEncoder:
-        """See `EncoderAdapter`."""
-        return Qwen3VLEncoder(self._model, exact_below, kernels)
+
+def te_bounds(capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
+    """Return `Encoder.bounds` where Transformer Engine attends, unless cuDNN is called directly."""
+    return [*(scanned_limits if directly else frame_limits)(capacity, frames)]
 
 
 def pack_segments(offsets: Tensor, largest: int) -> Any:
@@ -225,19 +172,28 @@ def pack_segments(offsets: Tensor, largest: int) -> Any:
 
 
 @contextmanager
-def fused_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let upstream's modules call the plugin's kernels while a region of these modules is recorded.
+def core_kernels(modules: Sequence[nn.Module], *others: RecordingKernels) -> Iterator[None]:
+    """Let megatron-core's layers call the plugin's kernels while a region of these modules is recorded.
 
-    Without Triton or a GPU upstream's own functions stay.
+    Attention is chosen without reading the device. Without Triton or a GPU upstream's own functions stay.
+
+    Args:
+        modules: Roots of the modules.
+        others: Further kernels of the plugin.
 
     Raises:
         CaptureError: Dropout draws from random states that a graph cannot use.
     """
     forget_attention_selection()
     with usable_random_states(modules), side_workspace(), ExitStack() as stack:
-        for kernels in (fused_rotary, fused_layer_kernels) if kernels_available() else ():
+        for kernels in (*others, fused_layer_kernels) if kernels_available() else ():
             stack.enter_context(kernels(modules))
         yield
+
+
+def fused_kernels(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """Let Qwen3-VL's layers call the plugin's kernels; see `core_kernels`."""
+    return core_kernels(modules, fused_rotary)
 
 
 @contextmanager
@@ -262,17 +218,28 @@ def find_vision_model(holder: nn.Module) -> nn.Module | None:
     return None
 
 
-QWEN3_VL = EncoderFamily(
+def core_family(**others: Any) -> EncoderFamily:
+    """Return the family of an encoder in megatron-core's layers; arguments as there."""
+    common: dict[str, Any] = {
+        "reordering_kernels": reordering_kernels,
+        "compilations": compilations,
+        "fused_accumulation": accumulating_products,
+        "before_eager": accumulate_from_now_on,
+        "known_activations": known_activations,
+    }
+    return EncoderFamily(**common | others)
+
+
+# Other attention in the place of Transformer Engine's over packed segments.
+OVER_SEGMENTS = {
+    "direct_attention": OtherAttention(direct_attention, direct_attention_refusal),
+    "flash_attention": OtherAttention(flash_attention, flash_attention_refusal),
+}
+QWEN3_VL = core_family(
     name="Qwen3-VL",
     find=find_vision_model,
-    adapt=Qwen3VLAdapter,
+    encoder=Qwen3VLEncoder,
     kernels=fused_kernels,
-    reordering_kernels=reordering_kernels,
-    compilations=compilations,
-    direct_attention=OtherAttention(direct_attention, direct_attention_refusal),
-    flash_attention=OtherAttention(flash_attention, flash_attention_refusal),
-    fused_accumulation=accumulating_products,
-    before_eager=accumulate_from_now_on,
     driven_by_bridge=True,
-    known_activations=known_activations,
+    **OVER_SEGMENTS,
 )

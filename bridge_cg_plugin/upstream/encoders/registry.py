@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ...announce import warn
-from ...vision.adapter import EncoderFamily
+from ...vision.encoder import EncoderFamily
 from ..seams.encoders import DECLARED, GROUP, Declaration, points
 from ..wrappers import holders
 from .qwen3_vl import QWEN3_VL

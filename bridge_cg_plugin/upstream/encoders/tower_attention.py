@@ -4,90 +4,86 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ...attention_bounds import cudnn_pays
 from ...graphs.instance import every_module
 from ...upstream_types import UpstreamModule
-from ...vision.adapter import OtherAttention, RecordingKernels
+from ...vision.encoder import EncoderFamily, OtherAttention, RecordingKernels
 from ...vision.kernels.packed_attention import PackedSegments, packed_attention, taken_apart
+from ..kernels.saved_tensors import known_activations
 from ..seams.own_code import as_shipped
 from ..wrappers import overridden
-from .direct_attention import FLASH_FROM, Located, flash_attention_refusal, segment_attention_refusal
-from .packed_towers import Rotation
+from .direct_attention import Located, flash_attention_refusal, segment_attention_refusal
+from .packed_towers import Rotation, reordering_kernels
 
+
+class Projected(NamedTuple):
+    """What a layer attends by.
+
+    Attributes:
+        made: What projections made; see `taken_apart`.
+        rotate: Upstream's function that rotates queries and keys.
+        rotation: How they are rotated.
+        segments: Where to attend.
+        scale: What products of queries and keys are multiplied by.
+    """
+
+    made: tuple[Tensor, ...]
+    rotate: Callable[..., Any]
+    rotation: Rotation
+    segments: PackedSegments
+    scale: float
+
+    def interleaved(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rotated queries and keys, and values, in one tensor; needs the plugin's kernels."""
+        from ...vision.kernels.rotary import rotate_interleaved
+
+        assert self.rotation.halves is not None
+        return rotate_interleaved(self.made, *self.rotation.halves, self.rotation.rounds)
+
+
+# Returns `[tokens, heads, width]`.
+Attend = Callable[[Projected], Tensor]
 # Called with the module, hidden states, segments, and the rotation as upstream's layers hand them on. As `attend` it
-# takes what attends, an `Attend`.
+# takes what attends.
 AttentionForward = Callable[..., Any]
-# Called with what projections made (see `taken_apart`), upstream's function that rotates queries and keys, the
-# rotation, the segments, and what products of queries and keys are multiplied by. Returns `[tokens, heads, width]`.
-Attend = Callable[[tuple[Tensor, ...], Callable[..., Any], Rotation, PackedSegments, float], Tensor]
 
 
-def attend(
-    projected: tuple[Tensor, ...],
-    rotate: Callable[..., Any],
-    rotation: Rotation,
-    segments: PackedSegments,
-    scale: float,
-) -> Tensor:
-    """Attend by PyTorch's kernels; see `Attend`."""
-    query, key, value = taken_apart(projected)
+def attend(projected: Projected) -> Tensor:
+    """Attend by PyTorch's kernels."""
+    made, rotate, rotation, segments, scale = projected
+    query, key, value = taken_apart(made)
     query, key = rotation.apply(rotate, query, key)
     return packed_attention(query, key, value, segments, scale)
 
 
-class _AttendByCuDNN:
-    """Attends by cuDNN's kernels where they are the faster, and else by PyTorch's; see `Attend`."""
+def _attend_by_cudnn(located: Located, projected: Projected) -> Tensor:
+    """Attend by cuDNN's kernels where they are the faster, and else by PyTorch's."""
+    query, segments = taken_apart(projected.made)[0], projected.segments
+    (tokens, heads, width), most = query.shape, segments.offsets.shape[0] - 1
+    if projected.rotation.halves is None or not cudnn_pays(most, segments.largest, tokens):
+        return attend(projected)
+    from ...vision.kernels.segment_attention import plans_for, segment_attention
 
-    def __init__(self) -> None:
-        self._located = Located()
-
-    def __call__(
-        self,
-        projected: tuple[Tensor, ...],
-        rotate: Callable[..., Any],
-        rotation: Rotation,
-        segments: PackedSegments,
-        scale: float,
-    ) -> Tensor:
-        query, offsets = taken_apart(projected)[0], segments.offsets
-        (tokens, heads, width), most = query.shape, offsets.shape[0] - 1
-        if rotation.halves is None or not cudnn_pays(most, segments.largest, tokens):
-            return attend(projected, rotate, rotation, segments, scale)
-        from ...vision.kernels.rotary import rotate_interleaved
-        from ...vision.kernels.segment_attention import plans_for, segment_attention
-
-        plans = plans_for(query, most, segments.largest, scale)
-        if plans is None:
-            return attend(projected, rotate, rotation, segments, scale)
-        parts = rotate_interleaved(projected, *rotation.halves, rotation.rounds)
-        return segment_attention(*parts, self._located(offsets, heads, width), plans)
+    plans = plans_for(query, most, segments.largest, projected.scale)
+    if plans is None:
+        return attend(projected)
+    return segment_attention(*projected.interleaved(), located(segments.offsets, heads, width), plans)
 
 
-def _attend_by_flash(
-    otherwise: Attend,
-    projected: tuple[Tensor, ...],
-    rotate: Callable[..., Any],
-    rotation: Rotation,
-    segments: PackedSegments,
-    scale: float,
-) -> Tensor:
-    """Attend by FlashAttention's kernels where segments may be long, and else as `otherwise` does; see `Attend`."""
-    query = taken_apart(projected)[0]
-    if rotation.halves is None or segments.largest < FLASH_FROM:
-        return otherwise(projected, rotate, rotation, segments, scale)
+def _attend_by_flash(otherwise: Attend, projected: Projected) -> Tensor:
+    """Attend by FlashAttention's kernels where segments may be long, and else as `otherwise` does."""
+    if projected.rotation.halves is None:
+        return otherwise(projected)
     from . import flash_attention as flash
 
-    width = query.shape[2]
-    if not flash.takes(width, query.dtype) or not flash.agrees(width, query.dtype, query.device.index):
-        return otherwise(projected, rotate, rotation, segments, scale)
-    from ...vision.kernels.rotary import rotate_interleaved
-
-    parts = rotate_interleaved(projected, *rotation.halves, rotation.rounds)
-    return flash.flash_attention(*parts, segments.offsets, segments.largest, scale)
+    offsets, largest = projected.segments.offsets, projected.segments.largest
+    if not flash.suits(taken_apart(projected.made)[0], largest):
+        return otherwise(projected)
+    return flash.flash_attention(*projected.interleaved(), offsets, largest, projected.scale)
 
 
 def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
@@ -112,16 +108,6 @@ def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
     return kernels
 
 
-def attending_by_cudnn(attention: str, forward: AttentionForward) -> OtherAttention:
-    """Return cuDNN's attention in the place of PyTorch's; arguments as of `attending`, entered inside its kernels."""
-    return _other(attention, forward, lambda otherwise: _AttendByCuDNN(), segment_attention_refusal)
-
-
-def attending_by_flash(attention: str, forward: AttentionForward) -> OtherAttention:
-    """Return FlashAttention in the place of either; arguments as of `attending`, entered inside their kernels."""
-    return _other(attention, forward, lambda otherwise: partial(_attend_by_flash, otherwise), flash_attention_refusal)
-
-
 def _other(
     attention: str, forward: AttentionForward, make: Callable[[Attend], Attend], refusal: Callable[[], str | None]
 ) -> OtherAttention:
@@ -142,6 +128,28 @@ def _attends(module: UpstreamModule) -> Attend:
     return found
 
 
+def tower_family(attention: str, forward: AttentionForward, **others: Any) -> EncoderFamily:
+    """Return the family of Hugging Face's encoder of images of any size.
+
+    Args:
+        attention: Name of its class of attention.
+        forward: Called in the place of attention's; see `attending`.
+        others: See `EncoderFamily`.
+    """
+    common: dict[str, Any] = {
+        "kernels": attending(attention, forward),
+        "reordering_kernels": reordering_kernels,
+        "direct_attention": _other(
+            attention, forward, lambda otherwise: partial(_attend_by_cudnn, Located()), segment_attention_refusal
+        ),
+        "flash_attention": _other(
+            attention, forward, lambda otherwise: partial(_attend_by_flash, otherwise), flash_attention_refusal
+        ),
+        "known_activations": known_activations,
+    }
+    return EncoderFamily(**common | others)
+
+
 def joint_attention(
     attention: UpstreamModule,
     hidden_states: Tensor,
@@ -153,6 +161,6 @@ def joint_attention(
     tokens = hidden_states.shape[0]
     mixed = attention.qkv(hidden_states).view(tokens, 3, attention.num_heads, -1)
     rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb_vision
-    context = attend((mixed,), rotate, position_embeddings, cu_seqlens, attention.scaling)
+    context = attend(Projected((mixed,), rotate, position_embeddings, cu_seqlens, attention.scaling))
     projected: Tensor = attention.proj(context.reshape(tokens, -1))
     return projected

@@ -50,7 +50,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Packed
         TypeError: The kernel takes no such dtype.
     """
     if query.device.type != "cuda":
-        return _masked(query, key, value, segments.offsets, scale)
+        return masked_attention(query, key, value, segments.offsets, scale)
     if query.dtype not in DTYPES:
         raise TypeError(f"packed attention takes bf16 or fp16 on a GPU, not {query.dtype}")
     out: Tensor = _Flash.apply(query, key, value, segments, scale)
@@ -97,7 +97,8 @@ class _Flash(Function):
         return *gradients, None, None
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: float) -> Tensor:
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: float) -> Tensor:
+    """Attend as `packed_attention`, by a dense mask, in any floating-point dtype."""
     segment = _segment_of_each(query.shape[0], offsets)
     mask = segment[:, None] == segment[None, :]  # padding attends to itself: a row with no key would be NaN
     query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))

@@ -8,8 +8,7 @@ gradient.
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,93 +25,90 @@ from bridge_cg_plugin.graphs.workload import Call
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.kernels.saved_tensors import known_activations
 from bridge_cg_plugin.upstream.wrappers import overridden
-from bridge_cg_plugin.vision.adapter import EncoderFamily, RecordingKernels, encoder_call
-from bridge_cg_plugin.vision.batch import GRID_DTYPES, Grid, HostGrids, check_device
+from bridge_cg_plugin.vision.batch import GRID_DTYPES, EncoderBatch, HostGrids, check_device
+from bridge_cg_plugin.vision.encoder import Encoder, EncoderFamily, RecordingKernels, encoder_call
 from bridge_cg_plugin.vision.encoders.layout import token_positions
 from bridge_cg_plugin.vision.fit import Shape, refuse_images
 from bridge_cg_plugin.vision.guard import guarded_shape, images, poisoned, write_guarded
 from bridge_cg_plugin.vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddedItems:
-    """A microbatch of images and videos whose patches are embedded already; see `EncoderBatch`.
+class MoonViTLayers(Encoder):
+    """The layers of the remote code's `MoonViT3dEncoder` and the norm behind them; see `Encoder`.
 
-    Attributes:
-        pixels: `[tokens, width]` hidden states, frames in turn, each row by row. May require a gradient.
-        grid: `[items, 3]` tensor of (frames, height, width) in patches.
-        rows: The same numbers on the host.
+    A batch's pixels are hidden states `[tokens, width]`, frames in turn, each row by row. All patches of an image or
+    video see each other. Buckets have the limits (items, tokens of the largest).
+
+    Raises:
+        OptionError: The encoder computes in a type that packed attention does not take.
     """
 
-    pixels: Tensor
-    grid: Tensor
-    rows: Grid
+    unit, unit_of = 1, "one patch"
 
-    @property
-    def tokens(self) -> int:
-        """Patches."""
-        return self.pixels.shape[0]
+    def __init__(self, model: Any, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
+        super().__init__(model, exact_below, kernels)
+        self._weight = model.final_layernorm.weight
+        if self._weight.is_cuda and self._weight.dtype not in DTYPES:
+            raise OptionError(
+                "model.params_dtype",
+                self._weight.dtype,
+                "torch.bfloat16 or torch.float16 with vision graphs of MoonViT",
+                "Train in bf16, or switch vision graphs off.",
+            )
+        # The table of rotations is made in the first forward, which may come after the capture.
+        model.rope_2d.get_freqs_cis(torch.ones((1, 3), dtype=torch.int64), self._weight.device)
 
-    @property
-    def shape(self) -> Shape:
-        """All patches of an image or video see each other: it is one segment of attention."""
-        lengths = [math.prod(row) for row in self.rows]
-        return Shape(self.tokens, len(lengths), max(lengths, default=0))
+    def read(self, grids: HostGrids, hidden_states: Any, grid_thws: Any, **others: Any) -> Call:
+        """See `Encoder`."""
+        if not isinstance(hidden_states, Tensor) or not _is_grid(grid_thws):
+            return Call(None, Fallback.CALL_ARGUMENTS)
+        check_device(hidden_states, self._weight.device)
+        rows = grids.lookup(grid_thws)
+        lengths = [math.prod(row) for row in rows]
+        shape = Shape(hidden_states.shape[0], len(lengths), max(lengths, default=0))
+        batch = EncoderBatch(hidden_states, rows, shape, grid_thws)
+        return encoder_call(batch, not others, self._misfit(batch), input_gradients=True)
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that the layers read."""
-        return self.pixels, self.grid
+    def _misfit(self, batch: EncoderBatch) -> str | None:
+        """Return what is wrong with a microbatch, None where nothing is."""
+        hidden, rope = batch.pixels, self.model.rope_2d
+        if hidden.shape[1:] != self._weight.shape or hidden.dtype != self._weight.dtype:
+            return f"hidden_states are {hidden.dtype} {tuple(hidden.shape)}, the layers take {self._weight.dtype} rows"
+        for frames, height, width in batch.rows:
+            if min(frames, height, width) < 1 or height > rope.max_height or width > rope.max_width:
+                return f"grid_thws has {(frames, height, width)}, positions go to {rope.max_height} x {rope.max_width}"
+        described = sum(map(math.prod, batch.rows))
+        return None if described == batch.tokens > 0 else f"{batch.tokens} patches, grid_thws describes {described}"
 
-    def copied(self) -> "EmbeddedItems":
-        """Return a batch with tensors of its own."""
-        pixels = self.pixels.detach().clone().requires_grad_(self.pixels.requires_grad)
-        return EmbeddedItems(pixels, self.grid.clone(), self.rows)
+    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
+        """See `Encoder`."""
+        return forward(batch.pixels, batch.sizes)
 
-
-class MoonViTLayers:
-    """The layers and the norm behind them; see `RegionProgram`. Buckets have the limits (items, tokens of the largest).
-
-    Args:
-        encoder: The remote code's `MoonViT3dEncoder`.
-        exact_below: Batches of up to this many tokens must fill a bucket exactly.
-        kernels: Entered around the recorded forward; must let attention take `PackedSegments`.
-    """
-
-    name = "vision_encoder"
-
-    def __init__(self, encoder: Any, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
-        self.encoder, self._exact_below, self._kernels = encoder, exact_below, kernels
-
-    def modules(self) -> Sequence[nn.Module]:
-        """See `RegionProgram`."""
-        return (self.encoder,)
+    def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
+        """See `Encoder`."""
+        return [*scanned_limits(capacity, frames)]
 
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
-        weight = self.encoder.final_layernorm.weight
         return {
-            "hidden": TensorSpec((bucket.tokens, len(weight)), weight.dtype, differentiable=True),
+            "hidden": TensorSpec((bucket.tokens, len(self._weight)), self._weight.dtype, differentiable=True),
             "grid": TensorSpec(guarded_shape(bucket.limits[0]), torch.int64),
         }
 
-    def size(self, batch: EmbeddedItems) -> int:
+    def refuse(self, batch: EncoderBatch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
-        return batch.tokens
+        return refuse_images(batch.shape, self.exact_below, bucket)
 
-    def refuse(self, batch: EmbeddedItems, bucket: Bucket) -> Fallback | None:
+    def load(self, buffers: Buffers, batch: EncoderBatch) -> None:
         """See `RegionProgram`."""
-        return refuse_images(batch.shape, self._exact_below, bucket)
-
-    def load(self, buffers: Buffers, batch: EmbeddedItems) -> None:
-        """See `RegionProgram`."""
+        assert batch.sizes is not None
         write_rows(buffers["hidden"], batch.pixels.detach())
-        write_guarded(buffers["grid"], batch.grid, batch.rows)
+        write_guarded(buffers["grid"], batch.sizes, batch.rows)
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
-        image = (1, 1, min(bucket.tokens, bucket.limits[1], self.encoder.rope_2d.max_width))
-        buffers["hidden"].zero_()
+        super().load_example(buffers, bucket)
+        image = (1, 1, min(bucket.tokens, bucket.limits[1], self.model.rope_2d.max_width))
         write_guarded(buffers["grid"], torch.tensor([image]), (image,))
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
@@ -122,93 +118,25 @@ class MoonViTLayers:
         segments = PackedSegments(offsets, bucket.limits[1])
         rotation = self._rotation(grid, bucket.tokens)
         hidden = poisoned(buffers["hidden"], buffers["grid"])
-        for block in self.encoder.blocks:
+        for block in self.model.blocks:
             hidden = block(hidden, segments, bucket.limits[1], rope_freqs_cis=rotation)
-        return (self.encoder.final_layernorm(hidden),)
+        return (self.model.final_layernorm(hidden),)
 
     def _rotation(self, grid: Tensor, tokens: int) -> Tensor:
         """Return the complex numbers that queries and keys are multiplied with, `[tokens, width of a head / 2]`."""
-        rope = self.encoder.rope_2d
+        rope = self.model.rope_2d
         positions = token_positions(grid, tokens, merge=1)  # row by row
         row, column = positions.row.clamp(max=rope.max_height - 1), positions.column.clamp(max=rope.max_width - 1)
         found: Tensor = rope.freqs_cis[row, column]
         return found
 
-    def recording(self) -> AbstractContextManager[None]:
-        """See `RegionProgram`."""
-        return self._kernels(self.modules())
-
-    def output_rows(self, batch: EmbeddedItems) -> tuple[int, ...]:
+    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""
         return (batch.tokens,)
 
-    def differentiable_inputs(self, batch: EmbeddedItems) -> tuple[Tensor, ...]:
+    def differentiable_inputs(self, batch: EncoderBatch) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
         return (batch.pixels,)
-
-
-class MoonViTAdapter:
-    """Calls and results of the layers; see `EncoderAdapter`.
-
-    Args:
-        encoder: The remote code's `MoonViT3dEncoder`.
-
-    Raises:
-        OptionError: It computes in a type that packed attention does not take.
-    """
-
-    unit, unit_of, deterministic_tokens = 1, "one patch", math.inf
-
-    def __init__(self, encoder: Any) -> None:
-        self._encoder, self._weight = encoder, encoder.final_layernorm.weight
-        if self._weight.is_cuda and self._weight.dtype not in DTYPES:
-            raise OptionError(
-                "model.params_dtype",
-                self._weight.dtype,
-                "torch.bfloat16 or torch.float16 with vision graphs of MoonViT",
-                "Train in bf16, or switch vision graphs off.",
-            )
-        # The table of rotations is made in the first forward, which may come after the capture.
-        encoder.rope_2d.get_freqs_cis(torch.ones((1, 3), dtype=torch.int64), self._weight.device)
-
-    def read(self, grids: HostGrids, hidden_states: Any, grid_thws: Any, **others: Any) -> Call:
-        """See `EncoderAdapter`."""
-        if not isinstance(hidden_states, Tensor) or not _is_grid(grid_thws):
-            return Call(None, Fallback.CALL_ARGUMENTS)
-        check_device(hidden_states, self._weight.device)
-        batch = EmbeddedItems(hidden_states, grid_thws, grids.lookup(grid_thws))
-        return encoder_call(batch, not others, self._misfit(batch), input_gradients=True)
-
-    def _misfit(self, batch: EmbeddedItems) -> str | None:
-        """Return what is wrong with a microbatch, None where nothing is."""
-        hidden, rope = batch.pixels, self._encoder.rope_2d
-        if hidden.shape[1:] != self._weight.shape or hidden.dtype != self._weight.dtype:
-            return f"hidden_states are {hidden.dtype} {tuple(hidden.shape)}, the layers take {self._weight.dtype} rows"
-        for frames, height, width in batch.rows:
-            if min(frames, height, width) < 1 or height > rope.max_height or width > rope.max_width:
-                return f"grid_thws has {(frames, height, width)}, positions go to {rope.max_height} x {rope.max_width}"
-        described = sum(map(math.prod, batch.rows))
-        return None if described == batch.tokens > 0 else f"{batch.tokens} patches, grid_thws describes {described}"
-
-    def run(self, forward: Callable[..., Any], batch: EmbeddedItems) -> Any:
-        """See `EncoderAdapter`."""
-        return forward(batch.pixels, batch.grid)
-
-    def outputs(self, returned: Tensor) -> tuple[Tensor, ...]:
-        """See `EncoderAdapter`."""
-        return (returned,)
-
-    def returned(self, outputs: Sequence[Tensor]) -> Tensor:
-        """See `EncoderAdapter`."""
-        return outputs[0]
-
-    def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
-        """See `EncoderAdapter`."""
-        return [*scanned_limits(capacity, frames)]
-
-    def program(self, exact_below: int, kernels: RecordingKernels) -> MoonViTLayers:
-        """See `EncoderAdapter`."""
-        return MoonViTLayers(self._encoder, exact_below, kernels)
 
 
 def _is_grid(value: Any) -> bool:
@@ -252,7 +180,7 @@ def _attention(
 MOONVIT = EncoderFamily(
     name="MoonViT",
     find=find,
-    adapt=MoonViTAdapter,
+    encoder=MoonViTLayers,
     kernels=packed_attention_kernels,
     known_activations=known_activations,
 )

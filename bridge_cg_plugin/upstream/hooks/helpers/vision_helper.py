@@ -131,8 +131,8 @@ def encoder_options(source: Any, found: FoundEncoder) -> VisionGraphOptions:
     """
     if found.family.encodes == "audio":
         return audio_options(vision_options(source))
-    adapter = found.family.adapt(found.model)
-    return vision_options(source, adapter.unit, adapter.unit_of)
+    encoder = found.family.encoder(found.model)
+    return vision_options(source, encoder.unit, encoder.unit_of)
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:

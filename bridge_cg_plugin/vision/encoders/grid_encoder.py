@@ -1,47 +1,44 @@
 """What encoders of images of any size have in common: pixels and `grid_thw` are what goes into a graph."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ...attention_bounds import scanned_limits
 from ...graphs.fallback import Fallback
 from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers, TensorSpec
+from ...graphs.recordings.side_stream import run_on_side_stream
 from ...graphs.rows import write_rows
 from ...offload import never_offload
 from ...upstream_types import UpstreamModule
-from ..adapter import RecordingKernels
-from ..batch import VisionBatch
+from ..batch import EncoderBatch, HostGrids, patch_shape, patches_misfit, read_patches
+from ..encoder import Encoder, RecordingKernels
 from ..fit import refuse_images
 from ..guard import guarded_shape, write_guarded
 from .layout import TokenPositions, first_frame_patches, position_interpolation
 
 
-class GridProgram:
-    """A region program without its `forward`. Buckets have the limits (frames, tokens of the largest frame).
+class GridEncoder(Encoder):
+    """See `Encoder`. Buckets have the limits (frames, tokens of the largest frame).
 
-    A `forward` passes something that every output depends on through `guard.poisoned`.
+    A `forward` passes something that every output depends on through `guard.poisoned`. The model has
+    `patch_embed.proj` and `config`, unless `sizes` and `weight` take them elsewhere.
 
-    Args:
-        model: The vision model; has `patch_embed.proj` and `config`, unless `sizes` and `weight` take them elsewhere.
-        exact_below: Batches of up to this many tokens must fill a bucket exactly.
-        kernels: Entered around the recorded forward; swaps in kernels that compute the same.
+    Attributes:
+        merge: Patches along the side of an embedding.
     """
 
-    name = "vision_encoder"
-
     def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
-        self.model = model
-        self._exact_below = exact_below
-        self._kernels = kernels
+        super().__init__(model, exact_below, kernels)
         self.merge, self._patch_width = self.sizes(model.config)
+        self.unit = self.merge**2
 
     @staticmethod
     def sizes(config: Any) -> tuple[int, int]:
@@ -54,9 +51,14 @@ class GridProgram:
         weight: Tensor = self.model.patch_embed.proj.weight
         return weight
 
-    def modules(self) -> Sequence[nn.Module]:
-        """See `RegionProgram`."""
-        return (self.model,)
+    def patches(self, grids: HostGrids, pixels: Tensor, grid: Tensor) -> tuple[EncoderBatch, str | None]:
+        """Return the microbatch of a call, and what is wrong with it; see `read_patches`."""
+        batch = read_patches(grids, pixels, grid, patch_shape(self.model.config), self.weight().device)
+        return batch, patches_misfit(batch, self.merge)
+
+    def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
+        """See `Encoder`: kernels look at every frame as if it were the largest, and leave where it is not."""
+        return [*scanned_limits(capacity, frames)]
 
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
@@ -65,32 +67,25 @@ class GridProgram:
             "grid": TensorSpec(guarded_shape(bucket.limits[0]), torch.int64),
         }
 
-    def size(self, batch: VisionBatch) -> int:
+    def refuse(self, batch: EncoderBatch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
-        return batch.tokens
+        return refuse_images(batch.shape, self.exact_below, bucket)
 
-    def refuse(self, batch: VisionBatch, bucket: Bucket) -> Fallback | None:
+    def load(self, buffers: Buffers, batch: EncoderBatch) -> None:
         """See `RegionProgram`."""
-        return refuse_images(batch.shape, self._exact_below, bucket)
-
-    def load(self, buffers: Buffers, batch: VisionBatch) -> None:
-        """See `RegionProgram`."""
+        assert batch.sizes is not None
         write_rows(buffers["pixels"], batch.pixels.reshape(batch.tokens, -1))
-        write_guarded(buffers["grid"], batch.grid.reshape(len(batch.rows), 3), batch.rows)
+        write_guarded(buffers["grid"], batch.sizes.reshape(len(batch.rows), 3), batch.rows)
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
+        super().load_example(buffers, bucket)
         image = (1, self.merge, min(bucket.tokens, bucket.limits[1]) // self.merge**2 * self.merge)
-        buffers["pixels"].zero_()
         write_guarded(buffers["grid"], torch.tensor([image]), (image,))
 
-    def recording(self) -> AbstractContextManager[None]:
-        """See `RegionProgram`."""
-        return self._kernels(self.modules())
-
-    def differentiable_inputs(self, batch: VisionBatch) -> tuple[Tensor, ...]:
-        """See `RegionProgram`: pixels take no gradient."""
-        return ()
+    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
+        """See `RegionProgram`: embeddings, then patches."""
+        return batch.tokens // self.merge**2, batch.tokens
 
 
 NEIGHBOURS = 4
@@ -99,8 +94,50 @@ NEIGHBOURS = 4
 FEW_ROWS = 3072
 
 
-@dataclass(frozen=True, slots=True)
-class Scatter:
+def interpolate(
+    table: Tensor, grid: Tensor, positions: TokenPositions, guard: Callable[[Tensor], Tensor] = lambda values: values
+) -> Tensor:
+    """Return every token's position embedding, `[capacity, width]`; zero for padding.
+
+    Args:
+        table: `[side * side, width]` learned embeddings.
+        grid: `[images, 3]` int64, unused rows zero.
+        positions: Of the padded batch's tokens.
+        guard: Called with what every value is multiplied by.
+    """
+    side = int(table.shape[0] ** 0.5)
+    with torch.no_grad():
+        values = embedded(lambda rows: functional.embedding(rows, table), side, table.dtype, positions, guard)
+    if not (torch.is_grad_enabled() and table.requires_grad):
+        return values
+    capacity = positions.patch.shape[0]
+    places = run_on_side_stream(lambda: _scatter(grid, side, table.dtype, capacity), grid)
+    learned: Tensor = _Learned.apply(table, values, positions, places)
+    return learned
+
+
+def embedded(
+    embed: Callable[[Tensor], Tensor],
+    side: int,
+    dtype: torch.dtype,
+    positions: TokenPositions,
+    guard: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return every token's position embedding by a module's own code, `[capacity, width]`; zero for padding.
+
+    Args:
+        embed: Takes `[neighbours, capacity]` int64 rows of the table.
+        side: The table has `side * side` rows.
+        dtype: Of its embeddings.
+        positions: Of the padded batch's tokens.
+        guard: See `interpolate`.
+    """
+    indices, weights = position_interpolation(positions, side, dtype)
+    terms = embed(indices) * guard(weights)[:, :, None]
+    return terms[0] + terms[1] + terms[2] + terms[3]
+
+
+class _Scatter(NamedTuple):
     """Which rows of the table get a share of the gradient of each patch of the images' first frames.
 
     Eager's rows are all first neighbours, then all second ones, without padding in between; so are these, with padding
@@ -119,40 +156,8 @@ class Scatter:
     few: Tensor
 
 
-def interpolate(table: Tensor, grid: Tensor, positions: TokenPositions) -> Tensor:
-    """Return every token's position embedding, `[capacity, width]`; zero for padding.
-
-    Args:
-        table: `[side * side, width]` learned embeddings.
-        grid: `[images, 3]` int64, unused rows zero.
-        positions: Of the padded batch's tokens.
-    """
-    return learned(table, embeddings(table, positions), positions, scatter(table, grid, positions.patch.shape[0]))
-
-
-def embeddings(table: Tensor, positions: TokenPositions) -> Tensor:
-    """Return the values of `interpolate`, unknown to autograd."""
-    with torch.no_grad():
-        return embedded(lambda rows: functional.embedding(rows, table), _side(table), table.dtype, positions)
-
-
-def embedded(embed: Callable[[Tensor], Tensor], side: int, dtype: torch.dtype, positions: TokenPositions) -> Tensor:
-    """Return every token's position embedding by a module's own code, `[capacity, width]`; zero for padding.
-
-    Args:
-        embed: Takes `[neighbours, capacity]` int64 rows of the table.
-        side: The table has `side * side` rows.
-        dtype: Of its embeddings.
-        positions: Of the padded batch's tokens.
-    """
-    indices, weights = position_interpolation(positions, side, dtype)
-    terms = embed(indices) * weights[:, :, None]
-    return terms[0] + terms[1] + terms[2] + terms[3]
-
-
-def scatter(table: Tensor, grid: Tensor, capacity: int) -> Scatter:
-    """Return where the backward of `interpolate` puts a gradient; it depends on the grid alone."""
-    indices, weights = position_interpolation(first_frame_patches(grid, capacity), _side(table), table.dtype)
+def _scatter(grid: Tensor, side: int, dtype: torch.dtype, capacity: int) -> _Scatter:
+    indices, weights = position_interpolation(first_frame_patches(grid, capacity), side, dtype)
     count = (grid[:, 1] * grid[:, 2]).sum()
     place = torch.arange(NEIGHBOURS * capacity, device=grid.device)
     used = place < NEIGHBOURS * count
@@ -161,25 +166,15 @@ def scatter(table: Tensor, grid: Tensor, capacity: int) -> Scatter:
     row = torch.where(used, indices[neighbour, patch], 0)
     weight = torch.where(used, weights[neighbour, patch], 0)
     # Offloaded, they would leave from the main stream, which may not have waited for them.
-    return Scatter(*map(never_offload, (row, patch, weight, NEIGHBOURS * count <= FEW_ROWS)))
-
-
-def learned(table: Tensor, values: Tensor, positions: TokenPositions, places: Scatter | None) -> Tensor:
-    """Return `values` with the gradient that the table gets through them.
-
-    Args:
-        table: `[side * side, width]`.
-        values: `[capacity, width]`, of `embeddings`.
-        positions: Of the padded batch's tokens.
-        places: Of `scatter`; None where the table takes no gradient.
-    """
-    return values if places is None else _Learned.apply(table, values, positions, places)
+    return _Scatter(*map(never_offload, (row, patch, weight, NEIGHBOURS * count <= FEW_ROWS)))
 
 
 class _Learned(Function):
+    """Values that do not know where they come from, with the gradient that the table gets through them."""
+
     @staticmethod
-    def forward(ctx: Any, table: Tensor, values: Tensor, positions: TokenPositions, places: Scatter) -> Tensor:
-        ctx.save_for_backward(positions.patch, positions.valid, places.row, places.patch, places.weight, places.few)
+    def forward(ctx: Any, table: Tensor, values: Tensor, positions: TokenPositions, places: _Scatter) -> Tensor:
+        ctx.save_for_backward(positions.patch, positions.valid, *places)
         ctx.rows = table.shape[0]
         return values.view_as(values)
 
@@ -189,10 +184,10 @@ class _Learned(Function):
         patch, valid, *places = ctx.saved_tensors
         summed = torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)
         summed.index_add_(0, patch, torch.where(valid[:, None], gradient, 0).float())
-        return _scattered(summed.to(gradient.dtype), Scatter(*places), ctx.rows), None, None, None
+        return _scattered(summed.to(gradient.dtype), _Scatter(*places), ctx.rows), None, None, None
 
 
-def _scattered(gradient: Tensor, places: Scatter, rows: int) -> Tensor:
+def _scattered(gradient: Tensor, places: _Scatter, rows: int) -> Tensor:
     """Return the table's gradient from that of the patches in raster order, `[capacity, width]`."""
     terms = gradient[places.patch] * places.weight[:, None]
     many: Tensor = torch.ops.aten.embedding_dense_backward(terms, places.row, rows, -1, False)
@@ -200,7 +195,3 @@ def _scattered(gradient: Tensor, places: Scatter, rows: int) -> Tensor:
         return many
     few = torch.ops.aten.embedding_dense_backward(terms[:FEW_ROWS], places.row[:FEW_ROWS], rows, -1, False)
     return torch.where(places.few, few, many)
-
-
-def _side(table: Tensor) -> int:
-    return int(table.shape[0] ** 0.5)

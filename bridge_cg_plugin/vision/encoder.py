@@ -1,41 +1,25 @@
-"""What the manager of vision graphs asks of an encoder: how it is called, what it returns, what is recorded."""
+"""What graphs ask of an encoder: how it is called, what it returns, and how it is computed from static buffers."""
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from ..graphs.fallback import Fallback
-from ..graphs.program import RegionProgram
+from ..graphs.planning.buckets import Bucket
+from ..graphs.program import Buffers, TensorSpec
 from ..graphs.recordings.compiling import Compilation
 from ..graphs.replays.replay import want_gradients
 from ..graphs.workload import Call
-from .batch import Grid, HostGrids
-from .fit import Sized
+from ..upstream_types import UpstreamModule
+from .batch import EncoderBatch, HostGrids
 
-# Called with a program's modules.
+# Called with an encoder's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
-
-
-class EncoderBatch(Sized, Protocol):
-    """A microbatch, with its size on the host."""
-
-    @property
-    def pixels(self) -> Tensor:
-        """What is encoded: patches, images or frames of audio."""
-
-    @property
-    def rows(self) -> Grid:
-        """Frames, height and width of each image or video, in patches; an audio clip is one patch high."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that the encoder reads."""
-
-    def copied(self) -> "EncoderBatch":
-        """Return a batch with tensors of its own."""
 
 
 def encoder_call(batch: EncoderBatch, usual: bool, misfit: str | None = None, input_gradients: bool = False) -> Call:
@@ -45,7 +29,7 @@ def encoder_call(batch: EncoderBatch, usual: bool, misfit: str | None = None, in
         batch: The microbatch.
         usual: Whether everything else about the call is as recordings are made.
         misfit: What is wrong with the batch, None where nothing is. Eager may take it all the same.
-        input_gradients: Whether the program returns a gradient of what is encoded.
+        input_gradients: Whether the region returns a gradient of what is encoded.
     """
     refusal = None
     if not usual:
@@ -57,20 +41,34 @@ def encoder_call(batch: EncoderBatch, usual: bool, misfit: str | None = None, in
     return Call(batch, refusal, batch.tokens, misfit, True, batch.shape if refusal is None else None)
 
 
-class EncoderAdapter(Protocol):
-    """One vision model as its graphs see it.
+class Encoder(ABC):
+    """One encoder as its graphs see it: its calls, and as a `RegionProgram` all that is recorded of it.
+
+    Args:
+        model: The encoder's module.
+        exact_below: Batches of up to this many tokens must fill a bucket exactly.
+        kernels: Entered around recorded work; swaps in kernels that compute the same.
 
     Attributes:
+        name: Of the region.
         unit: Patches that belong together: of one embedding, or of one image where all are of one size. Capacities
             are multiples of it.
-        unit_of: "one embedding" or "one image", for messages.
+        unit_of: What they are, for messages.
         deterministic_tokens: Largest capacity under deterministic algorithms.
+
+    Raises:
+        OptionError: The model cannot be recorded as it is.
     """
 
+    name = "vision_encoder"
     unit: int
-    unit_of: str
-    deterministic_tokens: float
+    unit_of = "one embedding"
+    deterministic_tokens: float = math.inf
 
+    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
+        self.model, self.exact_below, self._kernels = model, exact_below, kernels
+
+    @abstractmethod
     def read(self, grids: HostGrids, *args: Any, **kwargs: Any) -> Call:
         """Return what a call of the encoder's forward with these arguments is.
 
@@ -78,26 +76,68 @@ class EncoderAdapter(Protocol):
             BatchError: The encoder refuses the batch eager, too.
         """
 
-    def run(self, forward: Callable[..., Any], batch: Any) -> Any:
+    @abstractmethod
+    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
         """Call the encoder's own forward with a batch."""
 
     def outputs(self, returned: Any) -> tuple[Tensor, ...]:
-        """Return the tensors in what the encoder's own forward returned, in the order of the program's outputs."""
+        """Return the tensors in what the encoder's own forward returned, in the order of the region's outputs."""
+        return (returned,)
 
     def returned(self, outputs: Sequence[Tensor]) -> Any:
-        """Return what the encoder's own forward would return for a program's outputs."""
+        """Return what the encoder's own forward would return for the region's outputs."""
+        return outputs[0]
 
     def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
-        """Return the limits to record a capacity for, cheapest first.
+        """Return the limits to record a capacity for, cheapest first; without an own method there are none.
 
         Args:
             capacity: Tokens.
             frames: Most frames that any bucket takes.
             directly: Whether cuDNN's attention is called directly.
         """
+        return [()]
 
-    def program(self, exact_below: int, kernels: RecordingKernels) -> RegionProgram:
-        """Return the whole encoder as a region."""
+    def modules(self) -> Sequence[nn.Module]:
+        """See `RegionProgram`."""
+        return (self.model,)
+
+    @abstractmethod
+    def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
+        """See `RegionProgram`."""
+
+    def size(self, batch: EncoderBatch) -> int:
+        """See `RegionProgram`."""
+        return batch.tokens
+
+    def refuse(self, batch: Any, bucket: Bucket) -> Fallback | None:
+        """See `RegionProgram`. Without an own method, a batch with room for its tokens may use any bucket."""
+        return None
+
+    @abstractmethod
+    def load(self, buffers: Buffers, batch: EncoderBatch) -> None:
+        """See `RegionProgram`."""
+
+    def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
+        """See `RegionProgram`: zeros."""
+        for buffer in buffers.values():
+            buffer.zero_()
+
+    @abstractmethod
+    def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
+        """See `RegionProgram`."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """See `RegionProgram`."""
+        return self._kernels(self.modules())
+
+    @abstractmethod
+    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
+        """See `RegionProgram`."""
+
+    def differentiable_inputs(self, batch: EncoderBatch) -> tuple[Tensor, ...]:
+        """See `RegionProgram`. Without an own method, what is encoded takes no gradient."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +168,13 @@ class EncoderFamily:
         name: For messages.
         find: Returns the encoder that a module holds, or the module where it is one; None elsewhere. A model's modules
             are asked in turn, under wrappers.
-        adapt: Makes the adapter of a vision model. Raises `OptionError` where the model cannot be recorded as it is.
+        encoder: Makes the `Encoder` of a vision model; arguments as there.
         kernels: Entered with the modules around recorded work; swaps in kernels that compute the same.
         reordering_kernels: Likewise, for kernels that add up in another order than eager's.
         compilations: Called with the modules and a number of tokens: yields what compiles these kernels, in any thread.
         direct_attention: Calls cuDNN's attention with a bucket's own bounds.
         flash_attention: Calls FlashAttention where segments may be long; it rounds otherwise than eager's attention.
-        fused_accumulation: Likewise; lets weight gradients be added to `main_grad` inside the GEMM.
+        fused_accumulation: Entered like kernels; lets weight gradients be added to `main_grad` inside the GEMM.
         before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
         known_activations: Entered like kernels where activations leave the device: notes what they are.
         driven_by_bridge: Whether Bridge's train loop drives graphs of this encoder itself.
@@ -143,7 +183,7 @@ class EncoderFamily:
 
     name: str
     find: Callable[[nn.Module], nn.Module | None]
-    adapt: Callable[[nn.Module], EncoderAdapter]
+    encoder: Callable[..., Encoder]
     kernels: RecordingKernels = nullcontext
     reordering_kernels: RecordingKernels = nullcontext
     compilations: Callable[[Sequence[nn.Module], int], Iterator[Compilation]] = lambda modules, tokens: iter(())
