@@ -20,9 +20,9 @@ def prepare() -> None:
     interpreter._patch_lang_tensor = patch
     create_dot = interpreter.InterpreterBuilder.create_dot
     interpreter.InterpreterBuilder.create_dot = lambda self, a, b, *rest: create_dot(self, _wide(a), _wide(b), *rest)
-    from bridge_cg_plugin.vision.kernels import tanh
+    from bridge_cg_plugin.vision.kernels import bias
 
-    tanh.reciprocal = _reciprocal
+    bias.reciprocal = _reciprocal
 
 
 def _reciprocal(x):

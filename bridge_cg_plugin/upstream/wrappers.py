@@ -1,10 +1,13 @@
 """Modules in which Megatron wraps a model."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
+
+from ..graphs.instance import every_module
 
 WRAPPER_DEPTH = 8
 # Where a model holds the model that has parts of its own.
@@ -56,3 +59,20 @@ def overridden(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+
+
+@contextmanager
+def forwards_replaced(
+    modules: Sequence[nn.Module], forward: Callable[..., Any], wanted: Callable[[nn.Module], bool]
+) -> Iterator[None]:
+    """Replace the `forward` of some modules.
+
+    Args:
+        modules: Roots of the modules.
+        forward: Called in its place, with the module first.
+        wanted: Whether a module's is replaced.
+    """
+    with ExitStack() as stack:
+        for module in filter(wanted, every_module(modules)):
+            stack.enter_context(overridden(module, "forward", partial(forward, module)))
+        yield

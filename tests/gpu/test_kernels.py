@@ -103,7 +103,7 @@ def test_rotation_of_a_language_model_equals_bridges(packed, in_fp32):
 def test_rmsnorm_backward_is_no_farther_from_fp64_than_hugging_faces(rows):
     from transformers.models.pixtral.modeling_pixtral import PixtralRMSNorm
 
-    from bridge_cg_plugin.vision.kernels.rmsnorm import rmsnorm_backward
+    from bridge_cg_plugin.vision.kernels.norms import rmsnorm_backward
 
     norm = PixtralRMSNorm(WIDTH, eps=1e-5).cuda().bfloat16()
     x, weight, gradient = draw(rows, WIDTH), draw(WIDTH), draw(rows, WIDTH)
@@ -121,7 +121,7 @@ def test_layernorm_backward_is_no_farther_from_fp64_than_transformer_engines(row
     import transformer_engine.pytorch  # noqa: F401
     import transformer_engine_torch as tex
 
-    from bridge_cg_plugin.vision.kernels.layernorm import layernorm_backward
+    from bridge_cg_plugin.vision.kernels.norms import layernorm_backward
 
     gradient, x, residual, weight, bias = (
         draw(rows, width),
@@ -204,17 +204,17 @@ def test_fast_kernels_take_additions_and_sums_along(tower_module, model, grads, 
     import transformer_engine.pytorch  # noqa: F401
     import transformer_engine_torch as tex
 
-    from bridge_cg_plugin.vision.kernels import bias, layernorm
+    from bridge_cg_plugin.vision.kernels import bias, norms
     from bridge_cg_plugin.vision.kernels.residual import ResidualStream
 
     theirs = counted(monkeypatch, tex, "layernorm_bwd")
-    norms = counted(monkeypatch, layernorm, "layernorm_backward")
+    normed = counted(monkeypatch, norms, "layernorm_backward")
     sums = counted(monkeypatch, bias, "column_sum")
     left = counted(monkeypatch, ResidualStream, "leave")
     layers, mergers = len(model.decoder.layers), len(model.decoder.deepstack_merger_list) + 1
     found = {}
     for kernels in ("exact", "fast"):
-        calls = theirs, norms, sums, left
+        calls = theirs, normed, sums, left
         graphs_of(buckets=(784,), kernels=kernels, slots=1).delete_cuda_graphs()  # layers' first passes are over
         for made in calls:
             made.clear()
@@ -257,9 +257,9 @@ def test_recordings_find_their_kernels_compiled(tower_module, model, grads, grap
 
     from bridge_cg_plugin.graphs.recordings.compiling import BEGIN_WITH
     from bridge_cg_plugin.upstream.kernels.precompile import compilations
-    from bridge_cg_plugin.vision.kernels import bias, layernorm, padding, reduction, rotary
+    from bridge_cg_plugin.vision.kernels import bias, norms, padding, reduction, rotary
 
-    for module in (bias, layernorm, padding, reduction, rotary):
+    for module in (bias, norms, padding, reduction, rotary):
         for kernel in vars(module).values():
             if hasattr(kernel, "device_caches"):
                 kernel.device_caches.clear()

@@ -1,6 +1,7 @@
 """Attention of Hugging Face's encoders: cuDNN's as near to fp32 as PyTorch's packed kernels, zeros in padding."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -61,8 +62,10 @@ class Case:
 
     def by(self, attend):
         """Return the output and the gradients of queries, keys and values; a pass computes its own offsets."""
+        from bridge_cg_plugin.upstream.encoders.tower_attention import Projected
+
         segments = replace(self.segments, offsets=self.segments.offsets.clone())
-        out = attend(self.sources, None, self.rotation, segments, self.scale)
+        out = attend(Projected(self.sources, None, self.rotation, segments, self.scale))
         gradients = torch.autograd.grad(out, self.sources, self.gradient)
         return [out.detach(), *taken_apart(gradients)]
 
@@ -83,21 +86,22 @@ class Case:
 def by_cudnn(monkeypatch):
     """Return what attends by cuDNN's kernels, and fails where it would not."""
     from bridge_cg_plugin.upstream.encoders import tower_attention
+    from bridge_cg_plugin.upstream.encoders.direct_attention import Located
 
     def refuse(*args):
         raise AssertionError("attended by PyTorch's kernels")
 
     monkeypatch.setattr(tower_attention, "packed_attention", refuse)
-    return tower_attention._AttendByCuDNN()
+    return partial(tower_attention._attend_by_cudnn, Located())
 
 
-def by_pytorch(*call):
+def by_pytorch(projected):
     from bridge_cg_plugin.upstream.encoders import tower_attention
     from bridge_cg_plugin.vision.kernels import packed_attention
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tower_attention, "packed_attention", packed_attention.packed_attention)
-        return tower_attention.attend(*call)
+        return tower_attention.attend(projected)
 
 
 def distance(found, expected):

@@ -320,10 +320,10 @@ from bridge_cg_plugin.upstream.kernels import layers
 from bridge_cg_plugin.vision.kernels import bias
 from tests.interpreted import prepare
 from tests.unit.radio_towers import TOKENS, new_radio
-from bridge_cg_plugin.upstream.encoders import radio
+from bridge_cg_plugin.upstream.encoders import qwen3_vl
 
 prepare()
-radio.kernels_available = lambda: True
+qwen3_vl.kernels_available = lambda: True
 called = []
 for name in ("bias_add", "bias_residual"):
     setattr(bias, name, lambda *args, kernel=getattr(bias, name), name=name: called.append(name) or kernel(*args))

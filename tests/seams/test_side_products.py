@@ -8,10 +8,10 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.recordings.side_stream import SideStream
 from bridge_cg_plugin.graphs.replays.gradients import SMALL
-from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL, fused_kernels
+from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL
 from bridge_cg_plugin.upstream.encoders.radio import PACKED_RADIO, RADIO
 from bridge_cg_plugin.upstream.kernels import side_products
-from bridge_cg_plugin.upstream.kernels.side_products import side_weight_gradients, side_workspace
+from bridge_cg_plugin.upstream.kernels.side_products import side_weight_gradients
 from bridge_cg_plugin.upstream.seams.registry.engine import TE_GEMM, TE_LAYERNORM_LINEAR, TE_LINEAR
 
 pytest.importorskip("transformer_engine.pytorch")
@@ -174,14 +174,14 @@ def test_a_large_bias_is_added_at_once_and_so_stays_on_the_main_stream(gemm):
 
 def test_without_a_side_stream_nothing_is_replaced(gemm):
     before = [owner.general_gemm for owner in OWNERS], GEMM.get_cublas_workspace
-    with side_workspace(), side_weight_gradients([Linear()]):
+    with side_weight_gradients([Linear()]):
         assert ([owner.general_gemm for owner in OWNERS], GEMM.get_cublas_workspace) == before
 
 
 def test_everything_comes_back(gemm):
     before = [owner.general_gemm for owner in OWNERS], GEMM.get_cublas_workspace
     side = Recorder()
-    with pytest.raises(KeyError), side.active(), side_workspace(), side_weight_gradients([Linear()]):
+    with pytest.raises(KeyError), side.active(), side_weight_gradients([Linear()]):
         assert all(owner.general_gemm is not old for owner, old in zip(OWNERS, before[0], strict=True))
         raise KeyError
     assert ([owner.general_gemm for owner in OWNERS], GEMM.get_cublas_workspace) == before
@@ -189,7 +189,7 @@ def test_everything_comes_back(gemm):
 
 def test_communication_has_the_workspaces_that_it_had(gemm):
     side = Recorder()
-    with side.active(), side_workspace():
+    with side.active(), side_weight_gradients([Linear()]):
         found = side.run(lambda: [GEMM.get_cublas_workspace(0, *kind) for kind in ((True, False), (False, True))])
     assert found == ["main", "main"]
 
@@ -214,13 +214,7 @@ def test_a_pass_has_one_workspace_and_keeps_none(gemm, monkeypatch):
     monkeypatch.setattr(side_products, "_workspace", make)
     for _ in range(2):
         side = Recorder()
-        with side.active(), side_workspace():
+        with side.active(), side_weight_gradients([Linear()]):
             used = [side.run(lambda: GEMM.get_cublas_workspace(0, False, False)) for _ in range(2)]
         assert used[0] is used[1] is made[-1]
     assert len(made) == 2, "a graph would write to memory that is not of its pool"
-
-
-def test_mergers_beside_have_a_workspace_of_their_own_where_weight_gradients_stay_on_the_main_stream(gemm):
-    side, own = Recorder(), lambda: GEMM.get_cublas_workspace(0, False, False)
-    with side.active(), fused_kernels([Linear()]):  # without `accumulating_products`
-        assert (side.run(own), own()) == (("side", 64), "main")

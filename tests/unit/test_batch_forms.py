@@ -20,7 +20,6 @@ from .hugging_face_towers import (
     new_pixtral,
     new_qwen3_omni,
     new_qwen25,
-    new_qwen25_omni,
     new_siglip,
 )
 from .test_input_gradients import run_omni, run_padded, run_qwen3, run_qwen25
@@ -185,7 +184,6 @@ FAMILIES = {
     "qwen3-vl": (lambda: new_tower(layers=2), run_qwen3, batches(PATCH, 16), {}),
     "qwen2.5-vl": (lambda: new_qwen25(layers=2), run_qwen25, batches(WINDOW_PATCH, 14), {}),
     "glm-4.5v": (lambda: new_glm45v(depth=1), run_qwen25, batches(WINDOW_PATCH, 14, FRAMES), {}),
-    "qwen2.5-omni": (new_qwen25_omni, run_qwen25, batches(WINDOW_PATCH, 14), {}),
     "qwen3-omni": (lambda: new_qwen3_omni(depth=2), run_omni, batches(OMNI_PATCH, 16), {}),
     "ministral-3": (lambda: new_pixtral(num_hidden_layers=1), run_padded, padded_forms(), {}),
     "siglip": (lambda: new_siglip(num_hidden_layers=1), run_siglip, image_forms(), {"buckets": (8, 16)}),
@@ -306,7 +304,7 @@ def test_memory_that_runs_out_is_no_wrong_batch(monkeypatch):
 
 WIDTHS = {
     **{"qwen3-vl": PATCH, "qwen3-omni": OMNI_PATCH},
-    **dict.fromkeys(("qwen2.5-vl", "glm-4.5v", "qwen2.5-omni"), WINDOW_PATCH),
+    **dict.fromkeys(("qwen2.5-vl", "glm-4.5v"), WINDOW_PATCH),
 }
 side = st.integers(-1, 6)
 rows = st.lists(st.tuples(st.integers(-1, 3), side, side).map(list), max_size=3)

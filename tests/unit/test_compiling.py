@@ -221,7 +221,7 @@ KernelCompiler(compilations).saw(4)
 def compiled(monkeypatch):
     """What kernels would be compiled for, as on a machine with a GPU."""
     pytest.importorskip("triton")
-    from bridge_cg_plugin.vision.kernels import bias, head_norms, layernorm, padding, reduction, rotary
+    from bridge_cg_plugin.vision.kernels import bias, head_norms, norms, padding, reduction, rotary
 
     found = []
 
@@ -230,7 +230,7 @@ def compiled(monkeypatch):
         assert all(each.is_meta for each in tensors)
         found.append((kernel.__name__, [tuple(each.shape) for each in tensors], settings))
 
-    for module in (bias, layernorm, padding, reduction, rotary, head_norms):
+    for module in (bias, norms, padding, reduction, rotary, head_norms):
         monkeypatch.setattr(module, "launch", note)
     monkeypatch.setattr(precompile, "kernels_available", lambda: True)
     return found

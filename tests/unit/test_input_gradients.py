@@ -10,16 +10,12 @@ from bridge_cg_plugin.language.whole_model.program import Microbatch
 
 from . import packs
 from .hugging_face_towers import (
-    OMNI_PATCH,
     SIDE,
     draw_images,
     draw_padded,
     draw_windows,
-    new_glm45v,
     new_pixtral,
-    new_qwen3_omni,
     new_qwen25,
-    new_qwen25_omni,
     new_siglip,
 )
 from .mixes import IMAGES
@@ -52,11 +48,7 @@ def run_siglip(model, pixels):
 
 FAMILIES = {
     "qwen3-vl": (new_tower, run_qwen3, lambda: draw(IMAGES), {}),
-    "qwen3.5-vl": (lambda: new_tower(deepstack=False), run_qwen3, lambda: draw(IMAGES), {}),
     "qwen2.5-vl": (new_qwen25, run_qwen25, lambda: draw_windows(IMAGES), {}),
-    "glm-4.5v": (new_glm45v, run_qwen25, lambda: draw_windows([[1, *size] for _, *size in IMAGES]), {}),
-    "qwen2.5-omni": (new_qwen25_omni, run_qwen25, lambda: draw_windows(IMAGES), {}),
-    "qwen3-omni": (new_qwen3_omni, run_omni, lambda: draw_windows(IMAGES, width=OMNI_PATCH), {}),
     "ministral-3": (new_pixtral, run_padded, lambda: draw_padded(IMAGES), {}),
     "siglip": (new_siglip, run_siglip, lambda: (draw_images(2),), {"buckets": (2 * PATCHES, 4 * PATCHES)}),
 }

@@ -17,7 +17,7 @@ from tests.interpreted import prepare
 
 prepare()
 from bridge_cg_plugin.vision.kernels import bias
-from bridge_cg_plugin.vision.kernels.layernorm import layernorm_backward
+from bridge_cg_plugin.vision.kernels.norms import layernorm_backward
 from bridge_cg_plugin.vision.kernels.reduction import column_sum
 
 def differentiated(function, case, names):
@@ -139,7 +139,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.language.extra import libdevice
 
-from bridge_cg_plugin.vision.kernels.tanh import tanh
+from bridge_cg_plugin.vision.kernels.bias import tanh
 
 
 @triton.jit

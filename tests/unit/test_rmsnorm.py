@@ -21,13 +21,13 @@ from tests.interpreted import prepare
 
 prepare()
 from bridge_cg_plugin.upstream.encoders import packed_towers
-from bridge_cg_plugin.vision.kernels import rmsnorm
+from bridge_cg_plugin.vision.kernels import norms
 from transformers.models.pixtral.modeling_pixtral import PixtralRMSNorm
 
 packed_towers.has_kernels = lambda tensor: True
 launches = []
-launch = rmsnorm.launch
-rmsnorm.launch = lambda *args, **kwargs: launches.append(1) or launch(*args, **kwargs)
+launch = norms.launch
+norms.launch = lambda *args, **kwargs: launches.append(1) or launch(*args, **kwargs)
 results = []
 for case in torch.load(sys.argv[1]):
     norm = PixtralRMSNorm(case["x"].shape[-1], eps=case["epsilon"]).to(case["x"].dtype)

@@ -56,10 +56,3 @@ def test_an_eager_fallback_after_a_replay_is_no_first_microbatch():
         linear.is_first_microbatch = True
         forward(model, TOO_MANY_FRAMES)
         assert not linear.is_first_microbatch
-
-
-def test_a_call_that_graphs_cannot_take_is_counted():
-    model = new_tower()
-    with graphs_on(model) as graphs:
-        model(*draw(MIXED), extra_block_kwargs={"attention_bias": None})
-        assert sum(graphs.statistics().fallbacks.values()) == 1

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self, cast
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...graphs.instance import every_module
 from ...graphs.planning.buckets import Bucket
 from ...graphs.workload import Call
 from ...offload import never_offload
@@ -25,7 +24,7 @@ from ...vision.kernels.aligned_linear import aligned_linear, is_misaligned
 from ...vision.kernels.packed_attention import DTYPES, PackedSegments
 from ..kernels.layers import kernels_available
 from ..seams.own_code import as_shipped
-from ..wrappers import overridden
+from ..wrappers import forwards_replaced
 from .qwen3_vl import patch_gradients
 
 
@@ -227,31 +226,25 @@ def rotation(angles: Tensor) -> Rotation:
     return Rotation.of(angles.cos(), angles.sin())
 
 
-@contextmanager
-def aligned_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
+def aligned_backward(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Let the backward of linear layers multiply aligned matrices, and sum a bias's gradient by the plugin's kernel."""
-    with ExitStack() as stack:
-        for module in every_module(modules):
-            if type(module) is not nn.Linear or not as_shipped(module, "forward"):
-                continue
-            if is_misaligned(module) or _sums_bias(module):
-                stack.enter_context(overridden(module, "forward", partial(_aligned_forward, module)))
-        yield
+    return forwards_replaced(modules, _aligned_forward, _gains_by_alignment)
 
 
-def _sums_bias(linear: nn.Linear) -> bool:
-    return linear.bias is not None and has_kernels(linear.weight)
+def _gains_by_alignment(module: nn.Module) -> bool:
+    if type(module) is not nn.Linear or not as_shipped(module, "forward"):
+        return False
+    return is_misaligned(module) or (module.bias is not None and has_kernels(module.weight))
 
 
-@contextmanager
-def rmsnorm_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
+def rmsnorm_backward(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Let the backward of RMSNorm be one kernel while work is recorded."""
-    with ExitStack() as stack:
-        for module in every_module(modules):
-            weight, kind = module._parameters.get("weight"), cast(Any, type(module))
-            if weight is not None and has_kernels(weight) and is_rms_norm(kind) and as_shipped(module, "forward"):
-                stack.enter_context(overridden(module, "forward", partial(_rms_norm_forward, module)))
-        yield
+    return forwards_replaced(modules, _rms_norm_forward, _has_rms_norm_kernel)
+
+
+def _has_rms_norm_kernel(module: nn.Module) -> bool:
+    weight, kind = module._parameters.get("weight"), cast(Any, type(module))
+    return weight is not None and has_kernels(weight) and is_rms_norm(kind) and as_shipped(module, "forward")
 
 
 @functools.cache
@@ -275,7 +268,7 @@ def is_rms_norm(kind: type[nn.Module]) -> bool:
 
 
 def _rms_norm_forward(norm: UpstreamModule, x: Tensor) -> Tensor:
-    from ...vision.kernels.rmsnorm import rms_norm
+    from ...vision.kernels.norms import rms_norm
 
     forward = partial(type(norm).forward, norm)
     if x.dtype != norm.weight.dtype or torch.is_autocast_enabled(x.device.type):

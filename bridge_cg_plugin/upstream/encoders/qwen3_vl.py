@@ -11,7 +11,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
-from ...graphs.instance import every_module
 from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers
 from ...graphs.workload import Call
@@ -24,22 +23,17 @@ from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kern
 from ..kernels.precompile import compilations
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
-from ..kernels.side_products import side_weight_gradients, side_workspace
+from ..kernels.side_products import side_weight_gradients
 from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
 from ..random_states import usable_random_states
 from ..seams.own_code import as_shipped
-from ..wrappers import overridden
+from ..wrappers import forwards_replaced
 from .direct_attention import direct_attention, direct_attention_refusal, flash_attention, flash_attention_refusal
 
 
-@contextmanager
-def patch_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
+def patch_gradients(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Let convolutions of single patches multiply matrices in their backward, which adds up in another order."""
-    with ExitStack() as stack:
-        for module in every_module(modules):
-            if takes_patches(module):
-                stack.enter_context(overridden(module, "forward", partial(_forward, module)))
-        yield
+    return forwards_replaced(modules, _forward, takes_patches)
 
 
 def takes_patches(module: nn.Module) -> TypeGuard[nn.Conv2d | nn.Conv3d]:
@@ -185,7 +179,7 @@ def core_kernels(modules: Sequence[nn.Module], *others: RecordingKernels) -> Ite
         CaptureError: Dropout draws from random states that a graph cannot use.
     """
     forget_attention_selection()
-    with usable_random_states(modules), side_workspace(), ExitStack() as stack:
+    with usable_random_states(modules), ExitStack() as stack:
         for kernels in (*others, fused_layer_kernels) if kernels_available() else ():
             stack.enter_context(kernels(modules))
         yield

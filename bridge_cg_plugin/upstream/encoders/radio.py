@@ -67,7 +67,8 @@ class RadioLayers(Encoder):
 
     @property
     def _weight(self) -> Tensor:
-        return next(self.model.parameters())
+        weight: Tensor = next(self.model.parameters())
+        return weight
 
     def hidden(self, *shape: int) -> TensorSpec:
         """Return the static input of hidden states of this shape, without their width."""

@@ -1,8 +1,8 @@
 """By which kernels Hugging Face's encoders attend in packed segments: PyTorch's, cuDNN's or FlashAttention's."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from ...vision.encoder import EncoderFamily, OtherAttention, RecordingKernels
 from ...vision.kernels.packed_attention import PackedSegments, packed_attention, taken_apart
 from ..kernels.saved_tensors import known_activations
 from ..seams.own_code import as_shipped
-from ..wrappers import overridden
+from ..wrappers import forwards_replaced
 from .direct_attention import Located, flash_attention_refusal, segment_attention_refusal
 from .packed_towers import Rotation, reordering_kernels
 
@@ -97,15 +97,10 @@ def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
         forward: Called in its place, with the module first.
     """
 
-    @contextmanager
-    def kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
-        with ExitStack() as stack:
-            for module in every_module(modules):
-                if type(module).__name__ == attention and as_shipped(module, "forward"):
-                    stack.enter_context(overridden(module, "forward", partial(forward, module)))
-            yield
+    def wanted(module: nn.Module) -> bool:
+        return type(module).__name__ == attention and as_shipped(module, "forward")
 
-    return kernels
+    return lambda modules: forwards_replaced(modules, forward, wanted)
 
 
 def _other(
@@ -113,11 +108,9 @@ def _other(
 ) -> OtherAttention:
     """Return attention in the place of that which modules have; `make` is called with that for every recording."""
 
-    @contextmanager
-    def kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+    def kernels(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
         found = (_attends(module) for module in every_module(modules) if type(module).__name__ == attention)
-        with attending(attention, partial(forward, attend=make(next(found, attend))))(modules):
-            yield
+        return attending(attention, partial(forward, attend=make(next(found, attend))))(modules)
 
     return OtherAttention(kernels, refusal, replaces="PyTorch's", rounds_as_eager=False)
 

@@ -106,7 +106,7 @@ def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _layernorm_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    from ...vision.kernels.layernorm import layernorm_backward
+    from ...vision.kernels.norms import layernorm_backward
     from ...vision.kernels.residual import current_stream
 
     def layernorm_bwd(

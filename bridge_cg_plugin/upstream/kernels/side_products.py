@@ -22,28 +22,17 @@ def side_weight_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Run products that add a weight's gradient to `main_grad` on the side stream of a recorded backward.
 
     Nothing else in a backward reads `main_grad`. The bias gradient that such a product may compute as well waits for
-    the end of the backward with other small ones. They have the side stream's workspace: products that run at
-    the same time in one workspace write to each other's intermediate results. Without a side stream all products stay
-    where they are.
+    the end of the backward with other small ones. They have a workspace of their own: products that run at the same
+    time in one workspace write to each other's intermediate results. Without a side stream all products stay where
+    they are.
     """
-    side = current_side_stream()
-    if side is None:
-        yield
-        return
-    products = _Products(side, modules)
-    with side_workspace(), in_linear_modules("general_gemm", products.routed):
-        yield
-
-
-@contextmanager
-def side_workspace() -> Iterator[None]:
-    """Give products of the side stream, whatever they compute, a workspace that the main stream's do not write to."""
     side, gemm = current_side_stream(), sys.modules.get(TE_GEMM)
     if side is None or gemm is None:
         yield
         return
     workspace = _own_workspace(side, gemm.get_cublas_workspace, gemm.get_cublas_workspace_size_bytes)
-    with overridden(gemm, "get_cublas_workspace", workspace):
+    products = _Products(side, modules)
+    with overridden(gemm, "get_cublas_workspace", workspace), in_linear_modules("general_gemm", products.routed):
         yield
 
 

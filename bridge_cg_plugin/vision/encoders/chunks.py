@@ -7,10 +7,12 @@ of so many chunks of one clip. All chunks of a clip but its last are full: every
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from .layout import offsets_of, owners
 
 STRIDE = 8  # of the convolutions together
 # Capacities are multiples of a chunk's size and of 64: with 13 tokens a chunk, of 64 chunks; with 16, of 4.
@@ -61,8 +63,7 @@ def convolved(frames: int) -> int:
     return (frames + STRIDE - 1) // STRIDE
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPlaces:
+class TokenPlaces(NamedTuple):
     """Where tokens of a padded batch lie: those that convolutions return for whole chunks, and those that attend.
 
     Attributes:
@@ -85,7 +86,7 @@ def chunk_frames(lengths: Tensor, chunks: int, chunking: Chunking) -> tuple[Tens
     Returns:
         `[chunks, frames]` int64 numbers of frames, and `[chunks, frames]` bool whether there is one; zero where not.
     """
-    clip, inside, exists = _clips(_counts(lengths, chunking), chunks)
+    clip, inside, exists = owners(_counts(lengths, chunking), chunks)
     frame = inside[:, None] * chunking.frames + torch.arange(chunking.frames, device=lengths.device)
     valid = exists[:, None] & (frame < lengths[clip][:, None])
     start = (lengths.cumsum(0) - lengths)[clip]
@@ -94,7 +95,7 @@ def chunk_frames(lengths: Tensor, chunks: int, chunking: Chunking) -> tuple[Tens
 
 def token_places(lengths: Tensor, chunks: int, chunking: Chunking) -> TokenPlaces:
     """Return where the tokens of a batch padded to so many chunks lie; see `TokenPlaces`."""
-    clip, inside, exists = _clips(_counts(lengths, chunking), chunks)
+    clip, inside, exists = owners(_counts(lengths, chunking), chunks)
     tokens = _tokens(lengths, chunking)
     ends = tokens.cumsum(0)
     start = inside * chunking.tokens
@@ -119,10 +120,10 @@ def window_ends(lengths: Tensor, windows: int, chunking: Chunking) -> Tensor:
         chunking: How clips are cut.
     """
     counts = -(-_counts(lengths, chunking) // chunking.window)
-    clip, inside, exists = _clips(counts, windows)
+    clip, inside, exists = owners(counts, windows)
     full = chunking.window * chunking.tokens
     left = _tokens(lengths, chunking)[clip] - inside * full
-    return functional.pad(torch.where(exists, left.clamp(max=full), 0).cumsum(0), (1, 0)).to(torch.int32)
+    return offsets_of(torch.where(exists, left.clamp(max=full), 0))
 
 
 def _counts(lengths: Tensor, chunking: Chunking) -> Tensor:
@@ -132,11 +133,3 @@ def _counts(lengths: Tensor, chunking: Chunking) -> Tensor:
 def _tokens(lengths: Tensor, chunking: Chunking) -> Tensor:
     rest = (lengths % chunking.frames + STRIDE - 1) // STRIDE
     return lengths // chunking.frames * chunking.tokens + rest
-
-
-def _clips(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of so many parts, `counts` of every clip, the clip, the number inside it and whether it exists."""
-    ends = counts.cumsum(0)
-    number = torch.arange(capacity, device=counts.device)
-    clip = torch.searchsorted(ends, number, right=True).clamp_(max=counts.shape[0] - 1)
-    return clip, number - (ends - counts)[clip], number < ends[-1]

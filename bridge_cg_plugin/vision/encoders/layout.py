@@ -35,16 +35,28 @@ class TokenPositions:
     patch: Tensor
 
 
+def owners(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Number parts one after another, `counts` of each owner; behind the last there is padding.
+
+    Args:
+        counts: `[owners]` int64.
+        capacity: Parts at most.
+
+    Returns:
+        For each part, `[capacity]`: its owner, the last one for padding; its number there; whether there is one.
+    """
+    ends = counts.cumsum(0)
+    number = torch.arange(capacity, device=counts.device)
+    owner = torch.searchsorted(ends, number, right=True).clamp_(max=counts.shape[0] - 1)
+    return owner, number - (ends - counts)[owner], number < ends[-1]
+
+
 def token_positions(grid: Tensor, capacity: int, merge: int) -> TokenPositions:
     """Locate every token of a batch padded to `capacity` tokens."""
-    counts = grid.prod(dim=1)
-    ends = counts.cumsum(0)
-    token = torch.arange(capacity, device=grid.device)
-    valid = token < ends[-1]
-    image = torch.searchsorted(ends, token, right=True).clamp_(max=grid.shape[0] - 1)
+    image, token, valid = owners(grid.prod(dim=1), capacity)
     height = torch.where(valid, grid[image, 1], 1)
     width = torch.where(valid, grid[image, 2], 1)
-    in_frame = (token - (ends - counts)[image]) % (height * width)
+    in_frame = token % (height * width)
     block, inside = in_frame // (merge * merge), in_frame % (merge * merge)
     blocks_per_row = (width // merge).clamp_(min=1)
     row = block // blocks_per_row * merge + inside // merge
@@ -57,14 +69,7 @@ def token_positions(grid: Tensor, capacity: int, merge: int) -> TokenPositions:
 
 def first_frame_patches(grid: Tensor, capacity: int) -> TokenPositions:
     """Locate the patches of all images' first frames in raster order, padded to `capacity`."""
-    areas = grid[:, 1] * grid[:, 2]
-    ends = areas.cumsum(0)
-    patch = torch.arange(capacity, device=grid.device)
-    valid = patch < ends[-1]
-    image = torch.searchsorted(ends, patch, right=True).clamp_(max=grid.shape[0] - 1)
-    height, width = (torch.where(valid, grid[image, side], 1) for side in (1, 2))
-    inside = torch.where(valid, patch - (ends - areas)[image], 0)
-    return TokenPositions(valid, inside // width, inside % width, height, width, torch.where(valid, patch, 0))
+    return token_positions(torch.cat((grid[:, :1].clamp(max=1), grid[:, 1:]), dim=1), capacity, merge=1)
 
 
 def segment_offsets(grid: Tensor, segments: int) -> Tensor:
@@ -72,11 +77,13 @@ def segment_offsets(grid: Tensor, segments: int) -> Tensor:
 
     Padding tokens lie behind the last offset, outside every segment.
     """
-    frame_ends = grid[:, 0].cumsum(0)
-    frame = torch.arange(segments, device=grid.device)
-    image = torch.searchsorted(frame_ends, frame, right=True).clamp_(max=grid.shape[0] - 1)
-    lengths = torch.where(frame < frame_ends[-1], grid[image, 1] * grid[image, 2], 0)
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    image, _, exists = owners(grid[:, 0], segments)
+    return offsets_of(torch.where(exists, grid[image, 1] * grid[image, 2], 0))
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Return `cu_seqlens` of segments of these lengths, int32."""
+    return functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def rotary_angles(positions: TokenPositions, inverse_frequencies: Tensor) -> Tensor:
@@ -156,14 +163,10 @@ def window_order(grid: Tensor, cells: int, merge: int, side: int) -> WindowOrder
         side: Cells along a window's side.
     """
     frames, heights, widths = grid[:, 0], grid[:, 1] // merge, grid[:, 2] // merge
-    counts = frames * heights * widths
-    ends = counts.cumsum(0)
-    number = torch.arange(cells, device=grid.device)
-    valid = number < ends[-1]
-    image = torch.searchsorted(ends, number, right=True).clamp_(max=grid.shape[0] - 1)
+    image, number, valid = owners(frames * heights * widths, cells)
     height, width = (torch.where(valid, size[image], 1) for size in (heights, widths))
-    inside = torch.where(valid, (number - (ends - counts)[image]) % (height * width), 0)
-    start = number - inside
+    inside = torch.where(valid, number % (height * width), 0)
+    start = torch.arange(cells, device=grid.device) - inside
     row, column = _cell_at(inside, height, width, side)
     return WindowOrder(
         order=start + row * width + column,
@@ -209,17 +212,13 @@ def window_offsets(grid: Tensor, windows: int, merge: int, side: int) -> Tensor:
     """
     heights, widths = grid[:, 1] // merge, grid[:, 2] // merge
     across, per_frame = _ceil(widths, side), _ceil(heights, side) * _ceil(widths, side)
-    counts = grid[:, 0] * per_frame
-    ends = counts.cumsum(0)
-    number = torch.arange(windows, device=grid.device)
-    image = torch.searchsorted(ends, number, right=True).clamp_(max=grid.shape[0] - 1)
-    inside = (number - (ends - counts)[image]) % per_frame[image].clamp(min=1)
+    image, number, exists = owners(grid[:, 0] * per_frame, windows)
+    inside = number % per_frame[image].clamp(min=1)
     band, window = inside // across[image].clamp(min=1), inside % across[image].clamp(min=1)
     rows, columns = (
         (sizes[image] - index * side).clamp(max=side) for sizes, index in ((heights, band), (widths, window))
     )
-    lengths = torch.where(number < ends[-1], rows * columns * merge**2, 0)
-    return functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return offsets_of(torch.where(exists, rows * columns * merge**2, 0))
 
 
 def _ceil(sizes: Tensor, side: int) -> Tensor:

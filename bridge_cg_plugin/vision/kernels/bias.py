@@ -14,9 +14,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from .launch import launch
-from .reduction import WIDE, PartialSum, Tiling, column_sum, may_wait
+from .reduction import WIDE, Tiling, column_sum, may_wait, partial_sums
 from .residual import Branch, current_stream
-from .tanh import tanh
 
 # Of GELU's backward, whose arithmetic wants other tiles than mere sums: the fastest of 60 at 784 to 16,384 rows of 4304
 # on an H200, twice as fast at 784 as with tiles of 8 x 256.
@@ -35,6 +34,34 @@ def _bias_residual(x_ptr, bias_ptr, residual_ptr, out_ptr, rows, columns, ROWS: 
     x = (tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32) + bias[None, :]).to(kind)
     residual = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + place, (residual + x.to(tl.float32)).to(kind), mask=inside)
+
+
+@triton.jit
+def reciprocal(x):
+    """Return 1 / x as the GPU's own instruction has it."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def tanh(x):
+    """Return tanh of fp32 values as CUDA's `tanhf` rounds it; to be compiled without fused multiply-adds.
+
+    CUDA's branches; here all parts are computed and one is taken, so that a thread's values need not wait.
+
+    The same instructions: 1 - 2 / (exp(2 |x|) + 1) from 0.6 on, 1 where that rounds to it, an odd polynomial below.
+    Only the sign of a zero differs.
+    """
+    size = tl.abs(x)
+    large = tl.fma(reciprocal(tl.exp2(size * 2.885390043258667) + 1.0), -2.0, 1.0)
+    large = tl.where(size >= 9.010913848876953, 1.0, large)
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    large = (large.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    square = x * x
+    small = tl.fma(square, 0.01573968306183815, -0.05230396240949631)
+    small = tl.fma(small, square, 0.13315297663211823)
+    small = tl.fma(small, square, -0.33332768082618713)
+    small = tl.fma(small * square, x, x)
+    return tl.where(size >= 0.6000000238418579, large, small)
 
 
 @triton.jit
@@ -149,7 +176,7 @@ class _BiasGelu(Function):
         out = torch.empty_like(x)
         tiles = GELU_BACKWARD.tiles_each(rows, columns)
         grid = GELU_BACKWARD.grid(rows, columns, tiles)
-        sums = PartialSum(grid[0], columns, bias.dtype, x.device, ctx.may_wait())
+        partials, total = partial_sums(grid[0], columns, bias.dtype, x.device, ctx.may_wait())
         launch(
             _bias_gelu_backward,
             grid,
@@ -157,7 +184,7 @@ class _BiasGelu(Function):
             x,
             bias,
             out,
-            sums.partials,
+            partials,
             rows,
             columns,
             ROWS=GELU_BACKWARD.rows,
@@ -166,7 +193,7 @@ class _BiasGelu(Function):
             num_warps=GELU_WARPS,
             enable_fp_fusion=False,
         )
-        return out, sums.total() if ctx.needs_input_grad[1] else None
+        return out, total() if ctx.needs_input_grad[1] else None
 
 
 class _BiasAdd(Function):

@@ -8,7 +8,7 @@ import importlib
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,8 @@ OLDEST_CUDNN = 90600
 # Unique numbers of a graph's tensors.
 QUERY, KEY, VALUE, OUT, STATS, GRADIENT, D_QUERY, D_KEY, D_VALUE = range(1, 10)
 LENGTHS, MIXED_OFFSETS, OUT_OFFSETS, STATS_OFFSETS = range(20, 24)
+# Tensors that do not lie interleaved: their offsets, and how many heads' widths lie between two heads.
+LAYOUTS = {OUT: (OUT_OFFSETS, 1), GRADIENT: (OUT_OFFSETS, 1), STATS: (STATS_OFFSETS, 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,51 +72,29 @@ def forward_graph(cudnn: ModuleType, shape: SegmentShape, **target: Any) -> Any:
         shape: What to describe.
         target: What the graph is for, as `cudnn.pygraph` takes it: `handle`, or `sm_version` and `device_property`.
     """
-    description = _Description(cudnn, shape, target)
-    graph, offsets = description.graph, description.offsets(OUT_OFFSETS)
-    query, key, value = (description.mixed(uid) for uid in (QUERY, KEY, VALUE))
-    out, stats = graph.sdpa(
-        name="attention", q=query, k=key, v=value, generate_stats=True, **description.inside_segments()
-    )
-    out.set_output(True).set_dim(description.dim).set_stride(description.out_stride).set_uid(OUT)
-    out.set_ragged_offset(offsets)
-    stats.set_output(True).set_data_type(cudnn.data_type.FLOAT).set_uid(STATS)
-    stats.set_dim(description.stats_dim).set_stride(description.stats_stride)
-    stats.set_ragged_offset(description.offsets(STATS_OFFSETS))
-    return graph
+    described = _Description(cudnn, shape, target)
+    inputs = dict(zip("qkv", map(described.tensor, (QUERY, KEY, VALUE)), strict=True))
+    outputs = described.graph.sdpa(name="attention", generate_stats=True, **inputs, **described.inside_segments())
+    for uid, output in zip((OUT, STATS), outputs, strict=True):
+        described.lay_out(output.set_output(True).set_uid(uid), uid)
+    outputs[1].set_data_type(cudnn.data_type.FLOAT)
+    return described.graph
 
 
 def backward_graph(cudnn: ModuleType, shape: SegmentShape, **target: Any) -> Any:
     """Return the graph of the gradients of queries, keys and values, not planned yet; arguments as `forward_graph`."""
-    description = _Description(cudnn, shape, target)
-    graph, offsets = description.graph, description.offsets(OUT_OFFSETS)
-    query, key, value = (description.mixed(uid) for uid in (QUERY, KEY, VALUE))
-    out, gradient = (
-        description.tensor(uid, description.dim, description.out_stride, offsets) for uid in (OUT, GRADIENT)
-    )
-    stats = description.tensor(
-        STATS,
-        description.stats_dim,
-        description.stats_stride,
-        description.offsets(STATS_OFFSETS),
-        cudnn.data_type.FLOAT,
-    )
-    gradients = graph.sdpa_backward(
+    described = _Description(cudnn, shape, target)
+    names = {"q": QUERY, "k": KEY, "v": VALUE, "o": OUT, "dO": GRADIENT, "stats": STATS}
+    gradients = described.graph.sdpa_backward(
         name="attention_backward",
-        q=query,
-        k=key,
-        v=value,
-        o=out,
-        dO=gradient,
-        stats=stats,
         max_total_seq_len_q=shape.tokens,
         max_total_seq_len_kv=shape.tokens,
-        **description.inside_segments(),
+        **{name: described.tensor(uid) for name, uid in names.items()},
+        **described.inside_segments(),
     )
-    for uid, found in zip((D_QUERY, D_KEY, D_VALUE), gradients, strict=True):
-        found.set_output(True).set_dim(description.dim).set_stride(description.mixed_stride).set_uid(uid)
-        found.set_ragged_offset(description.mixed_offsets)
-    return graph
+    for uid, gradient in zip((D_QUERY, D_KEY, D_VALUE), gradients, strict=True):
+        described.lay_out(gradient.set_output(True).set_uid(uid), uid)
+    return described.graph
 
 
 @cache
@@ -140,36 +120,42 @@ class _Description:
             compute_data_type=cudnn.data_type.FLOAT,
             **target,
         )
-        heads, width, largest = shape.heads, shape.width, shape.largest
-        self.dim = [shape.segments, heads, largest, width]
-        self.out_stride = [largest * heads * width, width, heads * width, 1]
-        self.mixed_stride = [largest * heads * 3 * width, 3 * width, heads * 3 * width, 1]
-        self.stats_dim = [shape.segments, heads, largest, 1]
-        self.stats_stride = [largest * heads, 1, heads, 1]
-        self.mixed_offsets = self.offsets(MIXED_OFFSETS)
+        self._offsets: dict[int, Any] = {}
 
-    def tensor(self, uid: int, dim: list[int], stride: list[int], offsets: Any = None, kind: Any = None) -> Any:
-        return self.graph.tensor(
-            name=f"tensor_{uid}", uid=uid, dim=dim, stride=stride, ragged_offset=offsets, data_type=kind or self._kind
-        )
+    def tensor(self, uid: int) -> Any:
+        """Return an input of the graph."""
+        dim, stride, offsets = self._layout(uid)
+        kind = self._cudnn.data_type.FLOAT if uid == STATS else self._kind
+        return self._input(uid, dim, stride, kind, offsets)
 
-    def offsets(self, uid: int) -> Any:
-        return self._per_segment(uid, self._shape.segments + 1, self._cudnn.data_type.INT64)
-
-    def mixed(self, uid: int) -> Any:
-        return self.tensor(uid, self.dim, self.mixed_stride, self.mixed_offsets)
+    def lay_out(self, output: Any, uid: int) -> None:
+        """Say where an output of the graph lies."""
+        dim, stride, offsets = self._layout(uid)
+        output.set_dim(dim).set_stride(stride).set_ragged_offset(offsets)
 
     def inside_segments(self) -> dict[str, Any]:
+        """Return what keeps attention inside segments, as arguments of cuDNN's operations."""
         lengths = self._per_segment(LENGTHS, self._shape.segments, self._cudnn.data_type.INT32)
-        return {
-            "attn_scale": self._shape.scale,
-            "use_padding_mask": True,
-            "seq_len_q": lengths,
-            "seq_len_kv": lengths,
-        }
+        scale = self._shape.scale
+        return {"attn_scale": scale, "use_padding_mask": True, "seq_len_q": lengths, "seq_len_kv": lengths}
+
+    def _layout(self, uid: int) -> tuple[list[int], list[int], Any]:
+        """Return sizes `[segments, heads, rows, width]`, strides and offsets of segments."""
+        shape, (kind, parts) = self._shape, LAYOUTS.get(uid, (MIXED_OFFSETS, 3))
+        width = 1 if uid == STATS else shape.width
+        row = shape.heads * parts * width
+        if kind not in self._offsets:
+            self._offsets[kind] = self._per_segment(kind, shape.segments + 1, self._cudnn.data_type.INT64)
+        dim = [shape.segments, shape.heads, shape.largest, width]
+        return dim, [shape.largest * row, parts * width, row, 1], self._offsets[kind]
 
     def _per_segment(self, uid: int, count: int, kind: Any) -> Any:
-        return self.tensor(uid, [count, 1, 1, 1], [1, 1, 1, 1], kind=kind)
+        return self._input(uid, [count, 1, 1, 1], [1, 1, 1, 1], kind)
+
+    def _input(self, uid: int, dim: list[int], stride: list[int], kind: Any, offsets: Any = None) -> Any:
+        return self.graph.tensor(
+            name=f"tensor_{uid}", uid=uid, dim=dim, stride=stride, ragged_offset=offsets, data_type=kind
+        )
 
 
 class _Plan:
@@ -205,8 +191,7 @@ class _Plan:
         self._has_run = True
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentPlans:
+class SegmentPlans(NamedTuple):
     """Attention over packed segments, ready to run."""
 
     forward: _Plan

@@ -42,14 +42,9 @@ class Tiling:
         tiles: int = triton.cdiv(rows, self.rows) * triton.cdiv(columns, self.columns)
         return 1 << min(max(tiles // BUSY, 1), self.most).bit_length() - 1
 
-    def row_programs(self, rows: int, tiles: int) -> int:
-        """Return how many programs of so many tiles share the rows, which is how many partial sums they leave."""
-        programs: int = triton.cdiv(rows, self.rows * tiles)
-        return programs
-
     def grid(self, rows: int, columns: int, tiles: int = 1) -> tuple[int, int]:
-        """Return the programs of a kernel, over rows and columns."""
-        return self.row_programs(rows, tiles), triton.cdiv(columns, self.columns)
+        """Return the programs of so many tiles each, over rows and columns; those over rows leave partial sums."""
+        return triton.cdiv(rows, self.rows * tiles), triton.cdiv(columns, self.columns)
 
 
 # Wide loads, few registers a thread.
@@ -175,8 +170,10 @@ def _never() -> bool:
     return False
 
 
-class PartialSum:
-    """A sum over rows that kernels compute in parts.
+def partial_sums(
+    parts: int, columns: int, dtype: torch.dtype, device: torch.device, deferred: bool
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Return where kernels write the parts of a sum over rows, and what returns the sum once they did.
 
     Args:
         parts: Partial sums.
@@ -185,24 +182,20 @@ class PartialSum:
         device: Where it is computed.
         deferred: Whether the sum may be filled as late as at the end of `deferred_sums`.
 
-    Attributes:
-        partials: `[parts, columns]` fp32, for a kernel to write.
+    Returns:
+        `[parts, columns]` fp32, and a function that returns `[columns]`.
     """
+    if deferred and _deferred is not None:
+        partials, waiting = _deferred.place(parts, columns, dtype, device)
+        return partials, lambda: waiting
+    partials = torch.empty((parts, columns), dtype=torch.float32, device=device)
 
-    def __init__(self, parts: int, columns: int, dtype: torch.dtype, device: torch.device, deferred: bool) -> None:
-        sums = _deferred if deferred else None
-        self._waits = sums is not None
-        if sums is not None:
-            self.partials, self._total = sums.place(parts, columns, dtype, device)
-        else:
-            self.partials = torch.empty((parts, columns), dtype=torch.float32, device=device)
-            self._total = torch.empty(columns, dtype=dtype, device=device)
+    def added() -> Tensor:
+        total = torch.empty(columns, dtype=dtype, device=device)
+        add_partials(partials[None], total)
+        return total
 
-    def total(self) -> Tensor:
-        """Return the sum `[columns]`, once `partials` was written."""
-        if not self._waits:
-            add_partials(self.partials[None], self._total)
-        return self._total
+    return partials, added
 
 
 def column_sum(x: Tensor, dtype: torch.dtype, deferred: bool = False) -> Tensor:
@@ -211,12 +204,12 @@ def column_sum(x: Tensor, dtype: torch.dtype, deferred: bool = False) -> Tensor:
     Args:
         x: The matrix.
         dtype: Of the result.
-        deferred: See `PartialSum`.
+        deferred: See `partial_sums`.
     """
     rows, columns = x.shape
     tiles = WIDE.tiles_each(rows, columns)
     grid = WIDE.grid(rows, columns, tiles)
-    found = PartialSum(grid[0], columns, dtype, x.device, deferred)
+    partials, total = partial_sums(grid[0], columns, dtype, x.device, deferred)
     constants = {"ROWS": WIDE.rows, "COLUMNS": WIDE.columns, "TILES": tiles}
-    launch(_column_partials, grid, x, found.partials, rows, columns, **constants)
-    return found.total()
+    launch(_column_partials, grid, x, partials, rows, columns, **constants)
+    return total()

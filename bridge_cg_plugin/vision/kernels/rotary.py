@@ -64,24 +64,21 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, sign: float, rounds: bool) -> T
     if x.stride(2) != 1:
         x = x.contiguous()
     out = torch.empty((tokens, heads, width), dtype=x.dtype, device=x.device)
-    launch(
-        _rotate,
-        (tokens,),
-        x,
-        cos,
-        sin,
-        out,
-        x.stride(0),
-        x.stride(1),
-        HEADS=heads,
-        HALF=width // 2,
-        HEADS_BLOCK=triton.next_power_of_2(heads),
-        HALF_BLOCK=triton.next_power_of_2(width // 2),
-        SIGN=sign,
-        ROUNDS=rounds,
-        enable_fp_fusion=False,
-    )
+    arguments = x, cos, sin, out, x.stride(0), x.stride(1)
+    launch(_rotate, (tokens,), *arguments, **_constants(heads, width, sign, rounds))
     return out
+
+
+def _constants(heads: int, width: int, sign: float, rounds: bool) -> dict[str, Any]:
+    return {
+        "HEADS": heads,
+        "HALF": width // 2,
+        "HEADS_BLOCK": triton.next_power_of_2(heads),
+        "HALF_BLOCK": triton.next_power_of_2(width // 2),
+        "SIGN": sign,
+        "ROUNDS": rounds,
+        "enable_fp_fusion": False,
+    }
 
 
 class _Rotary(Function):
@@ -172,24 +169,10 @@ def _launch_qkv(
 ) -> None:
     """Rotate the first two parts and write all three to `outs`, one tensor taken apart, where they may lie already."""
     tokens, heads, width = parts[0].shape
-    launch(
-        _rotate_qkv,
-        (tokens,),
-        *parts,
-        cos,
-        sin,
-        outs[0],
-        *(stride for part in (*parts, outs[0]) for stride in part.stride()[:2]),
-        outs[1].storage_offset() - outs[0].storage_offset(),
-        HEADS=heads,
-        HALF=width // 2,
-        HEADS_BLOCK=triton.next_power_of_2(heads),
-        HALF_BLOCK=triton.next_power_of_2(width // 2),
-        SIGN=sign,
-        ROUNDS=rounds,
-        COPY_V=not _lie_as(parts, outs),
-        enable_fp_fusion=False,
-    )
+    strides = (stride for part in (*parts, outs[0]) for stride in part.stride()[:2])
+    between = outs[1].storage_offset() - outs[0].storage_offset()
+    constants = _constants(heads, width, sign, rounds) | {"COPY_V": not _lie_as(parts, outs)}
+    launch(_rotate_qkv, (tokens,), *parts, cos, sin, outs[0], *strides, between, **constants)
 
 
 def _interleaved(mixed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,8 +4,7 @@ The kernels are those that Transformer Engine runs. Gradients come interleaved a
 rows behind the last segment are zeroed.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,31 +16,16 @@ from .cudnn_graphs import SegmentPlans, SegmentShape, segment_plans
 from .padding import clear_padding
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
+class Segments(NamedTuple):
     """Where segments lie, as cuDNN wants to know it.
 
     Attributes:
         offsets: `[segments + 1]` int32 `cu_seqlens`.
-        lengths: `[segments]` int32 tokens.
-        mixed_offsets, out_offsets, stats_offsets: `[segments + 1]` int64 offsets in elements of queries, keys and
-            values, of the output, and of the statistics.
+        bound: What a plan binds, by its number in the graph: int32 lengths, int64 offsets in elements.
     """
 
     offsets: Tensor
-    lengths: Tensor
-    mixed_offsets: Tensor
-    out_offsets: Tensor
-    stats_offsets: Tensor
-
-    def tensors(self) -> dict[int, Tensor]:
-        """Return what a plan binds, by its number in the graph."""
-        return {
-            cudnn_graphs.LENGTHS: self.lengths,
-            cudnn_graphs.MIXED_OFFSETS: self.mixed_offsets,
-            cudnn_graphs.OUT_OFFSETS: self.out_offsets,
-            cudnn_graphs.STATS_OFFSETS: self.stats_offsets,
-        }
+    bound: dict[int, Tensor]
 
 
 def locate_segments(offsets: Tensor, heads: int, width: int) -> Segments:
@@ -53,7 +37,8 @@ def locate_segments(offsets: Tensor, heads: int, width: int) -> Segments:
     """
     stats = offsets.to(torch.int64) * heads
     out = stats * width
-    return Segments(offsets, offsets[1:] - offsets[:-1], out * 3, out, stats)
+    uids = (cudnn_graphs.LENGTHS, cudnn_graphs.MIXED_OFFSETS, cudnn_graphs.OUT_OFFSETS, cudnn_graphs.STATS_OFFSETS)
+    return Segments(offsets, dict(zip(uids, (offsets[1:] - offsets[:-1], out * 3, out, stats), strict=True)))
 
 
 def _bound(query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor) -> dict[int, Tensor]:
@@ -67,7 +52,7 @@ class _SegmentAttention(Function):
         tokens, heads, width = query.shape
         out = torch.empty((tokens, heads, width), dtype=query.dtype, device=query.device)
         stats = torch.empty((tokens, heads), dtype=torch.float32, device=query.device)
-        plans.forward.run(_bound(query, key, value, out, stats) | segments.tensors())
+        plans.forward.run(_bound(query, key, value, out, stats) | segments.bound)
         clear_padding(out, segments.offsets)
         ctx.save_for_backward(query, key, value, out, stats)
         ctx.plans, ctx.segments = plans, segments
@@ -86,7 +71,7 @@ class _SegmentAttention(Function):
             cudnn_graphs.D_KEY: gradients[1],
             cudnn_graphs.D_VALUE: gradients[2],
         }
-        plans.backward.run(_bound(*ctx.saved_tensors) | of_gradients | ctx.segments.tensors())
+        plans.backward.run(_bound(*ctx.saved_tensors) | of_gradients | ctx.segments.bound)
         clear_padding(whole, ctx.segments.offsets)
         return *gradients, None, None
 
