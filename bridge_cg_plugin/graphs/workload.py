@@ -70,10 +70,6 @@ class Manager(Protocol):
         """Whether there are no graphs and a capture is worth a try."""
 
     @property
-    def is_paused(self) -> bool:
-        """Whether the module runs eager for a while."""
-
-    @property
     def readiness(self) -> tuple[object, ...]:
         """What decides how a microbatch runs besides the microbatch, equal on ranks that run the same one alike."""
 
@@ -85,9 +81,6 @@ class Manager(Protocol):
 
     def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
-
-    def fell_back(self, reason: Fallback, tokens: int | None = None) -> None:
-        """Count a microbatch that runs eager in the whole module."""
 
     def capture(self) -> bool:
         """Have the workload plan and capture; returns whether graphs exist now."""
