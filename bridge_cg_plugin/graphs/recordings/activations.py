@@ -28,9 +28,11 @@ class Activations(Protocol):
 
     def join(self) -> None:
         """Let the current stream wait for the copies of a forward or backward that ended; a capture needs it."""
+        return
 
     def forget(self) -> None:
         """Drop what is left of a forward whose backward will not come."""
+        return
 
 
 # Address of a storage that came back -> the address at which it was saved. Autograd calls a backward in a thread of its

@@ -50,7 +50,7 @@ class Qwen3OmniAudioEncoder(Encoder):
         super().__init__(model, exact_below, kernels)
         refuse_checkpointing(model)
         refuse_precision(model.conv2d1.weight, "Qwen3-Omni's audio")
-        self._chunking = Chunking(CHUNK_FRAMES, model.n_window_infer // CHUNK_FRAMES)
+        self._chunking = chunking_of(model)
         self.unit = self._chunking.room
 
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
@@ -146,6 +146,11 @@ class Qwen3OmniAudioEncoder(Encoder):
         """See `Encoder`: few clips and many; each has a chunk at least."""
         most = min(frames, capacity // self.unit)
         return [(clips,) for clips in sorted({min(FEW_CLIPS, most), most})]
+
+
+def chunking_of(model: UpstreamModule) -> Chunking:
+    """Return how an encoder cuts clips."""
+    return Chunking(CHUNK_FRAMES, model.n_window_infer // CHUNK_FRAMES)
 
 
 def find(holder: nn.Module) -> nn.Module | None:
