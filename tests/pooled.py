@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from bridge_cg_plugin.graphs.memory.pools import NoMemory
+from bridge_cg_plugin.graphs.memory import pools
 
 from .tape import UNWRITTEN, Replayed, TapeExecutor, results_of, tensors
 
@@ -70,7 +70,7 @@ class Memory:
         self.pools = [pool for pool in self.pools if pool.nbytes <= nbytes]
 
 
-class Pool(NoMemory):
+class Pool(pools.Pool):
     """What one recording makes."""
 
     def __init__(self, memory: Memory) -> None:

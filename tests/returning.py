@@ -1,63 +1,82 @@
 """An executor without a GPU that gives weights addresses of their own, whose memory is spoiled when it leaves."""
 
-import weakref
-
+import numpy
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from bridge_cg_plugin.graphs.memory.returning_tensors import ReturningTensors
-from bridge_cg_plugin.graphs.memory.tensor_homes import in_larger_storage
+from bridge_cg_plugin.graphs.memory.returning import Home, ReturningTensors
 from bridge_cg_plugin.graphs.memory.virtual_memory import NoDeviceMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
 from .leaving import Guarded
 
 CPU = torch.device("cpu")
+NO_LIMIT = 2**20
+# Of a home, which may need them all; the host backs them when they are written.
+BYTES, ALIGNED, SPOILED = 2**22, 64, numpy.uint8(255)
 
 
-class Memories:
-    """Makes memory.
+class Homes:
+    """Makes homes.
 
     Attributes:
-        room: Whether there is room for it, new or again.
+        room: For how many groups of tensors there is room on the device.
         made: What was made.
+        groups: How many groups of tensors got memory there.
+        ranges: How many ranges of addresses were used.
     """
 
     def __init__(self):
-        self.room, self.made = True, []
+        self.room, self.made, self.groups, self.ranges = NO_LIMIT, [], 0, 0
 
     def new(self, device):
-        self.made.append(FakeMemory(self))
+        self.made.append(FakeHome(device, self))
         return self.made[-1]
 
     @property
     def away(self):
-        return self.made[-1].away
+        return all(home.away for home in self.made)
 
 
-class FakeMemory:
-    """Memory of the CPU, spoiled when it leaves; it holds no tensor that would share it."""
+class FakeHome(Home):
+    """Addresses of the host, spoiled when their memory leaves."""
 
-    def __init__(self, memories):
-        self._memories, self.away, self._made = memories, False, []
+    def __init__(self, device, homes):
+        super().__init__(device)
+        self._homes, self.away, self._range, self._made = homes, True, None, []
+
+    def begin(self):
+        if not self._homes.room:
+            raise NoDeviceMemory("made to fail")
+        if self._range is None or self._is_used():
+            self._range, self._made = numpy.full(BYTES, SPOILED), []
+            self._homes.ranges += 1
+        self.away, self._taken, self._groups = False, 0, 0
 
     def make(self, like):
-        if not self._memories.room:
+        self._groups, self._homes.groups = self._groups + 1, self._homes.groups + 1
+        if self._groups > self._homes.room:
             raise torch.OutOfMemoryError("made to fail")
-        made = [in_larger_storage(tensor).fill_(torch.nan) for tensor in like]
-        self._made += map(weakref.ref, made)
+        return list(map(self._tensor, like))
+
+    def _tensor(self, like):
+        begin, self._taken = self._taken, self._taken + -(-like.nbytes // ALIGNED) * ALIGNED
+        made = torch.from_numpy(self._range[begin : begin + like.nbytes]).view(like.dtype).view(like.shape)
+        self._made.append(StorageWeakRef(made.untyped_storage()))
         return made
 
-    def release(self):
-        left, self.away = 0 if self.away else 100, True
-        for tensor in [made() for made in self._made]:
-            if tensor is not None and tensor.untyped_storage().nbytes():
-                tensor.fill_(torch.nan)
-        return left
+    def _is_used(self):
+        return any(not storage.expired() for storage in self._made)
 
-    def restore(self):
-        if self.away and not self._memories.room:
-            raise NoDeviceMemory("made to fail")
-        self.away = False
+    def holds(self, memory):
+        first = 0 if self._range is None else self._range.ctypes.data
+        return first <= memory.data_ptr() < first + BYTES
+
+    def release(self):
+        if self._is_used() or self.away:
+            return 0
+        self._range[:], self.away = SPOILED, True
+        return 100
 
     def wait(self):
         assert not self.away
@@ -70,10 +89,10 @@ class Returning(ReferenceExecutor):
 
     def __init__(self):
         super().__init__()
-        self.memory = Memories()
+        self.homes = Homes()
 
     def returning_tensors(self):
-        return ReturningTensors(CPU, self.memory.new)
+        return ReturningTensors(CPU, self.homes.new)
 
     def record(self, body, pool):
         self.recorded += 1

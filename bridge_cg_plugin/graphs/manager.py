@@ -17,6 +17,7 @@ from .changes.model_watch import ModelWatch, foreign_hook
 from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, named, reason_of, release_frames
 from .fallback import Fallback
 from .instance import InstanceMethod, every_module
+from .memory.returning import release_homes
 from .memory.virtual_memory import DeviceMemoryError
 from .parts import Parts
 from .piece import Piece, Surroundings
@@ -202,18 +203,9 @@ class GraphManager:
             self._warn_once("memory cannot leave while a microbatch is between its forward and its backward")
             return 0
         try:
-            left = self.executor.release_memory()
+            return self.executor.release_memory() + release_homes()
         except DeviceMemoryError as error:
             self._warn_once(f"memory did not leave the device: {error}")
-            return 0
-        return left + self.release_unused()
-
-    def release_unused(self) -> int:
-        """Take memory off the device that weights are to return to, where none is now; returns how many bytes left."""
-        try:
-            return sum(region.release_unused() for region in self._regions)
-        except DeviceMemoryError as error:
-            self._warn_once(f"memory for weights did not leave the device: {error}")
             return 0
 
     def _take_back(self) -> bool:

@@ -385,10 +385,6 @@ class Region:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
         return self._sources is not None and self._sources.adds_later(parameters)
 
-    def release_unused(self) -> int:
-        """Take memory that the model's tensors are to return to off the device; see `Sources.release_unused`."""
-        return 0 if self._sources is None else self._sources.release_unused()
-
 
 def _admits(slot: Slot, recorded: Recorded) -> bool:
     """Whether a part of a chain runs in the order of its recordings."""

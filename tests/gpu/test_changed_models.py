@@ -179,7 +179,7 @@ def on_the_device_elsewhere(tensor: torch.Tensor, address: int) -> torch.Tensor:
 
 def test_adapters_that_return_beside_frozen_weights_need_no_further_capture(deterministic, tower_module):
     """As verl moves a policy: buffers of what is trained are freed and filled, frozen weights get other memory."""
-    from bridge_cg_plugin.upstream.hooks.loops.resized_storages import PATCH, follow_storages
+    from bridge_cg_plugin.upstream.hooks.loops.leaving_models import follow, stop
 
     model = tower_module.build_tower(layers=4)
     off, batch = adapters(model), tower_module.make_batch(ONE, model)
@@ -188,7 +188,7 @@ def test_adapters_that_return_beside_frozen_weights_need_no_further_capture(dete
     assert buffers.weights.nbytes < 20 * 2**20
     storage, nbytes = buffers.gradients.untyped_storage(), buffers.gradients.nbytes
     try:
-        follow_storages([model])
+        follow([model], lambda: None)
         helper = new_helper(model, releasable=True, buckets=(1024,))
 
         def passes():
@@ -227,7 +227,7 @@ def test_adapters_that_return_beside_frozen_weights_need_no_further_capture(dete
         assert len(set(seconds[2:])) == 1
         helper.delete_cuda_graphs()
     finally:
-        PATCH.revert()
+        stop()
 
 
 def new_helper(model, releasable=False, **options):

@@ -1,18 +1,20 @@
 """Models of other loops whose parameters leave the device and return, with the memory of their graphs."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 
 import bridge_cg_plugin
-from bridge_cg_plugin.graphs.memory import returning_storages
-from bridge_cg_plugin.graphs.memory.returning_storages import ReturningStorages
+from bridge_cg_plugin.graphs.memory import returning
+from bridge_cg_plugin.graphs.memory.returning import Home, ReturningStorages
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.environment import memory_may_leave
 from bridge_cg_plugin.upstream.hooks.helpers import vision_helper
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
-from bridge_cg_plugin.upstream.hooks.loops import emptied_cache, resized_storages
+from bridge_cg_plugin.upstream.hooks.loops import leaving_models
 from bridge_cg_plugin.upstream.hooks.loops.any_loop import LOOPS
 from tests.leaving import LeavingExecutor
 from tests.main_grads import give_main_grads
@@ -59,7 +61,7 @@ def leave_the_device(model):
 
 @pytest.fixture
 def parameters_count_as_on_the_device(monkeypatch):
-    monkeypatch.setattr(emptied_cache, "is_on_device", lambda parameter: True)
+    monkeypatch.setattr(leaving_models, "is_on_device", lambda parameter: True)
 
 
 @pytest.mark.parametrize("calls", [0, 3], ids=["before capture", "on graphs"])
@@ -138,13 +140,43 @@ def test_its_switch_is_spelled_as_the_plugins_own(monkeypatch):
         call(Policy(), 1)
 
 
-def test_buffers_that_a_loop_frees_and_fills_are_followed_while_the_plugin_is_on(
-    asked_for, monkeypatch, parameters_count_as_on_the_device
-):
-    monkeypatch.setattr(returning_storages, "LEAST_BYTES", 16)
-    returned, before = [], torch.cuda.empty_cache
-    storages = ReturningStorages(lambda device: returned.append(device) or Filled())
-    monkeypatch.setattr(resized_storages, "STORAGES", storages)
+def test_listeners_that_empty_the_cache_are_called_once(asked_for, monkeypatch):
+    """As executors do before memory leaves."""
+    called = []
+    monkeypatch.setattr(LOOPS, "follow_models", lambda: (called.append(True), torch.cuda.empty_cache()))
+    call(Policy(), 1)
+    (driver,) = LOOPS._drivers
+    monkeypatch.setattr(driver, "release_memory", lambda: (torch.cuda.empty_cache(), 7)[1])
+    assert bridge_cg_plugin.release_memory() == 7 and not called
+    for _ in range(2):
+        torch.cuda.empty_cache()
+    assert len(called) == 2
+
+
+class Filled(Home):
+    """Gives a storage PyTorch's memory; notes how often."""
+
+    filled = 0
+
+    def begin(self):
+        self.filled += 1
+
+    def taking(self):
+        return nullcontext()
+
+
+@pytest.fixture
+def homes(asked_for, monkeypatch, parameters_count_as_on_the_device):
+    """Return what is made for storages of 16 bytes and more, and of several tensors."""
+    made = []
+    storages = ReturningStorages(lambda device: made.append(Filled(device)) or made[-1])
+    monkeypatch.setattr(returning, "LEAST_BYTES", 16)
+    monkeypatch.setattr(leaving_models, "STORAGES", storages)
+    return made
+
+
+def test_buffers_that_a_loop_frees_and_fills_are_followed_while_the_plugin_is_on(homes):
+    before = torch.cuda.empty_cache
     model, other = Policy(), torch.zeros(8)
     weight = next(model.vision_model.parameters())
     weight.main_grad = torch.zeros(weight.shape)
@@ -154,19 +186,14 @@ def test_buffers_that_a_loop_frees_and_fills_are_followed_while_the_plugin_is_on
         tensor.storage().resize_(0)
         tensor.storage().resize_(kept.numel())
         assert torch.equal(tensor.copy_(kept), kept)
-    assert len(returned) == 2 and torch.cuda.empty_cache is not before
+    assert sum(home.filled for home in homes) == 2 and torch.cuda.empty_cache is not before
     bridge_cg_plugin.deactivate()
     assert "resize_" not in vars(torch.UntypedStorage) and torch.cuda.empty_cache is before
 
 
-def test_small_buffers_are_followed_whose_tensors_cannot_be_moved_alone(
-    asked_for, monkeypatch, parameters_count_as_on_the_device
-):
+def test_small_buffers_are_followed_whose_tensors_cannot_be_moved_alone(homes, monkeypatch):
     """Of adapters; gradients may be away when the first pass, of log-probabilities, begins."""
-    filled = []
-    monkeypatch.setattr(
-        resized_storages, "STORAGES", ReturningStorages(lambda device: filled.append(device) or Filled())
-    )
+    monkeypatch.setattr(returning, "LEAST_BYTES", 2**40)
     model = Policy()
     adapters = [p for name, p in model.vision_model.named_parameters() if name.endswith("bias")]
     sizes = [p.numel() for p in adapters]
@@ -180,17 +207,9 @@ def test_small_buffers_are_followed_whose_tensors_cannot_be_moved_alone(
     gradients.storage().resize_(sum(sizes))
     weights.storage().resize_(0)
     weights.storage().resize_(sum(sizes))
-    assert len(filled) == 2
+    assert [home.filled for home in homes] == [1, 1]
 
-
-class Filled:
-    """A place that gives a storage PyTorch's memory."""
-
-    def freed(self):
-        raise AssertionError("called before a return")
-
-    def fill(self, storage, nbytes, resize):
-        resize(storage, nbytes)
+    assert [home.filled for home in homes] == [1, 1]
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
@@ -198,8 +217,8 @@ def test_a_model_has_left_once_all_of_it_has(left, parameters_count_as_on_the_de
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     for layer in model[:left]:
         layer.weight.data.untyped_storage().resize_(0)
-    assert emptied_cache.has_left(model) == (left == 2)
-    assert not emptied_cache.has_left(nn.Identity())
+    assert leaving_models.has_left(model) == (left == 2)
+    assert not leaving_models.has_left(nn.Identity())
 
 
 def test_memory_of_weights_leaves_once_nobody_holds_one(monkeypatch, asked_for):
@@ -218,10 +237,10 @@ def test_memory_of_weights_leaves_once_nobody_holds_one(monkeypatch, asked_for):
         held = next(reference.vision_model.parameters()).data
         load()
         torch.cuda.empty_cache()
-        assert not executor.memory.away
+        assert not executor.homes.away
         del held
         torch.cuda.empty_cache()
-        assert executor.memory.away
+        assert executor.homes.away
         expected = active_graphs()[0].statistics().replays + 2
         call(reference, 2, forward_only=True)
-    assert not executor.memory.away and active_graphs()[0].statistics().replays == expected
+    assert not executor.homes.away and active_graphs()[0].statistics().replays == expected

@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import product
 
@@ -12,10 +12,10 @@ from megatron.bridge.peft.lora import LoRA
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import nn
 
-from bridge_cg_plugin.graphs.memory.returning_storages import ReturningStorages
+from bridge_cg_plugin.graphs.memory.returning import Home, ReturningStorages
 from bridge_cg_plugin.upstream.hooks.helpers import packed_helper, vision_helper
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
-from bridge_cg_plugin.upstream.hooks.loops import emptied_cache, resized_storages
+from bridge_cg_plugin.upstream.hooks.loops import leaving_models
 from tests.held_addresses import HeldAddresses
 from tests.main_grads import give_main_grads
 from tests.returning import LeavingReturning
@@ -41,31 +41,39 @@ MOST_TRIES = 64
 PASSES = ("log-probabilities", "reference", "update")
 
 
-class Place:
+class Place(Home):
     """Addresses of a large storage, held for it while it has no memory."""
 
     address = nbytes = 0
     held = None
 
-    def __init__(self, device):
-        self.device = device
-
-    def freed(self):
-        self.held = HeldAddresses(self.address, self.nbytes)
-
-    def fill(self, storage, nbytes, resize):
+    def begin(self):
         if self.held is not None:
             self.held.let_go()
-        resize(storage, nbytes)
-        self.address, self.nbytes, others = self.address or storage.data_ptr(), nbytes, []
+
+    @contextmanager
+    def taking(self):
+        yield
+        (storage,) = (each for each, home in leaving_models.STORAGES._homes.items() if home is self)
+        self.address, self.nbytes, others = self.address or storage.data_ptr(), storage.nbytes(), []
         while storage.data_ptr() != self.address:
             resize(storage, 0)
-            others.append(torch.empty(nbytes, dtype=torch.uint8))  # which has what the system gives first
+            others.append(torch.empty(self.nbytes, dtype=torch.uint8))  # which has what the system gives first
             if others[-1].data_ptr() == self.address:
                 del others[-1]
-            resize(storage, nbytes)
+            resize(storage, self.nbytes)
             if len(others) > MOST_TRIES:
                 pytest.skip("the system gave a large storage other memory than before")
+
+    def release(self):
+        """Hold the addresses once the storage was freed."""
+        if self.address and (self.held is None or not self.held.held):
+            self.held = HeldAddresses(self.address, self.nbytes)
+        return 0
+
+
+def resize(storage, nbytes):
+    torch._C.StorageBase.resize_(storage, nbytes)
 
 
 class FlatBuffers:
@@ -133,8 +141,8 @@ def executors(monkeypatch):
         monkeypatch.setattr(helper, "default_executor", new)
     monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", "1")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(emptied_cache, "is_on_device", lambda tensor: True)
-    monkeypatch.setattr(resized_storages, "STORAGES", ReturningStorages(Place))
+    monkeypatch.setattr(leaving_models, "is_on_device", lambda tensor: True)
+    monkeypatch.setattr(leaving_models, "STORAGES", ReturningStorages(Place))
     return made
 
 
@@ -248,7 +256,7 @@ def run_rounds(executors, policy, reference):
 def assert_all_left(executors):
     """Weights have addresses of their own, whose memory has left with them."""
     for executor in executors:
-        assert all(memory.away for memory in executor.memory.made)
+        assert executor.homes.away
         assert executor.returned == executor.left - 1
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bridge_cg_plugin.graphs.memory.pools import NoMemory
+from bridge_cg_plugin.graphs.memory.pools import SlotMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.offload.observe import other_bytes
 from bridge_cg_plugin.offload.plan import Fate
@@ -310,7 +310,7 @@ class Gaps(ReferenceExecutor):
     def new_memory(self):
         executor = self
 
-        class Memory(NoMemory):
+        class Memory(SlotMemory):
             @property
             def nbytes(self):
                 return executor.taken()

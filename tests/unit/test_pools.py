@@ -101,7 +101,6 @@ def test_what_lives_on_is_refused_and_never_overwritten(arena, pytorch):
     pytorch.blocks = {pool.handle: [(kept.data_ptr(), 64, "active_allocated"), (0, 512, "active_allocated")]}
     with pytest.raises(CaptureError, match=r"made 64 bytes, 512 bytes, which is kept"):
         pool.settle()
-    pytorch.blocks = {}
     later = arena.begin()
     assert allocate(later._addresses, 64) != pool._addresses.first
 

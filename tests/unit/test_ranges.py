@@ -19,11 +19,6 @@ from ..fake_device import FakeVirtualMemory
 CAPACITY, ADDRESSES, PAGE = 400, 304, 8
 
 
-@pytest.fixture(autouse=True)
-def nothing_left(monkeypatch):
-    monkeypatch.setattr(ranges, "_left", [])
-
-
 def functions():
     library = ranges.library()
     library.bridge_cg_allocate.restype = ctypes.c_void_p
@@ -198,7 +193,7 @@ def gpu(monkeypatch):
 
 
 def test_what_the_driver_cannot_do_is_said_once(gpu, monkeypatch, capsys):
-    monkeypatch.setattr(ranges, "CudaVirtualMemory", lambda index: FakeVirtualMemory(0))
+    monkeypatch.setattr(ranges, "VirtualMemory", lambda index: FakeVirtualMemory(0))
     assert driver_of(gpu) is None and driver_of(gpu) is None
     said = capsys.readouterr().out
     assert said.count("graphs keep their memory in PyTorch's pools") == 1 and "no memory" in said
@@ -206,21 +201,21 @@ def test_what_the_driver_cannot_do_is_said_once(gpu, monkeypatch, capsys):
 
 def test_a_driver_is_tried_out_once(gpu, monkeypatch):
     device = FakeVirtualMemory(CAPACITY)
-    monkeypatch.setattr(ranges, "CudaVirtualMemory", lambda index: device)
+    monkeypatch.setattr(ranges, "VirtualMemory", lambda index: device)
     assert driver_of(gpu) is driver_of(gpu) is device
     close_left()
     assert not device.mapped and not device.reserved
 
 
 def test_a_pytorch_without_what_pools_need_is_noticed(gpu, monkeypatch, capsys):
-    monkeypatch.setattr(ranges, "CudaVirtualMemory", lambda index: FakeVirtualMemory(CAPACITY))
+    monkeypatch.setattr(ranges, "VirtualMemory", lambda index: FakeVirtualMemory(CAPACITY))
     monkeypatch.setattr(ranges, "PYTORCHS", ("_no_such_function",))
     assert driver_of(gpu) is None and "_no_such_function" in capsys.readouterr().out
 
 
 def test_content_that_does_not_come_back_is_noticed(gpu, monkeypatch, capsys):
     device = FakeVirtualMemory(CAPACITY)
-    monkeypatch.setattr(ranges, "CudaVirtualMemory", lambda index: device)
+    monkeypatch.setattr(ranges, "VirtualMemory", lambda index: device)
     monkeypatch.setattr(device, "read", lambda address, content: content.zero_())
     assert driver_of(gpu) is None and "another content" in capsys.readouterr().out
 

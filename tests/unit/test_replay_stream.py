@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bridge_cg_plugin.graphs.memory.pools import NoMemory
+from bridge_cg_plugin.graphs.memory.pools import Pool
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings import recording
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
@@ -157,7 +157,7 @@ class Capturing(ReferenceExecutor):
 
     def record_forward(self, body, pool):
         with torch.cuda.stream(self.stream):
-            return CudaGraphRecording(body, NoMemory(), self.stream, (), self._replays, self.told.append)
+            return CudaGraphRecording(body, Pool(), self.stream, (), self._replays, self.told.append)
 
     def record(self, body, pool):
         made = self.record_forward(body, pool)

@@ -3,7 +3,7 @@
 import pytest
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.memory.pools import NoMemory
+from bridge_cg_plugin.graphs.memory.pools import Pool, SlotMemory
 from bridge_cg_plugin.graphs.memory.virtual_memory import DeviceMemoryError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
@@ -30,7 +30,7 @@ class Marked:
         self.nbytes = min(self.nbytes, nbytes)
 
 
-class Taken(NoMemory):
+class Taken(Pool):
     def __init__(self, memory):
         self._memory = memory
 
@@ -110,7 +110,7 @@ def test_a_chain_that_took_too_much_is_measured_anew():
         assert not graphs.statistics().fallbacks and executor.recorded > 3
 
 
-class WithoutAddresses(NoMemory):
+class WithoutAddresses(SlotMemory):
     def begin(self):
         raise DeviceMemoryError("cuMemAddressReserve: CUDA_ERROR_OUT_OF_MEMORY")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.memory.pools import NoMemory
+from bridge_cg_plugin.graphs.memory.pools import SlotMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.reports.report import metrics
 from bridge_cg_plugin.offload import host
@@ -83,7 +83,7 @@ def test_too_little_host_memory_leaves_the_encoder_eager_with_one_warning(monkey
     helper.graphs.detach()
 
 
-class Filled(NoMemory):
+class Filled(SlotMemory):
     """The memory of a slot."""
 
     def __init__(self, executor) -> None:

@@ -18,7 +18,7 @@ from ...announce import announce, warn
 from ..errors import CaptureError, Refused
 from ..fallback import Fallback
 from ..instance import every_module
-from ..memory.returning_tensors import ReturningTensors
+from ..memory.returning import ReturningTensors
 from ..program import RegionProgram
 from ..replays.gradients import ParameterHooks, Reduction
 from .model_watch import ModelWatch
@@ -230,14 +230,6 @@ class Sources:
         wanted = set(map(id, tensors))
         others = (source for sources in _everyone if sources is not self for source in sources)
         return any(not wanted.isdisjoint(map(id, source.reads)) for source in others)
-
-    def release_unused(self) -> int:
-        """Take memory at addresses that no tensor has now off the device; returns how many bytes left.
-
-        Raises:
-            DeviceMemoryError: The driver failed.
-        """
-        return 0 if self._returning is None else self._returning.release()
 
     def _use(self, source: Source) -> None:
         before = next(each for each in reversed(self._all) if each.number == source.number)

@@ -8,7 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,21 @@ Making = Callable[[], AbstractContextManager[None]]
 ALIVE = "active_allocated"
 
 
-class Pool(Protocol):
-    """What one recording takes memory from.
+class Pool:
+    """What one recording takes memory from; this one's is no graph."""
 
-    Attributes:
-        handle: PyTorch's; None where nothing is captured.
-    """
-
-    handle: Any
+    @property
+    def handle(self) -> Any:
+        """PyTorch's; None where nothing is captured."""
+        return None
 
     def taking(self) -> AbstractContextManager[None]:
         """Be around captures in the pool."""
+        return nullcontext()
 
     def outlasting(self, tensor: Tensor) -> Tensor:
         """Return a tensor over the same memory that may outlast the capture of its recording."""
+        return tensor
 
     def settle(self) -> int:
         """Note that the recording is made; returns how many bytes of the slot's memory it needs.
@@ -43,59 +44,33 @@ class Pool(Protocol):
         Raises:
             CaptureError: Something that the capture made lives on in memory that other recordings use.
         """
+        return 0
 
 
-class SlotMemory(Protocol):
-    """Memory of one slot's recordings.
+class SlotMemory:
+    """Memory of one slot's recordings; of these, which are no graphs, none.
 
     Attributes:
-        nbytes: Device memory in bytes.
         shrinks: Whether the largest recording's memory goes with it, though others are left.
     """
 
-    shrinks: bool
+    shrinks = True
 
     @property
     def nbytes(self) -> int:
-        """See above."""
+        """Device memory in bytes."""
+        return 0
 
     def begin(self) -> Pool:
         """Return what the next recording takes memory from."""
+        return Pool()
 
     def keep(self, nbytes: int) -> None:
         """Give memory back that recordings which need no more than `nbytes` do without; no replay is under way."""
 
 
-class NoMemory:
-    """Where recordings are no graphs. See `Pool` and `SlotMemory`."""
-
-    handle, nbytes, shrinks = None, 0, True
-
-    def begin(self) -> "NoMemory":
-        """See `SlotMemory`."""
-        return self
-
-    def keep(self, nbytes: int) -> None:
-        """See `SlotMemory`."""
-
-    def taking(self) -> AbstractContextManager[None]:
-        """See `Pool`."""
-        return nullcontext()
-
-    def outlasting(self, tensor: Tensor) -> Tensor:
-        """See `Pool`."""
-        return tensor
-
-    def settle(self) -> int:
-        """See `Pool`."""
-        return 0
-
-
-class PlainMemory(NoMemory):
-    """One pool of PyTorch's for all recordings: blocks of smaller ones are too small for larger ones that come later.
-
-    See `Pool` and `SlotMemory`.
-    """
+class PlainMemory(SlotMemory, Pool):
+    """One pool of PyTorch's for all recordings: blocks of smaller ones are too small for later, larger ones."""
 
     shrinks = False
 
@@ -103,14 +78,18 @@ class PlainMemory(NoMemory):
         self._pool = torch.cuda.MemPool()
 
     @property
-    def handle(self) -> tuple[int, int]:  # type: ignore[override]
+    def handle(self) -> tuple[int, int]:
         """See `Pool`."""
         return self._pool.id
 
     @property
-    def nbytes(self) -> int:  # type: ignore[override]
+    def nbytes(self) -> int:
         """See `SlotMemory`."""
         return sum(segment["total_size"] for segment in _segments(self.handle))
+
+    def begin(self) -> "PlainMemory":
+        """See `SlotMemory`."""
+        return self
 
     def keep(self, nbytes: int) -> None:
         """See `SlotMemory`: all goes or nothing."""
@@ -122,14 +101,18 @@ class PlainMemory(NoMemory):
         return self.nbytes
 
 
-class ArenaPool:
-    """The memory of one recording in an arena. See `Pool`."""
+class ArenaPool(Pool):
+    """The memory of one recording in an arena."""
 
-    def __init__(self, arena: "Arena", addresses: AddressRange) -> None:
-        # A recording outlives its slot for a moment, and neither is to wait for a collection.
-        self._arena = weakref.ref(arena)
-        self._addresses, self._pool = addresses, addresses.new_pool()
-        self.handle = self._pool.id
+    def __init__(self, addresses: AddressRange) -> None:
+        self._addresses = addresses
+        self._pool: torch.cuda.MemPool | None = addresses.new_pool()
+        self._handle = self._pool.id
+
+    @property
+    def handle(self) -> tuple[int, int]:
+        """See `Pool`."""
+        return self._handle
 
     def taking(self) -> AbstractContextManager[None]:
         """See `Pool`."""
@@ -141,20 +124,18 @@ class ArenaPool:
 
     def settle(self) -> int:
         """See `Pool`."""
-        arena = self._arena()
         if alive := self.alive():
-            if arena is not None:
-                arena.abandon()
             raise CaptureError(
                 f"the capture made {', '.join(map(_named, alive))}, which is kept, but recordings of other sizes "
                 "use the same memory"
             )
-        if arena is not None:
-            arena.settled(self)
+        self._pool = None
         return self._addresses.taken
 
     def alive(self) -> list[tuple[int, int]]:
-        """Return address and size of the blocks that something has."""
+        """Return address and size of the blocks that something has; none once the recording is settled."""
+        if self._pool is None:
+            return []
         if found := self._alive():
             gc.collect()  # none ran meanwhile
             torch.cuda.synchronize()
@@ -188,53 +169,39 @@ def _named(block: tuple[int, int]) -> str:
     return f"{size} bytes"
 
 
-class Arena:
-    """Addresses of one slot's recordings, each from the beginning. See `SlotMemory`.
+class Arena(SlotMemory):
+    """Addresses of one slot's recordings, each from the beginning.
 
     Args:
         new_range: Returns addresses for all that a slot may need.
     """
 
-    shrinks = True
-
     def __init__(self, new_range: Callable[[], AddressRange]) -> None:
-        self._new_range = new_range
-        self._addresses: AddressRange | None = new_range()
-        self._unsettled: ArenaPool | None = None
+        self._new_range, self._addresses = new_range, new_range()
+        self._last: ArenaPool | None = None
         # What earlier recordings still use.
         self._abandoned: weakref.WeakSet[AddressRange] = weakref.WeakSet()
 
     @property
     def nbytes(self) -> int:
         """See `SlotMemory`."""
-        there = [] if self._addresses is None else [self._addresses]
-        return sum(each.nbytes for each in (*there, *self._abandoned))
+        return sum(each.nbytes for each in (self._addresses, *self._abandoned))
 
     def begin(self) -> ArenaPool:
-        """See `SlotMemory`. What a failed capture made may live on, in its error's frames."""
-        if self._unsettled is not None and self._unsettled.alive():
-            self.abandon()
-        if self._addresses is None:
+        """See `SlotMemory`.
+
+        What a failed capture made may live on, in its error's frames: PyTorch would mistake it for what comes next.
+        """
+        if self._last is not None and self._last.alive():
+            self._abandoned.add(self._addresses)
             self._addresses = self._new_range()
         self._addresses.begin()
-        self._unsettled = ArenaPool(self, self._addresses)
-        return self._unsettled
-
-    def settled(self, pool: ArenaPool) -> None:
-        """Note that nothing lives on of a recording."""
-        if pool is self._unsettled:
-            self._unsettled = None
-
-    def abandon(self) -> None:
-        """Use other addresses from now on: PyTorch would mistake what lives on here for what comes next."""
-        if self._addresses is not None:
-            self._abandoned.add(self._addresses)
-        self._addresses = self._unsettled = None
+        self._last = ArenaPool(self._addresses)
+        return self._last
 
     def keep(self, nbytes: int) -> None:
         """See `SlotMemory`."""
-        if self._addresses is not None:
-            self._addresses.keep(nbytes)
+        self._addresses.keep(nbytes)
 
 
 class StaticMemory:

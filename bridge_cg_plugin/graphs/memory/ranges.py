@@ -17,12 +17,11 @@ from threading import Lock, RLock
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from ...announce import announce
 from .virtual_memory import (
     OUT_OF_MEMORY,
-    CudaVirtualMemory,
     DeviceMemoryError,
     DriverTable,
     NoDeviceMemory,
@@ -121,6 +120,11 @@ class AddressRange:
         return int(self._range.mapped)
 
     @property
+    def is_used(self) -> bool:
+        """Whether PyTorch has segments here, with tensors or in its cache."""
+        return bool(self._range.segments)
+
+    @property
     def taken(self) -> int:
         """What was taken since `begin`, in bytes."""
         return int(self._range.cursor)
@@ -205,9 +209,9 @@ class AddressRange:
         allocate, give_back = map(_address, (self._library.bridge_cg_allocate, self._library.bridge_cg_give_back))
         return torch.cuda.MemPool(torch._C._cuda_customAllocator(allocate, give_back))
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies here."""
-        return bool(self.first <= tensor.data_ptr() < self.first + self._range.size)
+    def holds(self, memory: Tensor | UntypedStorage) -> bool:
+        """Whether a tensor or a storage lies here."""
+        return bool(self.first <= memory.data_ptr() < self.first + self._range.size)
 
 
 def _address(function: Any) -> int:
@@ -235,16 +239,6 @@ def _with(written: str, **settings: bool) -> str:
     return ",".join(filter(None, (written, *(f"{name}:{value}" for name, value in settings.items()))))
 
 
-@contextmanager
-def taking_from(addresses: AddressRange, pool: torch.cuda.MemPool) -> Iterator[None]:
-    """Let PyTorch take memory for tensors from a range, by a pool of it.
-
-    It keeps blocks by stream. Any will do: memory leaves behind all of the device's work.
-    """
-    with addresses.giving(), torch.cuda.stream(torch.cuda.default_stream()), torch.cuda.use_mem_pool(pool):
-        yield
-
-
 def close_left() -> None:
     """Give memory and addresses back of ranges that nobody has, as far as PyTorch has given theirs back."""
     with _closing:
@@ -265,7 +259,7 @@ def driver_of(device: torch.device) -> VirtualMemory | None:
     try:
         torch.cuda.synchronize(device)  # which starts the driver
         library()
-        made = CudaVirtualMemory(device.index)
+        made = VirtualMemory(device.index)
         _try_out(made)
         return made
     except Exception as error:

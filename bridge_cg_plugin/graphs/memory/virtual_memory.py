@@ -1,7 +1,7 @@
 """Device addresses that keep their place while the memory behind them comes and goes, by CUDA's driver."""
 
 import ctypes
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,54 +47,8 @@ class DriverTable(ctypes.Structure):
     )
 
 
-class VirtualMemory(Protocol):
-    """Addresses, and memory that is put behind them. Sizes and addresses are multiples of `granularity`.
-
-    Attributes:
-        granularity: In bytes.
-        table: What makes memory and puts it behind addresses.
-    """
-
-    granularity: int
-    table: DriverTable
-
-    def name_of(self, status: int) -> str:
-        """Return the name of an error."""
-
-    def reserve(self, nbytes: int) -> int:
-        """Return the first of `nbytes` addresses that nothing else gets until `free`."""
-
-    def free(self, address: int, nbytes: int) -> None:
-        """Give addresses back; no memory is behind them."""
-
-    def host_memory(self, nbytes: int) -> Tensor:
-        """Return `[nbytes]` uint8 memory of the host, fast to copy to and from the device if there is such.
-
-        Raises:
-            DeviceMemoryError: There is none.
-        """
-
-    def wait(self) -> None:
-        """Wait for all work of the device."""
-
-    def read(self, address: int, content: Tensor) -> None:
-        """Copy device memory to the host, as much as `content` holds."""
-
-    def write(self, address: int, content: Tensor) -> None:
-        """Copy `content` to device memory; the copy has ended on return."""
-
-
 class _Location(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
-
-
-class _Flags(ctypes.Structure):
-    _fields_ = (
-        ("compression", ctypes.c_ubyte),
-        ("rdma", ctypes.c_ubyte),
-        ("usage", ctypes.c_ushort),
-        ("reserved", ctypes.c_ubyte * 4),
-    )
 
 
 class _Properties(ctypes.Structure):
@@ -103,7 +57,7 @@ class _Properties(ctypes.Structure):
         ("handle_types", ctypes.c_int),
         ("location", _Location),
         ("win32", ctypes.c_void_p),
-        ("flags", _Flags),
+        ("flags", ctypes.c_ubyte * 8),
     )
 
 
@@ -111,11 +65,15 @@ class _Access(ctypes.Structure):
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
-class CudaVirtualMemory:
-    """Memory of one GPU. See `VirtualMemory`.
+class VirtualMemory:
+    """Addresses of one GPU, and memory that is put behind them. Sizes and addresses are multiples of `granularity`.
 
     Args:
         device: Index of the GPU. Its context is current in every thread that calls.
+
+    Attributes:
+        granularity: In bytes.
+        table: What makes memory and puts it behind addresses.
 
     Raises:
         OSError: There is no driver.
@@ -149,24 +107,28 @@ class CudaVirtualMemory:
         raise (NoDeviceMemory if status == OUT_OF_MEMORY else DeviceMemoryError)(f"{name}: {self.name_of(status)}")
 
     def name_of(self, status: int) -> str:
-        """See `VirtualMemory`."""
+        """Return the name of an error."""
         text = ctypes.c_char_p()
         self._driver.cuGetErrorName(ctypes.c_int(status), ctypes.byref(text))
         return (text.value or str(status).encode()).decode()
 
     def reserve(self, nbytes: int) -> int:
-        """See `VirtualMemory`."""
+        """Return the first of `nbytes` addresses that nothing else gets until `free`."""
         address = ctypes.c_uint64()
         rest = ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0)
         self._call("cuMemAddressReserve", ctypes.byref(address), ctypes.c_size_t(nbytes), *rest)
         return address.value
 
     def free(self, address: int, nbytes: int) -> None:
-        """See `VirtualMemory`."""
+        """Give addresses back; no memory is behind them."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
 
     def host_memory(self, nbytes: int) -> Tensor:
-        """See `VirtualMemory`."""
+        """Return `[nbytes]` uint8 memory of the host, fast to copy to and from the device if there is such.
+
+        Raises:
+            DeviceMemoryError: There is none.
+        """
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
@@ -177,20 +139,17 @@ class CudaVirtualMemory:
             raise DeviceMemoryError(f"the host has no memory for what graphs read: {error}") from error
 
     def wait(self) -> None:
-        """See `VirtualMemory`."""
+        """Wait for all work of the device."""
         self._call("cuCtxSynchronize")
 
     def read(self, address: int, content: Tensor) -> None:
-        """See `VirtualMemory`."""
+        """Copy device memory to the host, as much as `content` holds."""
         begin, size = ctypes.c_uint64(address), ctypes.c_size_t(content.nbytes)
         self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(content.data_ptr()), begin, size)
 
     def write(self, address: int, content: Tensor) -> None:
-        """See `VirtualMemory`."""
+        """Copy `content` to device memory; the copy has ended on return."""
         begin, size = ctypes.c_uint64(address), ctypes.c_size_t(content.nbytes)
         self._call("cuMemcpyHtoD_v2", begin, ctypes.c_void_p(content.data_ptr()), size)
-        self._wait()  # from pageable memory, the call may return before the copy has ended
-
-    def _wait(self) -> None:
-        """Wait for copies: PyTorch's own streams do not wait for the stream that they run on."""
+        # From pageable memory, the call may return before the copy has ended, for which PyTorch's streams do not wait.
         self._call("cuStreamSynchronize", ctypes.c_uint64(0))

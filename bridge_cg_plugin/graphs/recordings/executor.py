@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ...announce import announce
 from ..errors import CaptureError, release_frames
-from ..memory.pools import Arena, Making, NoMemory, PlainMemory, Pool, SlotMemory, StaticMemory
+from ..memory.pools import Arena, Making, PlainMemory, Pool, SlotMemory, StaticMemory
 from ..memory.ranges import AddressRange, close_left, driver_of
-from ..memory.returning_tensors import ReturningTensors
+from ..memory.returning import ReturningTensors
 from ..memory.virtual_memory import DeviceMemoryError, NoDeviceMemory, VirtualMemory
 from ..replays.streams import ReplayStream
 from .activations import Activations
@@ -354,7 +354,7 @@ class ReferenceExecutor(Executor):
 
     def new_memory(self) -> SlotMemory:
         """See `Executor`."""
-        return NoMemory()
+        return SlotMemory()
 
     @contextmanager
     def _aside(self, body: RegionBody) -> Iterator[None]:

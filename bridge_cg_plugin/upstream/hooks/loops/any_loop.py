@@ -82,15 +82,13 @@ class Loops:
         if others and not others <= {graphs.model for driver in self._drivers for graphs in driver.graphs}:
             return None
         from ...environment import memory_may_leave
-        from .emptied_cache import after_empty_cache
+        from .leaving_models import follow
         from .loop_driver import LoopDriver
-        from .resized_storages import follow_storages
 
         driver = LoopDriver(chunks, config, microbatches, others)
         self._drivers.add(driver)
         if memory_may_leave():
-            after_empty_cache(self.follow_models)
-            follow_storages(chunks)
+            follow(chunks, self.follow_models)
         vars(unwrapped(chunks[0])[-1])[HELD] = _Held(driver)
         return driver
 
@@ -145,7 +143,10 @@ class Loops:
 
     def release_memory(self) -> int:
         """Take the memory of all models' graphs off the device until they are needed; returns how many bytes left."""
-        return sum(driver.release_memory() for driver in list(self._drivers))
+        from .leaving_models import undisturbed
+
+        with undisturbed():
+            return sum(driver.release_memory() for driver in list(self._drivers))
 
     def follow_models(self) -> None:
         """Take the memory of graphs off the device whose model has left it."""

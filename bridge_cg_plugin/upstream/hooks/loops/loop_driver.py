@@ -25,8 +25,7 @@ from ..configuration.provider_fields import EVERY
 from ..helpers.graph_helper import GraphHelper, asks_for_packed_graphs, asks_for_vision_graphs, modules_on_graphs
 from ..helpers.packed_helper import PackedCudaGraphHelper, checked_options, find_decoders
 from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_options
-from .emptied_cache import has_left
-from .returning_buffers import ReturningBuffers
+from .leaving_models import ReturningBuffers, has_left
 
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.
 WARMUP_CALLS = 3
@@ -167,13 +166,9 @@ class LoopDriver:
     def follow_models(self) -> None:
         """Take the memory of graphs off the device whose model has left it; inside a schedule call nothing leaves."""
         for graphs in self.graphs:
-            if graphs.in_step or not graphs.captured:
-                continue
-            if not graphs.executor.memory_away and has_left(graphs.model):
-                self._buffers.let_go()
+            there = graphs.captured and not (graphs.in_step or graphs.executor.memory_away)
+            if there and has_left(graphs.model):
                 graphs.release_memory()
-            else:  # what did not leave with the model, because somebody still held a weight
-                graphs.release_unused()
 
     def report(self) -> None:
         """Print the graphs' reports, once: as the process ends or, where the model is dropped before, then."""
