@@ -32,6 +32,8 @@ SOURCE = Path(__file__).with_name("allocator.c")
 COMPILERS = ("cc", "gcc", "clang")
 # What pools of ranges, and tensors that outlast them, need of PyTorch.
 PYTORCHS = ("_cuda_customAllocator", "_construct_storage_from_data_pointer")
+# One of a pool's two numbers is always 0: a look at this one reads PyTorch's settings and no blocks.
+NO_POOL = (1, 1)
 # PyTorch gets memory from one range at a time.
 _ONE_AT_A_TIME = RLock()
 _giving: "list[_Range | None]" = [None]
@@ -221,7 +223,7 @@ def _address(function: Any) -> int:
 @contextmanager
 def _own_segments() -> Iterator[None]:
     """Let PyTorch take memory of pools in segments of their own, which expandable segments are not."""
-    found = torch._C._cuda_memorySnapshot((0, 0, False))["allocator_settings"]
+    found = torch._C._cuda_memorySnapshot((*NO_POOL, False))["allocator_settings"]
     if not found["expandable_segments"]:
         yield
         return
