@@ -144,7 +144,8 @@ def test_listeners_that_empty_the_cache_are_called_once(asked_for, monkeypatch):
     """As executors do before memory leaves."""
     called = []
     monkeypatch.setattr(LOOPS, "follow_models", lambda: (called.append(True), torch.cuda.empty_cache()))
-    call(Policy(), 1)
+    model = Policy()
+    call(model, 1)
     (driver,) = LOOPS._drivers
     monkeypatch.setattr(driver, "release_memory", lambda: (torch.cuda.empty_cache(), 7)[1])
     assert bridge_cg_plugin.release_memory() == 7 and not called

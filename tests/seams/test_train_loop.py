@@ -140,7 +140,7 @@ def test_metrics_reach_the_loggers_at_their_interval(helper, positional):
 
 
 def test_logging_reports_a_hundred_steps_on_the_console(helper, capsys, monkeypatch):
-    monkeypatch.setattr(train_loop, "SHORT_REPORTS", rank_figures.ShortReports())
+    monkeypatch.setattr(train_loop, "FIGURES", rank_figures.Figures())
     log = make("train_log")(lambda losses, global_state: None)
     capsys.readouterr()
     for step in range(1, 206):

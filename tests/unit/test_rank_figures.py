@@ -17,8 +17,8 @@ from bridge_cg_plugin.graphs.reports.report import (
     render_ranks,
 )
 from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, RegionStatistics
-from bridge_cg_plugin.upstream.hooks.loops import rank_figures, train_loop
-from bridge_cg_plugin.upstream.hooks.loops.rank_figures import LastFigures, pauses_of_ranks
+from bridge_cg_plugin.upstream.hooks.loops import train_loop
+from bridge_cg_plugin.upstream.hooks.loops.rank_figures import Figures, pauses_of_ranks
 from bridge_cg_plugin.vision.batch import token_count
 from tests.ranks import run_ranks
 
@@ -98,11 +98,11 @@ def test_a_step_waits_for_the_recordings_of_all_modules_of_a_rank():
     packs[0].pauses.update({2: 0.5, 7: 0.25})
     found = {"vision": vision, "packs": packs}
     assert pause_metrics(pauses_of_ranks(found), "all") == {"all/pause_s": 1.25, "all/longest_pause_s": 1.0}
-    last = LastFigures()
+    last = Figures()
     last.take(9, found)
     printed = io.StringIO()
     with redirect_stdout(printed):
-        last.tell()
+        last.end()
     assert "steps waited 1.2 s for recordings of all modules, at most 1.0 s in one step" in printed.getvalue()
 
 
@@ -145,7 +145,7 @@ def log_where_the_last_rank_has_no_encoder(impl):
     printed = io.StringIO()
     with redirect_stdout(printed):
         for _ in range(2):
-            train_loop.LAST_FIGURES.tell()
+            train_loop.FIGURES.end()
     return (state.tensorboard_logger and state.tensorboard_logger.scalars), printed.getvalue()
 
 
@@ -213,9 +213,9 @@ def look(replays, eager=0):
 
 @pytest.mark.parametrize("interval", [1, 40, 250])
 def test_reports_while_training_come_with_the_first_replays_and_then_every_hundred_steps(capsys, interval):
-    reports = rank_figures.ShortReports()
+    reports = Figures()
     for step in range(interval, 1001, interval):
-        reports.tell(step, look(max(0, step - 5)))
+        reports.take(step, look(max(0, step - 5)))
     said = [line for line in capsys.readouterr().out.splitlines() if "steps" in line]
     ends = [int(re.search(r"to (\d+):", line)[1]) for line in said]
     assert ends[0] == (6 if interval == 1 else interval)
@@ -225,11 +225,11 @@ def test_reports_while_training_come_with_the_first_replays_and_then_every_hundr
 
 
 def test_a_report_is_of_the_steps_since_the_last_one(capsys):
-    reports = rank_figures.ShortReports()
-    reports.tell(10, look(0))
-    reports.tell(20, look(8))
-    reports.tell(119, look(90))
-    reports.tell(120, look(100, eager=5))
+    reports = Figures()
+    reports.take(10, look(0))
+    reports.take(20, look(8))
+    reports.take(119, look(90))
+    reports.take(120, look(100, eager=5))
     first, second, why = capsys.readouterr().out.splitlines()
     assert "steps 1 to 20: 8 of 8 microbatches replayed (100.0%)" in first
     assert "steps 21 to 120: 92 of 97 microbatches replayed (94.8%)" in second
@@ -237,10 +237,10 @@ def test_a_report_is_of_the_steps_since_the_last_one(capsys):
 
 
 def test_a_second_training_of_a_process_begins_anew(capsys):
-    reports = rank_figures.ShortReports()
-    reports.tell(100, look(50))
-    reports.tell(10, look(7))
+    reports = Figures()
+    reports.take(100, look(50))
+    reports.take(10, look(7))
     assert "steps 1 to 10: 7 of 7" in capsys.readouterr().out.splitlines()[1]
-    reports.forget()
-    reports.tell(10, look(9))
+    reports.end()
+    reports.take(10, look(9))
     assert "steps 1 to 10: 9 of 9" in capsys.readouterr().out

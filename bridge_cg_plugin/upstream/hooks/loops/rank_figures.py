@@ -44,19 +44,41 @@ def pauses_of_ranks(found: dict[str, dict[int, RegionStatistics]]) -> list[Regio
     return [merge_statistics([group[rank] for group in found.values() if rank in group]) for rank in ranks]
 
 
-class LastFigures:
-    """The figures of all ranks that were exchanged last, for the end of training, when no rank may wait for another."""
+class Figures:
+    """Reports of all ranks: short ones while training, and one from the last figures that were exchanged.
+
+    At the end of training no rank may wait for another. Short reports come with the first logged step after warm-up,
+    then with one in about a hundred steps.
+    """
+
+    EVERY = 100
 
     def __init__(self) -> None:
         self._step = 0
         self._found: dict[str, dict[int, RegionStatistics]] = {}
+        # Of each group, the step of its last short report and the sum of its figures then.
+        self._told: dict[str, tuple[int, RegionStatistics]] = {}
 
     def take(self, step: int, found: dict[str, dict[int, RegionStatistics]]) -> None:
-        """Keep what was exchanged after a step."""
-        self._step, self._found = step, found
+        """Keep what was exchanged after a step that was logged; prints what happened since the last report, if due.
 
-    def tell(self) -> None:
-        """Print a table of the ranks for each group that has several, and forget it."""
+        Args:
+            step: The step.
+            found: Statistics of all ranks after it; see `statistics_of_ranks`.
+        """
+        self._step, self._found = step, found
+        for group, ranks in found.items():
+            last, before = self._told.get(group, (0, RegionStatistics()))
+            if step < last:  # of another training in this process
+                last, before = 0, RegionStatistics()
+            if last and step - last < self.EVERY:
+                continue
+            if said := render_steps(list(ranks.values()), before, f"{group}, steps {last + 1} to {step}"):
+                self._told[group] = step, merge_statistics(list(ranks.values()))
+                announce(said)
+
+    def end(self) -> None:
+        """Print a table of the ranks for each group that has several, and forget all: training has ended."""
         for group, ranks in self._found.items():
             if len(ranks) > 1:
                 announce(render_ranks(ranks, f"{group} of {len(ranks)} ranks after step {self._step}"))
@@ -64,40 +86,7 @@ class LastFigures:
             waited = pause_metrics(pauses_of_ranks(self._found), ALL_MODULES)
             in_all, most = waited[f"{ALL_MODULES}/pause_s"], waited[f"{ALL_MODULES}/longest_pause_s"]
             announce(f"steps waited {in_all:.1f} s for recordings of all modules, at most {most:.1f} s in one step")
-        self._found = {}
-
-
-class ShortReports:
-    """Reports while training: with the first logged step after warm-up, then with one in about a hundred steps."""
-
-    EVERY = 100
-
-    def __init__(self) -> None:
-        self._steps: dict[str, int] = {}
-        self._before: dict[str, RegionStatistics] = {}
-
-    def tell(self, step: int, found: dict[str, dict[int, RegionStatistics]]) -> None:
-        """Print what happened since the last report, if it is time for one.
-
-        Args:
-            step: The step that was logged.
-            found: Statistics of all ranks after it; see `statistics_of_ranks`.
-        """
-        for group, ranks in found.items():
-            now, before = merge_statistics(list(ranks.values())), self._before.get(group, RegionStatistics())
-            last = self._steps.get(group, 0)
-            if step < last:  # of another training in this process
-                last, before = 0, RegionStatistics()
-            if last and step - last < self.EVERY:
-                continue
-            said = render_steps(list(ranks.values()), before, f"{group}, steps {last + 1} to {step}")
-            if said:
-                self._steps[group], self._before[group] = step, now
-                announce(said)
-
-    def forget(self) -> None:
-        """Clear: training has ended."""
-        self._steps, self._before = {}, {}
+        self._found, self._told = {}, {}
 
 
 def phase_of(helpers: Sequence[GraphHelper]) -> str:

@@ -27,10 +27,9 @@ from ..helpers.graph_helper import (
 )
 from ..helpers.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 from .any_loop import LOOPS
-from .rank_figures import ALL_MODULES, LastFigures, ShortReports, pauses_of_ranks, phase_of, statistics_of_ranks
+from .rank_figures import ALL_MODULES, Figures, pauses_of_ranks, phase_of, statistics_of_ranks
 
-LAST_FIGURES = LastFigures()
-SHORT_REPORTS = ShortReports()
+FIGURES = Figures()
 # Those that Bridge's train loop does not make: it makes one for Qwen3-VL's encoder only.
 OTHER_HELPERS: list[VisionTECudaGraphHelper] = []
 
@@ -111,8 +110,7 @@ def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
         state = argument("global_state", args, kwargs)
         if state is not None and state.train_state.step % state.cfg.logger.log_interval == 0:
             found = statistics_of_ranks(all_graphs(), state.cfg.model)
-            LAST_FIGURES.take(state.train_state.step, found)
-            SHORT_REPORTS.tell(state.train_state.step, found)
+            FIGURES.take(state.train_state.step, found)
             for group, ranks in found.items():
                 write_metrics(state, metrics_of_ranks(list(ranks.values()), group))
             if len(found) > 1:
@@ -138,8 +136,7 @@ def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
         for helper in active_helpers():
             helper.delete_cuda_graphs()
         CURRENT.delete_cuda_graphs()
-        LAST_FIGURES.tell()
-        SHORT_REPORTS.forget()
+        FIGURES.end()
         old(*args, **kwargs)
 
     return _delete_cuda_graphs
