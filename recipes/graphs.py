@@ -8,10 +8,9 @@ from typing import Any
 
 from .. import status
 from ..announce import announce
-from ..options import PROVIDER_FIELDS, Facts, GraphOptions, OptionError, facts_of
-from ..options.choice import CHOICE, SETTING, SETTINGS
-from ..options.normalization import as_fields, splits_deepstack, warn_once
-from ..options.precedence import settle
+from ..options import PROVIDER_FIELDS, Facts, GraphOptions, OptionError
+from ..options.graph_options import CHOICE, SETTING, SETTINGS
+from ..options.normalization import as_fields, settle, splits_deepstack, warn_once
 from ..options.sources import collect
 from ..options.values import parse_choice
 from .gpus import GPUS
@@ -138,7 +137,7 @@ def _prepare(config: Any, max_seq_length: int, encoder: bool) -> None:
     model.use_te_rng_tracker = config.rng.te_rng_tracker = True
     if not (encoder and hasattr(model, PROVIDER_FIELDS["impl"])):
         return
-    facts = facts_of(collect(config))
+    facts = collect(config).facts
     _limit_vision_graphs(config, max_seq_length, facts)
     if model.recompute_granularity == "full" and not facts.other_tower:
         _spare_the_encoder(model)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..options import PROVIDER_FIELDS
-from ..options.choice import SETTING
+from ..options.graph_options import SETTING
 from .graphs import require_plugin
 
 STEPS = 30

@@ -78,6 +78,17 @@ def pytest_sessionfinish(session):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _least_bytes(request):
+    """Let activations of small models leave the device in modules that say how small."""
+    least = getattr(request.module, "LEAST_BYTES", None)
+    if least is None:
+        yield
+    else:
+        with mock.patch("bridge_cg_plugin.offload.offloading.LEAST_BYTES", least):
+            yield
+
+
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch):
     for name in ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):

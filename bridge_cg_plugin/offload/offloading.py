@@ -20,6 +20,9 @@ from .observe import Observer, offload_rate, other_bytes
 from .plan import Fate, Inventory, Plan, Policy, fixed_plans, plans_within, smallest_window
 from .store import ActivationStore, CudaTransfers, Transfers
 
+# Smallest activation that is offloaded or recomputed.
+LEAST_BYTES = 1 << 20
+
 # Slots that are recorded again for less memory before a target is given up.
 ATTEMPTS = 4
 # Part of a forward that copies hide behind: they are slower beside kernels, and the last ones come too late.
@@ -186,7 +189,7 @@ def offloading_of(options: CapturedOptions, fields: Mapping[str, str], manager: 
         frozenset(default if given is None else given)
         for given, default in zip((options.offload, options.recompute), unsaid, strict=True)
     )
-    policy = Policy(scopes, kinds, options.offload_above_gb, options.offload_min_bytes, fields)
+    policy = Policy(scopes, kinds, options.offload_above_gb, LEAST_BYTES, fields)
     return RegionOffloading(policy, manager.slots, manager.executor.device)
 
 

@@ -4,17 +4,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .choice import ALL_PARTS, CHOICE, LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER, Part
-from .combinations import check_options
-from .combinations.language_model import DRIVEN_BY_BRIDGE
-from .errors import OptionError
-from .facts import Facts, facts_of
-from .graph_options import GraphOptions
-from .language_model import IMPL, MODULES, SCOPE
-from .migration import SWITCHES
+from .combinations import DRIVEN_BY_BRIDGE, check_options
+from .facts import Facts
+from .graph_options import ALL_PARTS, CHOICE, LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER, GraphOptions, Part
+from .language_model import IMPL, MODULES, SCOPE, SWITCHES
 from .packed import MAX_PACKED_SEQS
 from .sources import LANGUAGE_MODEL_FIELDS, Written
-from .values import is_unset, parse_flag
+from .values import OptionError, is_unset, parse_flag
 from .vision import PROVIDER_FIELDS, VISION
 
 VISION_IMPL, KERNELS = PROVIDER_FIELDS["impl"], PROVIDER_FIELDS["kernels"]
@@ -60,7 +56,7 @@ def choose(written: Written, make: Make) -> tuple[Written, tuple[Part, ...]]:
         return _eager(written), (Part(ALL_PARTS, "eager", f"{SETTING}=off"),)
     refuse_other_trackers(written)
     parts: list[Part] = []
-    facts = replace(facts_of(written), te_rng_tracker=True, nan_check=False)
+    facts = written.facts.but(te_rng_tracker=True, check_for_nan_in_loss=False)
     if facts.loop_parts is not None:
         written = _without_idle(written)
     # How packs are captured matters with graphs of the language model only, which are chosen after the encoder's.
@@ -137,8 +133,8 @@ def _language_model(facts: Facts, written: Written) -> Iterator[_Candidate]:
 
 def _packed(facts: Facts) -> Iterator[_Candidate]:
     packs = {IMPL: "transformer_engine", SCOPE: None, MAX_PACKED_SEQS: "auto"}
-    many = facts.moe and (facts.expert_ranks or 1) > MOST_EXPERT_RANKS
-    unless = f"model.expert_model_parallel_size={facts.expert_ranks}: {MUCH_MEMORY}" if many else ""
+    many = facts.moe and facts.ranks("expert_model") > MOST_EXPERT_RANKS
+    unless = f"model.expert_model_parallel_size={facts.ranks('expert_model')}: {MUCH_MEMORY}" if many else ""
     yield _Candidate({**packs, MODULES: []}, "all layers as one region over packed sequences", unless)
     if facts.moe:
         router = ["attn", "moe_router", *(["mamba"] if facts.mamba else [])]

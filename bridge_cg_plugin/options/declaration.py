@@ -14,21 +14,32 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .errors import OptionError
-from .values import Parser, is_unset
+from .values import OptionError, Parser, is_unset
 
 # Of development snapshots before the first release.
 SINCE = "0.1.0"
 _HOST = "Remove it: offloading takes at most four fifths of the host's memory, shared by its processes."
 _LIMITS = "Remove it: a bucket is captured for the limits that microbatches ask for."
 _MODE = "Remove it: automatic buckets are captured on demand, named ones at once."
+_EVALUATION = "Remove it: evaluation is captured when it first runs."
+_SMALLEST = "Remove it: activations of 1 MiB and more are offloaded."
+_CORES = "Set megatron-core's own field on the model: {}."
 GONE = {
-    "activation_offload_min_bytes": "Set offload_min_bytes in the tuning mapping of each part.",
+    "activation_offload": "Set vision_cuda_graph_offload, cuda_graph_packed_offload or offload_modules.",
+    "activation_offload_min_bytes": _SMALLEST,
     "cuda_graph_packed_tuning.bucket_limits": _LIMITS,
     "cuda_graph_packed_tuning.capture_mode": _MODE,
+    "cuda_graph_packed_tuning.evaluation": _EVALUATION,
     "cuda_graph_packed_tuning.max_seqlen": "Remove it: a document may be as long as its bucket.",
     "cuda_graph_packed_tuning.offload_host_max_gb": _HOST,
+    "cuda_graph_packed_tuning.offload_min_bytes": _SMALLEST,
     "cuda_graph_packed_tuning.planned_for": "Remove it: buckets that ranks cannot share are refused in any case.",
+    "offload": _CORES.format("offload_modules, with fine_grained_activation_offloading"),
+    "offload_delay_until_cuda_graph": _CORES.format("delay_offload_until_cuda_graph"),
+    "offload_delta_bytes_across_pp_ranks": _CORES.format("delta_offload_bytes_across_pp_ranks"),
+    "offload_fraction": _CORES.format("activation_offload_fraction"),
+    "offload_max_inflight": _CORES.format("fine_grained_offloading_max_inflight_offloads"),
+    "offload_min_tensor_size": _CORES.format("min_offloaded_tensor_size"),
     "vision_cuda_graph_balance": "Remove it: images stay on their ranks.",
     "vision_cuda_graph_modules": "Remove it: one graph holds the whole encoder, attention and MLPs.",
     "vision_cuda_graph_tuning.audio": "Remove it: the audio encoder is captured with the vision encoder.",
@@ -38,12 +49,13 @@ GONE = {
     "vision_cuda_graph_tuning.check_tolerance": "Remove it: the plugin chooses by the encoder.",
     "vision_cuda_graph_tuning.cost_fallback": "Remove it: where eager is faster, name buckets near the images' sizes.",
     "vision_cuda_graph_tuning.drop_unused_steps": "Remove it, or give vision_cuda_graph_buckets fewer buckets.",
+    "vision_cuda_graph_tuning.evaluation": _EVALUATION,
     "vision_cuda_graph_tuning.frozen_outputs_gb": "Remove it: a frozen encoder's replays take as long as ever.",
+    "vision_cuda_graph_tuning.gradient_accumulation_fusion": "Remove it: weight gradients are added to main_grad.",
     "vision_cuda_graph_tuning.gradient_hooks": "Remove it: register hooks on parameters, which replays run.",
-    "vision_cuda_graph_tuning.evaluation": "Remove it: evaluation is captured when it first runs.",
-    "cuda_graph_packed_tuning.evaluation": "Remove it: evaluation is captured when it first runs.",
     "vision_cuda_graph_tuning.headroom": "Remove it: automatic buckets are captured for the sizes that come.",
     "vision_cuda_graph_tuning.offload_host_max_gb": _HOST,
+    "vision_cuda_graph_tuning.offload_min_bytes": _SMALLEST,
     "vision_cuda_graph_tuning.streams": "Remove it: the plugin chooses.",
 }
 
@@ -71,48 +83,39 @@ class Option:
         field: The field of a model's configuration; with the mapping's name in front for a tuning value.
         default: The value where nothing is chosen.
         parse: Returns the typed value of what was written.
-        value: What a flag takes, for its help.
         help: What it means, in a phrase.
         details: Further sentences in Markdown, for docs/options.md.
         flags: Names of its flag, with underscores and without dashes in front; none where empty.
         tuning: Whether it is an entry of the group's mapping of tuning values and no field of its own.
-        old: A deprecated name of the field with the help of its flag; the new field then is None where nothing is
-            chosen.
-        since: First release of megatron-bridge that has the field; the plugin adds the field where it is empty.
+        old: A deprecated name of the field with the help of its flag.
+        upstreams: Whether the field is upstream's; the plugin adds others to model providers.
     """
 
     name: str
     field: str
     default: Any
     parse: Parser
-    value: str
     help: str
     details: str = ""
     flags: tuple[str, ...] = ()
     tuning: bool = False
     old: tuple[str, str] | None = None
-    since: str = ""
+    upstreams: bool = False
 
     @property
     def allowed(self) -> str:
         """Which values there are, in words."""
-        none = self.default is None or self.old is not None
-        return f"{self.parse.allowed}; None" if none else self.parse.allowed
+        return f"{self.parse.allowed}; None" if self.default is None else self.parse.allowed
 
 
-def option(default: Any, parse: Parser, value: str, help: str, details: str = "", **further: Any) -> Any:
-    """Declare an option as a field of a dataclass.
+def option(default: Any, parse: Parser, help: str, details: str = "", **further: Any) -> Any:
+    """Declare an option as a field of a dataclass; for the arguments see `Option`.
 
-    Args:
-        default: See `Option`.
-        parse: See `Option`.
-        value: See `Option`.
-        help: See `Option`.
-        details: See `Option`.
-        further: `field` and `flags` where they are not named after the group, and what else `Option` has.
+    `field` and `flags` are given only where they are not named after the group.
     """
-    said = {"parse": parse, "value": value, "help": help, "details": details, **further}
-    return dataclasses.field(default=default, metadata={_KEY: said})
+    return dataclasses.field(
+        default=default, metadata={_KEY: {"parse": parse, "help": help, "details": details, **further}}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +175,7 @@ class Group:
     @property
     def added(self) -> dict[str, Any]:
         """Field that the plugin adds to model providers -> default."""
-        found: dict[str, Any] = {}
-        for one in self.options:
-            if not one.since and not one.tuning:
-                found |= {one.old[0]: one.default, one.field: None} if one.old else {one.field: one.default}
+        found = {one.field: one.default for one in self.options if not one.upstreams and not one.tuning}
         return {**found, self.tuning: None} if self.tuned else found
 
     def read(self, source: Any) -> dict[str, Any]:
@@ -231,5 +231,5 @@ def getter(source: Any) -> Callable[[str], Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as configurations hold it: tuples as lists."""
-    return list(value) if isinstance(value, tuple) else value
+    """Return a value as configurations hold it: tuples as lists, enums by name."""
+    return [plain(item) for item in value] if isinstance(value, tuple) else getattr(value, "name", value)

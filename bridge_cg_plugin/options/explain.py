@@ -6,16 +6,10 @@ from dataclasses import dataclass, fields
 from itertools import zip_longest
 from typing import Any
 
-from .choice import ALL_PARTS, LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER
-from .combinations import COMBINATIONS
-from .declaration import Group, Option, plain
-from .graph_options import GraphOptions
-from .groups import GROUPS
-from .language_model import IMPL, IMPLEMENTATIONS, INFERENCE_SCOPES, CudaGraphModule
-from .migration import MIGRATIONS, module_names
-from .offload import CORE_FIELDS, OffloadOptions
+from .declaration import Group, plain
+from .graph_options import ALL_PARTS, LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER, GraphOptions
+from .language_model import IMPL, CudaGraphModule
 from .packed import PACKED, PackedOptions
-from .releases import RELEASES
 from .vision import PROVIDER_FIELDS, VISION, WITHOUT_GRAPHS, VisionGraphOptions
 
 GAP = "  "
@@ -68,17 +62,11 @@ _ACTIVATIONS = ("offload_above_gb", "offload", "recompute")
 
 
 def as_json(options: GraphOptions) -> dict[str, Any]:
-    """Return options as plain values: language_model, vision, packed, offload and warnings."""
-    lm = options.language_model
+    """Return options as plain values: language_model, vision, packed, chosen and warnings."""
     return {
-        "language_model": {
-            "impl": lm.impl,
-            "modules": module_names(lm.modules),
-            "inference_scope": lm.inference_scope.name,
-        },
+        "language_model": _plain(options.language_model),
         "vision": _plain(options.vision),
         "packed": _plain(options.packed),
-        "offload": _plain(options.offload),
         "chosen": [str(part) for part in options.chosen],
         "warnings": list(options.warnings),
     }
@@ -95,7 +83,6 @@ def in_words(options: GraphOptions) -> str:
         f"language model: {_language_model(options)}",
         f"vision: {'; '.join([*_vision(options.vision), *_further_of_vision(options.vision)])}",
         f"packed sequences: {'; '.join([*_packed(options.packed), *_further_of_packs(options.packed)])}",
-        f"offload: {_offload(options.offload)}",
         *(f"warning: {text}" for text in options.warnings),
     ]
     return "\n".join(lines)
@@ -107,7 +94,7 @@ class Part:
 
     Attributes:
         name: The part.
-        runs: "graphs" or "eager"; of offloading, "on" or "off".
+        runs: "graphs" or "eager".
         why: What is captured, or what keeps it eager.
         options: Other options of it that are not their defaults, as `field=value`.
     """
@@ -119,7 +106,7 @@ class Part:
 
 
 def parts(options: GraphOptions) -> tuple[Part, ...]:
-    """Return the vision encoder, the language model, and offloading where it is on."""
+    """Return the vision encoder, the language model."""
     vision, language = options.vision, options.language_model
     packs = _packed(options.packed) if options.packed.enabled else []
     of_vision, of_packs = _further_of_vision(vision), _further_of_packs(options.packed)
@@ -127,8 +114,6 @@ def parts(options: GraphOptions) -> tuple[Part, ...]:
         _part(options, VISION_ENCODER, VISION_IMPL, vision.impl, _vision(vision), of_vision),
         _part(options, LANGUAGE_MODEL_PART, IMPL, language.impl, [_language_model(options), *packs], of_packs),
     ]
-    if options.offload.enabled or options.offload.parts:
-        found.append(Part("offloading", "on", _offload(options.offload)))
     return tuple(found)
 
 
@@ -153,7 +138,7 @@ def chosen_table(options: GraphOptions, width: int) -> str:
         width: Of a line.
     """
     names = {part.name for part in options.chosen}
-    found = [part for part in parts(options) if part.name in names or part.runs == "on"]
+    found = [part for part in parts(options) if part.name in names]
     limit = options.vision.buckets_max_gb
     rows = [(part.name, part.runs, _memory(part, limit), part.why) for part in found]
     left = width - sum(WIDTHS) - len(GAP) * len(WIDTHS)
@@ -237,13 +222,6 @@ def _buckets(capacities: tuple[int, ...] | str, longest: int | None = None) -> s
     return f"buckets of {_listed([str(c) for c in capacities])} tokens"
 
 
-def _offload(options: OffloadOptions) -> str:
-    if options.parts:
-        core = f", by megatron-core {_listed(list(options.modules))}" if options.enabled else ""
-        return f"activations of {_listed(list(options.parts))} to host memory{core}"
-    return f"inputs of {_listed(list(options.modules))} to host memory" if options.enabled else "off"
-
-
 def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
@@ -252,59 +230,3 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Return a Markdown table."""
     lines = [head, tuple("---" for _ in head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def tables() -> dict[str, str]:
-    """Return the tables of docs/options.md, by the name that marks their place there."""
-    return {
-        **{group.name: group_table(group) for group in GROUPS},
-        **{f"{group.name}_tuning": tuning_table(group) for group in GROUPS if group.tuned},
-        "migrations": table(
-            ("deprecated input", "becomes", "write instead"),
-            [(f"`{m.old}`", m.new, f"`{m.line}`") for m in MIGRATIONS],
-        ),
-        "inference": table(
-            ("`cuda_graph_impl`", "`inference_cuda_graph_scope`, the first is the default"),
-            [(f"`{impl}`", ", ".join(f"`{s.name}`" for s in INFERENCE_SCOPES[impl])) for impl in IMPLEMENTATIONS],
-        ),
-        "combinations": table(("refused", "reason"), [(c.what, c.reason) for c in COMBINATIONS]),
-        "releases": table(
-            ("release", "local graphs of modules", "offload fields it lacks"),
-            [_release_row(release) for release in RELEASES],
-        ),
-    }
-
-
-def group_table(group: Group) -> str:
-    """Return the table of a group's fields for docs/options.md."""
-    rows = [
-        (f"`{one.field}`", one.allowed, f"`{_written(group.added.get(one.field, one.default))}`", _meaning(one))
-        for one in group.options
-        if not one.tuning
-    ]
-    if group.tuned:
-        rows.append((f"`{group.tuning}`", "a mapping of names and values; None", "`None`", "tuning values, below"))
-    return table(("field", "values", "default", "meaning"), rows)
-
-
-def tuning_table(group: Group) -> str:
-    """Return the table of a group's tuning values for docs/options.md."""
-    rows = [(f"`{one.name}`", one.allowed, f"`{_written(one.default)}`", _meaning(one)) for one in group.tuned]
-    return table((f"in `{group.tuning}`", "values", "default", "meaning"), rows)
-
-
-def _meaning(one: Option) -> str:
-    return f"{one.help}. {one.details}" if one.details else one.help
-
-
-def _written(value: Any) -> str:
-    return str(plain(getattr(value, "name", value)))
-
-
-def _release_row(release: Any) -> tuple[str, ...]:
-    lacking = [f"`{name}`" for name in CORE_FIELDS.values() if name not in release.fields]
-    return (
-        release.name,
-        "yes" if release.local_layers else "refused by Bridge",
-        ", ".join(lacking) or "none",
-    )

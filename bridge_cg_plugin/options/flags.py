@@ -3,34 +3,26 @@
 import argparse
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-from .declaration import Group, Option
-from .errors import OptionError
-from .groups import GROUPS, TUNING, split_name, tuning_of
-from .offload import CORE_FIELDS
-from .values import words
-
-OFFLOAD = "offload"
+from .declaration import Group, refuse_gone
+from .graph_options import GROUPS, TUNING, split_name, tuning_of
+from .values import OptionError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
+class Flag(NamedTuple):
     """One flag.
 
     Attributes:
         name: Its name with underscores and without dashes in front; also the attribute of the parsed arguments.
         field: The field that it sets.
-        value: What it takes, for the help.
         meaning: Its meaning, for the help.
         aliases: Further names.
     """
 
     name: str
     field: str
-    value: str
     meaning: str
     aliases: tuple[str, ...] = ()
 
@@ -43,29 +35,15 @@ class Flag:
 
 def flags_of(groups: Iterable[Group]) -> tuple[Flag, ...]:
     """Return the flags of declared options, deprecated names after the new ones; one for a group's tuning values."""
-    return tuple(flag for group in groups for flag in _flags_of_group(group))
-
-
-def _flags_of_group(group: Group) -> list[Flag]:
-    found = [flag for option in group.options for flag in _flags_of(option)]
-    if group.tuned:
-        names = ", ".join(option.name for option in group.tuned)
-        meaning = f"values for tuning: {names}; see docs/options.md"
-        found.append(Flag(name=group.tuning, field=group.tuning, value="NAME=VALUE,...", meaning=meaning))
-    return found
-
-
-def _flags_of(option: Option) -> list[Flag]:
     found = []
-    if option.flags:
-        name, *aliases = option.flags
-        found.append(
-            Flag(name=name, field=option.field, value=option.value, meaning=option.help, aliases=tuple(aliases))
-        )
-    if option.old:
-        name, meaning = option.old
-        found.append(Flag(name=name, field=name, value=option.value, meaning=meaning))
-    return found
+    for group in groups:
+        for one in group.options:
+            found += [Flag(one.flags[0], one.field, one.help, one.flags[1:])] if one.flags else []
+            found += [Flag(one.old[0], *one.old)] if one.old else []
+        if group.tuned:
+            meaning = f"NAME=VALUE,... for tuning: {', '.join(one.name for one in group.tuned)}; see docs/options.md"
+            found.append(Flag(group.tuning, group.tuning, meaning))
+    return tuple(found)
 
 
 FLAGS = flags_of(GROUPS)
@@ -86,7 +64,7 @@ def add_flags(parser: argparse.ArgumentParser, replace: bool = False) -> None:
     group = parser.add_argument_group("CUDA graphs")
     for flag in FLAGS:
         action = "append" if flag.field in TUNING else "store"
-        group.add_argument(*flag.spellings, dest=flag.name, metavar=flag.value, help=flag.meaning, action=action)
+        group.add_argument(*flag.spellings, dest=flag.name, metavar="VALUE", help=flag.meaning, action=action)
     parser.conflict_handler = before
 
 
@@ -97,7 +75,7 @@ def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:
         value = getattr(arguments, flag.name, None)
         if value is not None:
             value = ",".join(value) if isinstance(value, list) else value  # of a mapping that was given in parts
-            found.update(_offload_fields(value) if flag.name == OFFLOAD else {flag.field: value})
+            found[flag.field] = value
     return found
 
 
@@ -138,8 +116,13 @@ def clear_flags(arguments: argparse.Namespace, names: Iterable[str]) -> argparse
 
 
 def unknown_flag(token: str, known: Iterable[str]) -> OptionError:
-    """Return the error for a token that looks like a flag and is none, with the nearest one."""
+    """Return the error for a token that looks like a flag and is none, with the nearest one.
+
+    Raises:
+        OptionError: The flag's option has gone.
+    """
     name = token.partition("=")[0]
+    refuse_gone(name.removeprefix("--").replace("-", "_"), name)
     near = difflib.get_close_matches(name.replace("-", "_"), [k.replace("-", "_") for k in known], n=1)
     return OptionError.unknown(name, "flag", f"--{near[0].lstrip('_')}" if near else "")
 
@@ -165,12 +148,12 @@ def as_typed(error: ValueError, words: Sequence[str]) -> str:
 
 def _typed(words: Sequence[str]) -> dict[str, str]:
     """Return the flags that set fields, as they were typed, unless a later word sets the field."""
-    fields = {spelling: _fields_of(flag) for flag in FLAGS for spelling in flag.spellings}
+    fields = {spelling: flag.field for flag in FLAGS for spelling in flag.spellings}
     found: dict[str, str] = {}
     for word in words:
         name, assigned, _ = word.partition("=")
         if name.startswith("--"):
-            found.update(dict.fromkeys(fields.get(name, [name[2:].replace("-", "_")]), name))
+            found[fields.get(name, name[2:].replace("-", "_"))] = name
         elif assigned:
             found.pop(_flags_field(name.lstrip("+")), None)
     return found
@@ -180,12 +163,3 @@ def _flags_field(name: str) -> str:
     """Return the field that a flag sets in order to set a name of a configuration."""
     field = split_name(name)[1]
     return tuning_of(field) or field
-
-
-def _fields_of(flag: Flag) -> list[str]:
-    return [CORE_FIELDS["enabled"], CORE_FIELDS["modules"]] if flag.name == OFFLOAD else [flag.field]
-
-
-def _offload_fields(value: Any) -> Mapping[str, Any]:
-    off = words(value) in ((), ("none",))
-    return {CORE_FIELDS["enabled"]: not off, CORE_FIELDS["modules"]: [] if off else value}

@@ -1,12 +1,85 @@
-"""All graph options of a model as one typed value."""
+"""All graph options of a model as one typed value, and as fields of the releases of megatron-bridge."""
 
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from .choice import ChoiceOptions, Part
-from .language_model import LanguageModelGraphOptions
-from .offload import OffloadOptions
-from .packed import PackedOptions
-from .vision import VisionGraphOptions
+from .declaration import Group, Option, option, plain
+from .language_model import IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE, SWITCHES, LanguageModelGraphOptions
+from .packed import PACKED, PackedOptions
+from .values import OptionError, Parser, one_of, parse_choice
+from .vision import VISION, VisionGraphOptions
+
+SETTING = "cuda_graphs"
+SETTINGS = ("exact", "fastest", "off")
+# Names of parts.
+VISION_ENCODER, LANGUAGE_MODEL_PART, ALL_PARTS = "vision encoder", "language model", "all"
+
+
+def _parse(field: str, value: Any) -> str:
+    """Return the setting; YAML reads a bare off as false."""
+    return parse_choice(field, "off" if value is False else value, SETTINGS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceOptions:
+    """The one setting, typed. What it means is in its declaration."""
+
+    setting: Literal["exact", "fastest", "off"] | None = option(
+        None,
+        Parser(one_of(SETTINGS).allowed, _parse),
+        "every graph that the model supports: exact, fastest or off",
+        "`exact` rounds outputs and gradients as eager does, packs as eager on as many rows, encoders that are "
+        "[near fp32](encoders.md) aside. `fastest` also uses kernels that round gradients differently, and outputs of "
+        "[some encoders](encoders.md#what-differs-by-encoder). Both set only fields that are not set. Parts that "
+        "cannot be captured stay eager, and the log gives the reason. None sets no field",
+        field=SETTING,
+    )
+
+
+CHOICE = Group(name="choice", kind=ChoiceOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What the setting comes to for one part of a model.
+
+    Attributes:
+        name: The part.
+        graphs: What of it is on graphs.
+        why: Why it is no more than that; empty where it is all.
+    """
+
+    name: str
+    graphs: str
+    why: str = ""
+
+    @property
+    def what(self) -> str:
+        """What of it is on graphs, and why no more."""
+        return self.graphs + (f" ({self.why})" if self.why else "")
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.what}"
+
+
+GROUPS = (CHOICE, LANGUAGE_MODEL, VISION, PACKED)
+
+# Field that holds a mapping of tuning values -> its group.
+TUNING = {group.tuning: group for group in GROUPS if group.tuned}
+
+
+def split_name(name: str) -> tuple[list[str], str]:
+    """Return the sections of a dotted name and its field, which has a mapping's name in front for a tuning value."""
+    *path, field = name.split(".")
+    if path and path[-1] in TUNING:
+        field = f"{path.pop()}.{field}"
+    return path, field
+
+
+def tuning_of(field: str) -> str:
+    """Return the mapping that a field is, or is a value of; empty for other fields."""
+    mapping = field.partition(".")[0]
+    return mapping if mapping in TUNING else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +91,6 @@ class GraphOptions:
         language_model: Graphs of the language model.
         vision: Graphs of the vision encoder.
         packed: Packed (thd) sequences in language-model graphs.
-        offload: Activation offloading, of all of them.
         warnings: What the user should know: deprecated spellings, options without effect, wrong gradients of
             upstream.
         chosen: What the one setting came to.
@@ -28,7 +100,6 @@ class GraphOptions:
     language_model: LanguageModelGraphOptions = field(default_factory=LanguageModelGraphOptions)
     vision: VisionGraphOptions = field(default_factory=VisionGraphOptions)
     packed: PackedOptions = field(default_factory=PackedOptions)
-    offload: OffloadOptions = field(default_factory=OffloadOptions)
     warnings: tuple[str, ...] = field(default=(), compare=False)
     chosen: tuple[Part, ...] = field(default=(), compare=False)
 
@@ -36,3 +107,82 @@ class GraphOptions:
     def enabled(self) -> bool:
         """Whether any graphs are asked for."""
         return self.language_model.enabled or self.vision.enabled
+
+
+TE_RNG = "use_te_rng_tracker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """What a release's configuration of a model can say.
+
+    Attributes:
+        name: What to call it in messages.
+        fields: Names of the configuration's fields, as far as they are about graphs.
+        local_layers: Whether Bridge trains on per-layer graphs of impl local.
+    """
+
+    name: str
+    fields: frozenset[str]
+    local_layers: bool
+
+
+# The fields about graphs that upstream's configurations have.
+UPSTREAMS = frozenset((SCOPE, *SWITCHES, TE_RNG, *(one.field for g in GROUPS for one in g.options if one.upstreams)))
+RELEASES = (
+    Release(name="megatron-bridge 0.6.2 (megatron-core 0.19.2)", fields=UPSTREAMS, local_layers=False),
+    Release(name="megatron-bridge 0.5.1 (megatron-core 0.18.2)", fields=UPSTREAMS, local_layers=True),
+)
+
+
+def field_values(options: GraphOptions, release: Release) -> dict[str, Any]:
+    """Return the fields, with plain values, that say these options to a release.
+
+    Raises:
+        OptionError: The release cannot do what an option asks for; names the release that can.
+    """
+    return {
+        **_language_model_values(options.language_model, release),
+        **_values(VISION, options.vision, release),
+        **_values(PACKED, options.packed, release),
+        **({SETTING: None} if SETTING in release.fields else {}),  # the other fields say what it came to
+        **({TE_RNG: True} if options.enabled and TE_RNG in release.fields else {}),
+    }
+
+
+def _language_model_values(options: LanguageModelGraphOptions, release: Release) -> dict[str, Any]:
+    names = plain(options.modules)
+    if options.impl == "local" and names and not release.local_layers:
+        able = [r.name for r in RELEASES if r.local_layers]
+        raise OptionError(
+            IMPL,
+            "local",
+            f"transformer_engine with {MODULES}={','.join(names)} on {release.name}",
+            f"Use it, or {' or '.join(able)}.",
+        )
+    off = {name: False for name in SWITCHES if name in release.fields}
+    values = {IMPL: options.impl, MODULES: names, INFERENCE: options.inference_scope.name}
+    return {**values, **off, **({SCOPE: None} if SCOPE in release.fields else {})}
+
+
+def _values(group: Group, part: Any, release: Release) -> dict[str, Any]:
+    """Return the fields of a group's options; those that the release does not have must be at their default."""
+    values: dict[str, Any] = {group.tuning: {}} if group.tuned and group.tuning in release.fields else {}
+    for one in group.options:
+        value = getattr(part, one.name)
+        if one.tuning and group.tuning in values:
+            values[group.tuning] |= {one.name: plain(value)} if value != one.default else {}
+        elif one.field in release.fields:
+            values[one.field] = plain(value)
+        elif value != one.default:
+            raise _no_such_field(group, one, value)
+    return {name: None if value == {} else value for name, value in values.items()}
+
+
+def _no_such_field(group: Group, one: Option, value: Any) -> OptionError:
+    return OptionError(
+        one.field,
+        plain(value),
+        "left at its default on a model whose configuration has no such field",
+        f"Use a provider of {group.owners}, with the plugin active before it is imported.",
+    )

@@ -1,12 +1,12 @@
-"""Options of language-model graphs: the types, and the normalization that config objects and command lines share."""
+"""Options of language-model graphs, today's and deprecated ones, as config objects and command lines write them."""
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from .declaration import Group, option
-from .errors import OptionError
-from .values import Parser, is_unset, one_of, parse_choice, word, words
+from .values import OptionError, Parser, is_unset, one_of, parse_choice, parse_flag, word, words
 
 Implementation = Literal["none", "local", "transformer_engine", "full_iteration"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
@@ -91,15 +91,6 @@ def _remedy(name: str) -> str:
     return f"Remove {name!r}."
 
 
-def normalize_implementation(value: Any) -> Implementation:
-    """Return the typed value of `cuda_graph_impl`.
-
-    Raises:
-        OptionError: There is no such implementation.
-    """
-    return parse_choice(IMPL, value, IMPLEMENTATIONS)
-
-
 def normalize_inference_cuda_graph_scope(value: Any, impl: Implementation) -> InferenceCudaGraphScope:
     """Return the inference scope, typed; where none is chosen, the default of the implementation.
 
@@ -114,51 +105,34 @@ def normalize_inference_cuda_graph_scope(value: Any, impl: Implementation) -> In
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModelGraphOptions:
-    """Language-model CUDA graphs, typed. What each option means is in its declaration.
-
-    Raises:
-        OptionError: A value is not of its type.
-    """
+    """Language-model CUDA graphs, typed. What each option means is in its declaration."""
 
     impl: Implementation = option(
         "none",
         one_of(IMPLEMENTATIONS),
-        "IMPL",
         "language-model graphs: none, local, transformer_engine or full_iteration",
         "`local`: per-layer graphs by megatron-core. `transformer_engine`: per-layer graphs by Transformer Engine. "
         "`full_iteration`: one graph of the whole step; on a model that takes images, of the whole language model",
         field=IMPL,
-        since="0.5",
+        upstreams=True,
     )
     modules: tuple[CudaGraphModule, ...] = option(
         (),
         Parser(_MODULES_ALLOWED, lambda field, value: normalize_cuda_graph_modules(value, field).modules),
-        "LIST",
         f"parts of a layer to capture: {', '.join(MODULE_NAMES)}; [] is the whole layer",
         "With `cuda_graph_impl=local`, `moe_router` and `moe_preprocess` are captured together",
         field=MODULES,
         old=(SCOPE, f"deprecated: write --{MODULES}, or --{IMPL} full_iteration"),
-        since="0.5",
+        upstreams=True,
     )
     inference_scope: InferenceCudaGraphScope = option(
         InferenceCudaGraphScope.none,
         Parser(" or ".join(_SCOPE_NAMES), lambda field, value: normalize_inference_cuda_graph_scope(value, "none")),
-        "SCOPE",
         "inference graphs: none, layer or block",
         "The default depends on `cuda_graph_impl`",
         field=INFERENCE,
-        since="0.5",
+        upstreams=True,
     )
-
-    def __post_init__(self) -> None:
-        if self.impl not in IMPLEMENTATIONS:
-            raise OptionError(IMPL, self.impl, " or ".join(IMPLEMENTATIONS), "Use graph_options() to parse it.")
-        if not isinstance(self.modules, tuple) or not all(isinstance(m, CudaGraphModule) for m in self.modules):
-            raise OptionError(MODULES, self.modules, "a tuple of CudaGraphModule", "Use graph_options() to parse it.")
-        if not isinstance(self.inference_scope, InferenceCudaGraphScope):
-            raise OptionError(
-                INFERENCE, self.inference_scope, "an InferenceCudaGraphScope", "Use graph_options() to parse it."
-            )
 
     @property
     def enabled(self) -> bool:
@@ -184,3 +158,146 @@ def complete_modules(impl: Implementation, modules: tuple[CudaGraphModule, ...])
     if impl != "local" or not any(module in modules for module in pair):
         return modules
     return (*modules, *(module for module in pair if module not in modules))
+
+
+SWITCHES: dict[str, Implementation] = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
+
+
+class DeprecatedScope(NamedTuple):
+    """What a word of the old scope means.
+
+    Attributes:
+        new: What to write instead.
+        implementations: Those that may be set with it; "none" keeps graphs off.
+        inference_scope: The inference scope that it means.
+    """
+
+    new: str
+    implementations: tuple[Implementation, ...]
+    inference_scope: InferenceCudaGraphScope
+
+
+DEPRECATED_SCOPES = {
+    "full_iteration": DeprecatedScope(
+        f"{IMPL}=full_iteration", ("none", "local", "full_iteration"), InferenceCudaGraphScope.none
+    ),
+    "full_iteration_inference": DeprecatedScope(
+        f"{IMPL}=local {INFERENCE}=block", ("none", "local"), InferenceCudaGraphScope.block
+    ),
+}
+
+
+def deprecation(old: str, new: str) -> str:
+    """Return the warning of a deprecated spelling."""
+    return f"{old} is deprecated: write {new} instead"
+
+
+def check_deprecated_scope(
+    deprecated: tuple[str, ...], impl: Implementation | None, inference_scope: InferenceCudaGraphScope | None
+) -> None:
+    """Refuse words of the old scope that conflict with new fields; None is a field that was not given.
+
+    Raises:
+        OptionError: They disagree; names both.
+    """
+    if len(deprecated) > 1:
+        raise OptionError(SCOPE, ",".join(deprecated), " or ".join(deprecated), "Keep one of them.")
+    if not deprecated:
+        return
+    meaning = DEPRECATED_SCOPES[deprecated[0]]
+    remedy = f"Keep {meaning.new}."
+    if impl is not None and impl not in meaning.implementations:
+        allowed = f"left out with {IMPL}={impl}, since it means {IMPL} {' or '.join(meaning.implementations)}"
+        raise OptionError(SCOPE, deprecated[0], allowed, remedy)
+    if inference_scope not in (None, meaning.inference_scope):
+        means = f"{INFERENCE}={meaning.inference_scope.name}"
+        allowed = f"left out with {INFERENCE}={inference_scope.name}, since it means {means}"
+        raise OptionError(SCOPE, deprecated[0], allowed, remedy)
+
+
+def language_model_options(
+    fields: Mapping[str, Any], explicit: frozenset[str] = frozenset()
+) -> tuple[LanguageModelGraphOptions, tuple[str, ...]]:
+    """Return the options that fields of any release say, and what to tell the user about them.
+
+    Args:
+        fields: Old and new field names with what was written; absent and None is not given.
+        explicit: Fields that a person wrote. Another field may hold a config object's default, so it cannot disagree.
+
+    Raises:
+        OptionError: A value is none that exists, or a deprecated and a new one disagree.
+    """
+    warnings: list[str] = []
+    impl = _implementation(fields, explicit, warnings)
+    found = _modules(fields, explicit, warnings)
+    given = fields.get(INFERENCE)
+    scope = None if is_unset(given) else normalize_inference_cuda_graph_scope(given, "none")
+    check_deprecated_scope(found.deprecated, impl, scope)
+    for name in found.deprecated:
+        impl, scope = _migrated(name, impl, scope, warnings)
+    impl = impl or "none"
+    if impl == "none" and found.modules:
+        names = ",".join(module.name for module in found.modules)
+        warnings.append(f"{MODULES}={names} has no effect: language-model graphs are off ({IMPL}=none)")
+    options = LanguageModelGraphOptions(
+        impl=impl,
+        modules=complete_modules(impl, found.modules),
+        inference_scope=normalize_inference_cuda_graph_scope(scope, impl),
+    )
+    return options, tuple(warnings)
+
+
+def _implementation(fields: Mapping[str, Any], explicit: frozenset[str], warnings: list[str]) -> Implementation | None:
+    given = fields.get(IMPL)
+    impl = None if is_unset(given) else parse_choice(IMPL, given, IMPLEMENTATIONS)
+    on = [name for name in SWITCHES if not is_unset(fields.get(name)) and parse_flag(name, fields[name])]
+    if len(on) > 1:
+        raise OptionError(on[0], True, f"left out with {' and '.join(on[1:])}", f"Set {IMPL} and remove both.")
+    for name in on:
+        target = SWITCHES[name]
+        disagrees = impl not in (None, target) and (impl != "none" or IMPL in explicit)
+        if disagrees:
+            raise OptionError(
+                name,
+                True,
+                f"left out with {IMPL}={impl}, since it means {IMPL}={target}",
+                f"Keep {IMPL} and remove {name}.",
+            )
+        warnings.append(deprecation(name, f"{IMPL}={target}"))
+        impl = target
+    return impl
+
+
+def _modules(fields: Mapping[str, Any], explicit: frozenset[str], warnings: list[str]) -> NormalizedModules:
+    new = normalize_cuda_graph_modules(fields.get(MODULES), MODULES)
+    if is_unset(fields.get(SCOPE)):
+        if new.full and MODULES in explicit:
+            warnings.append(deprecation(f"{MODULES}=full", f"{MODULES}=[]"))
+        return new
+    old = normalize_cuda_graph_modules(fields[SCOPE], SCOPE)
+    empty = not (new.modules or new.deprecated)
+    if is_unset(fields.get(MODULES)) or (empty and MODULES not in explicit):
+        if old.modules and not old.deprecated:
+            names = ",".join(module.name for module in old.modules)
+            warnings.append(deprecation(f"{SCOPE}={names}", f"{MODULES}={names}"))
+        elif old.full and SCOPE in explicit:
+            warnings.append(deprecation(f"{SCOPE}=full", f"{MODULES}=[]"))
+        return old
+    if set(old.modules) != set(new.modules) or old.deprecated != new.deprecated:
+        raise OptionError(
+            SCOPE, fields[SCOPE], f"what {MODULES}={fields[MODULES]!r} says", f"Keep {MODULES} and remove {SCOPE}."
+        )
+    return new
+
+
+def _migrated(
+    name: str, impl: Implementation | None, scope: InferenceCudaGraphScope | None, warnings: list[str]
+) -> tuple[Implementation, InferenceCudaGraphScope | None]:
+    new = DEPRECATED_SCOPES[name].new
+    if impl == "none":
+        warnings.append(f"{SCOPE}={name} has no effect: {IMPL}=none keeps graphs off. Write {new} for them")
+        return "none", None
+    warnings.append(deprecation(f"{SCOPE}={name}", new))
+    if name == "full_iteration":
+        return "full_iteration", scope
+    return "local", InferenceCudaGraphScope.block

@@ -1,18 +1,13 @@
-"""Options of packed (thd) sequences in language-model graphs."""
+"""Options of packed (thd) sequences in language-model graphs, and how ranks share the packs."""
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from .declaration import Group, option
-from .errors import OptionError
-from .offload import (
-    CapturedOptions,
-    offload_above_option,
-    offload_min_bytes_option,
-    offload_option,
-    recompute_option,
-)
-from .values import capacities, flag, whole_number
+from .values import OptionError, capacities, flag, whole_number
+from .vision import CapturedOptions, offload_above_option, offload_option, recompute_option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +17,6 @@ class PackedOptions(CapturedOptions):
     max_packed_seqs: int | Literal["auto"] | None = option(
         None,
         whole_number(1, "auto"),
-        "N",
         "graphs of packed sequences with up to this many documents, or auto",
         "A smaller number is faster, a larger one has fewer fallbacks. `auto` is 1.5 times the most documents of "
         "warm-up steps, plus one for padding; automatic buckets double it for packs with more. "
@@ -33,14 +27,12 @@ class PackedOptions(CapturedOptions):
     buckets: tuple[int, ...] | Literal["auto"] = option(
         "auto",
         capacities,
-        "LIST",
         "bucket sizes in tokens of packs, ascending, or auto",
         "`auto` chooses them from the packs of warm-up steps",
     )
     slots: int | Literal["auto"] = option(
         "auto",
         whole_number(1, "auto"),
-        "N",
         "most packs between forward and backward at the same time, or auto",
         "As for vision graphs",
         tuning=True,
@@ -48,16 +40,15 @@ class PackedOptions(CapturedOptions):
     offload: tuple[str, ...] | None = offload_option("As for vision graphs")
     recompute: tuple[str, ...] | None = recompute_option("As for vision graphs")
     offload_above_gb: float | None = offload_above_option("As for vision graphs")
-    offload_min_bytes: int = offload_min_bytes_option()
     gradient_accumulation_fusion: bool = option(
         True,
         flag,
-        "BOOL",
         "add weight gradients of packs to main_grad inside the GEMM, in fp32",
-        "As for vision graphs. If false, gradients are bit-identical to eager's",
+        "If false, they are first rounded to the weight's dtype, as in eager without Megatron's option of this name, "
+        "and bit-identical to eager's",
         tuning=True,
     )
-    strict: bool = option(False, flag, "BOOL", "a failed capture of packed-sequence graphs stops the run")
+    strict: bool = option(False, flag, "a failed capture of packed-sequence graphs stops the run")
     grows: bool = False
 
     @property
@@ -82,3 +73,52 @@ def packed_options(source: Any) -> PackedOptions:
     if options.buckets != "auto" and options.buckets[0] < 1:
         raise OptionError(PACKED_FIELDS["buckets"], options.buckets[0], "a token count of at least 1", "Correct it.")
     return options
+
+
+_WRITTEN = re.compile(r"TP(\d+)xCP(\d+)(xSP)?", re.IGNORECASE)
+_ALLOWED = "TP1xCP1, or another layout: TP and CP with their ranks, xSP for sequence parallelism"
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """Ranks that share packs.
+
+    Attributes:
+        tensor: Ranks of tensor parallelism.
+        context: Ranks of context parallelism.
+        sequence: Whether tensor-parallel ranks hold a part of the tokens each.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    sequence: bool = False
+
+    @property
+    def shards(self) -> int:
+        """Ranks that hold a part of the tokens each."""
+        return self.tensor if self.sequence else 1
+
+    @property
+    def document_unit(self) -> int:
+        """What a document's tokens, with its padding, are a multiple of."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
+    def unit(self) -> int:
+        """What a bucket's tokens are a multiple of, so that every rank has as many."""
+        return math.lcm(self.shards * self.context, self.document_unit)
+
+    def __str__(self) -> str:
+        return f"TP{self.tensor}xCP{self.context}{'xSP' if self.sequence and self.tensor > 1 else ''}"
+
+
+def parse_layout(field: str, value: Any) -> RankLayout:
+    """Return a layout from its text.
+
+    Raises:
+        OptionError: It is none.
+    """
+    found = _WRITTEN.fullmatch(str(value).strip())
+    if found is None or "0" in (found[1].lstrip("0") or "0", found[2].lstrip("0") or "0"):
+        raise OptionError(field, value, _ALLOWED, "Correct it.")
+    return RankLayout(int(found[1]), int(found[2]), found[3] is not None)

@@ -9,65 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from .declaration import GONE, refuse_gone
-from .errors import OptionError
-from .experts import SETTINGS as OF_EXPERTS
-from .groups import GROUPS, TUNING, split_name, tuning_of
-from .language_model import IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE
-from .migration import SWITCHES
+from .facts import SETTINGS, Facts
+from .graph_options import GROUPS, TUNING, split_name, tuning_of
+from .language_model import IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE, SWITCHES
+from .values import OptionError
 
 LANGUAGE_MODEL_FIELDS = (*LANGUAGE_MODEL.names, *SWITCHES)
 FIELDS = (*(name for group in GROUPS for name in group.names), *SWITCHES)
 # The attributes of a model's configuration that hold them.
 ATTRIBUTES = (*(name for group in GROUPS for name in group.attributes), *SWITCHES)
-# What else combinations depend on.
-SETTINGS = (
-    "te_rng_tracker",
-    "use_te_rng_tracker",
-    "use_megatron_fsdp",
-    "use_torch_fsdp2",
-    "variable_seq_lengths",
-    "check_for_nan_in_loss",
-    "recompute_granularity",
-    "recompute_modules",
-    "attention_dropout",
-    "hidden_dropout",
-    "num_moe_experts",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "moe_input_jitter_eps",
-    *OF_EXPERTS,
-    "is_hybrid_model",
-    "hybrid_layer_pattern",
-    "hybrid_override_pattern",
-    "spatial_merge_size",
-    "pipeline_model_parallel_size",
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "cp_comm_type",
-    "hierarchical_context_parallel_sizes",
-    "num_attention_heads",
-    "num_query_groups",
-    "multi_latent_attention",
-    "mla_down_proj_fusion",
-    "experimental_attention_variant",
-    "moe_paged_stash",
-    "enable_in_batch_packing",
-    "pack_sequences_in_batch",
-    "enable_offline_packing",
-    "mtp_num_layers",
-    "fp8",
-    "fp8_recipe",
-    "fp8_dot_product_attention",
-    "fp8_multi_head_attention",
-    "fp4",
-    "quant_recipe",
-    "cuda_graph_warmup_steps",
-    "cpu_offloading",
-    "sequence_parallel",
-    "freeze_vision_model",
-    "freeze_vision_projection",
-    "target_modules",
-)
 # Upstream's other fields of similar names, which are none of this package's business.
 OTHER_FIELDS = (
     "cuda_graph_use_single_mempool",
@@ -75,6 +25,10 @@ OTHER_FIELDS = (
     "moe_pad_experts_for_cuda_graph_inference",
     "optimizer_cuda_graph",
     "optimizer_offload_fraction",
+    "activation_offload_fraction",
+    "delay_offload_until_cuda_graph",
+    "delta_offload_bytes_across_pp_ranks",
+    "min_offloaded_tensor_size",
     "megatron_fsdp_cuda_graph_mode",
 )
 MODEL_SECTIONS = ("model", "config", "cfg", "provider", "transformer")
@@ -106,6 +60,15 @@ class Written:
     explicit: frozenset[str] = frozenset()
     settings: dict[str, Any] = field(default_factory=dict)
     model: Any = None
+
+    @property
+    def facts(self) -> Facts:
+        """The settings, typed.
+
+        Raises:
+            OptionError: A setting has no value of its kind.
+        """
+        return Facts.of(self.settings, self.model, self.explicit)
 
     def then(self, later: "Written") -> "Written":
         """Return both, the later one winning."""

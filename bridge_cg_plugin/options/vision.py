@@ -1,18 +1,84 @@
-"""Options of the vision encoder and its graphs: their fields on a model provider, defaults and validation."""
+"""Options of the vision encoder and its graphs, and what they have in common with those of packs."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .declaration import Group, option
-from .errors import OptionError
-from .offload import (
-    CapturedOptions,
-    offload_above_option,
-    offload_min_bytes_option,
-    offload_option,
-    recompute_option,
+from .values import (
+    OptionError,
+    Parser,
+    capacities,
+    flag,
+    known_names,
+    one_of,
+    positive_number,
+    some_of,
+    whole_number,
+    words,
 )
-from .values import Parser, capacities, flag, known_names, one_of, positive_number, whole_number, words
+
+# Parts of a model whose saved tensors can be offloaded, and what can be recomputed in the backward.
+OFFLOAD_MODULES = ("attention", "mlp", "layernorm", "merger", "other")
+RECOMPUTE = ("layernorm", "gelu", "linear")
+PARTS_NAMED = f"{', '.join(OFFLOAD_MODULES)}; all or none"
+
+
+class CapturedOptions:
+    """What options of vision graphs and of packs have in common.
+
+    Attributes:
+        buckets: Token counts, or "auto".
+        grows: Whether named buckets, too, are captured when microbatches ask for them. No option.
+        offload: Parts whose activations go to the host.
+        recompute: What the backward recomputes.
+        offload_above_gb: Device memory of a slot in GiB to keep to.
+    """
+
+    __slots__ = ()
+    buckets: tuple[int, ...] | Literal["auto"]
+    grows: bool
+    offload: tuple[str, ...] | None
+    recompute: tuple[str, ...] | None
+    offload_above_gb: float | None
+
+    @property
+    def named_buckets(self) -> tuple[int, ...]:
+        """The buckets that are named; none of automatic ones."""
+        return () if self.buckets == "auto" else self.buckets
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether buckets are recorded when microbatches ask for them."""
+        return self.grows or self.buckets == "auto"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether activations may be copied to the host."""
+        return bool(self.offload) or self.offload_above_gb is not None
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether activations are offloaded or recomputed."""
+        return self.offloads or bool(self.recompute)
+
+
+def offload_option(details: str = "") -> Any:
+    """Declare which parts' activations go to page-locked host memory in the forward and come back in the backward."""
+    meaning = f"parts whose activations are offloaded to the host: {PARTS_NAMED}"
+    return option(None, some_of(OFFLOAD_MODULES), meaning, details)
+
+
+def recompute_option(details: str = "") -> Any:
+    """Declare what the backward's graph recomputes instead of keeping it."""
+    meaning = f"what the backward recomputes: {', '.join(RECOMPUTE)}; all or none"
+    return option(None, some_of(RECOMPUTE), meaning, details)
+
+
+def offload_above_option(details: str = "") -> Any:
+    """Declare the device memory of one slot in GiB that a mix of both, chosen from measured costs, keeps to."""
+    meaning = "device memory of a slot; offloading and recompute keep below it"
+    return option(None, positive_number, meaning, details)
+
 
 SCOPE = ("attn", "mlp")
 # Offsets of frames are 32-bit integers.
@@ -40,14 +106,12 @@ class VisionGraphOptions(CapturedOptions):
     impl: Literal["none", "transformer_engine"] = option(
         "none",
         one_of(("none", "transformer_engine"), "Upstream's other implementations have no vision graphs."),
-        "IMPL",
         "vision-encoder graphs: none or transformer_engine",
         "`transformer_engine` is upstream's name; the plugin captures the graphs",
     )
     scope: tuple[str, ...] = option(
         (),
         _SCOPE,
-        "LIST",
         "upstream's parts of layers to capture: attn or mlp",
         "With any value the whole encoder is one graph",
         field=SCOPE_FIELD,
@@ -55,7 +119,6 @@ class VisionGraphOptions(CapturedOptions):
     buckets: tuple[int, ...] | Literal["auto"] = option(
         "auto",
         capacities,
-        "LIST",
         "bucket sizes in tokens, ascending, or auto",
         "`auto` chooses them from the microbatches of warm-up steps. `max_vision_cuda_graph_seq_length` is added to a "
         "list",
@@ -63,7 +126,6 @@ class VisionGraphOptions(CapturedOptions):
     max_seq_length: int | None = option(
         None,
         whole_number(1),
-        "TOKENS",
         "tokens of the largest bucket",
         "Tokens are patches before merging. With None, automatic buckets have no limit",
         field="max_vision_cuda_graph_seq_length",
@@ -71,7 +133,6 @@ class VisionGraphOptions(CapturedOptions):
     slots: int | Literal["auto"] = option(
         "auto",
         whole_number(1, "auto"),
-        "N",
         "most microbatches between forward and backward at the same time, or auto",
         "`auto` is the pipeline depth, doubled when interleaved, and at most the microbatches of a step",
         tuning=True,
@@ -79,7 +140,6 @@ class VisionGraphOptions(CapturedOptions):
     max_frames: int | Literal["auto"] = option(
         "auto",
         whole_number(1, "auto"),
-        "N",
         "most images and video frames of one microbatch, or auto",
         "`auto` is 64, or twice the most of warm-up steps if that is more, rounded up to a multiple of 16. Automatic "
         "buckets double it for microbatches with more",
@@ -88,14 +148,12 @@ class VisionGraphOptions(CapturedOptions):
     buckets_max_gb: float | None = option(
         None,
         positive_number,
-        "GIB",
         "graph memory of one slot that automatic buckets may use",
         "A bucket with which the slot takes more is dropped, and its memory given back",
     )
     exact_below: int = option(
         256,
         whole_number(0),
-        "TOKENS",
         "microbatches of up to this size need a bucket of exactly their size, else they run eager",
         "For few rows, matrix libraries choose kernels by the number of rows, so padding would change the rounding. "
         "0 pads all sizes",
@@ -104,7 +162,6 @@ class VisionGraphOptions(CapturedOptions):
     kernels: Literal["auto", "exact", "fast"] = option(
         "auto",
         one_of(("auto", "exact", "fast")),
-        "KIND",
         "kernels that may replace eager's: auto, exact or fast",
         "`exact` allows kernels that round as eager's do. `fast` also allows kernels that sum in another "
         "order (the backward of LayerNorm and RMSNorm, the patch embedding's weight gradient), so gradients differ by "
@@ -116,7 +173,6 @@ class VisionGraphOptions(CapturedOptions):
     attention: Literal["auto", "transformer_engine", "cudnn", "flash"] = option(
         "auto",
         one_of(("auto", "transformer_engine", "cudnn", "flash")),
-        "KIND",
         "attention over several frames: auto, transformer_engine, cudnn or flash",
         "`cudnn` calls cuDNN directly (package `nvidia-cudnn-frontend`, 1.29 or newer) for the bucket's number and "
         "size of frames, with the same kernels and outputs ([design](design.md#attention)). `auto` is `cudnn` if "
@@ -128,14 +184,6 @@ class VisionGraphOptions(CapturedOptions):
         "[encoders](encoders.md#what-differs-by-encoder), read PyTorch for Transformer Engine. There `cudnn` rounds "
         "differently, needs a Hopper GPU or newer, and does not depend on eager's kernels; `auto` is PyTorch's with "
         "`kernels=exact`",
-        tuning=True,
-    )
-    gradient_accumulation_fusion: bool = option(
-        True,
-        flag,
-        "BOOL",
-        "add weight gradients to main_grad inside the GEMM, in fp32",
-        "If false, they are first rounded to the weight's dtype, as in eager without Megatron's option of this name",
         tuning=True,
     )
     offload: tuple[str, ...] | None = offload_option(
@@ -150,12 +198,10 @@ class VisionGraphOptions(CapturedOptions):
         "The mix is chosen from measured costs, within `vision_cuda_graph_offload` and `vision_cuda_graph_recompute`. "
         "None does everything that these name"
     )
-    offload_min_bytes: int = offload_min_bytes_option()
-    strict: bool = option(False, flag, "BOOL", "a failed capture or check stops the run", "Otherwise the run goes on")
+    strict: bool = option(False, flag, "a failed capture or check stops the run", "Otherwise the run goes on")
     check_interval: int = option(
         0,
         whole_number(0),
-        "STEPS",
         "compare a replay with eager every this many steps; 0 is never",
         "In the L2 norm, outputs and the gradient of each parameter may differ by 0.05, by 0.15 for encoders that are "
         "[near fp32](encoders.md): their gradients differ from eager's by up to 0.1",
@@ -163,7 +209,6 @@ class VisionGraphOptions(CapturedOptions):
     deepstack_gradient_allreduce: bool = option(
         False,
         flag,
-        "BOOL",
         "sum gradients of deepstack features over tensor-parallel ranks, under sequence parallelism",
         "For Qwen3-VL, eager and on graphs. Upstream does not sum them "
         "([sequence parallelism and deepstack](parallel.md#sequence-parallelism-and-deepstack))",

@@ -3,12 +3,10 @@
 import functools
 import math
 import os
-import sys
 
 from ..announce import announce
 from ..options import OptionError
 from ..switches import ALLOWED, switched_on
-from .seams.registry.language_model import TE_OFFLOAD
 
 WEIGHTS_STAY = "NVTE_CPU_OFFLOAD_V1"
 WATCHDOG_MINUTES = "BRIDGE_CG_WATCHDOG_MINUTES"
@@ -46,23 +44,6 @@ def sizes_may_share_memory() -> bool:
             f"{GRAPH_REGISTER}=0 all of a slot share it"
         )
     return may
-
-
-def check_offloading() -> None:
-    """Check that Transformer Engine leaves weights on the device while megatron-core offloads.
-
-    Raises:
-        OptionError: It was not told so when it was imported; Bridge asks for the variable alone, at any time.
-    """
-    engine = sys.modules.get(TE_OFFLOAD)
-    told = os.environ.get(WEIGHTS_STAY) == "1" if engine is None else engine.NVTE_CPU_OFFLOAD_V1
-    if not told:
-        raise OptionError(
-            WEIGHTS_STAY,
-            os.environ.get(WEIGHTS_STAY),
-            "1 before Transformer Engine is imported, where megatron-core offloads activations",
-            f"Export {WEIGHTS_STAY}=1 for every process.",
-        )
 
 
 def watchdog_minutes() -> float | None:

@@ -71,7 +71,7 @@ class RecordedKernels:
         family, options = self.family, self._options
         chosen = (
             (family.kernels, True),
-            (family.fused_accumulation, options.gradient_accumulation_fusion),
+            (family.fused_accumulation, True),
             (family.reordering_kernels, self.fast),
             (family.direct_attention.kernels, self.attends_directly),
             (family.flash_attention.kernels, self._attends_by_flash),  # over cuDNN's, so behind it

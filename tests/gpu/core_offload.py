@@ -3,10 +3,10 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+import yaml
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model import Qwen3VLGPTModel
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import Qwen3VLTransformerConfig
@@ -47,6 +47,12 @@ def train_words(words: Sequence[str]) -> None:
     args.out.write_text(json.dumps({**found, "offloaded": offloaded_bytes()}))
 
 
+def set_fields(model: Any, words: Sequence[str]) -> None:
+    """Set fields of a model's configuration as words say, `name=value`."""
+    for name, value in (word.split("=", 1) for word in words):
+        setattr(model, name, value.split(",") if name == "offload_modules" else yaml.safe_load(value))
+
+
 def use_any_cores() -> None:
     """Let several train side by side, on any cores."""
     utils.set_ideal_affinity_for_current_gpu = lambda: None
@@ -63,8 +69,7 @@ def train_dense(steps: int, words: Sequence[str]) -> dict[str, Any]:
     use_any_cores()
     config = packed_training.training_config(steps)
     config.dataset = WholeDocumentProvider()
-    for name, value in (word.split("=", 1) for word in words):
-        setattr(config.model, name, value)
+    set_fields(config.model, words)
     apply_options(graph_options(config.model), config)
     recorder = Recorder()
     with helper_as_shipped():
@@ -115,17 +120,8 @@ def train_qwen(words: Sequence[str]) -> dict[str, Any]:
 
 
 def qwen(words: Sequence[str]) -> Qwen3VLGPTModel:
-    """Build it as Bridge does, of four layers; offloading is told by the shared option."""
+    """Build it as Bridge does, of four layers."""
     torch.manual_seed(0)
-    given = dict(word.split("=", 1) for word in words)
-    said = SimpleNamespace(
-        cuda_graph_impl="none",
-        vision_cuda_graph_impl="none",
-        num_moe_experts=8,
-        delay_offload_until_cuda_graph=False,
-        **given,
-    )
-    offload = graph_options(said).offload
     config = Qwen3VLTransformerConfig(
         num_layers=4,
         hidden_size=1024,
@@ -150,9 +146,8 @@ def qwen(words: Sequence[str]) -> Qwen3VLGPTModel:
         params_dtype=torch.bfloat16,
         gradient_accumulation_fusion=False,
         mrope_section=[24, 20, 20],
-        fine_grained_activation_offloading=offload.enabled,
-        offload_modules=list(offload.modules),
     )
+    set_fields(config, words)
     spec = get_gpt_layer_with_transformer_engine_spec(num_experts=8, moe_grouped_gemm=True, qk_layernorm=True)
     spec.submodules.self_attention.module = Qwen3VLSelfAttention
     groups = ProcessGroupCollection.use_mpu_process_groups()

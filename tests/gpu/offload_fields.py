@@ -25,7 +25,7 @@ from examples.photographs.training import Recorder
 from tests.gpu import packed_training as packed_training
 from tests.models import packed_parity as parity
 
-from .core_offload import WholeDocumentProvider, use_any_cores
+from .core_offload import WholeDocumentProvider, set_fields, use_any_cores
 from .whole_documents import Keeper
 from .workers import worker_parser
 
@@ -81,7 +81,8 @@ def configuration(model: str, steps: int, words: Sequence[str]) -> ConfigContain
         config.model = MLAModelProvider(**{**kept, **LATENT, "transformer_layer_spec": layers})
     for name, value in {"num_layers": LAYERS, **own}.items():
         setattr(config.model, name, value)
-    apply_options(graph_options(config.model, " ".join(words)), config)
+    set_fields(config.model, words)
+    apply_options(graph_options(config.model), config)
     if config.model.cuda_graph_impl == "full_iteration":  # which reads nothing on the host
         config.rerun_state_machine.check_for_nan_in_loss = config.ddp.check_for_nan_in_grad = False
     return config

@@ -14,10 +14,12 @@ from bridge_cg_plugin.graphs.region import Region
 
 from .arenas import content, memories, spoil
 
+LEAST_BYTES = 65536
+
 MB = 2**20
 BUCKETS = tuple(range(384, 2817, 128))
 SETTINGS = {"kernels": "exact", "max_frames": 2}
-OFFLOADED = {"offload": ("attention", "mlp"), "recompute": (), "offload_min_bytes": 65536}
+OFFLOADED = {"offload": ("attention", "mlp"), "recompute": ()}
 ORDERS = {
     "descending": lambda places: sorted(places, reverse=True),
     "ascending": sorted,

@@ -1,4 +1,4 @@
-"""The shared option of offloading where megatron-core carries it out: losses of its runs are those without it."""
+"""Offloading by megatron-core beside the plugin: losses of its runs are those without it."""
 
 import pytest
 
@@ -6,7 +6,10 @@ from .core_offload import QWEN
 from .trainings import Training
 
 GRAPHS = ("cuda_graph_impl=transformer_engine", "cuda_graph_modules=attn")
-ATTENTION, ALL = "activation_offload=attention", "activation_offload=all"
+ON = "fine_grained_activation_offloading=true"
+EXPERTS = (ON, "offload_modules=expert_fc1,moe_act")
+CORE = (ON, "offload_modules=qkv_linear,core_attn,attn_proj")
+ALL = (ON, "offload_modules=qkv_linear,core_attn,attn_proj,expert_fc1,moe_act,mlp_norm")
 
 
 def run(*words):
@@ -23,8 +26,8 @@ def run(*words):
 @pytest.mark.parametrize(
     "offloaded, plain",
     [
-        (run("--set", ATTENTION), run()),
-        pytest.param(run("--set", *GRAPHS, ATTENTION), run("--set", *GRAPHS), marks=pytest.mark.first),
+        (run("--set", *CORE), run()),
+        pytest.param(run("--set", *GRAPHS, *CORE), run("--set", *GRAPHS), marks=pytest.mark.first),
     ],
     ids=["eager", "graphs"],
 )
@@ -39,9 +42,9 @@ def test_layers_that_megatron_core_runs_train_the_same(trained, offloaded, plain
 @pytest.mark.parametrize(
     "offloaded, plain",
     [
-        (run("--model", QWEN, "--set", ALL), run("--model", QWEN)),
-        pytest.param(run("--model", QWEN, "--set", ATTENTION), run("--model", QWEN), marks=pytest.mark.first),
-        (run("--model", QWEN, "--set", "activation_offload=mlp"), run("--model", QWEN)),
+        (run("--model", QWEN, "--set", *ALL), run("--model", QWEN)),
+        pytest.param(run("--model", QWEN, "--set", *CORE), run("--model", QWEN), marks=pytest.mark.first),
+        (run("--model", QWEN, "--set", *EXPERTS), run("--model", QWEN)),
     ],
     ids=["all", "attention", "experts"],
 )
@@ -56,14 +59,14 @@ def test_qwen3_vls_language_model_offloads(trained, offloaded, plain):
 
 @pytest.mark.parametrize(
     "more, less",
-    [(run("--model", QWEN, "--set", ALL), run("--model", QWEN, "--set", "activation_offload=mlp"))],
+    [(run("--model", QWEN, "--set", *ALL), run("--model", QWEN, "--set", *EXPERTS))],
     ids=["attention"],
 )
 def test_attention_leaves_beside_experts(trained, more, less):
     assert trained(more)["offloaded"] > trained(less)["offloaded"] > 0
 
 
-@pytest.mark.parametrize("released", [run("--model", QWEN, "--plugin", "off", "--set", ALL)], ids=["experts"])
+@pytest.mark.parametrize("released", [run("--model", QWEN, "--plugin", "off", "--set", *ALL)], ids=["experts"])
 def test_as_released_it_offloads_nothing(trained, released):
     assert trained(released)["offloaded"] == 0
 
@@ -72,9 +75,6 @@ def test_as_released_it_offloads_nothing(trained, released):
 TE = "cuda_graph_impl=transformer_engine"
 ROUTER = (TE, "cuda_graph_modules=attn,moe_router,moe_preprocess")
 STEP = ("cuda_graph_impl=full_iteration",)
-ON = "fine_grained_activation_offloading=true"
-EXPERTS = (ON, "offload_modules=expert_fc1,moe_act")
-CORE = (ON, "offload_modules=qkv_linear,core_attn,attn_proj")
 NORMS, FUSED = (ON, "offload_modules=attn_norm,mlp_norm"), (ON, "offload_modules=fused_group_mlp")
 ATTENTION_NORM, MLP_NORM = (ON, "offload_modules=attn_norm"), (ON, "offload_modules=mlp_norm")
 DELAY, HALF = "delay_offload_until_cuda_graph=true", "activation_offload_fraction=0.5"

@@ -13,11 +13,13 @@ from bridge_cg_plugin.graphs.memory.ranges import AddressRange, close_left, driv
 from bridge_cg_plugin.graphs.memory.returning import ReturningTensors, release_homes
 from bridge_cg_plugin.graphs.recordings.capture import capture_graph
 
+LEAST_BYTES = 65536
+
 pytestmark = pytest.mark.alone  # others would take and free memory of the GPU
 
 MB = 2**20
 GRID, BUCKETS = [(1, 28, 28)], (1024, 2048)  # deterministic attention takes 66 GiB at 4096
-OFFLOADED = {"offload": ("attention", "mlp"), "recompute": (), "offload_min_bytes": 65536}
+OFFLOADED = {"offload": ("attention", "mlp"), "recompute": ()}
 SWITCHES, MOST_SECONDS, MOST_LEFT = 100, 0.5, 200 * MB
 # What the driver may round, and what a first replay or an eager pass may take for good.
 SLACK = 16 * MB

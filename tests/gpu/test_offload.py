@@ -21,9 +21,11 @@ from tests.saving import Saver, SaverProgram, batch_of, results
 
 from ..regions import new_region
 
+LEAST_BYTES = 65536
+
 GRID = [(1, 32, 32), (1, 28, 28)]
-EVERYTHING = {"offload": ("attention", "mlp", "layernorm", "merger", "other"), "offload_min_bytes": 65536}
-REBUILD = {"recompute": ("layernorm", "gelu", "linear"), "offload_min_bytes": 65536}
+EVERYTHING = {"offload": ("attention", "mlp", "layernorm", "merger", "other")}
+REBUILD = {"recompute": ("layernorm", "gelu", "linear")}
 POLICIES = {
     "offload": EVERYTHING,
     "recompute": REBUILD,

@@ -17,6 +17,8 @@ from tests.models.tower import MainGrads
 
 from .packs import BUCKETS, MAX_SEQS, assert_same, graphs_on, rows_of
 
+LEAST_BYTES = 65536
+
 SIZES = lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072)
 STEPS, MICROBATCHES = 4, 3
 LENGTHS = ((500, 300, 208), (1024,), (20, 900, 400, 120), (64, 64, 128, 704), (1500, 548))
@@ -41,7 +43,7 @@ TENSORWISE = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 DELAYED = {"fp8": "hybrid", "fp8_recipe": "delayed"}
 BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 IN_FP8 = {**TENSORWISE, "fp8_param": True}
-OFFLOADING = {"cuda_graph_packed_offload": "all", "cuda_graph_packed_tuning": {"offload_min_bytes": 65536}}
+OFFLOADING = {"cuda_graph_packed_offload": "all"}
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,8 @@ from tests.models.tower import relative
 
 from .packs import BUCKETS, Trained, assert_eagers, assert_within_noise, graphs_on, poison
 
+LEAST_BYTES = 65536
+
 LONG = (4000, 300, 2500, 1392)
 # What eager differs from itself by is measured over packs of other tokens.
 PACKS = 4
@@ -48,8 +50,7 @@ def gpt(tower_module):
 
 @pytest.mark.parametrize("options", POLICIES.values(), ids=POLICIES)
 def test_losses_and_gradients_are_eagers(gpt, deterministic_algorithms, options):
-    tuning = {"offload_min_bytes": 65536}
-    with graphs_on(gpt.model, lm.make_pack((500, 200)), cuda_graph_packed_tuning=tuning, **options) as graphs:
+    with graphs_on(gpt.model, lm.make_pack((500, 200)), **options) as graphs:
         for lengths in ((1024,), (300, 400), (1, 900, 20, 800)):
             assert_eagers(gpt, graphs, lm.make_pack(lengths), str(lengths))
         statistics = graphs.statistics()
@@ -65,7 +66,7 @@ def experts(tower_module):
 
 def results_of_experts(trained, packs, buckets, **options):
     """Return what graphs of all layers give for packs, over poisoned buffers, and their statistics."""
-    tuning = {"offload_min_bytes": 65536, "gradient_accumulation_fusion": True}
+    tuning = {"gradient_accumulation_fusion": True}
     wanted = {**KEPT, "cuda_graph_packed_buckets": buckets, "cuda_graph_packed_tuning": tuning, **options}
     with graphs_on(trained.model, packs[0], **wanted) as graphs:
         found = []
@@ -167,7 +168,7 @@ OF_PARTS = pytest.mark.parametrize(
 
 def results_of_parts(trained, packs, modules, buckets=BUCKETS, **options):
     """Return what graphs of parts of layers give for packs, over poisoned buffers, and their statistics."""
-    tuning = {"offload_min_bytes": 65536, "slots": 2}
+    tuning = {"slots": 2}
     wanted = {**KEPT, "cuda_graph_packed_buckets": buckets, "cuda_graph_packed_tuning": tuning, **options}
     with graphs_on(trained.model, packs[0], modules=modules, **wanted) as graphs:
         found = []

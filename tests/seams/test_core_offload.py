@@ -1,120 +1,27 @@
-"""What megatron-core asserts of its own offloading, the plugin refuses first, and says what to change."""
-
-from itertools import product
+"""Offloading by megatron-core: what it is told in Qwen3-VL's language model, and what the plugin refuses."""
 
 import pytest
 
+import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError, graph_options
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
+from bridge_cg_plugin.upstream.decoder import offload as language_offload
 
-EXPERTS = {"num_moe_experts": 8, "moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
-# Experts inside a graph of megatron-core's take the same number of tokens each.
-EQUAL = {**EXPERTS, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
-FUSED = {**EXPERTS, "use_transformer_engine_op_fuser": True}
-STASHED = {
-    **FUSED,
-    "moe_paged_stash": True,
-    "moe_expert_rank_capacity_factor": 1.5,
-    "moe_token_dispatcher_type": "flex",
-    "moe_flex_dispatcher_backend": "hybridep",
-}
-MIXED = {**EXPERTS, "moe_layer_freq": [0, 1]}
-MODELS = {
-    **{"dense": {}, "experts": EXPERTS, "mixed": MIXED, "equal": EQUAL},
-    **{"fused": FUSED, "stashed": STASHED},
-}
-GRAPHS = {
-    "none": {"cuda_graph_impl": "none"},
-    "attn": {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
-    "mlp": {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["mlp"]},
-    "router": {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe_router"]},
-    "moe": {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe"]},
-    "local moe": {"cuda_graph_impl": "local", "cuda_graph_modules": ["moe"]},
-    "local attn": {"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]},
-    "step": {"cuda_graph_impl": "full_iteration"},
-}
-OFFLOADED = (
-    *(["core_attn"], ["attn_proj"], ["qkv_linear", "core_attn", "attn_proj"], ["attn_norm"], ["mlp_norm"]),
-    *(["expert_fc1"], ["moe_act"], ["fused_group_mlp"], ["fused_group_mlp", "moe_act"], ["core_attn", "expert_fc1"]),
-)
-SOME_OFFLOADED = (["qkv_linear", "core_attn", "attn_proj"], ["mlp_norm"], ["core_attn", "expert_fc1"])
-SETTINGS = (
-    *({}, {"cuda_graph_warmup_steps": 0}, {"fine_grained_offloading_max_inflight_offloads": 1}),
-    *({"activation_offload_fraction": 0.5}, {"delta_offload_bytes_across_pp_ranks": 4096}),
-    {"delay_offload_until_cuda_graph": True},
-)
-RELEASE_FIELDS = "delay_offload_until_cuda_graph", "cuda_graph_modules"
+OFFLOADING = "fine_grained_activation_offloading=true offload_modules="
 
 
-def provider(**fields):
-    """Return the provider of a language model, with Transformer Engine's random states."""
+def test_attention_leaves_inside_its_graph_only_where_the_release_waits_for_it(active):
     from megatron.bridge.models.gpt_provider import GPTModelProvider
 
-    common = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "vocab_size": 128}
-    quiet = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "gradient_accumulation_fusion": False}
-    return GPTModelProvider(**common, **quiet, use_te_rng_tracker=True, **fields)
+    model = GPTModelProvider(num_layers=2, hidden_size=64, num_attention_heads=4, use_te_rng_tracker=True)
+    given = f"cuda_graph_impl=transformer_engine cuda_graph_modules=attn {OFFLOADING}core_attn"
+    if hasattr(model, "delay_offload_until_cuda_graph"):
+        assert graph_options(model, given).enabled
+        return
+    with pytest.raises(OptionError, match="does not wait for copies inside graphs"):
+        graph_options(model, given)
 
 
-@pytest.fixture
-def latest(active):
-    """Skip releases of megatron-core that lack a field."""
-    missing = [name for name in RELEASE_FIELDS if not hasattr(provider(), name)]
-    if missing:
-        pytest.skip(f"megatron-core has no {', '.join(missing)}")
-
-
-def offloading(modules, **fields):
-    return provider(fine_grained_activation_offloading=True, offload_modules=list(modules), **fields)
-
-
-def refusal_of(work, *kinds):
-    """Return the message of the refusal; None where nothing is refused."""
-    try:
-        work()
-    except kinds as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("graphs", GRAPHS)
-def test_the_plugin_refuses_what_megatron_core_asserts(latest, model, graphs):
-    if refusal_of(provider(**MODELS[model], **GRAPHS[graphs]).finalize, AssertionError, ValueError):
-        pytest.skip("refused without offloading, too")
-    missed = []
-    for modules, setting in (*product(OFFLOADED, SETTINGS[:1]), *product(SOME_OFFLOADED, SETTINGS[1:])):
-        fields = {**MODELS[model], **GRAPHS[graphs], **setting}
-        upstream = refusal_of(offloading(modules, **fields).finalize, AssertionError, ValueError)
-        mine = refusal_of(lambda m=modules, f=fields: graph_options(offloading(m, **f)), OptionError)
-        if upstream and not mine:
-            missed.append((modules, setting, upstream))
-    assert not missed
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("graphs", GRAPHS)
-def test_megatron_core_takes_what_the_shared_option_sets(latest, model, graphs):
-    if refusal_of(provider(**MODELS[model], **GRAPHS[graphs]).finalize, AssertionError, ValueError):
-        pytest.skip("refused without offloading, too")
-    for parts in (["attention"], ["mlp"], ["layernorm"], ["attention", "mlp", "layernorm"]):
-        made = provider(**MODELS[model], **GRAPHS[graphs])
-        try:
-            apply_options(graph_options(made, {"activation_offload": parts}), made)
-        except OptionError:
-            continue
-        made.finalize()
-        assert made.fine_grained_activation_offloading
-        assert not {"expert_fc1", "moe_act"} & set(made.offload_modules) or not made.use_transformer_engine_op_fuser
-
-
-def test_norms_before_experts_leave_beside_captured_mlps_of_other_layers(latest):
-    made = offloading(["mlp_norm"], **MIXED, **GRAPHS["mlp"])
-    apply_options(graph_options(made), made)
-    made.finalize()
-    assert made.offload_modules == ["mlp_norm"]
-
-
-def test_nemotrons_encoder_has_the_settings_of_its_language_model(latest):
+def test_nemotrons_encoder_has_the_settings_of_its_language_model(active):
     from megatron.bridge.models.nemotron_omni.nemotron_omni_provider import NemotronOmniModelProvider
 
     told = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
@@ -122,3 +29,60 @@ def test_nemotrons_encoder_has_the_settings_of_its_language_model(latest):
     assert made._build_vision_config(made).fine_grained_activation_offloading
     with pytest.raises(OptionError, match="would count layers of the encoder"):
         graph_options(made)
+
+
+@pytest.fixture
+def qwen(active):
+    """Return Qwen3-VL's language model on the CPU and a list of the microbatches that offloading was told of."""
+    from tests.unit.packs import new_qwen
+
+    model, told = new_qwen(layers=1), []
+    model.preprocess_for_fine_grained_offloading = lambda: told.append(model)
+    return model, told
+
+
+def run(model):
+    from tests.unit.packs import pack, with_images
+
+    arguments = with_images(pack((10, 6)), features=0)
+    model(**arguments)
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_offloading_is_told_of_every_microbatch_of_qwen3_vl(qwen, on):
+    model, told = qwen
+    model.config.fine_grained_activation_offloading = on
+    for _ in range(2):
+        run(model)
+    assert told == [model] * (2 if on else 0)
+
+
+def test_as_released_it_is_not_told(qwen):
+    model, told = qwen
+    model.config.fine_grained_activation_offloading = True
+    bridge_cg_plugin.deactivate()
+    run(model)
+    assert not told
+
+
+def test_a_release_that_tells_is_left_alone():
+    def tells(self):
+        self.preprocess_for_fine_grained_offloading()
+
+    assert not language_offload._tells_nothing(tells)
+    assert language_offload._tells_nothing(run)
+
+
+def test_a_marked_tensor_stays_where_megatron_core_offloads(monkeypatch):
+    import torch
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler
+
+    from bridge_cg_plugin.offload import never_offload
+
+    if hasattr(ChunkOffloadHandler, "_can_manage_tensor_for_offload"):  # says no to whatever is not on a GPU
+        monkeypatch.setattr(ChunkOffloadHandler, "_can_manage_tensor_for_offload", staticmethod(lambda tensor: True))
+    handler = ChunkOffloadHandler.__new__(ChunkOffloadHandler)
+    handler.min_offloaded_tensor_size = 1
+    plain, marked = torch.ones(4), never_offload(torch.ones(4))
+    assert handler.tensor_need_offloading_checker(plain)
+    assert not handler.tensor_need_offloading_checker(marked)

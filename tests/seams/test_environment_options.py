@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks.configuration.environment_options import apply_environment
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
+from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_environment, read_options
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import resolve
 from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
 from bridge_cg_plugin.upstream.hooks.loops import any_loop

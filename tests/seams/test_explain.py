@@ -3,7 +3,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +11,9 @@ from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvi
 
 from bridge_cg_plugin.cli.explain.models import encoder_of
 from bridge_cg_plugin.cli.planner.records import NotMeasured, language_model_of
-from bridge_cg_plugin.options import OptionError, facts_of, normalize
+from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
+from tests.unit.option_words import told
 
 from ..unit.moonvit_towers import entry_points
 from .explained import explain, table
@@ -25,8 +25,8 @@ import json, socket, sys, time
 def refuse(*args, **kwargs):
     raise OSError("no network")
 socket.getaddrinfo = socket.socket.connect = refuse
-from dataclasses import replace
-from bridge_cg_plugin.options import OptionError, facts_of, normalize
+from tests.unit.option_words import told
+from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.cli.explain import command, recipes
 from bridge_cg_plugin.cli.explain.models import encoder_of
 from bridge_cg_plugin.cli.planner.records import NotMeasured, language_model_of
@@ -42,7 +42,7 @@ found["longest"], found["impl"] = options.vision.max_seq_length, options.vision.
 found["facts"] = {}
 for name in sys.argv[2:]:
     written = normalize(recipes.build_recipe(name))[1]
-    found["facts"][name] = repr(replace(facts_of(written), key_heads=None)), str(encoder_of(written.model))
+    found["facts"][name] = told(written.facts), str(encoder_of(written.model))
     found.setdefault("sizes", {})[name] = sizes_of(written.model)
 try:
     command.explain([sys.argv[1], "modle.x=4"])
@@ -58,7 +58,7 @@ def test_one_object_with_a_key_for_each_part(capsys):
     status, out, err = explain(capsys, "--json", "cuda_graph_scope=full_iteration")
     found = json.loads(out)
     assert (status, err) == (0, "")
-    parts = ["encoder", "language_model", "vision", "packed", "offload", "chosen", "warnings"]
+    parts = ["encoder", "language_model", "vision", "packed", "chosen", "warnings"]
     assert list(found) == [*parts, "table", "forecast", "language_model_forecast", "whole_step", "layout", "notes"]
     assert found["encoder"] == ""
     assert found["language_model"] == {"impl": "full_iteration", "modules": [], "inference_scope": "none"}
@@ -72,11 +72,10 @@ def test_in_words(capsys):
     why = "per-layer graphs of attention and MLP by Transformer Engine; inference eager"
     assert (lines["language model"]["runs"], lines["language model"]["why"]) == ("graphs", why)
     assert lines["vision encoder"]["why"].startswith("one graph per bucket over the whole encoder; buckets chosen")
-    eager = table(capsys, "cuda_graph_impl=none", "activation_offload=mlp")
+    eager = table(capsys, "cuda_graph_impl=none")
     assert [(line["runs"], line["why"]) for line in eager.values()] == [
         ("eager", "vision_cuda_graph_impl=none"),
         ("eager", "cuda_graph_impl=none"),
-        ("on", "activations of mlp to host memory, by megatron-core expert_fc1 and moe_act"),
     ]
 
 
@@ -310,7 +309,7 @@ def test_a_process_without_pytorch_hub_and_gpu_answers_at_once(bridge):
     for name in names:
         with contextlib.suppress(KeyError):  # the tests have no configuration of its model
             written = normalize(getattr(bridge, name)())[1]
-            built[name] = [repr(replace(facts_of(written), key_heads=None)), str(encoder_of(written.model))]
+            built[name] = [told(written.facts), str(encoder_of(written.model))]
             sizes[name] = sizes_of(written.model)
     done = subprocess.run(
         [sys.executable, "-c", STANDS_IN, preset, *built],
@@ -326,7 +325,7 @@ def test_a_process_without_pytorch_hub_and_gpu_answers_at_once(bridge):
     assert found["seconds"] < 3
     known = {name: said for name, said in found["sizes"].items() if said.startswith("LanguageModel")}
     assert len(known) > 2 and known == {name: sizes[name] for name in known}
-    assert len(built) > 10 and found["facts"] == built  # as from the hub's configurations, which alone have heads
+    assert len(built) > 10 and found["facts"] == built  # as from the hub's configurations
 
 
 def test_the_one_setting_is_told_once(capsys, bridge):

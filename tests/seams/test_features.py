@@ -47,6 +47,7 @@ VISION = {"vision_cuda_graph_impl": "transformer_engine"}
 EXACT = {**VISION, "vision_cuda_graph_tuning": {"kernels": "exact"}}
 PACKED = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": 16}
 LANGUAGE_MODEL = {"cuda_graph_impl": "transformer_engine"}
+OFFLOADING = {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}
 QWEN3_VISION = {F.OPTIONS, F.VISION, F.VISION_QWEN3_VL}
 ANY_PACKED = {F.OPTIONS, F.PACKED}
 # Configuration -> provider, its fields, the features that these ask for.
@@ -118,8 +119,8 @@ CONFIGURATIONS = {
     ),
     "offloading by megatron-core": (
         GPT,
-        {"activation_offload": ["mlp"], "num_moe_experts": 8},
-        {F.OPTIONS, F.CORE_OFFLOAD},
+        {**LANGUAGE_MODEL, "cuda_graph_modules": ["moe_router"], "num_moe_experts": 8, **OFFLOADING},
+        {F.LANGUAGE_MODEL, F.CORE_OFFLOAD},
     ),
     "no graphs": (QWEN3_VL, {}, set()),
 }
@@ -153,8 +154,6 @@ def config_of(name, **fields):
 
 @pytest.fixture
 def configs(active, monkeypatch):
-    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
-    monkeypatch.setattr(training_config, "check_offloading", lambda: None)
     release = bridge_release()
     return {
         label: config_of(name, **fields)

@@ -22,7 +22,7 @@ from bridge_cg_plugin.options import (
     graph_options,
     normalize,
 )
-from bridge_cg_plugin.options.releases import RELEASES, field_values
+from bridge_cg_plugin.options.graph_options import RELEASES, field_values
 from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import (
     apply_options,

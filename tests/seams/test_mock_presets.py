@@ -11,7 +11,7 @@ from transformers.utils import hub
 from bridge_cg_plugin.cli.runs.recipe import prepare, read
 from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.recipes import with_graphs
-from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
+from bridge_cg_plugin.upstream.hooks.configuration import recipes
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from tests.gpu import test_presets
 from tests.models import local_hub
@@ -19,7 +19,7 @@ from tests.models import local_hub
 from .test_recipes import gpus_of
 
 pytestmark = pytest.mark.skipif(
-    not recipe_names.PATCHES[0].seam.expected_in(bridge_release()),
+    not recipes.PATCHES[0].seam.expected_in(bridge_release()),
     reason="the recipes are those of a later megatron-bridge",
 )
 TASKS = "pretrain_mock", "sft", "peft"

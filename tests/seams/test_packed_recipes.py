@@ -2,17 +2,17 @@
 
 import pytest
 
-from bridge_cg_plugin.options import OptionError, facts_of
+from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.sources import collect
 from bridge_cg_plugin.recipes import with_graphs
-from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
+from bridge_cg_plugin.upstream.hooks.configuration import recipes
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 from .test_recipes import PACKED_BASES, changed, gpus_of, launched
 
 pytestmark = pytest.mark.skipif(
-    not recipe_names.PATCHES[0].seam.expected_in(bridge_release()),
+    not recipes.PATCHES[0].seam.expected_in(bridge_release()),
     reason="the recipes are those of a later megatron-bridge",
 )
 OFFLINE_FIELDS = {"dataset.pad_to_max_length", "dataset.offline_packing_specs.pad_cu_seqlens"}
@@ -55,7 +55,7 @@ def test_dropout_keeps_the_language_model_eager_unless_its_graphs_were_set_expli
 
 def test_a_hybrid_a_dense_model_and_a_vision_language_model_are_among_them(bridge):
     configs = {base: with_graphs(base) for base in PACKED_BASES}
-    hybrid = {base: facts_of(collect(config)).mamba for base, config in configs.items()}
+    hybrid = {base: collect(config).facts.mamba for base, config in configs.items()}
     assert hybrid == {name: name.startswith("nemotron") for name in PACKED_BASES}
     assert type(configs["qwen3_8b_sft_config"].model).__name__ == "GPTModelProvider"
     vision_language = configs["qwen3_vl_8b_sft_config"]

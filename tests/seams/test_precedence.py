@@ -11,8 +11,8 @@ import pytest
 from bridge_cg_plugin.cli.explain import command
 from bridge_cg_plugin.cli.main import main as bridge_cg
 from bridge_cg_plugin.options import GraphOptionWarning, LanguageModelGraphOptions, OptionError, graph_options
-from bridge_cg_plugin.options.choice import SETTING
 from bridge_cg_plugin.options.explain import in_words
+from bridge_cg_plugin.options.graph_options import SETTING
 from bridge_cg_plugin.options.language_model import IMPL, MODULES, SCOPE
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options, read_options

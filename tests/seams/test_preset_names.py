@@ -8,13 +8,13 @@ import pytest
 import bridge_cg_plugin
 from bridge_cg_plugin import recipes
 from bridge_cg_plugin.recipes import DERIVED_RECIPES, PRESETS, RECIPES
-from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
+from bridge_cg_plugin.upstream.hooks.configuration.recipes import PATCHES
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 BRIDGE = "megatron.bridge.recipes"
 
 pytestmark = pytest.mark.skipif(
-    not recipe_names.PATCHES[0].seam.expected_in(bridge_release()),
+    not PATCHES[0].seam.expected_in(bridge_release()),
     reason="the presets derive from recipes of a later megatron-bridge",
 )
 
@@ -38,7 +38,7 @@ def test_no_name_is_upstreams(bridge):
 
 
 def test_the_names_go_away_with_the_plugin(active):
-    packages = [active[patch.module] for patch in recipe_names.PATCHES]
+    packages = [active[patch.module] for patch in PATCHES]
     bridge_cg_plugin.deactivate()
     before = [list(vars(package).items()) for package in packages]
     for _ in range(3):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from bridge_cg_plugin.cli.runs.recipe import prepare, read
-from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
+from bridge_cg_plugin.upstream.hooks.configuration import recipes
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from scripts.performance import bench_recipe, random_weights
@@ -18,7 +18,7 @@ from .test_mock_presets import cache, offline  # noqa: F401
 from .test_recipes import launched
 
 pytestmark = pytest.mark.skipif(
-    not recipe_names.PATCHES[0].seam.expected_in(bridge_release()),
+    not recipes.PATCHES[0].seam.expected_in(bridge_release()),
     reason="the recipes are those of a later megatron-bridge",
 )
 WIDTH, HEIGHT = 1024, 768

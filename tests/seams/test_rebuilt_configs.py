@@ -29,12 +29,8 @@ PACKED = {
     "cuda_graph_packed_offload": ["mlp"],
     "cuda_graph_packed_recompute": [],
     "cuda_graph_packed_offload_above_gb": 1e-5,
-    "cuda_graph_packed_tuning": {
-        "slots": 3,
-        "offload_min_bytes": 2048,
-    },
+    "cuda_graph_packed_tuning": {"slots": 3},
     "cuda_graph_packed_strict": True,
-    "activation_offload": ["attention", "mlp"],
     "cuda_graphs": "exact",
 }
 BRIDGE = "megatron.bridge.models"

@@ -9,8 +9,8 @@ import pytest
 
 from bridge_cg_plugin.recipes import PRESETS, RECIPES
 from bridge_cg_plugin.recipes.presets import build
-from bridge_cg_plugin.upstream.hooks.configuration import recipe_names, recipes
-from bridge_cg_plugin.upstream.hooks.configuration.recipe_names import AddedNames
+from bridge_cg_plugin.upstream.hooks.configuration import recipes
+from bridge_cg_plugin.upstream.hooks.configuration.recipes import AddedNames
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.seam import Seam
 
@@ -50,7 +50,7 @@ def test_a_star_import_of_the_family_leaves_nothing_behind():
 
 
 def test_a_release_of_before_the_recipes_gets_no_presets(monkeypatch):
-    monkeypatch.setattr(recipe_names, "bridge_release", lambda: "0.5.1")
+    monkeypatch.setattr(recipes, "bridge_release", lambda: "0.5.1")
     module, names = SimpleNamespace(base=len), AddedNames(replace(SEAM, since="0.6.2"), {A: RECIPES[A]})
     names.apply(module)
     assert vars(module) == {"base": len}
@@ -58,7 +58,7 @@ def test_a_release_of_before_the_recipes_gets_no_presets(monkeypatch):
 
 
 def test_a_release_of_before_the_recipes_gets_what_derives_from_none(monkeypatch):
-    monkeypatch.setattr(recipe_names, "bridge_release", lambda: "0.5.1")
+    monkeypatch.setattr(recipes, "bridge_release", lambda: "0.5.1")
     module, names = (
         SimpleNamespace(base=len),
         AddedNames(replace(SEAM, since="0.6.2"), {A: RECIPES[A]}, {B: RECIPES[B]}),

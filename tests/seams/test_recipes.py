@@ -16,7 +16,7 @@ from bridge_cg_plugin.options import GraphOptionWarning, OptionError, graph_opti
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.normalization import _warned
 from bridge_cg_plugin.recipes import GPUS, PRESETS, RECIPES, with_graphs
-from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
+from bridge_cg_plugin.upstream.hooks.configuration import recipes
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
@@ -62,7 +62,7 @@ LANGUAGE_MODEL = {
 }
 
 pytestmark = pytest.mark.skipif(
-    not recipe_names.PATCHES[0].seam.expected_in(bridge_release()),
+    not recipes.PATCHES[0].seam.expected_in(bridge_release()),
     reason="the presets derive from recipes of a later megatron-bridge",
 )
 

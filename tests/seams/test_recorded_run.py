@@ -102,9 +102,9 @@ def test_the_plugins_run_has_it_on(calls, tmp_path):
 
 
 def test_a_preset_is_trained_eager_too(calls, tmp_path):
-    from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
+    from bridge_cg_plugin.upstream.hooks.configuration import recipes
 
-    if not recipe_names.PATCHES[0].seam.expected_in(bridge_release()):
+    if not recipes.PATCHES[0].seam.expected_in(bridge_release()):
         pytest.skip("the presets derive from recipes of a later megatron-bridge")
     words = ["--recipe", "qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config"]
     assert run(tmp_path, "eager", *words, "--vision_cuda_graph_impl", "none", "--cuda_graph_impl", "none")[0] == 0

@@ -263,9 +263,9 @@ def test_mock_images_are_for_models_with_images(trained, bridge, capsys):
 
 
 def test_a_preset_is_a_recipe(trained, capsys):
-    from bridge_cg_plugin.upstream.hooks.configuration import recipe_names
+    from bridge_cg_plugin.upstream.hooks.configuration import recipes
 
-    if not recipe_names.PATCHES[0].seam.expected_in(bridge_release()):
+    if not recipes.PATCHES[0].seam.expected_in(bridge_release()):
         pytest.skip("the presets derive from recipes of a later megatron-bridge")
     preset = "qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config"
     assert run_recipe.main(["--recipe", preset, "--vision_cuda_graph_tuning=slots=2"]) == 0

@@ -24,14 +24,15 @@ from tests.unit.towers import draw, loss_of, new_tower
 
 from .loops import FIELDS, Policy, assert_equal, in_one_process, run_schedule
 
+LEAST_BYTES = 1024
+
 PACKED = {**DEFAULTS, "cuda_graph_impl": "transformer_engine"}
 ROUTERS = {**EXPERTS, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 MICROBATCHES = (([[1, 4, 6]], (100, 150, 50)), ([[1, 8, 8], [1, 4, 4]], (120, 150)))
 OFFLOADED = {
     "vision_cuda_graph_offload": "all",
-    "vision_cuda_graph_tuning": {"exact_below": 0, "offload_min_bytes": 1024},
+    "vision_cuda_graph_tuning": {"exact_below": 0},
     "cuda_graph_packed_offload": "all",
-    "cuda_graph_packed_tuning": {"offload_min_bytes": 1024},
 }
 ROUNDS, PARTS = 5, 3
 # The system gets memory of this many elements back at once, and gives the next such from the same addresses: of less,

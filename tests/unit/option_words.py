@@ -9,6 +9,13 @@ FP8 = "fp8=hybrid fp8_recipe=tensorwise"
 OFFLOAD = "fine_grained_activation_offloading=true offload_modules="
 
 
+def told(facts):
+    """Return in words what facts a configuration has; not in which words it was written."""
+    kind = vars(type(facts)).items()
+    derived = {name: getattr(facts, name) for name, held in kind if isinstance(held, property) and name[0] != "_"}
+    return repr((derived, sorted(name for name, value in facts.settings.items() if value is True)))
+
+
 def tower_of_hugging_face(**fields):
     """Return the provider of a model whose vision tower is Hugging Face's, with vision graphs on."""
     module = "megatron.bridge.models.qwen_vl.qwen25_vl_provider"

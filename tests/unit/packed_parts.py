@@ -34,9 +34,9 @@ def on_parts(
         grows: Whether named buckets are captured when packs ask for them.
         options: Of packed-sequence graphs, by the names that `PackedOptions` has for them.
     """
-    tuned = {"slots": options.pop("slots")} if "slots" in options else {}
+    tuned = {"slots": options.pop("slots")} if "slots" in options else None
     values = {f"cuda_graph_packed_{name}": value for name, value in options.items()}
-    values["cuda_graph_packed_tuning"] = {"offload_min_bytes": 1024, **tuned}
+    values["cuda_graph_packed_tuning"] = tuned
     values |= {"cuda_graph_modules": list(modules), "cuda_graph_packed_offload": offload}
     seen = [packs.pack(lengths) for lengths in warmup]
     with (

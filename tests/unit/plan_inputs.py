@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bridge_cg_plugin.cli.planner.command import costs_of_packs
 from bridge_cg_plugin.cli.planner.records import TOWER, Costs, of_encoder
-from bridge_cg_plugin.options.layout import RankLayout
+from bridge_cg_plugin.options.packed import RankLayout
 
 COSTS = costs_of_packs(RankLayout())
 IMAGE_COSTS = Costs(of_encoder(TOWER, "auto"), TOWER)

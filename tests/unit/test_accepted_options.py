@@ -6,12 +6,7 @@ import pytest
 
 from bridge_cg_plugin.options import (
     CudaGraphModule,
-    Facts,
-    GraphOptions,
-    LanguageModelGraphOptions,
     OptionError,
-    check_options,
-    facts_of,
     graph_options,
     normalize,
 )
@@ -33,7 +28,7 @@ def test_recompute_does_not_reach_a_tower_of_hugging_face():
 
 def test_full_iteration_on_a_model_with_such_a_tower_is_upstreams_own():
     written = normalize(tower_of_hugging_face(vision_cuda_graph_impl="none", pipeline_model_parallel_size=2))[1]
-    facts = facts_of(written)
+    facts = written.facts
     assert facts.other_tower and not facts.images
 
 
@@ -130,11 +125,3 @@ def test_modules_of_a_recipe_with_graphs_off_are_not_refused():
     found = graph_options(recipe)
     assert not found.enabled and "has no effect" in found.warnings[-1]
     graph_options(recipe, "cuda_graph_impl=none")
-
-
-def test_what_upstream_runs_is_refused_on_request_only():
-    modules = LanguageModelGraphOptions(impl="transformer_engine", modules=(CudaGraphModule.mamba,))
-    options, facts = GraphOptions(language_model=modules), Facts(mamba=False)
-    check_options(options, facts, harmless=False)
-    with pytest.raises(OptionError, match="mamba"):
-        check_options(options, facts)

@@ -27,6 +27,8 @@ from . import packs
 from .mixes import MIXED
 from .towers import assert_close, graphs_on, new_tower, results
 
+LEAST_BYTES = 1024
+
 METHODS = ("new_memory", "warm_up", "observe", "side_stream", "record")
 
 
@@ -121,7 +123,7 @@ def run_decoder(model):
     return [losses, *gradients]
 
 
-OFFLOADED = {"offload": ("attention", "mlp"), "offload_min_bytes": 0}
+OFFLOADED = {"offload": ("attention", "mlp")}
 CASES = {
     "encoder": Case(two_layers, tower_graphs, run_tower, slots=2),
     "encoder, two streams": Case(two_layers, tower_graphs, run_tower, streams=2),

@@ -18,6 +18,8 @@ from . import packs
 from .packed_parts import APART, LARGE, SMALL, losses, new_model, on_parts, results, same
 from .towers import assert_close, loss_of, move
 
+LEAST_BYTES = 1024
+
 MODULES = pytest.mark.parametrize("modules", [("attn",), ("mlp",)], ids=",".join)
 
 
@@ -250,7 +252,7 @@ def test_a_part_leaves_no_more_in_the_pool_than_its_plan_keeps():
     with on_parts(model, executor=executor, buckets=[512]) as graphs:
         plans, parts = planned(graphs), len(graphs._regions)
         made = len(executor.after_forward)
-    small = 4 * 1024 * parts  # what is below `offload_min_bytes` stays
+    small = 4 * 1024 * parts  # what is below `LEAST_BYTES` stays
     assert made == len(executor.after_backward) and made % parts == 0
     assert all(left <= small for left in executor.after_forward)
     assert executor.after_backward == [0] * made

@@ -9,19 +9,20 @@ import pytest
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions, normalize
 from bridge_cg_plugin.options import flags as flags_module
 from bridge_cg_plugin.options.declaration import Group, option
-from bridge_cg_plugin.options.explain import further, group_table, tuning_table
+from bridge_cg_plugin.options.explain import further
 from bridge_cg_plugin.options.flags import add_flags, flags_of, given_flags
-from bridge_cg_plugin.options.releases import RELEASES, fields_since
 from bridge_cg_plugin.options.values import whole_number
 from bridge_cg_plugin.options.vision import VISION
 from bridge_cg_plugin.upstream.hooks.configuration.provider_fields import accepting_init, extended_fields
+
+from .test_option_docs import group_table, tuning_table
 
 FIELD = "vision_cuda_graph_echoes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extended(VisionGraphOptions):
-    echoes: int = option(3, whole_number(1), "N", "how often each image is seen", "More is slower")
+    echoes: int = option(3, whole_number(1), "how often each image is seen", "More is slower")
 
 
 EXTENDED = replace(VISION, kind=Extended)
@@ -62,20 +63,18 @@ def test_explain_says_it():
     assert further(Extended(echoes=4), EXTENDED) == [f"{FIELD}=4"]
 
 
-def test_a_field_of_upstreams_belongs_to_the_releases_that_have_it():
+def test_the_plugin_adds_no_field_of_upstreams():
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Upstreams:
-        late: int = option(0, whole_number(0), "N", "of a late release", since="0.6")
+        late: int = option(0, whole_number(0), "of upstream", upstreams=True)
 
     group = Group(name="theirs", kind=Upstreams)
     assert group.added == {} and group.names == ("late",)
-    assert [release.fields for release in RELEASES] == [fields_since(name) for name in ("0.6", "0.5")]
-    assert fields_since("0.5") < fields_since("0.6")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned(VisionGraphOptions):
-    echoes: int = option(3, whole_number(1), "N", "how often each image is seen", tuning=True)
+    echoes: int = option(3, whole_number(1), "how often each image is seen", tuning=True)
 
 
 TUNED = replace(VISION, kind=Tuned)

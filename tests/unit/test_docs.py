@@ -19,7 +19,7 @@ import yaml
 import bridge_cg_plugin
 from bridge_cg_plugin.cli import main as cli
 from bridge_cg_plugin.options.flags import FLAGS
-from bridge_cg_plugin.options.groups import GROUPS
+from bridge_cg_plugin.options.graph_options import GROUPS
 from bridge_cg_plugin.recipes import SMALL_RECIPES
 from examples.photographs.arguments import LAYOUT
 

@@ -36,6 +36,8 @@ from .hugging_face_towers import (
 )
 from .towers import assert_close, graphs_on, loss_of, poison
 
+LEAST_BYTES = 1024
+
 TOLERANCE = 1e-6
 # Rows of grid_thw: windows are squares of 8 x 8 patches, so frames have 1 to 9 of them.
 WINDOWED = [
@@ -168,7 +170,7 @@ def test_any_microbatch_equals_eager(case):
 @every_size
 @pytest.mark.parametrize("scope", ["attention", "mlp", "layernorm"])
 def test_parts_that_an_encoder_calls_otherwise_leave_the_device_by_their_usual_names(case, scope):
-    model, settings = case.new(), {"offload_min_bytes": 256, **case.largest}
+    model, settings = case.new(), case.largest
     expected = case.results(model, case.sizes[0])
     with graphs_on(model, offload=(scope,), **settings) as graphs:
         assert graphs.statistics().pinned_bytes

@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from bridge_cg_plugin.language.experts.exchange import ExpertExchange
 from bridge_cg_plugin.language.packed import workload as shape_exchange
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PADDED_OFFSETS, PackShape
 from bridge_cg_plugin.language.packed.fit import refuse_pack
+from bridge_cg_plugin.offload import offloading
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.parallel.process_groups import (
     expert_group,
@@ -110,8 +112,7 @@ def replay_moved():
     model, packs = rank_model(), own_packs(2)
     kept = []
     for moved in ({}, {"cuda_graph_packed_offload": "all", "cuda_graph_packed_recompute": "all"}):
-        tuning = {"offload_min_bytes": 1024}
-        with on_graphs(model, packs[0], cuda_graph_packed_tuning=tuning, **moved) as graphs:
+        with mock.patch.object(offloading, "LEAST_BYTES", 1024), on_graphs(model, packs[0], **moved) as graphs:
             found = []
             for arguments in packs:
                 poison(graphs, float("nan"))

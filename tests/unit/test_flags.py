@@ -12,7 +12,7 @@ from bridge_cg_plugin.options.flags import (
     take_flags,
     unknown_flag,
 )
-from bridge_cg_plugin.options.groups import TUNING
+from bridge_cg_plugin.options.graph_options import TUNING
 from bridge_cg_plugin.options.sources import FIELDS
 
 
@@ -29,15 +29,6 @@ def test_both_spellings_set_the_field(flag):
     found = [given_flags(parse(spelling, "attn_norm")) for spelling in flag.spellings]
     assert all(one == found[0] and one[flag.field] == "attn_norm" for one in found)
     assert {flag.name, flag.name.replace("_", "-")} <= {s.removeprefix("--") for s in flag.spellings}
-
-
-def test_offload_names_modules_and_switches_on_or_off():
-    on = normalize(given_flags(parse("--offload", "attn_norm,core_attn", "--offload_fraction", "0.5")))[0].offload
-    assert (on.enabled, on.modules, on.fraction) == (True, ("attn_norm", "core_attn"), 0.5)
-    off = normalize({"fine_grained_activation_offloading": True}, given_flags(parse("--offload", "none")))[0].offload
-    assert (off.enabled, off.modules) == (False, ())
-    with pytest.raises(OptionError, match="offload_modules='vision'.*core_attn"):
-        normalize(given_flags(parse("--offload", "vision")))
 
 
 def test_a_parser_with_a_flag_of_that_name_keeps_it_or_gives_way():
@@ -73,6 +64,8 @@ def test_words_that_set_a_tuning_value_are_taken_out_too():
 
 def test_an_unknown_flag_names_the_nearest():
     assert "--vision_cuda_graph_impl" in str(unknown_flag("--vision-cuda-graph-imp=x", ["--vision_cuda_graph_impl"]))
+    with pytest.raises(OptionError, match="Cannot use offload='--offload': the option has gone"):
+        unknown_flag("--offload", [])
 
 
 def test_parts_of_a_mapping_add_up_and_words_win_over_flags():
@@ -111,7 +104,6 @@ def test_a_word_under_a_misspelt_mapping_is_refused(word, said):
             0,
             "--vision_cuda_graph_tuning slots=0",
         ),
-        ("--offload vision", "offload_modules", "vision", "--offload vision"),
         ("--mock-data", "mock_data", True, "--mock-data"),
         ("--steps 0", "steps", 0, "--steps 0"),
         ("cuda_graph_impl=foo", "cuda_graph_impl", "foo", "cuda_graph_impl='foo'"),

@@ -17,18 +17,15 @@ from bridge_cg_plugin.options import (
     GraphOptionWarning,
     InferenceCudaGraphScope,
     LanguageModelGraphOptions,
-    OffloadOptions,
     OptionError,
     PackedOptions,
     VisionGraphOptions,
-    as_fields,
     graph_options,
     normalize,
 )
 from bridge_cg_plugin.options import graph_options as make
+from bridge_cg_plugin.options.graph_options import RELEASES, field_values
 from bridge_cg_plugin.options.language_model import INFERENCE_SCOPES
-from bridge_cg_plugin.options.offload import CORE_FIELDS
-from bridge_cg_plugin.options.releases import RELEASES, field_values
 
 NEW, OLD = RELEASES
 M, S = CudaGraphModule, InferenceCudaGraphScope
@@ -199,9 +196,6 @@ REFUSED = [
     ("cuda_graph_packed_recompute", "attention"),
     ("cuda_graph_packed_offload_above_gb", 0),
     ("cuda_graph_packed_strict", 2),
-    ("offload_modules", "router"),
-    ("activation_offload_fraction", 1.5),
-    ("min_offloaded_tensor_size", -1),
 ]
 
 
@@ -295,7 +289,6 @@ LOOKALIKES = [
     ("cuda_graph_iml", "cuda_graph_impl"),
     ("vision_cuda_grph_impl", "vision_cuda_graph_impl"),
     ("cuda_graphs_modules", "cuda_graph_modules"),
-    ("offload_module", "offload_modules"),
     ("cudagraph_scope", "cuda_graph_scope"),
 ]
 
@@ -317,12 +310,6 @@ def test_values_that_a_release_cannot_do_name_the_release_that_can():
     with pytest.raises(OptionError, match=r"Use it, or megatron-bridge 0\.5\.1"):
         field_values(local, NEW)
     assert field_values(local, OLD)["cuda_graph_modules"] == ["attn"]
-    offload = GraphOptions(offload=OffloadOptions(enabled=True, modules=("qkv_linear",), delay_until_cuda_graph=True))
-    with pytest.raises(OptionError, match=r"Use megatron-bridge 0\.6\.2"):
-        field_values(offload, OLD)
-    fused = GraphOptions(offload=OffloadOptions(enabled=True, modules=("fused_group_mlp",)))
-    with pytest.raises(OptionError, match=r"Use megatron-bridge 0\.6\.2"):
-        field_values(fused, OLD)
     for release in RELEASES:
         with pytest.raises(OptionError, match="no such field"):
             field_values(GraphOptions(vision=VisionGraphOptions(impl="transformer_engine")), release)
@@ -330,26 +317,9 @@ def test_values_that_a_release_cannot_do_name_the_release_that_can():
             field_values(GraphOptions(packed=PackedOptions(max_packed_seqs=64)), release)
 
 
-def test_offload_fields_are_read_and_written():
-    given_fields = dict(
-        zip(CORE_FIELDS.values(), (True, "qkv_linear,core_attn", "2048", "true", 5, "0.5", 2), strict=True)
-    )
-    found = make(given_fields).offload
-    assert found == OffloadOptions(
-        enabled=True,
-        modules=("qkv_linear", "core_attn"),
-        min_tensor_size=2048,
-        delay_until_cuda_graph=True,
-        delta_bytes_across_pp_ranks=5,
-        fraction=0.5,
-        max_inflight=2,
-    )
-    assert make(as_fields(GraphOptions(offload=found))).offload == found
-
-
 def test_importing_the_options_imports_no_torch_and_no_megatron():
     code = (
-        "import sys, bridge_cg_plugin.options, bridge_cg_plugin.options.explain, bridge_cg_plugin.options.releases\n"
+        "import sys, bridge_cg_plugin.options, bridge_cg_plugin.options.explain, bridge_cg_plugin.options.flags\n"
         "print([n for n in sys.modules if n.split('.')[0] in ('torch', 'megatron')])\n"
         "print([n for n in sys.modules if n.startswith('bridge_cg_plugin.') and '.options' not in n])"
     )

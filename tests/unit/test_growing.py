@@ -20,6 +20,8 @@ from . import packs
 from .growing import LARGE, ON_DEMAND, OTHER, SMALL, assert_equals_eager, capacities, grown
 from .towers import DEFAULTS, VisionGraphOptions, assert_close, draw, forward, new_tower
 
+LEAST_BYTES = 1024
+
 
 @pytest.fixture(scope="module")
 def tower():
@@ -252,7 +254,7 @@ def test_memory_of_a_recording_that_fails_goes_back(tower, monkeypatch, records)
 @pytest.mark.parametrize("target", [None, 0.006])
 def test_activations_of_buckets_on_demand_leave_the_device(tower, target):
     kept = {"offload_above_gb": target} if target else {"offload": ("attention", "mlp"), "recompute": ()}
-    graphs, stack = grown(tower, SMALL, offload_min_bytes=1, **kept)
+    graphs, stack = grown(tower, SMALL, **kept)
     with stack:
         for seed in range(3):
             with graphs.step():

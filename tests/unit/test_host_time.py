@@ -16,6 +16,8 @@ from ..python_calls import python_calls
 from . import packs
 from .towers import graphs_on
 
+LEAST_BYTES = 1024
+
 ONE, FOUR = [(1, 4, 4)], [(1, 4, 4)] * 4
 EIGHT = [(1, h, w) for h, w in ((4, 4), (4, 6), (2, 8), (4, 4), (6, 4), (4, 4), (8, 4), (2, 2))]
 VIDEO = [(16, 2, 2)]
@@ -108,9 +110,8 @@ def calls_of_a_part(layers: int, **options) -> tuple[int, int]:
     Experts run eager between the parts. The first part's forward also loads what all of them share.
     """
     model, batch = packs.new_model(layers=layers, **packs.EXPERTS), packs.pack((30, 180, 77))
-    tuning = {"offload_min_bytes": 1024}
     modules = {"cuda_graph_modules": ["attn", "moe_router"], "cuda_graph_packed_buckets": [320]}
-    values = {**modules, "cuda_graph_packed_tuning": tuning, **options}
+    values = {**modules, **options}
     counts = []
 
     def counted(function):

@@ -61,6 +61,7 @@ def test_the_residual_streams_gradient_finds_a_norms_input_that_came_back_elsewh
 TOWER = """
 import torch
 
+from bridge_cg_plugin.offload import offloading
 from bridge_cg_plugin.upstream.encoders import qwen3_vl
 from tests.interpreted import prepare
 
@@ -72,7 +73,8 @@ tower, rows = new_tower(layers=2), [[1, 2, 4], [1, 2, 2]]
 common = {"buckets": (16,), "exact_below": 0, "kernels": "exact"}
 with graphs_on(tower, **common) as graphs:
     expected = [t.clone() for part in results(tower, rows) for t in part]
-moved = {"offload": ("attention", "mlp", "layernorm", "merger", "other"), "offload_min_bytes": 1}
+moved = {"offload": ("attention", "mlp", "layernorm", "merger", "other")}
+offloading.LEAST_BYTES = 1
 for options in (moved, {**moved, "recompute": ("layernorm", "gelu", "linear")}):
     with graphs_on(tower, **common, **options) as graphs:
         found = [t.clone() for part in results(tower, rows) for t in part]

@@ -10,6 +10,7 @@ import torch
 
 from bridge_cg_plugin.language.experts import device, kernels
 from bridge_cg_plugin.language.packed import workload
+from bridge_cg_plugin.offload import offloading
 from bridge_cg_plugin.offload.plan import Fate
 from tests.unit.packs import ON_CPU, graphs_on, losses_and_gradients, new_model, pack
 from tests.main_grads import hook_main_grads
@@ -35,7 +36,7 @@ assert_close([found.detach(), *(p.main_grad for p in model.parameters() if p in 
 kept = [found.detach(), *(p.main_grad.clone() for p in model.parameters())]
 for parameter in model.parameters():
     parameter.main_grad.zero_()
-options["cuda_graph_packed_tuning"]["offload_min_bytes"] = 1024
+offloading.LEAST_BYTES = 1024
 moved = {"cuda_graph_packed_offload": "all", "cuda_graph_packed_recompute": ["gelu", "linear"]}
 with ON_CPU(), graphs_on(model, arguments, cuda_graph_modules=[], **options, **moved) as graphs:
     poison(graphs, float("nan"))

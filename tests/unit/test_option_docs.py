@@ -5,15 +5,37 @@ from pathlib import Path
 
 import pytest
 
-from bridge_cg_plugin.options.explain import tables
+from bridge_cg_plugin.options.declaration import plain
+from bridge_cg_plugin.options.explain import table
+from bridge_cg_plugin.options.graph_options import GROUPS
 from bridge_cg_plugin.options.sources import FIELDS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 
 
-# The page has these in a few words, because errors and warnings have the rest.
-IN_PROSE = {"combinations", "inference", "migrations", "releases"}
-TABLES = {name: table for name, table in tables().items() if name not in IN_PROSE}
+def group_table(group):
+    """Return the table of a group's fields."""
+    rows = [(f"`{one.field}`", *cells(one)) for one in group.options if not one.tuning]
+    if group.tuned:
+        rows.append((f"`{group.tuning}`", "a mapping of names and values; None", "`None`", "tuning values, below"))
+    return table(("field", "values", "default", "meaning"), rows)
+
+
+def tuning_table(group):
+    """Return the table of a group's tuning values."""
+    rows = [(f"`{one.name}`", *cells(one)) for one in group.tuned]
+    return table((f"in `{group.tuning}`", "values", "default", "meaning"), rows)
+
+
+def cells(one):
+    """Return what an option's row has behind its name."""
+    return one.allowed, f"`{plain(one.default)}`", f"{one.help}. {one.details}" if one.details else one.help
+
+
+TABLES = {
+    **{group.name: group_table(group) for group in GROUPS},
+    **{f"{group.name}_tuning": tuning_table(group) for group in GROUPS if group.tuned},
+}
 
 
 def place(name):
@@ -33,8 +55,8 @@ def test_every_field_is_on_the_page(field):
 def write():
     """Write the tables into the page."""
     text = PAGE.read_text()
-    for name, table in TABLES.items():
-        text = place(name).sub(lambda found, table=table: f"{found[1]}{table}\n{found[3]}", text)
+    for name, written in TABLES.items():
+        text = place(name).sub(lambda found, written=written: f"{found[1]}{written}\n{found[3]}", text)
     PAGE.write_text(text)
 
 

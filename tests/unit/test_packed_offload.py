@@ -12,13 +12,14 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.offload.host import GIB
 from bridge_cg_plugin.offload.plan import Fate, Policy, smallest_window
 from bridge_cg_plugin.offload.store import ActivationStore
-from bridge_cg_plugin.options.offload import OFFLOAD_MODULES, RECOMPUTE
+from bridge_cg_plugin.options.vision import OFFLOAD_MODULES, RECOMPUTE
 
 from .packs import EXPERTS, ON_CPU, graphs_on, losses_and_gradients, new_model, pack
 from .towers import poison
 
+LEAST_BYTES = 1024
+
 WARMUP, PACKS = (100, 150, 50), ((30, 180, 77), (300,))
-SMALL = {"cuda_graph_packed_tuning": {"offload_min_bytes": 1024}}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def expected(executor_kind):
 )
 def test_losses_and_gradients_are_the_same_to_the_bit(expected, options):
     model, wanted = expected
-    with graphs_on(model, pack(WARMUP), **SMALL, **options) as graphs:
+    with graphs_on(model, pack(WARMUP), **options) as graphs:
         found = [losses_and_gradients(model, pack(lengths)) for lengths in PACKS]
         statistics = graphs.statistics()
         assert statistics.replays == len(PACKS) and not statistics.fallbacks
@@ -76,8 +77,7 @@ class Mix:
     @contextmanager
     def graphs(self, **options):
         one = {"cuda_graph_packed_buckets": [320], "cuda_graph_modules": []}
-        tuning = {"offload_min_bytes": 1024}
-        options |= {"cuda_graph_packed_tuning": tuning, **one}
+        options |= one
         with ON_CPU(), graphs_on(self.model, pack(WARMUP), **options) as graphs:
             yield graphs
 

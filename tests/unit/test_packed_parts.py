@@ -23,6 +23,8 @@ from .packs import (
 )
 from .towers import assert_close
 
+LEAST_BYTES = 1024
+
 OTHERS = {"attn": ["attn"], "mlp": ["mlp"], "whole": [], "both": ["attn", "mlp"]}
 
 

@@ -14,7 +14,7 @@ from bridge_cg_plugin.cli.planner.plan import percentiles, plan_packs
 from bridge_cg_plugin.cli.planner.records import Costs, Ranks, of_language_model
 from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
-from bridge_cg_plugin.options.layout import parse_layout
+from bridge_cg_plugin.options.packed import parse_layout
 from bridge_cg_plugin.recipes import GPUS
 from tests.models.language_model import SHAPES, sizes_of
 

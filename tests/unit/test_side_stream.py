@@ -19,6 +19,8 @@ from .test_region import assert_equals_eager
 from .towers import assert_close, graphs_on, new_tower, results
 from .toy import StaticExecutor, Toy, ToyProgram, toy_batch
 
+LEAST_BYTES = 1024
+
 
 @dataclass
 class Stream:
@@ -168,7 +170,7 @@ def test_a_capture_that_fails_leaves_no_side_work_behind():
     assert region.captured
 
 
-OFFLOADED = {"offload": ("attention", "mlp", "merger", "other"), "offload_min_bytes": 1}
+OFFLOADED = {"offload": ("attention", "mlp", "merger", "other")}
 
 
 @pytest.mark.parametrize("choices", [{"streams": "auto"}, {"streams": 1}, {"streams": 2}, {"streams": 2, **OFFLOADED}])

@@ -7,15 +7,17 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.memory.pools import SlotMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.reports.report import metrics
-from bridge_cg_plugin.offload import host
+from bridge_cg_plugin.offload import host, offloading
 from bridge_cg_plugin.offload.plan import Fate
 from bridge_cg_plugin.options import OFFLOAD_MODULES, VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
 from .towers import DEFAULTS, graphs_on, new_tower, results
 
+LEAST_BYTES = 1024
+
 ROWS = [(1, 8, 8), (2, 4, 8)]
-SETTINGS = {"buckets": (128,), "offload_min_bytes": 1024}
+SETTINGS = {"buckets": (128,)}
 
 
 def planned(graphs):
@@ -141,10 +143,10 @@ def test_memory_that_never_fits_its_target_is_an_error():
         pass
 
 
-def test_a_part_that_saves_nothing_is_said(capsys):
+def test_a_part_that_saves_nothing_is_said(capsys, monkeypatch):
     tower = new_tower()
-    settings = {**SETTINGS, "offload_min_bytes": 1 << 30}
-    with graphs_on(tower, offload=("attention",), **settings) as graphs:
+    monkeypatch.setattr(offloading, "LEAST_BYTES", 1 << 30)
+    with graphs_on(tower, offload=("attention",), **SETTINGS) as graphs:
         assert graphs.statistics().pinned_bytes == 0
     said = capsys.readouterr().out
     assert said.count("vision_cuda_graph_offload and vision_cuda_graph_recompute move nothing") == 1

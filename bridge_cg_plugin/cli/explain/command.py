@@ -16,14 +16,12 @@ from bridge_cg_plugin.options import (
     OptionError,
     VisionGraphOptions,
     check_options,
-    facts_of,
     normalize,
 )
 from bridge_cg_plugin.options import explain as wording
-from bridge_cg_plugin.options.choice import LANGUAGE_MODEL_PART, VISION_ENCODER
 from bridge_cg_plugin.options.explain import HEAD, WIDTHS, text_table
 from bridge_cg_plugin.options.flags import FLAGS, as_typed, take_flags, unknown_flag
-from bridge_cg_plugin.options.groups import split_name, tuning_of
+from bridge_cg_plugin.options.graph_options import LANGUAGE_MODEL_PART, VISION_ENCODER, split_name, tuning_of
 from bridge_cg_plugin.options.sources import (
     ATTRIBUTES,
     FIELDS,
@@ -35,7 +33,6 @@ from bridge_cg_plugin.options.sources import (
 )
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.recipes import GPUS, RECIPES, with_graphs
-from bridge_cg_plugin.upstream.hooks.configuration.overrides import check_trackers
 from bridge_cg_plugin.upstream.seams.encoders import NO_ADAPTER, encoder_of, has_audio_encoder
 
 from ..answers import Tell, between, table, wrapped
@@ -345,9 +342,8 @@ def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> Answer:
     for name in (name for file in files for name in names_in(Path(file), SECTIONS)):
         _check_name(f"{name}=")
     said = [word for word in words if "=" in word]
-    check_trackers(said)
     options, written = normalize(files, flags, said)
-    facts = facts_of(written)
+    facts = written.facts
     check_options(options, facts)
     if (options.enabled or options.packed.enabled) and facts.te_rng_tracker is None:
         missing = f"{_TRACKER}=true is missing: training refuses graphs without it. bridge-cg train and presets set it"

@@ -20,7 +20,7 @@ from bridge_cg_plugin.cli.planner.records import (
     ranks_of,
 )
 from bridge_cg_plugin.options import GraphOptions, VisionGraphOptions
-from bridge_cg_plugin.options.choice import SETTING
+from bridge_cg_plugin.options.graph_options import SETTING
 from bridge_cg_plugin.options.language_model import IMPL, MODULES, CudaGraphModule
 from bridge_cg_plugin.options.packed import PACKED_FIELDS
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
@@ -38,7 +38,6 @@ _OPTIONS = {
     "offload": (None, ()),
     "recompute": (None, ()),
     "offload_above_gb": (None,),
-    "gradient_accumulation_fusion": (True,),
 }
 _PACKED_OPTIONS = ("offload", "recompute", "offload_above_gb")
 _PARTIAL = (CudaGraphModule.attn, CudaGraphModule.moe_router)

@@ -30,7 +30,7 @@ from bridge_cg_plugin.cli.planner.records import (
     ranks_of,
 )
 from bridge_cg_plugin.options import GraphOptions, OptionError, VisionGraphOptions
-from bridge_cg_plugin.options.layout import RankLayout
+from bridge_cg_plugin.options.packed import RankLayout
 from bridge_cg_plugin.recipes import RECIPES
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import resolve
 from bridge_cg_plugin.upstream.hooks.configuration.recipes import build_recipe, no_configuration, recipe_names

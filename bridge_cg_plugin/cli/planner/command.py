@@ -11,7 +11,7 @@ from typing import Any
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
-from bridge_cg_plugin.options.layout import RankLayout, parse_layout
+from bridge_cg_plugin.options.packed import RankLayout, parse_layout
 from bridge_cg_plugin.recipes import GPUS
 
 from ..answers import Tell, between, table

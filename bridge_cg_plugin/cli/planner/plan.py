@@ -11,7 +11,7 @@ from bridge_cg_plugin.attention_bounds import frame_limits
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, GRANULARITY, Bucket, choose, round_up
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
-from bridge_cg_plugin.options.layout import RankLayout
+from bridge_cg_plugin.options.packed import RankLayout
 from bridge_cg_plugin.recipes import GPUS
 from bridge_cg_plugin.vision.fit import Shape, refuse_images
 

@@ -36,8 +36,8 @@ from bridge_cg_plugin.cli.runs.recipe import error_in, free_port, read, require_
 from bridge_cg_plugin.cli.runs.recorded_run import KINDS
 from bridge_cg_plugin.cli.runs.results import command_line, provenance, write_records
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.options.choice import SETTING
 from bridge_cg_plugin.options.flags import as_typed, take_flags
+from bridge_cg_plugin.options.graph_options import SETTING
 from bridge_cg_plugin.options.language_model import IMPL
 from bridge_cg_plugin.options.packed import PACKED_FIELDS
 from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, LANGUAGE_MODEL_FIELDS

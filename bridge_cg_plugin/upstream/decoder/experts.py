@@ -19,7 +19,7 @@ from ...language.experts.tables import Tables
 from ...offload import never_offload
 from ...offload.registry import derive
 from ...options import OptionError
-from ...options.experts import BALANCING, BALANCING_TYPE, EXPERTS, FUSION, ROUTERS
+from ...options.facts import BALANCING, BALANCING_TYPE, EXPERTS, FUSION, ROUTERS
 from ...options.language_model import MODULES
 from ...upstream_types import UpstreamModule
 from ..seams.own_code import refuse_own_code

@@ -14,7 +14,7 @@ from ...language.packed.batch import OFFSETS, PADDED_OFFSETS, document_indices
 from ...language.packed.decoder import DecoderPart
 from ...language.packed.program import RecordedPack
 from ...options import OptionError
-from ...options.experts import ROUTERS
+from ...options.facts import ROUTERS
 from ...options.language_model import MODULES
 from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
@@ -26,7 +26,7 @@ NORM = "_forward_pre_mlp_layernorm"
 # A layer's submodules that a piece uses.
 ATTENTION = ("input_layernorm", "self_attention")
 ROUTER = ("pre_mlp_layernorm", "mlp.router")
-# A router with one of these, or with other values than those of `options.experts.ROUTERS`, adds to statistics or losses
+# A router with one of these, or with other values than those of `options.facts.ROUTERS`, adds to statistics or losses
 # that outlive the step, draws random numbers, or counts tokens: only its matrix product is recorded, the rest runs on
 # real tokens, eager.
 ROUTER_EFFECTS = ("moe_z_loss_coeff", "moe_router_enable_expert_bias", "moe_expert_capacity_factor")

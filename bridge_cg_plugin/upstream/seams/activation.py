@@ -30,7 +30,7 @@ PATCHING: dict[str, tuple[str, ...]] = {
         *(f"{MODELS}.{name}" for name in ("gpt_provider", "hybrid.hybrid_provider", "mamba.mamba_provider")),
         *(model.module for model in (*QWEN3_VL_MODELS, *DECLARED_MODELS)),
     ),
-    "hooks.configuration.recipe_names": ("megatron.bridge.recipes", "megatron.bridge.recipes.qwen_vl"),
+    "hooks.configuration.recipes": ("megatron.bridge.recipes", "megatron.bridge.recipes.qwen_vl"),
     "hooks.configuration.performance_scripts": (
         f"{_TRAINING}.utils.omegaconf_utils",
         # Modules of upstream's scripts/performance; others of these names are left alone.

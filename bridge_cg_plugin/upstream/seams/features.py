@@ -4,8 +4,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ...options import OFFLOAD_FIELDS, PACKED_FIELDS, PROVIDER_FIELDS, CudaGraphModule, Facts, GraphOptions
-from ...options.combinations.language_model import whole_language_model
+from ...options import PACKED_FIELDS, PROVIDER_FIELDS, CudaGraphModule, Facts, GraphOptions
+from ...options.combinations import whole_language_model
+from ...options.facts import OFFLOADS
 from ...options.language_model import IMPL
 from ...options.normalization import ALLREDUCE, splits_deepstack
 from .encoders import DECLARED, DECLARED_MODELS, QWEN3_VL, Declaration, other_providers
@@ -98,7 +99,7 @@ def _packed(asked: Callable[[Wish], Any] = lambda wish: True) -> _Ask:
 
 def _any_option(wish: Wish) -> bool:
     options = wish.options
-    return bool(options.vision.enabled or options.packed.enabled or options.offload.parts)
+    return bool(options.vision.enabled or options.packed.enabled)
 
 
 def _moves_activations(wish: Wish) -> bool:
@@ -141,9 +142,9 @@ _ASKS: dict[str, _Ask] = {
         "offload, recompute and offload_above_gb of vision and packed graphs to null",
     ),
     Feature.CORE_OFFLOAD: _Ask(
-        lambda wish: wish.options.offload.enabled,
-        lambda wish: f"{OFFLOAD_FIELDS['enabled']}=true",
-        f"{OFFLOAD_FIELDS['parts']}=null and {OFFLOAD_FIELDS['enabled']}=false",
+        lambda wish: wish.facts[OFFLOADS],
+        lambda wish: f"{OFFLOADS}=true",
+        f"{OFFLOADS}=false",
     ),
     Feature.LANGUAGE_MODEL: _language_model(_replays_one_length),
     Feature.MULTIMODAL_ROTARY: _language_model(_rotates_in_graphs),

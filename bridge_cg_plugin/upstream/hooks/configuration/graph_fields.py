@@ -1,19 +1,25 @@
-"""Graph options on the config objects of the installed release: apply, read back, change for a while."""
+"""Graph options, the environment's too, on config objects of the installed release: apply, read, change for a while."""
 
+import dataclasses
 import importlib.metadata
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ....announce import WIDTH, announce
 from ....options import GraphOptions, OptionError, check_options, graph_options, normalize
-from ....options.choice import SETTING
 from ....options.explain import chosen_table
-from ....options.language_model import INFERENCE, MODULES, SCOPE, LanguageModelGraphOptions
-from ....options.releases import RELEASES, TE_RNG, Release, field_values
-from ....options.sources import ATTRIBUTES
+from ....options.facts import OFFLOADS
+from ....options.graph_options import SETTING, TE_RNG, Release, field_values, tuning_of
+from ....options.language_model import INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE, SWITCHES, LanguageModelGraphOptions
+from ....options.sources import ATTRIBUTES, SETTINGS, Written, collect, fields_of, set_together
+from ....options.values import is_unset
+from ...environment import OPTIONS
 from ...seams.patches import bridge_release
 from ...seams.releases import too_old
+from .provider_fields import EVERY
 
 _ABSENT = object()
 
@@ -27,13 +33,11 @@ def describe_release(model: Any) -> Release:
     if why := too_old(bridge_release()):
         raise OptionError.because("megatron-bridge", f"Cannot use graph options: {why}.")
     fields = frozenset(name for name in (*ATTRIBUTES, TE_RNG) if hasattr(model, name))
-    known = next((r for r in RELEASES if r.fields - {TE_RNG} <= fields), RELEASES[0])
     versions = {name: importlib.metadata.version(name) for name in ("megatron-bridge", "megatron-core")}
     return Release(
         name=f"megatron-bridge {versions['megatron-bridge']} (megatron-core {versions['megatron-core']})",
         fields=fields,
         local_layers=_trains_local_layers(),
-        offload_modules=known.offload_modules,
     )
 
 
@@ -47,7 +51,7 @@ def apply_options(options: GraphOptions, config: Any) -> None:
     """Set options on a model's config object, or on a whole configuration, in the installed release's own fields.
 
     Every field has its final type at once. With a whole configuration the random-state tracker that graphs need is
-    switched on in both of its places.
+    switched on in both of its places, and the NaN check of the loss off for graphs of the whole step.
 
     Raises:
         OptionError: The options cannot work, or this release cannot do them; nothing was set.
@@ -61,14 +65,14 @@ def apply_options(options: GraphOptions, config: Any) -> None:
     rng: Any = getattr(config, "rng", None)
     if options.enabled and hasattr(rng, "te_rng_tracker"):
         rng.te_rng_tracker = True
+    if options.language_model.impl == "full_iteration" and hasattr(config, "rerun_state_machine"):
+        config.rerun_state_machine.check_for_nan_in_loss = False
     if options.chosen:
         _apply_choice(options, config)
 
 
 def _apply_choice(options: GraphOptions, config: Any) -> None:
-    """Set what else of a configuration the one setting needs, and tell what it came to."""
-    if options.language_model.impl == "full_iteration" and hasattr(config, "rerun_state_machine"):
-        config.rerun_state_machine.check_for_nan_in_loss = False
+    """Pad packed data where the one setting puts packs on graphs, and tell what it came to."""
     if options.packed.enabled:
         _pad_offline_packs(config)
     setting = options.choice.setting
@@ -141,7 +145,7 @@ def inference_graphs(config: Any) -> Iterator[GraphOptions]:
     language_model = options.language_model
     if language_model.impl != "local":
         language_model = LanguageModelGraphOptions()
-    wanted = GraphOptions(language_model=language_model, vision=options.vision, offload=options.offload)
+    wanted = GraphOptions(language_model=language_model, vision=options.vision)
     with graph_options_overridden(config, wanted) as applied:
         yield applied
 
@@ -156,3 +160,117 @@ def _typed(name: str, value: Any) -> Any:
     if name == INFERENCE:
         return enums.InferenceCudaGraphScope[value]
     return value
+
+
+def collect_for_start(config: Any) -> Written:
+    """Return what a configuration holds as `collect` does, with the precision that Bridge's start will set.
+
+    Args:
+        config: A Bridge `ConfigContainer`, or a model's config object.
+    """
+    held = collect(config)
+    precision = _named(getattr(config, "mixed_precision", None))
+    settings = {name: getattr(precision, name) for name in SETTINGS if hasattr(precision, name)}
+    return replace(held, settings={**held.settings, **settings})
+
+
+def _named(precision: Any) -> Any:
+    """Return the settings that a name stands for; None if Bridge has no such name, which it refuses itself."""
+    if not isinstance(precision, str):
+        return precision
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    try:
+        return get_mixed_precision_config(precision)
+    except ValueError:
+        return None
+
+
+WARMUP = "cuda_graph_warmup_steps"
+# What Bridge's recipes write while graphs of the language model are off.
+_IDLE = ("none", "full", False)
+
+
+def apply_environment(config: Any) -> bool:
+    """Set the options of the environment on fields of the model that have their default values; returns whether it did.
+
+    Fields that the model does not have are left out, as one variable is for every model of a job.
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+
+    Raises:
+        OptionError: The variable has a word that is no option, or its options cannot work with the configuration.
+    """
+
+    def apply(fields: dict[str, Any], steps: dict[str, int]) -> None:
+        apply_options(normalize(collect_for_start(config), Written(fields))[0], config)
+        for name, value in steps.items():
+            setattr(config.model, name, value)
+
+    return hasattr(config, "model") and take_environment(config.model, apply)
+
+
+def take_environment(model: Any, apply: Callable[[dict[str, Any], dict[str, int]], None]) -> bool:
+    """Have the options of the environment applied that a model's config leaves at their default values.
+
+    Args:
+        model: The config.
+        apply: Sets graph fields, and warm-up steps, by name.
+
+    Returns:
+        Whether there were any.
+
+    Raises:
+        OptionError: The variable has a word that is no option, or its options cannot work with the config.
+    """
+    words = os.environ.get(OPTIONS)
+    if not words:
+        return False
+    try:
+        return _take(model, collect(words), apply)
+    except OptionError as error:
+        error.add_note(f"The environment variable {OPTIONS} says so.")
+        raise
+
+
+def _take(model: Any, said: Written, apply: Callable[[dict[str, Any], dict[str, int]], None]) -> bool:
+    if OFFLOADS in said.settings:
+        why = f"Cannot use {OFFLOADS} here: it is a field of megatron-core's. Set it on the model."
+        raise OptionError.because(OFFLOADS, why)
+    kept = _explicit_fields(model)
+    known = [name for name in said.fields if hasattr(model, tuning_of(name) or name)]
+    taken = {name: said.fields[name] for name in known if kept.isdisjoint(set_together(name))}
+    warm_up = said.facts[WARMUP]
+    steps = {} if warm_up is None or WARMUP in kept else {WARMUP: warm_up}
+    if not taken and not steps:
+        return False
+    apply(taken, steps)
+    left = [name for name in known if name not in taken]
+    announce(f"{OPTIONS} sets {_listed({**taken, **steps})}" + (f"; set already: {', '.join(left)}" if left else ""))
+    return True
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _explicit_fields(model: Any) -> set[str]:
+    """Return the graph fields, and keys of mappings, that have other values than their defaults."""
+    defaults = {**EVERY, **dict(_defaults(dataclasses.fields(model) if dataclasses.is_dataclass(model) else ()))}
+    held = {**fields_of(model), WARMUP: getattr(model, WARMUP, None)}
+    return {name for name, value in held.items() if not is_unset(value) and not _is_default(name, value, defaults)}
+
+
+def _is_default(name: str, value: Any, defaults: dict[str, Any]) -> bool:
+    if name in (*LANGUAGE_MODEL.names, *SWITCHES) and (value in _IDLE or not value):
+        return True
+    return name in defaults and (value == defaults[name] or (not value and not defaults[name]))
+
+
+def _defaults(fields: Iterable[dataclasses.Field[Any]]) -> Iterable[tuple[str, Any]]:
+    for one in fields:
+        if one.default is not dataclasses.MISSING:
+            yield one.name, one.default
+        elif one.default_factory is not dataclasses.MISSING:
+            yield one.name, one.default_factory()

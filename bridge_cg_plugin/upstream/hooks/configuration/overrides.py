@@ -1,6 +1,5 @@
 """A command line, applied to a Bridge configuration: Bridge's own overrides, then graph options."""
 
-import ast
 import dataclasses
 import difflib
 import re
@@ -9,17 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ....options import GraphOptions, OptionError, check_options, facts_of, normalize
-from ....options.choice import SETTING
+from ....options import GraphOptions, OptionError, check_options, normalize
 from ....options.choosing import refuse_other_trackers
-from ....options.groups import split_name, tuning_of
-from ....options.normalization import warn_once
-from ....options.precedence import settle
-from ....options.releases import field_values
+from ....options.graph_options import SETTING, field_values, split_name, tuning_of
+from ....options.normalization import settle, warn_once
 from ....options.sources import ATTRIBUTES, FIELDS, SETTINGS, Written, collect, fields_of
 from ....options.values import is_unset
-from .environment_options import apply_environment, collect_for_start
-from .graph_fields import apply_options, describe_release
+from .graph_fields import apply_environment, apply_options, collect_for_start, describe_release
 from .training_config import check_configuration
 
 
@@ -36,15 +31,14 @@ _PLAIN: dict[str, tuple[str, Callable[[str], bool]]] = {
     "int": ("a whole number", lambda text: re.fullmatch(r"[+-]?\d+(_\d+)*", text) is not None),
     "float": ("a number", _is_number),
 }
-# A type of `_PLAIN`, or a value of a `Literal` as it is written.
-Accepted = frozenset[str]
+_NONE = {"None", "NoneType", "Optional", "Union", "typing"}
 
 
 def check_value(name: str, annotation: Any, held: Any, text: str) -> None:
     """Refuse a value of another type than the field's, which Hydra would set all the same.
 
-    A field is checked if its annotation has numbers, booleans and literals only. Upstream's annotations are not always
-    right: a value of the type that the field holds is accepted too.
+    A field is checked if its annotation has numbers and booleans only. Upstream's annotations are not always right: a
+    value of the type that the field holds is accepted too.
 
     Args:
         name: The field's name on the command line.
@@ -55,60 +49,14 @@ def check_value(name: str, annotation: Any, held: Any, text: str) -> None:
     Raises:
         OptionError: The value cannot be of such a type.
     """
-    accepted = accepted_by(annotation)
-    plain = held is None or type(held).__name__ in _PLAIN or (isinstance(held, str) and repr(held) in (accepted or ()))
-    if accepted is None or not plain or text == "null" or "${" in text:
+    described = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    kinds = {*re.findall(r"\w+", described)} - _NONE
+    of_held = set() if held is None else {type(held).__name__}
+    if not kinds or not kinds | of_held <= _PLAIN.keys() or text == "null" or "${" in text:
         return
-    if held is not None:
-        accepted |= {type(held).__name__} & _PLAIN.keys()
-    if not any(_fits(text.strip(), kind) for kind in accepted):
-        allowed = " or ".join(_PLAIN[kind][0] if kind in _PLAIN else kind for kind in sorted(accepted))
+    if not any(_PLAIN[kind][1](text.strip()) for kind in kinds | of_held):
+        allowed = " or ".join(_PLAIN[kind][0] for kind in sorted(kinds | of_held))
         raise OptionError(name, text, allowed, "Correct the value.")
-
-
-def accepted_by(annotation: Any) -> Accepted | None:
-    """Return what an annotation accepts besides None; None if it accepts text, or more than can be told here."""
-    text = annotation if isinstance(annotation, str) else repr(annotation)
-    if isinstance(annotation, type) and annotation.__module__ == "builtins":
-        text = annotation.__name__ if annotation.__name__ in _PLAIN else ""
-    try:
-        return _read(ast.parse(text.strip(), mode="eval").body)
-    except SyntaxError:
-        return None
-
-
-def _read(node: ast.expr) -> Accepted | None:
-    match node:
-        case ast.Name("bool" | "int" | "float" as kind):
-            return frozenset({kind})
-        case ast.Name("None" | "NoneType") | ast.Constant(None):
-            return frozenset()
-        case ast.BinOp(left, ast.BitOr(), right):
-            return _together(left, right)
-        case ast.Subscript(origin, inside):
-            parts = inside.elts if isinstance(inside, ast.Tuple) else [inside]
-            return _of_parts(ast.unparse(origin).rpartition(".")[2], parts)
-    return None
-
-
-def _of_parts(origin: str, parts: list[ast.expr]) -> Accepted | None:
-    if origin in ("Optional", "Union"):
-        return _together(*parts)
-    if origin == "Literal" and all(isinstance(part, ast.Constant) for part in parts):
-        return frozenset(ast.unparse(part) for part in parts)
-    return None
-
-
-def _together(*parts: ast.expr) -> Accepted | None:
-    found = [_read(part) for part in parts]
-    known = [part for part in found if part is not None]
-    return frozenset().union(*known) if len(known) == len(found) else None
-
-
-def _fits(text: str, kind: str) -> bool:
-    if kind in _PLAIN:
-        return _PLAIN[kind][1](text)
-    return text.strip("'\"") == kind.strip("'\"")
 
 
 ApplyWords = Callable[[Any, Sequence[str]], None]
@@ -151,7 +99,7 @@ def apply_overrides(
     options, written = normalize(collect_for_start(config), settings, trackers, flags, of_graphs)
     # First, as no combination with a field that the model lacks is of help.
     field_values(options, describe_release(getattr(config, "model", None) or config))
-    check_options(options, facts_of(written))
+    check_options(options, written.facts)
     return _apply(options, config)
 
 
@@ -163,26 +111,11 @@ def resolve(
     Raises:
         OptionError: A word names nothing, or training would refuse the result.
     """
-    check_trackers(words)
     options = apply_overrides(config, flags, words, apply)
     if apply_environment(config):
         options = normalize(collect_for_start(config))[0]
     check_configuration(config)
     return options
-
-
-def check_trackers(words: Sequence[str]) -> None:
-    """Refuse words that say both that the random-state tracker is on and that it is off.
-
-    Raises:
-        OptionError: They do.
-    """
-    said = {name: value for name, value in collect(_tracker_words(words)).settings.items() if name in _TRACKER}
-    if len({str(value).lower() for value in said.values()}) > 1:
-        given = said["te_rng_tracker"]
-        raise OptionError(
-            "rng.te_rng_tracker", given, f"what model.use_te_rng_tracker={said['use_te_rng_tracker']} says", "Keep one."
-        )
 
 
 def _tracker_words(words: Sequence[str]) -> list[str]:
@@ -228,7 +161,7 @@ def apply_to_bridges(config: Any, before: Written, written: Written, flags: Mapp
     if flags or chosen or settle(together)[0] != together:
         held = replace(collect_for_start(config), fields=before.fields)  # other settings as they are now
         options = normalize(held, written, flags)[0]
-        check_options(options, facts_of(Written(settings=written.settings)))
+        check_options(options, Written(settings=written.settings).facts)
         _apply(options, config)
 
 
@@ -287,8 +220,6 @@ def _held(model: Any, name: str) -> Any:
 
 def _apply(options: GraphOptions, config: Any) -> GraphOptions:
     apply_options(options, config)
-    if options.language_model.impl == "full_iteration" and hasattr(config, "rerun_state_machine"):
-        config.rerun_state_machine.check_for_nan_in_loss = False
     warn_once(options)
     return options
 

@@ -8,8 +8,7 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
-from ....options.choice import CHOICE
-from ....options.offload import OFFLOAD
+from ....options.graph_options import CHOICE
 from ....options.packed import PACKED
 from ....options.vision import VISION
 from ...seams.encoders import other_providers
@@ -18,8 +17,8 @@ from ...seams.registry import seam
 from ...seams.registry.models import LANGUAGE_MODELS, PROVIDERS, field_seams
 from ...seams.seam import Seam
 
-# The one setting and offloading speak for language model and encoder, so every model has their fields.
-LANGUAGE_MODEL_DEFAULTS = CHOICE.added | PACKED.added | OFFLOAD.added
+# The one setting speaks for language model and encoder, so every model has its field.
+LANGUAGE_MODEL_DEFAULTS = CHOICE.added | PACKED.added
 EVERY = VISION.added | LANGUAGE_MODEL_DEFAULTS
 
 Fields = Mapping[str, dataclasses.Field[Any]]

@@ -12,7 +12,6 @@ from typing import Any
 
 from ....announce import warn
 from ....options import (
-    OFFLOAD_FIELDS,
     PACKED_FIELDS,
     PROVIDER_FIELDS,
     SCOPE_FIELD,
@@ -20,30 +19,20 @@ from ....options import (
     GraphOptions,
     OptionError,
     check_options,
-    facts_of,
     normalize,
 )
-from ....options.choice import SETTING
-from ....options.groups import tuning_of
-from ....options.language_model import IMPL
-from ....options.migration import SWITCHES
+from ....options.graph_options import SETTING
+from ....options.language_model import IMPL, SWITCHES
 from ....options.normalization import options_of, warn_once
-from ....options.offload import SHARED_FIELDS
-from ....options.releases import field_values
 from ....options.sources import LANGUAGE_MODEL_FIELDS, Written, collect
-from ...environment import check_offloading, check_process
+from ...environment import check_process
 from ...seams.features import FEATURES, Wish, features_of, refusal
 from ...seams.patches import DriftError, Patch, bridge_release
 from ...seams.registry import seam
 from ...seams.releases import RELEASES
 from ...seams.seam import Feature
 from ...seams.states import broken_seams
-from .environment_options import apply_environment, collect_for_start
-from .graph_fields import apply_options, describe_release
-
-# Options of a region that the shared one of offloading sets.
-REGION = ("offload", "offload_min_bytes")
-
+from .graph_fields import apply_environment, apply_options, collect_for_start
 
 _told: set[str] = set()
 
@@ -81,8 +70,8 @@ def check_configuration(config: Any) -> None:
     """
     written = _without_idle_fields(collect_for_start(config))
     options = options_of(written)
-    if options.enabled or options.packed.enabled or options.offload.parts:
-        check_options(options, _facts(written, options), harmless=False)
+    if options.enabled or options.packed.enabled:
+        check_options(options, _facts(written, options))
 
 
 def check_training_config(config: Any) -> None:
@@ -98,18 +87,16 @@ def check_training_config(config: Any) -> None:
     _resolve_choice(config)
     written = _without_idle_fields(collect_for_start(config))
     options = options_of(written)
-    if not (options.enabled or options.packed.enabled or options.offload.parts):
+    if not (options.enabled or options.packed.enabled):
         if options.vision.deepstack_gradient_allreduce:
-            check_seams(Wish(options, facts_of(written), config.model), (Feature.DEEPSTACK_GRADIENTS,))
+            check_seams(Wish(options, written.facts, config.model), (Feature.DEEPSTACK_GRADIENTS,))
         return
     if options.vision.enabled:
         check_process()
     facts = _facts(written, options)
     check_seams(Wish(options, facts, config.model))
-    check_options(options, facts, harmless=False)
+    check_options(options, facts)
     warn_once(options)
-    if options.offload.parts:
-        _share_offload(config.model, options)
     if options.vision.enabled:
         setattr(config.model, SCOPE_FIELD, list(options.vision.scope))
 
@@ -120,28 +107,13 @@ def _resolve_choice(config: Any) -> None:
         apply_options(normalize(collect_for_start(config))[0], config)
 
 
-def _share_offload(model: Any, options: GraphOptions) -> None:
-    """Set what the shared option means on the fields that regions and megatron-core read.
-
-    Raises:
-        OptionError: Transformer Engine was imported before it could be told to leave weights on the device, or this
-            release lacks a field.
-    """
-    if options.offload.enabled:
-        check_offloading()
-    told = field_values(options, describe_release(model))
-    regions = (part[name] for part in (PROVIDER_FIELDS, PACKED_FIELDS) for name in REGION)
-    for field in (*OFFLOAD_FIELDS.values(), *(tuning_of(name) or name for name in regions)):
-        if field in told:
-            setattr(model, field, told[field])
-
-
 def _facts(written: Written, options: GraphOptions) -> Facts:
-    facts = facts_of(written)
+    facts = written.facts
     providers = {base.__name__ for base in type(written.model).__mro__}
     if options.vision.enabled or "GPTModelProvider" in providers:
         return facts
-    return replace(facts, te_rng_tracker=None)  # Bridge insists on Transformer Engine's tracker for GPT models only
+    # Bridge insists on Transformer Engine's tracker for GPT models only.
+    return facts.but(te_rng_tracker=None, use_te_rng_tracker=None)
 
 
 def _without_idle_fields(written: Written) -> Written:
@@ -156,8 +128,7 @@ def _asks_for_the_plugin(config: Any) -> bool:
     """Whether a configuration asks for what only the plugin does."""
     fields = collect(config).fields
     impl = fields.get(PROVIDER_FIELDS["impl"]) or "none"
-    mine = (PACKED_FIELDS["max_packed_seqs"], SHARED_FIELDS["parts"])
-    return impl != "none" or any(fields.get(field) is not None for field in mine)
+    return impl != "none" or fields.get(PACKED_FIELDS["max_packed_seqs"]) is not None
 
 
 def _checked(old: Callable[..., None]) -> Callable[..., None]:

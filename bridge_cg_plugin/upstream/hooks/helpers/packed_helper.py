@@ -8,8 +8,8 @@ from torch import distributed, nn
 
 from ....graphs.recordings.executor import Executor, Isolated
 from ....language.packed.workload import PackedWorkload, ShapeExchange
-from ....options import GraphOptions, check_options, facts_of, packed_options
-from ....options.migration import module_names
+from ....options import GraphOptions, check_options, packed_options
+from ....options.declaration import plain
 from ....options.normalization import options_of
 from ....options.sources import collect
 from ...decoder.block import TransformerBlockFamily
@@ -113,7 +113,7 @@ class DecoderHelper(GraphHelper):
         releasable: bool,
     ) -> None:
         release_module(decoder)
-        packed, modules = options.packed, module_names(options.language_model.modules)
+        packed, modules = options.packed, plain(options.language_model.modules)
         family = TransformerBlockFamily(decoder)
         family.parts(modules)  # what cannot be recorded is refused before a step is trained
         experts = None if family.exchange is None else expert_group(decoder)
@@ -144,7 +144,7 @@ def checked_options(config: Any) -> GraphOptions:
     """
     written = collect(config)
     options = options_of(written)
-    check_options(options, facts_of(written), harmless=False)
+    check_options(options, written.facts)
     return options
 
 

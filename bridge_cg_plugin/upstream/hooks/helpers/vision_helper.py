@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ....graphs.recordings.executor import Executor
-from ....options import VisionGraphOptions, audio_options, check_combinations, vision_options
+from ....options import VisionGraphOptions, audio_options, vision_options
 from ....vision.workload import VisionWorkload
 from ...encoders.registry import FoundEncoder, find_encoder
 from ...environment import check_process
@@ -60,7 +60,6 @@ class VisionTECudaGraphHelper(GraphHelper):
         provider = getattr(holder, "config", None)
         source = provider if hasattr(provider, "vision_cuda_graph_impl") else vision_config
         self.options = options or encoder_options(source, found)
-        check_combinations(self.options)
         check_process()
         release_module(vision_model)
         tensor = tensor_group(vision_model)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ....graphs.joint_step import before_evaluation
-from ....options.choice import SETTING
+from ....options.graph_options import SETTING
 from ...environment import OPTIONS
 from ...seams.activation import before_deactivation
 from ...seams.patches import Patch, arguments_of
@@ -110,7 +110,7 @@ class Loops:
         asked = getattr(config, SETTING, None) is not None
         if not (asked or os.environ.get(OPTIONS)) or (config is not None and self._told.get(id(config)) is config):
             return
-        from ..configuration.environment_options import take_environment
+        from ..configuration.graph_fields import take_environment
         from .loop_driver import graph_config, set_options
 
         config = graph_config(model)

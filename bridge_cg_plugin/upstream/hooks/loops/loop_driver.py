@@ -10,9 +10,9 @@ from torch import nn
 from ....announce import announce, warn
 from ....graphs.joint_step import joint_step
 from ....graphs.manager import GraphManager
-from ....options import OptionError, facts_of, graph_options
-from ....options.choice import LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER
+from ....options import OptionError, graph_options
 from ....options.facts import LOOP_PARTS
+from ....options.graph_options import LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER
 from ....options.normalization import options_of
 from ....options.sources import Written, collect
 from ...encoders.registry import find_encoders
@@ -55,7 +55,7 @@ def set_options(model: nn.Module | Sequence[nn.Module], config: Any, *options: A
     wanted = graph_options(config, loop, *options)
     apply_options(wanted, config)
     setattr(config, CHOSEN, wanted.choice.setting)
-    steps = facts_of(collect(*options)).warmup_steps
+    steps = collect(*options).facts["cuda_graph_warmup_steps"]
     if steps is not None:
         config.cuda_graph_warmup_steps = steps
 
