@@ -105,7 +105,7 @@ def _value(field: str, options: GraphOptions, facts: Facts) -> Any:
         group, one = named[leaf]
         value = getattr(getattr(options, group.name), one.name)
     plain_value = plain(value)
-    return ",".join(map(str, plain_value)) if isinstance(plain_value, list) else plain_value
+    return ",".join(map(str, plain_value)) if plain_value and isinstance(plain_value, list) else plain_value
 
 
 def _has(options: GraphOptions, *names: str) -> bool:

@@ -87,7 +87,6 @@ class Option:
         details: Further sentences in Markdown, for docs/options.md.
         flags: Names of its flag, with underscores and without dashes in front; none where empty.
         tuning: Whether it is an entry of the group's mapping of tuning values and no field of its own.
-        old: A deprecated name of the field with the help of its flag.
         upstreams: Whether the field is upstream's; the plugin adds others to model providers.
     """
 
@@ -99,7 +98,6 @@ class Option:
     details: str = ""
     flags: tuple[str, ...] = ()
     tuning: bool = False
-    old: tuple[str, str] | None = None
     upstreams: bool = False
 
     @property
@@ -163,8 +161,8 @@ class Group:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All fields, deprecated names and tuning values included."""
-        return tuple(name for one in self.options for name in (one.field, *(one.old or ())[:1]))
+        """All fields, tuning values included."""
+        return tuple(one.field for one in self.options)
 
     @property
     def attributes(self) -> tuple[str, ...]:

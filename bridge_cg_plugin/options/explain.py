@@ -1,4 +1,4 @@
-"""Graph options in words, as JSON, and the tables of docs/options.md."""
+"""Graph options in words and as JSON."""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -76,18 +76,6 @@ def _plain(part: Any) -> dict[str, Any]:
     return {f.name: plain(getattr(part, f.name)) for f in fields(part)}
 
 
-def in_words(options: GraphOptions) -> str:
-    """Return options as lines for a person."""
-    lines = [
-        *(f"{SETTING}={options.choice.setting}: {part}" for part in options.chosen),
-        f"language model: {_language_model(options)}",
-        f"vision: {'; '.join([*_vision(options.vision), *_further_of_vision(options.vision)])}",
-        f"packed sequences: {'; '.join([*_packed(options.packed), *_further_of_packs(options.packed)])}",
-        *(f"warning: {text}" for text in options.warnings),
-    ]
-    return "\n".join(lines)
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """What options make of one part of a model.
@@ -106,15 +94,21 @@ class Part:
 
 
 def parts(options: GraphOptions) -> tuple[Part, ...]:
-    """Return the vision encoder, the language model."""
+    """Return the vision encoder and the language model."""
     vision, language = options.vision, options.language_model
-    packs = _packed(options.packed) if options.packed.enabled else []
-    of_vision, of_packs = _further_of_vision(vision), _further_of_packs(options.packed)
-    found = [
-        _part(options, VISION_ENCODER, VISION_IMPL, vision.impl, _vision(vision), of_vision),
-        _part(options, LANGUAGE_MODEL_PART, IMPL, language.impl, [_language_model(options), *packs], of_packs),
-    ]
-    return tuple(found)
+    of_encoder = _vision(vision) if vision.enabled else []
+    of_layers = [_language_model(options), *_packed(options.packed)] if language.enabled else []
+    further_of_packs = _further_of_packs(options.packed)
+    return (
+        _part(options, VISION_ENCODER, VISION_IMPL, vision.impl, of_encoder, _further_of_vision(vision)),
+        _part(options, LANGUAGE_MODEL_PART, IMPL, language.impl, of_layers, further_of_packs),
+    )
+
+
+def in_words(options: GraphOptions) -> str:
+    """Return options as lines for a person."""
+    lines = [f"{part.name}: {'; '.join([part.runs, part.why, *part.options])}" for part in parts(options)]
+    return "\n".join([*lines, *(f"warning: {text}" for text in options.warnings)])
 
 
 def _part(
@@ -153,8 +147,6 @@ def _memory(part: Part, limit_gb: float | None) -> str:
 
 def _language_model(every: GraphOptions) -> str:
     options = every.language_model
-    if options.impl == "none":
-        return "no graphs"
     if options.impl == "full_iteration" and every.vision.enabled:
         return "the whole language model, one graph of its forward and one of its backward in every microbatch"
     if options.impl == "full_iteration":
@@ -169,8 +161,6 @@ def _language_model(every: GraphOptions) -> str:
 
 
 def _vision(options: VisionGraphOptions) -> list[str]:
-    if not options.enabled:
-        return ["no graphs"]
     buckets = _buckets(options.buckets, options.max_seq_length)
     return ["one graph per bucket over the whole encoder", buckets, *_activations(options)]
 
@@ -206,7 +196,7 @@ def _activations(options: VisionGraphOptions | PackedOptions) -> list[str]:
 
 def _packed(options: PackedOptions) -> list[str]:
     if not options.enabled:
-        return ["no graphs"]
+        return []
     most = options.max_packed_seqs
     documents = "as many documents as warm-up steps show" if most == "auto" else f"up to {most} documents"
     return [f"graphs of {documents}", _buckets(options.buckets), *_activations(options)]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from .declaration import Group, refuse_gone
 from .graph_options import GROUPS, TUNING, split_name, tuning_of
+from .language_model import MODULES, SCOPE
 from .values import OptionError
 
 
@@ -39,7 +40,7 @@ def flags_of(groups: Iterable[Group]) -> tuple[Flag, ...]:
     for group in groups:
         for one in group.options:
             found += [Flag(one.flags[0], one.field, one.help, one.flags[1:])] if one.flags else []
-            found += [Flag(one.old[0], *one.old)] if one.old else []
+            found += [Flag(SCOPE, SCOPE, f"deprecated: write --{MODULES}")] if one.field == MODULES else []
         if group.tuned:
             meaning = f"NAME=VALUE,... for tuning: {', '.join(one.name for one in group.tuned)}; see docs/options.md"
             found.append(Flag(group.tuning, group.tuning, meaning))

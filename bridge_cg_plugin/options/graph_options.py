@@ -4,7 +4,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .declaration import Group, Option, option, plain
-from .language_model import IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE, SWITCHES, LanguageModelGraphOptions
+from .language_model import (
+    DEPRECATED,
+    IMPL,
+    INFERENCE,
+    LANGUAGE_MODEL,
+    MODULES,
+    SCOPE,
+    SWITCHES,
+    LanguageModelGraphOptions,
+)
 from .packed import PACKED, PackedOptions
 from .values import OptionError, Parser, one_of, parse_choice
 from .vision import VISION, VisionGraphOptions
@@ -128,7 +137,7 @@ class Release:
 
 
 # The fields about graphs that upstream's configurations have.
-UPSTREAMS = frozenset((SCOPE, *SWITCHES, TE_RNG, *(one.field for g in GROUPS for one in g.options if one.upstreams)))
+UPSTREAMS = frozenset((*DEPRECATED, TE_RNG, *(one.field for g in GROUPS for one in g.options if one.upstreams)))
 RELEASES = (
     Release(name="megatron-bridge 0.6.2 (megatron-core 0.19.2)", fields=UPSTREAMS, local_layers=False),
     Release(name="megatron-bridge 0.5.1 (megatron-core 0.18.2)", fields=UPSTREAMS, local_layers=True),

@@ -122,7 +122,6 @@ class LanguageModelGraphOptions:
         f"parts of a layer to capture: {', '.join(MODULE_NAMES)}; [] is the whole layer",
         "With `cuda_graph_impl=local`, `moe_router` and `moe_preprocess` are captured together",
         field=MODULES,
-        old=(SCOPE, f"deprecated: write --{MODULES}, or --{IMPL} full_iteration"),
         upstreams=True,
     )
     inference_scope: InferenceCudaGraphScope = option(
@@ -161,6 +160,10 @@ def complete_modules(impl: Implementation, modules: tuple[CudaGraphModule, ...])
 
 
 SWITCHES: dict[str, Implementation] = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
+
+
+# Upstream's deprecated fields.
+DEPRECATED = (SCOPE, *SWITCHES)
 
 
 class DeprecatedScope(NamedTuple):

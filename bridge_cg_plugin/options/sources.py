@@ -11,13 +11,13 @@ from typing import Any
 from .declaration import GONE, refuse_gone
 from .facts import SETTINGS, Facts
 from .graph_options import GROUPS, TUNING, split_name, tuning_of
-from .language_model import IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE, SWITCHES
+from .language_model import DEPRECATED, IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE, SWITCHES
 from .values import OptionError
 
-LANGUAGE_MODEL_FIELDS = (*LANGUAGE_MODEL.names, *SWITCHES)
-FIELDS = (*(name for group in GROUPS for name in group.names), *SWITCHES)
+LANGUAGE_MODEL_FIELDS = (*LANGUAGE_MODEL.names, *DEPRECATED)
+FIELDS = (*(name for group in GROUPS for name in group.names), *DEPRECATED)
 # The attributes of a model's configuration that hold them.
-ATTRIBUTES = (*(name for group in GROUPS for name in group.attributes), *SWITCHES)
+ATTRIBUTES = (*(name for group in GROUPS for name in group.attributes), *DEPRECATED)
 # Upstream's other fields of similar names, which are none of this package's business.
 OTHER_FIELDS = (
     "cuda_graph_use_single_mempool",

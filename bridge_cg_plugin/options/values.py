@@ -153,22 +153,17 @@ def whole_number(minimum: int, alternative: str | None = None) -> Parser:
     return Parser(allowed, parse)
 
 
-def real_number(allowed: str, accepts: Callable[[float], bool]) -> Parser:
-    """Return a parser of numbers that `accepts` accepts; `allowed` says which in words."""
-
-    def parse(field: str, value: Any) -> Any:
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = float("nan")
-        if isinstance(value, bool) or not accepts(number):
-            raise OptionError(field, value, allowed, _CHANGE_IT)
-        return number
-
-    return Parser(allowed, parse)
+def _parse_positive(field: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    if isinstance(value, bool) or not 0 < number < float("inf"):
+        raise OptionError(field, value, positive_number.allowed, _CHANGE_IT)
+    return number
 
 
-positive_number = real_number("a number above 0", lambda number: 0 < number < float("inf"))
+positive_number = Parser("a number above 0", _parse_positive)
 
 
 def parse_flag(field: str, value: Any) -> bool:

@@ -13,8 +13,8 @@ from ....options import GraphOptions, OptionError, check_options, graph_options,
 from ....options.explain import chosen_table
 from ....options.facts import OFFLOADS
 from ....options.graph_options import SETTING, TE_RNG, Release, field_values, tuning_of
-from ....options.language_model import INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE, SWITCHES, LanguageModelGraphOptions
-from ....options.sources import ATTRIBUTES, SETTINGS, Written, collect, fields_of, set_together
+from ....options.language_model import INFERENCE, MODULES, SCOPE, LanguageModelGraphOptions
+from ....options.sources import ATTRIBUTES, LANGUAGE_MODEL_FIELDS, SETTINGS, Written, collect, fields_of, set_together
 from ....options.values import is_unset
 from ...environment import OPTIONS
 from ...seams.patches import bridge_release
@@ -263,7 +263,7 @@ def _explicit_fields(model: Any) -> set[str]:
 
 
 def _is_default(name: str, value: Any, defaults: dict[str, Any]) -> bool:
-    if name in (*LANGUAGE_MODEL.names, *SWITCHES) and (value in _IDLE or not value):
+    if name in LANGUAGE_MODEL_FIELDS and (value in _IDLE or not value):
         return True
     return name in defaults and (value == defaults[name] or (not value and not defaults[name]))
 
