@@ -385,11 +385,6 @@ class GraphManager:
         bypassed = [(name, module) for name, module in self.model.named_modules() if module is not self.model]
         return foreign_hook(bypassed, self.surroundings.exempt.own_hook) is None
 
-    @property
-    def patched(self) -> tuple[tuple[nn.Module, str], ...]:
-        """Modules and the attributes of theirs that replay once graphs are captured."""
-        return ((self.model, "forward"),) if self._parts is None else self._parts.patched
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Run the module eager inside, with the graphs kept for afterwards."""

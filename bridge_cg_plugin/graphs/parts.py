@@ -25,6 +25,10 @@ class Parts:
         slots: Slots of every region.
         looking_once: Entered around looks at all parts in a row, between which the model cannot change.
         chain: What the parts share a slot's memory in; None has memory apart.
+
+    Attributes:
+        methods: What stands in for the attributes that call parts and followers.
+        followers: Calls that a replayed part answers.
     """
 
     def __init__(
@@ -37,17 +41,12 @@ class Parts:
         self._chain = chain
         self._slots, self._looking_once = slots, looking_once
         self._regions: list[Region] = []
-        self._methods: list[InstanceMethod] = []
+        self.methods: list[InstanceMethod] = []
         # Of the microbatch under way: itself, and what was decided for the parts that have not run yet.
         self._batch: Any = None
         self._decided: dict[Region, Replay] = {}
         self._slot = 0
         self._untraced: Callable[..., tuple[Tensor, ...] | None] = torch.compiler.disable(self.replay)
-
-    @property
-    def patched(self) -> tuple[tuple[nn.Module, str], ...]:
-        """Modules and the attributes of theirs that replay."""
-        return tuple((method.module, method.name) for method in self._methods)
 
     def install(self, region: Region, site: CallSite) -> None:
         """Let a call site replay a region."""
@@ -59,14 +58,14 @@ class Parts:
         self.followers += followers
 
     def _put(self, owner: nn.Module, attribute: str, call: Callable[..., Any]) -> None:
-        self._methods.append(InstanceMethod(owner, attribute, call))
+        self.methods.append(InstanceMethod(owner, attribute, call))
 
     def restore(self) -> None:
         """Put back what was called before."""
-        for method in reversed(self._methods):
+        for method in reversed(self.methods):
             method.restore()
         # What stood in for the attributes holds this object: regions are given back now, not by a collection.
-        self._methods, self._regions, self.followers = [], [], []
+        self.methods, self._regions, self.followers = [], [], []
 
     def decide(self, batch: Any) -> dict[Region, Replay] | Fallback:
         """Return how every part replays the batch, all in one slot; without one, the first part's reason."""

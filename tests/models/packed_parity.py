@@ -63,13 +63,20 @@ def eager_at(graphs: Any, rows: int) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(graphs.paused())
-        for owner, attribute in graphs.patched:
+        for owner, attribute in patched(graphs):
             upstreams = getattr(type(owner), attribute).__get__(owner)
             family = graphs.workload.family
             parts = family.shards * family.ranks
             padded = at_rows(upstreams, lambda tokens: rows, parts, () if family.per_position else PER_TOKEN)
             stack.enter_context(overridden(owner, attribute, padded))
         yield
+
+
+def patched(graphs: Any) -> list[tuple[Any, str]]:
+    """Return the modules of captured graphs and the attributes of theirs that replay."""
+    if graphs._parts is None:
+        return [(graphs.model, "forward")]
+    return [(method.module, method.name) for method in graphs._parts.methods]
 
 
 def at_rows(

@@ -101,7 +101,7 @@ def test_an_error_is_not_hidden_and_the_stream_is_joined(machine):
         made = run_on_side_stream(machine.submit)
         raise KeyError("first")
     assert made in machine.main.done
-    assert current_side_stream() is None and side.held == 0
+    assert current_side_stream() is None and not side._reads and not side._before[1]
 
 
 def test_an_error_inside_work_leaves_the_next_work_on_the_side_stream(machine):

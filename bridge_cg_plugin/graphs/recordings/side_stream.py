@@ -39,11 +39,6 @@ class SideStream:
         """Whether side work is being submitted right now."""
         return self._inside
 
-    @property
-    def held(self) -> int:
-        """Pieces of work whose inputs are kept."""
-        return len(self._reads) + len(self._before[1])
-
     def forget(self) -> None:
         """Drop what a forward left for its backward."""
         self._uses.clear()
