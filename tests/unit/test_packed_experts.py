@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from bridge_cg_plugin.options import OptionError, experts
+from bridge_cg_plugin.options import OptionError, facts
 from bridge_cg_plugin.upstream.decoder import experts as packed_routers
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 from bridge_cg_plugin.upstream.decoder.experts import NEEDED
@@ -221,7 +221,7 @@ def test_what_cannot_be_recorded_is_refused(changes, message):
         TransformerBlockFamily(model.decoder).parts(())
 
 
-@pytest.mark.parametrize("name", [*NEEDED, *experts.ROUTERS])
+@pytest.mark.parametrize("name", [*NEEDED, *facts.ROUTERS])
 def test_settings_that_experts_inside_the_graph_do_not_have(name):
     model = new_model(**EXPERTS)
     setattr(model.decoder.layers[0].mlp.config, name, 2)

@@ -19,7 +19,7 @@ from bridge_cg_plugin.graphs.reports.report import (
 from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, RegionStatistics
 from bridge_cg_plugin.upstream.hooks.loops import train_loop
 from bridge_cg_plugin.upstream.hooks.loops.rank_figures import Figures, pauses_of_ranks
-from bridge_cg_plugin.vision.batch import token_count
+from bridge_cg_plugin.vision.batch import shape_of
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, TOO_MANY_TOKENS
@@ -86,7 +86,7 @@ def test_patches_of_each_training_step_are_counted_replayed_or_not():
         results(model, IMAGES)
     model.eval()
     results(model, IMAGES)
-    images, many = (token_count(tuple(map(tuple, rows))) for rows in (IMAGES, TOO_MANY_TOKENS))
+    images, many = (shape_of(tuple(map(tuple, rows))).tokens for rows in (IMAGES, TOO_MANY_TOKENS))
     assert helper.graphs.statistics().step_tokens == [images, images, many + images]
     helper.delete_cuda_graphs()
 

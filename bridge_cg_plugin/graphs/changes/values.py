@@ -40,7 +40,7 @@ class Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+        return other.value is self.value if isinstance(other, Same) else NotImplemented
 
     def __hash__(self) -> int:
         return id(self.value)
