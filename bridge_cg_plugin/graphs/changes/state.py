@@ -1,14 +1,15 @@
 """States of a model: what its modules, their configurations and classes hold, besides memory of parameters."""
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from .dict_watch import MISSING, WATCHER
-from .values import NESTED, inside, plain, tensors_in, token, word
+from .values import NESTED, held, inside, plain, tensors_in, token, word
 
 CONFIG, TRAINING, CLASS = "config", "training", "__class__"
 # Dicts of a module that decide which tensors and modules its forward uses.
@@ -84,11 +85,14 @@ class Holder:
         # What earlier passes left of their graphs is no change.
         held = getattr(owner, "__dict__", {}).items() if isinstance(owner, nn.Module) else ()
         self.left = {n: 0 for n, v in held if isinstance(v, Tensor) and v.requires_grad and not v.is_leaf}
+        # Containers that no watcher sees change, with the elements that they had when they were last compared.
+        self._elements: list[tuple[Any, Sequence[Any]]] | None = None
         self.others: list[Holder] = []
         self.read()
 
     def read(self) -> None:
         """Read what the owner holds now."""
+        self._elements = None
         owner, module = self.owner, isinstance(self.owner, nn.Module)
         self.tables: list[tuple[dict[Any, Any], str | None]] = []
         self.tokens: dict[str, Any] = {}
@@ -120,7 +124,9 @@ class Holder:
         self.tokens[name] = stands
         if isinstance(value, dict) and not settings:
             self.tables.append((value, name))
-        if any(not isinstance(each, dict) or each is not value or settings for each in inside(value, depth)):
+        # What is inside a tuple is looked at itself.
+        found = (each for each in inside(value, depth) if not isinstance(each, (tuple, frozenset)))
+        if any(not isinstance(each, dict) or each is not value or settings for each in found):
             self.unwatched[name] = depth, settings
 
     def seen_unwatched(self) -> dict[str, Any]:
@@ -134,9 +140,22 @@ class Holder:
 
     def has_changed(self) -> bool:
         """Whether something that no watcher sees is another than when it was read."""
+        if self._elements is not None and all(_has(container, elements) for container, elements in self._elements):
+            return False
         now = self.seen_unwatched()
         gone = isinstance(self.owner, type) and now.keys() | self.left.keys() != self.tokens.keys()
-        return gone or any(self.tokens.get(name, MISSING) != stands for name, stands in now.items())
+        if gone or any(self.tokens.get(name, MISSING) != stands for name, stands in now.items()):
+            return True
+        self._elements = [(each, _elements_of(each)) for each in self._unwatched_containers()]
+        return False
+
+    def _unwatched_containers(self) -> Iterator[Any]:
+        if isinstance(self.owner, type):
+            yield vars(self.owner)
+        for name, (depth, _) in self.unwatched.items():
+            if name not in self.left:
+                found = inside(vars(self.owner).get(name), depth)
+                yield from (each for each in found if not isinstance(each, (tuple, frozenset)))
 
     def left_inside(self, before: Tokens) -> list[str]:
         """Return what a pass has changed of what `seen_unwatched` returned before it; lists only where they grow."""
@@ -150,6 +169,18 @@ class Holder:
         for name, (depth, _) in self.unwatched.items():
             held = inside(vars(self.owner).get(name), depth)
             yield from ((name, each) for each in held if type(each) in (dict, list, set))
+
+
+def _elements_of(container: Any) -> Sequence[Any]:
+    if isinstance(container, (dict, MappingProxyType)):
+        return [*container.keys(), *container.values()]
+    return tuple(held(container) or ())
+
+
+def _has(container: Any, elements: Sequence[Any]) -> bool:
+    """Whether the elements are the same objects."""
+    now = container if type(container) is list else _elements_of(container)
+    return len(now) == len(elements) and all(map(operator.is_, now, elements))
 
 
 def is_config(value: Any) -> bool:
