@@ -12,7 +12,7 @@ from torch import nn
 _replaced: "WeakValueDictionary[tuple[int, str], InstanceMethod]" = WeakValueDictionary()
 
 
-class _Method(partial[Any]):
+class StandIn(partial[Any]):
     """What takes a method's place; in a copy of the module, the module's own method is there instead.
 
     Attributes:
@@ -42,7 +42,7 @@ class InstanceMethod:
     """
 
     def __init__(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
-        self.module, self.name, self._method = module, name, _Method(method)
+        self.module, self.name, self._method = module, name, StandIn(method)
         self.attribute = module.__dict__.get(name)
         self._method.original = self.original
         setattr(module, name, self._method)

@@ -16,7 +16,6 @@ from .explained import explain
         (["model.vision_graph=on"], "vision_cuda_graph_impl"),
         (["--max-paked-seqs", "64"], "--max_packed_seqs"),
         (["max_vision_cuda_graph_seq_length=100000000000", "vision_cuda_graph_impl=transformer_engine"], "2147483647"),
-        (["rng.te_rng_tracker=true", "model.use_te_rng_tracker=false"], "use_te_rng_tracker=false"),
         (["cuda_graphs=exact", "rng.te_rng_tracker=false"], "Remove one of the two."),
         (["--graphs", "h200"], "recipe"),
     ],

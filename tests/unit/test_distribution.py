@@ -161,8 +161,8 @@ def test_the_path_of_a_newcomer(fresh, tmp_path):
     explained = json.loads(said("explain", SMALL, "--json"))
     why = explained["table"][0]["why"]
     dry = said("train", "--recipe", SMALL, "--dry-run")
-    recorded, setting = why.rsplit("; ", 1)
-    assert f"\nvision: {recorded}; {explained['table'][0]['options'][-1]}\n" in dry and setting == "cuda_graphs=exact"
+    assert f"\nvision encoder: graphs; {why}; {explained['table'][0]['options'][-1]}\n" in dry
+    assert why.endswith("; cuda_graphs=exact")
     assert dry.startswith(f"{SMALL}: pretrain() with qwen3_vl_step\n")
     assert why.startswith("one graph per bucket over the whole encoder") and explained["vision"]["impl"] != "none"
 

@@ -14,6 +14,8 @@ from .test_chain import Gaps, target_of
 from .test_region import Grudging
 from .toy import Toy, ToyProgram, loss_of, toy_batch
 
+LEAST_BYTES = 1024
+
 
 class Marked:
     """Memory with a high-water mark; asks its executor what a recording takes."""

@@ -22,7 +22,7 @@ SETTINGS = {"buckets": (128,)}
 
 def planned(graphs):
     """Return the one plan of a tower's graphs with its inventory."""
-    ((found,),) = graphs._regions[0]._offloading._plans.values()
+    ((found,),) = graphs._regions[0]._piece.offloading._plans.values()
     return found
 
 

@@ -34,6 +34,7 @@ from bridge_cg_plugin.options.packed import RankLayout
 from bridge_cg_plugin.recipes import RECIPES
 from bridge_cg_plugin.upstream.hooks.configuration.overrides import resolve
 from bridge_cg_plugin.upstream.hooks.configuration.recipes import build_recipe, no_configuration, recipe_names
+from bridge_cg_plugin.upstream.seams.activation import patch_other_providers
 
 from . import models, standins
 from .measured import differences
@@ -62,6 +63,7 @@ def without_imports() -> list[str] | None:
         return None
     logging.disable(logging.ERROR)
     standins.install()
+    patch_other_providers()  # what stands in for Bridge's models is never imported
     return models.replace_auto_bridge()
 
 

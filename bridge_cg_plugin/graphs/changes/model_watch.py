@@ -121,7 +121,7 @@ class ModelWatch:
         """Follow nothing any more."""
         for table, _ in self._tables.values():
             WATCHER.unwatch(table, self._note)
-        self._tables, self._holders, self._modules, self._unwatched = {}, {}, {}, []
+        self._tables, self._holders, self._modules, self._unwatched, self._kinds = {}, {}, {}, [], []
 
     def _note(self, table: dict[Any, Any], key: Hashable, new: Any) -> None:
         """Raise the flag: a dict is about to change."""

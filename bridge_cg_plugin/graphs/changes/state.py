@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..instance import StandIn
 from .dict_watch import MISSING, WATCHER
 from .values import NESTED, held, inside, plain, tensors_in, token, word
 
@@ -101,7 +102,7 @@ class Holder:
         self.tokens |= self.seen_unwatched() if kind else {}
         self.tables += [] if kind else [(vars(owner), None)]
         for name, value in () if kind else vars(owner).items():
-            if name in self.ignored or (module and name in OF_EVERY_MODULE):
+            if name in self.ignored or (module and name in OF_EVERY_MODULE) or type(value) is StandIn:
                 continue
             if module and name == CONFIG and is_config(value):
                 self.tokens[name] = type(value)

@@ -116,11 +116,11 @@ def _imported(module: ModuleType) -> None:
     """Note what a module of upstream ships before anybody can patch it, then apply the plugin's own patches."""
     remember(module)
     if module.__name__ == MODELS:
-        _patch_other_providers()
+        patch_other_providers()
     patch_module(module)
 
 
-def _patch_other_providers() -> None:
+def patch_other_providers() -> None:
     """Patch the providers whose encoder another package brings, too.
 
     Entry points are read with Bridge's models: it would take most of the time that the plugin takes to load.
