@@ -52,15 +52,14 @@ def disturbed(replay):
     return found
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["added in products", "added by hooks"])
 @pytest.mark.parametrize("kernels", ["exact", "fast"])
 @pytest.mark.parametrize("grid", [ONE, FOUR], ids=["one image", "four images"])
-def test_two_streams_equal_one_to_the_bit(tower_module, repeatable_model, kernels, grid, fused):
+def test_two_streams_equal_one_to_the_bit(tower_module, repeatable_model, kernels, grid):
     grads = tower_module.MainGrads(repeatable_model)
     batch, other = (tower_module.make_batch(grid, repeatable_model, seed=seed) for seed in (1, 2))
     results = {}
     for streams in (1, 2):
-        helper = captured(repeatable_model, streams, kernels, gradient_accumulation_fusion=fused)
+        helper = captured(repeatable_model, streams, kernels)
         try:
             found = [run(tower_module, repeatable_model, grads, batch) for _ in range(2)]
             for _ in range(REPLAYS):

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bridge_cg_plugin.graphs.changes.model_watch import ModelWatch
 from bridge_cg_plugin.graphs.changes.source import Source
+from bridge_cg_plugin.graphs.changes.state import Holder
 from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.rank_consensus import Agreed
@@ -570,3 +571,23 @@ def test_what_each_forward_leaves_is_its_result(note):
         with watch.passing():
             model(batch())
         assert region.run(batch()) is not None and not region.statistics.fallbacks
+
+
+@dataclass
+class Recipe:
+    margin: int = 0
+
+
+def test_equal_recipes_that_upstream_makes_in_each_forward_are_no_change():
+    module = nn.Linear(2, 2)
+    module.fp8_meta = {"recipe": Recipe(), "local_recipes": [Recipe()], "group": object()}
+    holder = Holder(module, "", frozenset(), depth=0)
+    tokens = holder.tokens
+    module.fp8_meta |= {"recipe": Recipe(), "local_recipes": [Recipe()]}
+    holder.read()
+    assert holder.tokens == tokens
+    for changed in ({"recipe": Recipe(1)}, {"local_recipes": [Recipe(1)]}, {"group": object()}):
+        module.fp8_meta = {**module.fp8_meta, **changed}
+        holder.read()
+        assert holder.tokens != tokens
+        tokens = holder.tokens

@@ -245,7 +245,9 @@ class ModelWatch:
 
     def state(self, modules: Iterable[nn.Module]) -> State:
         """Return the state of modules, without those below them."""
-        holders = [self._modules[module] for module in modules if module in self._modules]
+        # What a container holds is a part of what its owner holds; some loops make new containers of the same modules.
+        kept = (module for module in modules if module in self._modules and type(module) not in CONTAINERS)
+        holders = [self._modules[module] for module in kept]
         others = dict.fromkeys(other for holder in holders for other in holder.others)
         # Upstream's functions are compared with those at the beginning, or when their module was imported.
         self._shipped += self._code[len(self._shipped) :]

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
@@ -119,7 +119,8 @@ class Holder:
         self.tokens.update((name, Left(writes)) for name, writes in self.left.items())
 
     def _read(self, name: str, value: Any, depth: int, settings: bool = False) -> None:
-        stands = token(value, depth, settings)
+        upstreams = isinstance(value, dict) and not (self._depth or settings)
+        stands = (type(value), *map(_entry, value.items())) if upstreams else token(value, depth, settings)
         if stands is None:
             return
         self.tokens[name] = stands
@@ -170,6 +171,14 @@ class Holder:
         for name, (depth, _) in self.unwatched.items():
             held = inside(vars(self.owner).get(name), depth)
             yield from ((name, each) for each in held if type(each) in (dict, list, set))
+
+
+def _entry(item: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return a token of an entry of upstream's, which makes equal recipes of fp8, and lists of them, anew."""
+    key, value = item
+    if type(value) is list and value and all(map(is_dataclass, value)):
+        return key, (list, *(token(each) for each in value))
+    return key, token(value, NESTED if is_dataclass(value) and not isinstance(value, type) else 0)
 
 
 def _elements_of(container: Any) -> Sequence[Any]:
