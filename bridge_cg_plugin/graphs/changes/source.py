@@ -136,6 +136,7 @@ class Source:
         self._written = [gradient for gradient in self.sinks.given if gradient is not None]
         self._read_at, self._written_at = _addresses_of(self.reads), _addresses_of(self._written)
         self._found_none = self.gradients_left()
+        self._unreplaced_at = -1
         # A list: a generator would hold this object, and with it the memory of its recordings.
         self._samples = cycle(list(self._some()))
 
@@ -171,13 +172,19 @@ class Source:
         shares = (alike and self.sinks.share_with(stale.sinks)) or not stale.sinks.static_bytes
         return shares and _same((*self.reads, *self.sinks.given), (*stale.reads, *stale.sinks.given))
 
-    def is_of(self, state: State, numerics: Numerics) -> bool:
-        """Whether recordings compute what a model in some state does, if memory lies where they expect it."""
-        return (
-            self.numerics == numerics
-            and self.state == state
-            and not (self.aliases.replaced() or self.trained_otherwise() or self.retyped())
-        )
+    def is_of(self, state: State, numerics: Numerics, generation: int) -> bool:
+        """Whether recordings compute what a model in some state does, if memory lies where they expect it.
+
+        Args:
+            state: Of the modules.
+            numerics: The settings now.
+            generation: What `ModelWatch.look` returned: parameters are replaced only where it grows.
+        """
+        if self._unreplaced_at != generation:
+            if self.aliases.replaced():
+                return False
+            self._unreplaced_at = generation
+        return self.numerics == numerics and self.state == state and not (self.trained_otherwise() or self.retyped())
 
     # Hundreds of tensors, before replays: no line of Python for each.
 

@@ -160,7 +160,8 @@ class Sources:
     def _alike(self, numerics: Numerics, gradients: bool) -> Iterator[Source]:
         """Yield the sources of the state that the model is in, wherever its memory lies, the last one first."""
         for source in reversed(self._all):
-            if source.is_of(self._state, numerics) and not (gradients and source.sinks.hooked_otherwise()):
+            alike = source.is_of(self._state, numerics, self._generation)
+            if alike and not (gradients and source.sinks.hooked_otherwise()):
                 source.state = self._state  # so that the next comparison is short
                 yield source
 
