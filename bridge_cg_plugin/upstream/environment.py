@@ -8,7 +8,6 @@ from ..announce import announce
 from ..options import OptionError
 from ..switches import ALLOWED, switched_on
 
-WEIGHTS_STAY = "NVTE_CPU_OFFLOAD_V1"
 WATCHDOG_MINUTES = "BRIDGE_CG_WATCHDOG_MINUTES"
 RELEASE_MEMORY = "BRIDGE_CG_RELEASE_MEMORY"
 GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"

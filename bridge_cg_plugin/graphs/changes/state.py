@@ -126,9 +126,7 @@ class Holder:
         self.tokens[name] = stands
         if isinstance(value, dict) and not settings:
             self.tables.append((value, name))
-        # What is inside a tuple is looked at itself.
-        found = (each for each in inside(value, depth) if not isinstance(each, (tuple, frozenset)))
-        if any(not isinstance(each, dict) or each is not value or settings for each in found):
+        if any(not isinstance(each, dict) or each is not value or settings for each in _mutable(value, depth)):
             self.unwatched[name] = depth, settings
 
     def seen_unwatched(self) -> dict[str, Any]:
@@ -156,8 +154,7 @@ class Holder:
             yield vars(self.owner)
         for name, (depth, _) in self.unwatched.items():
             if name not in self.left:
-                found = inside(vars(self.owner).get(name), depth)
-                yield from (each for each in found if not isinstance(each, (tuple, frozenset)))
+                yield from _mutable(vars(self.owner).get(name), depth)
 
     def left_inside(self, before: Tokens) -> list[str]:
         """Return what a pass has changed of what `seen_unwatched` returned before it; lists only where they grow."""
@@ -169,8 +166,13 @@ class Holder:
         """Yield the dicts, lists and sets that the owner holds, with the attribute of those that are not its own."""
         yield from ((attribute, table) for table, attribute in self.tables)
         for name, (depth, _) in self.unwatched.items():
-            held = inside(vars(self.owner).get(name), depth)
-            yield from ((name, each) for each in held if type(each) in (dict, list, set))
+            found = _mutable(vars(self.owner).get(name), depth)
+            yield from ((name, each) for each in found if type(each) in (dict, list, set))
+
+
+def _mutable(value: Any, depth: int) -> Iterator[Any]:
+    """Yield what `inside` does and what can change by itself: what a tuple holds is among it."""
+    return (each for each in inside(value, depth) if not isinstance(each, (tuple, frozenset)))
 
 
 def _entry(item: tuple[Any, Any]) -> tuple[Any, Any]:
