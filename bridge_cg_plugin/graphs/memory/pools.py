@@ -102,12 +102,18 @@ class PlainMemory(SlotMemory, Pool):
 
 
 class ArenaPool(Pool):
-    """The memory of one recording in an arena."""
+    """The memory of one recording in an arena.
 
-    def __init__(self, addresses: AddressRange) -> None:
-        self._addresses = addresses
+    Args:
+        addresses: Where it lies.
+        unsettled: The arena's pools in which something may live; this one's handle until it is settled.
+    """
+
+    def __init__(self, addresses: AddressRange, unsettled: set[tuple[int, int]]) -> None:
+        self._addresses, self._unsettled = addresses, unsettled
         self._pool: torch.cuda.MemPool | None = addresses.new_pool()
         self._handle = self._pool.id
+        unsettled.add(self._handle)
 
     @property
     def handle(self) -> tuple[int, int]:
@@ -124,28 +130,29 @@ class ArenaPool(Pool):
 
     def settle(self) -> int:
         """See `Pool`."""
-        if alive := self.alive():
+        if alive := _alive(self.handle):
             raise CaptureError(
                 f"the capture made {', '.join(map(_named, alive))}, which is kept, but recordings of other sizes "
                 "use the same memory"
             )
         self._pool = None
+        self._unsettled.discard(self.handle)
         return self._addresses.taken
 
-    def alive(self) -> list[tuple[int, int]]:
-        """Return address and size of the blocks that something has; none once the recording is settled."""
-        if self._pool is None:
-            return []
-        if found := self._alive():
-            gc.collect()  # none ran meanwhile
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            found = self._alive()
-        return found
 
-    def _alive(self) -> list[tuple[int, int]]:
-        blocks = [block for segment in _segments(self.handle) for block in segment["blocks"]]
-        return [(block["address"], block["size"]) for block in blocks if block["state"] == ALIVE]
+def _alive(handle: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return address and size of a pool's blocks that something has."""
+    if found := _blocks(handle):
+        gc.collect()  # none ran meanwhile
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        found = _blocks(handle)
+    return found
+
+
+def _blocks(handle: tuple[int, int]) -> list[tuple[int, int]]:
+    blocks = [block for segment in _segments(handle) for block in segment["blocks"]]
+    return [(block["address"], block["size"]) for block in blocks if block["state"] == ALIVE]
 
 
 def _segments(handle: tuple[int, int]) -> list[dict[str, Any]]:
@@ -178,7 +185,8 @@ class Arena(SlotMemory):
 
     def __init__(self, new_range: Callable[[], AddressRange]) -> None:
         self._new_range, self._addresses = new_range, new_range()
-        self._last: ArenaPool | None = None
+        # Of failed captures, by their handles: a pool kept here would keep its memory from others.
+        self._unsettled: set[tuple[int, int]] = set()
         # What earlier recordings still use.
         self._abandoned: weakref.WeakSet[AddressRange] = weakref.WeakSet()
 
@@ -192,12 +200,12 @@ class Arena(SlotMemory):
 
         What a failed capture made may live on, in its error's frames: PyTorch would mistake it for what comes next.
         """
-        if self._last is not None and self._last.alive():
+        if any(_alive(handle) for handle in self._unsettled):
             self._abandoned.add(self._addresses)
             self._addresses = self._new_range()
+        self._unsettled.clear()
         self._addresses.begin()
-        self._last = ArenaPool(self._addresses)
-        return self._last
+        return ArenaPool(self._addresses, self._unsettled)
 
     def keep(self, nbytes: int) -> None:
         """See `SlotMemory`."""
