@@ -167,13 +167,15 @@ class Sources:
 
     def _compare(self, numerics: Numerics, gradients: bool, idle: Callable[[], bool]) -> Source | Fallback | None:
         """Return a source of the model's state, why it cannot be used now; None without one."""
+        unchanged = self._generation == self._watch.generation
         self._look()
         if self._hook is not None:
             self._warn(Fallback.FORWARD_HOOKS, f"{self._hook}, which a graph would not run", "until it is removed")
             return Fallback.FORWARD_HOOKS
         alike = list(self._alike(numerics, gradients))
         for source in alike:
-            if not source.moved(gradients, layouts=True):
+            # Outside of steps every microbatch would pay for a look at layouts, which none but a new state changes.
+            if not source.moved(gradients, layouts=self._looks_once or not unchanged):
                 return source
         if alike:
             return self._moved(alike[0], gradients, idle)
