@@ -129,7 +129,6 @@ class Range(RuleBasedStateMachine):
     def teardown(self):
         if self.keeps is not None:
             del self.addresses
-            gc.collect()
             close_left()
         assert not self.device.mapped and not self.device.reserved
 
