@@ -11,7 +11,6 @@ STEP = QWEN3_VL_STEP
 FULL_GRAPH = f"{CORE}.full_cuda_graph:FullCudaGraphWrapper"
 LANGUAGE_MODEL = f"{MODELLING}.text_model:Qwen3VLGPTModel"
 RANDOM = f"{CORE}.tensor_parallel.random"
-TE_OFFLOAD = "transformer_engine.pytorch.cpu_offload"
 CORE_OFFLOAD = f"{CORE}.pipeline_parallel.fine_grained_activation_offload"
 
 _BETWEEN = seams_of(
@@ -146,11 +145,6 @@ _FORKS = seams_of(
 )
 _OFFLOAD = seams_of(
     F.CORE_OFFLOAD,
-    weights_stay=read(
-        f"{TE_OFFLOAD}:NVTE_CPU_OFFLOAD_V1",
-        "whether Transformer Engine leaves weights on the device while megatron-core offloads",
-        kind="value",
-    ),
     offload_marks=read(
         f"{CORE_OFFLOAD}:ChunkOffloadHandler.tensor_need_offloading_checker(self, tensor)",
         "a tensor marked with never_offload stays on the device in megatron-core's offloading, too",

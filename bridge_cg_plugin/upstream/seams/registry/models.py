@@ -90,10 +90,6 @@ _VISION = seams_of(
         f"{VISION_BLOCK}[layers, deepstack_merger_list]",
         "layers that become regions of their own; deepstack features are further outputs",
     ),
-    vision_merger=swapped(
-        f"{PARTS}:Qwen3VLVisionPatchMerger.forward(self, hidden_states)",
-        "deepstack features are computed on a stream of their own while work is recorded",
-    ),
     patch_embedding=read(f"{PARTS}:Qwen3VLVisionPatchEmbed[proj]", "pixels enter a graph in the type of its weight"),
     rotary_frequencies=called(
         f"{PARTS}:Qwen3VLVisionRotaryEmbedding.forward(seqlen)",
