@@ -11,16 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core import tensor_parallel
 from torch import nn
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs import instance as modules
-from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings import side_stream
 from bridge_cg_plugin.graphs.recordings.compiling import KernelCompiler
 from bridge_cg_plugin.options import OptionError, vision_options
-from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.hooks.loops.any_loop import HELD, LOOPS, _with_graphs
@@ -93,15 +90,6 @@ def test_an_encoder_in_the_place_of_another_gets_graphs_of_its_own():
     assert graphs.model is model.vision_model and graphs.statistics().replays == 6
 
 
-def test_a_decoder_in_the_place_of_another_leaves_the_encoders_graphs_as_they_are():
-    model, found = Policy(), []
-    for seed in range(4):
-        model.decoder = nn.ModuleDict({"layers": nn.ModuleList([nn.Identity()])})
-        call(model, 2, seed=seed)
-        found += active_graphs()
-    assert len(set(found)) == 1 and found[0].statistics().replays == 6
-
-
 def test_models_of_two_threads_are_recorded_one_after_the_other(monkeypatch):
     monkeypatch.setattr(torch, "zeros", on_cpu)
     monkeypatch.setattr("tests.seams.loops.mock.patch.object", lambda *replaced: nullcontext())  # not for two threads
@@ -145,75 +133,10 @@ def test_a_model_that_bridges_loop_trains_is_left_to_it():
     assert not active_graphs()
 
 
-def forward_only_modes(graphs):
-    return {(bucket.tokens, mode.gradients) for _, bucket, mode in graphs._regions[0].sources.current.recordings}
-
-
-def test_an_evaluation_in_bridges_loop_gets_its_buckets_between_its_iterations():
-    """One bucket before each iteration, no backward for sizes that training never has."""
-    auto = {"vision_cuda_graph_buckets": "auto", "vision_cuda_graph_tuning": {"exact_below": 0}}
-    model, eager = Policy(**auto), Policy(vision_cuda_graph_impl="none").eval()
-    LOOPS.leave_to_bridge([model])
-    helper = VisionTECudaGraphHelper(model, model.vision_model.config, options=vision_options(model.config))
-    call(model, 1)
-    helper.create_cudagraphs()
-    with helper.graphs.step():
-        call(model, 1)
-    trained = forward_only_modes(helper.graphs)
-    model.eval()
-    with torch.no_grad():
-        for seed in range(4):
-            assert_equal(call(model, 2, True, seed), call(eager, 2, True, seed))
-    assert helper.graphs.step_number == 1
-    found = helper.graphs.statistics()
-    assert found.fallbacks == {"not_captured_yet": 1}
-    assert sum(counts.evaluations for counts in found.buckets.values()) == 7
-    model.train()
-    for seed in range(2):
-        with helper.graphs.step():
-            call(model, 1, seed=seed)
-    assert {(tokens, True) for tokens, gradients in forward_only_modes(helper.graphs) if gradients} == trained
-    helper.delete_cuda_graphs()
-
-
 def test_options_that_cannot_work_are_refused_before_the_first_pass():
     model = Policy(recompute_granularity="full")
     with pytest.raises(OptionError, match="recompute_granularity"):
         call(model, 1)
-
-
-def plain_states(monkeypatch):
-    """Let this process have random states that no graph can use; returns how often they were forked, as a list."""
-    forks = []
-    tracker = SimpleNamespace(fork=lambda name="": forks.append(name) or nullcontext())
-    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
-    monkeypatch.setattr(tensor_parallel.random, "get_cuda_rng_tracker", lambda: tracker)
-    monkeypatch.setattr(tensor_parallel.random, "get_all_rng_states", lambda: {"model-parallel-rng": torch.zeros(3)})
-    return forks
-
-
-def test_dropout_that_draws_from_them_is_refused_with_what_to_do(monkeypatch):
-    plain_states(monkeypatch)
-    model = Policy()
-    model.vision_model.config.attention_dropout = 0.1
-    call(model, 1)
-    with pytest.raises(CaptureError, match="attention_dropout draws.*te_rng_tracker"):
-        call(model, 1)
-
-
-@pytest.mark.parametrize(("variable", "backend"), [("0", "transformer_engine"), ("1", "cudnn"), (None, "cudnn")])
-def test_recordings_attend_as_the_loop_chose(monkeypatch, variable, backend):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(direct_attention, "kernels_available", lambda: True)
-    monkeypatch.setattr("bridge_cg_plugin.vision.kernels.cudnn_graphs.unavailable", lambda: None)
-    monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
-    model = Policy()
-    call(model, 1)
-    if variable is not None:
-        monkeypatch.setenv("NVTE_FUSED_ATTN", variable)  # as attention_backend is written when a model is built
-    call(model, 1)
-    assert active_graphs()[0].captured
-    assert active_graphs()[0].workload.attention == backend
 
 
 def test_a_model_that_is_dropped_is_freed_and_reported(capsys, monkeypatch):
@@ -327,3 +250,34 @@ def test_a_schedule_call_without_graphs_costs_five_microseconds_more():
     arguments = {"model": [wrapper], "num_microbatches": 2}
     assert wrapped(**arguments) == [wrapper] and not active_graphs()
     assert python_calls(lambda: wrapped(**arguments)) <= 60  # 50 took 5 microseconds on an idle machine
+
+
+def forward_only_modes(graphs):
+    return {(bucket.tokens, mode.gradients) for _, bucket, mode in graphs._regions[0].sources.current.recordings}
+
+
+def test_an_evaluation_in_bridges_loop_gets_its_buckets_between_its_iterations():
+    """One bucket before each iteration, no backward for sizes that training never has."""
+    auto = {"vision_cuda_graph_buckets": "auto", "vision_cuda_graph_tuning": {"exact_below": 0}}
+    model, eager = Policy(**auto), Policy(vision_cuda_graph_impl="none").eval()
+    LOOPS.leave_to_bridge([model])
+    helper = VisionTECudaGraphHelper(model, model.vision_model.config, options=vision_options(model.config))
+    call(model, 1)
+    helper.create_cudagraphs()
+    with helper.graphs.step():
+        call(model, 1)
+    trained = forward_only_modes(helper.graphs)
+    model.eval()
+    with torch.no_grad():
+        for seed in range(4):
+            assert_equal(call(model, 2, True, seed), call(eager, 2, True, seed))
+    assert helper.graphs.step_number == 1
+    found = helper.graphs.statistics()
+    assert found.fallbacks == {"not_captured_yet": 1}
+    assert sum(counts.evaluations for counts in found.buckets.values()) == 7
+    model.train()
+    for seed in range(2):
+        with helper.graphs.step():
+            call(model, 1, seed=seed)
+    assert {(tokens, True) for tokens, gradients in forward_only_modes(helper.graphs) if gradients} == trained
+    helper.delete_cuda_graphs()

@@ -101,28 +101,12 @@ def test_groups_are_those_of_megatron_cores_own_attention(groups, modules):
     assert torch.equal(found[0], released[0]) and all(map(torch.equal, found[1], released[1]))
 
 
-def test_sequences_that_are_not_packed_are_offloaded_too(groups):
-    from tests.unit.packs import new_qwen
-
-    _, told = run(built(new_qwen, MODULES), groups, packed_seq_params=None)
-    assert [name for what, name, *_ in told if what == "leaves"] == MODULES
-
-
 def test_in_evaluation_core_attention_stays(groups):
     from tests.unit.packs import new_model, new_qwen
 
     models = [built(make, MODULES) for make in (new_model, new_qwen)]
     expected, told = (run(model.eval(), groups)[1] for model in models)
     assert told == expected and "core_attn" not in str(told)
-
-
-def test_attention_that_is_recomputed_stays(groups):
-    from tests.unit.packs import new_qwen
-
-    model = built(new_qwen, MODULES)
-    model.decoder.layers[0].self_attention.checkpoint_core_attention = True
-    steps = [name for _, name, _ in language_offload._steps(model.decoder.layers[0].self_attention)]
-    assert len(steps) == 2
 
 
 def test_attention_outside_of_a_language_model_is_left_alone(groups):
@@ -132,15 +116,6 @@ def test_attention_outside_of_a_language_model_is_left_alone(groups):
     attention = built(new_qwen, MODULES).decoder.layers[0].self_attention
     attention(torch.randn(4, 1, 32), None)
     assert not groups.log
-
-
-def test_without_offloading_attention_is_as_it_was(groups):
-    from tests.unit.packs import new_qwen
-
-    model = new_qwen(layers=1)
-    _, told = run(model, groups)
-    attention = model.decoder.layers[0].self_attention
-    assert not told and "forward" not in vars(attention.core_attention)
 
 
 def test_after_a_microbatch_nothing_is_left_on_the_modules(groups):

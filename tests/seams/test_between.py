@@ -70,12 +70,6 @@ def test_what_the_host_does_not_know_is_upstreams(modelling, unknown):
     assert type(mask) is torch.Tensor and mask.device.type == "meta"
 
 
-def test_masks_that_the_data_set_made_are_kept(modelling):
-    call = make(BATCHES["one image"])
-    mask = call["input_ids"] == IMAGE
-    assert modelling.reorganize_inputs(**call, **IDS, image_input_mask=mask)[2] is mask
-
-
 def test_without_graphs_images_are_found_by_upstream(modelling, monkeypatch):
     graphs_are(False, monkeypatch)
     assert type(modelling.reorganize_inputs(**make(BATCHES["one image"]), **IDS)[2]) is torch.Tensor
@@ -100,12 +94,6 @@ def test_ranks_have_upstreams_part_of_the_features(modelling, samples, sizes):
     assert isinstance(part, KnownMask) and part.device.type == "meta" and part.host.equal(expected[0])
     assert all(same(*pair) for pair in zip(found, expected[1], strict=True))
     assert modelling.split_deepstack_embs(None, None, **sizes) == (None, None)
-
-
-def test_a_mask_that_the_host_does_not_know_is_split_by_upstream(modelling):
-    mask = torch.tensor([[True, False, True, True]])
-    part, _ = modelling.split_deepstack_embs(mask, [torch.zeros(3, 2)], **SIZES[0])
-    assert type(part) is torch.Tensor and part.tolist() == [[True, False]]
 
 
 ROPE = (2, IMAGE, VIDEO, START)

@@ -58,24 +58,7 @@ def test_a_word_for_another_tracker_is_refused(active):
     assert config.rng.te_rng_tracker and normalize(config)[0].vision.enabled
 
 
-def test_flags_say_it_too_and_win_over_the_recipe(active):
-    config = config_of(QWEN3_VL, vision_cuda_graph_impl="transformer_engine")
-    apply_flags(config, {"cuda_graphs": "off"})
-    assert not normalize(config)[0].enabled
-    apply_flags(config, {"cuda_graphs": "fastest", "cuda_graph_impl": "none"})
-    options = normalize(config)[0]
-    assert options.vision.enabled and not options.language_model.enabled
-    check_training_config(config)
-
-
 def test_vision_graphs_of_a_language_model_are_refused_for_its_missing_encoder(active):
     config = config_of(GPT, recompute_granularity="full")
     with pytest.raises(OptionError, match="whose configuration has no such field"):
         apply_overrides(config, {}, ["model.vision_cuda_graph_impl=transformer_engine"], set_words)
-
-
-def test_without_the_setting_nothing_is_touched(active):
-    config = config_of(QWEN3_VL)
-    before = dict(vars(config.model))
-    check_training_config(config)
-    assert vars(config.model) == before

@@ -178,7 +178,3 @@ def test_kernels_of_layers():
 def test_all_that_is_named_is_there(module):
     importlib.import_module(module)
     assert [target for target in contract.CONTRACT[module] if contract.shipped(module, target) is None] == []
-
-
-def test_what_is_named_twice_is_one_place():
-    assert all(len(set(targets)) == len(targets) for targets in contract.CONTRACT.values())

@@ -20,16 +20,18 @@ from tokenizers import Tokenizer, models
 WORDS = ["word"] * 8
 tokenizer = Tokenizer(models.WordLevel({"word": 0}, unk_token="word"))
 
-def train(**given):
+def train(seconds=60, **given):
     tokenizer.encode_batch(WORDS)
     worker = multiprocessing.get_context("fork").Process(target=tokenizer.encode_batch, args=(WORDS,))
     worker.start()
-    worker.join(SECONDS)
+    worker.join(seconds)
     worker.kill()
     print("ended" if worker.exitcode == 0 else "waits", flush=True)
 """
-BY_ITSELF = "train()"
-BY_THE_SCRIPT = """
+# By itself, then by the script.
+TWICE = """
+train(seconds=3)
+
 from bridge_cg_plugin.upstream.hooks.loops import steps
 from bridge_cg_plugin.cli.runs import recipe
 
@@ -38,19 +40,7 @@ recipe.train(recipe.Prepared(None, "pretrain", "qwen3_vl_step", None, ""))
 """
 
 
-@pytest.fixture(autouse=True)
-def no_setting(monkeypatch):
+def test_the_scripts_worker_ends_where_upstreams_own_waits(monkeypatch):
+    """What the script's setting is for: when upstream's no longer waits, the setting can go."""
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-
-
-def outcome(how: str, seconds: int) -> str:
-    return forked(FORK.replace("SECONDS", str(seconds)) + how).splitlines()[-1]
-
-
-def test_upstreams_own_worker_waits():
-    """What the script's setting is for: when it no longer does, the setting can go."""
-    assert outcome(BY_ITSELF, 3) == "waits"
-
-
-def test_the_scripts_worker_ends():
-    assert outcome(BY_THE_SCRIPT, 60) == "ended"
+    assert forked(FORK + TWICE).splitlines()[-2:] == ["waits", "ended"]

@@ -59,30 +59,9 @@ def test_any_other_forward_is_upstreams(modelling, change):
     assert called(modelling, model(**change)) is modelling.split_deepstack_embs
 
 
-def test_a_configuration_without_the_field_is_upstreams(modelling):
-    of = model()
-    del of.config.vision_deepstack_gradient_allreduce
-    assert called(modelling, of) is modelling.split_deepstack_embs
-
-
 def test_a_value_that_is_none_is_refused(modelling):
     with pytest.raises(OptionError, match="vision_deepstack_gradient_allreduce='maybe'"):
         called(modelling, model(vision_deepstack_gradient_allreduce="maybe"))
-
-
-def test_the_split_comes_back_after_an_error(modelling):
-    before = modelling.split_deepstack_embs
-
-    def fails(self):
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError):
-        deepstack._summing(fails)(model())
-    assert modelling.split_deepstack_embs is before
-
-
-def test_a_microbatch_without_images_has_nothing_to_sum(modelling, group):
-    assert called(modelling, model(group))(None, None, **SIZES) == (None, None)
 
 
 def test_a_gradient_that_others_hold_is_not_changed(group, monkeypatch):

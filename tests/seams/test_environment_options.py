@@ -41,26 +41,6 @@ def test_the_environment_switches_graphs_on_where_bridge_validates(configured, m
     assert VARIABLE not in capsys.readouterr().out
 
 
-def test_the_one_setting_of_the_environment_is_resolved(configured, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "cuda_graphs=exact")
-    config = configured()
-    check_training_config(config)
-    assert read_options(config).vision.enabled and read_options(config).vision.kernels == "exact"
-
-
-def test_warm_up_steps_that_are_no_number_are_refused(configured, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "cuda_graph_warmup_steps=")
-    with pytest.raises(OptionError, match="must be a number"):
-        check_training_config(configured())
-
-
-def test_words_may_stand_on_lines_of_their_own(configured, monkeypatch):
-    monkeypatch.setenv(VARIABLE, f"\n  {ON}\nvision_cuda_graph_buckets=64\n")
-    config = configured()
-    check_training_config(config)
-    assert read_options(config).vision.enabled
-
-
 @pytest.mark.parametrize(
     ("fields", "said", "found"),
     [

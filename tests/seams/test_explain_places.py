@@ -118,9 +118,3 @@ def test_flags_of_a_place_are_checked(capsys):
         assert ended.value.code == 2 and "whole number of at least 1" in capsys.readouterr().err
     status, _, err = explain(capsys, "some_config", "--node", "2")
     assert status == 2 and "Did you mean --nodes?" in err
-
-
-def test_without_a_recipe_figures_need_one(capsys):
-    answer = found(capsys, "vision_cuda_graph_impl=transformer_engine")
-    assert answer["forecast"] is None and answer["notes"] == [command._NO_FIGURES]
-    assert command._NO_FIGURES not in found(capsys, "cuda_graph_impl=none")["notes"]

@@ -50,12 +50,6 @@ def test_a_file_may_have_other_fields_of_the_model_and_tuning_values(capsys, tmp
     assert found["vision"]["kernels"] == "exact"
 
 
-def test_a_file_may_have_empty_sections(capsys, tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("model:\ntrain:\nvision_cuda_graph_impl: transformer_engine\n")
-    assert json.loads(explain(capsys, "--json", str(path))[1])["vision"]["impl"] == "transformer_engine"
-
-
 SMALL = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
 
 

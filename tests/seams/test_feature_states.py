@@ -29,18 +29,6 @@ def test_doctor_shows_each_feature(active, break_seam, capsys):
     )
 
 
-def test_doctor_shows_what_works_for_other_models(active, break_seam):
-    break_seam(seam("Gemma3VLModelProvider.init"))
-    found = doctor.diagnose(wants_gpu=False)
-    assert found.features["options of a model's provider"] == {
-        "state": "partly",
-        "seams": ("Gemma3VLModelProvider.init",),
-        "models": ("Gemma3VLModelProvider",),
-    }
-    text = " ".join(doctor.render(found, details=True).split())
-    assert "(not for Gemma3VLModelProvider): seam Gemma3VLModelProvider.init" in text
-
-
 @pytest.mark.parametrize(
     "broken, name, state",
     [

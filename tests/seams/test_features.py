@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib
-import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,9 +14,8 @@ from bridge_cg_plugin import plugin
 from bridge_cg_plugin.upstream.hooks.configuration import training_config
 from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
 from bridge_cg_plugin.upstream.hooks.loops import train_loop
-from bridge_cg_plugin.upstream.parallel import virtual_stages
 from bridge_cg_plugin.upstream.seams import states
-from bridge_cg_plugin.upstream.seams.features import FEATURES, KNOWN_MODELS
+from bridge_cg_plugin.upstream.seams.features import FEATURES
 from bridge_cg_plugin.upstream.seams.patches import DriftError, arguments_of, bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS, seam
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
@@ -240,34 +238,6 @@ def test_upstreams_own_graphs_train_where_the_plugins_check_does_not_fit(configs
             assert f"{name}: it moved" in refused(config), label
 
 
-def test_the_error_names_every_feature_with_what_to_do(configs, monkeypatch):
-    broken = {"vision_parts": "A", "layernorm_backward": "B"}
-    monkeypatch.setattr(training_config, "broken_seams", lambda: broken)
-    reason = refused(configs["vision graphs of Qwen3-VL"])
-    for feature, remedy in (
-        ("vision graphs of Qwen3-VL and Qwen3.5-VL", "vision_cuda_graph_impl=none"),
-        ("fast kernels", "vision_cuda_graph_tuning.kernels=exact"),
-    ):
-        assert f"needs {feature}" in reason and f"Set {remedy}" in reason
-    monkeypatch.setattr(training_config, "broken_seams", lambda: {k: broken[k] for k in list(broken)[1:]})
-    assert refused(configs["with exact kernels"]) == ""
-
-
-def test_seams_serve_every_feature_and_known_model():
-    assert {feature for entry in SEAMS for feature in entry.features} == set(FEATURES)
-    assert set(MODULES) <= KNOWN_MODELS
-
-
-def test_a_model_of_a_derived_class_is_known_as_its_base(active, monkeypatch):
-    derived = type("Mine", (provider(GEMMA3),), {})
-    config = config_of(GEMMA3, **VISION)
-    config.model.__class__ = derived
-    monkeypatch.setattr(training_config, "broken_seams", lambda: {"siglip_forward": "it moved"})
-    assert "vision graphs of Gemma 3" in refused(config)
-    monkeypatch.setattr(training_config, "broken_seams", lambda: {"vision_parts": "it moved"})
-    assert refused(config) == ""
-
-
 # Replacements
 
 
@@ -342,13 +312,6 @@ def test_a_replacement_that_drops_an_argument_is_drift(active, monkeypatch):
         check_training_config(config_of(QWEN3_VL, **VISION))
 
 
-def test_a_source_that_lost_a_parameter_is_drift_behind_any_wrapper(configs, wrapped, break_seam):
-    """Somebody's wrapper takes anything; what upstream's function below it takes is read from its source."""
-    wrapped()
-    break_seam(seam("train_step"))
-    assert "train_step: " in refused(configs["vision graphs of Qwen3-VL"])
-
-
 def test_code_that_a_patched_function_must_contain_is_compared_too(configs, monkeypatch):
     """A patch looks at the signature of the live function alone."""
     lost = replace(seam("full_iteration"), uses=("self.something_of_old(",))
@@ -379,22 +342,3 @@ def test_a_wrapper_over_a_function_without_source_is_drift():
     entry = replace(seam("train_step"), module="made_up_upstream")
     with pytest.raises(DriftError, match=r"made_up_upstream.train_step .* where model, global_state stands"):
         arguments_of(entry, lambda *args: None)
-
-
-@pytest.mark.parametrize("call", ["place", "name"])
-def test_a_wrapped_provide_still_tells_its_stage(active, call):
-    patch = virtual_stages.PATCHES[0]
-    owner, built = active[patch.module], []
-    given = inspect.signature(inspect.unwrap(getattr(owner, QWEN3_VL).provide)).parameters
-    model = owner.Qwen3VLModel
-    owner.Qwen3VLModel = lambda **kwargs: built.append(kwargs)
-    try:
-        provide = patch.make(lambda *args, **kwargs: owner.Qwen3VLModel())
-        places = {"self": None, "pre_process": True, "post_process": False, "vp_stage": 1}
-        if call == "place":
-            provide(*(places[name] for name in given))
-        else:
-            provide(None, vp_stage=1)
-    finally:
-        owner.Qwen3VLModel = model
-    assert built == [{"vp_stage": 1}]

@@ -131,15 +131,6 @@ def test_a_release_that_computes_something_else_is_not_used(package, monkeypatch
     assert len(said) == 1 and said[0].startswith("flash-attn-4 4.0 fails for heads of 72, which other kernels compute")
 
 
-def test_a_release_that_fails_is_not_used(package, monkeypatch):
-    package().module._flash_attn_bwd = lambda *args, **kwargs: 1 / 0
-    said = []
-    monkeypatch.setattr(flash_attention, "warn", said.append)
-    on_cpu(monkeypatch)
-    assert not flash_attention.agrees(72, torch.bfloat16, 0)
-    assert "ZeroDivisionError" in said[0]
-
-
 def test_one_that_agrees_is_used(package, monkeypatch):
     package()
     on_cpu(monkeypatch)
@@ -197,11 +188,6 @@ def test_long_segments_are_attended_by_flash(attention, calls):  # noqa: F811
     assert len(calls) == 1 and calls[0][0] is segments.cu_seqlens_q and calls[0][1:] == (1024, 0.25)
 
 
-def test_one_segment_and_separate_projections_are_too(attention, calls):  # noqa: F811
-    attend(attention, tuple(part.clone() for part in qkv(800)), packed_seq_params=packed(1, 800))
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -221,17 +207,6 @@ def test_other_calls_stay_as_they_are(attention, calls, call):  # noqa: F811
 def test_heads_that_it_cannot_take_stay_as_they_are(attention, calls, monkeypatch, name):  # noqa: F811
     monkeypatch.setattr(flash_attention, name, lambda *args: False)
     assert attend(attention) == "before" and not calls
-
-
-def test_deterministic_algorithms_refuse(monkeypatch):
-    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    assert "deterministic" in direct_attention.flash_attention_refusal()
-
-
-def test_another_gpu_refuses(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
-    assert flash_attention.unavailable() == "NVIDIA B200 is no Hopper GPU"
 
 
 def test_a_missing_or_changed_package_refuses(monkeypatch, package):

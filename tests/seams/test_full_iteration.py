@@ -17,7 +17,6 @@ from bridge_cg_plugin.language.whole_model.program import dense_order
 from bridge_cg_plugin.upstream.decoder.per_layer_graphs import replays_one_length
 from bridge_cg_plugin.upstream.hooks.helpers import full_iteration
 from bridge_cg_plugin.upstream.hooks.helpers.full_iteration import CURRENT, find_model
-from bridge_cg_plugin.upstream.random_states import random_states
 
 from ..unit.towers import assert_close, graphs_on
 from ..unit.vlm import Trainer, build, on_cpu, sample, wrapper
@@ -81,16 +80,6 @@ def test_what_warm_up_did_not_show_replays_too(warm, then):
     assert CURRENT.graphs.workload.replayed_steps == 2
 
 
-def test_the_hooks_of_data_parallelism_fire_as_in_eager():
-    eager, graphs = pair()
-    for step in range(3):
-        for trainer in (eager, graphs):
-            trainer.parallel.fired.clear()
-            trainer.step(samples(MIX, step))
-        assert sorted(graphs.parallel.fired) == sorted(eager.parallel.fired)
-        assert graphs.parallel.flags == [False] * len(graphs.parallel.flags)
-
-
 # Without an image nothing of a frozen language model needs a backward: that recording comes when it is asked for.
 @pytest.mark.parametrize("frozen, replayed", [("vision_model", 3), ("language_model", 2)])
 def test_a_frozen_part(frozen, replayed):
@@ -122,14 +111,6 @@ def test_evaluation_replays_forward_only():
     counts = CURRENT.graphs.statistics()
     assert sum(b.evaluations for b in counts.buckets.values()) == 2
     assert (CURRENT.graphs.workload.steps, CURRENT.graphs.workload.replayed_steps) == (3, 2)
-
-
-def test_evaluation_before_training_captures_nothing():
-    eager, graphs = pair()
-    assert_steps_equal(eager, graphs, [samples(MIX), samples(MIX)], training=False)
-    assert CURRENT.graphs is None
-    assert_steps_equal(eager, graphs, [samples(MIX), samples(MIX)])
-    assert CURRENT.graphs.captured
 
 
 def double_batch(seed=3):
@@ -209,17 +190,6 @@ def test_as_many_shapes_are_recorded_as_may_be(monkeypatch):
     assert CURRENT.graphs.statistics().fallbacks == {"other_shapes": 5}
 
 
-def test_a_call_without_embeddings_runs_eager_and_is_counted():
-    _, graphs = pair()
-    graphs.step(samples(MIX))
-    graphs.step(samples(MIX))
-    with on_cpu():
-        tokens = torch.zeros(1, 4, dtype=torch.long)
-        logits = CURRENT.graphs.model(input_ids=tokens, position_ids=torch.zeros(3, 1, 4), attention_mask=None)
-    assert logits.shape[:2] == (1, 4)
-    assert CURRENT.graphs.statistics().fallbacks == {"call_arguments": 1}
-
-
 def test_a_failed_capture_leaves_the_run_eager(caplog):
     eager, graphs = pair()
     with mock.patch.object(ReferenceExecutor, "record", side_effect=CaptureError("made to fail")):
@@ -292,13 +262,6 @@ def test_the_model_is_found_under_wrappers():
     assert find_model([outer]) is inner and find_model(outer) is inner
     inner.vision_model = None
     assert find_model([outer]) is None
-
-
-def test_a_capture_knows_the_trackers_generators_only():
-    generator = torch.Generator()
-    states = {"model-parallel-rng": generator, "other": torch.zeros(3)}
-    with mock.patch("megatron.core.tensor_parallel.random.get_all_rng_states", lambda: states):
-        assert random_states() == (generator,)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,9 @@ from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import (
 from bridge_cg_plugin.upstream.seams.releases import minor
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 4, "moe_layer_freq": [0, 1]}
-ABSENT = object()
+ABSENT, IMPL = object(), "cuda_graph_impl"
+FULL, INFERENCE, TE_IMPL = "full_iteration", "full_iteration_inference", "transformer_engine"
+TE = {"cuda_graph_impl": TE_IMPL}
 
 
 def core_config(**fields):
@@ -95,23 +97,28 @@ def modules_of(fields):
     return [part for item in items for part in str(getattr(item, "name", item)).split(",")]
 
 
+# What the listed corrections are by their inputs, and whether megatron-core accepts such an input.
+CORRECTIONS = {
+    "a switch beside impl none is refused": (True, lambda impl, named, on: impl == "none" and on),
+    "full_iteration with impl none stays off": (True, lambda impl, named, on: impl == "none" and FULL in named),
+    "the old scope without an implementation chooses one": (
+        True,
+        lambda impl, named, on: impl is None and not on and {FULL, INFERENCE} & set(named),
+    ),
+    "two old words at once are refused": (False, lambda impl, named, on: {FULL, INFERENCE} <= set(named)),
+    "full_iteration_inference without impl local is refused": (
+        False,
+        lambda impl, named, on: INFERENCE in named and (impl == "transformer_engine" or on == "external_cuda_graph"),
+    ),
+    "a repeated module counts once": (True, lambda impl, named, on: len(set(named)) < len(named)),
+}
+
+
 def correction(fields):
     """Return which of the listed corrections an input is, if any."""
-    named, impl = modules_of(fields), fields.get("cuda_graph_impl")
-    switched = "enable_cuda_graph" in fields or "external_cuda_graph" in fields
-    if impl == "none" and switched:
-        return "a switch beside impl none is refused"
-    if impl == "none" and "full_iteration" in named:
-        return "full_iteration with impl none stays off"
-    if impl is None and not switched and {"full_iteration", "full_iteration_inference"} & set(named):
-        return "the old scope without an implementation chooses one"
-    if {"full_iteration", "full_iteration_inference"} <= set(named):
-        return "two old words at once are refused"
-    if "full_iteration_inference" in named and (impl == "transformer_engine" or "external_cuda_graph" in fields):
-        return "full_iteration_inference without impl local is refused"
-    if len(set(named)) < len(named):
-        return "a repeated module counts once"
-    return None
+    switched = next((name for name in ("enable_cuda_graph", "external_cuda_graph") if name in fields), "")
+    found = (fields.get("cuda_graph_impl"), modules_of(fields), switched)
+    return next((name for name, (_, applies) in CORRECTIONS.items() if applies(*found)), None)
 
 
 @cache
@@ -145,49 +152,34 @@ def test_agreement_with_megatron_cores_own_normalization():
 
 def test_every_correction_is_met_by_an_input_that_core_accepts():
     met = {correction(fields) for fields, _ in accepted()} - {None}
-    assert met == {
-        "a switch beside impl none is refused",
-        "full_iteration with impl none stays off",
-        "the old scope without an implementation chooses one",
-        "a repeated module counts once",
-    }
+    assert met == {name for name, (accepts, _) in CORRECTIONS.items() if accepts}
 
 
-def test_correction_full_iteration_with_impl_none_stays_off():
-    found = graph_options({"cuda_graph_impl": "none", "cuda_graph_scope": "full_iteration"})
-    assert not found.enabled
-    config = core_config(cuda_graph_impl="none", cuda_graph_scope="full_iteration")
-    assert config.cuda_graph_impl == "full_iteration"
-
-
-def test_correction_the_old_scope_without_an_implementation_chooses_one():
-    assert graph_options({"cuda_graph_scope": "full_iteration"}).language_model.impl == "full_iteration"
-    inference = graph_options({"cuda_graph_scope": "full_iteration_inference"}).language_model
-    assert (inference.impl, inference.inference_scope.name) == ("local", "block")
-    assert core_config(cuda_graph_scope="full_iteration_inference").cuda_graph_impl == "none"
-
-
-def test_correction_a_switch_beside_impl_none_is_refused():
-    with pytest.raises(OptionError, match="cuda_graph_impl=none"):
-        graph_options({"enable_cuda_graph": True, "cuda_graph_impl": "none"})
-    assert core_config(enable_cuda_graph=True, cuda_graph_impl="none").cuda_graph_impl == "local"
-
-
-def test_correction_a_repeated_module_counts_once():
-    given = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn", "attn"]}
-    assert graph_options(given).language_model.modules == (CudaGraphModule.attn,)
-    assert len(as_core_says(core_config(**given))[1]) == 2
-
-
-def test_correction_full_iteration_inference_without_impl_local_is_refused():
-    given = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "full_iteration_inference"}
-    with pytest.raises(OptionError, match="cuda_graph_impl=transformer_engine"):
-        graph_options(given)
-
-
-def test_correction_two_old_words_at_once_are_refused():
-    with pytest.raises(OptionError, match="full_iteration_inference"):
-        graph_options({"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration", "full_iteration_inference"]})
+@pytest.mark.parametrize(
+    "fields, ours, cores",
+    [
+        ({"cuda_graph_impl": "none", "cuda_graph_scope": FULL}, ("none", [], "none"), (FULL, [])),
+        ({"cuda_graph_scope": FULL}, (FULL, [], "none"), None),
+        ({"cuda_graph_scope": INFERENCE}, ("local", [], "block"), ("none", [])),
+        ({"enable_cuda_graph": True, "cuda_graph_impl": "none"}, "cuda_graph_impl=none", ("local", [])),
+        (
+            {**TE, "cuda_graph_scope": ["attn", "attn"]},
+            ("transformer_engine", ["attn"], "none"),
+            (TE_IMPL, ["attn"] * 2),
+        ),
+        ({**TE, "cuda_graph_scope": INFERENCE}, "cuda_graph_impl=transformer_engine", None),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": [FULL, INFERENCE]}, INFERENCE, None),
+    ],
+    ids=str,
+)
+def test_a_correction_of_what_megatron_core_makes_of_fields(fields, ours, cores):
+    if isinstance(ours, str):
+        with pytest.raises(OptionError, match=ours):
+            graph_options(fields)
+    else:
+        found = graph_options(fields).language_model
+        assert (found.impl, [module.name for module in found.modules], found.inference_scope.name) == ours
+    assert cores is None or as_core_says(core_config(**fields))[:2] == cores
 
 
 def series_of(release):
@@ -258,34 +250,14 @@ def test_an_override_restores_every_field_it_touched(container):
     apply_options(GraphOptions(language_model=te("attn")), container)
     del container.model.__dict__["cuda_graph_scope"]
     before = [dict(vars(container.model)), dict(vars(container.rng))]
-    with graph_options_overridden(container, "cuda_graph_impl=none") as options:
+    with pytest.raises(RuntimeError, match="rollout"), graph_options_overridden(container, f"{IMPL}=none") as options:
         assert not options.enabled
         assert container.model.cuda_graph_impl == "none"
         assert "cuda_graph_scope" in vars(container.model)
-    assert [dict(vars(container.model)), dict(vars(container.rng))] == before
-
-
-def test_an_override_restores_after_an_exception(container):
-    before = [dict(vars(container.model)), dict(vars(container.rng))]
-    container.rng.te_rng_tracker = True
-    with (
-        pytest.raises(RuntimeError, match="rollout"),
-        graph_options_overridden(container, {"cuda_graph_impl": "local", "inference_cuda_graph_scope": "block"}),
-    ):
-        container.model.vision_cuda_graph_impl = "transformer_engine"
         raise RuntimeError("rollout")
-    container.rng.te_rng_tracker = before[1]["te_rng_tracker"]
-    assert [dict(vars(container.model)), dict(vars(container.rng))] == before
-
-
-def test_an_override_that_is_refused_changes_nothing(container):
-    before = dict(vars(container.model))
-    with (
-        pytest.raises(OptionError),
-        graph_options_overridden(container, "cuda_graph_impl=full_iteration cuda_graph_modules=attn"),
-    ):
+    with pytest.raises(OptionError), graph_options_overridden(container, f"{IMPL}={FULL} cuda_graph_modules=attn"):
         pass
-    assert dict(vars(container.model)) == before
+    assert [dict(vars(container.model)), dict(vars(container.rng))] == before
 
 
 def inference_engine(config):

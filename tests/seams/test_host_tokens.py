@@ -82,11 +82,6 @@ def test_tokens_that_nobody_announced_are_upstreams(step):
         step.new(torch.zeros(2, 16, dtype=torch.long, device="meta"), *batch(length=16)[1:], groups())
 
 
-def test_without_graphs_the_step_is_upstreams(step, monkeypatch):
-    monkeypatch.setattr(host_tokens, "any_on_graphs", lambda: False)
-    assert type(step.new(*batch(), groups())[0]) is torch.Tensor
-
-
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("name", ["tokens", "input_ids"])
 def test_a_batch_step_notes_tokens_where_graphs_are_on(graphs, name, monkeypatch):

@@ -7,9 +7,6 @@ from types import ModuleType
 
 import pytest
 
-import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks.loops import train_loop
-
 from .test_patches import made_up
 
 NAME = "made_up_upstream"
@@ -95,13 +92,6 @@ def test_a_replacement_that_calls_nobody_is_seen(module, patch):
     assert module.function is theirs
 
 
-def test_a_wrapper_that_does_not_say_so_keeps_what_is_below_switched_off(module, patch):
-    patch.apply(module)
-    wrap(module, polite=False)
-    patch.revert()
-    assert module.function() == ["theirs", "upstream"]
-
-
 def test_they_put_the_original_back_over_ours(module, patch):
     original = module.function
     patch.apply(module)
@@ -145,20 +135,3 @@ def test_a_reloaded_module_is_seen_and_patched_again(reloadable):
     new = reloadable.Config
     patch.revert()
     assert new().validate() == ["upstream"] and vars(new)["validate"].__module__ == NAME
-
-
-def test_a_reload_and_off_leave_nothing(reloadable):
-    patch = made_up("Config.validate", lambda old: lambda self: ["ours", *old(self)], module=NAME)
-    old_class, before = reloadable.Config, vars(reloadable.Config)["validate"]
-    patch.apply(reloadable)
-    importlib.reload(reloadable)
-    patch.revert()
-    assert vars(old_class)["validate"] is before
-    assert reloadable.Config().validate() == ["upstream"]
-
-
-def test_what_replaces_the_plugin_in_bridge_stops_runs_that_need_it(active, monkeypatch):
-    patch = next(p for p in train_loop.PATCHES if p.name == "train_step")
-    monkeypatch.setattr(active[patch.module], "train_step", lambda *args: None)
-    state = bridge_cg_plugin.status()["patches"]["train_step"]
-    assert state["state"] == "broken" and "megatron.bridge.training.train.train_step" in state["reason"]

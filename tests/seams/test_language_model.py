@@ -87,11 +87,6 @@ def test_the_stand_in_has_the_shape_that_the_model_computes(active, monkeypatch)
     assert (made.shape, made.dtype) == (real.shape, real.dtype)
 
 
-def test_the_stand_in_follows_context_parallelism_and_partial_rotation():
-    config = layer_config(context_parallel_size=2, rotary_percent=0.5)
-    assert language_model.rotary_stand_in(config, SEQUENCE, 1, "cpu").shape == (16, 1, 1, 4)
-
-
 def test_other_layers_are_captured_as_upstream_does(active, on_cpu):
     attention = "cuda_graph_modules" if hasattr(transformer_layer, "CudaGraphModule") else "cuda_graph_scope"
     enum = getattr(transformer_layer, "CudaGraphModule", None) or transformer_layer.CudaGraphScope
@@ -135,8 +130,3 @@ def test_padded_tokens_stay_known_on_the_host(active):
 def test_a_stage_without_tokens_keeps_its_empty_batch():
     empty = (None, None, None, None, None, {})
     assert language_model.padded(empty, 16) is empty
-
-
-def test_bridges_step_uses_the_padded_batch(active):
-    step = active[language_model.STEP]
-    assert step.get_batch.__wrapped__ is not None

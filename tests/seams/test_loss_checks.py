@@ -103,13 +103,6 @@ def test_the_error_is_upstreams_of_the_first_rejected_value(numbers):
     assert (expected is None) == all(number == 1.0 for number in numbers)
 
 
-def test_a_step_after_a_rejected_one_begins_anew(on_graphs):
-    machine = new_machine()
-    assert "found NaN in 0" in step(machine, [float("nan")])
-    machine.state = rerun_state_machine.RerunState.NOT_RUNNING_YET
-    assert step(machine, [1.0]) is None
-
-
 def rejecting_at_once(machine):
     with pytest.raises(RuntimeError, match="found NaN in 0"):
         check_all(machine, [torch.tensor(float("nan"))])

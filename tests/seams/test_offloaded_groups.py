@@ -254,21 +254,6 @@ def test_a_group_that_stays_outlives_memory_that_the_next_gives_back(offloading,
     assert attend(offloading, order) == {8}
 
 
-def test_as_released_the_memory_of_a_group_that_stays_is_gone(offloading):
-    bridge_cg_plugin.deactivate()
-    assert 0 in attend(offloading, LAST)
-
-
-def test_a_group_that_never_began_fails_as_upstream_has_it(offloading):
-    if not hasattr(offloading.FineGrainedActivationOffloadingInterface, "group_offload"):
-        pytest.skip("earlier releases take the last group")
-    offloading.PipelineOffloadManager.reset_instance()
-    begin(offloading)
-    group = offloading.FineGrainedActivationOffloadingInterface(True, torch.ones(8), CORE)
-    with pytest.raises(AssertionError, match="core_attn not found"):
-        offload(group, group.tensor, CORE, [group.tensor])
-
-
 class Quantized(torch.Tensor):
     """Has no storage of its own and shows another empty one each time, as tensors of Transformer Engine do."""
 
@@ -294,22 +279,3 @@ def test_quantized_tensors_are_not_taken_for_one_another(offloading):
     with group as x:
         made = Saves.apply(x)
     offload(group, made, CORE, [given])
-
-
-def test_what_stays_by_its_mark_keeps_it(offloading):
-    from bridge_cg_plugin.offload import never_offload
-
-    class Marked(Parts):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(*map(never_offload, x.split([4, 4])))
-            return x * x
-
-    offloading.PipelineOffloadManager.reset_instance()
-    begin(offloading)
-    x = torch.ones(8, requires_grad=True)
-    made = in_group(offloading, Marked.apply, x * 1, CORE, released=True)
-    (group,) = offloading.PipelineOffloadManager.OFFLOAD_MGR.cur_forward_chunk().offload_groups
-    assert not any(isinstance(tensor, tuple) for tensor in group._tensors.values())
-    made.sum().backward()
-    assert torch.equal(x.grad, torch.full((8,), 2.0))

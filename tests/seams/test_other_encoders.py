@@ -10,7 +10,6 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders.registry import find_encoders
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
 from bridge_cg_plugin.upstream.hooks.helpers import vision_helper as helpers
@@ -81,18 +80,6 @@ def test_slots_follow_the_pipeline_and_the_microbatches(loop, monkeypatch):
     assert graph_helper.active_helpers()[0].graphs.slots == 3
 
 
-@pytest.mark.parametrize("impl", ["none", None])
-def test_nothing_is_made_where_nobody_asks(loop, impl):
-    step(new_model(vision_cuda_graph_impl=impl))
-    bridges_step([nn.Linear(1, 1)], SimpleNamespace(), lambda: None)
-    assert graph_helper.active_helpers() == []
-
-
-def test_no_warm_up_captures_before_the_first_step(loop):
-    step(new_model(cuda_graph_warmup_steps=0))
-    assert graph_helper.active_helpers()[0].graphs.statistics().replays == 1
-
-
 def test_a_failed_capture_is_not_tried_at_every_step(loop, monkeypatch):
     model, tried = new_model(vision_cuda_graph_strict=False), []
 
@@ -104,21 +91,6 @@ def test_a_failed_capture_is_not_tried_at_every_step(loop, monkeypatch):
     for _ in range(7):
         step(model)
     assert tried == [2, 3, 5]
-
-
-def test_wrong_options_stop_the_run(loop):
-    with pytest.raises(OptionError, match="vision_cuda_graph_buckets"):
-        step(new_model(vision_cuda_graph_buckets=[33]))
-
-
-def test_a_second_run_in_the_process_has_graphs_of_its_own(loop):
-    for _ in range(2):
-        model = new_model()
-        for _ in range(3):
-            step(model)
-        (helper,) = graph_helper.active_helpers()
-        assert helper.graphs.model is model[0].module.vision_model and helper.graphs_created()
-        helper.delete_cuda_graphs()
 
 
 def test_a_run_that_broke_off_leaves_nothing_to_the_next(loop):

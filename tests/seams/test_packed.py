@@ -30,14 +30,6 @@ def test_the_loop_gets_the_plugins_helper_for_packs(active):
     assert "forward" not in vars(model.decoder)
 
 
-def test_the_end_of_training_takes_the_helper(active):
-    model = new_model()
-    model.config.cuda_graph_max_packed_seqs = 4
-    helper = PackedCudaGraphHelper([model], model.config, num_microbatches=1)
-    active[TRAIN]._delete_cuda_graphs(helper)
-    assert "forward" not in vars(model.decoder)
-
-
 def test_the_loop_gets_upstreams_helper_otherwise(active):
     made = active[TRAIN].TECudaGraphHelper
     bridge_cg_plugin.deactivate()
@@ -46,12 +38,6 @@ def test_the_loop_gets_upstreams_helper_otherwise(active):
     config = SimpleNamespace(cuda_graph_impl="transformer_engine")
     assert isinstance(made.__new__(made, [], config), upstreams)
     assert inspect.signature(made.__init__) == inspect.signature(upstreams.__init__)
-
-
-def test_the_helper_takes_what_the_loop_passes(active):
-    """The loop asks upstream's constructor whether it takes process groups."""
-    ours = inspect.signature(PackedCudaGraphHelper.__init__).parameters
-    assert set(inspect.signature(active[TRAIN].TECudaGraphHelper.__init__).parameters) <= set(ours)
 
 
 def test_the_loop_calls_nothing_that_the_helper_lacks(active):
@@ -130,16 +116,6 @@ def test_the_step_announces_offsets_that_it_moves(active, name):
     assert PACK_OFFSETS.values(moved.squeeze()[:3]) == (0, 5, 12)
     assert PACK_OFFSETS.device_reads == before
     assert active[GPT_STEP].get_batch_from_iterator.__wrapped__ is not None
-
-
-def test_offsets_are_found_behind_bridges_metadata(active):
-    """What Bridge makes of a moved batch still says which pack it is."""
-    from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params
-
-    host = torch.tensor([[0, 5, 12]], dtype=torch.int32)
-    batch = {"cu_seqlens": host.to("meta"), "max_seqlen": torch.tensor([[7]]), "cu_seqlens_argmin": torch.tensor([3])}
-    PACK_OFFSETS.remember(batch["cu_seqlens"], host)
-    assert PACK_OFFSETS.values(get_packed_seq_params(batch).cu_seqlens_q) == (0, 5, 12)
 
 
 def test_upstreams_graphs_refuse_packs(active):

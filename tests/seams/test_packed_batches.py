@@ -94,13 +94,6 @@ def test_rows_are_those_of_the_view_of_a_mask_that_is_given(modelling):
         assert TOKENS.known(packed).equal(old(host, host_mask, True, groups())[0])
 
 
-def test_a_mask_of_another_shape_is_refused_as_upstream_refuses_it(modelling):
-    mask = torch.arange(16)[None] < torch.tensor([4, 5])[:, None]
-    for packing in (modelling.preprocess_packed_seqs, modelling.preprocess_packed_seqs.__wrapped__):
-        with pytest.raises(IndexError, match="does not match the shape"):
-            packing(torch.zeros(2, 12), mask, True, groups())
-
-
 def test_a_row_that_upstream_takes_several_times_is_its_own(modelling):
     mask = torch.arange(16)[None] < torch.tensor([16, 5])[:, None]
     ranks = groups(4, 2, 1)

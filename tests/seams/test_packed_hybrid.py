@@ -7,7 +7,6 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
 from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper, find_decoders
@@ -50,16 +49,6 @@ def test_the_loop_gets_the_plugins_helper_for_packed_hybrids_only(active):
     assert "forward" not in vars(model.decoder)
 
 
-def test_deactivation_drops_the_graphs_and_upstreams_metadata_is_upstreams(active):
-    model = new_hybrid()
-    with graphs_on(model, PACK, **{MODULES: ["mamba"]}):
-        losses_and_gradients(model, PACK)
-        bridge_cg_plugin.deactivate()
-        assert "forward" not in vars(model.decoder)
-        assert not any("forward" in vars(layer) for layer in model.decoder.layers)
-        assert not hasattr(PackedSeqParams.__post_init__, "__wrapped__")
-
-
 def test_metadata_of_a_pack_on_graphs_is_upstreams_to_the_bit(active):
     """Also with offsets that repeat and with a tail behind them, as Bridge's padded packs have."""
     cases = [(ends((3, 0, 5)), 8), (ends((3, 5)), 12), (ends((3, 5), repeats=4), 20)]
@@ -80,11 +69,3 @@ def test_a_packed_hybrids_configuration(active):
     check_training_config(config_of(hybrid_layer_pattern="M*ME", num_moe_experts=8))
     with pytest.raises(OptionError, match="attn,moe_router,mamba"):
         check_training_config(config_of(hybrid_layer_pattern="M*ME", num_moe_experts=8, expert_tensor_parallel_size=2))
-
-
-def test_the_mixers_helper_holds_parameters_under_names_of_the_mixers(active):
-    """What the stand-ins of a recording are put in place by."""
-    mixer = new_hybrid().decoder.layers[0].mixer
-    held = {name: value for name, value in vars(mixer.cp).items() if isinstance(value, torch.nn.Parameter)}
-    assert {"dt_bias_cp1", "A_log_cp1", "D_cp1"} <= set(held)
-    assert all(getattr(mixer, name.removesuffix("_cp1")) is value for name, value in held.items())

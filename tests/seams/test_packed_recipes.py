@@ -3,7 +3,6 @@
 import pytest
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.options.sources import collect
 from bridge_cg_plugin.recipes import with_graphs
 from bridge_cg_plugin.upstream.hooks.configuration import recipes
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
@@ -51,24 +50,6 @@ def test_dropout_keeps_the_language_model_eager_unless_its_graphs_were_set_expli
     config.model.hidden_dropout = 0.1
     with pytest.raises(OptionError, match="hidden_dropout"):
         launched(config, gpus_of(bridge, base))
-
-
-def test_a_hybrid_a_dense_model_and_a_vision_language_model_are_among_them(bridge):
-    configs = {base: with_graphs(base) for base in PACKED_BASES}
-    hybrid = {base: collect(config).facts.mamba for base, config in configs.items()}
-    assert hybrid == {name: name.startswith("nemotron") for name in PACKED_BASES}
-    assert type(configs["qwen3_8b_sft_config"].model).__name__ == "GPTModelProvider"
-    vision_language = configs["qwen3_vl_8b_sft_config"]
-    assert hasattr(vision_language.model, "vision_cuda_graph_impl") and vision_language.train.micro_batch_size > 1
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_the_vision_encoder_is_on_graphs_unless_it_is_switched_off(bridge, on):
-    options = None if on else {"vision_cuda_graph_impl": "none"}
-    config = with_graphs("qwen3_vl_8b_sft_config", options=options)
-    launched(config, gpus_of(bridge, "qwen3_vl_8b_sft_config"))
-    found = read_options(config)
-    assert found.vision.enabled == on and found.packed.enabled
 
 
 def test_data_that_stop_packing_after_a_preset_was_built_put_the_whole_language_model_on_graphs(bridge):

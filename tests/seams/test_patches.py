@@ -1,6 +1,5 @@
 import importlib
 import inspect
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -93,11 +92,6 @@ def test_every_patch_fits_the_installed_bridge(active, patch):
     assert bridge_cg_plugin.status()["patches"][patch.name]["state"] == patch.state
 
 
-def test_what_this_release_lacks_is_what_the_table_says(active):
-    lacking = {p.name for p in PATCHES if p.state == "native" and "came with" in p.reason}
-    assert lacking == {p.name for p in PATCHES if not p.seam.expected_in(bridge_release())}
-
-
 def test_every_patched_seam_has_one_patch():
     assert sorted(p.name for p in EVERY) == sorted(s.name for s in SEAMS if s.touch == "patched")
     assert all(patch.seam in SEAMS for patch in EVERY)
@@ -178,14 +172,6 @@ def test_a_target_that_is_gone_is_broken_where_the_release_had_it(patch, release
     assert raw(patch, module) is ABSENT
 
 
-def test_an_owner_that_is_gone(monkeypatch):
-    monkeypatch.setattr(patches, "bridge_release", lambda: "0.5.1")
-    for since, state in (("0.6.2", "native"), ("0.5.1", "broken")):
-        patch = made_up("Gone.method", lambda old: 1, since=since)
-        patch.apply(ModuleType("m"))
-        assert patch.state == state
-
-
 def test_an_inherited_attribute_is_absent_again_after_revert():
     class Base:
         def method(self):
@@ -223,14 +209,6 @@ def test_a_maker_that_raises_leaves_upstream_alone():
     with pytest.raises(ZeroDivisionError):
         patch.apply(module)
     assert module.function is before and patch.state == "off"
-
-
-def test_a_release_that_needs_no_patch_is_left_alone():
-    module = ModuleType("m")
-    module.function = before = lambda: 1
-    patch = replace(made_up("function", lambda old: None), needed=lambda old: old is not before)
-    patch.apply(module)
-    assert module.function is before and patch.state == "native"
 
 
 def test_the_replacement_of_a_function_keeps_its_signature_and_name(active):

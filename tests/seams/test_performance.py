@@ -94,13 +94,6 @@ def test_a_parser_that_was_imported_before_pytorch_does_not_know_the_flags(scrip
     assert found.train.train_iters == 5 and performance._words == {}
 
 
-def test_upstreams_function_gets_the_final_fields_and_no_flags(scripts, tmp_path, recipe):
-    scripts(write_lookalike(tmp_path / "scripts"))
-    found = launch(["--cuda_graph_impl", "transformer_engine", "--cuda_graph_scope", "attn"])(recipe)
-    assert sys.modules["utils.overrides"].calls == [(None, None)]
-    assert found.model.cuda_graph_impl == "transformer_engine" and found.rng.te_rng_tracker is True
-
-
 def test_words_and_flags_of_one_command_line_are_one_persons(scripts, tmp_path, recipe):
     scripts(write_lookalike(tmp_path / "scripts", argument_parser=PERMISSIVE))
     words = ["--cuda_graph_impl", "full_iteration", "model.cuda_graph_modules=[attn]"]
@@ -151,22 +144,6 @@ def test_another_module_of_the_name_is_left_alone(scripts, tmp_path, name, caplo
         k: v for k, v in before.items() if k in ("parse_cli_args", "set_user_overrides")
     }
     assert "active" not in states().values() and "broken" not in states().values() and caplog.text == ""
-    module = ModuleType(name)
-    assert not performance.is_upstreams(module)
-
-
-def test_upstreams_module_in_another_layout_is_left_alone(scripts, tmp_path):
-    folder = write_lookalike(tmp_path / "scripts")
-    (folder / "run_script.py").unlink()
-    scripts(folder)
-    assert not hasattr(importlib.import_module("argument_parser").parse_cli_args, "__wrapped__")
-
-
-def test_a_function_that_changed_is_reported_and_left_alone(scripts, tmp_path, caplog):
-    text = "def set_workload_base_configs(): ...\ndef set_user_overrides(args): ...\n"
-    scripts(write_lookalike(tmp_path / "scripts", overrides=text))
-    assert not hasattr(importlib.import_module("utils.overrides").set_user_overrides, "__wrapped__")
-    assert states()["performance_user_overrides"] == "broken" and "no longer takes recipe" in caplog.text
 
 
 def test_switching_off_puts_everything_back(scripts, tmp_path):

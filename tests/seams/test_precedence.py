@@ -3,7 +3,6 @@
 import copy
 import importlib
 import json
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -159,18 +158,6 @@ def test_an_interpolation_means_what_bridge_makes_of_it(with_buckets, way, flags
     assert vision.slots == (2 if flags else "auto")
 
 
-@pytest.mark.parametrize("way", [by_bridges_words, by_bridges_yaml], ids=lambda w: w.__name__)
-def test_a_field_of_the_users_own_provider_may_have_any_name(with_modules, way, tmp_path):
-    @dataclass
-    class Mine(type(with_modules.model)):
-        draft_cuda_graph_impl: str = "none"
-
-    with_modules.model.__class__, with_modules.model.draft_cuda_graph_impl = Mine, "none"
-    way(with_modules, "draft_cuda_graph_impl", "local", tmp_path, [f"--{IMPL}", "full_iteration"])
-    assert with_modules.model.draft_cuda_graph_impl == "local"
-    check_full_iteration(with_modules)
-
-
 def test_a_saved_model_in_bridges_yaml_is_a_recipe(with_modules, tmp_path):
     """What it holds was not written by a person, so a flag beside it wins."""
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
@@ -183,13 +170,6 @@ def test_a_saved_model_in_bridges_yaml_is_a_recipe(with_modules, tmp_path):
     )
     process_config_with_overrides(with_modules, str(path), [f"--{IMPL}", "full_iteration"])
     check_full_iteration(with_modules)
-
-
-def test_a_model_alone_takes_bridges_words(with_modules):
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
-
-    process_config_with_overrides(with_modules.model, cli_overrides=[f"{IMPL}=full_iteration"])
-    assert read_options(with_modules.model).language_model == FULL
 
 
 # What graphs switch on and off beside themselves
@@ -241,14 +221,6 @@ def test_a_written_none_keeps_a_part_eager_under_the_one_setting(recipe, way, tm
     way(recipe, IMPL, "none", tmp_path)
     check_training_config(recipe)
     assert not read_options(recipe).language_model.enabled
-
-
-@pytest.mark.parametrize("way", [by_flags, by_bridges_words], ids=lambda w: w.__name__)
-def test_modules_of_a_recipe_stay_with_an_implementation_that_has_them(recipe, way, tmp_path):
-    recipe.model.cuda_graph_modules = ["attn"]
-    way(recipe, IMPL, "transformer_engine", tmp_path)
-    options = read_options(recipe).language_model
-    assert (options.impl, [m.name for m in options.modules]) == ("transformer_engine", ["attn"])
 
 
 @pytest.mark.parametrize("way", [by_bridges_words, by_bridges_yaml], ids=lambda w: w.__name__)

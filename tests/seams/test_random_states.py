@@ -73,14 +73,3 @@ def test_a_draw_is_refused_with_what_to_do(tracker, option):
         pass
     with tracker.fork():
         assert tracker.forks == 1
-
-
-def test_evaluation_draws_nothing(tracker):
-    modules = [layer(training=False, attention_dropout=0.1, hidden_dropout=0.1)]
-    with usable_random_states(modules), tracker.fork():
-        assert tracker.forks == 0
-
-
-def test_dropout_outside_of_forks_draws_from_the_default_generator(tracker):
-    with usable_random_states([layer(hidden_dropout=0.1)]):
-        pass

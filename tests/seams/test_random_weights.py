@@ -86,10 +86,3 @@ def test_adapters_get_the_initial_weights_and_nothing_is_loaded(prepared, active
     timers = type("Timers", (), {"__call__": lambda self, *_, **__: timer, "log": lambda self, names: None})()
     hook = setup._create_peft_pre_wrap_hook(config, SimpleNamespace(timers=timers))
     assert hook([model]) == [model] and adapted == [[model]]
-
-
-def test_another_way_of_loading_is_refused(monkeypatch, active):
-    setup = importlib.import_module(random_weights.SETUP)
-    monkeypatch.delattr(setup, random_weights.LOADER)
-    with pytest.raises(RuntimeError, match="base weights would be loaded in a way that is not known here"):
-        random_weights.keep_initial_weights()

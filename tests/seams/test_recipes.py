@@ -7,12 +7,12 @@ import warnings
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from unittest import mock
 
 import pytest
 
-from bridge_cg_plugin.options import GraphOptionWarning, OptionError, graph_options, normalize, vision_options
+from bridge_cg_plugin.options import GraphOptionWarning, OptionError, normalize, vision_options
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.normalization import _warned
 from bridge_cg_plugin.recipes import GPUS, PRESETS, RECIPES, with_graphs
@@ -133,12 +133,6 @@ def test_a_language_models_recipe_gets_no_fields_of_an_encoder(bridge, base):
     assert changed(before, after) == {name for name in GRAPH_FIELDS if "vision" not in name}
 
 
-def test_off_sets_the_one_field(bridge):
-    assert changed(bridge.qwen3_vl_8b_sft_config(), with_graphs("qwen3_vl_8b_sft_config", graphs="off")) == {
-        "model.cuda_graphs"
-    }
-
-
 def test_a_recipe_is_a_name_a_function_or_a_configuration(bridge):
     config = bridge.qwen3_vl_8b_sft_config()
     ways = with_graphs(config), with_graphs(bridge.qwen3_vl_8b_sft_config), with_graphs("qwen3_vl_8b_sft_config")
@@ -164,19 +158,6 @@ def test_a_part_that_options_switch_off_stays_off_and_the_other_is_on(bridge):
     assert config.model.recompute_granularity == "full" and config.model.max_vision_cuda_graph_seq_length is None
     options = normalize(with_graphs("qwen3_vl_8b_sft_config", options={"vision_cuda_graph_impl": "none"}))[0]
     assert options.packed.enabled and not options.vision.enabled
-
-
-def test_the_setting_among_the_options_wins(bridge):
-    config = with_graphs("qwen3_vl_8b_sft_config", graphs="exact", options="cuda_graphs=fastest")
-    assert vision_options(config.model).kernels == "auto" and vision_options(config.model).enabled
-    assert not normalize(with_graphs("qwen3_vl_8b_sft_config", options="cuda_graphs=off"))[0].enabled
-
-
-def test_typed_options_are_all_of_the_options(bridge):
-    options = graph_options("vision_cuda_graph_impl=transformer_engine vision_cuda_graph_strict=true")
-    config = with_graphs("qwen3_vl_8b_sft_config", options=options)
-    launched(config, 2)
-    assert read_options(config).vision.strict and not read_options(config).language_model.enabled
 
 
 def test_what_was_set_explicitly_stays(bridge):
@@ -214,22 +195,6 @@ def test_buckets_beyond_the_limit_are_dropped_with_a_line(bridge, buckets, lost,
     cause = "max_vision_cuda_graph_seq_length=8192, as written, is smaller"
     assert lines == [f"vision_cuda_graph_buckets={lost} of the recipe is dropped: {cause}"]
     assert vision_options(config.model).buckets == kept
-
-
-@pytest.mark.parametrize("buckets", ["auto", [1024, 8192]], ids=str)
-def test_buckets_within_the_limit_are_the_recipes(bridge, buckets):
-    config, lines = with_buckets(bridge, buckets)
-    assert lines == [] and config.model.vision_cuda_graph_buckets == buckets
-
-
-def test_what_cannot_have_graphs_is_refused(bridge):
-    with pytest.raises(OptionError, match="gpu='a100': it must be h100 or h200 or b200"):
-        with_graphs("qwen3_vl_8b_sft_config", gpu="a100")
-    with pytest.raises(OptionError, match="qwen3_vl_8b_sft_config"):
-        with_graphs("qwen3_vl_8b_sft_confg")
-    model = SimpleNamespace(model=SimpleNamespace())
-    with pytest.raises(OptionError, match="recipe='SimpleNamespace': it must be of a model with graph options"):
-        with_graphs(model)
 
 
 @pytest.mark.parametrize(
@@ -278,28 +243,6 @@ def test_a_preset_puts_the_encoder_and_the_language_model_on_graphs_or_says_why_
     assert options.packed.enabled == (config.dataset.enable_in_batch_packing and not preset.note)
 
 
-def test_the_offloading_preset_holds_as_much_as_a_larger_gpu(bridge):
-    config = bridge.qwen3_vl_8b_vision_graphs_offload_h100_sft_config()
-    options = normalize(config)[0].vision
-    assert (options.max_seq_length, options.buckets_max_gb) == (GPUS["h200"], None)
-    assert options.offload_above_gb == 14 and options.moves_activations
-    assert "activations are offloaded or recomputed to fit 14 GiB a slot" in in_words(normalize(config)[0])
-
-
-def test_the_comparison_sees_any_change(bridge):
-    def other(change):
-        config = bridge.qwen3_vl_8b_sft_config()
-        change(config)
-        return changed(bridge.qwen3_vl_8b_sft_config(), config)
-
-    assert other(lambda c: None) == set()
-    assert other(lambda c: setattr(c.train, "micro_batch_size", 3)) == {"train.micro_batch_size"}
-    assert other(lambda c: setattr(c.model.vision_config, "depth", 3)) == {"model.vision_config.depth"}
-    assert other(lambda c: setattr(c.model, "nobody_knows", None)) == {"model.nobody_knows"}
-    assert other(lambda c: c.env_vars.update(A=1)) == {"env_vars.A"}
-    assert "ddp" in other(lambda c: setattr(c, "ddp", c.rng))
-
-
 @every_base
 def test_it_validates_as_a_launch_would(bridge, base):
     gpus, config = gpus_of(bridge, base), with_graphs(base, gpu="h200")
@@ -309,12 +252,6 @@ def test_it_validates_as_a_launch_would(bridge, base):
         config.train.global_batch_size = gpus // shards * config.train.micro_batch_size
     launched(config, gpus)
     assert config.data_parallel_size * shards == gpus
-
-
-@pytest.mark.parametrize("base", sorted(INDIVISIBLE))
-def test_bridges_own_recipe_is_refused_where_it_is_documented(bridge, base):
-    with pytest.raises(AssertionError, match="must be divisible by"):
-        launched(getattr(bridge, base)(), gpus_of(bridge, base))
 
 
 def test_recompute_that_is_added_later_keeps_the_model_eager_and_refuses_what_was_set_explicitly(bridge, capsys):

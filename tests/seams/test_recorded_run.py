@@ -12,7 +12,6 @@ import bridge_cg_plugin
 from bridge_cg_plugin.cli.runs import recorded_run
 from bridge_cg_plugin.cli.runs.recipe import error_in
 from bridge_cg_plugin.upstream.hooks.loops import steps
-from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from scripts.performance.records import check_record
 
 RECIPE = "qwen3_vl_8b_sft_config"
@@ -90,25 +89,9 @@ def test_a_run_is_recorded(calls, tmp_path, capsys):
     assert f"[compare] step {STEPS} of {STEPS}" in capsys.readouterr().out
 
 
-def test_runs_start_alike_and_leave_nothing(calls, tmp_path):
-    assert run(tmp_path, "eager")[0] == 0
-    config = calls[0].config
-    assert (config.checkpoint.load, config.checkpoint.save, config.logger.tensorboard_dir) == (None, None, None)
-
-
 def test_the_plugins_run_has_it_on(calls, tmp_path):
     assert run(tmp_path, "plugin", "--vision_cuda_graph_impl", "transformer_engine")[0] == 0
     assert calls[0].on and calls[0].config.model.vision_cuda_graph_impl == "transformer_engine"
-
-
-def test_a_preset_is_trained_eager_too(calls, tmp_path):
-    from bridge_cg_plugin.upstream.hooks.configuration import recipes
-
-    if not recipes.PATCHES[0].seam.expected_in(bridge_release()):
-        pytest.skip("the presets derive from recipes of a later megatron-bridge")
-    words = ["--recipe", "qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config"]
-    assert run(tmp_path, "eager", *words, "--vision_cuda_graph_impl", "none", "--cuda_graph_impl", "none")[0] == 0
-    assert calls[0].config.model.vision_cuda_graph_impl == "none"
 
 
 def test_upstreams_run_has_the_plugin_off_and_no_overlap(calls, tmp_path, capsys):

@@ -18,7 +18,6 @@ from bridge_cg_plugin.cli.runs import first_look
 from bridge_cg_plugin.cli.runs import train as run_recipe
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import in_words
-from bridge_cg_plugin.upstream.hooks.configuration import recipes
 from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.configuration.training_config import refused_start
 from bridge_cg_plugin.upstream.hooks.loops import steps
@@ -185,43 +184,12 @@ def test_a_first_look_lets_pass_what_is_cached(name, monkeypatch, tmp_path):
     assert first_look.refusal(command) == ""
 
 
-def test_experts_want_a_multiple_of_their_ranks_too():
-    model = SimpleNamespace(tensor_model_parallel_size=1, expert_model_parallel_size=4)
-    train = SimpleNamespace(train_iters=5, rampup_batch_size=None, global_batch_size=None, micro_batch_size=None)
-    config = SimpleNamespace(model=model, train=train, checkpoint=SimpleNamespace(pretrained_checkpoint=None))
-    check_start("it", config, "pretrain", 8)
-    with pytest.raises(OptionError, match="6 GPUs: model.expert_model_parallel_size=4 needs a multiple of 4"):
-        check_start("it", config, "pretrain", 6)
-
-
 def test_without_flags_the_recipe_is_trained_as_bridge_has_it(trained, bridge):
     assert run() == 0
     (_, call) = trained[0]
     assert json.dumps(call["config"].to_dict(), default=str) == json.dumps(
         getattr(bridge, RECIPE)().to_dict(), default=str
     )
-
-
-def test_process_groups_end_where_they_started(trained, monkeypatch, tmp_path):
-    """Bridge leaves its process groups behind after an end that it did not foresee; a caller's are the caller's."""
-    distributed, ours = torch.distributed, not torch.distributed.is_initialized()
-    module, attribute = steps.TRAIN["finetune"]
-    store = f"file://{tmp_path}/store"
-    start = lambda **_: distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)  # noqa: E731
-    if ours:
-        with monkeypatch.context() as patched:
-            patched.setattr(importlib.import_module(module), attribute, start)
-            assert run() == 0 and not distributed.is_initialized()
-        start()
-    assert run() == 0 and distributed.is_initialized()
-    if ours:
-        distributed.destroy_process_group()
-
-
-def test_the_mode_can_be_said(trained):
-    assert run("--mode", "pretrain", "--step_func", "vlm_step") == 0
-    (mode, call) = trained[0]
-    assert mode == "pretrain" and call["forward_step_func"].__module__ == "megatron.bridge.training.vlm_step"
 
 
 @pytest.mark.parametrize(
@@ -244,13 +212,6 @@ def test_refused_input_ends_with_status_2_and_what_to_do(trained, capsys, words,
     assert said in err and out == "" and trained == []
 
 
-def test_without_a_gpu_it_ends_before_the_recipe_is_built(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(run_recipe, "prepare", lambda *_: pytest.fail("went on"))
-    assert run() == 2
-    assert "PyTorch sees no NVIDIA GPU" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words, said", [([], "--recipe NAME"), (["--recpe", "x"], "Did you mean --recipe?")])
 def test_a_recipe_is_needed(trained, capsys, words, said):
     assert run_recipe.main(words) == 2
@@ -262,31 +223,12 @@ def test_mock_images_are_for_models_with_images(trained, bridge, capsys):
     assert "Cannot use --mock_data: it must be left out with" in capsys.readouterr().err
 
 
-def test_a_preset_is_a_recipe(trained, capsys):
-    from bridge_cg_plugin.upstream.hooks.configuration import recipes
-
-    if not recipes.PATCHES[0].seam.expected_in(bridge_release()):
-        pytest.skip("the presets derive from recipes of a later megatron-bridge")
-    preset = "qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config"
-    assert run_recipe.main(["--recipe", preset, "--vision_cuda_graph_tuning=slots=2"]) == 0
-    ((mode, call),) = trained
-    vision = read_options(call["config"]).vision
-    assert (mode, vision.impl, vision.slots, vision.max_seq_length) == ("pretrain", "transformer_engine", 2, 16384)
-
-
 def test_the_model_follows_the_datasets_sequence_length(trained):
     assert run("dataset.seq_length=1024") == 0
     config = trained[0][1]["config"]
     assert config.model.seq_length == config.dataset.seq_length == 1024
     assert run("dataset.seq_length=1024", "model.seq_length=2048") == 0
     assert trained[1][1]["config"].model.seq_length == 2048
-
-
-def test_a_benchmark_is_told_from_a_library_recipe(bridge):
-    names = [name for name in dir(recipes.importlib.import_module(recipes.PACKAGES[0])) if name.endswith("_config")]
-    assert not recipes.is_benchmark(names[0]) and not recipes.is_benchmark("no_such_config")
-    if importlib.util.find_spec(recipes.PACKAGES[1]) is not None:
-        assert recipes.is_benchmark("qwen3_vl_30b_a3b_pretrain_16gpu_h100_bf16_config")
 
 
 @pytest.mark.parametrize("step", steps.STEPS)
@@ -309,6 +251,38 @@ def test_steps_are_in_the_newest_release(step):
 def test_the_mode_follows_the_name(recipe, mode):
     assert steps.mode_of(recipe, benchmark=False) == mode
     assert steps.mode_of(recipe, benchmark=True) == "pretrain"
+
+
+def test_experts_want_a_multiple_of_their_ranks_too():
+    model = SimpleNamespace(tensor_model_parallel_size=1, expert_model_parallel_size=4)
+    train = SimpleNamespace(train_iters=5, rampup_batch_size=None, global_batch_size=None, micro_batch_size=None)
+    config = SimpleNamespace(model=model, train=train, checkpoint=SimpleNamespace(pretrained_checkpoint=None))
+    check_start("it", config, "pretrain", 8)
+    with pytest.raises(OptionError, match="6 GPUs: model.expert_model_parallel_size=4 needs a multiple of 4"):
+        check_start("it", config, "pretrain", 6)
+
+
+def test_process_groups_end_where_they_started(trained, monkeypatch, tmp_path):
+    """Bridge leaves its process groups behind after an end that it did not foresee; a caller's are the caller's."""
+    distributed, ours = torch.distributed, not torch.distributed.is_initialized()
+    module, attribute = steps.TRAIN["finetune"]
+    store = f"file://{tmp_path}/store"
+    start = lambda **_: distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)  # noqa: E731
+    if ours:
+        with monkeypatch.context() as patched:
+            patched.setattr(importlib.import_module(module), attribute, start)
+            assert run() == 0 and not distributed.is_initialized()
+        start()
+    assert run() == 0 and distributed.is_initialized()
+    if ours:
+        distributed.destroy_process_group()
+
+
+def test_without_a_gpu_it_ends_before_the_recipe_is_built(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(run_recipe, "prepare", lambda *_: pytest.fail("went on"))
+    assert run() == 2
+    assert "PyTorch sees no NVIDIA GPU" in capsys.readouterr().err
 
 
 def test_a_name_that_says_no_mode():

@@ -134,14 +134,6 @@ def test_every_other_product_stays_where_it_is(gemm, call):
     assert set(gemm) == {"main"}
 
 
-def test_a_weight_of_two_modules_stays_on_the_main_stream(gemm):
-    side, first, second = Recorder(), Linear(), Linear()
-    second.weight = first.weight
-    with side.active(), side_weight_gradients([nn.ModuleList([first, second])]):
-        weight_gradient(first)
-    assert not side.ran
-
-
 def test_a_bias_that_was_used_once_has_its_gradient_computed_beside(gemm):
     side, module = Recorder(), Linear()
     side.forget()
@@ -187,13 +179,6 @@ def test_everything_comes_back(gemm):
     assert ([owner.general_gemm for owner in OWNERS], GEMM.get_cublas_workspace) == before
 
 
-def test_communication_has_the_workspaces_that_it_had(gemm):
-    side = Recorder()
-    with side.active(), side_weight_gradients([Linear()]):
-        found = side.run(lambda: [GEMM.get_cublas_workspace(0, *kind) for kind in ((True, False), (False, True))])
-    assert found == ["main", "main"]
-
-
 @pytest.mark.parametrize("family", [QWEN3_VL, RADIO, PACKED_RADIO], ids=lambda family: family.name)
 def test_products_beside_write_to_no_workspace_of_the_main_stream(gemm, family):
     """Products that run at the same time in one workspace write to each other's intermediate results."""
@@ -202,19 +187,3 @@ def test_products_beside_write_to_no_workspace_of_the_main_stream(gemm, family):
         weight_gradient(module)
         OWNERS[0].general_gemm(module.weight, torch.ones(3, 2))
     assert len(side.ran) == 1 and gemm == [("side", 64), "main"]
-
-
-def test_a_pass_has_one_workspace_and_keeps_none(gemm, monkeypatch):
-    made = []
-
-    def make(device, nbytes):
-        made.append(torch.empty(nbytes))
-        return made[-1]
-
-    monkeypatch.setattr(side_products, "_workspace", make)
-    for _ in range(2):
-        side = Recorder()
-        with side.active(), side_weight_gradients([Linear()]):
-            used = [side.run(lambda: GEMM.get_cublas_workspace(0, False, False)) for _ in range(2)]
-        assert used[0] is used[1] is made[-1]
-    assert len(made) == 2, "a graph would write to memory that is not of its pool"

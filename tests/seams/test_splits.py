@@ -5,9 +5,7 @@ import torch
 from megatron.core.transformer import attention
 from torch.autograd import Function
 
-from bridge_cg_plugin.upstream.encoders.radio import recording_kernels
 from bridge_cg_plugin.upstream.kernels.layers import splits_without_copies
-from tests.unit.towers import new_tower
 
 TOKENS, HEADS, WIDTH = 5, 2, 4
 
@@ -57,13 +55,6 @@ def test_others_are_put_together(packed):
     with splits_without_copies():
         found = split_gradient([gradient.clone() for gradient in gradients], packed)
     assert torch.equal(found, whole.view(TOKENS, 1, HEADS, 3 * WIDTH))
-
-
-def test_only_recorded_layers_split_so():
-    before, tower = attention.SplitAlongDim, new_tower()
-    with recording_kernels([tower.decoder]):
-        assert attention.SplitAlongDim is not None
-    assert attention.SplitAlongDim is before
 
 
 def test_a_function_that_megatron_core_has_found_stays(monkeypatch):

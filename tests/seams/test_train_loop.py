@@ -1,9 +1,6 @@
 import copy
 import functools
 import inspect
-import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -55,14 +52,6 @@ def test_the_helper_has_upstreams_interface():
     assert set(inspect.signature(upstreams.__init__).parameters) <= set(ours)
     for name in ("create_cudagraphs", "graphs_created", "cuda_graph_set_manual_hooks", "delete_cuda_graphs"):
         assert callable(getattr(upstreams, name)) and callable(getattr(VisionTECudaGraphHelper, name))
-
-
-def test_the_loop_calls_nothing_that_the_helper_lacks(active):
-    source = inspect.getsource(inspect.unwrap(active[TRAIN].train))
-    called = set(re.findall(r"\bvision_cuda_graph_helper\.(\w+)", source))
-    assert called
-    for name in called:
-        assert hasattr(VisionTECudaGraphHelper, name), name
 
 
 def test_every_step_is_counted_once(helper):
@@ -154,13 +143,6 @@ def test_logging_reports_a_hundred_steps_on_the_console(helper, capsys, monkeypa
     ]
 
 
-def test_metrics_need_no_logger(helper):
-    log = make("train_log")(lambda loss_dict=None, global_state=None: None)
-    log(global_state=state_at(5))
-    log(global_state=None)
-    log()
-
-
 def test_the_end_of_training_reports_and_frees(helper, capsys):
     order = []
     model = helper.graphs.model
@@ -185,27 +167,6 @@ def test_upstreams_own_padding_is_never_used(active):
     model.config.max_vision_cuda_graph_seq_length = 16
     with pytest.raises(AttributeError, match="cu_seqlens_q"):  # upstream's own path drops the boundaries
         model(*draw([[1, 4, 4]]))
-
-
-def test_upstreams_own_padding_is_never_used_in_any_thread(active):
-    model, asked, both, gone = new_tower().train(), [], threading.Barrier(2), threading.Event()
-    model.config = copy.copy(model.config)  # the layers keep theirs
-    model.config.cuda_graph_impl = "transformer_engine"
-
-    def ask(*_):
-        if both.wait(10) == 0:
-            assert gone.wait(10)
-        asked.append(model._uses_vision_cuda_graph())
-
-    def run():
-        model(*draw([[1, 4, 4]]))
-        gone.set()
-
-    model.merger.register_forward_pre_hook(ask)
-    with ThreadPoolExecutor(2) as threads:
-        for each in [threads.submit(run) for _ in range(2)]:
-            each.result()
-    assert asked == [False, False] and "_uses_vision_cuda_graph" not in vars(model)
 
 
 def test_warm_up_keeps_attention_inside_each_image(active):
@@ -246,20 +207,6 @@ def test_a_replay_waits_once_for_each_group_of_parameters(align):
     assert log == []
     reduction.gather()
     assert log == [("first", align), ("second", align)]
-
-
-def test_data_parallelism_is_found_under_another_wrapper():
-    model, outer = nn.Linear(4, 4), nn.Module()
-    outer.module, log = gathered_chunk(model)
-    megatron_reduction([outer], model).gather()
-    assert len(log) == 2
-
-
-def test_nothing_is_waited_for_while_upstream_has_its_hooks_off():
-    model = nn.Linear(4, 4)
-    chunk, log = gathered_chunk(model, hooks=False)
-    megatron_reduction([chunk], model).gather()
-    assert log == []
 
 
 @pytest.mark.parametrize(
@@ -304,37 +251,3 @@ def test_upstreams_reduction_counts_gradients_of_the_last_microbatch_only(last):
     chunk.force_all_reduce = False
     megatron_reduction([chunk], model).arrived(parameters)
     assert group.started == ([False] if last else [])
-
-
-def test_transformer_engine_keeps_its_attention_choice_where_it_is_dropped(monkeypatch):
-    import importlib
-
-    from bridge_cg_plugin.upstream.kernels.transformer_engine import TE_ATTENTION, forget_attention_selection
-
-    cache = importlib.import_module(TE_ATTENTION)._attention_backends
-    for value, kept in (
-        (SimpleNamespace(max_seqlen_q=torch.tensor(4)), False),
-        (SimpleNamespace(max_seqlen_q=4), True),
-    ):
-        monkeypatch.setitem(cache, "attention_params", value)
-        forget_attention_selection()
-        assert (cache["attention_params"] is value) == kept
-
-
-def test_the_attention_module_has_the_function_that_kernels_replace(active):
-    import importlib
-
-    from bridge_cg_plugin.upstream.kernels.rotary import fused_rotary
-    from bridge_cg_plugin.upstream.seams.registry.models import ATTENTION
-
-    attention, model = importlib.import_module(ATTENTION), new_tower()
-    modules = [m for m in model.modules() if type(m) is attention.Qwen3VLSelfAttention]
-    original = attention.apply_rotary_pos_emb_absolute
-    assert list(inspect.signature(original).parameters) == ["t", "freqs", "config", "cu_seqlens"]
-    assert "apply_rotary_pos_emb_absolute(" in inspect.getsource(attention.Qwen3VLSelfAttention)
-    with pytest.raises(KeyError), fused_rotary([model]):
-        assert attention.apply_rotary_pos_emb_absolute is not original
-        assert modules and all({"forward", "get_query_key_value_tensors"} <= set(vars(m)) for m in modules)
-        raise KeyError
-    assert all(not {"forward", "get_query_key_value_tensors"} & set(vars(m)) for m in modules)
-    assert attention.apply_rotary_pos_emb_absolute is original

@@ -49,22 +49,6 @@ def test_accumulation_is_fused_while_recording_only(module, inside):
     assert module.state == before
 
 
-def test_a_module_without_a_first_microbatch_gets_none():
-    module = Linear()
-    del module.is_first_microbatch
-    with fused_accumulation([module]):
-        assert module.fuse_wgrad_accumulation
-    assert not hasattr(module, "is_first_microbatch")
-
-
-@pytest.mark.parametrize("name", ["linear", "layernorm_linear"])
-def test_the_modules_read_what_is_set(name):
-    module = pytest.importorskip(f"transformer_engine.pytorch.module.{name}")
-    source = inspect.getsource(module)
-    for needed in ("self.fuse_wgrad_accumulation", "weight.main_grad", "grad_added_to_main_grad = True"):
-        assert needed in source
-
-
 @pytest.mark.parametrize("kernels", [fused_accumulation, accumulating])
 @pytest.mark.parametrize("name", ["linear", "layernorm_linear"])
 def test_recorded_modules_hand_on_placeholders_of_one_element(monkeypatch, kernels, name):

@@ -51,7 +51,3 @@ def test_without_the_plugin_upstream_refuses_both(expose):
     bridge_cg_plugin.deactivate()
     with pytest.raises(AssertionError, match="fixed sequence lengths"):
         expose(made_with(**PACKED))
-
-
-def test_a_stage_without_a_language_model_is_left_alone(expose):
-    expose(SimpleNamespace(language_model=None))

@@ -24,8 +24,6 @@ from tests.unit.towers import draw, loss_of, new_tower
 
 from .loops import FIELDS, Policy, assert_equal, in_one_process, run_schedule
 
-LEAST_BYTES = 1024
-
 PACKED = {**DEFAULTS, "cuda_graph_impl": "transformer_engine"}
 ROUTERS = {**EXPERTS, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 MICROBATCHES = (([[1, 4, 6]], (100, 150, 50)), ([[1, 8, 8], [1, 4, 4]], (120, 150)))
@@ -318,13 +316,3 @@ def test_models_that_share_an_encoder_have_decoders_of_their_own_on_graphs():
         assert all(graphs.statistics().replays for graphs in active_graphs())
         del graphed[0], eager[0], parts
         gc.collect()
-
-
-def test_parts_replay_in_layers_that_a_loop_compiles(monkeypatch):
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
-    model, eager = (WholePolicy(graphs, modules=("attn",)) for graphs in (True, False))
-    for layer in model.language_model.decoder.layers:
-        layer.forward = torch.compile(layer.forward, backend="eager")
-    for seed in range(3):
-        assert_equal(trained(model, seed), trained(eager, seed))
-    assert all(graphs.statistics().replays for graphs in active_graphs())

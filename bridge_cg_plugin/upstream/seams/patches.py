@@ -193,10 +193,7 @@ class Patch(AtSeam):
 
     def _owner(self, module: ModuleType) -> Any:
         """Return the module or class that has the target; `_ABSENT` without one."""
-        owner: Any = module
-        for part in self.target.split(".")[:-1]:
-            owner = getattr(owner, part, _ABSENT)
-        return owner
+        return _reached(module, self.target.rpartition(".")[0])
 
 
 def _defines(owner: Any, attribute: str) -> bool:
@@ -252,16 +249,37 @@ def _label(value: Any) -> str:
 
 @dataclass(slots=True)
 class Additions(AtSeam):
-    """Attributes that an owner at a seam gets by name. Nothing of upstream's is replaced."""
+    """Attributes that a module or a class of upstream has while the plugin is active; nothing is replaced.
 
+    Attributes:
+        values: What is added by name, where the release is one that the seam names.
+        always: What is added in every release.
+    """
+
+    values: Mapping[str, Any]
+    always: Mapping[str, Any] = field(default_factory=dict)
     _owner: Any = field(default=None, init=False, repr=False)
     _added: Mapping[str, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def _add(self, owner: Any, values: Mapping[str, Any]) -> None:
-        """Set attributes of an owner that hold nothing of upstream's."""
-        self._owner, self._added = owner, values
-        for name, value in values.items():
+    def apply(self, module: ModuleType) -> None:
+        """Add the attributes once. Names that upstream has itself stay upstream's and are noted in `reason`."""
+        owner = _reached(module, self.seam.target)
+        if owner is self._owner:
+            return
+        self.revert()
+        if owner is _ABSENT or (self.seam.kind == "class") != inspect.isclass(owner):
+            self.state, self.reason = "broken", f"{self.seam.place} is no {self.seam.kind}"
+            return
+        expected = self.seam.expected_in(bridge_release())
+        wanted = {**(self.values if expected else {}), **self.always}
+        taken = [name for name, value in wanted.items() if getattr(owner, name, value) is not value]
+        self._owner, self._added = owner, {name: value for name, value in wanted.items() if name not in taken}
+        for name, value in self._added.items():
             setattr(owner, name, value)
+        self.state = "active" if self._added else "native"
+        self.reason = f"upstream has its own {', '.join(taken)}" if taken else ""
+        if not expected:
+            self.reason = f"what derives from megatron-bridge {self.seam.since} is left out"
 
     def revert(self) -> None:
         """Remove what was added; what somebody put in its place since stays."""
@@ -272,9 +290,27 @@ class Additions(AtSeam):
         self._owner, self._added = None, {}
         self.state, self.reason = "off", ""
 
+    def look(self) -> None:
+        """Bring `state` and `reason` up to date with what others did to the owner since."""
+        if self._owner is None:
+            return
+        module = sys.modules.get(self.module)
+        reloaded = module is not None and _reached(module, self.seam.target) is not self._owner
+        replaced = list(self._added) if reloaded else self._replaced()
+        if replaced:
+            culprit = "a reload of the module" if reloaded else "something"
+            self.state, self.reason = "broken", f"{culprit} replaced {', '.join(replaced)} in {self.seam.place}"
+
     def _replaced(self) -> list[str]:
         """Return the names that hold something else now, or nothing."""
         return [name for name, value in self._added.items() if vars(self._owner).get(name, _ABSENT) is not value]
+
+
+def _reached(module: Any, path: str) -> Any:
+    """Return what a dotted path leads to from a module; `_ABSENT` where it leads nowhere."""
+    for part in filter(None, path.split(".")):
+        module = getattr(module, part, _ABSENT)
+    return module
 
 
 # (name, positional arguments, keyword arguments) -> the argument, None where the caller passes none.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +13,7 @@ from ...seams.patches import Patch
 from ...seams.registry import seam
 from .overrides import apply_flags, apply_to_bridges, resolved_words, written_by_bridge
 
-# Files of upstream's folder, and what its modules define.
-LAYOUT = ("argument_parser.py", "run_script.py", "setup_experiment.py", "utils/overrides.py", "utils/utils.py")
+# What upstream's modules of these names define, and others do not.
 DEFINED = {
     "argument_parser": "VALID_CUDA_GRAPH_SCOPES",
     "utils.overrides": "set_workload_base_configs",
@@ -26,22 +24,13 @@ DEFINED = {
 _words: dict[int, tuple[Written, dict[str, Any]]] = {}
 
 
-def is_upstreams(module: ModuleType) -> bool:
-    """Whether a module is the one of upstream's scripts/performance, and not somebody else's of that name."""
-    file = getattr(module, "__file__", None)
-    if file is None or not hasattr(module, DEFINED[module.__name__]):
-        return False
-    folder = Path(file).parents[module.__name__.count(".")]
-    return all((folder / name).is_file() for name in LAYOUT)
-
-
 @dataclass(slots=True)
 class ScriptPatch(Patch):
     """A patch of a module that has no package of its own: another module of the same name is left alone."""
 
     def apply(self, module: ModuleType) -> None:
         """Replace the attribute if the module is upstream's."""
-        if is_upstreams(module):
+        if hasattr(module, DEFINED[self.module]):
             Patch.apply(self, module)
         else:
             self.state, self.reason = "native", "another module of this name"

@@ -12,8 +12,6 @@ from typing import Any
 
 from ....announce import warn
 from ....options import (
-    PACKED_FIELDS,
-    PROVIDER_FIELDS,
     SCOPE_FIELD,
     Facts,
     GraphOptions,
@@ -24,7 +22,7 @@ from ....options import (
 from ....options.graph_options import SETTING
 from ....options.language_model import IMPL, SWITCHES
 from ....options.normalization import options_of, warn_once
-from ....options.sources import LANGUAGE_MODEL_FIELDS, Written, collect
+from ....options.sources import LANGUAGE_MODEL_FIELDS, Written
 from ...environment import check_process
 from ...seams.features import FEATURES, Wish, features_of, refusal
 from ...seams.patches import DriftError, Patch, bridge_release
@@ -124,21 +122,9 @@ def _without_idle_fields(written: Written) -> Written:
     return replace(written, fields=kept)
 
 
-def _asks_for_the_plugin(config: Any) -> bool:
-    """Whether a configuration asks for what only the plugin does."""
-    fields = collect(config).fields
-    impl = fields.get(PROVIDER_FIELDS["impl"]) or "none"
-    return impl != "none" or fields.get(PACKED_FIELDS["max_packed_seqs"]) is not None
-
-
 def _checked(old: Callable[..., None]) -> Callable[..., None]:
     def validate(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            check_training_config(self)
-        except OptionError:
-            if not _asks_for_the_plugin(self):
-                old(self, *args, **kwargs)  # where upstream refuses its own graphs as well, its message counts
-            raise
+        check_training_config(self)
         return old(self, *args, **kwargs)
 
     return validate

@@ -6,13 +6,9 @@ data loader's affair: nothing is prefetched here.
 
 import copy
 import functools
-import inspect
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -109,38 +105,4 @@ def pin_memory(self: Any) -> Any:
     return pinned
 
 
-@dataclass(slots=True)
-class AddedMethod(Additions):
-    """A method that a class of upstream has while the plugin is active.
-
-    Attributes:
-        method: The method, which goes by its own name.
-    """
-
-    method: Callable[..., Any]
-
-    def apply(self, module: ModuleType) -> None:
-        """Add the method once. One that upstream has itself stays upstream's."""
-        owner = getattr(module, self.seam.target, None)
-        if owner is not None and owner is self._owner:
-            return
-        self.revert()
-        if not inspect.isclass(owner):
-            self.state, self.reason = "broken", f"{self.seam.place} is no class"
-        elif hasattr(owner, self.method.__name__):
-            self.state, self.reason = "native", f"upstream has its own {self.method.__name__}"
-        else:
-            self._add(owner, {self.method.__name__: self.method})
-            self.state = "active"
-
-    def look(self) -> None:
-        """Bring `state` and `reason` up to date with what others did to the class since."""
-        if self._owner is None:
-            return
-        reloaded = getattr(sys.modules.get(self.module), self.seam.target, self._owner) is not self._owner
-        if reloaded or self._replaced():
-            culprit = "a reload of the module" if reloaded else "something"
-            self.state, self.reason = "broken", f"{culprit} replaced {self.seam.place}.{self.method.__name__}"
-
-
-PATCHES = (AddedMethod(seam("page_locked_images"), pin_memory),)
+PATCHES = (Additions(seam("page_locked_images"), {"pin_memory": pin_memory}),)

@@ -3,7 +3,7 @@
 from .. import encoders
 from ..encoders import MODELS, QWEN_OMNI, QWEN_VL
 from ..seam import Seam, called, read, replayed, seams_of, swapped
-from .engine import ATTENTION_BACKWARD, CORE, CORE_ATTENTION, CUDNN_VERSION, TE_UTILS
+from .engine import CORE, CORE_ATTENTION, TE_UTILS
 
 HF = "transformers.models"
 QWEN25_TOWER = f"{HF}.qwen2_5_vl.modeling_qwen2_5_vl"
@@ -72,41 +72,6 @@ def _layers(name: str, classes: str, *uses: str) -> dict[str, Seam]:
             SEGMENTS,
             *(*uses, "apply_rotary_pos_emb_vision(", "scaling=self.scaling", "self.proj("),
             takes=takes,
-        ),
-    }
-
-
-def _radio(name: str) -> dict[str, Seam]:
-    """Return the rows of RADIO, for a model of this name."""
-    return {
-        f"{name}_cudnn_version": CUDNN_VERSION,
-        f"{name}_attention_backward": ATTENTION_BACKWARD,
-        f"{name}_split": swapped(
-            f"{CORE_ATTENTION}:SplitAlongDim",
-            "gradients that attention wrote side by side are not copied",
-            kind="value",
-        ),
-        f"{name}_te_split": called(
-            f"{TE_UTILS}:SplitAlongDim.backward",
-            "it splits, and returns gradients without a copy where they allow it",
-            "if noop_ok:",
-            "return (torch.cat(grad_outputs, dim=split_dim), None, None)",
-        ),
-        f"{name}_llava": read(
-            f"{CORE}.models.multimodal.llava_model:LLaVAModel.__init__",
-            "the tower is found as `vision_model`",
-            "self.vision_model = RADIOViTModel(",
-        ),
-        f"{name}_tower": read(
-            f"{RADIO}.forward",
-            "the layers get hidden states with class tokens and positions in them",
-            "self.decoder(x, attention_mask=attention_mask, packed_seq_params=packed_seq_params)",
-        ),
-        f"{name}_tower_parts": read(f"{RADIO}[decoder, seq_length]", "the layers, and the tokens of an image"),
-        f"{name}_layers": replayed(
-            f"{CORE}.transformer.transformer_block:TransformerBlock.forward",
-            "all layers of a microbatch replay a graph of this function",
-            takes="hidden_states attention_mask packed_seq_params",
         ),
     }
 
@@ -195,7 +160,36 @@ _MINISTRAL3 = seams_of(
         formerly=("install_output_capturing_hook",),
     ),
 )
-_NEMOTRON_OMNI = seams_of(encoders.NEMOTRON_OMNI.feature, **_radio("nemotron_omni"))
+_RADIO = seams_of(
+    (encoders.NEMOTRON_OMNI.feature, encoders.NEMOTRON_VL.feature),
+    radio_split=swapped(
+        f"{CORE_ATTENTION}:SplitAlongDim",
+        "gradients that attention wrote side by side are not copied",
+        kind="value",
+    ),
+    radio_te_split=called(
+        f"{TE_UTILS}:SplitAlongDim.backward",
+        "it splits, and returns gradients without a copy where they allow it",
+        "if noop_ok:",
+        "return (torch.cat(grad_outputs, dim=split_dim), None, None)",
+    ),
+    radio_llava=read(
+        f"{CORE}.models.multimodal.llava_model:LLaVAModel.__init__",
+        "the tower is found as `vision_model`",
+        "self.vision_model = RADIOViTModel(",
+    ),
+    radio_tower=read(
+        f"{RADIO}.forward",
+        "the layers get hidden states with class tokens and positions in them",
+        "self.decoder(x, attention_mask=attention_mask, packed_seq_params=packed_seq_params)",
+    ),
+    radio_tower_parts=read(f"{RADIO}[decoder, seq_length]", "the layers, and the tokens of an image"),
+    radio_layers=replayed(
+        f"{CORE}.transformer.transformer_block:TransformerBlock.forward",
+        "all layers of a microbatch replay a graph of this function",
+        takes="hidden_states attention_mask packed_seq_params",
+    ),
+)
 _NEMOTRON_VL = seams_of(
     encoders.NEMOTRON_VL.feature,
     nemotron_vl_model=read(
@@ -203,7 +197,6 @@ _NEMOTRON_VL = seams_of(
         "the model that holds the tower is found as `llava_model`",
         "self.llava_model = llava_model",
     ),
-    **_radio("nemotron_vl"),
 )
 # Alike in both towers whose layers attend inside windows.
 _WINDOW_PARTS, _WINDOWS = "window_size patch_size", ("self.fullatt_block_indexes", "cu_seqlens=cu_seqlens_now")
@@ -312,6 +305,6 @@ _QWEN3_OMNI_AUDIO = seams_of(
     ),
 )
 SEAMS = (
-    *(*_GEMMA3_VL, *_GLM45V, *_MINISTRAL3, *_NEMOTRON_OMNI, *_NEMOTRON_VL, *_QWEN25_OMNI, *_QWEN25_VL, *_QWEN3_OMNI),
+    *(*_GEMMA3_VL, *_GLM45V, *_MINISTRAL3, *_RADIO, *_NEMOTRON_VL, *_QWEN25_OMNI, *_QWEN25_VL, *_QWEN3_OMNI),
     *_QWEN3_OMNI_AUDIO,
 )

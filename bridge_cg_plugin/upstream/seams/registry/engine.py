@@ -1,5 +1,6 @@
 """Seams of megatron-core and Transformer Engine: layers, data parallelism, packed attention."""
 
+from ..encoders import NEMOTRON_OMNI, NEMOTRON_VL
 from ..seam import GRAPHS, called, read, replayed, seams_of, swapped
 from ..seam import Feature as F
 
@@ -25,16 +26,6 @@ _READ_FROM_ENVIRONMENT = tuple(
     tuple(f"{name} = int({read}('{variable}', '1'))" for read in ("os.environ.get", "os.getenv"))
     for name, variable in (("use_fused_attention", "NVTE_FUSED_ATTN"), ("use_flash_attention", "NVTE_FLASH_ATTN"))
 )
-# What a feature records unpacked attention's backward with, and what tells whether it must.
-CUDNN_VERSION = read(
-    f"{TE_ATTENTION_UTILS}:get_cudnn_version", "up to 9.15.0, a backward of attention copies lengths from the host"
-)
-ATTENTION_BACKWARD = swapped(
-    f"{TE_ATTENTION_BACKENDS}:fused_attn_bwd",
-    "the device computes lengths that an older cuDNN would read from the host in every replay",
-    takes="max_seqlen_q max_seqlen_kv cu_seqlens_q cu_seqlens_kv attn_mask_type",
-)
-
 _LAYERS = seams_of(
     F.PACKED,
     layer_attention=replayed(
@@ -201,8 +192,18 @@ _EVERY = seams_of(
         kind="value",
     ),
 )
-_FULL_ITERATION = seams_of(F.FULL_ITERATION, engine_cudnn_version=CUDNN_VERSION, attention_backward=ATTENTION_BACKWARD)
+_UNPACKED = seams_of(
+    (F.FULL_ITERATION, NEMOTRON_OMNI.feature, NEMOTRON_VL.feature),
+    engine_cudnn_version=read(
+        f"{TE_ATTENTION_UTILS}:get_cudnn_version", "up to 9.15.0, a backward of attention copies lengths from the host"
+    ),
+    attention_backward=swapped(
+        f"{TE_ATTENTION_BACKENDS}:fused_attn_bwd",
+        "the device computes lengths that an older cuDNN would read from the host in every replay",
+        takes="max_seqlen_q max_seqlen_kv cu_seqlens_q cu_seqlens_kv attn_mask_type",
+    ),
+)
 SEAMS = (
     *(*_LAYERS, *_VISION, *_SEGMENTS, *_DATA_PARALLEL, *_MICROBATCHES, *_FAST, *_OFFLOAD, *_HEAD_NORMS, *_EVERY),
-    *_FULL_ITERATION,
+    *_UNPACKED,
 )
