@@ -49,9 +49,8 @@ BALANCING_TYPE, FUSION, LOSS = "moe_router_load_balancing_type", "moe_router_fus
 # A loss over all data-parallel ranks would exchange inside the graph with ranks whose packs are others.
 BALANCING = ("none", "aux_loss", "seq_aux_loss")
 
-# Megatron-core's offloading of activations: whether it is on, of which modules, and how many copies may be pending.
-OFFLOADS, OFFLOADED = "fine_grained_activation_offloading", "offload_modules"
-PENDING = "fine_grained_offloading_max_inflight_offloads"
+# Whether megatron-core offloads activations.
+OFFLOADS = "fine_grained_activation_offloading"
 
 
 def _number(name: str, value: Any) -> float:
@@ -76,10 +75,6 @@ def _numbers(name: str, value: Any) -> tuple[float, ...]:
     return tuple(_number(name, item) for item in _each(value))
 
 
-def _counts(name: str, value: Any) -> tuple[int, ...]:
-    return tuple(map(int, _numbers(name, value)))
-
-
 def _word(name: str, value: Any) -> str:
     return str(getattr(value, "value", value))
 
@@ -99,21 +94,20 @@ def _as_it_is(name: str, value: Any) -> Any:
 _READERS: dict[Callable[[str, Any], Any], tuple[str, ...]] = {
     parse_flag: (
         *("te_rng_tracker", "use_te_rng_tracker", "use_megatron_fsdp", "use_torch_fsdp2", "variable_seq_lengths"),
-        *("check_for_nan_in_loss", "is_hybrid_model", "multi_latent_attention", "mla_down_proj_fusion"),
-        *("moe_paged_stash", *PACKING_FIELDS, "enable_offline_packing", *FP8_ATTENTION, "cpu_offloading"),
+        *("check_for_nan_in_loss", "is_hybrid_model", "multi_latent_attention"),
+        *(*PACKING_FIELDS, "enable_offline_packing", *FP8_ATTENTION, "cpu_offloading"),
         *("sequence_parallel", "freeze_vision_model", "freeze_vision_projection", FUSION, OFFLOADS),
         *(name for name, needed in (ROUTERS | EXPERTS).items() if needed is False),
     ),
     _count: (
         *("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size"),
-        *("tensor_model_parallel_size", "context_parallel_size", "num_attention_heads", "num_query_groups"),
-        *("mtp_num_layers", "cuda_graph_warmup_steps", PENDING),
+        *("tensor_model_parallel_size", "context_parallel_size", "mtp_num_layers"),
+        "cuda_graph_warmup_steps",
     ),
     _number: ("attention_dropout", "hidden_dropout", "num_moe_experts", "moe_input_jitter_eps"),
     _numbers: (LOSS,),
-    _counts: ("hierarchical_context_parallel_sizes",),
     _word: ("recompute_granularity", "experimental_attention_variant", "fp8", "fp8_recipe", "fp4"),
-    _names: ("recompute_modules", "cp_comm_type", BALANCING_TYPE, OFFLOADED),
+    _names: ("recompute_modules", "cp_comm_type", BALANCING_TYPE),
     _targets: ("target_modules",),
     _as_it_is: (
         *("hybrid_layer_pattern", "hybrid_override_pattern", "spatial_merge_size", "quant_recipe", LOOP_PARTS),
@@ -196,22 +190,6 @@ class Facts:
         if self["recompute_granularity"] != "selective":
             return ()
         return self["recompute_modules"] or ("core_attn",)  # megatron-core's default
-
-    @property
-    def offloaded(self) -> tuple[str, ...]:
-        """The modules whose inputs megatron-core offloads."""
-        return (self[OFFLOADED] or ()) if self[OFFLOADS] else ()
-
-    @property
-    def fused_latent_norm(self) -> bool:
-        """Whether latent attention's first projection reads what the residual reads, as no norm is before it."""
-        fused = self["mla_down_proj_fusion"] and self["multi_latent_attention"] is not False
-        return bool(fused) and not self["experimental_attention_variant"]
-
-    @property
-    def offload_in_graphs(self) -> bool | None:
-        """Whether megatron-core can offload inside the graphs that it captures: the release that can has a field."""
-        return None if self.model is None else hasattr(self.model, "delay_offload_until_cuda_graph")
 
     @property
     def _bases(self) -> set[str]:

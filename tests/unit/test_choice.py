@@ -104,7 +104,6 @@ def test_off_needs_nothing_else_to_be_removed(model, said):
             ({"num_moe_experts": 8, **setting}, "attention and routers", next(iter(setting)))
             for setting in (
                 {"moe_router_force_load_balancing": True},
-                {"moe_router_force_biased": 0.0},
                 {"moe_expert_capacity_factor": 1.0},
                 {"moe_router_load_balancing_type": "global_aux_loss"},
                 {"moe_router_fusion": True, "moe_aux_loss_coeff": 1e-3},
