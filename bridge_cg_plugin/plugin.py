@@ -25,7 +25,7 @@ def enable(model: Any, *options: Any) -> None:
     Raises:
         OptionError: The options cannot work, or the model has no config.
     """
-    from .upstream.hooks.loops.any_loop import LOOPS
+    from .upstream.hooks.any_loop import LOOPS
 
     LOOPS.set(model, *options)
 
@@ -41,7 +41,7 @@ def release_memory() -> int:
     Returns:
         How many bytes left.
     """
-    from .upstream.hooks.loops.any_loop import LOOPS
+    from .upstream.hooks.any_loop import LOOPS
 
     return LOOPS.release_memory()
 

@@ -62,7 +62,7 @@ def with_graphs(
         _prepare(config, GPUS[gpu], encoder=written.get(PROVIDER_FIELDS["impl"]) != "none")
     setattr(config.model, SETTING, graphs)
     if written:
-        from ..upstream.hooks.configuration.overrides import apply_flags
+        from ..upstream.hooks.overrides import apply_flags
 
         apply_flags(config, options)
     return config
@@ -83,7 +83,7 @@ def _written(options: Any) -> Mapping[str, Any]:
 
 def _configuration(recipe: Any) -> Any:
     if isinstance(recipe, str):
-        from ..upstream.hooks.configuration.recipes import build_recipe
+        from ..upstream.hooks.recipes import build_recipe
 
         return build_recipe(recipe)
     if hasattr(recipe, "model"):

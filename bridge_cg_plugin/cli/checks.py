@@ -11,7 +11,7 @@ from typing import Any
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.recipes import GPUS
-from bridge_cg_plugin.upstream.hooks.configuration.training_config import precisions, refused_schedule
+from bridge_cg_plugin.upstream.hooks.training_config import precisions, refused_schedule
 
 # Layouts, each of which divides the GPUs: of all layers, of experts.
 LAYOUTS = tuple(

@@ -2,7 +2,7 @@
 
 A group of options is a frozen dataclass. `option` takes the default, the parser and the help of one of its fields, and
 what else is known of it. Nothing else lists it: flags (`flags`), fields of model providers
-(`upstream.hooks.configuration.provider_fields`), what a release has (`releases`), features that need seams
+(`upstream.hooks.provider_fields`), what a release has (`releases`), features that need seams
 (`upstream.seams.features`), the tables of docs/options.md and `bridge-cg explain` (`explain`) read the group.
 """
 

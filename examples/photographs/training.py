@@ -34,8 +34,8 @@ from bridge_cg_plugin.graphs.reports.statistics import RegionStatistics
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
-from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
+from bridge_cg_plugin.upstream.hooks.recipes import helper_as_shipped
 from examples.photographs.arguments import layout_of, name_and_value, parse
 from examples.photographs.images import MIXED_SIZES, PhotographProvider
 from examples.photographs.layout import Layout
@@ -311,8 +311,8 @@ class StatisticsKeeper(Callback):
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Read the statistics of both models' graphs and count the language model's layers that have graphs."""
-        from bridge_cg_plugin.upstream.hooks.helpers.full_iteration import CURRENT
-        from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
+        from bridge_cg_plugin.upstream.hooks.full_iteration import CURRENT
+        from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
 
         modules = (module for chunk in context.model for module in chunk.modules())
         self.language_model_layers = sum(bool(getattr(module, "cuda_graphs", None)) for module in modules)
@@ -331,7 +331,7 @@ class StatisticsKeeper(Callback):
 
 def all_encoders() -> RegionStatistics:
     """Return what the graphs of all encoders did so far."""
-    from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
+    from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 
     return merge_statistics([graphs.statistics() for graphs in active_graphs()])
 

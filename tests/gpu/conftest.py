@@ -150,7 +150,7 @@ def grads(model, tower_module):
 def graphs_of(model):
     """Return a function that captures the model with the given options and returns its helper."""
     from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
     helpers = []
 

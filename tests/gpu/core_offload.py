@@ -24,8 +24,8 @@ from torch.utils.data import Dataset
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
-from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
+from bridge_cg_plugin.upstream.hooks.recipes import helper_as_shipped
 from examples.photographs.training import Recorder
 from tests.gpu import packed_training as packed_training
 from tests.models import tower

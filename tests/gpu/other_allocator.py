@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from tests.models import tower
 
 from .workers import worker_parser

@@ -34,7 +34,7 @@ from torch.nn.functional import pad, silu
 from torch.utils.data import Dataset
 
 from bridge_cg_plugin.options import graph_options
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
 from examples.photographs import training as photographs
 from examples.photographs.images import PhotographDataset, PhotographProvider
 from examples.photographs.training import Run

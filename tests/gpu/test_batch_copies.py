@@ -6,8 +6,9 @@ from megatron.bridge.models.qwen_vl import qwen3_vl_step
 from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from bridge_cg_plugin.upstream.hooks.data import batch_copies, batches
-from bridge_cg_plugin.upstream.hooks.data.batch_copies import CopyStream
+from bridge_cg_plugin.upstream.hooks import batches
+from bridge_cg_plugin.upstream.hooks import batches as batch_copies
+from bridge_cg_plugin.upstream.hooks.batches import CopyStream
 
 KEYWORDS = {"is_first_pp_stage": True, "is_last_pp_stage": True}
 BATCHES = 40

@@ -15,9 +15,10 @@ from torch.nn.functional import silu
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.data import batches, between, host_tokens
-from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks import batches, between
+from bridge_cg_plugin.upstream.hooks import packs as host_tokens
+from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from tests.models import packed_parity as parity
 

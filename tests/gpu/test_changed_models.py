@@ -179,7 +179,7 @@ def on_the_device_elsewhere(tensor: torch.Tensor, address: int) -> torch.Tensor:
 
 def test_adapters_that_return_beside_frozen_weights_need_no_further_capture(deterministic, tower_module):
     """As verl moves a policy: buffers of what is trained are freed and filled, frozen weights get other memory."""
-    from bridge_cg_plugin.upstream.hooks.loops.leaving_models import follow, stop
+    from bridge_cg_plugin.upstream.hooks.leaving_models import follow, stop
 
     model = tower_module.build_tower(layers=4)
     off, batch = adapters(model), tower_module.make_batch(ONE, model)
@@ -232,7 +232,7 @@ def test_adapters_that_return_beside_frozen_weights_need_no_further_capture(dete
 
 def new_helper(model, releasable=False, **options):
     from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
     settings = VisionGraphOptions(impl="transformer_engine", strict=True, **options)
     helper = VisionTECudaGraphHelper(model, model.config, options=settings, releasable=releasable)

@@ -67,7 +67,7 @@ class Encoder:
 
     def on_graphs(self, warm_up=(), **options):
         from bridge_cg_plugin.options import VisionGraphOptions
-        from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+        from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
         settings = {"impl": "transformer_engine", "strict": True, "kernels": "exact"}
         options = VisionGraphOptions(**{**settings, **self.options, **options})

@@ -166,7 +166,7 @@ def tower(monkeypatch, tower_module):
 def helper(request, tower, tower_module):
     """Put graphs on the tower that are not captured yet, with what a test has as options."""
     from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
     model, _, batch = tower
     tower_module.step(model, batch)  # workspaces and libraries stay

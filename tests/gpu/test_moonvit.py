@@ -29,7 +29,7 @@ class Case:
     def on_graphs(self):
         from bridge_cg_plugin.options import VisionGraphOptions
         from bridge_cg_plugin.upstream.encoders.registry import FoundEncoder
-        from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+        from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
         options = VisionGraphOptions(impl="transformer_engine", strict=True, **PATCHES)
         found = FoundEncoder(self.layers, self.tower, region().MOONVIT)

@@ -15,7 +15,7 @@ from bridge_cg_plugin.offload.offloading import RegionOffloading
 from bridge_cg_plugin.offload.plan import Fate, Policy
 from bridge_cg_plugin.offload.registry import OTHER
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from scripts.performance import measure
 from tests.saving import Saver, SaverProgram, batch_of, results
 

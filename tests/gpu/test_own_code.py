@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from tests.models import tower
 
 from ..seams.test_contract import missing

@@ -16,7 +16,7 @@ from megatron.bridge.training.pretrain import pretrain
 from torch.utils.data import Dataset
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
+from bridge_cg_plugin.upstream.hooks.recipes import helper_as_shipped
 from examples.photographs.arguments import parse
 from examples.photographs.training import RankResults, Run, merge_ranks, training_config
 

@@ -16,9 +16,9 @@ from megatron.bridge.training.pretrain import pretrain
 import bridge_cg_plugin
 from bridge_cg_plugin.cli.runs.recorder import graph_statistics
 from bridge_cg_plugin.options import graph_options
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options
-from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
-from bridge_cg_plugin.upstream.hooks.loops import loss_checks
+from bridge_cg_plugin.upstream.hooks import loss_checks
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
+from bridge_cg_plugin.upstream.hooks.recipes import helper_as_shipped
 from tests.gpu.packed_training import photograph_config
 
 from .workers import worker_parser

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 import bridge_cg_plugin
+from bridge_cg_plugin.cli import probe
 from bridge_cg_plugin.upstream.seams import activation, states
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
+
+START = probe.start
 
 
 def is_importable(seam):
@@ -62,7 +65,7 @@ def on_a_device(monkeypatch):
 @pytest.fixture
 def modelling(active):
     """The module of upstream's Qwen3-VL between encoder and language model."""
-    from bridge_cg_plugin.upstream.hooks.data import between
+    from bridge_cg_plugin.upstream.hooks import between
 
     return active[between.PATCHES[0].seam.module]
 
@@ -86,6 +89,13 @@ def break_seam(monkeypatch, reader):
         monkeypatch.setattr(states, "installed_states", lambda release: {**real, broken.name: found})
 
     return break_one
+
+
+@pytest.fixture
+def libraries_that_import(monkeypatch):
+    """`bridge-cg doctor` asks a process that imports nothing, which would take seconds, and finds no fault."""
+    found = f"""print({probe._MARK!r} + '{{"libraries": {{}}}}')"""
+    monkeypatch.setattr(probe, "start", lambda code=found: START(code))
 
 
 def in_effect():

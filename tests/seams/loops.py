@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from torch import nn
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks.loops.any_loop import LOOPS
+from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from tests.unit.towers import assert_close, draw, loss_of, new_tower
 
 SIZES = ([[1, 4, 6]], [[1, 8, 8], [1, 4, 4]], [[2, 4, 4]])

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs import host_copies
-from bridge_cg_plugin.upstream.hooks.data import batches, between, host_tokens, packed_rows
-from bridge_cg_plugin.upstream.hooks.data import between as early_reads
+from bridge_cg_plugin.upstream.hooks import batches, between, packs
 from bridge_cg_plugin.upstream.host_batch import GRIDS, KEPT, PACK_OFFSETS, TOKENS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
@@ -37,7 +36,7 @@ every_batch_with_images = pytest.mark.parametrize("samples", WITH_IMAGES.values(
 
 
 def graphs_are(on, monkeypatch):
-    for module in (batches, between, early_reads, host_tokens):
+    for module in (batches, between, packs):
         monkeypatch.setattr(module, "any_on_graphs", lambda: on)
 
 
@@ -123,11 +122,11 @@ def new_model():
 def take_all_for_the_devices(monkeypatch):
     """Take every tensor for the device's, of which the host knows what it was told or has read."""
     monkeypatch.setattr(host_copies, "on_host", lambda tensor: False)
-    for copies in (TOKENS, GRIDS, PACK_OFFSETS, KEPT, packed_rows._ROWS):
+    for copies in (TOKENS, GRIDS, PACK_OFFSETS, KEPT, packs._ROWS):
         monkeypatch.setattr(copies, "_known", OrderedDict())
 
     def computed_on_host(*args):
         with _disable_current_modes():
-            return packed_rows.packed_rows(*args)
+            return packs.packed_rows(*args)
 
     monkeypatch.setattr(between, "packed_rows", computed_on_host)

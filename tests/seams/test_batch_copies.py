@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks.data import batch_copies, batches, host_tokens
-from bridge_cg_plugin.upstream.hooks.data.batch_copies import MAX_BATCHES_IN_FLIGHT, CopyStream
+from bridge_cg_plugin.upstream.hooks import batches, packs
+from bridge_cg_plugin.upstream.hooks.batches import MAX_BATCHES_IN_FLIGHT, CopyStream
 
 DEVICE = "meta"
 KEYWORDS = {"is_first_pp_stage": True, "is_last_pp_stage": True}
@@ -124,7 +124,7 @@ def device(graphs=True):
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, **_: self.to(DEVICE)))
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", used))
         stack.enter_context(mock.patch.object(batches, "COPIES", CopyStream()))
-        for module in (batch_copies, batches, host_tokens):
+        for module in (batches, packs):
             stack.enter_context(mock.patch.object(module, "any_on_graphs", lambda: graphs))
         stack.enter_context(races)
         yield races
@@ -239,7 +239,7 @@ def locked(monkeypatch):
         return copied
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
-    monkeypatch.setattr(batch_copies, "any_on_graphs", lambda: True)
+    monkeypatch.setattr(batches, "any_on_graphs", lambda: True)
     return found
 
 
@@ -260,7 +260,7 @@ def test_a_data_loader_page_locks_images(locked, fields):
 def test_what_need_not_be_page_locked_stays_where_it_is(locked, monkeypatch):
     pixels = torch.zeros(2, device=DEVICE)
     assert pin_memory(GenericVisualInputs(pixel_values=pixels)).pixel_values is pixels and not locked
-    monkeypatch.setattr(batch_copies, "any_on_graphs", lambda: False)
+    monkeypatch.setattr(batches, "any_on_graphs", lambda: False)
     inputs = GenericVisualInputs(pixel_values=torch.zeros(2))
     assert pin_memory({"visual_inputs": inputs})["visual_inputs"] is inputs
 
@@ -271,7 +271,7 @@ def own(self):
 
 @pytest.fixture
 def patch(active):
-    return batch_copies.PATCHES[0]
+    return batches.PATCHES[-1]
 
 
 def state():
@@ -281,7 +281,7 @@ def state():
 def test_the_method_goes_with_the_plugin(patch):
     for _ in range(2):
         bridge_cg_plugin.activate()
-        assert GenericVisualInputs.pin_memory is batch_copies.pin_memory and state() == "active"
+        assert GenericVisualInputs.pin_memory is batches.pin_memory and state() == "active"
     bridge_cg_plugin.deactivate()
     assert not hasattr(GenericVisualInputs, "pin_memory") and state() == "off"
 

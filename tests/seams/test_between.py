@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from bridge_cg_plugin.upstream.hooks.data import between
+from bridge_cg_plugin.upstream.hooks import between
 from bridge_cg_plugin.upstream.host_batch import GRIDS, TOKENS
 from bridge_cg_plugin.vision.known_mask import KnownMask
 from tests.unit import vlm

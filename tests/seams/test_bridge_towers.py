@@ -13,9 +13,8 @@ from bridge_cg_plugin.upstream.encoders.qwen25_omni import QWEN25_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder, find_encoders
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
-from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
-from bridge_cg_plugin.upstream.hooks.helpers import vision_helper as helpers
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks import graph_helper, vision_helper
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 from examples.photographs.small_tower import start_single_process
 
@@ -102,7 +101,7 @@ def test_losses_and_gradients_are_eagers(build, sample, sizes, family, attribute
 @every_model
 def test_steps_of_the_train_loop_drive_the_graphs(build, sample, sizes, family, attribute, monkeypatch):
     """Also on releases whose own loop drives Qwen3-VL's encoder: it does not know these."""
-    monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
+    monkeypatch.setattr(vision_helper, "default_executor", lambda **_: ReferenceExecutor())
     model = build(**DRIVEN)
     chunks = [nn.Module()]
     chunks[0].module = model
@@ -173,25 +172,3 @@ def test_losses_and_gradients_with_both_encoders_on_graphs_are_eagers(frozen):
     names = [name for name, gradient in expected[1].items() if gradient.norm() > 1e-5]
     assert frozen or any("audio_model.conv2d1" in name for name in names)
     assert_close([found[1][name] for name in names], [expected[1][name] for name in names], 2e-5)
-
-
-@with_qwen3_omni
-@pytest.mark.parametrize("samples", ["both", "images"])
-def test_steps_of_the_train_loop_drive_both_encoders(samples, monkeypatch, capsys):
-    monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
-    model = towers.build_qwen3_omni(**DRIVEN)
-    sample = heard_samples()[0] if samples == "both" else towers.qwen3_omni_sample([(8, 8)])
-    for _ in range(3):
-        bridges_step([model], model.config, lambda: towers.loss_of(model, sample).backward())
-    found = {helper.graphs.workload.title: helper.graphs.statistics() for helper in graph_helper.active_helpers()}
-    assert found.keys() == {"vision CUDA graphs", "audio CUDA graphs"}
-    said = capsys.readouterr().out
-    assert said.count("audio CUDA graphs: no bucket yet, others as") == (samples == "images")
-    for title, statistics in found.items():
-        seen = samples == "both" or title == "vision CUDA graphs"
-        assert (statistics.warmup_microbatches, statistics.replays) == ((1, 2) if seen else (0, 0))
-        assert statistics.fallbacks == {}
-    for helper in graph_helper.active_helpers():
-        if "audio" in helper.graphs.workload.title:
-            assert "vision_cuda_graph_buckets=" not in helper.graphs.report()
-        helper.delete_cuda_graphs()

@@ -5,8 +5,8 @@ import torch
 
 from bridge_cg_plugin.cli.explain.standins import set_words
 from bridge_cg_plugin.options import OptionError, normalize
-from bridge_cg_plugin.upstream.hooks.configuration.overrides import apply_flags, apply_overrides
-from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
+from bridge_cg_plugin.upstream.hooks.overrides import apply_flags, apply_overrides
+from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 
 from .test_features import GPT, QWEN3_VL, config_of
 

@@ -106,23 +106,9 @@ def test_offsets_of_a_step_are_made_on_the_device(monkeypatch, section, gaps):
     assert halves == {"diagonal": [], "lower-triangle": [0, 0], "upper-triangle": [1]}[section]
 
 
-def test_a_padding_mask_is_made_on_the_device():
-    mask = utils.get_thd_padding_mask(8, offsets(0, 3, 7), offsets(0, 4, 8))
-    assert mask.is_meta and mask.shape == (8,)
-
-
 def test_a_token_behind_the_last_offset_is_out_of_bounds():
     """Why padding is a document under context parallelism; once this passes it may lie behind the last offset again."""
     cu_seqlens = offsets(0, 4, 8, device="cpu")
     assert not utils.get_thd_padding_mask(8, cu_seqlens, cu_seqlens).any()
     with pytest.raises(IndexError):
         utils.get_thd_padding_mask(9, cu_seqlens, cu_seqlens)
-
-
-def test_padding_is_zeroed_by_a_mask_of_a_fixed_size():
-    """An index by the mask would be a shape that depends on values."""
-    source = inspect.getsource(context_parallel._zero_thd_padding)
-    assert "tensor[padding_mask] = 0" in source
-    gradients = torch.ones(8, 2)
-    context_parallel._zero_thd_padding((gradients,), offsets(0, 3, 7, device="cpu"), offsets(0, 4, 8, device="cpu"))
-    assert gradients[:, 0].tolist() == [1, 1, 1, 0, 1, 1, 1, 1]

@@ -32,7 +32,7 @@ def train(seconds=60, **given):
 TWICE = """
 train(seconds=3)
 
-from bridge_cg_plugin.upstream.hooks.loops import steps
+from bridge_cg_plugin.upstream.hooks import recipes as steps
 from bridge_cg_plugin.cli.runs import recipe
 
 steps.train_function = lambda mode: train

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
+from bridge_cg_plugin.upstream.hooks.recipes import helper_as_shipped
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL, pack_segments
 from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
+from bridge_cg_plugin.upstream.seams.releases import NEWEST
 from bridge_cg_plugin.vision.encoder import OtherAttention
 from bridge_cg_plugin.vision.recorded_kernels import RecordedKernels
 from tests.scripts import interpreted
@@ -74,6 +76,7 @@ print("same", len(found))
 """
 
 
+@pytest.mark.skipif(bridge_release() != NEWEST.bridge, reason="kernels are the same beside every release")
 def test_a_tower_that_attends_directly_computes_the_same():
     written = interpreted(TOWER_SCRIPT)
     assert written.strip().splitlines()[-1].startswith("same")

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs import host_copies
-from bridge_cg_plugin.upstream.hooks.data import between as early_reads
-from bridge_cg_plugin.upstream.hooks.data import packed_rows
+from bridge_cg_plugin.upstream.hooks import between, packs
 from bridge_cg_plugin.upstream.host_batch import GRIDS, KEPT, PACK_OFFSETS, TOKENS
 from tests.unit import vlm
 from tests.unit.waits import HostWait, no_host_waits
@@ -72,11 +71,11 @@ def test_a_loop_without_host_copies_waits_before_its_encoder_alone(model, sample
         expected = padded(model, call, lengths)
         with pytest.raises(HostWait):
             padded(model, call, lengths, no_host_waits())
-    reads = early_reads.EarlyReads(model)
+    reads = between.EarlyReads(model)
     found = padded(model, call, lengths, no_host_waits())
     reads.remove()
     assert all(same(*pair) for pair in zip(found, expected, strict=True))
-    assert not KEPT._known and not packed_rows._ROWS._known  # a loop may write to its tensors by any means
+    assert not KEPT._known and not packs._ROWS._known  # a loop may write to its tensors by any means
     with pytest.raises(HostWait):
         padded(model, make(samples, seed=1), lengths, no_host_waits())
 
@@ -86,7 +85,7 @@ def test_what_was_read_is_forgotten_and_read_anew(on_a_device):
     tokens = call["input_ids"]
     for _ in range(2):
         tokens.data[0, 0] += 1  # which PyTorch does not count
-        forget = early_reads.read_ahead(call)
+        forget = between.read_ahead(call)
         assert TOKENS.known(tokens).equal(tokens)
         for each in forget:
             each()
@@ -101,7 +100,7 @@ def test_nothing_is_read_that_upstream_does_not_read(change, on_a_device, monkey
         call["input_ids"] = call["input_ids"][0]  # a pack of tokens
     if change == "images":
         call = {name: value for name, value in call.items() if "grid" not in name and "pixel" not in name}
-    early_reads.EarlyReads(torch.nn.Module())._began(torch.nn.Module(), (), call)
+    between.EarlyReads(torch.nn.Module())._began(torch.nn.Module(), (), call)
     assert not TOKENS._known and not GRIDS._known
 
 
@@ -131,7 +130,7 @@ def test_the_host_knows_what_the_step_gives_its_model(model, name, packed, monke
         monkeypatch.setattr(copies, "known", lambda tensor, known=known: asked.append(known(tensor)) or asked[-1])
     monkeypatch.setattr(host_copies, "on_host", lambda tensor: False)  # nothing is known that was not announced
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: pytest.fail("the device was read"))
-    early_reads.EarlyReads(model)
+    between.EarlyReads(model)
     found = stepped(model, BATCHES[name], packed)
     assert all(same(*pair) for pair in zip(found, expected, strict=True))
     assert asked and all(values is not None for values in asked)

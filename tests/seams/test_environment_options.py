@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_environment, read_options
-from bridge_cg_plugin.upstream.hooks.configuration.overrides import resolve
-from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
-from bridge_cg_plugin.upstream.hooks.loops import any_loop
+from bridge_cg_plugin.upstream.hooks import any_loop
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_environment, read_options
+from bridge_cg_plugin.upstream.hooks.overrides import resolve
+from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 
 VARIABLE = any_loop.OPTIONS
 ON = "vision_cuda_graph_impl=transformer_engine"

@@ -12,7 +12,7 @@ from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvi
 from bridge_cg_plugin.cli.explain.models import encoder_of
 from bridge_cg_plugin.cli.planner.records import NotMeasured, language_model_of
 from bridge_cg_plugin.options import OptionError, normalize
-from bridge_cg_plugin.upstream.hooks.configuration import recipes
+from bridge_cg_plugin.upstream.hooks import recipes
 from tests.unit.option_words import told
 
 from ..unit.moonvit_towers import entry_points

@@ -5,13 +5,15 @@ import pytest
 import bridge_cg_plugin
 from bridge_cg_plugin.cli import doctor
 from bridge_cg_plugin.cli.main import main
-from bridge_cg_plugin.upstream.hooks.configuration import training_config
-from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
+from bridge_cg_plugin.upstream.hooks import training_config
+from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from bridge_cg_plugin.upstream.seams.features import FEATURES, feature_states
 from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.upstream.seams.seam import Feature as F
 
 from .test_features import config_of
+
+pytestmark = pytest.mark.usefixtures("libraries_that_import")
 
 
 def test_doctor_shows_each_feature(active, break_seam, capsys):

@@ -7,17 +7,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from torch import nn
 
 import bridge_cg_plugin
 from bridge_cg_plugin import plugin
-from bridge_cg_plugin.upstream.hooks.configuration import training_config
-from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
-from bridge_cg_plugin.upstream.hooks.loops import train_loop
+from bridge_cg_plugin.upstream.hooks import training_config
+from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from bridge_cg_plugin.upstream.seams import states
 from bridge_cg_plugin.upstream.seams.features import FEATURES
 from bridge_cg_plugin.upstream.seams.patches import DriftError, arguments_of, bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS, seam
+from bridge_cg_plugin.upstream.seams.registry.models import LANGUAGE_MODELS, PROVIDERS
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 from bridge_cg_plugin.upstream.seams.seam import Feature as F
 from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
@@ -25,22 +24,12 @@ from bridge_cg_plugin.upstream.seams.states import broken_seams, seam_states
 
 from .conftest import is_importable
 
-MODULES = {
-    "Qwen3VLModelProvider": "qwen_vl.qwen3_vl_provider",
-    "Qwen35VLModelProvider": "qwen_vl.qwen35_vl_provider",
-    "Qwen25VLModelProvider": "qwen_vl.qwen25_vl_provider",
-    "Gemma3VLModelProvider": "gemma_vl.gemma3_vl_provider",
-    "GLM45VModelProvider": "glm_vl.glm_45v_provider",
-    "Qwen25OmniModelProvider": "qwen_omni.qwen25_omni_provider",
-    "Qwen3OmniModelProvider": "qwen_omni.qwen3_omni_provider",
-    "Ministral3ModelProvider": "ministral3.ministral3_provider",
-    "NemotronVLModelProvider": "nemotron_vl.nemotron_vl_provider",
-    "NemotronOmniModelProvider": "nemotron_omni.nemotron_omni_provider",
-    "GPTModelProvider": "gpt_provider",
-    "MambaModelProvider": "mamba.mamba_provider",
-}
-QWEN3_VL, QWEN35_VL, QWEN25_VL, GEMMA3, GLM45V, QWEN25_OMNI, QWEN3_OMNI, MINISTRAL3, *_NEMOTRON, GPT, MAMBA = MODULES
-NEMOTRON_VL, NEMOTRON_OMNI = _NEMOTRON
+MODULES = {provider: module for module, provider, *_ in (*PROVIDERS, *LANGUAGE_MODELS)}
+QWEN3_VL, QWEN35_VL, QWEN25_VL = "Qwen3VLModelProvider", "Qwen35VLModelProvider", "Qwen25VLModelProvider"
+GEMMA3, GLM45V, MINISTRAL3 = "Gemma3VLModelProvider", "GLM45VModelProvider", "Ministral3ModelProvider"
+QWEN25_OMNI, QWEN3_OMNI = "Qwen25OmniModelProvider", "Qwen3OmniModelProvider"
+NEMOTRON_VL, NEMOTRON_OMNI = "NemotronVLModelProvider", "NemotronOmniModelProvider"
+GPT, MAMBA = "GPTModelProvider", "MambaModelProvider"
 VISION = {"vision_cuda_graph_impl": "transformer_engine"}
 EXACT = {**VISION, "vision_cuda_graph_tuning": {"kernels": "exact"}}
 PACKED = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": 16}
@@ -73,21 +62,17 @@ CONFIGURATIONS = {
         {F.DEEPSTACK_GRADIENTS},
     ),
     "vision graphs of Qwen3.5-VL": (QWEN35_VL, EXACT, QWEN3_VISION),
-    "vision graphs of Qwen2.5-VL": (QWEN25_VL, VISION, {F.OPTIONS, F.VISION, "vision graphs of Qwen2.5-VL"}),
-    "vision graphs of Gemma 3": (GEMMA3, VISION, {F.OPTIONS, F.VISION, "vision graphs of Gemma 3"}),
-    "vision graphs of GLM-4.5V": (GLM45V, VISION, {F.OPTIONS, F.VISION, "vision graphs of GLM-4.5V"}),
-    "vision graphs of Qwen2.5-Omni": (QWEN25_OMNI, VISION, {F.OPTIONS, F.VISION, "vision graphs of Qwen2.5-Omni"}),
-    "vision graphs of Ministral 3": (MINISTRAL3, VISION, {F.OPTIONS, F.VISION, "vision graphs of Ministral 3"}),
+    **{
+        f"vision graphs of {name}": (provider, VISION, {F.OPTIONS, F.VISION, f"vision graphs of {name}"})
+        for name, provider in (
+            *(("Qwen2.5-VL", QWEN25_VL), ("Gemma 3", GEMMA3), ("GLM-4.5V", GLM45V), ("Qwen2.5-Omni", QWEN25_OMNI)),
+            *(("Ministral 3", MINISTRAL3), ("Nemotron VL", NEMOTRON_VL), ("Nemotron Omni", NEMOTRON_OMNI)),
+        )
+    },
     "vision graphs of Qwen3-Omni": (
         QWEN3_OMNI,
         VISION,
         {F.OPTIONS, F.VISION, "vision graphs of Qwen3-Omni", "audio graphs of Qwen3-Omni"},
-    ),
-    "vision graphs of Nemotron VL": (NEMOTRON_VL, VISION, {F.OPTIONS, F.VISION, "vision graphs of Nemotron VL"}),
-    "vision graphs of Nemotron Omni": (
-        NEMOTRON_OMNI,
-        VISION,
-        {F.OPTIONS, F.VISION, "vision graphs of Nemotron Omni"},
     ),
     "language-model graphs of Qwen3-VL": (QWEN3_VL, LANGUAGE_MODEL, {F.LANGUAGE_MODEL, F.MULTIMODAL_ROTARY}),
     "language-model graphs of MLPs": (
@@ -129,7 +114,7 @@ ASKED_BY_NONE = {F.BETWEEN, F.CHECKS, F.COPIES, F.LOOPS, F.REPORTS, F.RECIPES, F
 
 @functools.cache
 def provider(name):
-    return getattr(importlib.import_module(f"megatron.bridge.models.{MODULES[name]}"), name)
+    return getattr(importlib.import_module(MODULES[name]), name)
 
 
 def config_of(name, **fields):
@@ -267,38 +252,7 @@ def wrapped(active, monkeypatch):
     bridge_cg_plugin.activate()
 
 
-@pytest.fixture
-def counted(monkeypatch):
-    """What the plugin does before a step, and upstream's step, which does nothing."""
-    steps = []
-    monkeypatch.setattr(train_loop, "make_other_helpers", lambda *given: steps.append(given))
-    return steps
-
-
-@pytest.mark.parametrize("first", ["theirs", "ours"])
-def test_a_wrapper_that_takes_any_arguments_is_wrapped_like_any_function(active, wrapped, counted, monkeypatch, first):
-    module, below = active[TRAIN], []
-    bridge_cg_plugin.deactivate()
-
-    @functools.wraps(module.train_step)
-    def upstreams(*args):
-        below.append(args)
-        return "stepped"
-
-    monkeypatch.setattr(module, "train_step", upstreams)
-    if first == "ours":
-        bridge_cg_plugin.activate()
-    calls = wrapped()
-    bridge_cg_plugin.activate()
-    check_training_config(config_of(QWEN3_VL, **VISION))
-    assert plugin.status()["patches"]["train_step"]["state"] == "active"
-    provider, model = SimpleNamespace(), [nn.Identity()]
-    taken = arguments_of_step(global_state=SimpleNamespace(cfg=SimpleNamespace(model=provider)), model=model)
-    assert module.train_step(*taken) == "stepped"
-    assert counted == [(model, provider)] and len(calls) == len(below) == 1
-
-
-def test_a_wrapper_put_in_place_after_the_plugin_is_wrapped_before_training(active, wrapped, counted):
+def test_a_wrapper_put_in_place_after_the_plugin_is_wrapped_before_training(active, wrapped):
     """Not even `activate()` is called: checking the configuration does it."""
     calls = wrapped()
     assert plugin.status()["patches"]["train_step"]["state"] == "broken"

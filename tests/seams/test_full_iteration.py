@@ -15,8 +15,8 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.language.whole_model import workload as workload_module
 from bridge_cg_plugin.language.whole_model.program import dense_order
 from bridge_cg_plugin.upstream.decoder.per_layer_graphs import replays_one_length
-from bridge_cg_plugin.upstream.hooks.helpers import full_iteration
-from bridge_cg_plugin.upstream.hooks.helpers.full_iteration import CURRENT, find_model
+from bridge_cg_plugin.upstream.hooks import full_iteration
+from bridge_cg_plugin.upstream.hooks.full_iteration import CURRENT, find_model
 
 from ..unit.towers import assert_close, graphs_on
 from ..unit.vlm import Trainer, build, on_cpu, sample, wrapper

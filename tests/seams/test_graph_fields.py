@@ -23,7 +23,7 @@ from bridge_cg_plugin.options import (
 )
 from bridge_cg_plugin.options.graph_options import RELEASES, field_values
 from bridge_cg_plugin.options.sources import FIELDS
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import (
+from bridge_cg_plugin.upstream.hooks.graph_fields import (
     apply_options,
     describe_release,
     graph_options_overridden,

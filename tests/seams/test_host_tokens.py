@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_cg_plugin.upstream.hooks.data import batches, host_tokens
-from bridge_cg_plugin.upstream.hooks.data.host_tokens import STEP_TOKENS
+from bridge_cg_plugin.upstream.hooks import batches, packs
+from bridge_cg_plugin.upstream.hooks.packs import STEP_TOKENS
 from bridge_cg_plugin.upstream.host_batch import PACK_OFFSETS, TOKENS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 pytestmark = pytest.mark.skipif(
-    not host_tokens.PATCHES[0].seam.expected_in(bridge_release()), reason="this release's step has no such packing"
+    not packs.PATCHES[0].seam.expected_in(bridge_release()), reason="this release's step has no such packing"
 )
 FIELDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
@@ -20,8 +20,8 @@ FIELDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv
 @pytest.fixture
 def step(active, monkeypatch):
     """Bridge's step, as it is and with the patch."""
-    monkeypatch.setattr(host_tokens, "any_on_graphs", lambda: True)
-    module = importlib.import_module(host_tokens.PATCHES[0].seam.module)
+    monkeypatch.setattr(packs, "any_on_graphs", lambda: True)
+    module = importlib.import_module(packs.PATCHES[0].seam.module)
     patched = module._pad_and_pack_qwen3_vl_step
     return SimpleNamespace(old=patched.__wrapped__, new=patched)
 

@@ -11,10 +11,9 @@ from bridge_cg_plugin.graphs.memory.returning import Home, ReturningStorages
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.environment import memory_may_leave
-from bridge_cg_plugin.upstream.hooks.helpers import vision_helper
-from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
-from bridge_cg_plugin.upstream.hooks.loops import leaving_models
-from bridge_cg_plugin.upstream.hooks.loops.any_loop import LOOPS
+from bridge_cg_plugin.upstream.hooks import leaving_models, vision_helper
+from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
+from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from tests.leaving import LeavingExecutor
 from tests.main_grads import give_main_grads
 from tests.returning import Returning

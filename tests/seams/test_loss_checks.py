@@ -14,7 +14,7 @@ from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.recordings.compiling import KernelCompiler
-from bridge_cg_plugin.upstream.hooks.loops import loss_checks, train_loop
+from bridge_cg_plugin.upstream.hooks import loss_checks, train_loop
 from tests.unit.waits import HostWait, no_host_waits
 
 CHECKS = {torch.isnan: "found NaN in {}", torch.isinf: "found Inf in {}"}

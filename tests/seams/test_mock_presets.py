@@ -5,13 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
-from transformers import Qwen3VLConfig
 from transformers.utils import hub
 
 from bridge_cg_plugin.cli.runs.recipe import prepare, read
 from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.recipes import with_graphs
-from bridge_cg_plugin.upstream.hooks.configuration import recipes
+from bridge_cg_plugin.upstream.hooks import recipes
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from tests.gpu import test_presets
 from tests.models import local_hub
@@ -75,17 +74,3 @@ def test_what_the_gpu_tests_override_is_taken(offline, name):
     assert config.train.train_iters == test_presets.STEPS
     assert config.train.global_batch_size % config.train.micro_batch_size == 0
     assert vision_options(config.model).check_interval < test_presets.STEPS
-
-
-def test_bridge_takes_weights_that_are_written_here_for_a_checkpoint(tmp_path):
-    from megatron.bridge.training.utils.checkpoint_utils import is_hf_checkpoint_dir
-
-    language_model = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    vision = {"depth": 3, "hidden_size": 32, "num_heads": 2, "deepstack_visual_indexes": [0], "out_hidden_size": 32}
-    Qwen3VLConfig(
-        text_config={**language_model, "head_dim": 16, "intermediate_size": 64, "vocab_size": 128},
-        vision_config={**vision, "intermediate_size": 64},
-    ).save_pretrained(tmp_path)
-    assert not is_hf_checkpoint_dir(str(tmp_path))
-    local_hub.write_weights(tmp_path)
-    assert is_hf_checkpoint_dir(str(tmp_path))

@@ -11,9 +11,7 @@ from torch import nn
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.encoders.registry import find_encoders
-from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
-from bridge_cg_plugin.upstream.hooks.helpers import vision_helper as helpers
-from bridge_cg_plugin.upstream.hooks.loops import train_loop
+from bridge_cg_plugin.upstream.hooks import graph_helper, train_loop, vision_helper
 from bridge_cg_plugin.upstream.seams.registry.models import MODEL, VISION_CONFIG
 
 from ..unit.towers import bridges_step, draw, new_tower
@@ -45,7 +43,7 @@ def not_driven_by_bridge(model):
 @pytest.fixture
 def loop(active, monkeypatch):
     monkeypatch.setattr(train_loop, "find_encoders", not_driven_by_bridge)
-    monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
+    monkeypatch.setattr(vision_helper, "default_executor", lambda **_: ReferenceExecutor())
     yield
     for helper in graph_helper.active_helpers():
         helper.delete_cuda_graphs()

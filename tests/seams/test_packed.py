@@ -10,10 +10,10 @@ import torch
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
-from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
-from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper, find_decoders
+from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper, find_decoders
 from bridge_cg_plugin.upstream.host_batch import PACK_OFFSETS
-from bridge_cg_plugin.upstream.seams.registry.packed import GPT_STEP
+from bridge_cg_plugin.upstream.seams.registry.language_model import GPT_STEP
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 
 from ..unit.packs import graphs_on, new_model, pack
@@ -54,7 +54,7 @@ def test_the_loop_calls_nothing_that_the_helper_lacks(active):
 def test_a_capture_knows_megatrons_random_states(active, monkeypatch):
     """Under sequence parallelism attention asks for their state; a generator that a capture does not know ends it."""
     from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-    from bridge_cg_plugin.upstream.hooks.helpers import packed_helper
+    from bridge_cg_plugin.upstream.hooks import packed_helper
     from bridge_cg_plugin.upstream.random_states import random_states
 
     given = []
@@ -69,7 +69,7 @@ def test_a_capture_knows_megatrons_random_states(active, monkeypatch):
 def test_steps_and_the_end_of_training_reach_the_decoder(active):
     model = new_model()
     with graphs_on(model, pack((300,))) as graphs:
-        from bridge_cg_plugin.upstream.hooks.loops import train_loop
+        from bridge_cg_plugin.upstream.hooks import train_loop
 
         step = next(p.make for p in train_loop.PATCHES if p.name == "train_step")(lambda model, global_state: None)
         step([], SimpleNamespace(cfg=SimpleNamespace(model=None)))
@@ -104,7 +104,7 @@ def fake_batch():
 
 @pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens"])
 def test_the_step_announces_offsets_that_it_moves(active, name):
-    from bridge_cg_plugin.upstream.hooks.data import batches
+    from bridge_cg_plugin.upstream.hooks import batches
 
     patch = next(p for p in batches.PATCHES if p.module == GPT_STEP)
 

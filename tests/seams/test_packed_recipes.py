@@ -4,8 +4,8 @@ import pytest
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.recipes import with_graphs
-from bridge_cg_plugin.upstream.hooks.configuration import recipes
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
+from bridge_cg_plugin.upstream.hooks import recipes
+from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 from .test_recipes import PACKED_BASES, changed, gpus_of, launched

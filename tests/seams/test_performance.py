@@ -15,9 +15,9 @@ from wrapt import register_post_import_hook
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks.configuration import performance_scripts as performance
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
-from bridge_cg_plugin.upstream.hooks.loops import steps
+from bridge_cg_plugin.upstream.hooks import overrides as performance
+from bridge_cg_plugin.upstream.hooks import recipes
+from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.activation import patch_module
 
 from .lookalike import PARSER, write_lookalike
@@ -189,28 +189,7 @@ def test_a_checkout_launches_with_the_flags(checkout, tmp_path, early):
     assert set(states().values()) == {"active"}
 
 
-def test_a_checkout_without_the_flags_is_as_it_was(checkout, tmp_path):
-    run_script = importlib.import_module("run_script")
-    words = [*BENCHMARK, "--cuda_graph_impl", "transformer_engine", "--cuda_graph_scope", "moe_router,moe_preprocess"]
-    args, rest = run_script.parse_cli_args().parse_known_args([*words, "--save_config_filepath", str(tmp_path / "c")])
-    on = run_script._prepare_perf_recipe(args, rest)
-    bridge_cg_plugin.deactivate()
-    args.cuda_graph_scope = args.cuda_graph_scope.split(",")
-    off = run_script._prepare_perf_recipe(args, rest)
-    for name in ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope", "use_te_rng_tracker"):
-        assert getattr(on.model, name) == getattr(off.model, name), name
-    assert on.rng.te_rng_tracker == off.rng.te_rng_tracker
-
-
-def test_a_checkouts_library_recipes_have_the_flags(checkout):
-    run_recipe = importlib.import_module("run_recipe")
-    parser = importlib.import_module("argument_parser").parse_cli_args()
-    args, rest = parser.parse_known_args([*LIBRARY, *VISION, "model.vision_cuda_graph_tuning.slots=2"])
-    vision = read_options(run_recipe._prepare_recipe(args, rest, environment_only=True)).vision
-    assert (vision.impl, vision.slots) == ("transformer_engine", 2)
-
-
 def test_steps_are_the_checkouts(checkout):
     metadata, runner = (importlib.import_module(name) for name in ("recipe_metadata", "recipe_runner"))
-    assert dict(metadata.RECIPE_FORWARD_STEP_PREFIXES) == steps.FAMILIES
-    assert {k: v for k, v in runner.STEP_FUNCTIONS.items() if k != "gpt_step"} == steps.STEPS
+    assert dict(metadata.RECIPE_FORWARD_STEP_PREFIXES) == recipes.FAMILIES
+    assert {k: v for k, v in runner.STEP_FUNCTIONS.items() if k != "gpt_step"} == recipes.STEPS

@@ -9,7 +9,7 @@ from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model import Qwen3VLModel
 
 import bridge_cg_plugin
 from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES
-from bridge_cg_plugin.upstream.hooks.loops.any_loop import LOOPS
+from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from examples import plain_jobs, plain_loop
 from examples.photographs import plain_runs
 from examples.photographs.images import PhotographDataset

@@ -1,22 +1,16 @@
 """A user's graph options over a recipe's, by every way that they reach a configuration of Bridge."""
 
-import copy
 import importlib
 import json
-from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.cli.explain import command
-from bridge_cg_plugin.cli.main import main as bridge_cg
 from bridge_cg_plugin.options import GraphOptionWarning, LanguageModelGraphOptions, OptionError, graph_options
-from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.graph_options import SETTING
 from bridge_cg_plugin.options.language_model import IMPL, MODULES, SCOPE
-from bridge_cg_plugin.upstream.hooks.configuration import recipes
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import apply_options, read_options
-from bridge_cg_plugin.upstream.hooks.configuration.overrides import apply_overrides
-from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options, read_options
+from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
+from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 
 FULL = LanguageModelGraphOptions(impl="full_iteration")
 
@@ -117,22 +111,6 @@ def test_bridges_words_that_contradict_nothing_are_bridges_alone(recipe):
 
     process_config_with_overrides(recipe, cli_overrides=[f"model.{IMPL}=local", "train.train_iters=5"])
     assert recipe.model.cuda_graph_impl == "local" and recipe.model.use_te_rng_tracker is False
-
-
-@FULL_BOTH
-def test_explain_resolves_alike(with_modules, name, monkeypatch, capsys):
-    module = SimpleNamespace(some_config=(lambda: copy.deepcopy(with_modules)))
-    monkeypatch.setattr(recipes, "_modules", lambda: iter([module]))
-    word = f"{name}=full_iteration"
-    words = [word, "rng.te_rng_tracker=true", "rerun_state_machine.check_for_nan_in_loss=false"]
-    assert bridge_cg(["explain", "some_config", *words]) == 0
-    explained = " ".join(capsys.readouterr().out.split())
-    resolved = in_words(command.explain(["some_config", *words]))
-    options = apply_overrides(with_modules, {}, [word])
-    assert resolved == in_words(options)
-    assert all(f"warning: {text}" in explained for text in options.warnings)
-    assert "one graph of forward and backward of the whole step" in in_words(options)
-    assert "of the recipe is dropped" in explained
 
 
 # What Bridge makes of its own overrides

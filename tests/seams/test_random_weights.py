@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from bridge_cg_plugin.cli.runs.recipe import prepare, read
-from bridge_cg_plugin.upstream.hooks.configuration import recipes
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
+from bridge_cg_plugin.upstream.hooks import recipes
+from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from scripts.performance import bench_recipe, random_weights
 from tests.models.local_hub import write_checkpoint
@@ -61,17 +61,6 @@ def test_every_case_resolves_in_every_mode(offline, tmp_path, name, mode):  # no
     if name.startswith("30b"):
         layers = {2: 8, 4: 24, 8: 48}[args.gpus]
         assert (config.model.num_layers, config.model.expert_model_parallel_size) == (layers, args.gpus)
-
-
-def test_a_microbatch_has_two_images_of_the_size_and_fits_the_graphs(prepared):
-    from megatron.bridge.data.builders.mock_vlm_sft import MockVLMSFTDatasetBuilder
-
-    config = prepared("plugin").config
-    context = SimpleNamespace(train_samples=2, valid_samples=0, test_samples=0)
-    data = MockVLMSFTDatasetBuilder(config.dataset).build(context)[0]
-    visual = data.collate_fn([data[i] for i in range(config.train.micro_batch_size)])["visual_inputs"]
-    assert visual.image_grid_thw.tolist() == [[1, HEIGHT // 16, WIDTH // 16]] * 2
-    assert len(visual.pixel_values) <= read_options(config).vision.max_seq_length
 
 
 def test_adapters_get_the_initial_weights_and_nothing_is_loaded(prepared, active, monkeypatch):

@@ -14,8 +14,8 @@ import yaml
 import bridge_cg_plugin
 from bridge_cg_plugin.options import PackedOptions, VisionGraphOptions, packed_options, vision_options
 from bridge_cg_plugin.options.vision import VISION as VISION_GROUP
-from bridge_cg_plugin.upstream.hooks.configuration import provider_fields
-from bridge_cg_plugin.upstream.hooks.configuration.provider_fields import LANGUAGE_MODEL_DEFAULTS
+from bridge_cg_plugin.upstream.hooks import provider_fields
+from bridge_cg_plugin.upstream.hooks.provider_fields import LANGUAGE_MODEL_DEFAULTS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry.models import LANGUAGE_MODELS, PROVIDERS
 from tests.scripts import forked

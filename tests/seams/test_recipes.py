@@ -16,8 +16,8 @@ from bridge_cg_plugin.options import GraphOptionWarning, OptionError, normalize,
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.normalization import _warned
 from bridge_cg_plugin.recipes import GPUS, PRESETS, RECIPES, with_graphs
-from bridge_cg_plugin.upstream.hooks.configuration import recipes
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
+from bridge_cg_plugin.upstream.hooks import recipes
+from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
@@ -119,12 +119,29 @@ def parts_of(config):
 
 
 @every_base
-def test_graphs_change_graph_fields_only(bridge, base):
-    before, after = getattr(bridge, base)(), with_graphs(base, gpu="h200")
+def test_graphs_change_graph_fields_only_and_a_launch_takes_them(bridge, base):
+    """The documented words say which parts; fields of graphs are written by a launch, which knows the configuration."""
+    before, config = getattr(bridge, base)(), with_graphs(base, gpu="h200")
     allowed = GRAPH_FIELDS | ({"model.vision_deepstack_gradient_allreduce"} if base in SUMMED else set())
     if before.model.recompute_granularity == "full":
         allowed |= RECOMPUTE_FIELDS
-    assert changed(before, after) == allowed
+    assert changed(before, config) == allowed
+    check_recompute(before.model, config.model)
+    part = parts_of(config)["language model"]
+    assert part.graphs in LANGUAGE_MODEL and bool(part.why) == (LANGUAGE_MODEL[part.graphs] not in ("whole", "packs"))
+    packs = getattr(config.dataset, "enable_in_batch_packing", False)
+    assert part.graphs == "eager" or ("packed" in part.graphs) == packs
+    check_what_is_explained(in_words(normalize(config)[0]), base)
+    if "expandable_segments:True" in config.env_vars.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        assert str(config.env_vars["NCCL_GRAPH_REGISTER"]) == "0"
+    gpus, model = gpus_of(bridge, base), config.model
+    shards = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
+    if base in INDIVISIBLE:
+        with pytest.raises(AssertionError, match="must be divisible by"):
+            launched(before, gpus)
+        config.train.global_batch_size = gpus // shards * config.train.micro_batch_size
+    launched(config, gpus)
+    assert config.data_parallel_size * shards == gpus
 
 
 @every_text_base
@@ -243,17 +260,6 @@ def test_a_preset_puts_the_encoder_and_the_language_model_on_graphs_or_says_why_
     assert options.packed.enabled == (config.dataset.enable_in_batch_packing and not preset.note)
 
 
-@every_base
-def test_it_validates_as_a_launch_would(bridge, base):
-    gpus, config = gpus_of(bridge, base), with_graphs(base, gpu="h200")
-    model = config.model
-    shards = model.tensor_model_parallel_size * model.pipeline_model_parallel_size * model.context_parallel_size
-    if base in INDIVISIBLE:
-        config.train.global_batch_size = gpus // shards * config.train.micro_batch_size
-    launched(config, gpus)
-    assert config.data_parallel_size * shards == gpus
-
-
 def test_recompute_that_is_added_later_keeps_the_model_eager_and_refuses_what_was_set_explicitly(bridge, capsys):
     config = bridge.qwen3_vl_8b_vision_graphs_h200_sft_config()
     config.model.recompute_granularity = "full"
@@ -278,13 +284,6 @@ def test_its_options_resolve(bridge, name):
     assert config.rng.te_rng_tracker and config.model.use_te_rng_tracker
 
 
-def test_without_the_option_such_recipes_say_that_gradients_are_wrong(bridge):
-    off = "model.vision_deepstack_gradient_allreduce=false"
-    found = {base: normalize(with_graphs(base), off)[0].warnings for base in BASES}
-    assert {base for base, warnings in found.items() if warnings} == SUMMED
-    assert all("with mixture of experts" in text for base in SUMMED for text in found[base])
-
-
 @pytest.mark.parametrize("allreduce", [True, False])
 def test_a_launch_without_the_option_warns_of_wrong_gradients_and_bridge_then_divides_sequences(bridge, allreduce):
     base = "qwen3_vl_30b_a3b_pretrain_mock_config"
@@ -297,21 +296,6 @@ def test_a_launch_without_the_option_warns_of_wrong_gradients_and_bridge_then_di
     assert config.model.sequence_parallel
     given = [str(w.message) for w in caught if issubclass(w.category, GraphOptionWarning)]
     assert len(given) == (not allreduce) and all("wrong gradients" in text for text in given)
-
-
-@every_base
-def test_each_part_gets_what_the_setting_chooses(bridge, base):
-    """The documented words say which; nothing is written before a launch, which knows the whole configuration."""
-    config = with_graphs(base, gpu="h200")
-    assert config.model.cuda_graph_impl == "none" and config.model.cuda_graph_max_packed_seqs is None
-    part = parts_of(config)["language model"]
-    assert part.graphs in LANGUAGE_MODEL and bool(part.why) == (LANGUAGE_MODEL[part.graphs] not in ("whole", "packs"))
-    packs = getattr(config.dataset, "enable_in_batch_packing", False)
-    assert part.graphs == "eager" or ("packed" in part.graphs) == packs
-    check_what_is_explained(in_words(normalize(config)[0]), base)
-    if "expandable_segments:True" in config.env_vars.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-        assert str(config.env_vars["NCCL_GRAPH_REGISTER"]) == "0"
-    check_recompute(getattr(bridge, base)().model, config.model)
 
 
 def check_what_is_explained(said, base):

@@ -11,7 +11,7 @@ from torch import nn
 import bridge_cg_plugin
 from bridge_cg_plugin.cli.runs import recorded_run
 from bridge_cg_plugin.cli.runs.recipe import error_in
-from bridge_cg_plugin.upstream.hooks.loops import steps
+from bridge_cg_plugin.upstream.hooks import recipes
 from scripts.performance.records import check_record
 
 RECIPE = "qwen3_vl_8b_sft_config"
@@ -60,7 +60,7 @@ def calls(bridge, monkeypatch):
     if not hasattr(bridge, RECIPE):
         pytest.skip(f"this release has no {RECIPE}")
     made = []
-    for module, attribute in steps.TRAIN.values():
+    for module, attribute in recipes.TRAIN.values():
         monkeypatch.setattr(importlib.import_module(module), attribute, fake_training(made))
     return made
 

@@ -18,9 +18,9 @@ from bridge_cg_plugin.cli.runs import first_look
 from bridge_cg_plugin.cli.runs import train as run_recipe
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import in_words
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
-from bridge_cg_plugin.upstream.hooks.configuration.training_config import refused_start
-from bridge_cg_plugin.upstream.hooks.loops import steps
+from bridge_cg_plugin.upstream.hooks import recipes
+from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
+from bridge_cg_plugin.upstream.hooks.training_config import refused_start
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 RECIPE = "qwen3_vl_8b_sft_config"
@@ -43,7 +43,7 @@ def name(bridge):
 def trained(name, monkeypatch):
     """What Bridge's training functions were called with."""
     calls = []
-    for mode, (module, attribute) in steps.TRAIN.items():
+    for mode, (module, attribute) in recipes.TRAIN.items():
         record = lambda mode=mode, **kwargs: calls.append((mode, kwargs))  # noqa: E731
         monkeypatch.setattr(importlib.import_module(module), attribute, record)
     monkeypatch.setattr(run_recipe, "require_gpu", lambda: None)
@@ -231,11 +231,11 @@ def test_the_model_follows_the_datasets_sequence_length(trained):
     assert trained[1][1]["config"].model.seq_length == 2048
 
 
-@pytest.mark.parametrize("step", steps.STEPS)
+@pytest.mark.parametrize("step", recipes.STEPS)
 def test_steps_are_in_the_newest_release(step):
     if not bridge_release().startswith("0.6."):
         pytest.skip("an older release lacks some")
-    module, attribute = steps.STEPS[step]
+    module, attribute = recipes.STEPS[step]
     spec = importlib.util.find_spec(module)
     assert spec is not None and attribute in Path(spec.origin).read_text()
 
@@ -249,8 +249,8 @@ def test_steps_are_in_the_newest_release(step):
     ],
 )
 def test_the_mode_follows_the_name(recipe, mode):
-    assert steps.mode_of(recipe, benchmark=False) == mode
-    assert steps.mode_of(recipe, benchmark=True) == "pretrain"
+    assert recipes.mode_of(recipe, benchmark=False) == mode
+    assert recipes.mode_of(recipe, benchmark=True) == "pretrain"
 
 
 def test_experts_want_a_multiple_of_their_ranks_too():
@@ -265,7 +265,7 @@ def test_experts_want_a_multiple_of_their_ranks_too():
 def test_process_groups_end_where_they_started(trained, monkeypatch, tmp_path):
     """Bridge leaves its process groups behind after an end that it did not foresee; a caller's are the caller's."""
     distributed, ours = torch.distributed, not torch.distributed.is_initialized()
-    module, attribute = steps.TRAIN["finetune"]
+    module, attribute = recipes.TRAIN["finetune"]
     store = f"file://{tmp_path}/store"
     start = lambda **_: distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)  # noqa: E731
     if ours:
@@ -287,4 +287,4 @@ def test_without_a_gpu_it_ends_before_the_recipe_is_built(monkeypatch, capsys):
 
 def test_a_name_that_says_no_mode():
     with pytest.raises(OptionError, match="Pass --mode"):
-        steps.mode_of("tiny_config", benchmark=False)
+        recipes.mode_of("tiny_config", benchmark=False)

@@ -13,7 +13,7 @@ import bridge_cg_plugin
 from bridge_cg_plugin import recipes
 from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.recipes import SMALL_RECIPES
-from bridge_cg_plugin.upstream.hooks.configuration.graph_fields import read_options
+from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 
 from .test_recipes import launched
 

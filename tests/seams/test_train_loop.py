@@ -1,5 +1,4 @@
 import copy
-import functools
 import inspect
 from types import SimpleNamespace
 
@@ -10,9 +9,9 @@ from torch import nn
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
-from bridge_cg_plugin.upstream.hooks.loops import rank_figures, train_loop
+from bridge_cg_plugin.upstream.hooks import train_loop
+from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.parallel.data_parallel import megatron_reduction
 
 from ..unit.towers import DEFAULTS, draw, new_tower
@@ -128,18 +127,19 @@ def test_metrics_reach_the_loggers_at_their_interval(helper, positional):
         assert ("vision_cuda_graph/replays", 1.0, 5) in board.scalars
 
 
-def test_logging_reports_a_hundred_steps_on_the_console(helper, capsys, monkeypatch):
-    monkeypatch.setattr(train_loop, "FIGURES", rank_figures.Figures())
+def test_logging_reports_many_steps_at_once_on_the_console(helper, capsys, monkeypatch):
+    monkeypatch.setattr(train_loop, "FIGURES", train_loop.Figures())
+    monkeypatch.setattr(train_loop.Figures, "EVERY", 10)
     log = make("train_log")(lambda losses, global_state: None)
     capsys.readouterr()
-    for step in range(1, 206):
+    for step in range(1, 26):
         helper.graphs.model(*draw([[1, 4, 4]]))
         log({}, global_state=state_at(step))
     said = [line for line in capsys.readouterr().out.splitlines() if "microbatches replayed" in line]
     assert [line.partition(", padding")[0] for line in said] == [
         "[bridge-cg] vision_cuda_graph, steps 1 to 5: 5 of 5 microbatches replayed (100.0%)",
-        "[bridge-cg] vision_cuda_graph, steps 6 to 105: 100 of 100 microbatches replayed (100.0%)",
-        "[bridge-cg] vision_cuda_graph, steps 106 to 205: 100 of 100 microbatches replayed (100.0%)",
+        "[bridge-cg] vision_cuda_graph, steps 6 to 15: 10 of 10 microbatches replayed (100.0%)",
+        "[bridge-cg] vision_cuda_graph, steps 16 to 25: 10 of 10 microbatches replayed (100.0%)",
     ]
 
 
@@ -226,28 +226,3 @@ def test_no_reduction_without_data_parallelism():
     assert megatron_reduction([model], model) is None
     assert megatron_reduction([gathered_chunk(nn.Linear(4, 4))[0]], model) is None
     assert megatron_reduction([model], nn.Identity()) is None
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_upstreams_reduction_counts_gradients_of_the_last_microbatch_only(last):
-    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-
-    model = nn.Linear(4, 4)
-    chunk, _ = gathered_chunk(model)
-    parameters = list(model.parameters())
-    group = SimpleNamespace(
-        ddp_config=chunk.ddp_config,
-        is_last_microbatch=last,
-        is_first_batch=False,
-        params=set(parameters),
-        param_to_bucket=dict.fromkeys(parameters),
-        per_param_grad_ready_counts={},
-        golden_per_param_grad_ready_counts=dict.fromkeys(parameters, 1),
-        started=[],
-    )
-    group.start_grad_sync = lambda force_all_reduce: group.started.append(force_all_reduce)
-    group.register_grad_ready = functools.partial(_ParamAndGradBucketGroup.register_grad_ready, group)
-    chunk.param_to_bucket_group = dict.fromkeys(parameters, group)
-    chunk.force_all_reduce = False
-    megatron_reduction([chunk], model).arrived(parameters)
-    assert group.started == ([False] if last else [])

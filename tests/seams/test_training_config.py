@@ -5,9 +5,8 @@ import pytest
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders import deepstack
-from bridge_cg_plugin.upstream.hooks.configuration import training_config
-from bridge_cg_plugin.upstream.hooks.configuration.training_config import check_training_config
-from bridge_cg_plugin.upstream.hooks.loops import train_loop
+from bridge_cg_plugin.upstream.hooks import train_loop, training_config
+from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from bridge_cg_plugin.upstream.seams.patches import DriftError
 from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 

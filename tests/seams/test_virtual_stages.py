@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.parallel import virtual_stages
+from bridge_cg_plugin.upstream.parallel import pipelines
 
 MODULE = "megatron.bridge.models.qwen_vl.qwen3_vl_provider"
 PROVIDERS = ["Qwen3VLModelProvider", "Qwen3VLMoEModelProvider"]
@@ -59,11 +59,11 @@ def test_a_release_that_tells_it_is_left_alone():
     def drops(self, pre_process=None, post_process=None, vp_stage=None):
         return Built(pre_process=pre_process)
 
-    assert not virtual_stages._drops_stage(provide)
-    assert virtual_stages._drops_stage(drops)
+    assert not pipelines._drops_stage(provide)
+    assert pipelines._drops_stage(drops)
 
 
 def test_qwen35_tells_it_itself(active):
     found = importlib.import_module("megatron.bridge.models.qwen_vl.qwen35_vl_provider")
     for name in ("Qwen35VLModelProvider", "Qwen35VLMoEModelProvider"):
-        assert not virtual_stages._drops_stage(getattr(found, name).provide)
+        assert not pipelines._drops_stage(getattr(found, name).provide)

@@ -9,7 +9,7 @@ from bridge_cg_plugin.cli.runs.recipe import read
 from bridge_cg_plugin.cli.runs.results import read_records
 from bridge_cg_plugin.options import normalize
 from bridge_cg_plugin.options.flags import given_flags
-from bridge_cg_plugin.upstream.hooks.configuration.overrides import graph_words
+from bridge_cg_plugin.upstream.hooks.overrides import graph_words
 from examples.photographs.processes import TrainingFailed
 from scripts.performance import bench_recipe
 from scripts.performance.records import check_record

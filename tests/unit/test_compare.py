@@ -13,7 +13,7 @@ from bridge_cg_plugin.cli.report.sources import runs_in
 from bridge_cg_plugin.cli.runs import compare, recipe
 from bridge_cg_plugin.options import normalize
 from bridge_cg_plugin.options.flags import given_flags
-from bridge_cg_plugin.upstream.hooks.configuration.overrides import graph_words
+from bridge_cg_plugin.upstream.hooks.overrides import graph_words
 
 RECIPE = "qwen3_vl_some_pretrain_config"
 # A run: prints steps and writes a record, or does what its mode is told to.

@@ -13,7 +13,7 @@ from bridge_cg_plugin.options.explain import further
 from bridge_cg_plugin.options.flags import add_flags, flags_of, given_flags
 from bridge_cg_plugin.options.values import whole_number
 from bridge_cg_plugin.options.vision import VISION
-from bridge_cg_plugin.upstream.hooks.configuration.provider_fields import accepting_init, extended_fields
+from bridge_cg_plugin.upstream.hooks.provider_fields import accepting_init, extended_fields
 
 from .test_option_docs import group_table, tuning_table
 

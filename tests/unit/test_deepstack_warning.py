@@ -12,7 +12,7 @@ from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.options import GraphOptionWarning, graph_options
 from bridge_cg_plugin.options.explain import as_json, in_words
 from bridge_cg_plugin.options.normalization import _warned
-from bridge_cg_plugin.upstream.hooks.configuration import recipes
+from bridge_cg_plugin.upstream.hooks import recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 # What LoRA and DoRA take if nobody says otherwise.

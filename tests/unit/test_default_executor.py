@@ -7,9 +7,9 @@ import torch
 
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream import environment
-from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, packed_helper, vision_helper
-from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks import graph_helper, packed_helper, vision_helper
+from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
 from ..executors import new_executor
 from .packs import DEFAULTS as PACKED

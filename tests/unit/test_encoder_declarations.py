@@ -30,8 +30,8 @@ import sys
 
 from bridge_cg_plugin.upstream.seams.activation import PATCHING
 
-assert "tests.unit.mean_provider" in PATCHING["hooks.configuration.provider_fields"]
-assert "example.mean_step" in PATCHING["hooks.data.batches"]
+assert "tests.unit.mean_provider" in PATCHING["hooks.provider_fields"]
+assert "example.mean_step" in PATCHING["hooks.batches"]
 assert "bridge_cg_plugin.upstream.seams.seam" not in sys.modules and "torch" not in sys.modules
 
 from bridge_cg_plugin.upstream.seams.features import FEATURES, _ASKS

@@ -6,7 +6,7 @@ from typing import Literal, Optional
 import pytest
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks.configuration.overrides import check_value, check_word
+from bridge_cg_plugin.upstream.hooks.overrides import check_value, check_word
 
 
 @pytest.mark.parametrize(

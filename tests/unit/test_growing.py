@@ -13,7 +13,7 @@ from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.joint_step import before_evaluation
 from bridge_cg_plugin.graphs.rank_consensus import Agreed
 from bridge_cg_plugin.graphs.recordings.recorder import Recordings
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
 from ..ranks import run_ranks
 from . import packs

@@ -7,7 +7,7 @@ import pytest
 
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.options import OptionError, graph_options
-from bridge_cg_plugin.upstream.hooks.configuration import graph_fields
+from bridge_cg_plugin.upstream.hooks import graph_fields
 from bridge_cg_plugin.upstream.seams import activation, patches
 
 REFUSAL = "megatron-bridge 0.4.2 is too old for bridge_cg_plugin: use 0.5 or newer"

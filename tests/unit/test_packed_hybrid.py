@@ -8,8 +8,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder import block as packed_decoder
-from bridge_cg_plugin.upstream.hooks.data import pack_indices
-from bridge_cg_plugin.upstream.hooks.helpers.packed_helper import PackedCudaGraphHelper
+from bridge_cg_plugin.upstream.hooks import packs as pack_indices
+from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper
 
 from ..main_grads import hook_main_grads
 from .hybrids import hybrid_pack, new_hybrid, stand_ins

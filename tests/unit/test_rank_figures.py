@@ -17,8 +17,8 @@ from bridge_cg_plugin.graphs.reports.report import (
     render_ranks,
 )
 from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, RegionStatistics
-from bridge_cg_plugin.upstream.hooks.loops import train_loop
-from bridge_cg_plugin.upstream.hooks.loops.rank_figures import Figures, pauses_of_ranks
+from bridge_cg_plugin.upstream.hooks import train_loop
+from bridge_cg_plugin.upstream.hooks.train_loop import Figures, pauses_of_ranks
 from bridge_cg_plugin.vision.batch import shape_of
 from tests.ranks import run_ranks
 

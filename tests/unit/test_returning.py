@@ -14,7 +14,7 @@ from bridge_cg_plugin.graphs.memory.ranges import AddressRange, close_left
 from bridge_cg_plugin.graphs.memory.returning import Home, ReturningStorages, ReturningTensors, release_homes
 from bridge_cg_plugin.graphs.memory.virtual_memory import DeviceMemoryError, NoDeviceMemory
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.upstream.hooks.loops.leaving_models import ReturningBuffers
+from bridge_cg_plugin.upstream.hooks.leaving_models import ReturningBuffers
 
 from ..fake_device import FakeVirtualMemory
 from ..regions import new_region

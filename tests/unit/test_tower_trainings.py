@@ -18,7 +18,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, vision_helper
+from bridge_cg_plugin.upstream.hooks import graph_helper, vision_helper
 from examples.photographs.small_tower import start_single_process
 from tests.gpu.tower_case import VOCABULARY
 from tests.gpu.tower_training import RandomItems, graph_fields

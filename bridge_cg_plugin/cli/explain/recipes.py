@@ -32,8 +32,8 @@ from bridge_cg_plugin.cli.planner.records import (
 from bridge_cg_plugin.options import GraphOptions, OptionError, VisionGraphOptions
 from bridge_cg_plugin.options.packed import RankLayout
 from bridge_cg_plugin.recipes import RECIPES
-from bridge_cg_plugin.upstream.hooks.configuration.overrides import resolve
-from bridge_cg_plugin.upstream.hooks.configuration.recipes import build_recipe, no_configuration, recipe_names
+from bridge_cg_plugin.upstream.hooks.overrides import resolve
+from bridge_cg_plugin.upstream.hooks.recipes import build_recipe, no_configuration, recipe_names
 from bridge_cg_plugin.upstream.seams.activation import patch_other_providers
 
 from . import models, standins

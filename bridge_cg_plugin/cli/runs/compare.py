@@ -42,7 +42,7 @@ from bridge_cg_plugin.options.language_model import IMPL
 from bridge_cg_plugin.options.packed import PACKED_FIELDS
 from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, LANGUAGE_MODEL_FIELDS
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
-from bridge_cg_plugin.upstream.hooks.loops.steps import LANGUAGE_MODEL_STEP, step_name
+from bridge_cg_plugin.upstream.hooks.recipes import LANGUAGE_MODEL_STEP, step_name
 
 WORKER, RECIPE = (Path(__file__).with_name(name) for name in ("recorded_run.py", "train.py"))
 ITERATIONS = "train.train_iters"

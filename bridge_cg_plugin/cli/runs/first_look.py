@@ -18,7 +18,7 @@ from bridge_cg_plugin.cli.runs.recipe import mode_and_step, read, with_presets
 from bridge_cg_plugin.cli.runs.results import ROOT
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed, given_flags
-from bridge_cg_plugin.upstream.hooks.configuration.recipes import build_recipe
+from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
 
 _WORLD = ("WORLD_SIZE", "SLURM_NTASKS")
 REFUSED = 2

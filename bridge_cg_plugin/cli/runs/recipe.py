@@ -22,7 +22,7 @@ from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.flags import FLAGS, add_flags, given_flags, unknown_flag
 from bridge_cg_plugin.recipes import GPUS, with_graphs
 from bridge_cg_plugin.recipes.graphs import mock_dataset
-from bridge_cg_plugin.upstream.hooks.loops.steps import Mode
+from bridge_cg_plugin.upstream.hooks.recipes import Mode
 
 # Flags that have gone, with the launcher that submitted jobs to SLURM.
 GONE = ("account", "partition", "time", "experiment_name", "container_image", "mount", "env")
@@ -193,9 +193,8 @@ def prepare(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
         OptionError: There is no such recipe, field or step, or the options cannot work.
     """
     bridge_cg_plugin.activate()
-    from bridge_cg_plugin.upstream.hooks.configuration.overrides import resolve
-    from bridge_cg_plugin.upstream.hooks.configuration.recipes import build_recipe
-    from bridge_cg_plugin.upstream.hooks.loops.steps import forward_step
+    from bridge_cg_plugin.upstream.hooks.overrides import resolve
+    from bridge_cg_plugin.upstream.hooks.recipes import build_recipe, forward_step
 
     with quick_imports():
         recipe = build_recipe(parsed.recipe)
@@ -224,8 +223,7 @@ def mode_and_step(parsed: argparse.Namespace) -> tuple[Mode, str]:
     Raises:
         OptionError: The name does not tell how to train, or there is no such step.
     """
-    from bridge_cg_plugin.upstream.hooks.configuration.recipes import is_benchmark
-    from bridge_cg_plugin.upstream.hooks.loops.steps import check_step, mode_of, step_name
+    from bridge_cg_plugin.upstream.hooks.recipes import check_step, is_benchmark, mode_of, step_name
 
     mode = parsed.mode or mode_of(parsed.recipe, is_benchmark(parsed.recipe))
     step = parsed.step_func or step_name(parsed.recipe)
@@ -235,8 +233,7 @@ def mode_and_step(parsed: argparse.Namespace) -> tuple[Mode, str]:
 
 def train(run: Prepared, callbacks: Sequence[Any] = ()) -> None:
     """Train in this process, which torchrun or srun may have started as one of many, with Bridge training callbacks."""
-    from bridge_cg_plugin.upstream.hooks.data.dataset_helper import helper_as_shipped
-    from bridge_cg_plugin.upstream.hooks.loops.steps import train_function
+    from bridge_cg_plugin.upstream.hooks.recipes import helper_as_shipped, train_function
 
     # Bridge sets it to True, which takes the tokenizer's guard away: a forked data worker would wait for ever for
     # threads that only its parent has.

@@ -34,7 +34,7 @@ def with_upstreams_graphs(run: Prepared) -> Prepared:
 
     Communication does not overlap then: capture of upstream's graphs aborts under `overlap_param_gather`.
     """
-    from bridge_cg_plugin.upstream.hooks.loops.steps import forward_step
+    from bridge_cg_plugin.upstream.hooks.recipes import forward_step
 
     bridge_cg_plugin.deactivate()
     overlap = getattr(run.config, "comm_overlap", None)

@@ -32,7 +32,7 @@ from bridge_cg_plugin.cli.runs.recipe import (
 )
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
-from bridge_cg_plugin.upstream.hooks.configuration.training_config import refused_start
+from bridge_cg_plugin.upstream.hooks.training_config import refused_start
 
 
 def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:

@@ -1,1 +1,1 @@
-"""What runs inside Bridge: providers, configurations, the train loop, launchers."""
+"""What runs inside Bridge: options on providers and recipes, batches, train loops and what they call to capture."""

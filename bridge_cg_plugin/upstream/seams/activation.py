@@ -20,37 +20,36 @@ _QWEN3_VL_STEP = f"{QWEN_VL}.qwen3_vl_step"
 # Module of this package -> upstream's modules that it patches when they are imported, in the order in which those of
 # one module are applied.
 PATCHING: dict[str, tuple[str, ...]] = {
-    "hooks.loops.train_loop": (f"{_TRAINING}.train",),
-    "hooks.loops.loss_checks": (f"{_CORE}.rerun_state_machine",),
-    "hooks.loops.any_loop": (f"{_CORE}.pipeline_parallel.schedules",),
-    "hooks.helpers.packed_helper": (f"{_TRAINING}.train",),
-    "hooks.helpers.full_iteration": (f"{_CORE}.full_cuda_graph",),
-    "hooks.configuration.training_config": (f"{_TRAINING}.config",),
-    "hooks.configuration.provider_fields": (
+    "hooks.train_loop": (f"{_TRAINING}.train",),
+    "hooks.loss_checks": (f"{_CORE}.rerun_state_machine",),
+    "hooks.any_loop": (f"{_CORE}.pipeline_parallel.schedules",),
+    "hooks.packed_helper": (f"{_TRAINING}.train",),
+    "hooks.full_iteration": (f"{_CORE}.full_cuda_graph",),
+    "hooks.training_config": (f"{_TRAINING}.config",),
+    "hooks.provider_fields": (
         *(f"{MODELS}.{name}" for name in ("gpt_provider", "hybrid.hybrid_provider", "mamba.mamba_provider")),
         *(model.module for model in (*QWEN3_VL_MODELS, *DECLARED_MODELS)),
     ),
-    "hooks.configuration.recipes": ("megatron.bridge.recipes", "megatron.bridge.recipes.qwen_vl"),
-    "hooks.configuration.performance_scripts": (
+    "hooks.recipes": ("megatron.bridge.recipes", "megatron.bridge.recipes.qwen_vl"),
+    "hooks.overrides": (
         f"{_TRAINING}.utils.omegaconf_utils",
         # Modules of upstream's scripts/performance; others of these names are left alone.
         *("argument_parser", "utils.overrides", "utils.utils"),
     ),
-    "hooks.data.batches": (
+    "hooks.batches": (
         *(f"{_TRAINING}.gpt_step", _QWEN3_VL_STEP),
         *(step for model in DECLARED_MODELS for step in model.steps),
+        f"{_TRAINING}.utils.visual_inputs",
     ),
-    "hooks.data.host_tokens": (_QWEN3_VL_STEP,),
-    "hooks.data.batch_copies": (f"{_TRAINING}.utils.visual_inputs",),
-    "hooks.data.pack_indices": (f"{_CORE}.packed_seq_params",),
+    "hooks.packs": (_QWEN3_VL_STEP, f"{_CORE}.packed_seq_params"),
     "encoders.deepstack": (f"{_QWEN3_VL}.model",),
     "encoders.qwen3_vl_patches": (f"{_QWEN3_VL}.vision_model",),
-    "hooks.data.between": (f"{_QWEN3_VL}.model",),
+    "hooks.between": (f"{_QWEN3_VL}.model",),
     "decoder.variable_lengths": (f"{_QWEN3_VL}.model",),
     "decoder.offload": (f"{_QWEN3_VL}.text_model", f"{_QWEN3_VL}.attention"),
     "decoder.per_layer_graphs": (_QWEN3_VL_STEP, f"{_CORE}.transformer.transformer_layer"),
     "decoder.offloaded_groups": (f"{_CORE}.pipeline_parallel.fine_grained_activation_offload",),
-    "parallel.virtual_stages": tuple({model.module: None for model in QWEN3_VL_MODELS[:2]}),
+    "parallel.pipelines": tuple({model.module: None for model in QWEN3_VL_MODELS[:2]}),
 }
 _on = False
 _hooked = False
@@ -132,7 +131,7 @@ def patch_other_providers() -> None:
     except Exception:
         LOGGER.exception("bridge_cg_plugin could not read the entry points of other packages")
         return
-    PATCHING["hooks.configuration.provider_fields"] += modules
+    PATCHING["hooks.provider_fields"] += modules
     for name in modules:
         register_post_import_hook(_imported, name)
 

@@ -7,25 +7,25 @@ from typing import Any
 
 from torch import nn
 
-from ....announce import announce, warn
-from ....graphs.joint_step import joint_step
-from ....graphs.manager import GraphManager
-from ....options import OptionError, graph_options
-from ....options.facts import LOOP_PARTS
-from ....options.graph_options import LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER
-from ....options.normalization import options_of
-from ....options.sources import Written, collect
-from ...encoders.registry import find_encoders
-from ...environment import memory_may_leave
-from ...parallel.data_parallel import data_parallel
-from ...parallel.schedules import stages_of
-from ...wrappers import chunks_of, config_of, unwrapped
-from ..configuration.graph_fields import apply_options
-from ..configuration.provider_fields import EVERY
-from ..helpers.graph_helper import GraphHelper, asks_for_packed_graphs, asks_for_vision_graphs, modules_on_graphs
-from ..helpers.packed_helper import PackedCudaGraphHelper, checked_options, find_decoders
-from ..helpers.vision_helper import VisionTECudaGraphHelper, encoder_options
+from ...announce import announce, warn
+from ...graphs.joint_step import joint_step
+from ...graphs.manager import GraphManager
+from ...options import OptionError, graph_options
+from ...options.facts import LOOP_PARTS
+from ...options.graph_options import LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER
+from ...options.normalization import options_of
+from ...options.sources import Written, collect
+from ..encoders.registry import find_encoders
+from ..environment import memory_may_leave
+from ..parallel.data_parallel import data_parallel
+from ..parallel.pipelines import stages_of
+from ..wrappers import chunks_of, config_of, unwrapped
+from .graph_fields import apply_options
+from .graph_helper import GraphHelper, asks_for_packed_graphs, asks_for_vision_graphs, modules_on_graphs
 from .leaving_models import ReturningBuffers, has_left
+from .packed_helper import PackedCudaGraphHelper, checked_options, find_decoders
+from .provider_fields import EVERY
+from .vision_helper import VisionTECudaGraphHelper, encoder_options
 
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.
 WARMUP_CALLS = 3

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ....announce import warn
-from ....options import (
+from ...announce import warn
+from ...options import (
     SCOPE_FIELD,
     Facts,
     GraphOptions,
@@ -19,17 +19,17 @@ from ....options import (
     check_options,
     normalize,
 )
-from ....options.graph_options import SETTING
-from ....options.language_model import IMPL, SWITCHES
-from ....options.normalization import options_of, warn_once
-from ....options.sources import LANGUAGE_MODEL_FIELDS, Written
-from ...environment import check_process
-from ...seams.features import FEATURES, Wish, features_of, refusal
-from ...seams.patches import DriftError, Patch, bridge_release
-from ...seams.registry import seam
-from ...seams.releases import RELEASES
-from ...seams.seam import Feature
-from ...seams.states import broken_seams
+from ...options.graph_options import SETTING
+from ...options.language_model import IMPL, SWITCHES
+from ...options.normalization import options_of, warn_once
+from ...options.sources import LANGUAGE_MODEL_FIELDS, Written
+from ..environment import check_process
+from ..seams.features import FEATURES, Wish, features_of, refusal
+from ..seams.patches import DriftError, Patch, bridge_release
+from ..seams.registry import seam
+from ..seams.releases import RELEASES
+from ..seams.seam import Feature
+from ..seams.states import broken_seams
 from .graph_fields import apply_environment, apply_options, collect_for_start
 
 _told: set[str] = set()

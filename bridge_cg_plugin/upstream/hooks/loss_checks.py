@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ...seams.patches import Patch
-from ...seams.registry import seam
-from ..helpers.graph_helper import any_on_graphs
+from ..seams.patches import Patch
+from ..seams.registry import seam
+from .graph_helper import any_on_graphs
 
 DISABLED = "disabled"
 REJECTED_BY_VALUE = (torch.isnan, torch.isinf)

@@ -8,14 +8,14 @@ import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
-from ....options.graph_options import CHOICE
-from ....options.packed import PACKED
-from ....options.vision import VISION
-from ...seams.encoders import other_providers
-from ...seams.patches import Patch
-from ...seams.registry import seam
-from ...seams.registry.models import LANGUAGE_MODELS, PROVIDERS, field_seams
-from ...seams.seam import Seam
+from ...options.graph_options import CHOICE
+from ...options.packed import PACKED
+from ...options.vision import VISION
+from ..seams.encoders import other_providers
+from ..seams.patches import Patch
+from ..seams.registry import seam
+from ..seams.registry.models import LANGUAGE_MODELS, PROVIDERS, field_seams
+from ..seams.seam import Seam
 
 # The one setting speaks for language model and encoder, so every model has its field.
 LANGUAGE_MODEL_DEFAULTS = CHOICE.added | PACKED.added

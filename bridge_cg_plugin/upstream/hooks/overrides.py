@@ -1,19 +1,27 @@
-"""A command line, applied to a Bridge configuration: Bridge's own overrides, then graph options."""
+"""A command line, applied to a Bridge configuration: Bridge's own overrides, then graph options.
+
+Upstream's scripts/performance, launched as they are, take the flags of graphs, too.
+"""
 
 import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from ....options import GraphOptions, OptionError, check_options, normalize
-from ....options.choosing import refuse_other_trackers
-from ....options.graph_options import SETTING, field_values, split_name, tuning_of
-from ....options.normalization import settle, warn_once
-from ....options.sources import ATTRIBUTES, FIELDS, SETTINGS, Written, collect, fields_of
-from ....options.values import is_unset
+from ...options import GraphOptions, OptionError, check_options, normalize, vision_options
+from ...options.choosing import refuse_other_trackers
+from ...options.flags import add_flags, clear_flags, given_flags, take_flags
+from ...options.graph_options import SETTING, field_values, split_name, tuning_of
+from ...options.language_model import IMPL, SCOPE
+from ...options.normalization import settle, warn_once
+from ...options.sources import ATTRIBUTES, FIELDS, SETTINGS, Written, collect, fields_of
+from ...options.values import is_unset
+from ..seams.patches import Patch
+from ..seams.registry import seam
 from .graph_fields import apply_environment, apply_options, collect_for_start, describe_release
 from .training_config import check_configuration
 
@@ -302,3 +310,104 @@ def _follow_dataset(config: Any, words: Sequence[str]) -> None:
     """Give the model the dataset's sequence length, which Bridge wants alike, unless the user gave it one."""
     if not any(word.startswith("model.seq_length=") for word in words):
         config.model.seq_length = config.dataset.seq_length
+
+
+# What upstream's modules of these names define, and others do not.
+DEFINED = {
+    "argument_parser": "VALID_CUDA_GRAPH_SCOPES",
+    "utils.overrides": "set_workload_base_configs",
+    "utils.utils": "WorkloadBaseConfig",
+}
+# Graph options among a configuration's Hydra words, until its parsed arguments come, by the configuration's id: what
+# the words set, and the flags between them.
+_words: dict[int, tuple[Written, dict[str, Any]]] = {}
+
+
+@dataclass(slots=True)
+class ScriptPatch(Patch):
+    """A patch of a module that has no package of its own: another module of the same name is left alone."""
+
+    def apply(self, module: ModuleType) -> None:
+        """Replace the attribute if the module is upstream's."""
+        if hasattr(module, DEFINED[self.module]):
+            Patch.apply(self, module)
+        else:
+            self.state, self.reason = "native", "another module of this name"
+
+
+def _with_flags(old: Callable[[], Any]) -> Callable[[], Any]:
+    def parse_cli_args() -> Any:
+        parser = old()
+        add_flags(parser, replace=True)
+        return parser
+
+    return parse_cli_args
+
+
+def _keeping_tracker(old: Callable[..., Any]) -> Callable[..., Any]:
+    def set_cuda_graph_overrides(recipe: Any, *args: Any, **kwargs: Any) -> Any:
+        found = old(recipe, *args, **kwargs)
+        if vision_options(recipe.model).enabled:
+            recipe.rng.te_rng_tracker = recipe.model.use_te_rng_tracker = True
+        return found
+
+    return set_cuda_graph_overrides
+
+
+def _after_words(old: Callable[..., Any]) -> Callable[..., Any]:
+    def set_cli_overrides(recipe: Any, cli_overrides: list[str]) -> Any:
+        flags, rest = take_flags(cli_overrides or [])
+        recipe = old(recipe, rest)
+        written = resolved_words(recipe, rest)
+        if flags or written.fields:
+            _words[id(recipe)] = written, flags
+        return recipe
+
+    return set_cli_overrides
+
+
+def _with_graphs(old: Callable[..., Any]) -> Callable[..., Any]:
+    """Graph options come first: what upstream does next depends on them."""
+
+    def set_user_overrides(recipe: Any, args: Any) -> Any:
+        written, flags = _words.pop(id(recipe), (Written(), {}))
+        flags = {**flags, **given_flags(args)}
+        if flags:
+            apply_flags(recipe, written, flags)
+        return old(recipe, clear_flags(args, (IMPL, SCOPE)))
+
+    return set_user_overrides
+
+
+def _with_graphs_of_recipes(old: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_argparse_overrides(config: Any, args: Any) -> Any:
+        config = old(config, args)
+        flags = given_flags(args)
+        if flags:
+            apply_flags(config, flags)
+        return config
+
+    return apply_argparse_overrides
+
+
+def _without_flags(old: Callable[..., Any]) -> Callable[..., Any]:
+    def process_config_with_overrides(
+        config: Any, config_filepath: Any = None, cli_overrides: list[str] | None = None
+    ) -> Any:
+        flags, rest = take_flags(cli_overrides or [])
+        before = collect(config)
+        config = old(config, config_filepath, rest or None)
+        apply_to_bridges(config, before, written_by_bridge(config, config_filepath, rest), flags)
+        return config
+
+    return process_config_with_overrides
+
+
+PATCHES = (
+    ScriptPatch(seam("performance_parser"), _with_flags),
+    ScriptPatch(seam("performance_overrides"), _keeping_tracker),
+    ScriptPatch(seam("performance_user_overrides"), _with_graphs),
+    ScriptPatch(seam("performance_words"), _after_words),
+    ScriptPatch(seam("performance_recipes"), _with_graphs_of_recipes),
+    Patch(seam("hydra_words"), _without_flags),
+)

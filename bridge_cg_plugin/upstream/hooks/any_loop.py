@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ....graphs.joint_step import before_evaluation
-from ....options.graph_options import SETTING
-from ...environment import OPTIONS
-from ...seams.activation import before_deactivation
-from ...seams.patches import Patch, arguments_of
-from ...seams.registry import seam
-from ...seams.registry.training import SCHEDULES
-from ...wrappers import chunks_of, config_of, unwrapped
-from ..helpers.graph_helper import (
+from ...graphs.joint_step import before_evaluation
+from ...options.graph_options import SETTING
+from ..environment import OPTIONS
+from ..seams.activation import before_deactivation
+from ..seams.patches import Patch, arguments_of
+from ..seams.registry import seam
+from ..seams.registry.training import SCHEDULES
+from ..wrappers import chunks_of, config_of, unwrapped
+from .graph_helper import (
     active_graphs,
     asks_for_packed_graphs,
     asks_for_vision_graphs,
@@ -31,6 +31,7 @@ from ..helpers.graph_helper import (
 
 if TYPE_CHECKING:
     from .loop_driver import LoopDriver
+
 
 # Attribute of a model's first chunk without wrappers: a loop may put others around it, or none, for each call.
 HELD = "_bridge_cg_loop"
@@ -81,7 +82,7 @@ class Loops:
         others = modules_on_graphs(chunks)
         if others and not others <= {graphs.model for driver in self._drivers for graphs in driver.graphs}:
             return None
-        from ...environment import memory_may_leave
+        from ..environment import memory_may_leave
         from .leaving_models import follow
         from .loop_driver import LoopDriver
 
@@ -110,7 +111,7 @@ class Loops:
         asked = getattr(config, SETTING, None) is not None
         if not (asked or os.environ.get(OPTIONS)) or (config is not None and self._told.get(id(config)) is config):
             return
-        from ..configuration.graph_fields import take_environment
+        from .graph_fields import take_environment
         from .loop_driver import graph_config, set_options
 
         config = graph_config(model)

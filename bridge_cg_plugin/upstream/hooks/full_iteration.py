@@ -13,20 +13,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ....graphs.manager import GraphManager
-from ....language.whole_model.workload import LanguageModelWorkload
-from ....upstream_types import UpstreamModule
-from ...decoder.layers import refuse_statistics
-from ...environment import check_process
-from ...kernels.layers import fused_head_norms, kernels_available
-from ...kernels.rotary import fused_rotary
-from ...kernels.transformer_engine import device_lengths, forget_attention_selection, fused_accumulation
-from ...parallel.process_groups import sharing_groups, tensor_group
-from ...random_states import random_states
-from ...seams.activation import before_deactivation
-from ...seams.patches import Patch
-from ...seams.registry import seam
-from ...wrappers import chunks_of, holders, overridden
+from ...graphs.manager import GraphManager
+from ...language.whole_model.workload import LanguageModelWorkload
+from ...upstream_types import UpstreamModule
+from ..decoder.layers import refuse_statistics
+from ..environment import check_process
+from ..kernels.layers import fused_head_norms, kernels_available
+from ..kernels.rotary import fused_rotary
+from ..kernels.transformer_engine import device_lengths, forget_attention_selection, fused_accumulation
+from ..parallel.process_groups import sharing_groups, tensor_group
+from ..random_states import random_states
+from ..seams.activation import before_deactivation
+from ..seams.patches import Patch
+from ..seams.registry import seam
+from ..wrappers import chunks_of, holders, overridden
 from .graph_helper import GraphHelper, active_graphs, default_executor, graphs_over
 
 WRAPPER_PATCH = "full_iteration"

@@ -7,16 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from ....graphs.recordings.executor import Executor
-from ....options import VisionGraphOptions, audio_options, vision_options
-from ....vision.workload import VisionWorkload
-from ...encoders.registry import FoundEncoder, find_encoder
-from ...environment import check_process
-from ...host_batch import GRIDS
-from ...parallel.process_groups import consensus_of, shared_group, tensor_group, without_collectives
-from ...parallel.schedules import microbatches_in_flight
-from ...wrappers import chunks_of
-from ..data.between import EarlyReads
+from ...graphs.recordings.executor import Executor
+from ...options import VisionGraphOptions, audio_options, vision_options
+from ...vision.workload import VisionWorkload
+from ..encoders.registry import FoundEncoder, find_encoder
+from ..environment import check_process
+from ..host_batch import GRIDS
+from ..parallel.pipelines import microbatches_in_flight
+from ..parallel.process_groups import consensus_of, shared_group, tensor_group, without_collectives
+from ..wrappers import chunks_of
+from .between import EarlyReads
 from .graph_helper import GraphHelper, default_executor, graphs_over, release_module
 
 

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ....announce import WIDTH, announce
-from ....options import GraphOptions, OptionError, check_options, graph_options, normalize
-from ....options.explain import chosen_table
-from ....options.facts import OFFLOADS
-from ....options.graph_options import SETTING, TE_RNG, Release, field_values, tuning_of
-from ....options.language_model import INFERENCE, MODULES, SCOPE, LanguageModelGraphOptions
-from ....options.sources import ATTRIBUTES, LANGUAGE_MODEL_FIELDS, SETTINGS, Written, collect, fields_of, set_together
-from ....options.values import is_unset
-from ...environment import OPTIONS
-from ...seams.patches import bridge_release
-from ...seams.releases import too_old
+from ...announce import WIDTH, announce
+from ...options import GraphOptions, OptionError, check_options, graph_options, normalize
+from ...options.explain import chosen_table
+from ...options.facts import OFFLOADS
+from ...options.graph_options import SETTING, TE_RNG, Release, field_values, tuning_of
+from ...options.language_model import INFERENCE, MODULES, SCOPE, LanguageModelGraphOptions
+from ...options.sources import ATTRIBUTES, LANGUAGE_MODEL_FIELDS, SETTINGS, Written, collect, fields_of, set_together
+from ...options.values import is_unset
+from ..environment import OPTIONS
+from ..seams.patches import bridge_release
+from ..seams.releases import too_old
 from .provider_fields import EVERY
 
 _ABSENT = object()

@@ -12,28 +12,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from ....graphs.memory.ranges import close_left
-from ....graphs.memory.returning import Resize, ReturningStorages, release_homes
-from ....upstream_types import MegatronParameter
-from ...seams.activation import before_deactivation
-from ...seams.patches import Patch
-from ...seams.seam import Seam
+from ...graphs.memory.ranges import close_left
+from ...graphs.memory.returning import Resize, ReturningStorages, release_homes
+from ...upstream_types import MegatronParameter
+from ..seams.activation import before_deactivation
+from ..seams.patches import Patch
+from ..seams.seam import patched, seams_of
 
-EMPTIED_CACHE = Seam(
-    name="emptied_cache",
-    module="torch.cuda",
-    target="empty_cache",
-    kind="function",
-    touch="patched",
-    purpose="memory of graphs leaves the device with the model",
-)
-RESIZED_STORAGES = Seam(
-    name="resized_storages",
-    module="torch",
-    target="UntypedStorage.resize_",
-    kind="function",
-    touch="patched",
-    purpose="parameters that left the device return to the addresses that graphs have recorded",
+EMPTIED_CACHE, RESIZED_STORAGES = seams_of(
+    (),
+    emptied_cache=patched("torch.cuda:empty_cache", "memory of graphs leaves the device with the model"),
+    resized_storages=patched(
+        "torch:UntypedStorage.resize_",
+        "parameters that left the device return to the addresses that graphs have recorded",
+    ),
 )
 STORAGES = ReturningStorages()
 _listeners: list[Callable[[], object]] = []

@@ -6,17 +6,18 @@ from typing import Any
 
 from torch import distributed, nn
 
-from ....graphs.recordings.executor import Executor, Isolated
-from ....language.packed.workload import PackedWorkload, ShapeExchange
-from ....options import GraphOptions, check_options, packed_options
-from ....options.declaration import plain
-from ....options.normalization import options_of
-from ....options.sources import collect
-from ...decoder.block import TransformerBlockFamily
-from ...decoder.context_exchange import levels
-from ...environment import check_process
-from ...host_batch import PACK_OFFSETS
-from ...parallel.process_groups import (
+from ...graphs.recordings.executor import Executor, Isolated
+from ...language.packed.workload import PackedWorkload, ShapeExchange
+from ...options import GraphOptions, check_options, packed_options
+from ...options.declaration import plain
+from ...options.normalization import options_of
+from ...options.sources import collect
+from ..decoder.block import TransformerBlockFamily
+from ..decoder.context_exchange import levels
+from ..environment import check_process
+from ..host_batch import PACK_OFFSETS
+from ..parallel.pipelines import microbatches_in_flight
+from ..parallel.process_groups import (
     consensus_of,
     expert_group,
     has_ranks,
@@ -25,11 +26,10 @@ from ...parallel.process_groups import (
     sharing_groups,
     without_collectives,
 )
-from ...parallel.schedules import microbatches_in_flight
-from ...random_states import random_states
-from ...seams.patches import Patch
-from ...seams.registry import seam
-from ...wrappers import unwrapped
+from ..random_states import random_states
+from ..seams.patches import Patch
+from ..seams.registry import seam
+from ..wrappers import unwrapped
 from .graph_helper import GraphHelper, default_executor, graphs_over, release_module
 
 

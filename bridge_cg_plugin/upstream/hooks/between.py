@@ -14,18 +14,17 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ....graphs.host_copies import HostTensors, on_device
-from ....language.packed.batch import OFFSETS, PADDED_OFFSETS
-from ....vision.known_mask import KnownMask
-from ...host_batch import GRIDS, KEPT, PACK_OFFSETS, TOKENS
-from ...seams.patches import Patch
-from ...seams.registry import seam
-from ...seams.seam import drift
-from ...seams.source_reader import NoSourceError, SourceReader
-from ..helpers.graph_helper import active_helpers, any_on_graphs
-from ..helpers.packed_helper import DecoderHelper
-from .host_tokens import STEP_TOKENS, with_tensors
-from .packed_rows import forget_rows, packed_rows
+from ...graphs.host_copies import HostTensors, on_device
+from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
+from ...vision.known_mask import KnownMask
+from ..host_batch import GRIDS, KEPT, PACK_OFFSETS, TOKENS
+from ..seams.patches import Patch
+from ..seams.registry import seam
+from ..seams.seam import drift
+from ..seams.source_reader import NoSourceError, SourceReader
+from .graph_helper import active_helpers, any_on_graphs
+from .packed_helper import DecoderHelper
+from .packs import STEP_TOKENS, forget_rows, packed_rows, with_tensors
 
 Function = Callable[..., Any]
 GRID_NAMES = ("image_grid_thw", "video_grid_thw")

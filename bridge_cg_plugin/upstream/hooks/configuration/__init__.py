@@ -1,1 +1,0 @@
-"""Options on providers, configurations, recipes and command lines."""

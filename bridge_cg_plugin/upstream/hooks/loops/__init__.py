@@ -1,1 +1,0 @@
-"""Training steps: Bridge's loop, other loops, what is read and checked at a step's end."""
