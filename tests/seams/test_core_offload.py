@@ -2,23 +2,8 @@
 
 import pytest
 
-import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError, graph_options
 from bridge_cg_plugin.upstream.decoder import offload as language_offload
-
-OFFLOADING = "fine_grained_activation_offloading=true offload_modules="
-
-
-def test_attention_leaves_inside_its_graph_only_where_the_release_waits_for_it(active):
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
-
-    model = GPTModelProvider(num_layers=2, hidden_size=64, num_attention_heads=4, use_te_rng_tracker=True)
-    given = f"cuda_graph_impl=transformer_engine cuda_graph_modules=attn {OFFLOADING}core_attn"
-    if hasattr(model, "delay_offload_until_cuda_graph"):
-        assert graph_options(model, given).enabled
-        return
-    with pytest.raises(OptionError, match="does not wait for copies inside graphs"):
-        graph_options(model, given)
 
 
 def test_nemotrons_encoder_has_the_settings_of_its_language_model(active):
@@ -55,14 +40,6 @@ def test_offloading_is_told_of_every_microbatch_of_qwen3_vl(qwen, on):
     for _ in range(2):
         run(model)
     assert told == [model] * (2 if on else 0)
-
-
-def test_as_released_it_is_not_told(qwen):
-    model, told = qwen
-    model.config.fine_grained_activation_offloading = True
-    bridge_cg_plugin.deactivate()
-    run(model)
-    assert not told
 
 
 def test_a_release_that_tells_is_left_alone():

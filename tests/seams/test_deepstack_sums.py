@@ -47,18 +47,6 @@ def test_a_forward_with_the_option_splits_features_whose_gradients_are_summed(mo
     assert modelling.split_deepstack_embs is before
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"sequence_parallel": False},
-        *({"vision_deepstack_gradient_allreduce": value} for value in (False, "false", None)),
-    ],
-    ids=str,
-)
-def test_any_other_forward_is_upstreams(modelling, change):
-    assert called(modelling, model(**change)) is modelling.split_deepstack_embs
-
-
 def test_a_value_that_is_none_is_refused(modelling):
     with pytest.raises(OptionError, match="vision_deepstack_gradient_allreduce='maybe'"):
         called(modelling, model(vision_deepstack_gradient_allreduce="maybe"))

@@ -82,7 +82,6 @@ def test_in_words(capsys):
 @pytest.mark.parametrize(
     "words, reason",
     [
-        (["--json", "cuda_graph_impl=none", "cuda_graph_modules=attn"], "nothing is captured"),
         (["missing.yaml"], "missing.yaml"),
         (["cuda_graph_impl=local", "stray"], "stray"),
         (["enable_cuda_graph=true", "cuda_graph_impl=transformer_engine"], "cuda_graph_impl=transformer_engine"),
@@ -106,12 +105,6 @@ def some_recipe_config():
     print("a recipe that talks")
     model = SimpleNamespace(cuda_graph_impl="none", cuda_graph_scope=["full_iteration"], use_te_rng_tracker=False)
     return SimpleNamespace(model=model, rng=SimpleNamespace(te_rng_tracker=False))
-
-
-@pytest.fixture
-def sft(bridge):
-    name = "qwen3_vl_8b_sft_config"
-    return name if hasattr(bridge, name) else pytest.skip("the recipe comes with a later megatron-bridge")
 
 
 @pytest.fixture

@@ -73,12 +73,10 @@ def test_values_that_training_would_refuse_are_refused(capsys, active, word, sai
     assert (status, out) == (2, "") and err.startswith(f"Cannot start {SMALL}: ") and said in err
 
 
-def test_what_a_dry_run_refuses_is_refused(capsys, bridge):
-    if not hasattr(bridge, "qwen3_vl_8b_sft_config"):
-        pytest.skip("the recipe comes with a later megatron-bridge")
+def test_what_a_dry_run_refuses_is_refused(capsys, sft):
     from bridge_cg_plugin.cli.runs import train as run_recipe
 
-    words = ["qwen3_vl_8b_sft_config", "cuda_graph_impl=transformer_engine"]
+    words = [sft, "cuda_graph_impl=transformer_engine"]
     status, out, err = explain(capsys, *words)
     assert (status, out) == (2, "") and "cuda_graph_max_packed_seqs" in err
     assert run_recipe.main(["--recipe", *words, "--dry-run"]) == 2

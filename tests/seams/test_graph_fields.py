@@ -17,6 +17,7 @@ from bridge_cg_plugin.options import (
     GraphOptions,
     LanguageModelGraphOptions,
     OptionError,
+    PackedOptions,
     VisionGraphOptions,
     graph_options,
     normalize,
@@ -240,7 +241,7 @@ def test_graphs_switch_the_random_state_tracker_on_in_both_places(container):
 
 def test_a_refused_apply_sets_nothing(provider):
     before = dict(vars(provider))
-    wrong = GraphOptions(language_model=te("moe", "moe_router"), vision=VisionGraphOptions(impl="transformer_engine"))
+    wrong = GraphOptions(language_model=te("moe"), packed=PackedOptions(max_packed_seqs=4))
     with pytest.raises(OptionError, match="moe"):
         apply_options(wrong, provider)
     assert vars(provider) == before

@@ -15,8 +15,6 @@ from bridge_cg_plugin.upstream.hooks import leaving_models, vision_helper
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from tests.leaving import LeavingExecutor
-from tests.main_grads import give_main_grads
-from tests.returning import Returning
 
 from .loops import Policy, assert_equal, call, in_one_process
 
@@ -188,47 +186,3 @@ def test_buffers_that_a_loop_frees_and_fills_are_followed_while_the_plugin_is_on
     assert sum(home.filled for home in homes) == 2 and torch.cuda.empty_cache is not before
     bridge_cg_plugin.deactivate()
     assert "resize_" not in vars(torch.UntypedStorage) and torch.cuda.empty_cache is before
-
-
-def test_small_buffers_are_followed_whose_tensors_cannot_be_moved_alone(homes, monkeypatch):
-    """Of adapters; gradients may be away when the first pass, of log-probabilities, begins."""
-    monkeypatch.setattr(returning, "LEAST_BYTES", 2**40)
-    model = Policy()
-    adapters = [p for name, p in model.vision_model.named_parameters() if name.endswith("bias")]
-    sizes = [p.numel() for p in adapters]
-    weights, gradients = torch.zeros(sum(sizes)), torch.zeros(sum(sizes))
-    for parameter, weight in zip(adapters, weights.split(sizes), strict=True):
-        parameter.data = weight.view_as(parameter)
-    give_main_grads(adapters, gradients)
-    gradients.storage().resize_(0)
-    with torch.no_grad():
-        call(model, 1, forward_only=True)
-    gradients.storage().resize_(sum(sizes))
-    weights.storage().resize_(0)
-    weights.storage().resize_(sum(sizes))
-    assert [home.filled for home in homes] == [1, 1]
-
-
-def test_memory_of_weights_leaves_once_nobody_holds_one(monkeypatch, asked_for):
-    executor, reference = Returning(), Policy().eval()
-    monkeypatch.setattr(vision_helper, "default_executor", lambda *args, **kwargs: executor)
-
-    def load():
-        for parameter in reference.vision_model.parameters():
-            parameter.data = parameter.detach().clone()
-
-    with torch.no_grad():
-        for _ in range(3):
-            call(reference, 2, forward_only=True)
-        load()
-        call(reference, 2, forward_only=True)
-        held = next(reference.vision_model.parameters()).data
-        load()
-        torch.cuda.empty_cache()
-        assert not executor.homes.away
-        del held
-        torch.cuda.empty_cache()
-        assert executor.homes.away
-        expected = active_graphs()[0].statistics().replays + 2
-        call(reference, 2, forward_only=True)
-    assert not executor.homes.away and active_graphs()[0].statistics().replays == expected

@@ -10,17 +10,13 @@ from transformers.utils import hub
 from bridge_cg_plugin.cli.runs.recipe import prepare, read
 from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.recipes import with_graphs
-from bridge_cg_plugin.upstream.hooks import recipes
-from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from tests.gpu import test_presets
 from tests.models import local_hub
 
+from .conftest import with_presets
 from .test_recipes import gpus_of
 
-pytestmark = pytest.mark.skipif(
-    not recipes.PATCHES[0].seam.expected_in(bridge_release()),
-    reason="the recipes are those of a later megatron-bridge",
-)
+pytestmark = with_presets
 TASKS = "pretrain_mock", "sft", "peft"
 RECIPES = [f"{model}_{task}_config" for model, task in zip(itertools.cycle(local_hub.MODELS), TASKS, strict=False)]
 

@@ -24,7 +24,6 @@ from .lookalike import PARSER, write_lookalike
 
 CHECKOUT = os.environ.get("BRIDGE_CG_UPSTREAM", "")
 NAMES = ("argument_parser", "utils", "run_script", "run_recipe", "benchmark_parallelism", "recipe_metadata")
-RECIPE = "qwen3_vl_8b_sft_config"
 VISION = ["--vision_cuda_graph_impl", "transformer_engine", "--max-vision-cuda-graph-seq-length", "16384"]
 PERMISSIVE = PARSER.replace('"local", "transformer_engine"]', '"local", "transformer_engine", "full_iteration"]')
 BENCHMARK = shlex.split(
@@ -52,8 +51,8 @@ def scripts(bridge, monkeypatch):
 
 
 @pytest.fixture
-def recipe(bridge):
-    return getattr(bridge, RECIPE)() if hasattr(bridge, RECIPE) else pytest.skip(f"this release has no {RECIPE}")
+def recipe(bridge, sft):
+    return getattr(bridge, sft)()
 
 
 def states():

@@ -18,14 +18,11 @@ from bridge_cg_plugin.upstream.seams import patches
 from bridge_cg_plugin.upstream.seams.patches import Additions, bridge_release
 from bridge_cg_plugin.upstream.seams.seam import Seam
 
+from .conftest import with_presets
+
 BRIDGE = "megatron.bridge.recipes"
 A, B = list(RECIPES)[:2]
 SEAM = Seam(name="names", module="m", target="", kind="module", touch="patched", purpose="for a test")
-
-with_presets = pytest.mark.skipif(
-    not PATCHES[0].seam.expected_in(bridge_release()),
-    reason="the presets derive from recipes of a later megatron-bridge",
-)
 
 
 @pytest.mark.parametrize("held, taken", [("upstream's", True), (RECIPES[A], False)], ids=["upstream's", "a copy"])

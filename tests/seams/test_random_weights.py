@@ -8,19 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from bridge_cg_plugin.cli.runs.recipe import prepare, read
-from bridge_cg_plugin.upstream.hooks import recipes
 from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
-from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from scripts.performance import bench_recipe, random_weights
 from tests.models.local_hub import write_checkpoint
 
+from .conftest import with_presets
 from .test_mock_presets import cache, offline  # noqa: F401
 from .test_recipes import launched
 
-pytestmark = pytest.mark.skipif(
-    not recipes.PATCHES[0].seam.expected_in(bridge_release()),
-    reason="the recipes are those of a later megatron-bridge",
-)
+pytestmark = with_presets
 WIDTH, HEIGHT = 1024, 768
 
 

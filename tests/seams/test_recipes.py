@@ -16,9 +16,9 @@ from bridge_cg_plugin.options import GraphOptionWarning, OptionError, normalize,
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.normalization import _warned
 from bridge_cg_plugin.recipes import GPUS, PRESETS, RECIPES, with_graphs
-from bridge_cg_plugin.upstream.hooks import recipes
 from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
-from bridge_cg_plugin.upstream.seams.patches import bridge_release
+
+from .conftest import with_presets
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 GRAPH_FIELDS = {
@@ -52,6 +52,7 @@ INDIVISIBLE = {f"qwen35_vl_{size}_{task}_config" for size in ("122b_a10b", "397b
 # Recipes of models without an encoder that can be on graphs.
 TEXT_BASES = ("nemotron_3_nano_4b_sft_config", "qwen3_8b_sft_config")
 PACKED_BASES = (*TEXT_BASES, "qwen3_vl_8b_sft_config")
+OFFLINE_FIELDS = {"dataset.pad_to_max_length", "dataset.offline_packing_specs.pad_cu_seqlens"}
 # What of a language model is on graphs, as `explain` and as docs/recipes.md call it.
 LANGUAGE_MODEL = {
     "the whole of it": "whole",
@@ -61,12 +62,10 @@ LANGUAGE_MODEL = {
     "eager": "eager",
 }
 
-pytestmark = pytest.mark.skipif(
-    not recipes.PATCHES[0].seam.expected_in(bridge_release()),
-    reason="the presets derive from recipes of a later megatron-bridge",
-)
+pytestmark = with_presets
 
 every_base = pytest.mark.parametrize("base", BASES)
+every_packed_base = pytest.mark.parametrize("base", PACKED_BASES)
 every_text_base = pytest.mark.parametrize("base", TEXT_BASES)
 every_preset = pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.name)
 
@@ -391,3 +390,38 @@ def test_the_documented_script_imports_what_there_is(active):
     imports = [line for line in script.splitlines() if line.startswith("from ")]
     assert len(imports) == 3
     exec("\n".join(imports), {})
+
+
+@every_packed_base
+def test_a_launch_captures_packs_of_as_many_documents_as_warm_up_shows_padded_to_one_length(bridge, base):
+    plain, config = getattr(bridge, base)(), with_graphs(base)
+    for each in (plain, config):
+        launched(each, gpus_of(bridge, base))
+    options = read_options(config)
+    assert options.packed.max_packed_seqs == "auto" and not options.language_model.modules
+    assert options.language_model.impl == "transformer_engine"
+    assert config.rng.te_rng_tracker and config.model.use_te_rng_tracker
+    offline = getattr(plain.dataset, "enable_offline_packing", False)
+    assert OFFLINE_FIELDS.intersection(changed(plain, config)) == (OFFLINE_FIELDS if offline else set())
+
+
+@every_packed_base
+def test_dropout_keeps_the_language_model_eager_unless_its_graphs_were_set_explicitly(bridge, base, capsys):
+    config = with_graphs(base)
+    config.model.hidden_dropout = 0.1
+    launched(config, gpus_of(bridge, base))
+    assert not read_options(config).language_model.enabled
+    table = "".join(capsys.readouterr().out.replace("[bridge-cg]", "").split())  # cells are wrapped at any place
+    assert "languagemodeleager" in table and "model.hidden_dropout=" in table
+    config = with_graphs(base, options="cuda_graph_impl=transformer_engine cuda_graph_max_packed_seqs=8")
+    config.model.hidden_dropout = 0.1
+    with pytest.raises(OptionError, match="hidden_dropout"):
+        launched(config, gpus_of(bridge, base))
+
+
+def test_data_that_stop_packing_after_a_preset_was_built_put_the_whole_language_model_on_graphs(bridge):
+    config = bridge.qwen3_vl_8b_vision_graphs_h200_sft_config()
+    config.dataset.enable_in_batch_packing = False
+    launched(config, 2)
+    found = read_options(config)
+    assert found.language_model.impl == "full_iteration" and not found.packed.enabled

@@ -14,7 +14,8 @@ from bridge_cg_plugin.cli.runs.recipe import error_in
 from bridge_cg_plugin.upstream.hooks import recipes
 from scripts.performance.records import check_record
 
-RECIPE = "qwen3_vl_8b_sft_config"
+from .conftest import SFT
+
 STEPS = 9
 
 
@@ -56,9 +57,7 @@ def fake_training(calls):
 
 
 @pytest.fixture
-def calls(bridge, monkeypatch):
-    if not hasattr(bridge, RECIPE):
-        pytest.skip(f"this release has no {RECIPE}")
+def calls(sft, monkeypatch):
     made = []
     for module, attribute in recipes.TRAIN.values():
         monkeypatch.setattr(importlib.import_module(module), attribute, fake_training(made))
@@ -67,7 +66,7 @@ def calls(bridge, monkeypatch):
 
 def run(tmp_path, kind, *words):
     record = tmp_path / "record.json"
-    given = ["--record", str(record), "--as", kind, "--recipe", RECIPE, *words, f"train.train_iters={STEPS}"]
+    given = ["--record", str(record), "--as", kind, "--recipe", SFT, *words, f"train.train_iters={STEPS}"]
     return recorded_run.main(given), record
 
 

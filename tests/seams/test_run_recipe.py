@@ -23,7 +23,8 @@ from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.training_config import refused_start
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
-RECIPE = "qwen3_vl_8b_sft_config"
+from .conftest import SFT
+
 VISION = ["--vision_cuda_graph_impl", "transformer_engine", "--max-vision-cuda-graph-seq-length", "16384"]
 BATCH = ("train.micro_batch_size=2", "train.global_batch_size=6")
 DETERMINISTIC = ("model.deterministic_mode=true", "model.cross_entropy_loss_fusion=false")
@@ -35,12 +36,7 @@ CHECKPOINT = "checkpoint.pretrained_checkpoint=/"
 
 
 @pytest.fixture
-def name(bridge):
-    return RECIPE if hasattr(bridge, RECIPE) else pytest.skip(f"this release has no {RECIPE}")
-
-
-@pytest.fixture
-def trained(name, monkeypatch):
+def trained(sft, monkeypatch):
     """What Bridge's training functions were called with."""
     calls = []
     for mode, (module, attribute) in recipes.TRAIN.items():
@@ -51,7 +47,7 @@ def trained(name, monkeypatch):
 
 
 def run(*words):
-    return run_recipe.main(["--recipe", RECIPE, *words])
+    return run_recipe.main(["--recipe", SFT, *words])
 
 
 def test_flags_then_words_reach_training(trained, capsys):
@@ -72,8 +68,8 @@ def test_flags_then_words_reach_training(trained, capsys):
 def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, capsys):
     assert run("--dry-run", *VISION, CHECKPOINT) == 0
     out = capsys.readouterr().out
-    explained = in_words(explain([RECIPE, *VISION, CHECKPOINT, "rng.te_rng_tracker=true"]))
-    assert out == f"{RECIPE}: finetune() with qwen3_vl_step\n{explained}\n"
+    explained = in_words(explain([SFT, *VISION, CHECKPOINT, "rng.te_rng_tracker=true"]))
+    assert out == f"{SFT}: finetune() with qwen3_vl_step\n{explained}\n"
     assert trained == []
 
 
@@ -84,7 +80,7 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
         (["checkpoint.load=/absent"], "there is no run to resume in checkpoint.load=/absent"),
         (["checkpoint.load=/"], ""),
         (["--mode", "pretrain"], ""),
-        ([CHECKPOINT, "train.train_iters=-5"], f"Cannot start {RECIPE}: train.train_iters must be at least 0, not -5"),
+        ([CHECKPOINT, "train.train_iters=-5"], f"Cannot start {SFT}: train.train_iters must be at least 0, not -5"),
         ([CHECKPOINT, "model.tensor_model_parallel_size=8"], ""),  # nobody said how many GPUs there are
         (
             [CHECKPOINT, "model.tensor_model_parallel_size=8", "--launcher", "torchrun", "--gpus-per-node", "3"],
@@ -103,7 +99,7 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
         ),
         ([CHECKPOINT, *BATCH, "--gpus-per-node", "6", "model.tensor_model_parallel_size=2"], ""),
         ([CHECKPOINT, *FP8_OVER_TWO], ""),
-        ([CHECKPOINT, "model.num_query_groups=3"], f"Cannot start {RECIPE}: Bridge refuses it. num_query_groups"),
+        ([CHECKPOINT, "model.num_query_groups=3"], f"Cannot start {SFT}: Bridge refuses it. num_query_groups"),
         ([CHECKPOINT, *DETERMINISTIC], "Bridge refuses it. NCCL_ALGO must be one of"),
         ([CHECKPOINT, "train.global_batch_size=foo"], "train.global_batch_size='foo': it must be a whole number"),
     ],
@@ -113,10 +109,10 @@ def test_a_dry_run_refuses_what_could_not_start(trained, capsys, monkeypatch, wo
     assert said in capsys.readouterr().err
 
 
-def test_bridges_checks_change_neither_the_configuration_nor_the_process(name, bridge, monkeypatch):
+def test_bridges_checks_change_neither_the_configuration_nor_the_process(sft, bridge, monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    config = getattr(bridge, name)()
-    config.env_vars, config.checkpoint.pretrained_checkpoint = {"TOLD_BY_RECIPE": "1"}, "/"
+    config = getattr(bridge, sft)()
+    config.env_vars, config.checkpoint.pretrained_checkpoint = {"TOLD_BY_SFT": "1"}, "/"
     config.model.deterministic_mode, config.model.cross_entropy_loss_fusion = True, False
     state = lambda: (  # noqa: E731
         str(config.to_dict()),
@@ -157,28 +153,28 @@ def imports(monkeypatch):
         (["--step_func", "qwen_vl_step"], "Did you mean qwen3_vl_step"),
         (
             [CHECKPOINT, "--launcher", "torchrun", "--gpus-per-node", "8"],
-            f"`bridge-cg explain {RECIPE}` answers without it.",
+            f"`bridge-cg explain {SFT}` answers without it.",
         ),
     ],
 )
 def test_a_first_look_without_a_network_refuses_before_pytorch_is_imported(
-    name, imports, monkeypatch, tmp_path, words, said
+    sft, imports, monkeypatch, tmp_path, words, said
 ):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     for variable in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(variable, raising=False)
         monkeypatch.delenv(variable.upper(), raising=False)
-    assert said in first_look.refusal(["--recipe", name, "--dry-run", *words])
+    assert said in first_look.refusal(["--recipe", sft, "--dry-run", *words])
     assert "bridge_cg_plugin.cli.explain.recipes" in imports[0] and "torch._C" not in imports[0]
 
 
-def test_a_first_look_lets_pass_what_is_cached(name, monkeypatch, tmp_path):
+def test_a_first_look_lets_pass_what_is_cached(sft, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     snapshot = tmp_path / "models--Qwen--Qwen3-VL-8B-Instruct" / "snapshots" / "main"
     snapshot.mkdir(parents=True)
-    command = ["--recipe", name, "--dry-run", *VISION, CHECKPOINT]
+    command = ["--recipe", sft, "--dry-run", *VISION, CHECKPOINT]
     assert "hub cannot be reached" in first_look.refusal(command)
     (snapshot / "config.json").touch()
     assert first_look.refusal(command) == ""
@@ -188,7 +184,7 @@ def test_without_flags_the_recipe_is_trained_as_bridge_has_it(trained, bridge):
     assert run() == 0
     (_, call) = trained[0]
     assert json.dumps(call["config"].to_dict(), default=str) == json.dumps(
-        getattr(bridge, RECIPE)().to_dict(), default=str
+        getattr(bridge, SFT)().to_dict(), default=str
     )
 
 
@@ -201,7 +197,6 @@ def test_without_flags_the_recipe_is_trained_as_bridge_has_it(trained, bridge):
         (["checkpoint.load=[5"], "Hydra"),
         (["stray"], "section.name=value"),
         (["--step_func", "qwen_vl_step"], "Did you mean qwen3_vl_step"),
-        (["--cuda_graph_impl", "none", "--cuda_graph_modules", "attn"], "nothing is captured"),
         (["--cuda_graph_impl", "full_iteration"], "=True: it must be false with cuda_graph_impl=full_iteration"),
         ([*VISION, "model.recompute_granularity=full"], "model.recompute_granularity='full'"),
     ],

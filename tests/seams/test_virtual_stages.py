@@ -4,7 +4,6 @@ import importlib
 
 import pytest
 
-import bridge_cg_plugin
 from bridge_cg_plugin.upstream.parallel import pipelines
 
 MODULE = "megatron.bridge.models.qwen_vl.qwen3_vl_provider"
@@ -45,11 +44,6 @@ def test_the_model_is_told_its_virtual_stage(provider, module):
     assert first.arguments["pre_process"] and not second.arguments["pre_process"]
     assert stage_of(provider.provide(True, False, 3)) == 3
     assert module.Qwen3VLModel is Built
-
-
-def test_as_released_it_is_not_told(provider):
-    bridge_cg_plugin.deactivate()
-    assert "vp_stage" not in provider.provide(pre_process=True, post_process=True, vp_stage=1).arguments
 
 
 def test_a_release_that_tells_it_is_left_alone():

@@ -1,6 +1,8 @@
 """Bridge's batch steps: grids, packs' offsets and token ids are noted on the host before they go to the device.
 
-Where graphs are on they go there on a stream of their own.
+Where graphs are on, batches go to the device out of page-locked memory, on a stream of their own: a copy does not wait
+for what the device computes, and the host waits for no copy. Which batch a step gets is the data loader's affair:
+nothing is prefetched here.
 """
 
 import copy

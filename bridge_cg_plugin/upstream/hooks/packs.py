@@ -1,6 +1,8 @@
-"""A batch's token ids on the host, from where Bridge's Qwen3-VL step copies them to the device to its model's forward.
+"""What the host knows of a batch from where Bridge's Qwen3-VL step copies it to its model's forward.
 
-What upstream asks the device about tokens (where images are, positions, lengths) the host can then answer itself.
+What upstream asks the device (where images are, positions, lengths, which rows of padded samples a pack has, which
+document a token belongs to), behind the encoder that still computes, the host can then answer itself, once for all
+tensors of a microbatch.
 """
 
 import copy

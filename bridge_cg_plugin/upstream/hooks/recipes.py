@@ -1,4 +1,4 @@
-"""Bridge's recipes by name, the plugin's presets among them, and what runs a recipe's steps and training."""
+"""Bridge's recipes by name, the plugin's presets among them, and what runs their steps and training."""
 
 import difflib
 import importlib

@@ -1,4 +1,4 @@
-"""Bridge's train loop: whose helper it drives, steps, logging, the end of training."""
+"""Bridge's train loop: whose helper it drives, steps, logging with the figures of all ranks, the end of training."""
 
 import functools
 import math

@@ -186,7 +186,7 @@ def refused_start(config: Any, ranks: int) -> str:
     # Bridge would ask a process group that this process may have for something else.
     tried.get_data_parallel_size = lambda _: config.get_data_parallel_size(ranks)
     try:
-        with _unseen(), _restored(), environment({"WORLD_SIZE": str(ranks)}):
+        with _unseen(), _restored({"WORLD_SIZE": str(ranks)}):
             runtime_config_update(tried)
     except OptionError:
         raise
@@ -205,18 +205,6 @@ def _reason(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside a `with` block; afterwards all are as before."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
 def _unseen() -> Iterator[None]:
     """Drop what Bridge prints and warns of: training prints it again."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -225,12 +213,15 @@ def _unseen() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _restored() -> Iterator[None]:
-    """Undo what Bridge's checks switch on in PyTorch."""
+def _restored(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside; afterwards all are as before, and what Bridge's checks switch on in PyTorch."""
     import torch
 
-    before = torch.are_deterministic_algorithms_enabled()
+    before, algorithms = dict(os.environ), torch.are_deterministic_algorithms_enabled()
+    os.environ.update(variables)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        os.environ.clear()
+        os.environ.update(before)
+        torch.use_deterministic_algorithms(algorithms)
