@@ -7,7 +7,7 @@ whose recordings use the same memory.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -159,10 +159,10 @@ class PooledTape(TorchDispatchMode):
 class PooledRecording(Replayed):
     """A forward and a backward over memory of a pool."""
 
-    def __init__(self, body, pool: Pool) -> None:
-        self._body, self._pool = body, pool
+    def __init__(self, body, pool: Pool, isolated=nullcontext) -> None:
+        self._body, self._pool, self._isolated = body, pool, isolated
         self._forward, self._backward = PooledTape(pool), PooledTape(pool)
-        with self._forward.recording():
+        with isolated(), self._forward.recording():
             self._made = [body.forward()]
             body.join()
         self.outputs = self._in_pool(self._made[0])
@@ -173,7 +173,7 @@ class PooledRecording(Replayed):
 
     def record_backward(self) -> None:
         if self._body.has_backward:
-            with self._backward.recording():
+            with self._isolated(), self._backward.recording():
                 gradients = self._body.backward()
                 self._made.append(gradients)
             kept = {name: self._in_pool(getattr(gradients, name)) for name in ("inputs", "parameters")}
@@ -191,11 +191,4 @@ class PooledExecutor(TapeExecutor):
         return Memory()
 
     def record_forward(self, body, pool: Pool):
-        with self.isolated():
-            return PooledRecording(body, pool)
-
-    def record(self, body, pool: Pool):
-        made = self.record_forward(body, pool)
-        with self.isolated():
-            made.record_backward()
-        return made
+        return PooledRecording(body, pool, self.isolated)

@@ -7,11 +7,12 @@ from typing import Any
 from bridge_cg_plugin.graphs.piece import Piece, Surroundings
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.program import RegionProgram
+from bridge_cg_plugin.graphs.recordings.chain import Chain
 from bridge_cg_plugin.graphs.recordings.executor import Executor
 from bridge_cg_plugin.graphs.region import Region
 
 AROUND = {field.name for field in dataclasses.fields(Surroundings)}
-OF_REGION = ("watch", "strict")
+OF_REGION = ("watch", "strict", "chain")
 
 
 def new_region(program: RegionProgram, executor: Executor, buckets: Sequence[Bucket], **settings: Any) -> Region:
@@ -21,8 +22,9 @@ def new_region(program: RegionProgram, executor: Executor, buckets: Sequence[Buc
         program: The piece of the model.
         executor: Makes the recordings.
         buckets: What to record for.
-        settings: Fields of `Piece` and `Surroundings`, and `watch` and `strict` of `Region`.
+        settings: Fields of `Piece` and `Surroundings`, `watch` and `strict` of `Region`, and `offloading` of its chain.
     """
+    settings["chain"] = Chain(executor, settings.pop("offloading", None))
     around = {name: settings.pop(name) for name in AROUND & settings.keys()}
     given = {name: settings.pop(name) for name in OF_REGION if name in settings}
     piece = Piece(program=program, buckets=buckets, **settings)

@@ -94,9 +94,9 @@ class Returning(ReferenceExecutor):
     def returning_tensors(self):
         return ReturningTensors(CPU, self.homes.new)
 
-    def record(self, body, pool):
+    def record_forward(self, body, pool):
         self.recorded += 1
-        return super().record(body, pool)
+        return super().record_forward(body, pool)
 
 
 class LeavingReturning(Returning):
@@ -120,6 +120,6 @@ class LeavingReturning(Returning):
     def check_there(self):
         assert not self.memory_away, "memory that has left was touched"
 
-    def record(self, body, pool):
+    def record_forward(self, body, pool):
         self.check_there()
-        return Guarded(super().record(body, pool), self)
+        return Guarded(super().record_forward(body, pool), self)

@@ -6,6 +6,7 @@ program again and cannot show that. Memory that a tensor has left is noticed bef
 wrote holds NaN, where a graph's holds anything.
 """
 
+from contextlib import nullcontext
 from functools import cache
 
 from torch import Tensor, nan, no_grad, ops
@@ -88,16 +89,16 @@ class Replayed:
 class TapeRecording(Replayed):
     """A forward and a backward on tape."""
 
-    def __init__(self, body) -> None:
-        self._body = body
+    def __init__(self, body, isolated=nullcontext) -> None:
+        self._body, self._isolated = body, isolated
         self._forward, self._backward, self._gradients = Tape(), Tape(), None
-        with self._forward:
+        with isolated(), self._forward:
             self.outputs = body.forward()
             body.join()
 
     def record_backward(self) -> None:
         if self._body.has_backward:
-            with self._backward:
+            with self._isolated(), self._backward:
                 self._gradients = self._body.backward()
         self._body.forget()
 
@@ -112,14 +113,7 @@ class TapeExecutor(ReferenceExecutor):
     name = "tape"
 
     def record_forward(self, body, pool):
-        with self.isolated():
-            return TapeRecording(body)
-
-    def record(self, body, pool):
-        made = self.record_forward(body, pool)
-        with self.isolated():
-            made.record_backward()
-        return made
+        return TapeRecording(body, self.isolated)
 
 
 class CountingTape(TapeExecutor):
@@ -127,6 +121,6 @@ class CountingTape(TapeExecutor):
 
     recorded = 0
 
-    def record(self, body, pool):
+    def record_forward(self, body, pool):
         self.recorded += 1
-        return super().record(body, pool)
+        return super().record_forward(body, pool)

@@ -24,6 +24,7 @@ from .piece import Piece, Surroundings
 from .planning.demand import Demand
 from .planning.growing import Growing
 from .recordings.capture import collected_later, put_back
+from .recordings.chain import Chain, Offloading
 from .recordings.compiling import TURNS
 from .recordings.executor import Executor
 from .recordings.watched_pass import KeptTensors
@@ -287,14 +288,19 @@ class GraphManager:
             self._warn_once(f"{where}, and graphs are captured again each time, for which steps wait")
 
     def record(
-        self, pieces: Sequence[Piece], demand: Demand | None = None, bytes_per_slot: float | None = None
+        self,
+        pieces: Sequence[Piece],
+        demand: Demand | None = None,
+        bytes_per_slot: float | None = None,
+        offloading: Offloading | None = None,
     ) -> list[Region]:
         """Capture pieces of the module between two steps, and let their call sites replay them.
 
         Args:
-            pieces: One whose call is the module's forward, or parts of it with call sites, all in one chain or none.
+            pieces: One whose call is the module's forward, or parts of it with call sites.
             demand: What microbatches ask for, of pieces that grow.
             bytes_per_slot: What recordings of these may take of one slot; None is all there is.
+            offloading: Where activations are; parts share memory then. None leaves them in the graphs' memory.
 
         Returns:
             Their regions, in their order.
@@ -302,13 +308,16 @@ class GraphManager:
         sites = [(module, name) for piece in pieces if piece.site is not None for module, name in piece.site.patched]
         watch = self._followed(sites)
         around = replace(self.surroundings, slots=self.slots, consensus=self.bucket_consensus)
-        regions = [Region(piece, self.executor, around, watch, self.workload.strict) for piece in pieces]
+        chain = Chain(self.executor, offloading, in_parts=True) if sites and offloading is not None else None
+        regions = [
+            Region(piece, self.executor, around, watch, self.workload.strict, chain or Chain(self.executor, offloading))
+            for piece in pieces
+        ]
         self._regions += regions
         progress = Progress(self.workload.title, len(regions))
         for region in regions:
             region.statistics.known, region.statistics.step = self._own.known, self.step_number
             region.capture(progress)
-        chain = pieces[0].chain
         if chain is not None:
             chain.capture(progress.recorded)
         for region, piece in zip(regions, pieces, strict=True):
@@ -395,14 +404,9 @@ class GraphManager:
             self._paused -= 1
 
     @property
-    def is_paused(self) -> bool:
-        """Whether the module is inside `paused`."""
-        return self._paused > 0
-
-    @property
     def readiness(self) -> tuple[object, ...]:
         """What decides how a microbatch runs besides the microbatch, equal on ranks that run the same one alike."""
-        return self.captured, self.is_paused, *(region.readiness for region in self._regions)
+        return self.captured, self._paused > 0, *(region.readiness for region in self._regions)
 
     def begin_step(self, may_record: bool = True) -> None:
         """Note that a training step begins, and record one of the buckets that microbatches missed.

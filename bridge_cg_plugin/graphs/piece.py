@@ -13,8 +13,6 @@ from .planning.buckets import Bucket
 from .planning.demand import Demand
 from .program import RegionProgram
 from .rank_consensus import RankConsensus, SingleRank
-from .recordings.chain import Chain
-from .recordings.offloading import Offloading
 from .replays.gradients import Reduction
 from .replays.slot import SharedInputs
 
@@ -115,21 +113,17 @@ class Piece:
         buckets: What to record for at once.
         site: Where a part of the module is called; None where the module's forward is the call.
         shared: Static inputs that it has in common with other regions.
-        offloading: Decides where activations are between forward and backward.
         has_side_stream: Whether a bucket's recordings have a side stream.
         compile: Called with a bucket's tokens before it is recorded: compiles the kernels that are still missing.
         around: Entered around everything that is recorded.
         growth: How further buckets come; None where `buckets` are all, recorded in every slot and mode.
-        chain: Parts that this one shares memory with; it decides where activations are. None has memory apart.
     """
 
     program: RegionProgram
     buckets: Sequence[Bucket]
     site: CallSite | None = None
     shared: SharedInputs | None = None
-    offloading: Offloading | None = None
     has_side_stream: Callable[[Bucket], bool] = lambda bucket: False
     compile: Callable[[int], None] = lambda tokens: None
     around: Around = nullcontext
     growth: Growth | None = None
-    chain: Chain | None = None

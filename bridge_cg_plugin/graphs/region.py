@@ -1,7 +1,7 @@
 """A region: a piece of a model that runs as a graph whenever it can, and reports why when it cannot."""
 
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,27 +11,23 @@ from torch import Tensor, nn
 
 from ..announce import warn
 from .changes.model_watch import ModelWatch
-from .changes.source import Recorded, Source
+from .changes.source import Source
 from .changes.sources import Sources
 from .errors import CaptureError, named, reason_of
 from .fallback import Fallback
 from .piece import Piece, Surroundings
 from .planning.buckets import Bucket, choose
 from .rank_consensus import SingleRank
-from .recordings.chained_recordings import ChainedRecordings
+from .recordings.chain import Chain
 from .recordings.executor import Executor
 from .recordings.recorder import Recordings, Wish
 from .recordings.recording import TRAINING, Mode
 from .replays.replay import BackwardObserver, Replay
 from .replays.slot import Slot
 from .reports.statistics import BucketStatistics, Progress, RegionStatistics
-from .seen_operations import is_one_graph, operations_are_seen
+from .seen_operations import in_checkpoint, is_one_graph, operations_are_seen
 
 LEAST = Bucket(1)
-# Returns the hooks on tensors that autograd saves, None without any.
-HOOKS_ON_SAVED_TENSORS = torch._C._autograd._top_saved_tensors_default_hooks
-# Names that the hooks of a non-reentrant checkpoint on saved tensors begin with; other packages copy PyTorch's.
-CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
 class Region:
@@ -47,6 +43,7 @@ class Region:
         surroundings: What is around the model in this run.
         watch: Follows the model that the program is a piece of; None follows the program's modules alone.
         strict: Whether a recording that fails raises once graphs exist.
+        chain: What it is recorded with, and where activations are; None records it alone.
 
     Raises:
         ValueError: No bucket of a piece that does not grow, a bucket or `slots` below 1.
@@ -59,6 +56,7 @@ class Region:
         surroundings: Surroundings | None = None,
         watch: ModelWatch | None = None,
         strict: bool = False,
+        chain: Chain | None = None,
     ) -> None:
         self._around = surroundings or Surroundings()
         if min(piece.buckets, default=LEAST).tokens < 1 or not (piece.buckets or piece.growth):
@@ -66,7 +64,7 @@ class Region:
         if self._around.slots < 1:
             raise ValueError(f"slots must be at least 1, got {self._around.slots}")
         self.program, self._piece, self._growth = piece.program, piece, piece.growth
-        self.executor = executor
+        self.executor, self.chain = executor, chain or Chain(executor)
         self.buckets = self._ordered(piece.buckets)
         self.slot_count = self._around.slots
         self.statistics = RegionStatistics()
@@ -125,26 +123,32 @@ class Region:
         progress = progress or Progress(self.program.name, 1)
         self.reset()
         self.statistics.buckets = {bucket: BucketStatistics() for bucket in self.buckets}
-        executor, chain = self.executor, self._piece.chain
+        executor, chain = self.executor, self.chain
         try:
             watch = self._watch = self._given_watch or ModelWatch(self.program.modules())
             returning = executor.returning_tensors()
-            sources = Sources(self.program, watch, executor.device, self._around.reduction, returning)
-            kind = Recordings if chain is None else partial(ChainedRecordings, chain)
-            made = kind(self._piece, executor, watch, sources, self.statistics, self._around, self._strict)
-            self._sources, self._recordings = sources, made
-            planned = [self._planned(index) for index in range(self.slot_count)]
-            if isinstance(made, ChainedRecordings):
-                made.join(partial(self._source, sources, gradients=True, asks=False), planned)
-            progress.starts(sum(map(len, planned)), self.buckets, self.slot_count)
-            for index, places in enumerate(planned):
-                made.slots.append(made.new_slot(index, self.buckets))
-                made.fill(sources.current, made.slots[-1], places, progress.recorded)
+            sources = self._sources = Sources(self.program, watch, executor.device, self._around.reduction, returning)
+            made = self._recordings = Recordings(
+                chain,
+                self._around,
+                self._strict,
+                piece=self._piece,
+                executor=executor,
+                watch=watch,
+                sources=sources,
+                statistics=self.statistics,
+                source=partial(self._source, sources, gradients=True, asks=False),
+            )
+            made.planned = [self._planned(index) for index in range(self.slot_count)]
+            progress.starts(sum(map(len, made.planned)), self.buckets, self.slot_count)
+            made.add_slots(self.slot_count, self.buckets)
+            if not chain.in_parts:
+                chain.capture(progress.recorded)
         except BaseException:
             self.reset()
             raise
         self._slots = made.slots
-        made.count_memory()
+        chain.count(made)
         self.statistics.capture_seconds += time.perf_counter() - started
 
     def _planned(self, index: int) -> list[tuple[Bucket, Mode]]:
@@ -191,7 +195,7 @@ class Region:
         self.recordings.add_inputs(bucket)
         source = self._source(self.sources, gradients=True) if record else None
         if isinstance(source, Source):
-            self.recordings.record(source, bucket, self._training_mode(bucket))
+            self.recordings.add(source, 0, bucket, self._training_mode(bucket))
         self.buckets = self._ordered((*self.buckets, bucket))
 
     def drop(self, bucket: Bucket) -> None:
@@ -201,12 +205,12 @@ class Region:
 
     def slot_bytes(self) -> float:
         """Return the device memory of the slot that takes most, in bytes, with its share of gradients."""
-        return self.recordings.slot_bytes() + self.statistics.gradient_bytes / self.slot_count
+        return max(map(self.chain.slot_bytes, range(self.slot_count)))
 
     @property
     def shrinks(self) -> bool:
         """Whether a dropped bucket gives its memory back."""
-        return all(slot.memory.shrinks for slot in self._slots)
+        return all(slot.common.shrinks for slot in self._slots)
 
     @property
     def wishes(self) -> list[Wish]:
@@ -220,7 +224,6 @@ class Region:
     def reset(self) -> None:
         """Drop all recordings and their memory."""
         if self._recordings is not None:
-            self._recordings.slots.clear()
             self._recordings.leave()
         if self._sources is not None:
             self._sources.release()
@@ -228,8 +231,6 @@ class Region:
             self._watch.close()
             self._watch = None
         self._slots, self._sources, self._recordings = [], None, None
-        if self._piece.offloading is not None:
-            self._piece.offloading.release()
 
     def run(self, batch: Any, observer: BackwardObserver | None = None) -> tuple[Tensor, ...] | None:
         """Replay the batch; returns its real outputs, or None with the reason counted: then run it eager.
@@ -293,7 +294,7 @@ class Region:
                 return found
             bucket, found = larger
         slot, recorded = found
-        if slot.common is not None and not _admits(slot, recorded):
+        if not slot.common.admits(recorded.turn):
             return Fallback.PARTS_IN_ANOTHER_ORDER
         return Replay(self.program, source, recorded, slot, bucket, mode.gradients, sources.holds, self.statistics)
 
@@ -306,7 +307,7 @@ class Region:
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         return (
             decided.slot.free
-            and _admits(decided.slot, decided.recorded)
+            and decided.slot.common.admits(decided.recorded.turn)
             and gradients == decided.gradients
             and autocast == decided.source.numerics.autocast
             and not (gradients and in_checkpoint())
@@ -384,14 +385,3 @@ class Region:
     def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
         return self._sources is not None and self._sources.adds_later(parameters)
-
-
-def _admits(slot: Slot, recorded: Recorded) -> bool:
-    """Whether a part of a chain runs in the order of its recordings."""
-    return slot.common is None or recorded.turn is None or slot.common.admits(recorded.turn)
-
-
-def in_checkpoint() -> bool:
-    """Whether a non-reentrant checkpoint counts what autograd saves: its second forward has to save as much."""
-    hooks: Sequence[Any] | None = HOOKS_ON_SAVED_TENSORS(False)
-    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(CHECKPOINT_HOOKS)

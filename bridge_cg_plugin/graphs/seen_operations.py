@@ -1,5 +1,6 @@
 """Whether something sees, changes or writes down the operations of a call, of which a replay shows none."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,6 +8,10 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+# Returns the hooks on tensors that autograd saves, None without any.
+_hooks_on_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
+# Names that the hooks of a non-reentrant checkpoint on saved tensors begin with; other packages copy PyTorch's.
+CHECKPOINT_HOOKS = ("_checkpoint_hook.", "_recomputation_hook.")
 _tracing_state = torch._C._get_tracing_state
 _in_transform = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -40,3 +45,9 @@ def is_one_graph() -> bool:
 
     tracer = InstructionTranslator.current_tx()
     return tracer.one_graph or getattr(tracer, "error_on_graph_break", False)
+
+
+def in_checkpoint() -> bool:
+    """Whether a non-reentrant checkpoint counts what autograd saves: its second forward has to save as much."""
+    hooks: Sequence[Any] | None = _hooks_on_saved_tensors(False)
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(CHECKPOINT_HOOKS)

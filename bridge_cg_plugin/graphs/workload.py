@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from .fallback import Fallback
-from .piece import Piece, Surroundings
+from .piece import Piece
 from .planning.demand import Demand
 from .rank_consensus import RankConsensus
+from .recordings.chain import Offloading
 from .recordings.executor import Executor
 from .region import Region
 from .reports.statistics import RegionStatistics
@@ -46,8 +47,6 @@ class Manager(Protocol):
         executor: Makes recordings.
         slots: Microbatches between forward and backward at once.
         step_number: Number of the training step under way, from 1.
-        in_step: Whether a training step is under way.
-        surroundings: What is around the module in this run.
         consensus: Ranks that are on graphs together with this one or not at all.
         bucket_consensus: Those of them that see the same microbatches, and so have the same buckets.
     """
@@ -56,8 +55,6 @@ class Manager(Protocol):
     executor: Executor
     slots: int
     step_number: int
-    in_step: bool
-    surroundings: Surroundings
     consensus: RankConsensus
     bucket_consensus: RankConsensus
 
@@ -66,15 +63,8 @@ class Manager(Protocol):
         """Whether graphs exist."""
 
     @property
-    def capture_due(self) -> bool:
-        """Whether there are no graphs and a capture is worth a try."""
-
-    @property
     def readiness(self) -> tuple[object, ...]:
         """What decides how a microbatch runs besides the microbatch, equal on ranks that run the same one alike."""
-
-    def run(self, call: Call, eager: Eager) -> Any:
-        """Replay a call where possible, else run it eager and count why."""
 
     def undone(self) -> AbstractContextManager[None]:
         """Return what passes run in that leave nothing behind."""
@@ -82,11 +72,12 @@ class Manager(Protocol):
     def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
 
-    def capture(self) -> bool:
-        """Have the workload plan and capture; returns whether graphs exist now."""
-
     def record(
-        self, pieces: Sequence[Piece], demand: Demand | None = None, bytes_per_slot: float | None = None
+        self,
+        pieces: Sequence[Piece],
+        demand: Demand | None = None,
+        bytes_per_slot: float | None = None,
+        offloading: Offloading | None = None,
     ) -> list[Region]:
         """Capture pieces of the module between two steps; returns their regions."""
 

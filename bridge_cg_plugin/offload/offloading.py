@@ -43,7 +43,7 @@ type _Key = tuple[Bucket, tuple[tuple[str, int], ...]]
 
 
 class RegionOffloading:
-    """See `graphs.recordings.offloading.Offloading`.
+    """See `graphs.recordings.chain.Offloading`.
 
     Args:
         policy: What is asked for.

@@ -118,12 +118,13 @@ class VisionWorkload(Workload):
         Returns a number for the other ranks.
         """
         options, plan = self.options, self.plan
+        offloading = offloading_of(options, PROVIDER_FIELDS, self.manager)
         self.manager.reset()
         self._regions = []
         if not options.on_demand:
             self.buckets = plan.named()
             buckets = [bucket for capacity in self.buckets for bucket in plan.buckets_of(capacity)]
-            self._regions = self.manager.record([self._piece(buckets)])
+            self._regions = self.manager.record([self._piece(buckets)], offloading=offloading)
             return 0.0
         self.demand = Demand(plan.menu(), plan.largest)
         for shape in plan.last:
@@ -131,7 +132,8 @@ class VisionWorkload(Workload):
         self.demand.begin(BEGIN_WITH)
         limited = options.buckets_max_gb is not None and options.buckets == "auto"
         limit = (options.buckets_max_gb or 0) * GIB if limited else None
-        self._regions = self.manager.record([self._piece(self.demand.buckets, self.demand)], self.demand, limit)
+        piece = self._piece(self.demand.buckets, self.demand)
+        self._regions = self.manager.record([piece], self.demand, limit, offloading)
         self.buckets = self.demand.capacities
         return 0.0
 
@@ -139,7 +141,6 @@ class VisionWorkload(Workload):
         return Piece(
             program=self.encoder,
             buckets=buckets,
-            offloading=offloading_of(self.options, PROVIDER_FIELDS, self.manager),
             has_side_stream=self.has_side_stream,
             compile=self._compiler.finish,
             growth=None if demand is None else Growth.of(demand),

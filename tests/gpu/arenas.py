@@ -6,8 +6,8 @@ from torch import Tensor
 
 def memories(graphs) -> list:
     """Return the memory of each slot's recordings, once each."""
-    slots = [slot for region in graphs._regions for slot in region._slots]
-    return list(dict.fromkeys(memory for slot in slots for memory in (slot.memory, slot.forward_memory) if memory))
+    slots = [slot.common for region in graphs._regions for slot in region._slots]
+    return list(dict.fromkeys(memory for common in slots for memory in common._memory.values()))
 
 
 def content(memory) -> Tensor:

@@ -80,7 +80,7 @@ def test_outputs_and_gradients_are_equal_to_the_bit(
 def test_everything_that_is_known_is_recomputed_to_the_bit(tower_module, model, grads, graphs_of, capsys):
     helper = graphs_of(buckets=(1856,), max_frames=2, **POLICIES["both"])
     assert "not recomputed" not in capsys.readouterr().out
-    (planned,) = next(iter(helper.graphs._regions[0]._piece.offloading._plans.values()))
+    (planned,) = next(iter(helper.graphs._regions[0].chain.offloading._plans.values()))
     layers = len(model.decoder.layers)
     rebuilt = [planned.inventory.seen[place] for place in planned.plan.places(Fate.REBUILD)]
     groups = [(seen.kind, seen.scope) for seen in rebuilt]

@@ -169,7 +169,7 @@ def test_a_shape_that_finds_no_memory_runs_eager(caplog):
     eager, graphs = pair()
     steps = [[sample(TWO, 4 + seed), double_batch(seed)] for seed in range(6)]
     assert_steps_equal(eager, graphs, [samples(MIX), steps[0]])
-    with mock.patch.object(ReferenceExecutor, "record", side_effect=torch.OutOfMemoryError("made to fail")):
+    with mock.patch.object(ReferenceExecutor, "record_forward", side_effect=torch.OutOfMemoryError("made to fail")):
         assert_steps_equal(eager, graphs, steps[1:])
     assert CURRENT.graphs.statistics().fallbacks == {"other_shapes": 5, "not_captured_yet": 1}
     assert sum("could not be captured" in record.message for record in caplog.records) == 1
@@ -192,7 +192,7 @@ def test_as_many_shapes_are_recorded_as_may_be(monkeypatch):
 
 def test_a_failed_capture_leaves_the_run_eager(caplog):
     eager, graphs = pair()
-    with mock.patch.object(ReferenceExecutor, "record", side_effect=CaptureError("made to fail")):
+    with mock.patch.object(ReferenceExecutor, "record_forward", side_effect=CaptureError("made to fail")):
         assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(3)])
     assert CURRENT.graphs.statistics().fallbacks == {"capture_failed": 8}
     assert "not captured: CaptureError: made to fail" in CURRENT.graphs.report()

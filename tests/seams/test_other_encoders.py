@@ -85,7 +85,7 @@ def test_a_failed_capture_is_not_tried_at_every_step(loop, monkeypatch):
         tried.append(graph_helper.active_graphs()[0].step_number)
         raise CaptureError("made to fail")
 
-    monkeypatch.setattr(ReferenceExecutor, "record", fail)
+    monkeypatch.setattr(ReferenceExecutor, "record_forward", fail)
     for _ in range(7):
         step(model)
     assert tried == [2, 3, 5]

@@ -14,7 +14,6 @@ from bridge_cg_plugin.graphs.manager import GraphManager
 from bridge_cg_plugin.graphs.piece import CallSite, Growth, Piece, Surroundings
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.planning.demand import Demand, Menu
-from bridge_cg_plugin.graphs.recordings.chain import Chain
 from bridge_cg_plugin.graphs.workload import Call, Workload
 from bridge_cg_plugin.offload.offloading import RegionOffloading
 from bridge_cg_plugin.offload.plan import Policy
@@ -142,19 +141,18 @@ class ModelWorkload(Workload):
             growth = Growth(menu.cost, lambda x: demand.missed(Rows(len(x))))
         buckets = [] if demand else [Bucket(c) for c in CAPACITIES]
         offloading = RegionOffloading(EVERYTHING, self.manager.slots, self.manager.executor.device)
-        chain = Chain(self.manager.executor, offloading) if self._chained else None
         layers = [
             Piece(
                 program=PartProgram(layer, (WIDTH,), 1, layer.inner, layer.linears),
                 buckets=buckets,
                 site=CallSite(layer, "inner"),
                 growth=growth,
-                chain=chain,
             )
             for layer in self._layers
         ]
         whole = RowsProgram(self._model, (WIDTH,), 1, self.manager.eager_forward)
-        self.manager.record(layers or [Piece(program=whole, buckets=buckets, growth=growth)], demand)
+        pieces = layers or [Piece(program=whole, buckets=buckets, growth=growth)]
+        self.manager.record(pieces, demand, offloading=offloading if self._chained else None)
 
     def captured(self) -> None: ...
 

@@ -5,27 +5,21 @@ import weakref
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge_cg_plugin.graphs.memory.pools import SlotMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.offload.observe import other_bytes
 from bridge_cg_plugin.offload.plan import Fate
 
-from ..tape import tensors
 from . import packs
 from .packed_parts import APART, LARGE, SMALL, losses, new_model, on_parts, results, same
 from .towers import assert_close, loss_of, move
 
 LEAST_BYTES = 1024
 
-MODULES = pytest.mark.parametrize("modules", [("attn",), ("mlp",)], ids=",".join)
-
 
 def planned(graphs):
     """Return the plans of the largest bucket's parts with their inventories."""
-    plans = graphs._regions[0]._piece.chain.offloading._plans
+    plans = graphs._regions[0].chain.offloading._plans
     return plans[max(plans)]
 
 
@@ -65,10 +59,9 @@ def test_outputs_and_gradients_are_those_of_parts_that_keep_all(modules, layers,
     assert graphs.statistics().pinned_bytes == 0
 
 
-@MODULES
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
-def test_microbatches_in_flight_keep_their_activations_apart(modules, order):
-    model = new_model()
+def test_microbatches_in_flight_keep_their_activations_apart(order):
+    model, modules = new_model(), ("attn",)
 
     def run():
         made = [loss_of([losses(model, lengths, seed)]) for seed, lengths in enumerate((LARGE, SMALL))]
@@ -83,25 +76,8 @@ def test_microbatches_in_flight_keep_their_activations_apart(modules, order):
         assert not graphs.statistics().fallbacks
 
 
-def test_every_part_of_a_microbatch_has_the_same_slot():
-    model = new_model()
-    with on_parts(model, slots=2) as graphs:
-        held = graphs._regions[1]._slots[0].take()
-        made = losses(model, LARGE)
-        assert [[slot.free for slot in region._slots] for region in graphs._regions] == [
-            [region is not graphs._regions[1], False] for region in graphs._regions
-        ]
-        losses(model, SMALL)
-        assert graphs.statistics().fallbacks == {"no_free_slot": 1}
-        loss_of([made]).backward()
-        held.release()
-        losses(model, SMALL)
-        assert graphs.statistics().replays == 2 * len(graphs._regions)
-
-
-@MODULES
-def test_passes_without_gradients_leave_activations_of_a_microbatch_alone(modules):
-    model = new_model()
+def test_passes_without_gradients_leave_activations_of_a_microbatch_alone():
+    model, modules = new_model(), ("mlp",)
     ((_, expected),) = expected_of(model, modules, LARGE)
     with on_parts(model, modules, slots=2) as graphs:
         made = losses(model, LARGE)
@@ -117,11 +93,10 @@ def test_passes_without_gradients_leave_activations_of_a_microbatch_alone(module
         assert not graphs.statistics().fallbacks.keys() - {"mode_not_captured"}
 
 
-@MODULES
 @pytest.mark.parametrize("inference", [False, True])
-def test_a_model_whose_memory_moved_has_all_parts_recorded_again(modules, inference):
+def test_a_model_whose_memory_moved_has_all_parts_recorded_again(inference):
     """What is recorded inside inference mode serves training later."""
-    model = new_model()
+    model, modules = new_model(), ("attn",)
     expected = expected_of(model, modules, LARGE)
     with on_parts(model, modules) as graphs:
         assert same(results(model, LARGE), expected[0])
@@ -136,23 +111,8 @@ def test_a_model_whose_memory_moved_has_all_parts_recorded_again(modules, infere
         assert all(set(map(id, new)) - set(map(id, old)) for old, new in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_microbatch_asks_once_for_a_state_of_its_parts(moved):
-    """Ranks count alike, also where one of them has to record all parts again because its memory moved."""
-    model = new_model()
-    with on_parts(model) as graphs:
-        results(model, LARGE)
-        model.decoder.layers[2].requires_grad_(False)
-        if moved:
-            move(model.decoder.layers[0])
-        for _ in range(3):
-            results(model, LARGE)
-        assert graphs.statistics().fallbacks == {"parameters_changed": 1}
-
-
-@MODULES
-def test_buckets_on_demand(modules):
-    model = new_model()
+def test_buckets_on_demand():
+    model, modules = new_model(), ("mlp",)
     expected = expected_of(model, modules, LARGE, SMALL)
     with on_parts(model, modules, warmup=(SMALL,), slots=2, buckets="auto") as graphs:
         for _ in range(6):
@@ -166,19 +126,10 @@ def test_buckets_on_demand(modules):
         before = graphs.statistics().fallbacks.copy()
         results(model, LARGE)
         assert graphs.statistics().fallbacks == before
-
-
-def test_memory_of_a_slot_is_that_of_the_largest_bucket_that_is_left():
-    model = new_model()
-    with on_parts(model, warmup=(SMALL,), buckets="auto") as graphs:
-        while len(graphs._regions[0].buckets) == 1:
-            with graphs.step():
-                results(model, LARGE)
         taken, largest = graphs.statistics().graph_bytes, max(graphs._regions[0].buckets)
         for region in graphs._regions:
             region.drop(largest)
         assert graphs.statistics().graph_bytes < taken or not taken  # only some executors have memory
-        assert len({id(region._slots[0].memory) for region in graphs._regions}) == 1
 
 
 def test_memory_of_parts_is_given_back_without_a_collection():
@@ -186,7 +137,7 @@ def test_memory_of_parts_is_given_back_without_a_collection():
     with on_parts(model) as graphs:
         results(model, LARGE)
         held = [weakref.ref(slot) for region in graphs._regions for slot in region._slots]
-        held += [weakref.ref(graphs._regions[0]._piece.chain.common(0).border)]
+        held += [weakref.ref(graphs._regions[0].chain.common(0).border)]
         gc.disable()
         try:
             graphs.reset()
@@ -195,68 +146,15 @@ def test_memory_of_parts_is_given_back_without_a_collection():
             gc.enable()
 
 
-class Held(TorchDispatchMode):
-    """What operations inside made; tells how much of it is still there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        before = {t.untyped_storage()._cdata for t in tensors((args, kwargs or {}))}
-        for tensor in tensors(made):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in before:
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return made
-
-    @property
-    def nbytes(self) -> int:
-        gc.collect()
-        return sum(size for there, size in self._made.values() if not there.expired())
-
-
-class Measuring(ReferenceExecutor):
-    """Looks at what a part's forward and backward leave in memory, as a graph's pool would hold it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.after_forward, self.after_backward = [], []
-
-    def record_forward(self, body, pool):
-        held = Held()
-        with held:
-            body.forward()
-            body.join()
-        self.after_forward.append(held.nbytes)
-        return _Measured(body, held, self)
-
-    record = None  # a chain records in two steps
-
-
-class _Measured:
-    def __init__(self, body, held, executor) -> None:
-        self._body, self._held, self._executor = body, held, executor
-        self.outputs = ()
-
-    def record_backward(self) -> None:
-        with self._held:
-            self._body.backward()
-        self._body.forget()
-        self._executor.after_backward.append(self._held.nbytes)
-
-
 def test_a_part_leaves_no_more_in_the_pool_than_its_plan_keeps():
-    model, executor = new_model(), Measuring()
-    with on_parts(model, executor=executor, buckets=[512]) as graphs:
-        plans, parts = planned(graphs), len(graphs._regions)
-        made = len(executor.after_forward)
-    small = 4 * 1024 * parts  # what is below `LEAST_BYTES` stays
-    assert made == len(executor.after_backward) and made % parts == 0
-    assert all(left <= small for left in executor.after_forward)
-    assert executor.after_backward == [0] * made
-    assert plans[0].inventory.nbytes > 2 * small
+    model = new_model()
+    with on_parts(model, buckets=[512]) as graphs:
+        for region in graphs._regions:
+            ((mode, recorded),) = ((place[2], made) for place, made in region.sources.current.recordings.items())
+            forward, backward = recorded.recording._forward, recorded.recording._backward
+            left = sum(len(block.memory) for block in forward._after - forward._before)
+            assert mode.gradients and left <= 4 * LEAST_BYTES < bytes_of(planned(graphs)) / 2
+            assert backward._after <= forward._before
 
 
 def target_of(model, modules, share) -> float:
@@ -267,8 +165,7 @@ def target_of(model, modules, share) -> float:
         return (share * bytes_of(planned(graphs)) + static) / 2**30
 
 
-@MODULES
-@pytest.mark.parametrize("share", [0.5, 0.8])
+@pytest.mark.parametrize("modules, share", [(("attn",), 0.5), (("mlp",), 0.8)])
 def test_one_memory_target_holds_for_all_parts_of_a_slot(modules, share, capsys):
     model = new_model()
     expected = expected_of(model, modules, LARGE)
@@ -284,18 +181,6 @@ def test_one_memory_target_holds_for_all_parts_of_a_slot(modules, share, capsys)
         assert plans[0].window <= target * 2**30
         assert {fate for plan in plans for fate in plan.fates} == {Fate.KEEP, Fate.OFFLOAD}
     assert "GiB kept" in capsys.readouterr().out
-
-
-def test_what_earlier_parts_leave_on_the_device_counts_for_later_ones():
-    parts = [(50, 5), (20, 7), (30, 9)]
-    assert (other_bytes(parts[:1]), other_bytes(parts), other_bytes([*parts, *parts])) == (50, 50, 21 + 50)
-
-
-def test_small_and_marked_tensors_are_seen_to_stay():
-    model = new_model()
-    with on_parts(model, offload=None, offload_above_gb=1.0) as graphs:
-        offloading = graphs._regions[0]._piece.chain.offloading
-        assert all(observed.stays > 0 for parts in offloading._looked.values() for observed in parts)
 
 
 class Gaps(ReferenceExecutor):

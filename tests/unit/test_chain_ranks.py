@@ -78,11 +78,10 @@ def agreements(offload, rows, freezes, thaws, moves, layer, **options):
         return found
 
 
-@CHAINED
-@pytest.mark.parametrize("layer, thaws", [(0, 3), (2, 5)])
+@pytest.mark.parametrize("offload, layer, thaws", [(CHAIN, 0, 3), (APART, 2, 5)], ids=["chain", "apart"])
 def test_ranks_ask_each_other_alike_where_one_of_them_moved(offload, layer, thaws):
     right = agreements(offload, [SMALL] * 7, 2, thaws, None, layer, buckets=[320])
-    for moves in (1, 2, thaws, thaws + 1):
+    for moves in (1, thaws):
         assert agreements(offload, [SMALL] * 7, 2, thaws, moves, layer, buckets=[320]) == right
 
 
@@ -125,24 +124,9 @@ def test_what_another_rank_could_not_record_no_rank_replays(offload):
             results(model, LARGE)
         assert graphs.statistics().fallbacks == {"parameters_changed": 1, "capture_failed": 5}
         assert consensus.times == 1
-
-
-@CHAINED
-def test_what_no_rank_could_record_a_rank_whose_memory_moved_does_not_try(offload):
-    model = new_model()
-    with on_a_rank(model, offload, Counted(), strict=False, slots=1) as graphs:
-        for region in graphs._regions:
-            region._consensus = region.recordings._consensus = consensus = Counted(fails=1)
-        model.decoder.layers[2].requires_grad_(False)
-        for _ in range(3):
-            results(model, LARGE)
-        assert consensus.times == 1
-        before = graphs.statistics().fallbacks.copy()
-        for _ in range(2):
-            move(model.decoder.layers[2])
-            results(model, LARGE)
-        assert consensus.times == 1
-        assert graphs.statistics().fallbacks - before == {"capture_failed": 2}
+        move(model.decoder.layers[2])  # nor does a rank whose memory moved try it
+        results(model, LARGE)
+        assert consensus.times == 1 and graphs.statistics().fallbacks["capture_failed"] == 6
 
 
 @CHAINED
@@ -173,16 +157,13 @@ def second_slot_failed(offload, monkeypatch):
         miss_a_second_microbatch(model, graphs)
         assert all(region.wishes for region in graphs._regions)
         with monkeypatch.context() as failing:
-            failing.setattr(PooledExecutor, "record", lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+            failing.setattr(
+                PooledExecutor, "record_forward", lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError())
+            )
             with graphs.step():
                 results(model, LARGE)
+        assert not any(region.wishes for region in graphs._regions)
         yield model, graphs
-
-
-@CHAINED
-def test_what_one_part_cannot_record_no_part_wants_any_more(second_slot_failed):
-    _, graphs = second_slot_failed
-    assert not any(region.wishes for region in graphs._regions)
 
 
 @CHAINED

@@ -43,7 +43,7 @@ with ON_CPU(), graphs_on(model, arguments, cuda_graph_modules=[], **options, **m
     found = model(**arguments)
     (found * torch.linspace(0.5, 1.5, found.numel()).view(found.shape)).sum().backward()
     assert graphs.statistics().replays == 1, graphs.statistics()
-    ((planned,),) = graphs._regions[0]._piece.offloading._plans.values()
+    ((planned,),) = graphs._regions[0].chain.offloading._plans.values()
     rebuilt = sorted(planned.inventory.seen[place].kind for place in planned.plan.places(Fate.REBUILD))
 assert rebuilt == ["gelu", "linear"], rebuilt
 assert all(map(torch.equal, [found.detach(), *(p.main_grad for p in model.parameters())], kept))

@@ -46,7 +46,7 @@ def test_losses_and_gradients_are_the_same_to_the_bit(expected, options):
         statistics = graphs.statistics()
         assert statistics.replays == len(PACKS) and not statistics.fallbacks
         assert statistics.pinned_bytes > 0
-        (planned,) = next(iter(graphs._regions[0]._piece.offloading._plans.values()))
+        (planned,) = next(iter(graphs._regions[0].chain.offloading._plans.values()))
         scopes = {planned.inventory.seen[place].scope for place in planned.plan.places(Fate.OFFLOAD)}
         assert {"attention", "mlp", "layernorm"} & scopes
     for (losses, gradients), (other_losses, others) in zip(found, wanted, strict=True):
@@ -97,7 +97,7 @@ class Mix:
 
 def planned(graphs):
     """Return what was decided for the only bucket."""
-    ((found,),) = graphs._regions[0]._piece.offloading._plans.values()
+    ((found,),) = graphs._regions[0].chain.offloading._plans.values()
     return found
 
 

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -19,7 +20,6 @@ from bridge_cg_plugin.upstream.parallel.process_groups import (
     consensus_of,
     shared_group,
     tensor_group,
-    without_collectives,
 )
 from bridge_cg_plugin.vision.encoder import OtherAttention
 from tests.ranks import run_ranks
@@ -42,8 +42,8 @@ def full_results(model, rows):
     return outputs, list(gradients), [split_dim(parameter) for parameter in model.parameters()]
 
 
-def replay_mixes(heads):
-    model = new_tower(heads=heads)
+def replay_mixes():
+    model = new_tower(heads=2)
     helper = helper_on(model)
     helper.create_cudagraphs()
     found = [full_results(model, rows) for rows in (IMAGES, MIXED, VIDEO)]
@@ -51,14 +51,8 @@ def replay_mixes(heads):
     return found
 
 
-def test_one_rank_leaves_no_reduction_out():
-    original = distributed.all_reduce
-    with without_collectives(None)():
-        assert distributed.all_reduce is original
-
-
-def test_a_tower_over_several_ranks_equals_the_tower_of_one(tmp_path):
-    ranks = run_ranks(2, replay_mixes, tmp_path, 2, tensor_model_parallel_size=2)
+def test_a_tower_over_several_ranks_equals_the_tower_of_one(ranks_of):
+    ranks = ranks_of("mixes")
     whole = new_tower(heads=2)
     for index, rows in enumerate((IMAGES, MIXED, VIDEO)):
         outputs, gradients = results(whole, rows)
@@ -107,8 +101,8 @@ def messages_of_a_step():
     return said
 
 
-def test_a_step_says_nothing_that_eager_does_not(tmp_path):
-    for said in run_ranks(2, messages_of_a_step, tmp_path, **TP2):
+def test_a_step_says_nothing_that_eager_does_not(ranks_of):
+    for said in ranks_of("messages"):
         eager, capture, replayed = said[:4], said[4], said[5:]
         assert all(each.total() for each in eager) and capture["all_reduce"] > 0
         assert replayed == eager
@@ -119,15 +113,15 @@ def capture_failing_on(rank, error, strict):
     model = new_tower()
     helper = helper_on(model, strict=strict)
     executor = helper.graphs.executor
-    original, calls = executor.record, []
+    original, calls = executor.record_forward, []
 
-    def record(body, pool):
+    def record_forward(body, pool):
         calls.append(body)
         if distributed.get_rank() == rank and len(calls) == 1:
             raise error
         return original(body, pool)
 
-    executor.record = record
+    executor.record_forward = record_forward
     heard = []
     handler = logging.Handler()
     handler.emit = lambda entry: heard.append(entry.getMessage())
@@ -139,6 +133,7 @@ def capture_failing_on(rank, error, strict):
     except CaptureError as failure:
         raised = str(failure)
     seconds = time.monotonic() - began
+    logging.getLogger("bridge_cg_plugin").removeHandler(handler)
     outputs, gradients = results(model, MIXED)
     return {
         "captured": helper.graphs.captured,
@@ -151,9 +146,8 @@ def capture_failing_on(rank, error, strict):
     }
 
 
-def test_one_rank_that_cannot_capture_makes_both_eager_with_one_message(tmp_path):
-    error = torch.OutOfMemoryError("made to fail")
-    ranks = run_ranks(2, capture_failing_on, tmp_path, 0, error, False, **TP2)
+def test_one_rank_that_cannot_capture_makes_both_eager_with_one_message(ranks_of):
+    ranks = ranks_of("rank 0 fails")
     assert [rank["captured"] for rank in ranks] == [False, False]
     assert [len(rank["heard"]) for rank in ranks] == [1, 0]
     said = ranks[0]["heard"][0]
@@ -181,8 +175,8 @@ def capture_with_cudnn_on(ranks):
 
 
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=str)
-def test_ranks_that_share_layers_attend_by_the_same_kernels(tmp_path, ranks):
-    first, second = run_ranks(2, capture_with_cudnn_on, tmp_path, ranks, **TP2)
+def test_ranks_that_share_layers_attend_by_the_same_kernels(ranks_of, ranks):
+    first, second = ranks_of(f"cuDNN on {ranks}")
     assert first[:3] == second[:3]
     assert first[:2] == (None, "cudnn" if ranks == (0, 1) else "transformer_engine")
     said = "ranks that share layers would attend by different kernels; attention stays Transformer Engine's"
@@ -205,7 +199,7 @@ def capture_breaking_on(rank, place):
     helper = helper_on(model, strict=False, **options)
     graphs = helper.graphs
 
-    def fail(*unused):
+    def fail(*unused, **options):
         raise KeyError("made to fail")
 
     if distributed.get_rank() == rank:
@@ -217,8 +211,8 @@ def capture_breaking_on(rank, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_an_error_of_any_type_anywhere_in_a_capture_makes_both_ranks_eager(tmp_path, place):
-    first, second = run_ranks(2, capture_breaking_on, tmp_path, 1, place, **TP2)
+def test_an_error_of_any_type_anywhere_in_a_capture_makes_both_ranks_eager(ranks_of, place):
+    first, second = ranks_of(place)
     assert first[1] == "OtherRankFailed: rank 1 failed: KeyError: 'made to fail'"
     assert second[1] == "KeyError: 'made to fail'"
     outputs, _ = results(new_tower(), MIXED)
@@ -227,8 +221,8 @@ def test_an_error_of_any_type_anywhere_in_a_capture_makes_both_ranks_eager(tmp_p
         assert_close(found, outputs, 1e-4)
 
 
-def test_strict_stops_every_rank_with_the_failing_ones_reason(tmp_path):
-    ranks = run_ranks(2, capture_failing_on, tmp_path, 1, RuntimeError("made to fail"), True, **TP2)
+def test_strict_stops_every_rank_with_the_failing_ones_reason(ranks_of):
+    ranks = ranks_of("strict")
     assert all("made to fail" in rank["raised"] for rank in ranks)
     assert "rank 1 failed" in ranks[0]["raised"]
 
@@ -251,11 +245,11 @@ def test_context_parallel_ranks_may_have_buckets_of_their_own(tmp_path):
     assert first == second == 1 and other != others
 
 
-def failures_of_ranks(values):
+def failures_of_ranks():
     """Agree three times: all succeed, rank 1 fails, all succeed again."""
     rank = distributed.get_rank()
     consensus = consensus_of(distributed.group.WORLD)
-    agreed = consensus.agree(lambda: values[rank])
+    agreed = consensus.agree(lambda: (float("inf"), -1.0)[rank])
 
     def fails():
         if rank == 1:
@@ -270,11 +264,11 @@ def failures_of_ranks(values):
     return agreed, caught, consensus.agree(float).same
 
 
-def test_what_ranks_agree_on(tmp_path):
-    ranks = run_ranks(3, failures_of_ranks, tmp_path, (2.0, float("inf"), -1.0))
+def test_what_ranks_agree_on(ranks_of):
+    ranks = ranks_of("agreements")
     assert all((agreed.smallest, agreed.largest, agreed.same) == (-1.0, float("inf"), False) for agreed, _, _ in ranks)
     told = "OtherRankFailed: rank 1 failed: ValueError: no buckets"
-    assert [caught for _, caught, _ in ranks] == [told, "ValueError: no buckets\nof any kind", told]
+    assert [caught for _, caught, _ in ranks] == [told, "ValueError: no buckets\nof any kind"]
     assert all(same for _, _, same in ranks)
 
 
@@ -284,15 +278,31 @@ def groups_of_the_tower():
     return sizes, shared_group(model) is model.pg_collection.tp
 
 
-@pytest.mark.parametrize(
-    "sizes, expected",
-    [
-        ({}, ([None, None], False)),
-        (TP2, ([2, 2], True)),
-        ({**TP2, "context_parallel_size": 2}, ([2, 4], False)),
-    ],
-    ids=["data", "tensor", "both"],
-)
-def test_the_ranks_that_stay_together(tmp_path, sizes, expected):
-    world = max(2, len(sizes) * 2)
-    assert run_ranks(world, groups_of_the_tower, tmp_path, **sizes) == [expected] * world
+# What is run one after the other by the same two ranks: starting them takes longer than any of it.
+SCENARIOS = {
+    "mixes": replay_mixes,
+    "messages": messages_of_a_step,
+    "rank 0 fails": partial(capture_failing_on, 0, torch.OutOfMemoryError("made to fail"), False),
+    "strict": partial(capture_failing_on, 1, RuntimeError("made to fail"), True),
+    "agreements": failures_of_ranks,
+    "groups": groups_of_the_tower,
+    **{f"cuDNN on {ranks}": partial(capture_with_cudnn_on, ranks) for ranks in ((1,), (0, 1))},
+    **{place: partial(capture_breaking_on, 1, place) for place in PLACES},
+}
+
+
+def run_scenarios():
+    return {name: run() for name, run in SCENARIOS.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks_of(tmp_path_factory):
+    """Return a function that returns what both ranks found in a scenario."""
+    ranks = run_ranks(2, run_scenarios, tmp_path_factory.mktemp("ranks"), **TP2)
+    return lambda name: [found[name] for found in ranks]
+
+
+def test_the_ranks_that_stay_together(ranks_of, tmp_path):
+    assert ranks_of("groups") == [([2, 2], True)] * 2
+    sizes = {**TP2, "context_parallel_size": 2}
+    assert run_ranks(4, groups_of_the_tower, tmp_path, **sizes) == [([2, 4], False)] * 4

@@ -31,40 +31,12 @@ from .toy import (
 
 
 @given(st.lists(st.lists(st.integers(1, 3).map(lambda n: 2 * n), min_size=1, max_size=4), min_size=1, max_size=6))
-def test_any_sequence_of_batches_equals_eager(sequence):
-    region = toy_region()
+def test_any_sequence_of_batches_equals_eager_whatever_static_memory_held(sequence):
+    region = toy_region(slots=2)
     for seed, lengths in enumerate(sequence):
         if sum(lengths) <= 16:
+            poison(region, (float("nan"), 1e30)[seed % 2])
             assert_equals_eager(region, toy_batch(lengths, seed))
-
-
-@pytest.mark.parametrize("value", [float("nan"), 1e30, float("inf")])
-def test_what_static_memory_held_before_changes_nothing(value):
-    region = toy_region(slots=2)
-    for seed, lengths in enumerate([(2,), (2, 4), (4, 4), (2, 2, 2, 2), (16,), (4,)]):
-        poison(region, value)
-        assert_equals_eager(region, toy_batch(lengths, seed))
-
-
-@pytest.mark.parametrize("value", [float("nan"), 1e30])
-def test_what_output_gradient_memory_held_changes_nothing(value):
-    region, batch = toy_region(), toy_batch((2, 4))
-    expected = eager_results(region.program.model, batch)[1]
-    outputs = region.run(batch)
-    for recorded in region.sources.current.recordings.values():
-        for view in recorded.output_gradients:
-            view.fill_(value)
-    wanted = [*region.program.model.parameters(), batch.x]
-    assert_same(torch.autograd.grad(loss_of(outputs), wanted), expected)
-
-
-def test_equal_token_counts_with_other_boundaries_are_told_apart():
-    region, first = toy_region(), toy_batch((2, 6))
-    second = type(first)(first.x.detach().clone().requires_grad_(), torch.tensor([0, 6, 8]))
-    one, other = eager_results(region.program.model, first)[0], eager_results(region.program.model, second)[0]
-    assert not torch.allclose(one[0], other[0])
-    assert_equals_eager(region, first)
-    assert_equals_eager(region, second)
 
 
 def test_evaluation_replays_forward_only():
@@ -100,14 +72,6 @@ def test_a_slot_that_a_pass_in_inference_mode_asks_for_serves_all_others():
     assert held[0].requires_grad and region.statistics.fallbacks == {"no_free_slot": 1, "mode_not_captured": 1}
 
 
-def test_a_frozen_region_draws_dropout_in_training_only():
-    region, batch = toy_region(Toy(dropout=0.5).requires_grad_(False)), toy_batch((2, 4), requires_grad=False)
-    first, second = region.run(batch)[0], region.run(batch)[0]
-    assert not torch.equal(first, second)
-    with evaluation(region):
-        assert_same(region.run(batch), region.program.model(batch.x, batch.offsets))
-
-
 @pytest.mark.parametrize(
     ("frozen", "modes"),
     [(False, {(True, True)}), (True, {(True, True), (False, True)})],
@@ -134,49 +98,15 @@ def test_recording_leaves_every_module_in_its_own_mode():
     assert_same(region.run(batch), model(batch.x, batch.offsets))
 
 
-@pytest.mark.parametrize("gradients", [True, False])
-def test_a_mode_that_was_not_recorded_runs_eager(gradients):
-    region = toy_region()
-    region.program.model.train(not gradients)
-    with torch.set_grad_enabled(gradients):
-        assert region.run(toy_batch()) is None
-    assert region.statistics.fallbacks == {"mode_not_captured": 1}
-
-
-def test_frozen_parameters_leave_the_input_gradient():
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_frozen_parameters_leave_the_inputs_gradient_if_it_has_one(requires_grad):
     model = Toy().requires_grad_(False)
-    region, batch = toy_region(model), toy_batch((2, 4))
-    expected = eager_results(model, batch)
-    outputs = region.run(batch)
+    region, batch = toy_region(model), toy_batch((2, 4), requires_grad=requires_grad)
+    expected, outputs = eager_results(model, batch), region.run(batch)
     assert_same(outputs, expected[0])
-    assert_same(torch.autograd.grad(loss_of(outputs), batch.x), expected[1])
-
-
-def test_frozen_parameters_and_a_plain_input_need_no_backward():
-    model = Toy().requires_grad_(False)
-    region, batch = toy_region(model), toy_batch((2, 4), requires_grad=False)
-    outputs = region.run(batch)
-    assert_same(outputs, model(batch.x, batch.offsets))
-    assert not any(o.requires_grad for o in outputs)
-    assert region.free_slots() == 1
-
-
-def test_requires_grad_changed_after_capture_falls_back():
-    region = toy_region()
-    region.program.model.mix.weight.requires_grad_(False)
-    assert region.run(toy_batch()) is None
-    assert region.statistics.fallbacks == {"parameters_changed": 1}
-    assert region.free_slots() == 1
-    region.program.model.mix.weight.requires_grad_(True)
-    assert_equals_eager(region, toy_batch())
-
-
-def test_parameter_object_replaced_after_capture_falls_back_once():
-    region = toy_region()
-    region.program.model.mix.weight = nn.Parameter(torch.zeros(6, 6, dtype=torch.float64))
-    assert region.run(toy_batch()) is None
-    assert_equals_eager(region, toy_batch())
-    assert region.statistics.fallbacks == {"model_changed": 1}
+    assert all(o.requires_grad == requires_grad for o in outputs) and region.free_slots() == (not requires_grad)
+    if requires_grad:
+        assert_same(torch.autograd.grad(loss_of(outputs), batch.x), expected[1])
 
 
 def test_a_step_looks_at_its_parameters_once(monkeypatch):
@@ -194,37 +124,6 @@ def test_a_step_looks_at_its_parameters_once(monkeypatch):
     assert len(looks) == 2 + 2 * 2  # before forward and backward
 
 
-def test_parameters_moved_between_steps_are_recaptured():
-    region = toy_region()
-    weight = region.program.model.mix.weight
-    for _ in range(3):
-        with region.memory_kept():
-            loss_of(region.run(toy_batch())).backward()
-        weight.data = weight.data.clone()
-        weight.grad = None
-        assert_equals_eager(region, toy_batch())
-    assert not region.statistics.fallbacks
-
-
-def test_capture_leaves_parameters_and_their_gradients_alone():
-    model = Toy()
-    before, values = dict(model.named_parameters()), {n: p.detach().clone() for n, p in model.named_parameters()}
-    toy_region(model)
-    for name, parameter in model.named_parameters():
-        assert parameter is before[name]
-        assert parameter.grad is None
-        assert torch.equal(parameter, values[name])
-
-
-def test_capture_fires_no_hook_of_a_parameter():
-    model, fired = Toy(), []
-    for parameter in model.parameters():
-        parameter.register_hook(lambda g: fired.append("tensor"))
-        parameter.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
-    toy_region(model)
-    assert fired == []
-
-
 def test_memory_that_runs_out_for_static_buffers_is_a_capture_error(monkeypatch):
     region = new_region(ToyProgram(Toy()), ReferenceExecutor(), [Bucket(8)])
 
@@ -234,15 +133,6 @@ def test_memory_that_runs_out_for_static_buffers_is_a_capture_error(monkeypatch)
     monkeypatch.setattr(StaticTensors, "buffers", fail)
     with pytest.raises(CaptureError, match="made to fail"):
         region.capture()
-
-
-def test_a_failed_recapture_leaves_no_old_recording():
-    region = toy_region()
-    region.program.fails_at = 8
-    with pytest.raises(Exception):  # noqa: B017
-        region.capture()
-    assert not region.captured
-    assert region.run(toy_batch()) is None
 
 
 def test_reset_drops_everything():
@@ -275,8 +165,8 @@ def test_before_replay_runs_once_for_each_replay_only():
 def test_a_recording_that_a_batch_asks_for_waits_for_parameters_first(monkeypatch):
     order = []
     region = toy_region(before_replay=lambda: order.append("wait"))
-    record = region.executor.record
-    monkeypatch.setattr(region.executor, "record", lambda *args: (order.append("record"), record(*args))[1])
+    record = region.executor.record_forward
+    monkeypatch.setattr(region.executor, "record_forward", lambda *args: (order.append("record"), record(*args))[1])
     region.program.model.eval()
     region.run(toy_batch())
     assert order == [], "the mode may not last"

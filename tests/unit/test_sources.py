@@ -510,7 +510,7 @@ def test_a_rank_whose_memory_moved_and_that_cannot_record_says_so_instead_of_run
     model = with_main_grads(two_layers())
     region = region_of(model, consensus=Counted())
     model[0].linear.weight.main_grad = torch.zeros(WIDTH, WIDTH)
-    monkeypatch.setattr(region.executor, "record", no_memory)
+    monkeypatch.setattr(region.executor, "record_forward", no_memory)
     with pytest.raises(CaptureError, match="memory was moved on this rank"):
         region.run(batch())
 

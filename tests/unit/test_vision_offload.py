@@ -22,7 +22,7 @@ SETTINGS = {"buckets": (128,)}
 
 def planned(graphs):
     """Return the one plan of a tower's graphs with its inventory."""
-    ((found,),) = graphs._regions[0]._piece.offloading._plans.values()
+    ((found,),) = graphs._regions[0].chain.offloading._plans.values()
     return found
 
 
@@ -60,8 +60,8 @@ def test_host_memory_for_all_slots_is_looked_for_before_the_first_capture(monkey
     monkeypatch.setattr(host, "available_bytes", lambda: 1 << 20)
     recorded = []
     tower = new_tower()
-    record = ReferenceExecutor.record
-    monkeypatch.setattr(ReferenceExecutor, "record", lambda self, *a: recorded.append(1) or record(self, *a))
+    record = ReferenceExecutor.record_forward
+    monkeypatch.setattr(ReferenceExecutor, "record_forward", lambda self, *a: recorded.append(1) or record(self, *a))
     with (
         pytest.raises(
             CaptureError, match=r"HostMemoryError.*vision_cuda_graph_tuning.slots|HostMemoryError.*fewer slots"
@@ -111,12 +111,12 @@ class FilledMemory(ReferenceExecutor):
     def new_memory(self):
         return Filled(self)
 
-    def record(self, body, pool):
+    def record_forward(self, body, pool):
         if body.activations is not None:
             self.static = body.static_bytes
             planned = body.activations._plan.window + body.static_bytes
             self.taken.append(max(planned + self.gaps, self.least))
-        return super().record(body, pool)
+        return super().record_forward(body, pool)
 
 
 def test_memory_with_gaps_is_recorded_again_with_less_in_it():

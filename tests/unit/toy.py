@@ -111,6 +111,9 @@ class _StaticGradients:
     def forward(self) -> None:
         self._recording.forward()
 
+    def record_backward(self) -> None:
+        self._recording.record_backward()
+
     def backward(self) -> Gradients:
         fresh = self._recording.backward()
         if self._kept is None:
@@ -129,8 +132,8 @@ def _copy(gradient: Tensor | None) -> Tensor | None:
 class StaticExecutor(ReferenceExecutor):
     """The reference executor with a graph's static gradient memory."""
 
-    def record(self, body, pool):
-        return _StaticGradients(super().record(body, pool))
+    def record_forward(self, body, pool):
+        return _StaticGradients(super().record_forward(body, pool))
 
 
 def toy_region(model: Toy | None = None, capacities=(4, 8, 16), **settings) -> Region:

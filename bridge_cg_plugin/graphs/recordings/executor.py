@@ -120,12 +120,6 @@ class Executor(ABC):
     def record_forward(self, body: RegionBody, pool: Pool) -> Recording:
         """Record the body's forward; what it saves stays until `record_backward`."""
 
-    def record(self, body: RegionBody, pool: Pool) -> Recording:
-        """Record the body, forward and backward."""
-        made = self.record_forward(body, pool)
-        made.record_backward()
-        return made
-
     def generators(self) -> Sequence[torch.Generator]:
         """Return what work that is recorded may draw random numbers from."""
         return (default_generator(self.device),)
@@ -371,10 +365,6 @@ class ReferenceExecutor(Executor):
 
     def record_forward(self, body: RegionBody, pool: Pool) -> Recording:
         """See `Executor`: a replay runs both."""
-        return self.record(body, pool)
-
-    def record(self, body: RegionBody, pool: Pool) -> Recording:
-        """See `Executor`."""
         with self.isolated():
             outputs: tuple[Tensor, ...] = tuple(torch.full_like(o, torch.nan) for o in body.forward())
             body.join()

@@ -92,8 +92,7 @@ class Replay:
                 outputs = self.launch()
                 lease.release()
                 return outputs
-            if slot.common is not None and self.recorded.turn is not None:
-                slot.common.begins(self.recorded.turn, lease)
+            slot.common.begins(self.recorded.turn, lease)
             inputs = program.differentiable_inputs(batch)
             self.receivers, self.input_rows = self.source.sinks.receivers(), tuple(map(len, inputs))
             # Without `apply`'s look for dead functorch wrappers, 0.2 ms for the parameters of an encoder.
@@ -147,8 +146,7 @@ class _Replay(Function):
                 "parameters or of their main_grad was moved or freed, a parameter was frozen or unfrozen, or a hook "
                 "was put on one; do it between steps"
             )
-        if slot.common is not None:
-            slot.common.ends(lease)
+        slot.common.ends(lease)
         slot.order_after_last_use()
         if call.observer is not None:
             call.observer.before_backward(output_gradients)

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from itertools import chain
 from typing import NamedTuple
@@ -90,42 +90,35 @@ class SharedInputs:
 
 
 class Slot:
-    """Memory of recordings of every bucket and their static tensors, used by one microbatch at a time.
+    """A region's static tensors for every bucket, used by one microbatch at a time.
 
     Args:
         index: Its number in the region.
         device: Where its memory is.
-        memory: Of its recordings.
+        common: Memory of its recordings.
         shared: Inputs that are not the region's own.
         making: Entered around the making of each of its static tensors.
 
     Attributes:
         buffers: Static inputs of each bucket.
         lease: Number of the lease that holds it; None while it is free.
-        common: What parts of a chain have in common in this slot; None for a region that is in none.
-        last_stream: Where it replayed last, unless parts of a chain have that in common.
-        forward_memory: Of recordings without a backward, where a chain has the others'; None is the same memory.
     """
 
     def __init__(
         self,
         index: int,
         device: torch.device,
-        memory: SlotMemory,
+        common: "ChainSlot",
         shared: SharedInputs | None = None,
         making: Making = nullcontext,
     ) -> None:
-        self.index = index
+        self.index, self.common = index, common
         self.static = StaticTensors(device, making)
         self.shared = shared
-        self.memory = memory
         self.buffers: dict[Bucket, Buffers] = {}
         self.lease: int | None = None
-        self.common: ChainSlot | None = None
-        self.forward_memory: SlotMemory | None = None
         self._leases = 0
         self._device = device
-        self.last_stream: torch.cuda.Stream | None = None
 
     def input_buffers(self, specs: Mapping[str, TensorSpec]) -> Buffers:
         """Return views for all of a bucket's static inputs."""
@@ -136,18 +129,9 @@ class Slot:
         return {**self.static.buffers(own), **self.shared.tensors(self.index).buffers(others)}
 
     @property
-    def border(self) -> StaticTensors | None:
-        """Where parts of a chain have outputs and gradients, one at a time; None has them apart."""
-        return None if self.common is None else self.common.border
-
-    @property
     def for_gradients(self) -> StaticTensors:
         """Where gradients of outputs are."""
-        return self.border or self.static
-
-    def memory_of(self, gradients: bool) -> SlotMemory:
-        """Return the memory of recordings with or without a backward."""
-        return self.memory if gradients or self.forward_memory is None else self.forward_memory
+        return self.common.border or self.static
 
     @property
     def free(self) -> bool:
@@ -165,11 +149,10 @@ class Slot:
         """Make the current stream wait for the slot's last work if that ran on another stream."""
         if self._device.type != "cuda":
             return
-        current = torch.cuda.current_stream(self._device)
-        memory = self if self.common is None else self.common
-        if memory.last_stream is not None and memory.last_stream != current:
-            current.wait_stream(memory.last_stream)
-        memory.last_stream = current
+        current, common = torch.cuda.current_stream(self._device), self.common
+        if common.last_stream is not None and common.last_stream != current:
+            current.wait_stream(common.last_stream)
+        common.last_stream = current
 
     def give_back(self, number: int) -> None:
         """Free the slot if the lease is still the current one."""
@@ -233,7 +216,7 @@ class Lease:
 
 
 class Turn(NamedTuple):
-    """When a part of a chain was recorded.
+    """When a recording with a backward was made.
 
     Attributes:
         capture: Number of the capture that recorded all of the chain's parts.
@@ -245,7 +228,7 @@ class Turn(NamedTuple):
 
 
 class ChainSlot:
-    """What parts of a chain have in common in a slot, and which of them hold it.
+    """What the parts of a chain have in common in a slot, and which of them hold it; a whole region is one part.
 
     A forward overwrites what later parts of its capture keep for their backwards, and all that another capture keeps. A
     backward overwrites what later parts keep. So forwards that come in another order are refused, and of parts whose
@@ -253,22 +236,51 @@ class ChainSlot:
 
     Args:
         device: Where the memory is.
-        memory: Of the parts' recordings with a backward.
+        new_memory: Makes memory of recordings.
+        in_parts: Whether several parts use it: recordings without a backward are in memory of their own then.
 
     Attributes:
-        memory: See above.
-        border: Where the parts have outputs and gradients, one part at a time.
+        border: Where parts have outputs and gradients, one part at a time; None leaves them with the recording.
         last_stream: Where a part replayed last.
     """
 
-    def __init__(self, device: torch.device, memory: SlotMemory) -> None:
-        self.memory, self.border = memory, StaticTensors(device)
+    def __init__(self, device: torch.device, new_memory: Callable[[], SlotMemory], in_parts: bool) -> None:
+        self._new_memory, self._in_parts = new_memory, in_parts
+        self._memory = {True: new_memory()}
+        self.border = StaticTensors(device) if in_parts else None
         self.last_stream: torch.cuda.Stream | None = None
         self._held: list[tuple[Turn, weakref.ref[Lease]]] = []
 
-    def admits(self, turn: Turn) -> bool:
+    def memory(self, gradients: bool) -> SlotMemory:
+        """Return the memory of recordings with or without a backward."""
+        own = gradients or not self._in_parts
+        if own not in self._memory:
+            self._memory[own] = self._new_memory()
+        return self._memory[own]
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the recordings in bytes."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether the largest recording's memory goes with it, though others are left."""
+        return self._memory[True].shrinks
+
+    def keep(self, recordings: Iterable[tuple[bool, int]]) -> None:
+        """Give memory back that recordings do without; no replay is under way.
+
+        Args:
+            recordings: Whether each has a backward, and its bytes.
+        """
+        needed = [(gradients or not self._in_parts, nbytes) for gradients, nbytes in recordings]
+        for own, memory in self._memory.items():
+            memory.keep(max((nbytes for of, nbytes in needed if of == own), default=0))
+
+    def admits(self, turn: Turn | None) -> bool:
         """Whether a part's forward leaves alone what other parts keep for a backward to come."""
-        while self._held:
+        while self._held and turn is not None:
             last, holder = self._held[-1]
             lease = holder()
             if lease is not None and lease.is_current:
@@ -276,9 +288,10 @@ class ChainSlot:
             self._held.pop()
         return True
 
-    def begins(self, turn: Turn, lease: Lease) -> None:
+    def begins(self, turn: Turn | None, lease: Lease) -> None:
         """Note that a part, which was admitted, holds the slot until its backward."""
-        self._held.append((turn, weakref.ref(lease)))
+        if turn is not None:
+            self._held.append((turn, weakref.ref(lease)))
 
     def ends(self, lease: Lease) -> None:
         """Note that a part's backward runs: later parts that hold the slot lose their activations."""

@@ -17,7 +17,6 @@ from ...graphs.piece import Growth, Piece
 from ...graphs.planning.buckets import EXACT_BELOW, Bucket, names_of, next_run
 from ...graphs.planning.demand import BEGIN_WITH, WINDOW, Demand
 from ...graphs.rank_consensus import digest
-from ...graphs.recordings.chain import Chain
 from ...graphs.recordings.compiling import KernelCompiler
 from ...graphs.region import Region
 from ...graphs.replays.replay import want_gradients
@@ -242,8 +241,6 @@ class PackedWorkload(Workload):
         shared = SharedInputs(SHARED, self.manager.executor.device)
         parts = self.family.parts(self.modules)
         offloading = offloading_of(self.options, PACKED_FIELDS, self.manager)
-        in_parts = parts[0].site is not None
-        chain = Chain(self.manager.executor, offloading) if in_parts and offloading is not None else None
         regions = self.manager.record(
             [
                 Piece(
@@ -251,8 +248,6 @@ class PackedWorkload(Workload):
                     buckets=buckets,
                     site=part.site,
                     shared=None if part.site is None else shared,
-                    offloading=None if in_parts else offloading,
-                    chain=chain,
                     compile=self._compiler.finish,
                     around=self.family.statistics_kept,
                     growth=growth,
@@ -260,6 +255,7 @@ class PackedWorkload(Workload):
                 for part in parts
             ],
             demand,
+            offloading=offloading,
         )
         self._parts = sum(part.site is not None for part in parts)
         regions[0].statistics.static_bytes += shared.nbytes

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from ...graphs.instance import every_module
-from ...graphs.recordings.side_stream import current_side_stream, run_on_side_stream
+from ...graphs.recordings.side_stream import run_on_side_stream
 from ...graphs.replays.gradients import SMALL
 from .launch import launch
 
@@ -111,9 +111,7 @@ class DeferredSums:
 
     def place(self, parts: int, columns: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return where partial sums `[parts, columns]` go, in fp32, and the sum `[columns]` that `add` will fill."""
-        side = current_side_stream()
-        # Memory of one stream is not for kernels of another.
-        key = (parts, columns, dtype, device, side is not None and side.runs_now)
+        key = parts, columns, dtype, device
         block = self._blocks.get(key)
         if block is None or block.used == TOGETHER:
             if block is not None:
