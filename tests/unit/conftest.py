@@ -14,7 +14,6 @@ ON_TAPE = (
     "test_encoders",
     "test_growing",
     "test_growing_names",
-    "test_growing_reasons",
     "test_moonvit",
     "test_offload_store",
     "test_packed",

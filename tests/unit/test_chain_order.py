@@ -10,12 +10,11 @@ from .packed_parts import LARGE, losses, new_model, on_parts
 from .towers import loss_of
 
 LAYERS = 3
-MODULES = pytest.mark.parametrize("modules", [("attn",), ("mlp",)], ids=",".join)
 
 
-def on_pooled_parts(model, modules, **options):
+def on_pooled_parts(model, modules):
     """Put graphs of parts of layers on a model, whose activations leave."""
-    return on_parts(model, modules, executor=PooledExecutor(), buckets=[512], **options)
+    return on_parts(model, modules, executor=PooledExecutor(), buckets=[512])
 
 
 def gradients_of(made, model):
@@ -48,9 +47,8 @@ class Cut:
         return made, early
 
 
-@MODULES
-def test_backwards_of_later_parts_first(modules):
-    cut = Cut()
+def test_backwards_of_later_parts_first():
+    cut, modules = Cut(), ("attn",)
 
     def run():
         made, early = cut.run()
@@ -63,10 +61,9 @@ def test_backwards_of_later_parts_first(modules):
         assert graphs.statistics().replays == 2 * LAYERS
 
 
-@MODULES
-def test_a_backward_behind_that_of_an_earlier_part_fails(modules):
+def test_a_backward_behind_that_of_an_earlier_part_fails():
     """The earlier part's has overwritten what it needs; the next microbatch is right again."""
-    cut = Cut()
+    cut, modules = Cut(), ("mlp",)
     made, early = cut.run()
     right = gradients_of(early, cut.model), gradients_of(made, cut.model)
     del made, early
@@ -82,22 +79,8 @@ def test_a_backward_behind_that_of_an_earlier_part_fails(modules):
         assert not graphs.statistics().fallbacks
 
 
-@MODULES
-def test_a_part_that_nothing_asks_for_loses_its_activations(modules):
-    """Its output is held, but only an earlier part's backward runs."""
-    cut = Cut()
-    right = gradients_of(cut.run()[1], cut.model)
-    with on_pooled_parts(cut.model, modules) as graphs:
-        outputs = [cut.run()]
-        assert same(gradients_of(outputs[0][1], cut.model), right)
-        outputs.append(cut.run())  # in the same slot
-        assert same(gradients_of(outputs[1][1], cut.model), right)
-        assert graphs.statistics().replays == 2 * LAYERS and not graphs.statistics().fallbacks
-
-
-@MODULES
-def test_layers_in_another_order(modules):
-    model, order = new_model(), [0, 1, 2]
+def test_layers_in_another_order():
+    model, order, modules = new_model(), [0, 1, 2], ("attn",)
     runs = [layer.forward for layer in model.decoder.layers]
     for place, layer in enumerate(model.decoder.layers):
         layer.forward = lambda *args, place=place, **kwargs: runs[order[place]](*args, **kwargs)

@@ -65,11 +65,13 @@ def kernels():
     return Kernels()
 
 
-def test_sizes_of_a_magnitude_are_compiled_once_and_beside_the_training(kernels):
+def test_sizes_of_a_magnitude_are_compiled_once_and_beside_the_training(kernels, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     compiler = KernelCompiler(kernels.compilations)
+    compiler.begin(torch.device("cuda", 0))
     for tokens in (784, 800, 700, 3000):
         compiler.saw(tokens)
-    sizes = [784, 1568, 392, 3136, 196, 6272, 3000, 6000, 1500, 12000, 750, 24000]
+    sizes = [BEGIN_WITH, 784, 1568, 392, 3136, 196, 6272, 3000, 6000, 1500, 12000, 750, 24000]
     wait_for(lambda: len(kernels.done) == 2 * len(sizes))
     assert sorted(kernels.done) == sorted((tokens, kernel) for tokens in sizes for kernel in range(2))
     assert threading.get_ident() not in kernels.threads and len(kernels.threads) == 1
@@ -105,18 +107,6 @@ def interrupt(condition):
     raise KeyboardInterrupt
 
 
-def test_two_compilers_compile_one_at_a_time(kernels):
-    others = Kernels()
-    kernels.hold.clear()
-    KernelCompiler(kernels.compilations).saw(784)
-    wait_for(lambda: len(kernels.begun) == 2)
-    KernelCompiler(others.compilations).saw(784)
-    time.sleep(0.05)
-    assert not others.begun
-    kernels.hold.set()
-    wait_for(lambda: len(kernels.done) == len(others.done) == 12)
-
-
 def test_deleted_graphs_let_the_model_go_while_others_compile():
     """What waits for its turn holds the model: all of its memory, for as long as compilers of other models take."""
     with TURNS.recording():  # nothing else is compiled
@@ -129,54 +119,24 @@ def test_deleted_graphs_let_the_model_go_while_others_compile():
         assert held() is None
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    """Let a compiler begin on this machine as for a GPU; entering a device needs none."""
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    return torch.device("cuda", 0)
-
-
-def test_the_first_kernels_are_compiled_before_a_microbatch_is_seen(kernels, on_a_gpu):
-    KernelCompiler(kernels.compilations).begin(on_a_gpu)
-    wait_for(lambda: len(kernels.done) == 2)
-    assert kernels.done == [(BEGIN_WITH, 0), (BEGIN_WITH, 1)]
-
-
-def test_a_recording_compiles_what_is_missing_all_at_once(kernels):
-    """Each kernel waits for the others, so one after the other would never end."""
+@pytest.mark.parametrize("around", [torch.no_grad, torch.autograd.graph.save_on_cpu])
+def test_a_recording_compiles_what_is_missing_all_at_once_whatever_its_thread_is_in(kernels, around):
+    """Each kernel waits for the others, so one after the other would never end; a backward finds what they are."""
     together = threading.Barrier(2, timeout=WAIT_S)
     kernels.compile_one = lambda tokens, number: (together.wait(), kernels.done.append((tokens, number)))
-    compiler = KernelCompiler(kernels.compilations)
-    with TURNS.recording():
+
+    def compilations(tokens):
+        leaf = torch.ones(2, requires_grad=True)
+        torch.autograd.grad((leaf * leaf).sum(), leaf)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        return kernels.compilations(tokens)
+
+    compiler = KernelCompiler(compilations)
+    with TURNS.recording(), around():
         compiler.finish(784)
         assert sorted(kernels.done) == [(784, 0), (784, 1)]
         compiler.finish(784)
         assert len(kernels.done) == 2, "compiled twice"
-
-
-@pytest.mark.parametrize("around", [torch.no_grad, torch.autograd.graph.save_on_cpu])
-def test_what_to_compile_is_found_whatever_the_callers_thread_is_in(kernels, around):
-    """It runs a backward over tensors without data; a checkpoint's hooks would run the model again."""
-    found = []
-
-    def compilations(tokens):
-        leaf = torch.ones(2, requires_grad=True)
-        found.extend(torch.autograd.grad((leaf * leaf).sum(), leaf))
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-        return kernels.compilations(tokens)
-
-    with TURNS.recording(), around():
-        KernelCompiler(compilations).finish(784)
-    assert len(found) == 1 and len(kernels.done) == 2
-
-
-def test_a_recording_leaves_out_what_was_compiled_ahead(kernels):
-    compiler = KernelCompiler(kernels.compilations)
-    compiler.saw(784)
-    wait_for(lambda: len(kernels.done) == 12)
-    with TURNS.recording():
-        compiler.finish(1568)
-    assert len(kernels.done) == 12
 
 
 @pytest.mark.parametrize("when", ["while it is found", "while it is compiled"])
@@ -258,11 +218,6 @@ def test_rotations_of_a_language_model(compiled, in_fp32):
     heads = {shape[0] for shape, *_ in rotations}
     assert len(rotations) == len(set(rotations)) == 2 * len(heads) and 1 in heads and len(heads) == 2
     assert all(rounds is not in_fp32 for *_, rounds in rotations)
-
-
-def test_nothing_without_a_gpu_or_parameters():
-    assert not list(precompile.compilations((tower(),), 48))
-    assert not list(precompile.compilations((torch.nn.GELU(),), 48))
 
 
 def test_what_a_tower_compiles_is_named_once_for_each_kernel(monkeypatch):

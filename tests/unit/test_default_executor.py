@@ -36,28 +36,20 @@ def keeping(asked):
 CASES = {
     "with offloading": ({"offload": ("mlp",)}, True),
     "with a target": ({"offload_above_gb": 1.0}, True),
-    "with recompute alone": ({"recompute": ("gelu",)}, False),
     "without either": ({}, False),
 }
 
 
 @pytest.mark.parametrize("options, aside", CASES.values(), ids=CASES)
-def test_the_encoders_replays(monkeypatch, options, aside):
-    asked, model = [], new_tower()
-    monkeypatch.setattr(vision_helper, "default_executor", keeping(asked))
+def test_replays_of_what_offloads_are_aside(monkeypatch, options, aside):
+    asked, model, packs = [], new_tower(), new_model()
+    for helper in (vision_helper, packed_helper):
+        monkeypatch.setattr(helper, "default_executor", keeping(asked))
     VisionTECudaGraphHelper(model, model.config, options=VisionGraphOptions(**DEFAULTS, **options)).delete_cuda_graphs()
-    assert asked == [aside]
-
-
-@pytest.mark.parametrize("options, aside", CASES.values(), ids=CASES)
-def test_the_packed_decoders_replays(monkeypatch, options, aside):
-    asked, model = [], new_model()
-    monkeypatch.setattr(packed_helper, "default_executor", keeping(asked))
-    fields = {f"cuda_graph_packed_{name}": value for name, value in options.items()}
-    for name, value in {**PACKED, **fields}.items():
-        setattr(model.config, name, value)
-    PackedCudaGraphHelper([model], model.config, num_microbatches=1).delete_cuda_graphs()
-    assert asked == [aside]
+    for name, value in {**PACKED, **{f"cuda_graph_packed_{name}": value for name, value in options.items()}}.items():
+        setattr(packs.config, name, value)
+    PackedCudaGraphHelper([packs], packs.config, num_microbatches=1).delete_cuda_graphs()
+    assert asked == [aside] * 2
 
 
 @pytest.mark.parametrize(

@@ -200,13 +200,7 @@ def test_after_a_failed_capture_earlier_graphs_and_eager_work_draw_different_num
     for _ in range(2):
         drawn += [*graph.replay(), *gpu.draw(), *later.replay()]
     assert len(drawn) == len(set(drawn)) == 16
-
-
-@every_fault
-def test_after_a_failed_capture_a_seed_reaches_earlier_graphs(gpu, fault):
-    graph = gpu.capture(gpu.draw)
-    fail(gpu, fault)
-    gpu.default.set_state((5, 0))
+    gpu.default.set_state((5, 0))  # a seed reaches earlier graphs
     gpu.tracked.set_state((6, 0))
     assert sorted(graph.replay()) == [(5, 0), (6, 0)] and gpu.draw() == [(5, 4), (6, 4)]
 
@@ -271,12 +265,3 @@ def test_a_gpus_executor_names_the_default_generator_and_those_it_was_given(monk
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     for device in (None, torch.device("cuda"), torch.device("cuda", 1)):
         assert CudaGraphExecutor(device, generators=lambda: (given,)).generators() == (default, given)
-
-
-def test_generators_are_put_back_after_an_error_too():
-    generator = torch.Generator().manual_seed(3)
-    before = generator.get_state()
-    with pytest.raises(KeyError), capture.put_back((generator,)):
-        torch.rand(5, generator=generator)
-        raise KeyError
-    assert torch.equal(generator.get_state(), before)

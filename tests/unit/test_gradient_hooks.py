@@ -44,16 +44,6 @@ def test_a_reduction_is_told_once_in_each_backward_that_it_waits_for(waits):
     assert all(p.grad is None for p in parallel.model.parameters())
 
 
-def test_a_reduction_that_waits_only_after_the_forward_is_told():
-    reference, parallel, reduction, region = setup()
-    eager_loss(reference, toy_batch(FITTING)).backward()
-    loss = region_loss(region, toy_batch(FITTING))
-    reduction.now = True
-    loss.backward()
-    assert_same(parallel.main_grads, reference.main_grads)
-    assert reduction.told == [set(parallel.model.parameters())]
-
-
 def test_recordings_of_two_states_tell_a_reduction_once_in_a_backward_of_both():
     _, parallel, reduction, region = setup()
     model = region.program.model
@@ -119,25 +109,6 @@ def test_hooks_of_an_eager_pass_learn_of_a_replay_to_come(order, flip):
     assert not region.sources._hooks.pending.to_come()
 
 
-def test_gradients_of_another_module_wait_for_no_replay():
-    _, _, _, region = setup()
-    other, seen = nn.Parameter(torch.ones(())), []
-    other.register_hook(
-        lambda gradient: seen.append((region.sources._hooks.pending.to_come(), region.adds_later({other})))
-    )
-    (region_loss(region, toy_batch(FITTING)) * other).backward()
-    assert seen == [(True, False)]
-
-
-def test_inputs_get_their_gradient_beside_the_anchor():
-    _, _, _, region = setup()
-    batch = toy_batch(FITTING)
-    batch.x.requires_grad_()
-    region_loss(region, batch).backward()
-    assert batch.x.grad is not None
-    assert batch.x.grad.any()
-
-
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_users_hook_put_on_after_capture_fires(register):
     _, parallel, _, region = setup()
@@ -153,16 +124,6 @@ def test_a_users_hook_put_on_after_capture_fires(register):
     region_loss(region, toy_batch(FITTING)).backward()
     assert len(seen) == 3 and parallel.fired == ["out.weight"]
     assert region.statistics.replays == 3
-
-
-def test_a_users_hook_put_on_before_capture_fires():
-    model, seen, reduction = Toy(), [], Waiting()
-    parallel = DataParallel(model)
-    model.out.weight.register_hook(lambda *_: seen.append(1))
-    region = toy_region(model, reduction=reduction)
-    region_loss(region, toy_batch(FITTING)).backward()
-    assert seen == [1]
-    assert parallel.fired == ["out.weight"]
 
 
 @pytest.mark.parametrize("reduction", [None, Waiting()], ids=["alone", "reduced"])

@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -77,93 +77,120 @@ def region_loss(region, batch):
 FITTING, TOO_LARGE = (2, 4), (10, 8)
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        [FITTING, TOO_LARGE, TOO_LARGE, FITTING, FITTING],
-        [(2,), (4,), (16,), FITTING],
-    ],
-)
-def test_microbatches_accumulate_as_in_eager(lengths):
-    reference, parallel, region = pair()
-    for seed, item in enumerate(lengths):
-        eager_loss(reference, toy_batch(item, seed)).backward()
+class Left(DataParallel):
+    """Hooks that leave `.grad` to the loop, which adds to `main_grad` what is there at the end of a step."""
+
+    def _hook(self, name, parameter):
+        return lambda *unused: self.fired.append(name)
+
+
+class _Fused(torch.autograd.Function):
+    """`x @ weight.T` that adds the weight's gradient to `main_grad`, as Transformer Engine does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.weight.main_grad.add_(gradient.T @ ctx.saved_tensors[0])
+        ctx.weight.grad_added_to_main_grad = True
+        return gradient @ ctx.weight, torch.full_like(ctx.weight, 7.0)
+
+
+class _WithoutBiasGradient(torch.autograd.Function):
+    """`x + bias` that gives the bias no gradient, as Transformer Engine does where the weight is frozen."""
+
+    @staticmethod
+    def forward(ctx, x, bias):
+        return x + bias
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def fused(model):
+    model.mix.forward = lambda x, mix=model.mix: _Fused.apply(x, mix.weight) + mix.bias
+
+
+def without_bias_gradient(model):
+    model.mix.forward = lambda x, mix=model.mix: _WithoutBiasGradient.apply(x @ mix.weight.T, mix.bias)
+
+
+def plain(model):
+    """The toy as it is."""
+
+
+# What is done to a model, and its data parallelism.
+KINDS = {
+    "data parallelism": (plain, DataParallel),
+    "of some parameters": (plain, partial(DataParallel, only=("mix.weight", "pair.bias"))),
+    "none": (plain, lambda model: None),
+    "that leaves gradients": (plain, Left),
+    "without hooks": (plain, lambda model: DataParallel(model).drop()),
+    "with a module that adds to main_grad": (fused, DataParallel),
+    "without hooks, with such a module": (fused, lambda model: DataParallel(model).drop()),
+    "with a function that gives no gradient": (without_bias_gradient, DataParallel),
+}
+MICROBATCH = st.tuples(st.sampled_from([(2,), FITTING, (16,), TOO_LARGE]), st.sampled_from([1.0, 1.0, 0.0]))
+
+
+def _collected(parameter):
+    """Return what has come of a gradient; where a module has added it to `main_grad` itself, `.grad` is anything."""
+    if getattr(parameter, "grad_added_to_main_grad", False):
+        return parameter.main_grad
+    parts = [p for p in (getattr(parameter, "main_grad", None), parameter.grad) if p is not None]
+    return sum(parts) if parts else None
+
+
+@pytest.mark.parametrize(("change", "parallel"), KINDS.values(), ids=KINDS)
+@settings(max_examples=15)
+@given(st.lists(st.lists(MICROBATCH, min_size=1, max_size=3), min_size=1, max_size=4), st.booleans())
+def test_any_microbatches_in_any_backwards_accumulate_as_in_eager(change, parallel, backwards, flip):
+    """Replays and eager passes, in one backward too; nothing is lost or counted twice, flags and hooks are eager's."""
+    models = Toy(), Toy()
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        change(model)
+    sides = list(map(parallel, models))
+    region, seeds = toy_region(models[1], slots=3), itertools.count()
+    if change is fused:  # it sets a flag that lasts until the next microbatch
+        backwards = [[each] for backward in backwards for each in backward]
+    for backward in backwards:
+        if change is fused:
+            for model in models:
+                model.mix.weight.grad_added_to_main_grad = False
+        batches = [(toy_batch(lengths, next(seeds)), scale) for lengths, scale in backward]
+        sum(loss_of(models[0](batch.x, batch.offsets)) * scale for batch, scale in batches).backward()
+        losses = [region_loss(region, batch) * scale for batch, scale in batches]
+        sum(reversed(losses) if flip else losses).backward()
         poison(region, float("nan"))
-        region_loss(region, toy_batch(item, seed)).backward()
-        assert_same(parallel.main_grads, reference.main_grads)
-        assert parallel.flags == [False] * 6
-
-
-@pytest.mark.parametrize("flip", [False, True])
-def test_replay_and_eager_in_one_backward(flip):
-    (reference, parallel, region), order = pair(), (FITTING, TOO_LARGE, FITTING)
-    sum(eager_loss(reference, toy_batch(item, seed)) for seed, item in enumerate(order)).backward()
-    losses = [region_loss(region, toy_batch(item, seed)) for seed, item in enumerate(order)]
-    sum(reversed(losses) if flip else losses).backward()
-    assert_same(parallel.main_grads, reference.main_grads)
-    assert parallel.flags == [False] * 6
-
-
-def test_every_hook_fires_once_for_each_backward_with_a_gradient():
-    _, parallel, region = pair()
-    names = sorted(n for n, _ in region.program.model.named_parameters())
-    for seed in range(2):
-        parallel.fired.clear()
-        region_loss(region, toy_batch(FITTING, seed)).backward()
-        assert sorted(parallel.fired) == names
-    assert all(parallel.arrived)
-
-
-def test_sinks_of_a_memory_probe_leave_no_hook_on_parameters():
-    parallel = DataParallel(Toy())
-    GradientSinks(list(parallel.model.parameters()))
-    assert all(not p._backward_hooks for p in parallel.model.parameters())
-
-
-def test_hooks_on_parameters_go_with_the_recordings():
-    _, parallel, region = pair()
-    region.capture()
-    assert all(len(p._backward_hooks) == 1 for p in parallel.model.parameters())
-    region.reset()
-    assert all(not p._backward_hooks for p in parallel.model.parameters())
-
-
-def test_another_main_grad_tensor_after_capture_falls_back():
-    _, parallel, region = pair()
-    weight = region.program.model.mix.weight
-    weight.main_grad = torch.zeros_like(weight.main_grad)
-    eager_loss(parallel, toy_batch()).backward()
-    expected, weight.main_grad = weight.main_grad, torch.zeros_like(weight.main_grad)
-    region_loss(region, toy_batch()).backward()
-    assert_same([weight.main_grad], [expected])
-    assert not region.statistics.fallbacks
-
-
-def test_parameters_without_main_grad_get_theirs_beside_ones_with():
-    eager, model = Toy(), Toy()
-    model.load_state_dict(eager.state_dict())
-    only = ("mix.weight", "pair.bias")
-    reference, parallel = DataParallel(eager, only), DataParallel(model, only)
-    region = toy_region(model)
-    for seed in range(2):
-        eager_loss(reference, toy_batch(seed=seed)).backward()
-        region_loss(region, toy_batch(seed=seed)).backward()
-    assert_same(parallel.main_grads, reference.main_grads)
-    assert_same([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
-
-
-def test_plain_gradients_accumulate_without_aliasing():
-    eager, region = Toy(), toy_region()
-    region.program.model.load_state_dict(eager.state_dict())
-    kept = []
-    for seed in range(3):
-        loss_of(eager(toy_batch(seed=seed).x, toy_batch(seed=seed).offsets)).backward()
-        region_loss(region, toy_batch(seed=seed)).backward()
-        found = [p.grad for p in region.program.model.parameters()]
-        assert_same(found, [p.grad for p in eager.parameters()])
+        assert_same(*(list(map(_collected, model.parameters())) for model in models))
+        if parallel is not Left:
+            assert_same(*([p.grad for p in model.parameters() if change is plain] for model in models))
+        if isinstance(sides[0], DataParallel):
+            assert sorted(sides[0].fired) == sorted(sides[1].fired)
+            assert parallel is Left or change is fused or sides[1].flags == [False] * len(sides[1].flags)
+        found = [g for g in (p.grad for p in models[1].parameters()) if g is not None]
         assert len({g.data_ptr() for g in found}) == len(found)
-        kept.append((found[0].data_ptr(), found[0].clone()))
-    assert not torch.equal(kept[0][1], kept[2][1])
+    fitting = sum(lengths is not TOO_LARGE for backward in backwards for lengths, _ in backward)
+    assert region.statistics.replays == fitting
+
+
+def test_hooks_on_parameters_come_and_go_with_the_recordings():
+    _, parallel, region = pair()
+    parameters = list(parallel.model.parameters())
+    GradientSinks(parameters)  # as for a probe of memory
+    for capture, hooks in ((region.capture, 1), (region.reset, 0)):
+        capture()
+        assert all(len(p._backward_hooks or ()) == hooks for p in parameters)
+    region.program.fails_at = 4
+    with pytest.raises(CaptureError):
+        region.capture()
+    assert not any(p._backward_hooks for p in parameters)
 
 
 def test_a_backward_that_fails_leaves_no_flag_behind():
@@ -196,21 +223,6 @@ def test_a_reset_between_forward_and_backward(again):
     assert parallel.flags == [False] * 6
 
 
-def test_a_failed_capture_leaves_no_hook_on_parameters():
-    _, _, region = pair()
-    region.program.fails_at = 4
-    with pytest.raises(CaptureError):
-        region.capture()
-    assert not any(p._backward_hooks for p in region.program.model.parameters())
-
-
-def test_a_zero_eager_gradient_beside_a_replay():
-    reference, parallel, region = pair()
-    (eager_loss(reference, toy_batch(TOO_LARGE)) * 0 + eager_loss(reference, toy_batch())).backward()
-    (region_loss(region, toy_batch(TOO_LARGE)) * 0 + region_loss(region, toy_batch())).backward()
-    assert_same(parallel.main_grads, reference.main_grads)
-
-
 @given(
     sizes=st.lists(st.sampled_from([1, 3, 1152, 4304]), max_size=9),
     dtypes=st.sampled_from([(torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16,) * 2]),
@@ -224,8 +236,7 @@ def test_small_gradients_round_as_if_added_alone(sizes, dtypes):
     for main, gradient in zip(main_grads, gradients, strict=True):
         small.keep(main, gradient)
     small.add()
-    assert all(torch.equal(main, wanted) for main, wanted in zip(main_grads, expected, strict=True))
-    small.add()
+    small.add()  # adds nothing again
     assert all(torch.equal(main, wanted) for main, wanted in zip(main_grads, expected, strict=True))
 
 
@@ -254,80 +265,6 @@ def test_placeholders_are_handed_over_without_a_copy():
     assert all(seen[p].stride() == p.stride() and not seen[p].any() for p in model.parameters())
 
 
-class Left(DataParallel):
-    """Hooks that leave `.grad` to the loop, which adds to `main_grad` what is there at the end of a step."""
-
-    def _hook(self, name, parameter):
-        return lambda *unused: self.fired.append(name)
-
-
-@pytest.mark.parametrize("lengths", [(FITTING, TOO_LARGE, FITTING, FITTING, TOO_LARGE), (TOO_LARGE, FITTING)])
-@pytest.mark.parametrize("hooks", [None, Left, DataParallel], ids=["none", "leaving", "adding"])
-def test_a_loop_that_leaves_gradients_between_microbatches(lengths, hooks):
-    """Nothing is lost or counted twice in `main_grad` and `.grad` together; without hooks, each is as in eager."""
-    sides = [Toy(), Toy()]
-    sides[1].load_state_dict(sides[0].state_dict())
-    parallel = [(hooks or DataParallel)(model) for model in sides]
-    if hooks is None:
-        parallel = [side.drop() for side in parallel]
-    region = toy_region(sides[1])
-    for step in range(2):
-        for model in sides:
-            model.zero_grad(set_to_none=True)
-            torch._foreach_zero_([p.main_grad for p in model.parameters()])
-        for seed, item in enumerate(lengths):
-            batch = toy_batch(item, 10 * step + seed)
-            loss_of(sides[0](batch.x, batch.offsets)).backward()
-            region_loss(region, batch).backward()
-            assert_same(*(list(map(_collected, model.parameters())) for model in sides))
-            if hooks is None:
-                assert_same(*([p.grad for p in model.parameters()] for model in sides))
-    assert region.statistics.replays == 2 * lengths.count(FITTING)
-
-
-def _collected(parameter):
-    return parameter.main_grad if parameter.grad is None else parameter.main_grad + parameter.grad
-
-
-class _Fused(torch.autograd.Function):
-    """`x @ weight.T` that adds the weight's gradient to `main_grad`, as Transformer Engine does."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.weight.main_grad.add_(gradient.T @ ctx.saved_tensors[0])
-        ctx.weight.grad_added_to_main_grad = True
-        return gradient @ ctx.weight, torch.full_like(ctx.weight, 7.0)
-
-
-@pytest.mark.parametrize("hooked", [False, True])
-def test_a_module_that_adds_to_main_grad_in_eager_does_so_in_its_recording(hooked):
-    reference, parallel, _ = pair()
-    both = (parallel, reference)
-    for side in both:
-        mix = side.model.mix
-        mix.forward = lambda x, mix=mix: _Fused.apply(x, mix.weight) + mix.bias
-        if not hooked:
-            side.drop()
-    region = toy_region(parallel.model)
-    for seed, item in enumerate((FITTING, TOO_LARGE, FITTING)):
-        for side in both:
-            side.model.mix.weight.grad_added_to_main_grad = False
-        eager_loss(reference, toy_batch(item, seed)).backward()
-        region_loss(region, toy_batch(item, seed)).backward()
-        assert_same(parallel.main_grads, reference.main_grads)
-        if not hooked:
-            assert parallel.flags == reference.flags
-            others = [[p for p in side.model.parameters() if p is not side.model.mix.weight] for side in both]
-            assert_same(*([p.grad for p in parameters] for parameters in others))
-    assert region.statistics.replays == 2
-
-
 @pytest.mark.parametrize("reduction, elements", [(None, 4 * 4), (object(), 1)], ids=["autograd", "reduction"])
 def test_placeholders_take_memory_only_where_autograd_gets_them(reduction, elements):
     """A reduction is notified directly; the largest weight of a tower alone is 40 MiB."""
@@ -337,36 +274,6 @@ def test_placeholders_take_memory_only_where_autograd_gets_them(reduction, eleme
     GradientSinks(list(model.parameters()), reduction, hooks)
     (storage,) = itertools.chain(*hooks.zeros._flat.values())
     assert nodes and storage.numel() == elements
-
-
-class _WithoutBiasGradient(torch.autograd.Function):
-    """`x + bias` that gives the bias no gradient, as Transformer Engine does where the weight is frozen."""
-
-    @staticmethod
-    def forward(ctx, x, bias):
-        return x + bias
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-def test_a_parameter_that_is_used_and_gets_no_gradient():
-    reference, parallel, region = pair()
-    for one in (reference, parallel):
-        mix = one.model.mix
-        mix.forward = lambda x, mix=mix: _WithoutBiasGradient.apply(x @ mix.weight.T, mix.bias)
-    region.capture()
-    batch = toy_batch(FITTING)
-    eager_loss(reference, batch).backward()
-    region_loss(region, batch).backward()
-    assert region.statistics.replays == 1
-    assert not reference.model.mix.bias.main_grad.any()
-    assert_same(parallel.main_grads, reference.main_grads)
-    assert sorted(parallel.fired) == sorted(reference.fired)
-    for one in (reference, parallel):
-        eager_loss(one, batch).backward()
-    assert_same(parallel.main_grads, reference.main_grads)
 
 
 def _asked(model, name):

@@ -123,11 +123,3 @@ def test_passes_with_gradients_on_run_eager_while_gradients_are_away(model, grad
     assert region.statistics.fallbacks == {Fallback.GRADIENTS_LEFT: 3} and executor.recorded == recorded
     gradients.back()
     assert train(region, model) and gradients.others_are_intact()
-
-
-def test_gradients_that_are_replaced_and_away_are_not_recorded(model, gradients, executor):
-    region = captured(model, executor)
-    Gradients(model).leave()
-    assert not train(region, model)
-    Gradients(model)
-    assert train(region, model)

@@ -29,10 +29,6 @@ def host(tmp_path, monkeypatch):
     return make
 
 
-def test_without_control_groups_the_host_says_what_is_available(host):
-    assert host(2048) == 2048 * 1024
-
-
 def test_a_control_groups_limit_counts_less_what_it_uses(host):
     stat = "anon 5\ninactive_file 1000\n"
     assert host(4096, memory_max="100000", memory_current="40000", memory_stat=stat) == 61000

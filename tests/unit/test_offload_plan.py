@@ -108,12 +108,8 @@ def test_plans_keep_to_their_window_or_there_are_none(parts, window):
     assert (plans is None) == (smallest_window(parts, HIDDEN, ALL) > window)
     if plans is not None:
         assert_kept_to(parts, plans, window)
-
-
-@given(PARTS)
-def test_with_room_for_all_nothing_leaves(parts):
-    plans = plans_within(parts, HIDDEN, ALL, sum(part.nbytes for part in parts))
-    assert {fate for plan in plans for fate in plan.fates} == {Fate.KEEP}
+    if sum(part.nbytes for part in parts) <= window:
+        assert {fate for plan in plans for fate in plan.fates} == {Fate.KEEP}
 
 
 @given(PARTS, st.sets(st.sampled_from(SCOPES)), st.sets(st.sampled_from(KINDS)), st.integers(0, 1500))
@@ -184,14 +180,6 @@ def test_the_cheapest_leaves_first(hidden, share, copies, products):
     assert (found["linear"] > 0) == products
     if products:
         assert found["offload"] > hidden - WIDE
-
-
-def test_without_recompute_more_is_copied_than_hides():
-    inventory, policy = tower(), Policy(frozenset(SCOPES), frozenset())
-    (plan,) = plans_within([inventory], 5 * GB, policy, int(0.3 * inventory.nbytes))
-    places = plan.places(Fate.OFFLOAD)
-    assert places == list(range(len(places)))  # what is needed last goes first
-    assert sizes(inventory, plan)["offload"] > 5 * GB
 
 
 def test_every_part_hides_a_little():

@@ -51,11 +51,6 @@ def test_the_first_fallback_of_each_reason_is_announced(capsys):
     assert second.startswith("[bridge-cg] encoder, layer 1 runs eager, step 7 no_free_slot (64 tokens): ")
 
 
-def train(graphs, model, rows):
-    with graphs.step():
-        loss_of(forward(model, rows)).backward()
-
-
 def ranges_of(run):
     """Return the names of the plugin's ranges in a profile of a function."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
@@ -68,13 +63,17 @@ def test_a_profile_has_ranges_of_captures_microbatches_and_replays():
     with graphs_on(model, capture=False, buckets=(32, 64)) as graphs:
         captures = ranges_of(graphs.capture)
         assert "bridge-cg capture vision_encoder, bucket 64/16/64" in captures, captures
-        assert ranges_of(lambda: train(graphs, model, [(1, 4, 4)])) == {
+
+        def train():
+            with graphs.step():
+                loss_of(forward(model, [(1, 4, 4)])).backward()
+
+        assert ranges_of(train) == {
             "bridge-cg microbatch, encoder, 16 tokens",
             "bridge-cg replay vision_encoder, bucket 32/16/32",
             "bridge-cg replay vision_encoder, backward",
         }
-        assert ranges_of(lambda: train(graphs, model, [(1, 16, 16)])) == {"bridge-cg microbatch, encoder, 256 tokens"}
-        train(graphs, model, [(1, 4, 4)])
+        train()
         assert not ranges.on
 
 

@@ -1,18 +1,14 @@
 """When what failed is tried again."""
 
-import pytest
-
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.planning.demand import TRIED_AGAIN, Demand, Menu
 from bridge_cg_plugin.graphs.retries import Failures, Retry
 
 from ..tape import TapeExecutor
 from .towers import draw, graphs_on, new_tower
 
 
-@pytest.mark.parametrize("first", [1, 3, 16])
-def test_many_turns_see_few_tries_and_none_is_the_last(first):
+def test_many_turns_see_few_tries_and_none_is_the_last():
+    first = 3
     retry, tries = Retry(first), []
     for turn in range(1000):
         if retry.due:
@@ -33,21 +29,6 @@ def test_a_recording_that_failed_is_asked_for_again_less_and_less_often():
             failures.note("bucket", Fallback.MODEL_CHANGED)  # the same failure, seen by another part
             assert failures.reason("bucket") is Fallback.CAPTURE_FAILED
     assert tries == 6
-
-
-def test_a_bucket_that_could_not_be_recorded_is_tried_again_some_steps_later():
-    menu = Menu(
-        buckets_of=lambda capacity: [Bucket(capacity)],
-        refuse=lambda shape, bucket: None,
-        cost=lambda bucket: bucket.tokens,
-    )
-    demand, bucket = Demand(menu), Bucket(64)
-    demand.refuse(bucket)
-    for _ in range(TRIED_AGAIN - 1):
-        demand.due()
-        assert demand.refuses(bucket)
-    demand.due()
-    assert not demand.refuses(bucket)
 
 
 def test_a_capture_refused_for_a_hook_is_due_once_the_hook_is_gone():

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..tape import TapeExecutor
 from . import packs
@@ -32,21 +31,13 @@ def traced_by_jit(model):
 
 
 def traced_by_fx(model):
+    """By a mode of dispatch."""
     trace = torch.fx.experimental.proxy_tensor.make_fx(lambda images: hidden(model, images))(draw_images(IMAGES))
     return [trace(draw_images(IMAGES, seed=1))]
 
 
-def exported(model):
-    program = torch.export.export(model, (draw_images(IMAGES),), strict=False)
-    return [program.module()(draw_images(IMAGES, seed=1)).last_hidden_state]
-
-
 def differentiated(model):
     return [torch.func.grad(lambda scale: loss_of([hidden(model, draw_images(IMAGES)) * scale]))(torch.tensor(2.0))]
-
-
-def mapped(model):
-    return [torch.func.vmap(lambda images: hidden(model, images))(draw_images(2 * IMAGES).unflatten(0, (2, IMAGES)))]
 
 
 def with_tangents(model):
@@ -59,12 +50,6 @@ class Larger(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         return result * 1.01 if func is nn.functional.layer_norm else result
-
-
-class LargerProducts(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        return result * 1.01 if func is torch.ops.aten.addmm.default else result
 
 
 def in_mode(mode):
@@ -80,12 +65,9 @@ def in_mode(mode):
     [
         traced_by_jit,
         traced_by_fx,
-        exported,
         differentiated,
-        mapped,
         with_tangents,
         in_mode(Larger),
-        in_mode(LargerProducts),
     ],
 )
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

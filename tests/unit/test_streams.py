@@ -1,10 +1,13 @@
 """Streams and hooks of an executor, without a GPU."""
 
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor, ReferenceExecutor, _recording_stream
 from bridge_cg_plugin.graphs.replays.streams import ReplayStream
 
@@ -14,13 +17,6 @@ from .toy import ToyProgram, toy_region
 def test_an_event_without_a_stream_of_its_own_is_refused():
     with pytest.raises(ValueError, match="cuda_graph_event: it must be None without cuda_graph_stream"):
         ReplayStream(None, object())
-
-
-def test_on_the_main_stream_nothing_is_waited_for():
-    ran = []
-    for copies in (False, True):
-        ReplayStream().launch(lambda: ran.append(None), copies)  # without CUDA any wait would raise
-    assert len(ran) == 2
 
 
 @pytest.fixture
@@ -41,32 +37,18 @@ def test_main_work_goes_before_the_side_work_and_before_nothing_else(monkeypatch
     assert other.side_stream()._stream is executor.side_stream()._stream is not executor._stream
 
 
-def hooked(calls, fails=False):
-    program_forward = ToyProgram.forward
+@pytest.mark.parametrize("fails", [False, True])
+def test_hooks_are_called_once_around_a_recordings_warm_up_also_one_that_fails(monkeypatch, fails):
+    calls, own = [], ToyProgram.forward
 
     def forward(self, buffers, bucket):
         calls.append("pass")
         if fails:
             raise RuntimeError("made to fail")
-        return program_forward(self, buffers, bucket)
+        return own(self, buffers, bucket)
 
-    return ReferenceExecutor(
-        pre_warmup_hook=lambda: calls.append("before"), post_warmup_hook=lambda: calls.append("after")
-    ), forward
-
-
-def test_hooks_are_called_once_around_a_recordings_warm_up(monkeypatch):
-    calls = []
-    executor, forward = hooked(calls)
     monkeypatch.setattr(ToyProgram, "forward", forward)
-    toy_region(capacities=(8,), executor=executor)
-    assert calls == ["before", "pass", "pass", "after", "pass"]
-
-
-def test_the_second_hook_is_called_after_a_failure_too(monkeypatch):
-    calls = []
-    executor, forward = hooked(calls, fails=True)
-    monkeypatch.setattr(ToyProgram, "forward", forward)
-    with pytest.raises(RuntimeError, match="made to fail"):
-        toy_region(capacities=(8,), executor=executor)
-    assert calls == ["before", "pass", "after"]
+    hooks = {f"{when}_warmup_hook": partial(calls.append, when) for when in ("pre", "post")}
+    with pytest.raises(CaptureError, match="made to fail") if fails else nullcontext():
+        toy_region(capacities=(8,), executor=ReferenceExecutor(**hooks))
+    assert calls == (["pre", "pass", "post"] if fails else ["pre", "pass", "pass", "post", "pass"])

@@ -1,6 +1,5 @@
 """Captures that fail or have to fit a memory limit."""
 
-import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
@@ -36,16 +35,15 @@ def test_eager_microbatches_after_a_failed_capture_are_fallbacks_not_warm_up(mon
         assert sum(graphs.statistics().fallbacks.values()) == 3
 
 
-@pytest.mark.parametrize("buckets", ["auto", (64, 96)])
-def test_a_capture_inside_inference_mode_serves_training_later(buckets):
+def test_a_capture_inside_inference_mode_serves_training_later():
     model, sizes = new_tower(), ([[1, 8, 8]], [[1, 12, 8]])
     expected = [results(model, rows) for rows in sizes]
-    with graphs_on(model, capture=False, buckets=buckets) as graphs:
+    with graphs_on(model, capture=False, buckets="auto") as graphs:
         with torch.inference_mode():
             for rows in sizes:
                 forward(model, rows)
                 assert graphs.captured or graphs.capture()
-                for _ in range(20):
+                for _ in range(4):
                     graphs.begin_step()
         for rows, (outputs, gradients) in zip(sizes, expected, strict=True):
             actual = results(model, rows)
@@ -60,7 +58,7 @@ def largest_within(model, gigabytes):
         for rows in FITTING:
             forward(model, rows)
         graphs.capture()
-        for _ in range(40):
+        for _ in range(12):
             with graphs.step():
                 for rows in FITTING:
                     forward(model, rows)

@@ -2,7 +2,6 @@
 
 import random
 import threading
-from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,7 +32,7 @@ class Noting(nn.Linear):
         torch.manual_seed(0)
         super().__init__(WIDTH, WIDTH)
         self.note, self.aux, self.calls = note, None, 0
-        self.items, self.nested, self.last = [], {"a": [[]]}, deque(maxlen=3)
+        self.items, self.nested = [], {"a": [[]]}
         self.stats = SimpleNamespace(aux=None)
         self.running = torch.zeros(WIDTH)
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -56,10 +55,8 @@ def closing_over():
 LEFT = {
     "aux": lambda module, x, y: setattr(module, "aux", y.mean()),
     "mean": lambda module, x, y: setattr(module, "mean", module.mean + y.detach().sum(0)),
-    "aux.0": lambda module, x, y: setattr(module, "aux", x),
     "items": lambda module, x, y: module.items.append(y.detach()),
     "nested.a": lambda module, x, y: module.nested["a"][0].append(y.mean()),
-    "last": lambda module, x, y: module.last.append(y.mean()),
     "stats.aux": lambda module, x, y: setattr(module.stats, "aux", y),
     "note": closing_over(),
     "calls": lambda module, x, y: setattr(module, "calls", module.calls + 1),
@@ -68,8 +65,10 @@ LEFT = {
 }
 KEPT = {
     "nothing": lambda module, x, y: None,
-    "a buffer": lambda module, x, y: module.mean.mul_(0.9).add_(y.detach().mean(), alpha=0.1),
-    "a tensor": lambda module, x, y: module.running.add_(1),
+    "a buffer and a tensor": lambda module, x, y: (
+        module.running.add_(1),
+        module.mean.mul_(0.9).add_(y.detach().mean(), alpha=0.1),
+    ),
     "a cache": lambda module, x, y: module.nested.setdefault("table", torch.arange(WIDTH) + 1.0),
     "what does not stay": lambda module, x, y: (setattr(module, "aux", y), setattr(module, "aux", None)),
 }
@@ -96,7 +95,7 @@ def state_of(model):
 def test_what_a_forward_leaves_behind_is_refused_with_its_name(where, note):
     model = Noting(note)
     buffer, before = model.mean, state_of(model)
-    with pytest.raises(Refused, match=where.removesuffix(".0")) as refused:
+    with pytest.raises(Refused, match=where) as refused:
         region_of(model)
     assert refused.value.reason is Fallback.LEAVES_TENSORS and refused.value.reason.remedy in str(refused.value)
     assert model.mean is buffer
@@ -145,21 +144,12 @@ def test_other_threads_may_draw_and_keep_tensors():
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        region = region_of(Noting(KEPT["a buffer"]))
+        region = region_of(Noting(KEPT["a buffer and a tensor"]))
     finally:
         ended.set()
         thread.join()
         STATISTICS.clear()
     assert region.run(torch.ones(8, WIDTH)) is not None
-
-
-def test_dropout_of_the_device_stays_on_graphs():
-    region, found = region_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))), []
-    for _ in range(2):
-        (output,) = region.run(torch.ones(8, WIDTH))
-        found.append(output.detach().clone())
-        output.sum().backward()
-    assert not torch.equal(*found)
 
 
 class Fragile(nn.Linear):
