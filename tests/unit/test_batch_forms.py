@@ -22,13 +22,26 @@ from .hugging_face_towers import (
     new_qwen25,
     new_siglip,
 )
-from .test_input_gradients import run_omni, run_padded, run_qwen3, run_qwen25
+from .test_input_gradients import run_qwen3
 from .towers import PATCH, assert_close, graphs_on, loss_of, new_tower
 
 GRID = torch.tensor([[1, 4, 6], [2, 2, 2]])
 FRAMES = torch.tensor([[1, 4, 6], [1, 2, 4]])  # no video
 TOKENS = 32
 TILE = SIDE // 2
+
+
+def run_qwen25(model, pixels, grid):
+    return [model(pixels, grid_thw=grid, return_dict=True).pooler_output]
+
+
+def run_omni(model, pixels, grid):
+    returned = model(pixels, grid_thw=grid)
+    return [returned.pooler_output, *returned.deepstack_features]
+
+
+def run_padded(model, pixels, sizes):
+    return [model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True).hidden_states[-1]]
 
 
 def random(*shape):
