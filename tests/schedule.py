@@ -30,7 +30,7 @@ LONGEST = (
     "unit/test_encoders",
     "unit/test_processes",
     "unit/test_growing",
-    "unit/test_bench_vision",
+    "unit/test_benchmarks",
     "unit/test_packed_hybrid",
     "unit/test_packed",
     "unit/test_packed_parts",

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.recipes import GPUS
 from bridge_cg_plugin.upstream.hooks.training_config import precisions, refused_schedule
 
 # Layouts, each of which divides the GPUs: of all layers, of experts.
@@ -48,19 +47,9 @@ Unfit = tuple[str, Any, str, str]
 _CHANGE = "Change either."
 
 
-def add_gpu(parser: Any, meaning: str) -> None:
-    """Add the flag that names a GPU.
-
-    Args:
-        parser: A parser or a group of one.
-        meaning: What help says of it.
-    """
-    parser.add_argument("--gpu", choices=tuple(GPUS), help=meaning)
-
-
 def other_gpu(measured: str, gpu: str | None) -> list[str]:
-    """Return the flag of a GPU that is not the one of the records, in a list."""
-    return [] if gpu is None or gpu in measured.lower() else [f"--gpu {gpu}"]
+    """Return the GPU of graphs that is not the one of the records, as it is written, in a list."""
+    return [] if gpu is None or gpu in measured.lower() else [f"--graphs {gpu}"]
 
 
 def add_counts(parser: Any, nodes: str, default: int | None = None) -> None:

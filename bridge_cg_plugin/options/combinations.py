@@ -6,7 +6,7 @@ words of its own, is not among them.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from .declaration import plain
 from .facts import (
@@ -36,24 +36,6 @@ Look = Callable[[GraphOptions, Facts], Any]
 Feature = Callable[[GraphOptions, Facts], str]
 
 
-class Refusal(NamedTuple):
-    """A setting that cannot be beside a feature.
-
-    Attributes:
-        field: The setting, with its section.
-        value: The value that it has.
-        allowed: What it must be, and beside which feature.
-        reason: Why.
-        remedy: What to do.
-    """
-
-    field: str
-    value: Any
-    allowed: str
-    reason: str
-    remedy: str
-
-
 def check_options(options: GraphOptions, facts: Facts | None = None) -> None:
     """Refuse options that cannot work together, or with the rest of a configuration.
 
@@ -64,12 +46,12 @@ def check_options(options: GraphOptions, facts: Facts | None = None) -> None:
     Raises:
         OptionError: A combination cannot work.
     """
-    for found in refusals(options, facts or Facts()):
-        raise OptionError(found.field, found.value, found.allowed, f"{found.reason}. {found.remedy}")
+    for error in refusals(options, facts or Facts()):
+        raise error
 
 
-def refusals(options: GraphOptions, facts: Facts) -> Iterator[Refusal]:
-    """Yield what cannot be beside a feature that the options ask for."""
+def refusals(options: GraphOptions, facts: Facts) -> Iterator[OptionError]:
+    """Yield an error for every setting that cannot be beside a feature that the options ask for."""
     for feature, remedy, settings in ALLOWED:
         if beside := feature(options, facts):
             told = remedy if isinstance(remedy, str) else remedy(facts)
@@ -77,7 +59,7 @@ def refusals(options: GraphOptions, facts: Facts) -> Iterator[Refusal]:
                 value = _value(field, options, facts)
                 if not _fits(value, allowed):
                     shown = ",".join(map(str, value)) if value and isinstance(value, list) else value
-                    yield Refusal(field, shown, f"{allowed} {beside}", reason, told)
+                    yield OptionError(field, shown, f"{allowed} {beside}", f"{reason}. {told}")
 
 
 def _value(field: str, options: GraphOptions, facts: Facts) -> Any:

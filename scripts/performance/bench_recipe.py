@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.cli.report.runs import GIB, KINDS, WARM_UP, compare_to_spread
 from bridge_cg_plugin.cli.runs import first_look
-from bridge_cg_plugin.cli.runs.compare import words_of
+from bridge_cg_plugin.cli.runs.compare import eager_words
 from bridge_cg_plugin.cli.runs.recipe import error_in, read
 from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.options import OptionError
@@ -161,7 +161,7 @@ def words(args: argparse.Namespace, rest: Sequence[str], mode: str, checkpoint: 
         checkpoint: What stands for a checkpoint, where there are adapters.
     """
     adapters = [f"checkpoint.pretrained_checkpoint={checkpoint}"] if "_peft_" in args.recipe else []
-    given = [*GRAPHS[mode], *rest] if mode in GRAPHS else words_of("eager", rest, images=True)
+    given = [*GRAPHS[mode], *rest] if mode in GRAPHS else eager_words(rest)
     sizes = (f"train.train_iters={args.steps}", f"train.global_batch_size={args.global_batch}")
     return ["--recipe", args.recipe, "--mode", "pretrain", "--mock_data", *given, *adapters, *WORDS, *sizes]
 

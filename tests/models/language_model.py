@@ -3,14 +3,12 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bridge_cg_plugin.cli.planner.records import LanguageModel, language_model_of
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 
 VOCABULARY = 32_768
@@ -118,12 +116,6 @@ def settings_of(shape: Shape) -> dict[str, Any]:
         **(hybrid if shape.pattern else {}),
         **({"fp8": "hybrid", "fp8_recipe": shape.fp8} if shape.fp8 else {}),
     }
-
-
-def sizes_of(shape: Shape, **changes: Any) -> LanguageModel:
-    """Return a model's sizes as records are told apart by them."""
-    settings = {**settings_of(shape), "hybrid_layer_pattern": shape.pattern, **changes}
-    return language_model_of(SimpleNamespace(**settings))
 
 
 def _language_model(shape: Shape, settings: dict[str, Any], max_length: int) -> nn.Module:

@@ -10,7 +10,7 @@ import pytest
 from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
 
 from bridge_cg_plugin.cli.explain.models import encoder_of
-from bridge_cg_plugin.cli.planner.records import NotMeasured, language_model_of
+from bridge_cg_plugin.cli.measured import NotMeasured, layers_of
 from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.upstream.hooks import recipes
 from tests.unit.option_words import told
@@ -29,10 +29,10 @@ from tests.unit.option_words import told
 from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.cli.explain import command, recipes
 from bridge_cg_plugin.cli.explain.models import encoder_of
-from bridge_cg_plugin.cli.planner.records import NotMeasured, language_model_of
+from bridge_cg_plugin.cli.measured import NotMeasured, layers_of
 def sizes_of(model):
     try:
-        return repr(language_model_of(model))
+        return layers_of(model)
     except NotMeasured as why:
         return str(why)
 found = {}
@@ -256,7 +256,7 @@ def test_graphs_on_a_recipe(capsys, sft):
 
 def sizes_of(model):
     try:
-        return repr(language_model_of(model))
+        return layers_of(model)
     except NotMeasured as why:
         return str(why)
 
@@ -280,7 +280,7 @@ def test_a_process_without_pytorch_hub_and_gpu_answers_at_once(bridge):
     assert found["torch"] and (found["impl"], found["longest"]) == ("transformer_engine", 16384)
     assert "modle" in found["refused"] and "moonshotai/Moonlight-16B-A3B" in found["warnings"][0]
     assert found["seconds"] < 3
-    known = {name: said for name, said in found["sizes"].items() if said.startswith("LanguageModel")}
+    known = {name: said for name, said in found["sizes"].items() if "layers of" in said}
     assert len(known) > 2 and known == {name: sizes[name] for name in known}
     assert len(built) > 10 and found["facts"] == built  # as from the hub's configurations
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from bridge_cg_plugin.cli.explain import command
 from bridge_cg_plugin.cli.main import main
-from bridge_cg_plugin.cli.planner.records import TOWER, of_encoder
+from bridge_cg_plugin.cli.measured import TOWER, of_encoder
 
 from .explained import explain, found
 
@@ -21,10 +20,10 @@ def mixture(bridge):
 
 def test_time_and_memory_of_a_preset(capsys, mixture):
     default = "vision_cuda_graph_tuning.kernels=auto"
-    for words in ([], ["--gpu", "h200"], [default]):
+    for words in ([], ["--graphs", "h200"], [default]):
         answer = found(capsys, mixture, *words)
         encoder, language_model = answer["table"]
-        (measured,) = of_encoder(TOWER, "auto" if default in words else "exact")
+        measured = of_encoder(TOWER, "auto" if default in words else "exact")
         ratios = [row.ratio for row in measured.rows if row.tokens <= 16384]
         figures = f"{measured.memory_gb(16384):.1f} GiB", f"{min(ratios):.2f}-{max(ratios):.2f}"
         assert (encoder["memory"], encoder["ratio"]) == figures
@@ -32,7 +31,7 @@ def test_time_and_memory_of_a_preset(capsys, mixture):
         forecast = answer["forecast"]
         assert forecast["of"] == "Qwen3-VL encoder of 27 layers of 1152" and forecast["not_measured"] == []
         assert (
-            forecast["measured"][0].items()
+            forecast["measured"].items()
             >= {
                 "file": "docs/benchmarks/vision_bench.jsonl",
                 "date": "2026-11-22",
@@ -42,36 +41,6 @@ def test_time_and_memory_of_a_preset(capsys, mixture):
         assert forecast["largest_bucket"] == 16384
     text = explain(capsys, mixture)[1]
     assert max(map(len, text.splitlines())) <= 80
-
-
-@pytest.mark.parametrize("gpu", ["h100", "b200"])
-def test_a_gpu_that_was_not_measured(capsys, mixture, gpu):
-    answer = found(capsys, mixture, "--gpu", gpu)
-    assert (answer["table"][0]["memory"], answer["table"][0]["ratio"]) == ("not measured", "not measured")
-    assert answer["forecast"]["not_measured"] == [f"--gpu {gpu}"]
-    assert answer["vision"]["max_seq_length"] == 16384  # the preset's own
-    assert bool(answer["notes"]) == (gpu == "h100")
-
-
-def test_graphs_of_a_gpu_name_the_gpu(capsys, bridge, mixture):
-    answer = found(capsys, "qwen3_vl_30b_a3b_sft_config", "--graphs", "b200")
-    assert answer["forecast"]["not_measured"] == ["--gpu b200"] and answer["vision"]["max_seq_length"] == 24576
-    status, out, err = explain(capsys, mixture, "--graphs", "h200", "--gpu", "h100")
-    assert (status, out) == (2, "") and "it must be what --graphs h200 says" in err
-
-
-def test_a_gpu_limits_graphs_without_limits(capsys, mixture):
-    words = ["qwen3_vl_30b_a3b_sft_config", "vision_cuda_graph_impl=transformer_engine", "--gpu", "h100"]
-    limited = found(capsys, *words)
-    assert (limited["vision"]["max_seq_length"], limited["vision"]["buckets_max_gb"]) == (8192, None)
-    assert limited["notes"] == ["Limits are those of --gpu h100: training sets them with --graphs h100."]
-    same = found(capsys, "qwen3_vl_30b_a3b_sft_config", "--graphs", "h100")
-    assert limited["vision"] | {"kernels": "exact"} == same["vision"]
-    own = found(capsys, *words, "max_vision_cuda_graph_seq_length=4096")
-    assert (own["vision"]["max_seq_length"], own["notes"]) == (4096, [])
-    off = found(capsys, "qwen3_vl_30b_a3b_sft_config", "--gpu", "h100")
-    assert (off["vision"]["impl"], off["vision"]["max_seq_length"]) == ("none", None)
-    assert off["notes"] == [command._NO_GRAPHS]
 
 
 def test_nodes_and_layout(capsys, mixture):
@@ -105,7 +74,7 @@ def test_gpus_that_do_not_fit_are_refused_as_a_dry_run_refuses_them(capsys, mixt
     assert capsys.readouterr().err == err
 
 
-@pytest.mark.parametrize("flag", [["--gpu", "h200"], ["--nodes", "2"], ["--gpus-per-node", "8"]])
+@pytest.mark.parametrize("flag", [["--graphs", "h200"], ["--nodes", "2"], ["--gpus-per-node", "8"]])
 def test_a_place_needs_a_recipe(capsys, flag):
     status, out, err = explain(capsys, *flag, "cuda_graph_impl=local")
     assert (status, out) == (2, "") and "without a recipe" in err

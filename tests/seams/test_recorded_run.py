@@ -64,14 +64,14 @@ def calls(sft, monkeypatch):
     return made
 
 
-def run(tmp_path, kind, *words):
+def run(tmp_path, *words):
     record = tmp_path / "record.json"
-    given = ["--record", str(record), "--as", kind, "--recipe", SFT, *words, f"train.train_iters={STEPS}"]
+    given = ["--record", str(record), "--recipe", SFT, *words, f"train.train_iters={STEPS}"]
     return recorded_run.main(given), record
 
 
 def test_a_run_is_recorded(calls, tmp_path, capsys):
-    status, record = run(tmp_path, "eager", "--vision_cuda_graph_impl", "none", "--cuda_graph_impl", "none")
+    status, record = run(tmp_path, "--vision_cuda_graph_impl", "none", "--cuda_graph_impl", "none")
     assert status == 0
     found = json.loads(record.read_text())
     check_record({"case": "c", "mode": "eager1", **found})
@@ -89,28 +89,12 @@ def test_a_run_is_recorded(calls, tmp_path, capsys):
 
 
 def test_the_plugins_run_has_it_on(calls, tmp_path):
-    assert run(tmp_path, "plugin", "--vision_cuda_graph_impl", "transformer_engine")[0] == 0
+    assert run(tmp_path, "--vision_cuda_graph_impl", "transformer_engine")[0] == 0
     assert calls[0].on and calls[0].config.model.vision_cuda_graph_impl == "transformer_engine"
 
 
-def test_upstreams_run_has_the_plugin_off_and_no_overlap(calls, tmp_path, capsys):
-    words = ["--vision_cuda_graph_impl", "transformer_engine", "--max_vision_cuda_graph_seq_length", "4096"]
-    status, _ = run(tmp_path, "upstream", *words)
-    assert status == 0
-    assert not calls[0].on
-    config = calls[0].config
-    assert (config.model.vision_cuda_graph_impl, config.model.max_vision_cuda_graph_seq_length) == (
-        "transformer_engine",
-        4096,
-    )
-    assert not config.ddp.overlap_param_gather and not config.ddp.overlap_grad_reduce
-    from megatron.bridge.models.qwen_vl import qwen3_vl_step
-
-    assert calls[0].step is qwen3_vl_step.forward_step
-
-
 def test_refused_input_is_one_line_that_compare_finds(calls, tmp_path, capsys):
-    status, record = run(tmp_path, "plugin", "train.train_itres=5")
+    status, record = run(tmp_path, "train.train_itres=5")
     said = capsys.readouterr().err
     assert status == 2 and not record.exists() and calls == []
     assert error_in(said).startswith("OptionError: Cannot use 'train.train_itres'")

@@ -5,11 +5,9 @@ import random
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.cli.planner.command import costs_of_packs
-from bridge_cg_plugin.cli.planner.records import TOWER, Costs, of_encoder
 from bridge_cg_plugin.options.packed import RankLayout
 
 COSTS = costs_of_packs(RankLayout())
-IMAGE_COSTS = Costs(of_encoder(TOWER, "auto"), TOWER)
 documents = st.lists(st.integers(1, 500), min_size=1, max_size=80)
 packs = st.lists(st.lists(st.integers(1, 700), min_size=1, max_size=40).map(tuple), min_size=1, max_size=30)
 

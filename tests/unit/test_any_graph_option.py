@@ -31,16 +31,8 @@ def typed(found):
     assert type(found.packed.max_packed_seqs) in (int, type(None))
 
 
-@given(texts)
-def test_no_text_leads_to_an_untyped_value_or_another_exception(text):
-    try:
-        typed(make(text))
-    except OptionError:
-        return
-
-
-@given(st.lists(texts, max_size=3))
-def test_no_command_line_leads_to_an_untyped_value_or_another_exception(words):
+@given(st.one_of(texts, st.lists(texts, max_size=3)))
+def test_no_words_lead_to_an_untyped_value_or_another_exception(words):
     try:
         typed(make(words))
     except OptionError:

@@ -1,10 +1,11 @@
 """Every combination of options that cannot work is refused, with its reason."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.options import OptionError, graph_options, normalize
+from bridge_cg_plugin.options import CudaGraphModule, OptionError, graph_options, normalize
 from bridge_cg_plugin.options.combinations import ALLOWED, refusals
 from bridge_cg_plugin.options.facts import EXPERTS, LOOP_PARTS, OFFLOADS, ROUTERS
 from bridge_cg_plugin.options.sources import Written
@@ -100,16 +101,16 @@ def found_in(source):
 def test_every_setting_of_every_allow_list_has_a_case():
     listed = [(field, reason) for _, _, settings in ALLOWED for field, (_, reason) in settings.items()]
     found = [each for source, _ in REFUSED for each in found_in(source)]
-    assert {(each.field, each.reason) for each in found} == set(listed)
+    assert [(f, reason) for f, reason in listed if not any(e.field == f and reason in str(e) for e in found)] == []
 
 
 @pytest.mark.parametrize("source, field", REFUSED, ids=str)
 def test_refused_once_with_its_reason_and_a_remedy(source, field):
     (found,) = found_in(source)
-    with pytest.raises(OptionError, match=re.escape(found.reason)) as caught:
+    with pytest.raises(OptionError, match=re.escape(str(found))) as caught:
         graph_options(source)
     assert caught.value.field == field
-    assert re.search(r"Cannot use .*=.*: it must be .+\. .+\.", str(caught.value))
+    assert re.search(r"Cannot use .*=.*: it must be .+\. .+\.", str(found))
 
 
 def test_experts_beside_mamba_layers_get_the_parts_to_name():
@@ -129,3 +130,50 @@ def test_experts_are_divided_like_layers_where_nothing_is_set():
 def test_settings_of_the_wrong_kind(words):
     with pytest.raises(OptionError, match=re.escape(words.split("=")[0].split(".")[-1])):
         graph_options(f"{TE} {words}")
+
+
+# What must not be refused because of a rule for others.
+ACCEPTED = [
+    f"{TE} cuda_graph_modules=mlp dataset.enable_in_batch_packing=true",
+    f"{TE} cuda_graph_modules=mlp hybrid_layer_pattern=M*M- dataset.enable_in_batch_packing=true",
+    f"{TE} {PACKED} cuda_graph_modules=attn,mamba hybrid_layer_pattern=M*M- dataset.enable_in_batch_packing=true",
+    f"{TE} {PACKED} hybrid_layer_pattern=M*M- context_parallel_size=2 cp_comm_type=a2a",
+    f"{TE} {PACKED} num_moe_experts=8 cuda_graph_packed_offload=all cuda_graph_packed_recompute=all",
+    f"{TE} {PACKED} num_moe_experts=8 peft.target_modules=[linear_qkv,vision_model.*.linear_fc1]",
+    f"{TE} {PACKED} cuda_graph_modules=attn,moe_router num_moe_experts=8 peft.target_modules=[linear_fc1]",
+    f"{TE} rng.te_rng_tracker=false model.use_te_rng_tracker=true",
+    f"{TE} recompute_granularity=selective recompute_modules=core_attn",
+    f"{TE} cuda_graph_modules=attn recompute_granularity=selective recompute_modules=mlp hidden_dropout=0.1",
+    "variable_seq_lengths=true",
+    f"{FULL} {VISION} pipeline_model_parallel_size=1 context_parallel_size=1 num_moe_experts=null mtp_num_layers=0",
+    f"{FULL} pipeline_model_parallel_size=2 num_moe_experts=8 fp8=hybrid recompute_granularity=full",
+    f"{TE} {VISION} pipeline_model_parallel_size=2 context_parallel_size=2 cuda_graph_modules=attn,mlp",
+    f"{TE} rerun_state_machine.check_for_nan_in_loss=true",
+    f"{VISION} recompute_granularity=selective recompute_modules=moe_act",
+    f"{TE} {PACKED} context_parallel_size=1 cp_comm_type=all_gather",
+    f"{TE} {PACKED} context_parallel_size=4 cp_comm_type=a2a+p2p hierarchical_context_parallel_sizes=2,2",
+    f"{TE} {PACKED} variable_seq_lengths=true dataset.enable_in_batch_packing=true fp8=null",
+    f"{TE} {PACKED} {FP8} cuda_graph_modules=attn,moe_router num_moe_experts=8",
+    f"{TE} {PACKED} fp8=e4m3 fp8_recipe=delayed fp8_param=true",
+    f"{TE} {PACKED} cuda_graph_modules=attn num_moe_experts=8 hidden_dropout=0 attention_dropout=0.0",
+    f"{OFFLOAD}core_attn,attn_proj {TE} cuda_graph_modules=attn cuda_graph_warmup_steps=3",
+    f"{OFFLOAD}core_attn {FULL} fine_grained_offloading_max_inflight_offloads=1",
+    tower_of_hugging_face(recompute_granularity="full"),
+    *(tower_of_hugging_face(**{name: value}) for name, value in (("fp8", "hybrid"), ("cpu_offloading", True))),
+    nemotron(vision_cuda_graph_impl="none", fp8="hybrid", cpu_offloading=True),
+]
+
+
+@pytest.mark.parametrize("source", ACCEPTED, ids=str)
+def test_what_can_work_passes(source):
+    graph_options(source)
+
+
+def test_local_takes_router_and_preprocessing_as_one():
+    found = graph_options("cuda_graph_impl=local cuda_graph_modules=moe_preprocess").language_model
+    assert found.modules == (CudaGraphModule.moe_preprocess, CudaGraphModule.moe_router)
+
+
+def test_modules_of_a_recipe_with_graphs_off_are_not_refused():
+    found = graph_options(SimpleNamespace(cuda_graph_impl="none", cuda_graph_scope=["mlp"]))
+    assert not found.enabled and "has no effect" in found.warnings[-1]

@@ -45,23 +45,6 @@ def test_a_parser_with_a_flag_of_that_name_keeps_it_or_gives_way():
     assert parser.conflict_handler == "error"
 
 
-def test_flags_are_taken_out_of_words():
-    words = ["train.train_iters=5", "--vision-cuda-graph-impl", "transformer_engine", "+a.b=c", "--lr", "1"]
-    flags, rest = take_flags(words)
-    assert flags == {"vision_cuda_graph_impl": "transformer_engine"}
-    assert rest == ["train.train_iters=5", "+a.b=c", "--lr", "1"]
-    with pytest.raises(OptionError, match="vision_cuda_graph_impl.*expected one argument"):
-        take_flags(["--vision_cuda_graph_impl"])
-
-
-def test_words_that_set_a_tuning_value_are_taken_out_too():
-    words = ["model.vision_cuda_graph_tuning.slots=2", "+vision_cuda_graph_tuning.kernels=exact", "model.a.slots=3"]
-    flags, rest = take_flags([*words, "--vision-cuda-graph-tuning", "max_frames=1"])
-    assert rest == ["model.a.slots=3"]
-    vision = normalize(flags)[0].vision
-    assert (vision.slots, vision.kernels, vision.max_frames) == (2, "exact", 1)
-
-
 def test_an_unknown_flag_names_the_nearest():
     assert "--vision_cuda_graph_impl" in str(unknown_flag("--vision-cuda-graph-imp=x", ["--vision_cuda_graph_impl"]))
     with pytest.raises(OptionError, match="Cannot use offload='--offload': the option has gone"):
@@ -83,7 +66,6 @@ def test_parts_of_a_mapping_add_up_and_words_win_over_flags():
     "word, said",
     [
         ("vision_cuda_graph_tunning.slots=2", "Did you mean vision_cuda_graph_tuning.NAME=VALUE"),
-        ("cuda_graph_tuning.slots=2", "_tuning.NAME=VALUE"),
         ("vision_cuda_graph_tuning.slots.x=2", "has no parts"),
     ],
 )
@@ -105,7 +87,6 @@ def test_a_word_under_a_misspelt_mapping_is_refused(word, said):
             "--vision_cuda_graph_tuning slots=0",
         ),
         ("--mock-data", "mock_data", True, "--mock-data"),
-        ("--steps 0", "steps", 0, "--steps 0"),
         ("cuda_graph_impl=foo", "cuda_graph_impl", "foo", "cuda_graph_impl='foo'"),
         ("--cuda_graph_impl local model.cuda_graph_impl=foo", "cuda_graph_impl", "foo", "cuda_graph_impl='foo'"),
         ("--cuda_graph_impl local", "rng.te_rng_tracker", False, "rng.te_rng_tracker=False"),
@@ -114,12 +95,3 @@ def test_a_word_under_a_misspelt_mapping_is_refused(word, said):
 def test_an_error_names_a_value_as_it_was_typed(words, field, value, said):
     error = OptionError(field, value, "another", "Correct it.")
     assert as_typed(error, words.split()) == f"Cannot use {said}: it must be another. Correct it."
-
-
-def test_an_error_in_other_words_names_the_flag():
-    error = OptionError.because(
-        "model.context_parallel_size", "Cannot start it: model.context_parallel_size must be 1."
-    )
-    typed = as_typed(error, ["--context_parallel_size", "3"])
-    assert typed == "Cannot start it: --context_parallel_size must be 1."
-    assert as_typed(error, ["model.context_parallel_size=3"]) == as_typed(error, []) == str(error)

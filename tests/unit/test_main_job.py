@@ -1,7 +1,6 @@
 import pytest
 
 from examples.photographs import comparison, gpu
-from examples.photographs.processes import TrainingFailed
 
 
 def run_of(losses, replays=4):
@@ -63,20 +62,6 @@ def test_other_losses_or_no_replay_end_with_one(runs, graphs, replays, capsys):
     said = capsys.readouterr().out
     assert "verdict: DIFFERENT" in said
     assert ("2 eager runs say little" in said) == (replays > 0)
-
-
-def test_processes_end_when_one_fails(monkeypatch):
-    ended = []
-
-    class Process:
-        __init__ = lambda self, ranks: None  # noqa: E731
-        wait_until_ready = train = lambda self, *_: (_ for _ in ()).throw(TrainingFailed("no"))
-        close = lambda self: ended.append(self)  # noqa: E731
-
-    monkeypatch.setattr(gpu, "TrainingProcess", Process)
-    with pytest.raises(TrainingFailed):
-        gpu.main(8, 2, [])
-    assert len(ended) == 3
 
 
 @pytest.mark.parametrize("replayed, encoder, same", [(6, 4, True), (0, 4, False), (6, 0, False), (6, None, True)])

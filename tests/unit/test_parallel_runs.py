@@ -1,6 +1,5 @@
 """Training runs over several processes: layouts, the processes of a run, what is gathered of their results."""
 
-import os
 import sys
 import time
 
@@ -56,11 +55,6 @@ def test_no_two_ranks_have_one_gpu_of_one_host(ranks, gpus):
     assert len({host for host, _ in places}) == ranks_per_gpu(ranks, gpus)
 
 
-@pytest.mark.parametrize("gpus", [4, None])
-def test_ranks_with_a_gpu_each_tell_nccl_nothing(gpus):
-    assert not any(name.startswith("NCCL") for each in variables(4, gpus) for name in each)
-
-
 def processes(log, ranks, devices, **further):
     return TrainingProcess(log, ranks, devices, f"{STAND_IN}:start_a_thread", STAND_IN, **further)
 
@@ -81,20 +75,6 @@ def test_every_process_knows_its_place(two_processes):
     assert first["WORLD_SIZE"] == second["WORLD_SIZE"] == "2"
     assert first["CUDA_VISIBLE_DEVICES"] == second["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert first["threads"] == second["threads"] > 1, "they were prepared"
-
-
-@pytest.mark.parametrize("given, seen", [(True, "0"), (False, "1")], ids=["given", "this process's"])
-def test_a_run_gets_its_environment(tmp_path, monkeypatch, given, seen):
-    """megatron-core sets variables for the models of a process and refuses others that contradict them."""
-    monkeypatch.delenv("NVTE_FLASH_ATTN", raising=False)  # an earlier test's model may have set it
-    before = dict(os.environ) | {"RANK": "0", "WORLD_SIZE": "1", "NVTE_FUSED_ATTN": "0"}
-    for name in ("RANK", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
-    further = {"environment": before} if given else {}
-    process = processes(tmp_path / "run.log", 1, (1,), **further)
-    process.wait_until_ready()
-    told = process.train("eager", ["--steps", "1"])[0]
-    assert (told["NVTE_FUSED_ATTN"], told["NVTE_FLASH_ATTN"]) == (seen, None if given else "1")
 
 
 def test_one_process_that_fails_ends_the_others_and_is_named(two_processes):

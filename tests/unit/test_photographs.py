@@ -9,10 +9,6 @@ from examples.photographs.images import (
 )
 
 
-def test_a_third_run_within_the_spread_is_inside():
-    assert compare_to_spread([[3.0, 2.0], [3.0, 2.1]], [3.0, 2.14]).inside
-
-
 def test_a_third_run_beyond_the_spread_is_outside():
     found = compare_to_spread([[3.0, 2.0, 1.0], [3.0, 2.1, 1.0]], [3.0, 2.3, 1.0])
     assert not found.inside
@@ -31,11 +27,9 @@ def test_a_nan_is_outside(place):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ([[[2.0], [2.1]]], "2 eager runs say little"),
         ([[[2.0], [2.1], [2.2]]], "0 of 3 eager runs are outside."),
         ([[[2.0], [2.1], [2.9]]], "1 of 3 eager runs are outside as well: give more."),
         ([[[2.0, 2.0], [2.1, 2.0], [2.2, 2.0]], [[1.0], [1.1], [1.9]]], "1 of 3"),
-        ([[[2.9], [2.1], [2.0]], [[1.0], [1.1], [1.9]]], "2 of 3"),
         ([[[2.0], [2.0], [float("nan")]]], "1 of 3"),
     ],
 )
@@ -67,11 +61,3 @@ def test_a_collated_microbatch():
     assert batch["attention_mask"] is None
     flat = visual.normalized_for_model()
     assert torch.equal(flat["image_grid_thw"], visual.image_grid_thw)  # releases before 0.5 flatten nothing
-
-
-def test_a_text_only_microbatch_has_no_visual_inputs():
-    data = dataset(text_only_every=2)
-    assert data[0]["images"] is not None and data[1]["images"] is None
-    assert not (data[1]["tokens"] == IMAGE_TOKEN).any()
-    assert data.collate_fn([data[1]])["visual_inputs"] is None
-    assert len(data.collate_fn([data[0], data[1]])["visual_inputs"].image_grid_thw) == len(data[0]["images"].grid)

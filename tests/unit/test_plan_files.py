@@ -1,13 +1,10 @@
-"""Files that a plan is made from: lengths of documents, costs, sizes of images."""
+"""Files that a plan is made from."""
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
-from bridge_cg_plugin.cli.planner.documents import QWEN3_VL, Image, PlanError, Processor, read_documents, read_images
-from bridge_cg_plugin.cli.planner.plan import plan_images
+from bridge_cg_plugin.cli.planner.documents import PlanError, read_documents
 
-from .plan_inputs import IMAGE_COSTS, write
+from .plan_inputs import write
 
 
 def test_lengths_from_every_kind_of_file(tmp_path):
@@ -65,42 +62,3 @@ def test_files_that_cannot_be_planned_from(tmp_path, name):
         write(tmp_path / name, text)
     with pytest.raises(PlanError, match=message):
         read_documents(tmp_path / name)
-
-
-@given(
-    st.integers(16, 5000),
-    st.integers(16, 5000),
-    st.integers(1, 9),
-    st.sampled_from([QWEN3_VL, Processor(patch=14, min_pixels=200_704, max_pixels=1_003_520)]),
-)
-def test_image_sizes_are_the_processors(width, height, frames, of):
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-
-    assume(max(width, height) / min(width, height) <= 200)
-    resized = smart_resize(height, width, factor=of.unit, min_pixels=of.min_pixels, max_pixels=of.max_pixels)
-    patches = resized[0] // of.patch * (resized[1] // of.patch)
-    assert Image(width, height, frames).segments(of) == (patches,) * -(-frames // 2)
-
-
-def test_vision_buckets_from_a_histogram(tmp_path):
-    images = read_images(write(tmp_path / "a.json", '{"448x448": 40, "2048x2048": 2, "640x480x8": 4}'))
-    assert len(images) == 46 and Image(640, 480, 8) in images
-    assert read_images(write(tmp_path / "a.jsonl", '{"width": 9, "height": 8}')) == [Image(9, 8)]
-    plan = plan_images(images, IMAGE_COSTS, 2)
-    assert plan.microbatches == 23 and plan.expected.on_graphs == 1 and plan.expected.ratios[1] < 1
-    assert plan.buckets[-1] >= plan.tokens.max >= 784
-
-
-@pytest.mark.parametrize(
-    "name, text, message",
-    [
-        ("a.json", '{"448": 2}', "WIDTHxHEIGHT"),
-        ("a.json", "{}", "no images"),
-        ("a.jsonl", '{"width": 3}', "row 0"),
-        ("a.jsonl", "3", "row 0"),
-        ("a.csv", "", r"it must be \.json, \.jsonl"),
-    ],
-)
-def test_image_files_that_cannot_be_planned_from(tmp_path, name, text, message):
-    with pytest.raises(PlanError, match=message):
-        read_images(write(tmp_path / name, text))

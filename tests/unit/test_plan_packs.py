@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.cli.planner.documents import (
-    PlanError,
     first_fit,
     first_fit_decreasing,
     first_fit_shuffle,
-    in_batch,
     padded_packs,
 )
 from bridge_cg_plugin.cli.planner.plan import expect, percentiles, plan_packs
@@ -32,18 +30,6 @@ def test_every_document_is_in_one_pack_that_has_room(lengths, size):
     for found in (first_fit(lengths, size), first_fit_shuffle(lengths, size)):
         assert Counter(n for pack in found for n in pack) == Counter(lengths)
         assert all(0 < sum(pack) <= size for pack in found)
-
-
-@given(documents, st.integers(1, 9))
-def test_in_batch_packing_joins_a_microbatch(lengths, count):
-    found = in_batch(lengths, count)
-    assert len(found) == len(lengths) // count and all(len(pack) == count for pack in found)
-    assert not Counter(n for pack in found for n in pack) - Counter(lengths)
-
-
-def test_a_document_above_the_pack_is_refused():
-    with pytest.raises(PlanError, match="Cannot use --pack-size 10: a document has 12 tokens"):
-        first_fit([3, 12], 10)
 
 
 @given(packs, st.integers(1, 128))
@@ -77,21 +63,13 @@ def test_a_choice_accounts_for_every_pack(found, bound):
 def test_the_best_choice_is_the_best_of_all_that_were_looked_at(found):
     plan = plan_packs(found, COSTS)
     assert plan.best in plan.choices
-    assert plan.best.expected.cost <= min(choice.expected.cost for choice in plan.choices) * 1.001
+    assert plan.best.expected.ratio <= min(choice.expected.ratio for choice in plan.choices) * 1.001
     assert [c.max_packed_seqs for c in plan.choices] == sorted({c.max_packed_seqs for c in plan.choices})
     assert plan.documents.max == max(map(len, found)) and plan.packs == len(found)
-
-
-@given(packs, st.integers(1, 20))
-def test_a_larger_bound_never_loses_packs(found, bound):
-    buckets = (max(map(sum, found)),)
-    less, more = (expect(Counter(found), COSTS, n, buckets) for n in (bound, bound + 7))
-    assert more.expected.on_graphs >= less.expected.on_graphs
 
 
 @given(packs)
 def test_without_padding_packs_take_the_measured_part_of_eagers_time(found):
     tokens = sum(found[0])
     (choice,) = [expect(Counter([found[0]]), COSTS, len(found[0]), (tokens,)).expected]
-    least, greatest = (tokens / cost for cost in reversed(COSTS.eager(tokens)))
-    assert choice.ratios == (pytest.approx(least), pytest.approx(greatest)) and choice.padding == 0
+    assert choice.ratio == pytest.approx(tokens / COSTS.eager(tokens)) and choice.padding == 0

@@ -40,11 +40,8 @@ RECIPES = [
     [
         FULL_SCOPE,
         FULL_IMPL,
-        f"model.{FULL_SCOPE}",
-        ["--cuda-graph-scope", "full_iteration"],
         {"cuda_graph_impl": "full_iteration"},
         {"cuda_graph_modules": "full_iteration"},
-        f"{FULL_IMPL} {FULL_SCOPE}",
         f"cuda_graph_impl=local {FULL_SCOPE}",
     ],
     ids=str,
@@ -76,12 +73,6 @@ def test_local_of_the_user_keeps_what_a_recipes_old_word_says(impl, written, wor
     assert dropped(config, written) == []
 
 
-@pytest.mark.parametrize("config", RECIPES, ids=lambda c: str(vars(c.model)))
-def test_one_inference_graph_of_the_user_is_taken_over_any_recipe(config):
-    found = graph_options(config, "cuda_graph_scope=full_iteration_inference").language_model
-    assert (found.impl, found.inference_scope) == ("local", S.block)
-
-
 def dropped(config, written):
     return [text for text in normalize(config, written)[0].warnings if "dropped" in text]
 
@@ -100,17 +91,6 @@ def test_a_dropped_implementation_is_announced_in_one_line():
         "cuda_graph_impl=transformer_engine of the recipe is dropped: cuda_graph_scope=full_iteration, as written, "
         "chooses another implementation"
     ]
-
-
-@pytest.mark.parametrize("written", [FULL_SCOPE, FULL_IMPL, "cuda_graph_impl=transformer_engine", "", "slots=1"])
-def test_nothing_is_announced_where_nothing_is_lost(written):
-    assert dropped(recipe(), written) == dropped(recipe(cuda_graph_modules=[]), written) == []
-
-
-def test_full_iteration_in_a_recipes_old_words_gives_way_to_an_implementation():
-    config = recipe(cuda_graph_impl="local", cuda_graph_scope=["attn", "full_iteration"])
-    found = graph_options(config, "cuda_graph_impl=transformer_engine").language_model
-    assert (found.impl, found.modules) == ("transformer_engine", (M.attn,))
 
 
 @pytest.mark.parametrize(
@@ -132,12 +112,6 @@ def test_full_iteration_in_a_recipes_old_words_gives_way_to_an_implementation():
 def test_a_contradiction_of_the_users_own_is_refused(config, words):
     with pytest.raises(OptionError, match="it must be"):
         graph_options(config, *words)
-
-
-def test_modules_of_the_user_over_full_iteration_name_what_is_missing():
-    """Modules alone do not say which implementation captures them, so none is chosen."""
-    with pytest.raises(OptionError, match="cuda_graph_impl=transformer_engine"):
-        graph_options(recipe(cuda_graph_impl="full_iteration"), "cuda_graph_modules=attn")
 
 
 VISION = {"vision_cuda_graph_impl": "transformer_engine"}

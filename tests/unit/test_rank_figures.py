@@ -19,7 +19,6 @@ from bridge_cg_plugin.graphs.reports.report import (
 from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, RegionStatistics
 from bridge_cg_plugin.upstream.hooks import train_loop
 from bridge_cg_plugin.upstream.hooks.train_loop import Figures, pauses_of_ranks
-from bridge_cg_plugin.vision.batch import shape_of
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, TOO_MANY_TOKENS
@@ -72,23 +71,6 @@ def test_the_table_of_ranks_names_those_that_the_others_wait_for():
     table = render_ranks(many, "title").splitlines()
     assert [int(line.split()[0]) for line in table[2:-1]] == list(range(21, 37))
     assert table[-1] == "and 24 ranks with fewer tokens a step"
-
-
-def test_patches_of_each_training_step_are_counted_replayed_or_not():
-    model = new_tower()
-    helper = helper_on(model)
-    for rows in (IMAGES, IMAGES):
-        with helper.graphs.step():
-            results(model, rows)
-    helper.create_cudagraphs()
-    with helper.graphs.step():
-        results(model, TOO_MANY_TOKENS)
-        results(model, IMAGES)
-    model.eval()
-    results(model, IMAGES)
-    images, many = (shape_of(tuple(map(tuple, rows))).tokens for rows in (IMAGES, TOO_MANY_TOKENS))
-    assert helper.graphs.statistics().step_tokens == [images, images, many + images]
-    helper.delete_cuda_graphs()
 
 
 def test_a_step_waits_for_the_recordings_of_all_modules_of_a_rank():
@@ -161,10 +143,6 @@ def test_the_rank_with_loggers_writes_figures_of_all(tmp_path):
     assert last["vision_cuda_graph/smallest_replayed_share"] == 0.5
 
 
-def test_nothing_is_exchanged_where_nobody_asks_for_graphs(tmp_path):
-    assert run_ranks(3, log_where_the_last_rank_has_no_encoder, tmp_path, "none") == [(None, "")] * 2 + [({}, "")]
-
-
 def fail_in(step_of):
     heard = []
     handler = logging.Handler()
@@ -222,25 +200,3 @@ def test_reports_while_training_come_with_the_first_replays_and_then_every_hundr
     assert all(100 <= later - end < 100 + interval for end, later in zip(ends, ends[1:], strict=False))
     shown = [int(re.search(r": (\d+) of", line)[1]) for line in said]
     assert sum(shown) == ends[-1] - 5
-
-
-def test_a_report_is_of_the_steps_since_the_last_one(capsys):
-    reports = Figures()
-    reports.take(10, look(0))
-    reports.take(20, look(8))
-    reports.take(119, look(90))
-    reports.take(120, look(100, eager=5))
-    first, second, why = capsys.readouterr().out.splitlines()
-    assert "steps 1 to 20: 8 of 8 microbatches replayed (100.0%)" in first
-    assert "steps 21 to 120: 92 of 97 microbatches replayed (94.8%)" in second
-    assert "ran eager: too_many_tokens 5. Remedy of too_many_tokens: " in why
-
-
-def test_a_second_training_of_a_process_begins_anew(capsys):
-    reports = Figures()
-    reports.take(100, look(50))
-    reports.take(10, look(7))
-    assert "steps 1 to 10: 7 of 7" in capsys.readouterr().out.splitlines()[1]
-    reports.end()
-    reports.take(10, look(9))
-    assert "steps 1 to 10: 9 of 9" in capsys.readouterr().out

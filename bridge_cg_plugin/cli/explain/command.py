@@ -7,14 +7,12 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bridge_cg_plugin.options import (
     GraphOptions,
     OptionError,
-    VisionGraphOptions,
     check_options,
     normalize,
 )
@@ -36,9 +34,9 @@ from bridge_cg_plugin.recipes import GPUS, RECIPES, with_graphs
 from bridge_cg_plugin.upstream.seams.encoders import NO_ADAPTER, encoder_of, has_audio_encoder
 
 from ..answers import Tell, between, table, wrapped
-from ..checks import LAYOUTS, add_counts, add_gpu, check_trainable, divided, layout_in_words
+from ..checks import LAYOUTS, add_counts, check_trainable, divided, layout_in_words
+from ..measured import Forecast, WholeStep, language_forecast, vision_forecast, whole_step
 from . import models
-from .measured import Forecast, WholeStep, language_forecast, largest_bucket, vision_forecast, whole_step
 from .recipes import built, require_bridge, resolved, without_imports
 
 SECTIONS = frozenset(
@@ -58,7 +56,7 @@ _UPSTREAMS = (
 _NO_FIGURES = "Times and memory depend on the encoder: write a recipe's name first."
 _NO_GRAPHS = "No graphs are on. Add cuda_graphs=exact to see what can run on them."
 _LAYOUT = tuple(dict.fromkeys(field for layout in LAYOUTS for field in layout))
-_OWN_FLAGS = ("--graphs", "--gpu", "--nodes", "--gpus_per_node", "--json", *(f"--{field}" for field in _LAYOUT))
+_OWN_FLAGS = ("--graphs", "--nodes", "--gpus_per_node", "--json", *(f"--{field}" for field in _LAYOUT))
 
 
 NOT_MEASURED = "not measured"
@@ -119,7 +117,7 @@ class Answer:
         if self.has_audio:
             found.insert(1, self._audio())
         if self.step is not None and self.step.holds:
-            memory = f"{self.step.memory_gb:.1f} GiB"
+            memory = f"{self.step.found['memory_gb']:.1f} GiB"
             why = f"measured: {self.step.found['case']}"
             found.append(Line("whole step", "graphs", why, memory, between(self.step.ratios)))
         return tuple(found)
@@ -169,7 +167,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
 
 
 _HEAD, _COLUMNS = (*HEAD, "time/eager", "why"), (*WIDTHS, 10, 34)
-_FIGURES = ("case", "tokens", "eager ms", "graphs ms", "ratio", "GiB a slot")
+_FIGURES = ("case", "tokens", "time/eager", "GiB a slot")
 
 
 def render(answer: Answer) -> str:
@@ -187,17 +185,13 @@ def render(answer: Answer) -> str:
 
 
 def _forecast(found: Forecast) -> list[str]:
-    if not found.measured:
+    if found.found is None:
         return ["", *found.said()]
     title = f"{found.of}, forward and backward of a microbatch"
-    if found.same is None:
-        models = " and ".join(dict.fromkeys(each.of for each in found.measured))
-        title = f"{found.of} was not measured. The nearest, forward and backward of a microbatch: {models}"
+    if found.of != found.found.of:
+        title = f"{found.of} was not measured. The nearest, forward and backward of a microbatch: {found.found.of}"
     rows = [
-        (
-            *(row.case, str(row.tokens), f"{row.eager_ms:.1f}", f"{row.graphs_ms:.1f}", f"{row.ratio:.2f}"),
-            "-" if row.memory_gb is None else f"{row.memory_gb:.1f}",
-        )
+        (row.case, str(row.tokens), f"{row.ratio:.2f}", "-" if row.memory_gb is None else f"{row.memory_gb:.1f}")
         for row in found.rows
     ]
     return ["", f"{title}:", *table([_FIGURES, *rows]), *found.said()]
@@ -211,7 +205,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--graphs", choices=tuple(GPUS), help="graphs within this GPU's limits, on the recipe")
-    add_gpu(parser, "the GPU: its records, and its limits where there are none")
     add_counts(parser, "machines; the layout and the batch must fit all GPUs")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -222,13 +215,11 @@ class Place:
 
     Attributes:
         graphs: The GPU of graphs that are switched on in the recipe; None leaves the recipe as it is.
-        gpu: The GPU that it runs on; None is not known.
         nodes: Machines; None is not known.
         gpus_per_node: GPUs of each; None is not known.
     """
 
     graphs: str | None = None
-    gpu: str | None = None
     nodes: int | None = None
     gpus_per_node: int | None = None
 
@@ -239,13 +230,8 @@ class Place:
             return None
         return (self.nodes or 1) * (self.gpus_per_node or 1)
 
-    @property
-    def kind(self) -> str | None:
-        """The GPU, which `graphs` names too."""
-        return self.gpu or self.graphs
-
     def check(self, has_recipe: bool) -> None:
-        """Refuse what contradicts itself, or has no effect without a recipe.
+        """Refuse what has no effect without a recipe.
 
         Raises:
             OptionError: Names the flag.
@@ -254,8 +240,6 @@ class Place:
         if given and not has_recipe:
             name = given[0]
             raise OptionError.because(name, f"Cannot use --{name} without a recipe. Write a recipe's name first.")
-        if None not in (self.gpu, self.graphs) and self.gpu != self.graphs:
-            raise OptionError("gpu", self.gpu, f"what --graphs {self.graphs} says", "Keep one.")
 
 
 def run(given: Sequence[str], tell: Tell) -> int:
@@ -354,15 +338,11 @@ def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> Answer:
 def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place: Place) -> Answer:
     require_bridge(name, " or write options alone")
     asked = without_imports()
-    apply = partial(_configured, name, flags, [_of_the_model(word) for word in words], asked is not None)
-    config, options = apply(place.graphs)
-    notes = []
-    if place.gpu is not None and options.vision.enabled:
-        if _is_unlimited(options.vision):
-            config, options = apply(place.gpu)
-            notes.append(f"Limits are those of --gpu {place.gpu}: training sets them with --graphs {place.gpu}.")
-        elif _is_too_large(options.vision, GPUS[place.gpu]):
-            notes.append(f"The largest bucket is larger than those of --graphs {place.gpu}.")
+    config = built(name, asked is not None)
+    if place.graphs is not None:
+        config = with_graphs(config, gpu=place.graphs)
+    options = resolved(config, flags, [_of_the_model(word) for word in words], asked is not None)
+    notes: list[str] = []
     layout = None
     if place.gpus is not None or hasattr(config, "train"):
         check_trainable(name, config, place.gpus)
@@ -380,9 +360,9 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         options=replace(options, warnings=(*options.warnings, *unknown)),
         encoder=encoder_of(getattr(config, "model", None)),
         has_audio=has_audio_encoder(getattr(config, "model", None)),
-        forecast=vision_forecast(config, options.vision, place.kind),
-        language_model=language_forecast(config, options, place.kind),
-        step=whole_step(config, options, place.kind, place.gpus),
+        forecast=vision_forecast(config, options.vision, place.graphs),
+        language_model=language_forecast(config, options, place.graphs),
+        step=whole_step(config, options, place.graphs, place.gpus),
         has_model=hasattr(config, "model"),
         layout=layout,
         notes=(*notes, *_switch_on(options)),
@@ -397,28 +377,6 @@ def _switch_on(options: GraphOptions) -> tuple[str, ...]:
 def _asks_upstream(config: Any) -> bool:
     """Whether a recipe as Bridge has it switches vision graphs on."""
     return getattr(getattr(config, "model", None), PROVIDER_FIELDS["impl"], None) not in (None, "none")
-
-
-def _configured(
-    name: str, flags: Mapping[str, Any], words: Sequence[str], stands_in: bool, graphs: str | None
-) -> tuple[Any, GraphOptions]:
-    """Return a recipe's configuration with everything applied, and its graph options."""
-    config = built(name, stands_in)
-    if graphs is not None:
-        config = with_graphs(config, gpu=graphs)
-    options = resolved(config, flags, words, stands_in)
-    return config, options
-
-
-def _is_unlimited(options: VisionGraphOptions) -> bool:
-    limits = (options.max_seq_length, options.buckets_max_gb, options.offload_above_gb)
-    return options.buckets == "auto" and set(limits) == {None}
-
-
-def _is_too_large(options: VisionGraphOptions, max_seq_length: int) -> bool:
-    """Return whether buckets have more tokens than a GPU allows, with all activations on the device."""
-    stays = not (options.offload or options.recompute) and options.offload_above_gb is None
-    return stays and (largest_bucket(options) or 0) > max_seq_length
 
 
 def _of_the_model(word: str) -> str:

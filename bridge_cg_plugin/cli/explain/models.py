@@ -18,29 +18,20 @@ def _first[Value](name: str, table: Mapping[str, Value]) -> Value | None:
     return next((value for names, value in table.items() if re.match(names, name)), None)
 
 
-_FIELDS = (
-    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size"),
-    *("moe_router_topk", "moe_ffn_hidden_size"),
-)
-# Values of `_FIELDS`. Qwen3-VL's language models are Qwen3's.
-SIZES: Mapping[str, tuple[int, ...]] = {
-    r"Qwen/Qwen3(-VL)?-30B-A3B": (48, 2048, 32, 4, 128, 6144, 8, 768),
-    r"Qwen/Qwen3(-VL)?-235B-A22B": (94, 4096, 64, 4, 128, 12288, 8, 1536),
-    r"Qwen/Qwen3-0\.6B": (28, 1024, 16, 8, 128, 3072),
-    r"Qwen/Qwen3-1\.7B|Qwen/Qwen3-VL-2B": (28, 2048, 16, 8, 128, 6144),
-    r"Qwen/Qwen3(-VL)?-4B": (36, 2560, 32, 8, 128, 9728),
-    r"Qwen/Qwen3(-VL)?-8B": (36, 4096, 32, 8, 128, 12288),
-    r"Qwen/Qwen3-14B": (40, 5120, 40, 8, 128, 17408),
-    r"Qwen/Qwen3(-VL)?-32B": (64, 5120, 64, 8, 128, 25600),
-    r"meta-llama/(Meta-)?Llama-3(\.1)?-8B": (32, 4096, 32, 8, 128, 14336),
-    r"meta-llama/(Meta-)?Llama-3(\.1)?-70B": (80, 8192, 64, 8, 128, 28672),
-    r"meta-llama/Llama-3\.2-1B": (16, 2048, 32, 8, 64, 8192),
-    r"meta-llama/Llama-3\.2-3B": (28, 3072, 24, 8, 128, 8192),
-}
-# What else is known of models with sizes: Bridge fuses Llama's activations and rotation.
-_FURTHER: Mapping[str, dict[str, Any]] = {
-    r"meta-llama/": {"vocab_size": 128_256, "bias_activation_fusion": True, "apply_rope_fusion": True},
-    r"Qwen/": {"vocab_size": 151_936},
+# Layers, width and attention heads. Qwen3-VL's language models are Qwen3's.
+SIZES: Mapping[str, tuple[int, int, int]] = {
+    r"Qwen/Qwen3(-VL)?-30B-A3B": (48, 2048, 32),
+    r"Qwen/Qwen3(-VL)?-235B-A22B": (94, 4096, 64),
+    r"Qwen/Qwen3-0\.6B": (28, 1024, 16),
+    r"Qwen/Qwen3-1\.7B|Qwen/Qwen3-VL-2B": (28, 2048, 16),
+    r"Qwen/Qwen3(-VL)?-4B": (36, 2560, 32),
+    r"Qwen/Qwen3(-VL)?-8B": (36, 4096, 32),
+    r"Qwen/Qwen3-14B": (40, 5120, 40),
+    r"Qwen/Qwen3(-VL)?-32B": (64, 5120, 64),
+    r"meta-llama/(Meta-)?Llama-3(\.1)?-8B": (32, 4096, 32),
+    r"meta-llama/(Meta-)?Llama-3(\.1)?-70B": (80, 8192, 64),
+    r"meta-llama/Llama-3\.2-1B": (16, 2048, 32),
+    r"meta-llama/Llama-3\.2-3B": (28, 3072, 24),
 }
 # Tokens of tokenizers, for models whose recipes name nothing else of the hub.
 VOCABULARIES = {r"nvidia/(NVIDIA-)?Nemotron-": 131_072, r"google/gemma-3-": 262_144}
@@ -48,8 +39,7 @@ VOCABULARIES = {r"nvidia/(NVIDIA-)?Nemotron-": 131_072, r"google/gemma-3-": 262_
 
 def sizes_of(name: str) -> dict[str, Any]:
     """Return the sizes of a model on the hub as fields of a Bridge provider; none where they are not known here."""
-    found = _first(name, SIZES)
-    return {} if found is None else {**dict(zip(_FIELDS, found, strict=False)), **(_first(name, _FURTHER) or {})}
+    return dict(zip(("num_layers", "hidden_size", "num_attention_heads"), _first(name, SIZES) or (), strict=False))
 
 
 QWEN3_VL, QWEN35_VL, QWEN25_VL = "Qwen3-VL", "Qwen3.5-VL", "Qwen2.5-VL"

@@ -17,19 +17,18 @@ from urllib.parse import urlsplit
 
 import bridge_cg_plugin
 from bridge_cg_plugin.cli.answers import Tell
-from bridge_cg_plugin.cli.planner.documents import Processor
-from bridge_cg_plugin.cli.planner.records import (
+from bridge_cg_plugin.cli.measured import (
+    ALONE,
     DENSE,
-    TOWER,
     Costs,
     NotMeasured,
-    Ranks,
-    language_model_of,
-    of_encoder,
+    differences,
+    layers_of,
     of_language_model,
+    pack_size,
     ranks_of,
 )
-from bridge_cg_plugin.options import GraphOptions, OptionError, VisionGraphOptions
+from bridge_cg_plugin.options import GraphOptions, OptionError
 from bridge_cg_plugin.options.packed import RankLayout
 from bridge_cg_plugin.recipes import RECIPES
 from bridge_cg_plugin.upstream.hooks.overrides import resolve
@@ -37,8 +36,6 @@ from bridge_cg_plugin.upstream.hooks.recipes import build_recipe, no_configurati
 from bridge_cg_plugin.upstream.seams.activation import patch_other_providers
 
 from . import models, standins
-from .measured import differences
-from .models import QWEN3_VL, QWEN25_VL, QWEN35_VL, Encoder, encoder_of
 
 
 def require_bridge(recipe: str, otherwise: str = "") -> None:
@@ -181,27 +178,6 @@ def _letters(text: str) -> str:
     return re.sub(r"[\W_]", "", text).lower()
 
 
-# Pixels between which Bridge's `qwen2_5_collate_fn` has a processor keep images, and sides of patches.
-_LIMITS = {"min_pixels": 200_704, "max_pixels": 1_003_520}
-PATCHES = {QWEN3_VL: 16, QWEN35_VL: 16, QWEN25_VL: 14}
-# Fields of providers that have the sizes of patches.
-_FIELDS = {"patch": "patch_size", "merge": "spatial_merge_size", "temporal": "temporal_patch_size"}
-
-
-def processor_of(config: Any, encoder: Encoder) -> Processor:
-    """Return the sizes that the provider and the data have; what they lack is of Bridge's or of the encoder's kind.
-
-    Args:
-        config: A Bridge `ConfigContainer`.
-        encoder: Its model's, of a kind in `PATCHES`.
-    """
-    held = {name: getattr(config.model, field, None) for name, field in _FIELDS.items()}
-    data = getattr(getattr(config, "dataset", None), "task_encoder", None)
-    held |= {name: getattr(data, name, None) for name in _LIMITS}
-    sizes = {name: size for name, size in held.items() if isinstance(size, int)}
-    return Processor(**{"patch": PATCHES[encoder.family], **_LIMITS, **sizes})
-
-
 def packed_recipe(name: str) -> tuple[RankLayout, int | None, Costs]:
     """Return how a recipe's ranks share packs, a pack's tokens (None: not packed offline), and what packs cost.
 
@@ -215,37 +191,14 @@ def packed_recipe(name: str) -> tuple[RankLayout, int | None, Costs]:
         context=model.context_parallel_size,
         sequence=bool(model.sequence_parallel),
     )
-    tokens = getattr(
-        getattr(getattr(config, "dataset", None), "offline_packing_specs", None), "packed_sequence_size", None
-    )
     packed = options is not None and options.packed.enabled
     modules = [module.name for module in options.language_model.modules] if options is not None and packed else []
     try:
-        sizes = language_model_of(model)
+        layers = layers_of(model)
     except NotMeasured as why:
-        return layout, tokens, Costs(of_language_model(DENSE, Ranks())[0], "this language model", [str(why)])
-    found, ranks = of_language_model(sizes, ranks_of(model), modules)
-    return layout, tokens, Costs(found, str(sizes), _not_measured(ranks))
-
-
-def vision_recipe(name: str) -> tuple[Processor, Costs]:
-    """Return how a recipe's images become patches, and what microbatches cost its vision encoder.
-
-    Raises:
-        OptionError: There is no such recipe, it cannot be built, or the sizes of its patches are not known.
-    """
-    config, options = _read(name)
-    encoder = encoder_of(getattr(config, "model", None))
-    if encoder is None or encoder.family not in PATCHES:
-        why = (
-            f"Cannot plan for --recipe {name}: its vision encoder must be of {', '.join(PATCHES)}, whose patches are "
-            f"known here; it has {'none' if encoder is None else f'a {encoder}'}. Remove --recipe"
-        )
-        raise OptionError.because("recipe", why)
-    vision = VisionGraphOptions() if options is None else options.vision
-    (found,) = of_encoder(str(encoder), vision.kernels) or of_encoder(TOWER, vision.kernels)
-    others = differences(config, vision, found)
-    return processor_of(config, encoder), Costs([found], str(encoder), _not_measured(others))
+        return layout, pack_size(config), Costs(of_language_model(DENSE, {}), "this language model", [str(why)])
+    found = of_language_model(layers, ranks_of(model), modules)
+    return layout, pack_size(config), Costs(found, layers, differences(config, {**ALONE, **found.ranks}))
 
 
 def _read(name: str) -> tuple[Any, GraphOptions | None]:
@@ -262,7 +215,3 @@ def _read(name: str) -> tuple[Any, GraphOptions | None]:
             return config, resolved(config, {}, (), asked is not None)
         except OptionError:
             return config, None
-
-
-def _not_measured(others: Sequence[str]) -> list[str]:
-    return [f"not measured: {', '.join(others)}"] if others else []

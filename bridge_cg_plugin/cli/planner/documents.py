@@ -1,8 +1,7 @@
-"""Reading a dataset's sizes from its files, packing documents as Bridge does, and images as patches."""
+"""Reading lengths of documents from a dataset's files, and packing them as Bridge does."""
 
 import difflib
 import json
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,46 +21,17 @@ class PlanError(ValueError):
     """A file, a size or an option that the planner cannot use; says which, what it holds and what is allowed."""
 
 
-def read_rows(path: Path, of: str, form: str, named: Callable[[str], Any], columns: Sequence[str]) -> list[Any]:
-    """Return the rows of a dataset.
-
-    A `.json` file is a list of rows, or a histogram: every size as often as it counts. Above `MOST` in all, counts are
-    scaled down in the same shares, and what is there at all stays there once.
-
-    Args:
-        path: A file or folder of one of `FORMATS`.
-        of: What it must have, for errors.
-        form: How a histogram names a size.
-        named: Returns the size of a name; None for what is none.
-        columns: Those of tables that have sizes; all are read where there is none of them.
-
-    Raises:
-        PlanError: The file cannot be read, or is empty.
-    """
-    if not path.exists():
-        raise PlanError(f"Cannot plan from {path}: it does not exist. It must be {FORMATS}.")
-    try:
-        rows = list(_rows(path, form, named, columns))
-    except PlanError:
-        raise
-    except (OSError, ValueError, EOFError) as error:
-        raise PlanError(f"Cannot read {path}: {error}.") from None
-    if not rows:
-        raise PlanError(f"Cannot plan from {path}: it has no {of}.")
-    return rows
-
-
-def _rows(path: Path, form: str, named: Callable[[str], Any], columns: Sequence[str]) -> Iterator[Any]:
+def _rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     suffix = path.suffix.lower()
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.suffix in (".arrow", ".parquet"))
         if not files:
             raise PlanError(f"Cannot plan from {path}: it has no .arrow or .parquet files.")
         for file in files:
-            yield from _rows(file, form, named, columns)
+            yield from _rows(file, columns)
     elif suffix == ".json":
         found = json.loads(path.read_text(encoding="utf-8-sig"))
-        yield from found if isinstance(found, list) else _histogram(found, path, form, named)
+        yield from found if isinstance(found, list) else _histogram(found, path)
     elif suffix == ".jsonl":
         yield from _json_lines(path)
     elif suffix in (".parquet", ".arrow", ".feather"):
@@ -84,17 +54,17 @@ def _json_lines(path: Path) -> Iterator[Any]:
             raise ValueError(f"row {number}: {error.msg}") from None
 
 
-def _histogram(found: Any, path: Path, form: str, named: Callable[[str], Any]) -> list[Any]:
+def _histogram(found: Any, path: Path) -> list[int]:
+    """Return every length as often as it counts; above `MOST` in all, scaled down in the same shares."""
     if not isinstance(found, dict):
-        raise PlanError(f'Cannot plan from {path}: it must be a histogram {{"{form}": count}} or a list of rows.')
+        raise PlanError(f'Cannot plan from {path}: it must be a histogram {{"length": count}} or a list.')
     counts = []
     for name, count in found.items():
         number = int(count) if isinstance(count, float) and count.is_integer() else count  # 3e5 is one
-        size = named(name)
-        if size is None or isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            what = f'must be "{form}": count, in whole numbers, no count below 0'
+        if not name.isdecimal() or isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            what = 'must be "length": count, in whole numbers, no count below 0'
             raise PlanError(f"Cannot plan from {path}: {name!r}: {count!r} {what}.")
-        counts.append((size, number))
+        counts.append((int(name), number))
     total = sum(number for _, number in counts)
     if total > MOST:
         counts = [(size, max(number * MOST // total, 1)) for size, number in counts if number]
@@ -152,7 +122,16 @@ def read_documents(path: Path, field: str | None = None) -> Documents:
         PlanError: The file cannot be read, or a row has no length.
     """
     columns = (*LENGTH_FIELDS, *TOKEN_FIELDS, STARTS, *([field] if field is not None else ()))
-    rows = read_rows(path, "documents", "length", lambda name: int(name) if name.isdecimal() else None, columns)
+    if not path.exists():
+        raise PlanError(f"Cannot plan from {path}: it does not exist. It must be {FORMATS}.")
+    try:
+        rows = list(_rows(path, columns))
+    except PlanError:
+        raise
+    except (OSError, ValueError, EOFError) as error:
+        raise PlanError(f"Cannot read {path}: {error}.") from None
+    if not rows:
+        raise PlanError(f"Cannot plan from {path}: it has no documents.")
     packs, lengths, fields = [], [], False
     for number, row in enumerate(rows):
         fields = fields or isinstance(row, dict)
@@ -251,7 +230,7 @@ def in_batch(lengths: Sequence[int], count: int, seed: int = 0) -> list[Pack]:
 
 # How documents get into packs; the last takes a number of documents where the others take a pack's size.
 ALGORITHMS: dict[str, Callable[[Sequence[int], int], list[Pack]]] = {
-    function.__name__: function for function in (first_fit_shuffle, first_fit_decreasing, first_fit, in_batch)
+    function.__name__: function for function in (first_fit_shuffle, first_fit_decreasing, in_batch)
 }
 
 
@@ -263,84 +242,3 @@ def padded_documents(lengths: Sequence[int], multiple: int) -> tuple[int, ...]:
 def padded_packs(packs: Sequence[Pack], multiple: int) -> list[Pack]:
     """Return packs of a multiple of `multiple` tokens; what is missing is a document of its own, as Bridge has it."""
     return [(*pack, rest) if (rest := -sum(pack) % multiple) else tuple(pack) for pack in packs]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Processor:
-    """How a model divides images into patches; by default as Qwen3-VL's processor does.
-
-    Attributes:
-        patch: Pixels of a patch's side.
-        merge: Patches of the side of a square that becomes one embedding.
-        temporal: Frames of a patch.
-        min_pixels, max_pixels: Between which an image is resized.
-    """
-
-    patch: int = 16
-    merge: int = 2
-    temporal: int = 2
-    min_pixels: int = 65_536
-    max_pixels: int = 16_777_216
-
-    @property
-    def unit(self) -> int:
-        """Pixels that both sides of an image are a multiple of."""
-        return self.patch * self.merge
-
-
-QWEN3_VL = Processor()
-
-
-@dataclass(frozen=True, slots=True)
-class Image:
-    """An image or a video.
-
-    Attributes:
-        width, height: Pixels.
-        frames: Frames of a video, 1 for an image.
-    """
-
-    width: int
-    height: int
-    frames: int = 1
-
-    def segments(self, processor: Processor = QWEN3_VL) -> tuple[int, ...]:
-        """Return the patches of every attention segment after the processor has resized it."""
-        unit, patch = processor.unit, processor.patch
-        width, height = (round(side / unit) * unit for side in (self.width, self.height))
-        if width * height > processor.max_pixels:
-            width, height = self._scaled(processor.max_pixels, unit, math.floor)
-        elif width * height < processor.min_pixels:
-            width, height = self._scaled(processor.min_pixels, unit, math.ceil)
-        return (width // patch * (height // patch),) * math.ceil(self.frames / processor.temporal)
-
-    def _scaled(self, pixels: int, unit: int, to_whole: Any) -> tuple[int, int]:
-        factor = math.sqrt(pixels / (self.width * self.height))
-        width, height = (max(to_whole(side * factor / unit), 1) * unit for side in (self.width, self.height))
-        return width, height
-
-
-def read_images(path: Path) -> list[Image]:
-    """Read image sizes: a histogram `{"640x480": count}`, or rows with `width`, `height` and maybe `frames`.
-
-    Raises:
-        PlanError: The file cannot be read, or a row has no size.
-    """
-    rows = read_rows(path, "images", "WIDTHxHEIGHT[xFRAMES]", _named, ("width", "height", "frames"))
-    return [row if isinstance(row, Image) else _image(row, f"{path}, row {n}") for n, row in enumerate(rows)]
-
-
-def _named(size: str) -> Image | None:
-    parts = size.lower().split("x")
-    known = len(parts) in (2, 3) and all(part.isdecimal() and int(part) for part in parts)
-    return Image(*map(int, parts)) if known else None
-
-
-def _image(row: Any, where: str) -> Image:
-    values: list[Any] = [None]
-    if isinstance(row, dict):
-        values = [row.get("width"), row.get("height"), row.get("frames", 1)]
-    if any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in values):
-        what = "must have width, height and maybe frames, in whole numbers of at least 1"
-        raise PlanError(f"Cannot plan from {where}: {row!r} {what}.")
-    return Image(*values)

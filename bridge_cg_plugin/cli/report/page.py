@@ -5,30 +5,28 @@ import math
 import statistics
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bridge_cg_plugin.cli.answers import Tell, table, wrapped
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import table as markdown_table
 
-from .runs import WARM_UP, GraphCounts, Run, Verdict, verdicts
+from .runs import WARM_UP, Run, Verdict, verdicts
 from .sources import read_runs
 
 Row = tuple[str, ...]
 STATES = {"same": "SAME", "different": "DIFFERENT", "unknown": "NO VERDICT"}
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table; cells are text, those of the first `names` columns are names and the others figures."""
+class Table(NamedTuple):
+    """A table, without the columns that no row has anything in."""
 
     title: str
     header: Row
     rows: tuple[Row, ...]
-    names: int = 1
     note: str = ""
 
 
@@ -50,27 +48,11 @@ class Page:
     verdicts: tuple[Verdict, ...]
     tables: tuple[Table, ...]
 
-    @property
-    def said(self) -> list[str]:
-        """The verdicts as sentences."""
-        return [f"{STATES[v.state]} {label(v, self.runs)}: {v.reason}" for v in self.verdicts]
-
 
 def make_page(runs: Sequence[Run], title: str = "Training runs") -> Page:
     """Return the page of these runs."""
-    tables = (_step_times(runs), _throughput(runs), _losses(runs), _graphs(runs), *_buckets(runs))
-    return Page(
-        title,
-        tuple(dict.fromkeys(filter(None, map(_origin, runs)))),
-        tuple(runs),
-        tuple(verdicts(runs)),
-        tuple(table for table in tables if table.rows),
-    )
-
-
-def _origin(run: Run) -> str:
-    versions = [f"{name} {version}" for name, version in run.versions.items()]
-    return ", ".join(filter(None, (run.gpu, run.date, *versions)))
+    origins = (", ".join(filter(None, (r.gpu, r.date, *map(" ".join, r.versions.items())))) for r in runs)
+    return Page(title, tuple(dict.fromkeys(filter(None, origins))), tuple(runs), tuple(verdicts(runs)), tables(runs))
 
 
 def label(run: Run | Verdict, runs: Sequence[Run]) -> str:
@@ -78,111 +60,91 @@ def label(run: Run | Verdict, runs: Sequence[Run]) -> str:
     return run.mode if len({r.case for r in runs}) == 1 else f"{run.case}: {run.mode}"
 
 
-def _eager_ms(run: Run, runs: Iterable[Run]) -> float | None:
-    """Return the fastest median of a case's eager runs in milliseconds."""
-    found = [e.median_ms for e in runs if e.is_eager and e.case == run.case and e.median_ms and not e.error]
-    return min(found, default=None)
-
-
-def _step_times(runs: Sequence[Run]) -> Table:
-    rows = []
-    for run in runs:
-        if run.error:
-            rows.append((label(run, runs), *[""] * 6, f"failed: {run.error}"))
-        elif run.median_ms is not None:
-            base = _eager_ms(run, runs)
-            ratio = f"{run.median_ms / base:.2f}" if base else ""
-            few = "warm-up included" if run.times and not run.settled_ms else ""
-            notes = "; ".join(filter(None, (run.wrong, few)))
-            rows.append((label(run, runs), _f(run.median_ms), ratio, *_spread_of(run), notes))
-    header = ("run", "median ms", "over eager", "fastest ms", "90 % below ms", "slowest ms", "steps", "note")
-    note = f"Without the first {WARM_UP} steps: warm-up, capture and the first replays are among them."
-    return _cut("Step time", header, rows, note)
-
-
-def _spread_of(run: Run) -> Row:
-    times = sorted(run.settled_ms)
-    if not times:
-        return "", "", "", ""
-    ninety = statistics.quantiles(times, n=10, method="inclusive")[-1] if len(times) > 1 else times[0]
-    return _f(times[0]), _f(ninety), _f(times[-1]), str(len(times))
-
-
-def _throughput(runs: Sequence[Run]) -> Table:
-    columns: dict[str, tuple[str, Callable[[Run], float | None]]] = {
-        "samples/s": (".2f", lambda r: r.samples_per_s),
-        "images/s": (".2f", lambda r: r.images_per_s),
-        "tokens/s": (",.0f", lambda r: r.tokens_per_s),
-        "TFLOP/s per GPU": (".1f", lambda r: r.tflops_per_gpu),
-        "FLOP utilization": (".1%", lambda r: r.flop_utilization),
-        "peak GiB": (".1f", lambda r: r.peak_gb),
-        "graphs GiB": (".1f", lambda r: sum(c.memory_gb or 0.0 for c in r.graphs.values()) if r.graphs else None),
-    }
-    rows = [
-        (label(run, runs), *(_f(value(run), form) for form, value in columns.values())) for run in runs if not run.error
+def tables(runs: Sequence[Run]) -> tuple[Table, ...]:
+    """Return what runs did, beside each other."""
+    trained = [run for run in runs if not run.error]
+    times = [(run, _times(run, runs)) for run in runs]
+    throughput = [
+        *(("samples/s", ".2f", "samples_per_s"), ("images/s", ".2f", "images_per_s")),
+        *(("tokens/s", ",.0f", "tokens_per_s"), ("TFLOP/s per GPU", ".1f", "tflops_per_gpu")),
+        ("peak GiB", ".1f", "peak_gb"),
     ]
-    note = "All GPUs together, where nothing else is said. Tokens are the language model's, padding included."
-    return _cut("Throughput and memory", ("run", *columns), rows, note)
-
-
-def _losses(runs: Sequence[Run]) -> Table:
-    """Return the first, some middle and the last losses, over each other."""
-    shown = [run for run in runs if run.losses]
-    steps = sorted({step for run in shown for step, _ in run.losses})
+    rates = [(run, tuple(_f(getattr(run, name), form) for _, form, name in throughput)) for run in trained]
+    steps = sorted({step for run in runs for step, _ in run.losses})
     some = sorted({steps[round(i * (len(steps) - 1) / 5)] for i in range(6)}) if steps else []
-    by_run = [(run, dict(run.losses)) for run in shown]
-    rows = [(label(run, runs), *(_f(values.get(step), ".5g") for step in some)) for run, values in by_run]
-    return Table("Losses", ("run", *(f"step {step}" for step in some)), tuple(rows))
-
-
-def _graphs(runs: Sequence[Run]) -> Table:
-    """Return what graphs did as a whole, a row for each kind of graphs of each run."""
-    rows = [(label(run, runs), kind, *_graph_cells(counts)) for run in runs for kind, counts in run.graphs.items()]
-    header = ("run", "graphs", "replays", "replayed", "padding", "capture s", "warm-up", "fallbacks")
-    return _cut("Graphs", header, rows, "Warm-up counts eager microbatches before capture.", names=2)
-
-
-def _graph_cells(counts: GraphCounts) -> Row:
-    return (
-        str(counts.replays),
-        f"{counts.replayed_share:.1%}",
-        _f(counts.padding_share, ".1%"),
-        _f(counts.capture_s),
-        _f(counts.warmup_microbatches, "d"),
-        ", ".join(f"{reason} {n}" for reason, n in sorted(counts.fallbacks.items())) or "none",
+    losses = [(run, tuple(_f(dict(run.losses).get(step), ".5g") for step in some)) for run in runs]
+    graphs = [
+        (
+            run,
+            (
+                *(kind, str(counts.replays), f"{counts.replayed_share:.1%}", _f(counts.padding_share, ".1%")),
+                *(_f(counts.capture_s), _f(counts.memory_gb), _f(counts.warmup_microbatches, "d")),
+                ", ".join(f"{reason} {n}" for reason, n in sorted(counts.fallbacks.items())) or "none",
+            ),
+        )
+        for run in runs
+        for kind, counts in run.graphs.items()
+    ]
+    found: tuple[tuple[str, Row, Sequence[tuple[Run, Row]], str], ...] = (
+        (
+            "Step time",
+            ("median ms", "over eager", "fastest ms", "90 % below ms", "slowest ms", "steps", "note"),
+            times,
+            f"Without the first {WARM_UP} steps: warm-up, capture and the first replays are among them.",
+        ),
+        (
+            "Throughput and memory",
+            tuple(name for name, *_ in throughput),
+            rates,
+            "All GPUs together, where nothing else is said. Tokens are the language model's, padding included.",
+        ),
+        ("Losses", tuple(f"step {step}" for step in some), losses, ""),
+        (
+            "Graphs",
+            ("graphs", "replays", "replayed", "padding", "capture s", "GiB", "warm-up", "fallbacks"),
+            graphs,
+            "Warm-up counts eager microbatches before capture.",
+        ),
     )
+    return tuple(made for each in found if (made := _table(runs, *each)).rows)
 
 
-def _buckets(runs: Sequence[Run]) -> list[Table]:
-    """Return the buckets of every run whose source has them."""
-    found = []
-    for run in runs:
-        for kind, counts in run.graphs.items():
-            rows = tuple((b.name, str(b.replays), str(b.evaluations), f"{b.padding_share:.1%}") for b in counts.buckets)
-            unused = f"{counts.unused_buckets} more were captured and not used." if counts.unused_buckets else ""
-            header = ("bucket", "replays", "in evaluation", "padding")
-            found.append(Table(f"Buckets: {label(run, runs)}, {kind}", header, rows, note=unused))
-    return found
+def _table(runs: Sequence[Run], title: str, header: Row, rows: Sequence[tuple[Run, Row]], note: str) -> Table:
+    rows = [(run, row) for run, row in rows if any(row)]
+    kept = [i for i in range(len(header)) if any(row[i] for _, row in rows)]
+    cells = tuple((label(run, runs), *(row[i] for i in kept)) for run, row in rows)
+    return Table(title, ("run", *(header[i] for i in kept)), cells, note)
 
 
-def _cut(title: str, header: Row, rows: Sequence[Row], note: str = "", names: int = 1) -> Table:
-    """Return a table without the columns that no row has anything in, and without rows of nothing but names."""
-    rows = [row for row in rows if any(row[names:])]
-    kept = [i for i in range(len(header)) if i < names or any(row[i] for row in rows)]
-    return Table(title, tuple(header[i] for i in kept), tuple(tuple(row[i] for i in kept) for row in rows), names, note)
+def _times(run: Run, runs: Sequence[Run]) -> Row:
+    """Return times of a run's steps, over the fastest median of its case's eager runs."""
+    if run.error:
+        return (*[""] * 6, f"failed: {run.error}")
+    if run.median_ms is None:
+        return ("",) * 7
+    eager = [e.median_ms for e in runs if e.is_eager and e.case == run.case and e.median_ms and not e.error]
+    notes = "; ".join(filter(None, (run.wrong, "warm-up included" if run.times and not run.settled_ms else "")))
+    times = sorted(run.settled_ms)
+    ninety = statistics.quantiles(times, n=10, method="inclusive")[-1] if len(times) > 1 else max(times, default=0)
+    spread = (_f(times[0]), _f(ninety), _f(times[-1]), str(len(times))) if times else ("",) * 4
+    return (_f(run.median_ms), f"{run.median_ms / min(eager):.2f}" if eager else "", *spread, notes)
 
 
 def _f(value: float | None, form: str = ".1f") -> str:
     return "" if value is None else format(value, form)
 
 
+def _said(page: Page, mark: str = "") -> list[str]:
+    """Return the verdicts as sentences."""
+    return [f"{mark}{STATES[v.state]}{mark} {label(v, page.runs)}: {v.reason}" for v in page.verdicts]
+
+
 def to_terminal(page: Page) -> str:
     """Return a page as lines for a terminal."""
     lines = [page.title, *page.origins]
     for shown in page.tables:
-        note = wrapped(shown.note) if shown.note else []
-        lines += ["", shown.title, *table([shown.header, *shown.rows]), *note]
-    said = [line for text in page.said for line in wrapped(text)]
+        lines += ["", shown.title, *table([shown.header, *shown.rows]), *(wrapped(shown.note) if shown.note else [])]
+    said = [line for text in _said(page) for line in wrapped(text)]
     return "\n".join([*lines, *([""] if said else []), *said])
 
 
@@ -190,8 +152,7 @@ def to_markdown(page: Page) -> str:
     """Return a page as Markdown."""
     parts = [f"# {page.title}", *page.origins]
     if page.verdicts:
-        lines = [f"* **{STATES[v.state]}** {label(v, page.runs)}: {v.reason}" for v in page.verdicts]
-        parts += ["## Parity with eager", "\n".join(lines)]
+        parts += ["## Parity with eager", "\n".join(f"* {line}" for line in _said(page, "**"))]
     for shown in page.tables:
         rows = [tuple(cell.replace("|", "\\|") for cell in row) for row in shown.rows]
         parts += [f"## {shown.title}", markdown_table(shown.header, rows), *filter(None, [shown.note])]
@@ -200,8 +161,12 @@ def to_markdown(page: Page) -> str:
 
 def to_json(page: Page) -> str:
     """Return a page as one JSON object: runs as they were read, verdicts, tables. What is no number is null."""
-    runs = [{**asdict(run), "median_ms": run.median_ms, "flop_utilization": run.flop_utilization} for run in page.runs]
-    return json.dumps(_finite({**asdict(page), "runs": runs}), allow_nan=False) + "\n"
+    found = {
+        **asdict(page),
+        "runs": [{**asdict(run), "median_ms": run.median_ms} for run in page.runs],
+        "tables": [shown._asdict() for shown in page.tables],
+    }
+    return json.dumps(_finite(found), allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:
@@ -240,22 +205,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page as Markdown")
     parser.add_argument("--title", help="title of the page")
-    parser.add_argument(
-        "--peak-tflops",
-        type=float,
-        metavar="X",
-        help="dense bf16 TFLOP/s of one GPU, for FLOP utilization of runs that do not name theirs",
-    )
 
 
 def run_report(args: Namespace, tell: Tell) -> int:
     """Write what was asked for and print the page by `tell`; returns 2 for input that is refused, else 0."""
     names = [Path(word.rpartition("=")[2] or word).name for word in args.runs]
     try:
-        if args.peak_tflops is not None and not args.peak_tflops > 0:
-            why = "it must be a number above 0. An H100 or H200 has 989.4."
-            raise OptionError.because("peak-tflops", f"Cannot use --peak-tflops {args.peak_tflops:g}: {why}")
-        page = make_page(read_runs(args.runs, args.peak_tflops), args.title or ", ".join(names))
+        page = make_page(read_runs(args.runs), args.title or ", ".join(names))
         write_page(page, markdown=args.markdown)
     except OptionError as error:
         print(error, file=sys.stderr)

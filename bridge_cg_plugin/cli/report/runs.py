@@ -41,23 +41,6 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketCounts:
-    """What one bucket did.
-
-    Attributes:
-        name: The bucket, as the plugin prints it.
-        replays: Forward replays that a backward may follow.
-        evaluations: Forward-only replays.
-        padding_share: Padding tokens over all of its tokens, 0 to 1.
-    """
-
-    name: str
-    replays: int
-    evaluations: int
-    padding_share: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GraphCounts:
     """What one model's graphs did; a figure that the source does not have is None.
 
@@ -68,8 +51,6 @@ class GraphCounts:
         memory_gb: Device memory of pools and static buffers in GiB.
         capture_s: Seconds of capture.
         warmup_microbatches: Eager microbatches before capture.
-        buckets: What was used, by size.
-        unused_buckets: How many were captured and never replayed.
     """
 
     replays: int
@@ -78,8 +59,6 @@ class GraphCounts:
     memory_gb: float | None = None
     capture_s: float | None = None
     warmup_microbatches: int | None = None
-    buckets: tuple[BucketCounts, ...] = ()
-    unused_buckets: int | None = None
 
     @property
     def replayed_share(self) -> float:
@@ -101,7 +80,6 @@ class Run:
         samples_per_s, images_per_s, tokens_per_s: Of all GPUs in a second: samples, images and videos, tokens of the
             language model with padding.
         tflops_per_gpu: Model TFLOP/s of one GPU, by Bridge's count.
-        peak_tflops: What one GPU can do at most, dense bf16.
         peak_gb: Peak of allocated device memory in GiB, of the GPU with the highest.
         graphs: Name of a kind of graphs (`KINDS`) -> what they did.
         error: Why the run failed, in one line.
@@ -120,7 +98,6 @@ class Run:
     images_per_s: float | None = None
     tokens_per_s: float | None = None
     tflops_per_gpu: float | None = None
-    peak_tflops: float | None = None
     peak_gb: float | None = None
     graphs: Mapping[str, GraphCounts] = field(default_factory=dict)
     error: str = ""
@@ -147,15 +124,9 @@ class Run:
         times = self.settled_ms or (() if self.ms else tuple(ms for _, ms in self.times))
         return statistics.median(times) if times else self.ms
 
-    @property
-    def flop_utilization(self) -> float | None:
-        """Model TFLOP/s over what the GPU can do at most, 0 to 1."""
-        return self.tflops_per_gpu / self.peak_tflops if self.tflops_per_gpu and self.peak_tflops else None
-
 
 def counts_of(statistics: Mapping[str, Any]) -> GraphCounts:
     """Return what the plugin's statistics say (`RegionStatistics.as_dict`)."""
-    used = {name: b for name, b in statistics["buckets"].items() if b["replays"] + b["evaluations"]}
     return GraphCounts(
         replays=statistics["replays"],
         fallbacks=dict(statistics["fallbacks"]),
@@ -163,16 +134,6 @@ def counts_of(statistics: Mapping[str, Any]) -> GraphCounts:
         memory_gb=statistics["memory_bytes"] / GIB,
         capture_s=statistics["capture_seconds"],
         warmup_microbatches=statistics["warmup_microbatches"],
-        buckets=tuple(
-            BucketCounts(
-                name=name,
-                replays=b["replays"],
-                evaluations=b["evaluations"],
-                padding_share=b["padding"] / max(b["tokens"] + b["padding"], 1),
-            )
-            for name, b in used.items()
-        ),
-        unused_buckets=len(statistics["buckets"]) - len(used),
     )
 
 

@@ -13,10 +13,8 @@ from typing import Any
 
 from bridge_cg_plugin.options import OptionError
 
-from .runs import GIB, KINDS, BucketCounts, GraphCounts, GraphKind, Run, Series, counts_of
+from .runs import GIB, KINDS, GraphCounts, Run, Series, counts_of
 
-# Part of a GPU's name -> dense bf16 TFLOP/s of its SXM form, from its vendor's data sheet.
-PEAK_TFLOPS = {"B300": 2250.0, "B200": 2250.0, "H200": 989.4, "H100": 989.4, "A100": 312.0}
 # Bridge's gigabytes.
 _GB = 1e9
 _NAMED = re.compile(r"([A-Za-z][\w.+-]*)=(.+)", re.DOTALL)
@@ -25,12 +23,11 @@ _NAMES = (
 )
 
 
-def read_runs(words: Sequence[str], peak_tflops: float | None = None) -> list[Run]:
+def read_runs(words: Sequence[str]) -> list[Run]:
     """Return the runs of all inputs.
 
     Args:
         words: Paths, each alone or as MODE=PATH, which names the run.
-        peak_tflops: Dense bf16 TFLOP/s of one GPU, for runs whose source does not name it.
 
     Raises:
         OptionError: An input is missing or cannot be read, or two runs have one name.
@@ -39,7 +36,7 @@ def read_runs(words: Sequence[str], peak_tflops: float | None = None) -> list[Ru
     for (_, mode), count in Counter((run.case, run.mode) for run in runs).items():
         if count > 1:
             raise _refused(f"Cannot compare two runs that are both named {mode}. {_NAMES}")
-    return [replace(run, peak_tflops=run.peak_tflops or peak_tflops) for run in runs]
+    return runs
 
 
 def _refused(why: str) -> OptionError:
@@ -78,19 +75,9 @@ def _text_of(path: Path, errors: str = "strict") -> str:
 # Records
 
 _WRITERS = "bridge-cg compare, bench_step.py and bench_recipe.py"
-_SERIES = ("losses", "grad_norms", "step_ms")
-_FIGURES = ("samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu", "peak_gb")
-# Kinds of fields: (fields, their type, in words), for those that a record has and for those that it may lack.
-_NEEDED = ((("case", "mode"), str, "str"), (("versions",), dict, "dict"))
-_OPTIONAL = (
-    (("ms", *_FIGURES), int | float | None, "number"),
-    (("error", "wrong", "gpu", "date", "command"), str | None, "text"),
-)
-
-
-def peak_tflops(name: str) -> float | None:
-    """Return dense bf16 TFLOP/s of the GPU that PyTorch calls `name`; None for one that is not known."""
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name and "PCIe" not in name), None)
+_SERIES = {"losses": "losses", "grad_norms": "grad_norms", "times": "step_ms"}
+_FIGURES = ("ms", "samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu", "peak_gb")
+_TEXTS = ("error", "wrong", "gpu", "date", "command")
 
 
 def runs_in(path: Path) -> list[Run]:
@@ -117,53 +104,29 @@ def _training_runs(path: Path) -> list[Run]:
 def _parse(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-        wrong = _wrong_field(record) if isinstance(record, dict) else "it is no JSON object"
+        _run(record)
     except json.JSONDecodeError as error:
-        wrong = f"it is no JSON: {error.msg}"
-    if wrong:
-        raise _refused(f"Cannot read {where} as a benchmark record: {wrong}.")
+        raise _refused(f"Cannot read {where} as a benchmark record: it is no JSON: {error.msg}.") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        wrong = f"a field is missing or of another kind ({type(error).__name__}: {error})"
+        raise _refused(f"Cannot read {where} as a benchmark record: {wrong}.") from None
     return dict(record)
 
 
-def _wrong_field(record: Mapping[str, Any]) -> str:
-    """Return which field is missing or has another form than here; empty if none."""
-    for names, kind, word in (*_NEEDED, *_OPTIONAL):
-        for name in names:
-            if not isinstance(record.get(name), kind):
-                return f"{name!r} is {'missing or ' if kind in (str, dict) else ''}no {word}"
-    for name in _SERIES:
-        values = record.get(name) or []
-        if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
-            return f"{name!r} is no list of numbers"
-    for kind in KINDS:
-        try:
-            _graphs(record, kind)
-        except (AttributeError, KeyError, TypeError) as error:
-            return f"{kind.field!r} has no statistics of this version ({type(error).__name__}: {error})"
-    return ""
-
-
-def _graphs(record: Mapping[str, Any], kind: GraphKind) -> dict[str, GraphCounts]:
-    statistics = record.get(kind.field)
-    return {kind.name: counts_of(statistics)} if statistics else {}
-
-
 def _run(record: Mapping[str, Any]) -> Run:
-    gpu = record.get("gpu") or "none"
-    losses, norms, times = (tuple(enumerate(map(float, record.get(name) or []), 1)) for name in _SERIES)
-    known: dict[str, Any] = {name: record.get(name) for name in ("ms", *_FIGURES)}
-    known |= {name: record.get(name) or "" for name in ("error", "wrong", "date", "command")}
+    series: dict[str, Any] = {
+        name: tuple(enumerate(map(float, record.get(key) or []), 1)) for name, key in _SERIES.items()
+    }
+    figures: dict[str, Any] = {name: None if record.get(name) is None else float(record[name]) for name in _FIGURES}
+    texts: dict[str, Any] = {name: record.get(name) or "" for name in _TEXTS}
     return Run(
         case=record["case"],
         mode=record["mode"],
-        losses=losses,
-        grad_norms=norms,
-        times=times,
-        peak_tflops=peak_tflops(gpu),
-        graphs={name: counts for kind in KINDS for name, counts in _graphs(record, kind).items()},
-        gpu="" if gpu == "none" else gpu,
-        versions=record["versions"],
-        **known,
+        graphs={kind.name: counts_of(record[kind.field]) for kind in KINDS if record.get(kind.field)},
+        versions=dict(record["versions"]),
+        **series,
+        **figures,
+        **(texts | {"gpu": texts["gpu"].removeprefix("none")}),
     )
 
 
@@ -184,7 +147,7 @@ _UTILIZATION = re.compile(rf"GPU utilization: ({_NUMBER})MODEL_TFLOP/s/GPU")
 _MEMORY = re.compile(rf"mem-max-allocated-gigabytes: ({_NUMBER})")
 _MARK = "[bridge-cg] "
 _TITLES = {kind.title: kind.name for kind in KINDS}
-_BUCKET = re.compile(rf"\s*(\S+)\s+(\d+)\s+(\d+)\s+({_NUMBER})%$")
+_BUCKET = re.compile(rf"\s*\S+\s+(\d+)\s+(\d+)\s+{_NUMBER}%$")
 _BATCH, _TIME = "global batch size", "elapsed time per iteration"
 
 
@@ -258,11 +221,7 @@ def read_graphs(lines: Iterable[str]) -> dict[str, GraphCounts]:
 
 def _reported(block: Sequence[str]) -> GraphCounts:
     text = "\n".join(block)
-    found = [match.groups() for match in map(_BUCKET.fullmatch, block) if match]
-    buckets = [
-        BucketCounts(name=name, replays=int(replays), evaluations=int(runs), padding_share=float(padding) / 100)
-        for name, replays, runs, padding in found
-    ]
+    used = [match.groups() for match in map(_BUCKET.fullmatch, block) if match]
     reasons = re.search(r"eager fallbacks: (.*)", text)
 
     def first[Value](pattern: str, kind: type[Value]) -> Value | None:
@@ -271,12 +230,10 @@ def _reported(block: Sequence[str]) -> GraphCounts:
 
     padding = first(rf"padding over all replays: ({_NUMBER})%", float)
     return GraphCounts(
-        replays=sum(b.replays + b.evaluations for b in buckets),
+        replays=sum(int(replays) + int(evaluations) for replays, evaluations in used),
         fallbacks={name: int(count) for name, count in re.findall(r"(\w+) (\d+)", reasons[1] if reasons else "")},
         padding_share=None if padding is None else padding / 100,
         memory_gb=first(rf"({_NUMBER}) GiB of device memory", float),
         capture_s=first(rf"captured in ({_NUMBER}) s", float),
         warmup_microbatches=first(r"warm-up microbatches: (\d+)", int),
-        buckets=tuple(buckets),
-        unused_buckets=first(r"buckets not used: (\d+)", int),
     )

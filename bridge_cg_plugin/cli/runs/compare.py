@@ -1,4 +1,4 @@
-"""Train a recipe eager, with upstream's vision graphs and with the plugin, and write one page about all runs.
+"""Train a recipe eager and with the plugin's graphs, and write one page about all runs.
 
     bridge-cg compare --recipe qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config \
         --gpus_per_node 4 --steps 30 --out runs/compare train.global_batch_size=8
@@ -7,8 +7,8 @@
 Flags and `section.name=value` overrides are those of `bridge-cg train`; graph options among them are for the plugin's
 run. Each run has a process of its own. One that fails is shown with its error, and the others go on. Eager runs at
 least twice: the plugin's run is held against what eager runs differ by. Into the folder go page.md, page.json,
-compare.jsonl and a log of each run. Exit status: 1 where an eager run or the plugin's failed, or the
-plugin's was not shown to train what eager trains; 2 for input that is refused.
+compare.jsonl and a log of each run. Exit status: 1 where a run failed, or the plugin's was not shown to train what
+eager trains; 2 for input that is refused.
 """
 
 import argparse
@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,40 +32,19 @@ from bridge_cg_plugin.cli.report.sources import runs_in
 from bridge_cg_plugin.cli.runs import first_look
 from bridge_cg_plugin.cli.runs.first_look import with_package
 from bridge_cg_plugin.cli.runs.recipe import error_in, free_port, read, require_gpu, torchrun
-from bridge_cg_plugin.cli.runs.recorded_run import KINDS
 from bridge_cg_plugin.cli.runs.results import command_line, provenance, write_records
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed, take_flags
 from bridge_cg_plugin.options.graph_options import SETTING
 from bridge_cg_plugin.options.language_model import IMPL
 from bridge_cg_plugin.options.packed import PACKED_FIELDS
-from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, LANGUAGE_MODEL_FIELDS
+from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
-from bridge_cg_plugin.upstream.hooks.recipes import LANGUAGE_MODEL_STEP, step_name
 
 WORKER, RECIPE = (Path(__file__).with_name(name) for name in ("recorded_run.py", "train.py"))
 ITERATIONS = "train.train_iters"
-# What upstream's vision graphs compute instead of the tower.
-WRONG = "computes another function: no rotary embedding, attention across images"
-VISION_IMPL, LENGTH = PROVIDER_FIELDS["impl"], PROVIDER_FIELDS["max_seq_length"]
+PLUGIN = "plugin"
 _LAST_LINES = 200
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRun:
-    """One run that is to be made.
-
-    Attributes:
-        mode: Its name: eager1, eager2, ..., upstream or plugin.
-        kind: Of `KINDS`.
-        command: What starts it, without where its record goes.
-        wrong: What the run computes instead of the model, empty where it computes the model.
-    """
-
-    mode: str
-    kind: str
-    command: tuple[str, ...]
-    wrong: str = ""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -78,7 +56,6 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--recipe", required=True, metavar="NAME", help="a recipe's or preset's name")
-    parser.add_argument("--modes", default=",".join(KINDS), metavar="LIST", help=f"comma-separated; {', '.join(KINDS)}")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help=f"steps; the first {WARM_UP} are not timed")
     parser.add_argument("--eager_runs", "--eager-runs", type=int, default=3, metavar="N", help="eager runs, 2 or more")
     parser.add_argument("--gpus_per_node", "--gpus-per-node", type=int, default=1, metavar="N", help="GPUs of a run")
@@ -103,9 +80,6 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace,
             raise OptionError(name, getattr(args, name), f"a whole number of at least {minimum}", "Raise it.")
     if not args.time_limit > 0:
         raise OptionError("time_limit", args.time_limit, "a number of seconds above 0", "Raise it.")
-    chosen = [kind for kind in args.modes.split(",") if kind]
-    if not chosen or not set(chosen) <= set(KINDS):
-        raise OptionError("modes", args.modes, f"any of {', '.join(KINDS)}, comma-separated", "Correct the name.")
     recipe, words = read(["--recipe", args.recipe, *rest])
     if recipe.launcher != "none":
         raise OptionError("launcher", recipe.launcher, "none", "Runs start here, on --gpus_per_node GPUs each.")
@@ -122,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs, plugins = plan(args, rest), plugins_command(args, rest)
         if not (refused := first_look.refusal(plugins)):
             if args.dry_run:
-                return answered(*(f"{run.mode}: {shlex.join(run.command)}" for run in runs))
+                return answered(*(f"{mode}: {shlex.join(command)}" for mode, command in runs.items()))
             require_gpu()
             refused = refusal(plugins)
         if refused:
@@ -136,52 +110,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what importing the stack says
         page = _write(records, args.out)
     say(to_terminal(page), f"page: {args.out / 'page.md'}")
-    failed = any(run.error for run in page.runs if run.mode != "upstream")  # which may fail or differ
-    differs = any(verdict.state != "same" for verdict in page.verdicts if verdict.mode == "plugin")
-    return 1 if failed or differs else 0
+    failed = any(run.error for run in page.runs)
+    return 1 if failed or any(verdict.state != "same" for verdict in page.verdicts) else 0
 
 
-def plan(args: argparse.Namespace, rest: Sequence[str]) -> list[PlannedRun]:
-    """Return the runs in the order in which they are made."""
-    images, found = _takes_images(args, rest), []
-    for kind in (kind for kind in KINDS if kind in args.modes.split(",")):
-        start = torchrun(args.gpus_per_node) if args.gpus_per_node > 1 else [sys.executable]
-        words = ["--recipe", args.recipe, *words_of(kind, rest, images), f"{ITERATIONS}={args.steps}"]
-        command = (*start, str(WORKER), "--as", kind, *words)
-        modes = [f"eager{i + 1}" for i in range(args.eager_runs)] if kind == "eager" else [kind]
-        wrong = WRONG if kind == "upstream" and images else ""
-        found += [PlannedRun(mode, kind, command, wrong) for mode in modes]
-    return found
+def plan(args: argparse.Namespace, rest: Sequence[str]) -> dict[str, list[str]]:
+    """Return what starts each run, without where its record goes, in the order in which they are made."""
+    start = torchrun(args.gpus_per_node) if args.gpus_per_node > 1 else [sys.executable]
+    words = {**{f"eager{i + 1}": eager_words(rest) for i in range(args.eager_runs)}, PLUGIN: plugin_words(rest)}
+    steps = f"{ITERATIONS}={args.steps}"
+    return {mode: [*start, str(WORKER), "--recipe", args.recipe, *each, steps] for mode, each in words.items()}
 
 
-def _takes_images(args: argparse.Namespace, rest: Sequence[str]) -> bool:
-    """Return whether the recipe's model takes images, so that its vision encoder can be on graphs."""
-    step = read(["--recipe", args.recipe, *rest])[0].step_func or step_name(args.recipe)
-    return step != LANGUAGE_MODEL_STEP
+def plugin_words(rest: Sequence[str]) -> list[str]:
+    """Return the words of `bridge-cg train` for the plugin's run."""
+    return [f"--{SETTING}", "exact", *rest]
 
 
-def words_of(kind: str, rest: Sequence[str], images: bool) -> list[str]:
-    """Return the words of `bridge-cg train` for one kind of run: graph options are for the plugin's.
-
-    Args:
-        kind: Of `KINDS`.
-        rest: The words that were given.
-        images: Whether the model takes images.
-    """
-    if kind == "plugin":
-        return [f"--{SETTING}", "exact", *rest]
-    flags, others = take_flags(rest)
-    graph_words = {word: _field_of(word) for word in others if _field_of(word) in (*FIELDS, *ATTRIBUTES)}
-    plain = [word for word in others if word not in graph_words]
-    without_packs = f"{PACKED_FIELDS['max_packed_seqs']}=null"
-    if kind == "eager":
-        return [f"--{VISION_IMPL}", "none", f"--{IMPL}", "none", without_packs, *plain]
-    # Upstream's own fields; the language model's are those of the recipe and the words.
-    vision = [f"--{VISION_IMPL}", "transformer_engine"] if images else []
-    kept = (*LANGUAGE_MODEL_FIELDS, LENGTH)
-    own = [word for name, value in flags.items() if name in kept for word in (f"--{name}", str(value))]
-    own += [word for word, field in graph_words.items() if field in kept]
-    return [f"--{SETTING}", "null", *vision, *own, without_packs, *plain]
+def eager_words(rest: Sequence[str]) -> list[str]:
+    """Return the words of `bridge-cg train` for an eager run: graph options among them are left out."""
+    others = [word for word in take_flags(rest)[1] if _field_of(word) not in (*FIELDS, *ATTRIBUTES)]
+    packs = f"{PACKED_FIELDS['max_packed_seqs']}=null"
+    return [f"--{PROVIDER_FIELDS['impl']}", "none", f"--{IMPL}", "none", packs, *others]
 
 
 def _field_of(word: str) -> str:
@@ -191,9 +141,8 @@ def _field_of(word: str) -> str:
 
 def plugins_command(args: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """Return the command line of `bridge-cg train` for the plugin's run."""
-    plugins = words_of("plugin", rest, _takes_images(args, rest))
     start = ["--launcher", "torchrun", "--gpus_per_node", str(args.gpus_per_node)]
-    return ["--recipe", args.recipe, *start, *plugins, f"{ITERATIONS}={args.steps}"]
+    return ["--recipe", args.recipe, *start, *plugin_words(rest), f"{ITERATIONS}={args.steps}"]
 
 
 def refusal(plugins: Sequence[str]) -> str:
@@ -224,23 +173,22 @@ def _make_folder(out: Path) -> None:
         raise OptionError.because("out", f"Cannot write to --out {out}: {error.strerror}.") from None
 
 
-def make_runs(runs: Sequence[PlannedRun], args: argparse.Namespace) -> list[dict[str, Any]]:
+def make_runs(runs: Mapping[str, Sequence[str]], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Make every run and return their records; one that failed has its error."""
     records: list[dict[str, Any]] = []
     environment = {"MASTER_PORT": str(free_port()), **with_package()}  # Bridge's default may be another job's
     with tempfile.TemporaryDirectory() as folder:
-        for number, run in enumerate(runs, 1):
-            file, log = Path(folder) / f"{run.mode}.json", args.out / f"{run.mode}.log"
+        for number, (mode, command) in enumerate(runs.items(), 1):
+            file, log = Path(folder) / f"{mode}.json", args.out / f"{mode}.log"
             began = time.monotonic()
-            print(f"{run.mode} ({number} of {len(runs)}): steps are in {log}", flush=True)
-            error = run_to_end([*run.command, "--record", str(file)], log, args.time_limit, environment)
+            print(f"{mode} ({number} of {len(runs)}): steps are in {log}", flush=True)
+            error = run_to_end([*command, "--record", str(file)], log, args.time_limit, environment)
             if not error and not file.exists():
                 error = "the process ended well and wrote no record"
             measured = {"error": error} if error else json.loads(file.read_text())
-            wrong = {"wrong": run.wrong} if run.wrong else {}
-            records.append({"case": args.recipe, "mode": run.mode, **wrong, **measured})
+            records.append({"case": args.recipe, "mode": mode, **measured})
             said = f"failed: {error}" if error else f"{measured['ms']:.1f} ms a step"
-            print(f"{run.mode}: {said} ({time.monotonic() - began:.0f} s)", flush=True)
+            print(f"{mode}: {said} ({time.monotonic() - began:.0f} s)", flush=True)
     return records
 
 
@@ -279,7 +227,7 @@ def _write(records: Sequence[dict[str, Any]], out: Path) -> Page:
     whole = [{**provenance(0, 0), **record, "command": command_line()} for record in records]
     path = out / "compare.jsonl"
     write_records(path, whole)
-    page = make_page(runs_in(path), f"{whole[0]['case']}: eager, upstream's graphs and the plugin")
+    page = make_page(runs_in(path), f"{whole[0]['case']}: eager and the plugin")
     write_page(page, markdown=out / "page.md", json=out / "page.json")
     return page
 

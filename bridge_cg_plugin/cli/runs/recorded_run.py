@@ -1,8 +1,8 @@
 """Train as `bridge-cg train` does and write what the run did as one JSON record, for `bridge-cg compare`.
 
-    python -m bridge_cg_plugin.cli.runs.recorded_run --record eager.json --as eager --recipe NAME
+    python -m bridge_cg_plugin.cli.runs.recorded_run --record eager.json --recipe NAME
 
-What follows `--record` and `--as` is a command line of `bridge-cg train`. Nothing is resumed or saved and no event
+What follows `--record` is a command line of `bridge-cg train`. Nothing is resumed or saved and no event
 files are written: runs that are compared start alike, from `checkpoint.pretrained_checkpoint` if the recipe wants one.
 """
 
@@ -11,37 +11,18 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import bridge_cg_plugin
 from bridge_cg_plugin.cli.report.runs import WARM_UP
-from bridge_cg_plugin.cli.runs.recipe import Prepared, prepare, read, train
+from bridge_cg_plugin.cli.runs.recipe import prepare, read, train
 from bridge_cg_plugin.options import OptionError
-
-KINDS = ("eager", "upstream", "plugin")
 
 
 def leave_nothing(config: Any) -> None:
     """Keep a configuration from resuming another run, and from writing checkpoints and event files."""
     config.checkpoint.load = config.checkpoint.save = config.checkpoint.save_interval = None
     config.logger.tensorboard_dir = None
-
-
-def with_upstreams_graphs(run: Prepared) -> Prepared:
-    """Switch the plugin off and return the run with upstream's own functions.
-
-    Communication does not overlap then: capture of upstream's graphs aborts under `overlap_param_gather`.
-    """
-    from bridge_cg_plugin.upstream.hooks.recipes import forward_step
-
-    bridge_cg_plugin.deactivate()
-    overlap = getattr(run.config, "comm_overlap", None)
-    for section in (run.config.ddp, overlap, getattr(overlap, "user_comm_overlap_cfg", None)):
-        if section is not None:
-            section.overlap_param_gather = section.overlap_grad_reduce = False
-    return replace(run, forward_step=forward_step(run.step, run.mode))
 
 
 def is_first() -> bool:
@@ -55,21 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--record", type=Path, required=True, metavar="FILE", help="where the record is written")
-    as_kind = "upstream: with the plugin switched off"
-    parser.add_argument("--as", dest="kind", choices=KINDS, required=True, help=as_kind)
     args, rest = parser.parse_known_args(arguments)
     try:
         run = prepare(*read(rest))
         leave_nothing(run.config)
-        if args.kind == "upstream":
-            run = with_upstreams_graphs(run)
     except OptionError as error:
         print(f"OptionError: {error}", file=sys.stderr)
         return 2
     from bridge_cg_plugin.cli.runs.recorder import Recorder
     from bridge_cg_plugin.cli.runs.results import provenance
 
-    print(f"{run.mode}() with {run.step}, {args.kind}\n{run.summary}", flush=True)
+    print(f"{run.mode}() with {run.step}\n{run.summary}", flush=True)
     recorder = Recorder()
     train(run, [recorder])
     if is_first():

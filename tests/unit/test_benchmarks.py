@@ -1,0 +1,203 @@
+"""Benchmarks without a GPU: the form of records, the page of their tables, and one small run of each."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bridge_cg_plugin.cli.report.runs import WARM_UP
+from bridge_cg_plugin.cli.runs.recipe import read
+from bridge_cg_plugin.cli.runs.results import read_records
+from bridge_cg_plugin.options import normalize
+from bridge_cg_plugin.options.flags import given_flags
+from bridge_cg_plugin.upstream.hooks.overrides import graph_words
+from examples.photographs.processes import TrainingFailed
+from scripts.performance import (
+    bench_loops,
+    bench_offload,
+    bench_packed,
+    bench_recipe,
+    bench_step,
+    bench_vision,
+    gate,
+    parity_encoders,
+    records,
+    tables,
+)
+from scripts.performance.parity_encoders import failures
+from tests.models import language_model
+from tests.models.encoders import ENCODERS
+from tests.models.language_model import Pack
+
+from . import packs
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "benchmarks"
+ORIGIN = {
+    **{"repeats": 9, "seed": 0, "date": "2026-11-21", "gpu": "NVIDIA H200", "command": "python x.py"},
+    "versions": {"torch": "2.11.0", "commit": "abc"},
+}
+
+
+def record(case="1x448", mode="eager", **fields):
+    return {"case": case, "mode": mode, "tokens": 784, "images": 1, "ms": 75.0, "ratio": 1.0, **ORIGIN, **fields}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.jsonl")), ids=lambda p: p.name)
+def test_committed_records_are_as_the_format_says(path):
+    found = read_records(path)
+    assert found
+    for one in found:
+        records.check_record(one)
+
+
+@pytest.mark.parametrize("missing", records.REQUIRED)
+def test_a_record_says_where_it_comes_from(missing):
+    one = record()
+    del one[missing]
+    with pytest.raises(ValueError, match=f"{missing} missing"):
+        records.check_record(one)
+
+
+def test_a_record_replaces_the_one_of_its_case_and_mode(tmp_path):
+    path = tmp_path / "r.jsonl"
+    for one in (record(), record(mode="plugin"), record(case="8mix"), record(ms=70.0)):
+        records.put_record(path, one)
+    found = {(r["case"], r["mode"]): r["ms"] for r in read_records(path)}
+    assert found == {("1x448", "eager"): 70.0, ("1x448", "plugin"): 75.0, ("8mix", "eager"): 75.0}
+    with pytest.raises(ValueError, match="without a GPU. Pass --out FILE"):
+        records.output_path(None, "vision_bench.jsonl")
+
+
+def test_the_page_is_that_of_the_records():
+    text = (FOLDER / "README.md").read_text()
+    assert tables.page(FOLDER, text) == text, "run scripts/performance/tables.py"
+
+
+@pytest.mark.parametrize(
+    ("bench", "words"),
+    [
+        *((bench_vision, words) for words in (["--encoders", "qwen2"], ["--modes", "fast"], ["--repeats", "2"])),
+        *((bench_offload, words) for words in (["--targets", "1.5"], ["--slots", "0"], ["--cases", "2x9"])),
+        *((bench_step, words) for words in (["--steps", "6"], ["--modes", "eager,fast"])),
+        *((bench_loops, words) for words in (["--cases", "ver"], ["--rounds", "3"])),
+        (gate, ["--base", "/"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_what_cannot_be_measured_is_refused(bench, words):
+    with pytest.raises(SystemExit, match="2"):
+        bench.parse(words)
+
+
+def test_an_encoder_is_measured_in_every_mode_and_equals_eager(monkeypatch, tmp_path):
+    tiny = replace(ENCODERS["qwen25_vl"], sizes={"1x448": [(1, 8, 12), (1, 4, 6)]})
+    monkeypatch.setitem(bench_vision.ENCODERS, "qwen25_vl", tiny)
+    out = tmp_path / "r.jsonl"
+    words = ["--encoders", "qwen25_vl", "--layers", "2", "--repeats", "3", "--out", str(out)]
+    assert bench_vision.main(words) == 0
+    found = {r["mode"]: r for r in read_records(out)}
+    assert set(found) == {"eager", *tiny.modes}
+    for mode, one in found.items():
+        records.check_record(one)
+        assert one["case"] == "qwen25_vl_1x448_2layers" and one["ms"] > 0
+        assert mode == "eager" or (one["forward_rel"] <= 1e-6 and one["grad_rel"] <= 2e-5 and not one["fallbacks"])
+
+
+def test_packs_are_measured_in_every_mode(monkeypatch, tmp_path):
+    pack_of = lambda lengths: Pack(packs.pack(lengths), lengths, torch.ones(1, sum(lengths)))  # noqa: E731
+    monkeypatch.setattr(language_model, "build_model", lambda shape: packs.new_model())
+    monkeypatch.setattr(language_model, "make_pack", pack_of)
+    monkeypatch.setattr("tests.models.tower.start_process", lambda: None)
+    monkeypatch.setattr(bench_packed, "TOKENS", (320,))
+    out = tmp_path / "r.jsonl"
+    assert bench_packed.main(["--models", "dense", "--repeats", "3", "--out", str(out)]) == 0
+    found = read_records(out)
+    assert [one["mode"] for one in found] == ["eager", "plugin", "plugin_4x", "plugin_layers"]
+    for one in found:
+        records.check_record(one)
+        assert one["mode"] == "eager" or not one["fallbacks"]
+
+
+def test_offloading_is_measured_beside_none(tmp_path, monkeypatch):
+    monkeypatch.setitem(bench_offload.SLOTS, "tokens_64", 1)
+    out = tmp_path / "r.jsonl"
+    words = ["--cases", "tokens_64", "--repeats", "3", "--out", str(out), "--slots", "2", "--targets", "0.5"]
+    assert bench_offload.main(words) == 0
+    found = read_records(out)
+    assert [one["mode"] for one in found] == ["none", "offload", "recompute", "mixed_50"]
+    for one in found:
+        records.check_record(one)
+        assert one["slots"] == 2 and one["bit_equal"] and one["grad_rel"] == 0 and not one["fallbacks"]
+
+
+def test_mixes_are_replayed_and_what_misses_its_limit_is_named(tmp_path):
+    out = tmp_path / "r.jsonl"
+    words = ["--encoders", "siglip", "--layers", "2", "--mixes", "2", "--tokens", "256", "--out", str(out)]
+    assert parity_encoders.main(words) == 0
+    found = read_records(out)
+    assert [r["mode"] for r in found] == ["eager", "plugin"] * 2 and failures(found) == []
+    assert all(r["bucket"] and r["forward_rel"] <= 1e-6 for r in found if r["mode"] == "plugin")
+    eager, graphs = found[:2]
+    wrong = [{"forward_rel": 1e-2, "fp32_output": 1.0}, {"forward_rel": float("nan"), "fp32_output": float("nan")}]
+    for changes in (*wrong, {"bucket": None, "fallback": "other_batch"}):
+        assert failures([eager, {**graphs, "bit_equal": False, **changes}])
+
+
+STEPS = WARM_UP + 2
+
+
+def test_recipes_are_recorded_beside_eager_with_the_same_words(monkeypatch, tmp_path):
+    started = {}
+
+    class Process:
+        def __init__(self, log, ranks, module, environment):
+            assert module == bench_recipe.WORKER and environment["HF_HUB_OFFLINE"] == "1"
+
+        def wait_until_ready(self):
+            pass
+
+        def train(self, mode, words):
+            started[mode] = words
+            if mode == "plugin_fastest":
+                raise TrainingFailed("ended", "its stack\ntorch.OutOfMemoryError: CUDA out of memory.")
+            ms, graphs = (80.0, {"memory_bytes": 2**30, "capture_seconds": 2.5}) if mode == "plugin" else (200.0, None)
+            series = {"step_ms": [ms] * STEPS, "losses": [9.0] * STEPS, "grad_norms": [1.0] * STEPS}
+            kinds = {"graphs": graphs, "language_model_graphs": None, "packed_graphs": graphs}
+            return {"ms": ms, "peak_gb": 30.0, **series, **kinds}
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(bench_recipe, "TrainingProcess", Process)
+    monkeypatch.setattr(bench_recipe, "refusal", lambda *_: "")
+    monkeypatch.setattr(bench_recipe, "write_files", lambda *_: None)
+    out = tmp_path / "r.jsonl"
+    line = ["--recipe", "qwen3_vl_8b_peft_config", "--modes", "plugin,plugin_fastest", "optimizer.lr=1e-5"]
+    assert bench_recipe.main(["--out", str(out), "--steps", str(STEPS), *line]) == 1
+    found = {one["mode"]: one for one in read_records(out)}
+    assert list(found) == ["eager1", "plugin", "plugin_fastest", "eager2"]
+    assert (found["plugin"]["ratio"], found["plugin"]["memory_gb"], found["plugin"]["capture_s"]) == (0.4, 2.0, 5.0)
+    assert found["plugin"]["inside_spread"] and found["plugin_fastest"]["error"].startswith("out of memory: ")
+    for mode, words in started.items():
+        assert {"rng.seed=1234", "optimizer.lr=1e-5", f"train.train_iters={STEPS}"} <= set(words)
+        parsed, rest = read(words)
+        held = {"cuda_graphs": "exact", "enable_in_batch_packing": True}
+        options = normalize(held, given_flags(parsed), graph_words(rest))[0]
+        assert options.enabled == options.packed.enabled == (not mode.startswith("eager"))
+
+
+def test_sides_of_the_gate_are_timed_in_turns():
+    class Side:
+        def __init__(self, *times):
+            self.times, self.asked = list(times), []
+
+        def ask(self, question):
+            self.asked.append(question)
+            answer = self.times.pop(0) if question == "time" else 0.0
+            return lambda: answer
+
+    sides = Side(2.0, 3.0, 4.0), Side(6.0, 6.0, 7.0)
+    assert "base 3.000 ms, here 6.000 ms, ratio 2.0000" in gate.compare(sides, "1x448", 3)
+    assert sides[0].asked == ["begin 1x448", "time", "time", "time", "end"]
