@@ -164,7 +164,8 @@ def layers_of(model: Any) -> str:
     patterns = (getattr(model, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
     pattern = next((text for text in patterns if isinstance(text, str) and text), "").partition("/")[0]
     experts, frequency = _size(model, "num_moe_experts") or 0, getattr(model, "moe_layer_freq", 1)
-    if not pattern and experts > 1 and frequency != 1:
+    every = frequency == 1 or (isinstance(frequency, Sequence) and {*frequency} == {1})
+    if not pattern and experts > 1 and not every:
         raise NotMeasured("layers with and without experts were not measured")
     if not pattern:
         pattern = ("*E" if experts > 1 else "*-") * _known(model, "num_layers")

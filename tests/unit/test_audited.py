@@ -1,18 +1,14 @@
 """The record of audited releases, and the tool that writes it."""
 
 import importlib.util
-import json
 import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
 
-from bridge_cg_plugin.cli import audit as auditing
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.releases import NEWEST, RELEASES, RUN_ONCE
-from bridge_cg_plugin.upstream.seams.seam import Feature, Seam
 from bridge_cg_plugin.upstream.seams.states import audit_record, combination_status
 
 from ..releases import sources_of
@@ -88,59 +84,3 @@ def test_the_record_agrees_with_the_sources_that_are_here(tool, release):
     pair = entry(megatron_bridge=release.bridge, megatron_core=release.core)
     found = tool.compared([*sources_of(release), *sources_of(NEWEST)], "megatron")
     assert found == {"compared": pair["compared"], "drift": pair["drift"]}
-
-
-# Modules of made-up packages: package -> version -> (file, text).
-MADE_UP = {
-    "megatron-bridge": {
-        "0.6.0": ("megatron/bridge/train.py", "def train(model): pass"),
-        "0.6.2": ("megatron/bridge/train.py", "def train(model, state): pass"),
-        "0.5.1": ("megatron/bridge/train.py", "def train(model, state): pass"),
-    },
-    "megatron-core": {
-        "0.19.0": ("megatron/core/layer.py", "from transformer_engine.x import Base\nclass Layer(Base): pass"),
-        "0.18.2": ("megatron/core/layer.py", "class Layer: own = 1"),
-    },
-    "transformer-engine": {
-        "2.9.0": ("transformer_engine/x.py", "class Base: other = 1"),
-        "2.10.0": ("transformer_engine/x.py", "class Base: own = 1"),
-        "2.11.0": ("transformer_engine/x.py", "class Base: own = 2"),
-    },
-    "transformers": {"5.0.0": ("transformers/y.py", "def of(): pass")},
-}
-
-
-def seam_of(name, module, target, **expected):
-    options = {"kind": "class", "touch": "read", "purpose": "p", "since": "0.5.1", **expected}
-    return Seam(name=name, module=module, target=target, features=(Feature.PLANNER,), **options)
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder with the wheels of made-up releases, whose seams are the registry."""
-    seams = (
-        seam_of("train", "megatron.bridge.train", "train", kind="function", parameters=("model", "state")),
-        seam_of("layer", "megatron.core.layer", "Layer", attributes=("own",)),
-        seam_of("base", "transformer_engine.x", "Base", attributes=("own",)),
-        seam_of("of", "transformers.y", "of", kind="function"),
-    )
-    monkeypatch.setattr(auditing, "SEAMS", seams)
-    for package, releases in MADE_UP.items():
-        name = package.replace("-", "_")
-        for version, (file, text) in releases.items():
-            with zipfile.ZipFile(tmp_path / f"{name}-{version}-py3-none-any.whl", "w") as archive:
-                archive.writestr(f"{name}-{version}.dist-info/RECORD", "")
-                archive.writestr(file, text)
-    return tmp_path
-
-
-def test_the_command_writes_record_and_page(tool, folder, monkeypatch, capsys):
-    record, page = folder / "audited.json", folder / "page.md"
-    monkeypatch.setattr(tool, "RECORD", record)
-    monkeypatch.setattr(tool, "PAGE", page)
-    page.write_text("before\n<!-- audited -->\nold\n<!-- /audited -->\nafter\n")
-    assert tool.main(["--wheels", str(folder), "--offline"]) == 0
-    written = json.loads(record.read_text())
-    assert page.read_text() == f"before\n<!-- audited -->\n{tool.tables(written)}\n<!-- /audited -->\nafter\n"
-    assert tool.main(["--wheels", str(folder / "absent"), "--offline"]) == 1
-    assert "has no wheel of megatron-bridge, megatron-core, transformer-engine, transformers" in capsys.readouterr().err

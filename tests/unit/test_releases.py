@@ -1,41 +1,14 @@
-import importlib.util
 import re
-import subprocess
-import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
-from bridge_cg_plugin.upstream.seams.releases import NEWEST, OLDEST, RELEASES, is_known, minor, too_old
+from bridge_cg_plugin.upstream.seams.releases import NEWEST, RELEASES, is_known, minor, too_old
 from bridge_cg_plugin.upstream.seams.seam import Feature, Found, Seam, drift
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def tool(tmp_path, monkeypatch):
-    """The project's command for releases, on a folder of its own."""
-    monkeypatch.setenv("BRIDGE_CG_RELEASES", str(tmp_path / "releases"))
-    spec = importlib.util.spec_from_file_location("releases_tool", ROOT / "scripts" / "releases.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "PYTHON", Path(sys.executable))
-    return module
-
-
-def fake_wheels(release, wheels):
-    made = []
-    for package, version in (("bridge", release.bridge), ("core", release.core)):
-        wheels.mkdir(parents=True, exist_ok=True)
-        made.append(wheels / f"megatron_{package}-{version}-py3-none-any.whl")
-        with zipfile.ZipFile(made[-1], "w") as archive:
-            archive.writestr(f"megatron_{package}-{version}.dist-info/RECORD", "")
-            archive.writestr(f"megatron/{package}/__init__.py", f"VERSION = {version!r}\n")
-    return made
 
 
 def test_versions_are_compared_by_their_series():
@@ -63,20 +36,6 @@ def test_the_stack_pins_the_newest_and_the_package_allows_all():
         lower, upper = re.search(rf"megatron-{name}>=([\d.]+),<([\d.]+)", " ".join(stack)).groups()
         for release in RELEASES:
             assert minor(lower) <= minor(getattr(release, name)) < minor(upper)
-
-
-def test_a_command_runs_with_its_release(tool, monkeypatch):
-    monkeypatch.setattr(tool, "download", fake_wheels)
-    tool.make_all()
-    script = "from megatron.bridge import VERSION as b; from megatron.core import VERSION as c; print(b, c)"
-    for name in ("oldest", "0.5.1"):
-        release = tool.named(name)
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=tool.environment(release), capture_output=True, text=True, cwd="/"
-        )
-        assert done.stdout.split() == [release.bridge, release.core], done.stderr
-    assert str(tool.FOLDER) not in tool.environment(tool.named("newest"))["PYTHONPATH"]
-    assert tool.named("oldest").bridge == OLDEST.bridge
 
 
 def test_every_seam_is_declared_in_full():
