@@ -20,6 +20,7 @@ from .report import page as reports
 
 # Commands with a parser of their own, and the names of their modules.
 TRAINING = ("train", "compare")
+_NO_IMAGES = "Buckets are captured on demand; the line `next run` of a run's report lists them for the next one."
 # How alike a word and a choice are at least, to be misspelt: a100 and h100 are two GPUs.
 SPELLING = 0.8
 
@@ -47,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module = importlib.import_module(f"bridge_cg_plugin.cli.runs.{given[0]}")
         status: int = module.main(given[1:])
         return status
+    if given[:2] == ["plan", "vision"]:
+        print(f"Cannot plan for images: it has gone in bridge_cg_plugin {__version__}. {_NO_IMAGES}", file=sys.stderr)
+        return 2
     parser = Parser(prog="bridge-cg", description="CUDA graphs for training on Megatron-Bridge")
     parser.add_argument("--version", action="version", version=f"bridge-cg {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -33,6 +33,11 @@ def test_recipes_by_a_part_of_their_name(capsys):
     assert capsys.readouterr().err == f"Cannot find a recipe with 'no_such_name' in its name. {remedy}\n"
 
 
+def test_what_has_gone_says_what_is_there_instead(capsys):
+    assert main(["plan", "vision", "sizes.json"]) == 2
+    assert "captured on demand" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["train", "compare"])
 def test_commands_with_a_parser_of_their_own(capsys, command):
     with pytest.raises(SystemExit) as ended:
