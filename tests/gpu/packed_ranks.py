@@ -1,4 +1,4 @@
-"""One rank of GPUs that share a model and run packed documents: parity and times."""
+"""One rank of two GPUs that share a model and run packed documents, for test_packed_parallel.py."""
 
 import argparse
 import gc
@@ -6,7 +6,7 @@ import importlib
 import json
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_p
 from torch import distributed
 
 from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW
-from scripts.performance import measure
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity
 from tests.models.reference import without_tf32
@@ -32,19 +31,12 @@ importlib.import_module("bridge_cg_plugin.upstream.hooks.packed_helper")
 MAX_SEQS = 24
 BUCKETS = (1024, 2048)
 SMALL = lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072)
-SMALL_QWEN = replace(SMALL, images=True)
-SMALL_HYBRID = lm.Shape(pattern="M-M*M-M", hidden=1024, heads=8, ffn=3072)
+HYBRID = replace(SMALL, pattern="M-M*M-M")
 # Tokens of documents and packs are a multiple of it: two chunks for each of up to four context-parallel ranks.
 UNIT = 8
-SMALL_EXPERTS = lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8)
-SMALL_HYBRID_EXPERTS = replace(SMALL_EXPERTS, pattern="ME*E")
-EXPERTS, TOP_K = lm.EXPERTS_OF_RANKS, lm.TOP_K_OF_RANKS
-# Mamba and experts in turn, attention now and then, as Nemotron 3 Nano has them.
-HYBRID_EXPERTS = lm.Shape(pattern="MEMEM*EMEMEM*E", ffn=768, experts=32)
 # Packs that fill a bucket, which is what sequence parallelism takes, and packs that do not.
 FULL = ((2048,), (512, 512), (8, 896, 24, 96), (64,) * 16, (1000, 1048))
 BEYOND = {"too_many_documents": (80,) * 25, "too_many_tokens": (2056,)}
-TIMED_TOKENS = (2048, 4096)
 # Packs of ranks that share experts: each rank draws its own, with as many documents.
 DRAWN, MOST_DRAWN = 30, 8
 
@@ -58,18 +50,16 @@ class Ranks:
         context: Ranks of context parallelism.
         sequence: Whether tensor-parallel ranks hold a part of the tokens each between their layers.
         exchange: How context-parallel ranks exchange keys and values; None is upstream's default.
-        hybrid: Whether the model is a Mamba-Transformer hybrid.
-        images: Whether it is Qwen3-VL's language model, with features of images.
         experts: Ranks of expert parallelism, which have packs of their own.
+        shape: Of the model.
     """
 
     tensor: int = 1
     context: int = 1
     sequence: bool = False
     exchange: str | None = None
-    hybrid: bool = False
-    images: bool = False
     experts: int = 1
+    shape: lm.Shape = SMALL
 
     @property
     def packs(self) -> dict[str, tuple[int, ...]]:
@@ -81,22 +71,16 @@ class Ranks:
         drawn = (_drawn(index, least) for index in range(parity.PACKS))
         return {f"{len(lengths)} documents, {sum(lengths)} tokens": lengths for lengths in drawn} | full
 
-    @property
-    def timed(self) -> tuple[int, ...]:
-        """Return the tokens of packs that are timed, at most 4096 for each rank that holds a part of them."""
-        return (*TIMED_TOKENS, *((TIMED_TOKENS[-1] * self.context,) if self.context > 1 else ()))
-
 
 LAYOUTS = {
     "TP2": Ranks(tensor=2),
     "TP2_sequence": Ranks(tensor=2, sequence=True),
     "CP2": Ranks(context=2),
     "CP2_a2a": Ranks(context=2, exchange="a2a"),
-    "CP2_images": Ranks(context=2, images=True),
-    "TP2_mamba": Ranks(tensor=2, hybrid=True),
-    "CP2_mamba": Ranks(context=2, hybrid=True),
-    "EP2": Ranks(experts=2),
-    "EP2_mamba": Ranks(experts=2, hybrid=True),
+    "CP2_images": Ranks(context=2, shape=replace(SMALL, images=True)),
+    "TP2_mamba": Ranks(tensor=2, shape=HYBRID),
+    "CP2_mamba": Ranks(context=2, shape=HYBRID),
+    "EP2": Ranks(experts=2, shape=lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8)),
 }
 
 
@@ -109,21 +93,16 @@ def _drawn(index: int, least: int) -> tuple[int, ...]:
 
 
 def train_words(words: Sequence[str]) -> None:
-    """Measure a layout in this process, as one of its ranks; rank 0 writes what all found."""
+    """Compare a layout with eager in this process, as one of its ranks; rank 0 writes what all found."""
     parser = argparse.ArgumentParser(prog="packed_ranks", description=__doc__.splitlines()[0])
     parser.add_argument("--train", choices=("graphs",), required=True)
     parser.add_argument("--layout", choices=LAYOUTS, required=True)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--fault", action="store_true", help="let one rank fail to capture, too")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(words)
     layout = LAYOUTS[args.layout]
-    with few_tilings() if layout.hybrid else nullcontext():
+    with few_tilings() if layout.shape.pattern else nullcontext():
         rank = Rank(layout)
-        parity_of_packs = rank.parity_of_experts if layout.experts > 1 else rank.parity
-        found = {**parity_of_packs(), "ms": rank.times(args.repeats)}
-        if args.fault:
-            found["failing"] = rank.one_cannot_capture()
+        found = rank.parity_of_experts() if layout.experts > 1 else rank.parity()
     ranks: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(ranks, found)
     if distributed.get_rank() == 0:
@@ -158,10 +137,10 @@ class Rank:
         """Compare graphs with eager, pack for pack, and run packs that no graph takes."""
         packs = self.layout.packs
         with parity.deterministic():
-            model = self._model(self._small)
+            model = self._model()
             grads = MainGrads(model)
             results(model, grads, self._pack((512, 512)))  # connections are made by a backward, too, before a capture
-            helper = self._helper(model, (512, 512), MAX_SEQS, BUCKETS)
+            helper = self._helper(model)
             graphs, far = helper.graphs, {}
             for seed, (name, lengths) in enumerate(packs.items()):
                 pack = self._pack(lengths, seed)
@@ -169,18 +148,7 @@ class Rank:
                     expected = results(model, grads, pack)
                 found = results(model, grads, pack)
                 far[name] = relative(found[0], expected[0]), largest_relative(found[1], expected[1])
-            for lengths in BEYOND.values():
-                results(model, grads, self._pack(lengths))
-            results(model, grads, self._pack(FULL[0]))
-            statistics = graphs.statistics()
-            helper.delete_cuda_graphs()
-        assert statistics.replays == len(packs) + 1, statistics
-        return {
-            "far": far,
-            "replays": statistics.replays,
-            "fallbacks": dict(statistics.fallbacks),
-            "beyond": list(BEYOND),
-        }
+            return {"far": far, **self._beyond(model, grads, helper)}
 
     def parity_of_experts(self) -> dict[str, Any]:
         """Compare graphs and eager with fp32 and each other, on packs of its own, and run packs that no graph takes.
@@ -189,10 +157,10 @@ class Rank:
         alone, one for one with the other's.
         """
         with parity.deterministic():
-            model = self._model(self._small)
+            model = self._model()
             grads = MainGrads(model)
-            fp32 = parity.Fp32Reference(lambda: self._model(self._small, dtype=torch.float32), model)
-            helper = self._helper(model, (512, 512), MAX_SEQS, BUCKETS)
+            fp32 = parity.Fp32Reference(lambda: self._model(dtype=torch.float32), model)
+            helper = self._helper(model)
             graphs, far, distances = helper.graphs, {}, []
             for index in range(DRAWN):
                 pack = self._drawn(index)
@@ -206,17 +174,19 @@ class Rank:
                     largest_relative(found[1], expected[1]),
                 )
                 distances.append([_from(each, exact) for each in (found, expected)])
-            for lengths in BEYOND.values():  # of the last rank alone
-                last = distributed.get_rank() == distributed.get_world_size() - 1
-                results(model, grads, self._pack(lengths if last else (512, 512)))
-            results(model, grads, self._pack(FULL[0]))
-            statistics = graphs.statistics()
-            helper.delete_cuda_graphs()
-        assert statistics.replays == DRAWN + 1, statistics
-        means = torch.tensor(distances).mean(0).tolist()
+            means = torch.tensor(distances).mean(0).tolist()
+            from_fp32 = dict(zip(("graphs", "eager"), means, strict=True))
+            return {"far": far, "from_fp32": from_fp32, **self._beyond(model, grads, helper)}
+
+    def _beyond(self, model: Any, grads: MainGrads, helper: Any) -> dict[str, Any]:
+        """Run packs that no graph takes, with experts of the last rank alone, and one; returns what was counted."""
+        last = distributed.get_rank() == distributed.get_world_size() - 1
+        for lengths in BEYOND.values():
+            results(model, grads, self._pack(lengths if last or self.layout.experts == 1 else (512, 512)))
+        results(model, grads, self._pack(FULL[0]))
+        statistics = helper.graphs.statistics()
+        helper.delete_cuda_graphs()
         return {
-            "far": far,
-            "from_fp32": dict(zip(("graphs", "eager"), means, strict=True)),
             "replays": statistics.replays,
             "fallbacks": dict(statistics.fallbacks),
             "beyond": list(BEYOND),
@@ -228,68 +198,9 @@ class Rank:
         documents = 1 + index * (MOST_DRAWN - 1) // (DRAWN - 1)
         return self._pack(lm.draw(tokens, documents, 2 * index + rank), 2 * index + rank)
 
-    def one_cannot_capture(self) -> dict[str, int]:
-        """Let the last rank run out of memory in its second recording; returns what is counted afterwards."""
-        model = self._model(self._small)
-        helper = self._helper(model, (512, 512), MAX_SEQS, BUCKETS, capture=False, cuda_graph_packed_strict=False)
-        executor, calls = helper.graphs.executor, []
-        record = executor.record
-
-        def failing(body: Any, pool: Any) -> Any:
-            calls.append(body)
-            if distributed.get_rank() == distributed.get_world_size() - 1 and len(calls) == 2:
-                raise torch.OutOfMemoryError("made to fail")
-            return record(body, pool)
-
-        executor.record = failing
-        helper.create_cudagraphs()
-        lm.step(model, self._pack((512, 512)))
-        counted = dict(helper.graphs.statistics().fallbacks)
-        helper.delete_cuda_graphs()
-        return counted
-
-    def times(self, repeats: int) -> dict[int, dict[str, float]]:
-        """Return ms of forward plus backward by tokens, eager and on graphs."""
-        routed = {"moe_router_topk": TOP_K} if self.layout.experts > 1 else {}
-        model = self._model(self._timed_shape, **routed)
-        grads = MainGrads(model)
-        found = {}
-        for tokens in self.layout.timed:
-            lengths = (tokens // 8,) * 8
-            pack = self._pack(lengths)
-
-            def step(between: Callable[[], object], pack: lm.Pack = pack) -> None:
-                distributed.barrier()
-                lm.step(model, pack, between)
-
-            eager = measure.median_times(step, repeats).ms
-            helper = self._helper(model, lengths, len(lengths), (tokens,), exact=False)
-            graphs = measure.median_times(step, repeats).ms
-            replays = helper.graphs.statistics().replays
-            helper.delete_cuda_graphs()
-            assert replays >= repeats, replays
-            found[tokens] = {"eager": eager, "plugin": graphs}
-        del grads
-        return found
-
-    @property
-    def _timed_shape(self) -> lm.Shape:
-        if self.layout.experts > 1:
-            return HYBRID_EXPERTS if self.layout.hybrid else EXPERTS
-        return replace(lm.SHAPES["mamba" if self.layout.hybrid else "dense"], images=self.layout.images)
-
-    @property
-    def _small(self) -> lm.Shape:
-        if self.layout.experts > 1:
-            return SMALL_HYBRID_EXPERTS if self.layout.hybrid else SMALL_EXPERTS
-        if self.layout.images:
-            return SMALL_QWEN
-        return SMALL_HYBRID if self.layout.hybrid else SMALL
-
-    def _model(self, shape: lm.Shape, **changes: Any) -> Any:
-        self._width = shape.hidden
+    def _model(self, **changes: Any) -> Any:
         return lm.build_model(
-            shape,
+            self.layout.shape,
             tensor_model_parallel_size=self.layout.tensor,
             context_parallel_size=self.layout.context,
             sequence_parallel=self.layout.sequence,
@@ -300,13 +211,13 @@ class Rank:
 
     def _pack(self, lengths: Sequence[int], seed: int = 1) -> lm.Pack:
         pack = lm.make_pack(lengths, seed)
-        if self.layout.images:
-            pack = lm.with_images(pack, self._width)
+        if self.layout.shape.images:
+            pack = lm.with_images(pack, self.layout.shape.hidden)
         return lm.part_of(pack, self.layout.context, self.context.rank())
 
-    def _helper(self, model: Any, warmup: Sequence[int], most: int, buckets: Sequence[int], **options: Any) -> Any:
-        values = {"cuda_graph_max_packed_seqs": most, "cuda_graph_packed_buckets": list(buckets), **options}
-        return lm.new_helper(model, self._pack(warmup), cuda_graph_packed_tuning={"slots": 1}, **values)
+    def _helper(self, model: Any) -> Any:
+        values = {"cuda_graph_max_packed_seqs": MAX_SEQS, "cuda_graph_packed_buckets": list(BUCKETS)}
+        return lm.new_helper(model, self._pack((512, 512)), cuda_graph_packed_tuning={"slots": 1}, **values)
 
 
 def _from(found: parity.Result, exact: parity.Result) -> list[float]:

@@ -8,6 +8,8 @@ from tests.models import language_model as lm
 from tests.models import packed_parity as parity
 from tests.models.tower import MainGrads, relative
 
+from .common import poison
+
 MAX_SEQS = 24
 BUCKETS = [1024, 2048]
 # Two runs show whether algorithms that should be deterministic are.
@@ -54,16 +56,6 @@ def graphs_on(model, *warmup, modules=(), **options):
         torch.cuda.empty_cache()
 
 
-def poison(graphs):
-    """Fill every static floating-point buffer with NaN, as memory nobody wrote may be."""
-    for region in graphs._regions:
-        for slot in region._slots:
-            shared = [] if slot.shared is None else [slot.shared.tensors(slot.index)]
-            for flat in (flat for tensors in (slot.static, *shared) for flat in tensors.storages):
-                if flat.is_floating_point():
-                    flat.fill_(torch.nan)
-
-
 def rows_of(pack, buckets=BUCKETS):
     """Return the tokens of the bucket that a pack takes."""
     return next(bucket for bucket in buckets if bucket >= pack.tokens)
@@ -82,12 +74,30 @@ def assert_eagers(trained, graphs, pack, name):
     return found
 
 
-def assert_differs_as_eager_does(trained):
-    """Thirty packs from one capture differ from eager as eager does from itself, measured over all of them together."""
-    lengths = parity.thirty_packs(MAX_SEQS, BUCKETS)
-    packs = ((name, lm.make_pack(each, seed)) for seed, (name, each) in enumerate(lengths.items()))
-    with graphs_on(trained.model, lm.make_pack((500, 200))) as graphs:
-        assert_within_noise(trained, graphs, packs)
+def thirty_packs():
+    """Yield thirty packs and their names."""
+    for seed, (name, lengths) in enumerate(parity.thirty_packs(MAX_SEQS, BUCKETS).items()):
+        yield name, lm.make_pack(lengths, seed)
+
+
+def assert_packs_with_padding(trained):
+    """Documents with padding between them replay as eager runs them."""
+    packed = [
+        lm.make_pack(lengths, room=room)
+        for lengths, room in (((500, 190), (512, 192)), ((1001,), (1008,)), ((3, 700, 64), (8, 704, 300)))
+    ]
+    with graphs_on(trained.model, packed[0]) as graphs:
+        for pack in packed:
+            assert_eagers(trained, graphs, pack, f"room {pack.lengths}")
+
+
+def assert_parts(trained, modules):
+    """Parts of layers replay as eager runs them; returns how many regions there are."""
+    with graphs_on(trained.model, lm.make_pack((500, 200)), modules=modules) as graphs:
+        for lengths in ((1024,), (300, 400), (1, 900, 20, 800)):
+            assert_eagers(trained, graphs, lm.make_pack(lengths), f"{','.join(modules)}, {lengths}")
+        assert not graphs.statistics().fallbacks, graphs.statistics().fallbacks
+        return len(graphs._regions)
 
 
 def assert_within_noise(trained, graphs, packs, buckets=BUCKETS):

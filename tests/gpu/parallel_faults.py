@@ -3,7 +3,6 @@
 import functools
 import os
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -93,32 +92,21 @@ def second_rank_stops() -> None:
 
     NCCL's watchdog waits for longer than the plugin's report may take before it ends a rank.
     """
+    from megatron.bridge.training import train
+
     from examples.photographs import training
 
-    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "120000")
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "120000"
     training.DistributedInitConfig = functools.partial(
         training.DistributedInitConfig, distributed_timeout_minutes=TIMEOUT_MINUTES
     )
-    _second_rank_does(lambda: time.sleep(3600))
-
-
-def second_rank_stops_before_a_collective() -> None:
-    """The same, with peers that NCCL's watchdog ends soon after its time-out."""
-    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "2000"
-    second_rank_stops()
-
-
-def _second_rank_does(act: Callable[[], None]) -> None:
-    """Call a function on rank 1 when it would begin the step after the good ones."""
-    from megatron.bridge.training import train
-
     original, steps = train.train_step, []
 
     @functools.wraps(original)
     def train_step(*args, **kwargs):
         steps.append(None)
         if os.environ["RANK"] == "1" and len(steps) > GOOD_STEPS:
-            act()
+            time.sleep(3600)
         return original(*args, **kwargs)
 
     train.train_step = train_step

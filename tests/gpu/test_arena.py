@@ -12,9 +12,7 @@ from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.recording import RegionBody
 from bridge_cg_plugin.graphs.region import Region
 
-from .arenas import content, memories, spoil
-
-LEAST_BYTES = 65536
+from .common import equal, memories, spoil
 
 MB = 2**20
 BUCKETS = tuple(range(384, 2817, 128))
@@ -36,10 +34,6 @@ def ordered(monkeypatch, order: str) -> None:
     """Let captures come in another order than the largest first."""
     planned = Region._planned
     monkeypatch.setattr(Region, "_planned", lambda region, index: ORDERS[order](planned(region, index)))
-
-
-def equal(found, expected) -> bool:
-    return all(map(torch.equal, found, expected))
 
 
 @pytest.fixture
@@ -189,8 +183,3 @@ def test_what_lives_on_after_a_capture_is_refused(graphs_of, monkeypatch):
     with pytest.raises(CaptureError, match=r"made a tensor \[3, 1048576\] of torch.float32, which is kept"):
         graphs_of(buckets=(512,), strict=True)
     kept.clear()
-
-
-def test_content_is_an_arenas(graphs_of):
-    (memory,) = memories(graphs_of(buckets=(512,), slots=1).graphs)
-    assert content(memory).nbytes == memory.nbytes > 0

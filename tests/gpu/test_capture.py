@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ..regions import new_region
-from .trainings import Training
 
 
 def usable(tower_module, model, batch) -> bool:
@@ -80,20 +79,16 @@ def test_after_an_eager_batch_of_the_buckets_own_shape(tower_module, model, grad
 
 
 @pytest.mark.first
-def test_memory_is_shared_by_buckets_and_released(tower_module, model, grads, graphs_of):
+def test_memory_is_released(tower_module, model, grads, graphs_of):
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    helper = graphs_of(buckets=(1024, 2048, 4096))
-    statistics = helper.graphs.statistics()
-    alone = graphs_of(buckets=(4096,))
-    largest = alone.graphs.statistics().graph_bytes
-    assert 0 < statistics.graph_bytes <= 1.01 * largest
-    alone.delete_cuda_graphs()
+    helper = graphs_of(buckets=(1024, 4096))
+    taken = helper.graphs.statistics().graph_bytes
     helper.delete_cuda_graphs()
     gc.collect()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() - before < 0.05 * largest
+    assert torch.cuda.memory_reserved() - before < 0.05 * taken
 
 
 def test_memory_limit_cuts_the_largest_bucket(tower_module, model, grads, graphs_of):
@@ -105,19 +100,3 @@ def test_memory_limit_cuts_the_largest_bucket(tower_module, model, grads, graphs
     print(helper.graphs.workload.buckets, statistics.memory_bytes / 2**30)
     assert 1024 <= max(helper.graphs.workload.buckets) < 9216
     assert statistics.memory_bytes <= 2.0 * 2**30
-
-
-OTHER_ALLOCATOR = Training(
-    "graphs",
-    steps=1,
-    main_job=False,
-    module="tests.gpu.other_allocator",
-    environment=(("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync"),),
-)
-
-
-@pytest.mark.parametrize("run", [OTHER_ALLOCATOR], ids=[""])
-def test_another_allocator_is_refused_and_training_goes_on_eager(trained, run):
-    found = trained(run)
-    assert not found["created"] and "native memory allocator" in found["failure"]
-    assert found["goes_on"] and found["fallbacks"] == {"capture_failed": 1}

@@ -15,7 +15,8 @@ from tests.models.reference import without_tf32
 from tests.models.tower import relative
 from tests.routers import take_statistics
 
-from .packs import Trained, graphs_on, poison
+from .common import poison
+from .packs import Trained, graphs_on
 
 SHAPE = lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8)
 # Each several times, with other tokens: what ties do to one pack is chance.
@@ -28,7 +29,7 @@ FARTHER_OTHERS, FEW = 1.2, 6
 TOKENS, TOP_K, EXPERTS, WIDTH, INNER = 1000, 4, 12, 1024, 1536
 
 
-def routing(used=TOKENS):
+def routing(used):
     """Return rows of a batch in which two experts get no token, and one few."""
     generator = torch.Generator("cuda").manual_seed(0)
     scores = torch.rand(TOKENS, EXPERTS, device="cuda", generator=generator)
@@ -38,7 +39,7 @@ def routing(used=TOKENS):
     return find_rows(routing_map, torch.tensor([used], dtype=torch.int32, device="cuda"), TOP_K)
 
 
-@pytest.mark.parametrize("used", [0, 1, 613, TOKENS])
+@pytest.mark.parametrize("used", [0, 613])
 def test_rows_are_those_of_the_reference(tower_module, used):
     generator = torch.Generator("cuda").manual_seed(0)
     scores = torch.rand(TOKENS, 60, device="cuda", generator=generator)
@@ -63,10 +64,10 @@ def drawn(*shape, seed=1):
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("used", [TOKENS, 613])
-def test_products_are_as_near_to_fp32_as_transformer_engines(tower_module, used):
+def test_products_are_as_near_to_fp32_as_transformer_engines(tower_module):
     from transformer_engine.pytorch import GroupedLinear
 
+    used = 613
     rows = routing(used)
     bounds = rows.bounds.tolist()
     assert bounds[2] == 0 and bounds[-1] == used * TOP_K

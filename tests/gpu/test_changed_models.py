@@ -8,11 +8,11 @@ import torch
 from tests.main_grads import give_main_grads
 from tests.other_memory import are_intact, fill_elsewhere
 
-from .lora import add_lora
+from .common import add_lora, equal
 
 ONE, MIXED = [(1, 28, 28)], [[(1, 28, 28)], [(2, 12, 16), (1, 20, 20)], [(1, 40, 44)], [(1, 30, 24), (1, 4, 6)]]
 BUCKETS = (768, 1024, 1792, 2048)
-STEPS, ROUNDS = 20, 6
+STEPS, ROUNDS = 8, 4
 LORA = ("linear_qkv", "linear_proj", "linear_fc2")
 
 
@@ -27,32 +27,6 @@ def adapters(model):
 
     add_lora(model, LORA)
     return LoRA().disable_adapter
-
-
-def equal(actual, expected) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
-@pytest.mark.first
-@pytest.mark.parametrize("evaluation", [True, False])
-def test_adapters_switched_off_get_graphs_of_their_own(tower_module, model, graphs_of, evaluation):
-    off = adapters(model)
-    batch = tower_module.make_batch(ONE, model)
-    helper = graphs_of(buckets=(1024,), slots=1)
-    model.train(not evaluation)
-    with torch.no_grad():
-        for _ in range(3):
-            outputs = tower_module.forward(model, batch)
-            with off(model):
-                without = tower_module.forward(model, batch)
-            with helper.graphs.paused():
-                assert equal(outputs, tower_module.forward(model, batch))
-                with off(model):
-                    assert equal(without, tower_module.forward(model, batch))
-            assert not equal(outputs, without)
-    statistics = helper.graphs.statistics()
-    assert statistics.fallbacks["model_changed"] == 1
-    assert statistics.replays == (5 if evaluation else 4), statistics.fallbacks
 
 
 def preference_loop(tower_module, model, off, steps: int) -> list[float]:
@@ -77,6 +51,7 @@ def preference_loop(tower_module, model, off, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.first
 def test_a_preference_loop_equals_eager(deterministic, tower_module, graphs_of, model):
     eager, off = tower_module.build_tower(layers=4), adapters(model)
     adapters(eager)
@@ -128,14 +103,10 @@ class Buffers:
         return others
 
 
-def stay(buffers):
-    return []
-
-
 class Training:
     """Steps of a tower whose buffers leave and return after each; the losses, statistics and seconds of captures."""
 
-    def __init__(self, tower_module, start, leave=stay) -> None:
+    def __init__(self, tower_module, start, leave=lambda buffers: []) -> None:
         model = tower_module.build_tower(layers=4)
         buffers = Buffers(tower_module, model)
         buffers.weights.copy_(start)
@@ -240,35 +211,6 @@ def new_helper(model, releasable=False, **options):
     return helper
 
 
-def test_a_users_hook_on_a_parameter_sees_the_gradient(tower_module, model, grads, graphs_of):
-    helper = graphs_of(buckets=(1024,), kernels="exact")
-    batch, seen = tower_module.make_batch(ONE, model), []
-    weight = model.decoder.layers[1].mlp.linear_fc1.weight
-    weight.register_hook(lambda g: (seen.append(g.float().clone()), 0.5 * g)[1])
-    found = []
-    for _ in range(3):
-        grads.zero()
-        tower_module.step(model, batch)
-        found.append(weight.main_grad.clone())
-    assert helper.graphs.statistics().fallbacks == {"parameter_hooks": 1}
-    for gradient, main_grad in zip(seen, found, strict=True):
-        assert gradient.norm() > 0
-        assert tower_module.largest_relative([gradient], seen[:1]) <= 3e-2
-        assert tower_module.largest_relative([main_grad], [0.5 * gradient]) <= 1e-2
-
-
-def test_autocast_outside_is_followed(tower_module, model, grads, graphs_of):
-    helper = graphs_of(buckets=(1024,))
-    batch = tower_module.make_batch(ONE, model)
-    for autocast in (True, True, False, True):
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            outputs = tower_module.forward(model, batch)
-            with helper.graphs.paused(), torch.no_grad():
-                assert equal(outputs, tower_module.forward(model, batch))
-        torch.autograd.backward(outputs, batch.gradients)
-    assert helper.graphs.statistics().fallbacks == {"autocast_changed": 1}
-
-
 def test_recordings_share_the_memory_of_gradients_without_main_grad(tower_module, graphs_of, model):
     weights = sum(p.nbytes for p in model.parameters())
     helper = graphs_of(buckets=(256, 320, 384, 448, 512), slots=2, exact_below=0, streams=1)
@@ -285,12 +227,3 @@ def test_recordings_share_the_memory_of_gradients_without_main_grad(tower_module
         assert equal([o.detach() for o in outputs], [o.detach() for o in tower_module.step(model, batch)])
     assert tower_module.largest_relative(found, [p.grad for p in model.parameters()]) <= 3e-2
     gc.collect()
-
-
-def test_pixels_with_a_leading_dimension_of_one(tower_module, model, grads, graphs_of):
-    helper = graphs_of(buckets=(1024,))
-    batch = tower_module.make_batch(ONE, model)
-    outputs = tower_module.step(model, batch)
-    leading = type(batch)(batch.pixels[None], batch.grid, batch.gradients, batch.rows)
-    assert equal(tower_module.step(model, leading), outputs)
-    assert not helper.graphs.statistics().fallbacks or helper.graphs.statistics().replays == 1

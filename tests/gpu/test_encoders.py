@@ -9,7 +9,8 @@ import torch
 from tests.models.encoder_case import forward, step
 from tests.models.encoders import ENCODERS
 
-from .test_parity import MIXES, poison
+from .common import host_may_not_wait, poison
+from .test_parity import MIXES
 
 LAYERS = 4
 BUCKETS = (768, 1024, 1536, 2048)
@@ -65,16 +66,13 @@ class Encoder:
     def differ(self, actual, expected):
         return self.tower.largest_relative(actual, expected)
 
-    def on_graphs(self, warm_up=(), **options):
+    def on_graphs(self, **options):
         from bridge_cg_plugin.options import VisionGraphOptions
         from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
         settings = {"impl": "transformer_engine", "strict": True, "kernels": "exact"}
         options = VisionGraphOptions(**{**settings, **self.options, **options})
         helper = VisionTECudaGraphHelper(self.model, self.model.config, options=options)
-        for batch in warm_up:
-            with torch.no_grad():
-                forward(self.kind, self.model, batch)
         helper.create_cudagraphs()
         return helper
 
@@ -87,16 +85,43 @@ def encoder(request, tower_module):
     torch.cuda.empty_cache()
 
 
-def encoders(*names, first=()):
-    found = [pytest.param(name, marks=[pytest.mark.first] if name in first else []) for name in names]
-    return pytest.mark.parametrize("encoder", found, ids=names, indirect=True)
+def encoders(*cases):
+    """Parametrize with encoders, or with encoders and what graphs are asked for."""
+    return pytest.mark.parametrize(
+        ("encoder", "options"),
+        [pytest.param(name, options, id="-".join([name, *options.values()])) for name, options in cases],
+        indirect=["encoder"],
+    )
+
+
+def check_evaluation(encoder, helper, batch, near):
+    """Compare an evaluation on a graph with eager.
+
+    Args:
+        near: Whether outputs, the first argument, are as near to eager's as they should be.
+    """
+    encoder.model.eval()
+    with torch.no_grad():
+        with helper.graphs.paused():
+            expected = forward(encoder.kind, encoder.model, batch)
+        outputs = forward(encoder.kind, encoder.model, batch)
+    assert near(outputs, expected)
+    assert sum(b.evaluations for b in helper.graphs.statistics().buckets.values()) == 1
+    assert not helper.graphs.statistics().fallbacks
+    helper.delete_cuda_graphs()
+
+
+def check_host(encoder, batch):
+    """Run a step in which the host may not wait."""
+    step(encoder.kind, encoder.model, batch)
+    with host_may_not_wait():
+        step(encoder.kind, encoder.model, batch)
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("streams", [1, 2])
-@encoders("qwen35_vl", "siglip", "nemotron_omni", "nemotron_vl")
-def test_replays_equal_eager_to_the_bit(encoder, streams):
-    helper = encoder.on_graphs(streams=streams)
+@encoders(*((name, {}) for name in ("qwen35_vl", "siglip", "nemotron_omni", "nemotron_vl")))
+def test_replays_equal_eager_to_the_bit(encoder, options):
+    helper = encoder.on_graphs(**options)
     for name, size in encoder.sizes.items():
         batch = encoder.batch(size, seed=len(name))
         with helper.graphs.paused():
@@ -110,24 +135,25 @@ def test_replays_equal_eager_to_the_bit(encoder, streams):
         print(f"{name}: outputs {encoder.differ(outputs, expected):.1e}, gradients {found:.1e}", flush=True)
         assert encoder.differ(outputs, expected) == 0.0, name
         assert found <= max(1.5 * noise, NOISE_FLOOR), name
-    assert not helper.graphs.statistics().fallbacks
-    helper.delete_cuda_graphs()
+    batch = encoder.batch(next(iter(encoder.sizes.values())))
+    if encoder.kind in (ENCODERS["siglip"], ENCODERS["nemotron_vl"]):
+        check_host(encoder, batch)
+    check_evaluation(encoder, helper, batch, lambda found, eager: encoder.differ(found, eager) <= 2e-2)
 
 
-@encoders(*PACKED, "ministral3", AUDIO, first=(*PACKED, "ministral3", AUDIO))
-@pytest.mark.parametrize("kernels", ["exact", "fast"])
-def test_replays_are_as_near_to_fp32_as_eager(encoder, kernels):
-    check_nearness(encoder, kernels=kernels)
+# Fast kernels attend by cuDNN's where segments are long, exact ones by PyTorch's.
+NEAR = [
+    *((name, {"kernels": "fast"}) for name in (*PACKED, "ministral3", AUDIO)),
+    *((name, {"kernels": "exact"}) for name in ("qwen25_vl", "ministral3", AUDIO)),
+    *((name, {"attention": "flash"}) for name in ("qwen25_vl", "qwen3_omni")),
+]
 
 
-@encoders(*PACKED, "ministral3", first=("qwen3_omni",))
-@pytest.mark.parametrize("attention", ["cudnn", "flash"])
-def test_replays_by_other_attention_are_as_near_to_fp32_as_eager(encoder, attention):
-    pytest.importorskip({"cudnn": "cudnn", "flash": "flash_attn.cute"}[attention], reason="needs its package")
-    check_nearness(encoder, attention=attention)
-
-
-def check_nearness(encoder, **options):
+@pytest.mark.first
+@encoders(*NEAR)
+def test_replays_are_as_near_to_fp32_as_eager(encoder, options):
+    if "attention" in options:
+        pytest.importorskip("flash_attn.cute", reason="needs its package")
     reference = encoder.kind.reference(encoder.kind, encoder.model)
     said = encoder.kind.compared(encoder.model)
     helper = encoder.on_graphs(**options)
@@ -151,12 +177,15 @@ def check_nearness(encoder, **options):
         )
         assert output <= ALLOWANCE * eager_output, name
         assert mean <= ALLOWANCE * eager_mean, name
-    assert not helper.graphs.statistics().fallbacks
-    helper.delete_cuda_graphs()
+    batch = encoder.batch(next(iter(encoder.sizes.values())))
+    check_host(encoder, batch)
+    exact, _ = reference.step(batch)
+    near = lambda found, eager: encoder.differ(found, exact) <= ALLOWANCE * encoder.differ(eager, exact)  # noqa: E731
+    check_evaluation(encoder, helper, batch, near)
 
 
-@encoders(*PACKED, "ministral3")
-def test_kernels_by_which_long_segments_attend(encoder):
+@encoders(("qwen25_vl", {}), ("ministral3", {}))
+def test_kernels_by_which_long_segments_attend(encoder, options):
     """Exact kernels are PyTorch's for packed segments, fast ones cuDNN's, but for windows."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -169,55 +198,10 @@ def test_kernels_by_which_long_segments_attend(encoder):
             encoder.run(batch)
             torch.cuda.synchronize()
         names = [event.name for event in profiler.events()]
-        kinds = ("pytorch_flash::flash_fwd", "sdpa")
-        found = {kind: sum(kind in name for name in names) for kind in kinds}
+        found = {kind: sum(kind in name for name in names) for kind in ("pytorch_flash::flash_fwd", "sdpa")}
         print(f"{kernels}: {found}")
-        layers = LAYERS - 2 if encoder.kind in (ENCODERS["qwen25_vl"], ENCODERS["qwen25_omni"]) else 0  # by windows
+        by_windows = LAYERS - 2 if encoder.kind is ENCODERS["qwen25_vl"] else 0
         assert bool(found["sdpa"]) == (kernels == "fast")
-        assert found["pytorch_flash::flash_fwd"] == (LAYERS if kernels == "exact" else layers)
+        assert found["pytorch_flash::flash_fwd"] == (LAYERS if kernels == "exact" else by_windows)
         assert not helper.graphs.statistics().fallbacks
         helper.delete_cuda_graphs()
-
-
-@encoders(*PACKED, "ministral3", AUDIO, "siglip", "nemotron_vl")
-def test_a_replayed_forward_and_backward_read_nothing_on_the_host(encoder):
-    helper = encoder.on_graphs()
-    batch = encoder.batch(next(iter(encoder.sizes.values())))
-    step(encoder.kind, encoder.model, batch)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step(encoder.kind, encoder.model, batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert helper.graphs.statistics().replays == 2
-    helper.delete_cuda_graphs()
-
-
-@encoders(*PACKED, "ministral3", AUDIO)
-def test_evaluation_is_as_near_to_fp32_as_eager(encoder):
-    batch = encoder.batch(next(iter(encoder.sizes.values())))
-    encoder.model.eval()
-    exact, _ = encoder.kind.reference(encoder.kind, encoder.model).step(batch)
-    helper = encoder.on_graphs()
-    with torch.no_grad():
-        with helper.graphs.paused():
-            expected = forward(encoder.kind, encoder.model, batch)
-        outputs = forward(encoder.kind, encoder.model, batch)
-    assert encoder.differ(outputs, exact) <= ALLOWANCE * encoder.differ(expected, exact)
-    assert sum(b.evaluations for b in helper.graphs.statistics().buckets.values()) == 1
-    helper.delete_cuda_graphs()
-
-
-@encoders("siglip", "nemotron_omni", "nemotron_vl")
-def test_evaluation_replays(encoder):
-    helper = encoder.on_graphs()
-    batch = encoder.batch(next(iter(encoder.sizes.values())))
-    encoder.model.eval()
-    with torch.no_grad():
-        with helper.graphs.paused():
-            expected = forward(encoder.kind, encoder.model, batch)
-        outputs = forward(encoder.kind, encoder.model, batch)
-    assert encoder.differ(outputs, expected) <= 2e-2
-    assert sum(b.evaluations for b in helper.graphs.statistics().buckets.values()) == 1
-    helper.delete_cuda_graphs()

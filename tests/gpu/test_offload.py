@@ -1,18 +1,15 @@
 """Offloading and recompute inside real graphs: equal to the bit, less memory, streams and events in order."""
 
 import gc
-import time
 
 import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor
-from bridge_cg_plugin.offload import host
 from bridge_cg_plugin.offload.offloading import RegionOffloading
-from bridge_cg_plugin.offload.plan import Fate, Policy
+from bridge_cg_plugin.offload.plan import Policy
 from bridge_cg_plugin.offload.registry import OTHER
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
@@ -21,14 +18,12 @@ from tests.saving import Saver, SaverProgram, batch_of, results
 
 from ..regions import new_region
 
-LEAST_BYTES = 65536
-
 GRID = [(1, 32, 32), (1, 28, 28)]
 EVERYTHING = {"offload": ("attention", "mlp", "layernorm", "merger", "other")}
 REBUILD = {"recompute": ("layernorm", "gelu", "linear")}
+STEPS = 40
 POLICIES = {
     "offload": EVERYTHING,
-    "recompute": REBUILD,
     "both": {**EVERYTHING, **REBUILD},
 }
 
@@ -52,11 +47,7 @@ def deterministic(monkeypatch):
 
 @pytest.mark.parametrize(
     "kernels, name",
-    [
-        *(("fast", name) for name in POLICIES if name != "both"),
-        pytest.param("fast", "both", marks=pytest.mark.first),
-        ("exact", "both"),
-    ],
+    [pytest.param("fast", "both", marks=pytest.mark.first), ("exact", "offload")],
 )
 def test_outputs_and_gradients_are_equal_to_the_bit(
     deterministic, tower_module, graphs_of, model, grads, kernels, name
@@ -75,20 +66,6 @@ def test_outputs_and_gradients_are_equal_to_the_bit(
     for outputs, gradients in found[1:]:
         assert all(map(torch.equal, outputs, found[0][0]))
         assert all(map(torch.equal, gradients, found[0][1]))
-
-
-def test_everything_that_is_known_is_recomputed_to_the_bit(tower_module, model, grads, graphs_of, capsys):
-    helper = graphs_of(buckets=(1856,), max_frames=2, **POLICIES["both"])
-    assert "not recomputed" not in capsys.readouterr().out
-    (planned,) = next(iter(helper.graphs._regions[0].chain.offloading._plans.values()))
-    layers = len(model.decoder.layers)
-    rebuilt = [planned.inventory.seen[place] for place in planned.plan.places(Fate.REBUILD)]
-    groups = [(seen.kind, seen.scope) for seen in rebuilt]
-    print({group: groups.count(group) for group in groups})
-    assert groups.count(("layernorm", "layernorm")) >= 2 * layers
-    assert groups.count(("gelu", "mlp")) >= layers
-    assert groups.count(("linear", "mlp")) >= layers
-    assert groups.count(("linear", "attention")) >= layers
 
 
 @pytest.fixture
@@ -123,43 +100,38 @@ def test_memory_is_less_and_a_target_is_kept(deep):
     assert mixed <= 1.02 * target
 
 
-def test_two_hundred_steps_take_no_more_memory(tower_module, model, grads, graphs_of):
+def test_steps_take_no_more_memory_and_the_hosts_is_given_back(tower_module, model, grads, graphs_of):
+    def host_bytes():
+        return torch.cuda.host_memory_stats()["allocated_bytes.current"]
+
+    torch._C._host_emptyCache()
+    before = host_bytes()
     helper = graphs_of(buckets=(1856,), slots=1, max_frames=2, **POLICIES["both"])
+    pinned = helper.graphs.statistics().pinned_bytes
+    assert pinned > 0 and host_bytes() >= before + pinned
     batch = tower_module.make_batch(GRID, model)
     taken = []
-    for step in range(200):
+    for step in range(STEPS):
         tower_module.step(model, batch)
-        if step in (5, 199):
+        if step in (5, STEPS - 1):
             gc.collect()
             torch.cuda.synchronize()
-            host = torch.cuda.host_memory_stats()["allocated_bytes.current"]
-            taken.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), host))
+            taken.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), host_bytes()))
     assert taken[0] == taken[1]
-    assert helper.graphs.statistics().replays == 200
-
-
-def test_host_memory_is_given_back(tower_module, model, grads, graphs_of):
-    torch._C._host_emptyCache()
-    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
-    helper = graphs_of(buckets=(1856,), max_frames=2, **EVERYTHING)
-    pinned = helper.graphs.statistics().pinned_bytes
-    assert pinned > 0
-    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] >= before + pinned
-    tower_module.step(model, tower_module.make_batch(GRID, model))
+    assert helper.graphs.statistics().replays == STEPS
     helper.delete_cuda_graphs()
     gc.collect()
     torch._C._host_emptyCache()
-    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] <= before
+    assert host_bytes() <= before
 
 
 # The engine by itself: a small program that saves tensors of every kind.
 
 
-def saver_region(model, tokens=256, slots=1, offloaded=True, **executor):
+def saver_region(model, tokens=256, slots=1, **executor):
     """Capture a saver on the GPU, all that it saves offloaded."""
     made = CudaGraphExecutor(**executor)
-    policy = Policy(frozenset({OTHER}), frozenset(), least_bytes=1)
-    keeper = RegionOffloading(policy, slots, made.device) if offloaded else None
+    keeper = RegionOffloading(Policy(frozenset({OTHER}), frozenset(), least_bytes=1), slots, made.device)
     region = new_region(SaverProgram(model), made, [Bucket(tokens)], slots=slots, offloading=keeper)
     region.capture()
     return region
@@ -180,20 +152,6 @@ def test_every_dtype_and_view_comes_back(tower_module):
     assert not region.statistics.fallbacks
 
 
-def test_hooks_run_once_around_the_whole_warm_up(tower_module):
-    calls, model = [], Saver(layers=2).cuda()
-    original = model.forward
-    model.forward = lambda *args: (calls.append("forward"), original(*args))[1]
-    saver_region(model, pre_warmup_hook=lambda: calls.append("before"), post_warmup_hook=lambda: calls.append("after"))
-    assert calls.count("before") == calls.count("after") == 1
-    assert calls[0] == "before" and calls.index("after") == 3  # two passes
-
-
-def test_an_event_needs_a_stream_of_its_own():
-    with pytest.raises(ValueError, match="cuda_graph_event"):
-        CudaGraphExecutor(cuda_graph_event=torch.cuda.Event(external=True))
-
-
 @pytest.mark.parametrize("with_event", [False, True], ids=["end", "event"])
 def test_replays_on_a_stream_of_their_own(tower_module, with_event):
     model = Saver(layers=4).cuda()
@@ -205,45 +163,6 @@ def test_replays_on_a_stream_of_their_own(tower_module, with_event):
         torch.cuda._sleep(20_000_000)  # the replay must wait for the main stream
         assert all(map(torch.equal, results(region.run, batch, model.parameters()), expected))
     assert region.statistics.replays == 5
-
-
-@pytest.mark.parametrize("way", ["into", "out of"])
-def test_a_missing_wait_is_seen(tower_module, monkeypatch, way):
-    """Without either wait the result is wrong, so the tests above would fail without them."""
-    model, side = Saver(layers=4).cuda(), torch.cuda.Stream()
-    region = saver_region(model, cuda_graph_stream=side)
-    batch = batch_of(256, 1, "cuda")
-    expected = results(model, batch, model.parameters())
-    nothing = torch.zeros_like(batch)
-    region.run(nothing.requires_grad_())
-    torch.cuda.synchronize()
-    # The stream whose wait is left out would have to wait for a long kernel.
-    if way == "into":
-        monkeypatch.setattr(side.__class__, "wait_stream", lambda self, other: None)
-        torch.cuda._sleep(400_000_000)
-    else:
-        monkeypatch.setattr(side.__class__, "wait_stream", lambda self, other: None)
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(400_000_000)
-    out = region.run(batch)[0].detach().clone()
-    monkeypatch.undo()
-    torch.cuda.synchronize()
-    assert not torch.equal(out, expected[0])
-    assert torch.equal(region.run(batch)[0], expected[0])
-
-
-def test_graphs_without_copies_replay_on_the_main_stream_and_wait_for_nothing(tower_module, monkeypatch):
-    """A graph that copies nothing has no node of the event, so what its replays wait for would be another's."""
-    model, waits = Saver(layers=4).cuda(), []
-    event = torch.cuda.Event(external=True)
-    region = saver_region(model, offloaded=False, cuda_graph_stream=torch.cuda.Stream(), cuda_graph_event=event)
-    batch = batch_of(256, 1, "cuda")
-    expected = results(model, batch, model.parameters())
-    for name in ("wait_stream", "wait_event"):
-        monkeypatch.setattr(torch.cuda.Stream, name, lambda self, other: waits.append(other))
-    found = results(region.run, batch, model.parameters())
-    assert region.statistics.replays == 1 and not waits
-    assert all(map(torch.equal, found, expected))
 
 
 class Wide(nn.Module):
@@ -310,16 +229,3 @@ def test_copies_run_beside_kernels(tower_module, deep):
     beside = busy + moving - measure.kernels_of([*kernels, *copies]).busy_ms
     print(moving, beside)
     assert moving > 0 and beside > 0.5 * moving
-
-
-def test_too_little_host_memory_is_an_error_before_any_capture(tower_module, model, graphs_of, monkeypatch):
-    captures = []
-    began = torch.cuda.CUDAGraph.capture_begin
-    monkeypatch.setattr(
-        torch.cuda.CUDAGraph, "capture_begin", lambda self, *a, **k: captures.append(began(self, *a, **k))
-    )
-    started = time.perf_counter()
-    monkeypatch.setattr(host, "available_bytes", lambda: 1 << 24)
-    with pytest.raises(CaptureError, match="the host has 0.0 GiB for this process"):
-        graphs_of(buckets=(1856,), max_frames=2, **EVERYTHING)
-    assert not captures and time.perf_counter() - started < 60

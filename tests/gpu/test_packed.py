@@ -13,11 +13,22 @@ import torch
 
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity
-from tests.models.tower import relative
 
-from .packs import BUCKETS, EAGER_RUNS, MAX_SEQS, Trained, assert_eagers, assert_same, graphs_on, rows_of
+from .common import host_may_not_wait
+from .packs import (
+    EAGER_RUNS,
+    Trained,
+    assert_eagers,
+    assert_packs_with_padding,
+    assert_parts,
+    assert_same,
+    graphs_on,
+    rows_of,
+    thirty_packs,
+)
 
 SIZES = {"layers": 4, "hidden": 1024, "heads": 8, "ffn": 3072}
+AUXILIARY = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
 # Graphs may be farther from fp32 than eager on a pack's own rows by this factor: both are a rounding of the same.
 FARTHER = 1.1
 
@@ -28,18 +39,12 @@ def deterministic_algorithms():
         yield
 
 
-ROTARY = [pytest.param(False, id="rope"), pytest.param(True, id="fused-rope")]
-
-
-@pytest.fixture(scope="module", params=ROTARY)
+@pytest.fixture(scope="module", params=[pytest.param(False, id="rope")])
 def gpt(request, tower_module):
     with parity.deterministic():  # a fixture of a module comes before those of a test
-        return Trained(lm.build_model(lm.Shape(**SIZES, fused_rope=request.param)))
-
-
-def test_attention_is_deterministic(gpt):
-    """Without it the comparisons below would fail now and then."""
-    assert all(layer.self_attention.core_attention.deterministic for layer in gpt.model.decoder.layers)
+        made = Trained(lm.build_model(lm.Shape(**SIZES, fused_rope=request.param)))
+    assert all(layer.self_attention.core_attention.deterministic for layer in made.model.decoder.layers)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +52,13 @@ def fp32(gpt):
     return parity.Fp32Reference(lambda: lm.build_model(lm.Shape(**SIZES), dtype=torch.float32), gpt.model)
 
 
-@pytest.mark.parametrize("gpt", [pytest.param(False, id="rope", marks=pytest.mark.first), ROTARY[1]], indirect=True)
+@pytest.mark.first
+@pytest.mark.parametrize("gpt", [False, True], ids=["rope", "fused-rope"], indirect=True)
 def test_thirty_packs_replayed_from_one_capture(gpt, fp32):
     far = {}
     with graphs_on(gpt.model, lm.make_pack((500, 200))) as graphs:
         reads = graphs.workload.host.device_reads
-        for seed, (name, lengths) in enumerate(parity.thirty_packs(MAX_SEQS, BUCKETS).items()):
-            pack = lm.make_pack(lengths, seed)
+        for name, pack in thirty_packs():
             found = assert_eagers(gpt, graphs, pack, name)
             with graphs.paused():
                 own = gpt.results(pack)
@@ -114,37 +119,21 @@ def test_gradients_added_inside_products_are_nearer_to_fp32(gpt, fp32):
     assert graphs["worst gradient"] <= FARTHER * eager["worst gradient"]
 
 
-@pytest.mark.parametrize(
-    "modules", [("attn",), ("mlp",), pytest.param(("attn", "mlp"), marks=pytest.mark.first)], ids=",".join
-)
-def test_parts_of_layers(gpt, modules):
-    with graphs_on(gpt.model, lm.make_pack((500, 200)), modules=modules) as graphs:
-        for lengths in ((1024,), (300, 400), (1, 900, 20, 800)):
-            assert_eagers(gpt, graphs, lm.make_pack(lengths), f"{','.join(modules)}, {lengths}")
+@pytest.mark.first
+def test_parts_of_layers(gpt):
+    assert_parts(gpt, ("attn", "mlp"))
 
 
 def test_documents_with_padding_between_them(gpt):
-    packed = [
-        lm.make_pack(lengths, room=room)
-        for lengths, room in (((500, 190), (512, 192)), ((1001,), (1008,)), ((3, 700, 64), (8, 704, 300)))
-    ]
-    with graphs_on(gpt.model, packed[0]) as graphs:
-        for pack in packed:
-            assert_eagers(gpt, graphs, pack, f"room {pack.lengths}")
+    assert_packs_with_padding(gpt)
 
 
-def test_fallbacks_are_eager_to_the_bit(gpt):
-    cases = {
-        "too_many_documents": lm.make_pack(lm.split(1024, MAX_SEQS + 1)),
-        "too_many_tokens": lm.make_pack((BUCKETS[-1] + 8,)),
-        "other_layout": lm.make_pack((500,), room=(512,)),
-        "too_few_tokens": lm.make_pack((100, 60)),
-    }
-    expected = {name: gpt.results(pack) for name, pack in cases.items()}
-    with graphs_on(gpt.model, lm.make_pack((500, 200))) as graphs:
-        for name, pack in cases.items():
-            assert_same(gpt.results(pack), [expected[name]], gpt.names, name)
-        assert graphs.statistics().fallbacks == dict.fromkeys(cases, 1), graphs.statistics().fallbacks
+@pytest.mark.first
+@pytest.mark.parametrize("router", [{}, AUXILIARY], ids=["no loss", "auxiliary loss"])
+def test_attention_and_routers_beside_eager_experts(tower_module, router):
+    """Of a router only the product is recorded; a loss counts real tokens."""
+    trained = Trained(lm.build_model(lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8), **router))
+    assert assert_parts(trained, ("attn", "moe_router")) == 2
 
 
 def test_a_replayed_decoder_reads_nothing_on_the_host(gpt):
@@ -163,12 +152,8 @@ def test_a_replayed_decoder_reads_nothing_on_the_host(gpt):
             ).backward(gradient)
 
         run()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with host_may_not_wait():
             run()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert graphs.statistics().replays == 2, graphs.statistics().fallbacks
         assert hidden.grad.isfinite().all()
 
@@ -196,23 +181,3 @@ def test_gradients_add_up_over_microbatches_in_flight(gpt):
         statistics = graphs.statistics()
         assert statistics.replays == 2 and statistics.fallbacks == {"no_free_slot": 1}, statistics
     assert_same(found, runs, gpt.names, "three microbatches")
-
-
-def test_evaluation(gpt):
-    model = gpt.model
-    pack = lm.make_pack((300, 450, 200))
-
-    def evaluate():
-        model.eval()
-        try:
-            return model(**pack.arguments)
-        finally:
-            model.train()
-
-    with graphs_on(model, pack) as graphs, torch.no_grad():
-        with parity.eager_at(graphs, rows_of(pack)):
-            expected = evaluate()
-        found = evaluate()
-        statistics = graphs.statistics()
-        assert sum(b.evaluations for b in statistics.buckets.values()) == 1, statistics
-    assert torch.equal(found, expected), f"losses differ by {relative(found, expected):.2e}"

@@ -10,40 +10,36 @@ import pytest
 import torch
 from megatron.core import fp8_utils
 
-from bridge_cg_plugin.graphs.errors import CaptureError
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity
 from tests.models.tower import MainGrads
 
 from .packs import BUCKETS, MAX_SEQS, assert_same, graphs_on, rows_of
 
-LEAST_BYTES = 65536
-
 SIZES = lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072)
 STEPS, MICROBATCHES = 4, 3
 LENGTHS = ((500, 300, 208), (1024,), (20, 900, 400, 120), (64, 64, 128, 704), (1500, 548))
 RATE = 1e-2
-RECIPES = [
-    pytest.param({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, id="tensorwise-hybrid", marks=pytest.mark.first),
-    pytest.param({"fp8": "e4m3", "fp8_recipe": "tensorwise"}, id="tensorwise-e4m3"),
-    pytest.param(
-        {"fp8": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True}, id="tensorwise-first-last-bf16"
-    ),
-    pytest.param({"fp8": "hybrid", "fp8_recipe": "delayed"}, id="delayed"),
-    pytest.param(
-        {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"},
-        id="delayed-history",
-    ),
-    pytest.param({"fp8": "e4m3", "fp8_recipe": "blockwise"}, id="blockwise"),
-    pytest.param({"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True}, id="tensorwise-parameters"),
-    pytest.param({"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_param": True}, id="delayed-parameters"),
-    pytest.param({"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": True}, id="blockwise-parameters"),
-]
 TENSORWISE = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 DELAYED = {"fp8": "hybrid", "fp8_recipe": "delayed"}
+HISTORY = {**DELAYED, "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"}
 BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
-IN_FP8 = {**TENSORWISE, "fp8_param": True}
-OFFLOADING = {"cuda_graph_packed_offload": "all"}
+IN_FP8 = {"fp8_param": True}
+OFFLOADING, RECOMPUTING = {"cuda_graph_packed_offload": "all"}, {"cuda_graph_packed_recompute": "all"}
+# Model, and how it is on graphs. Blocks have 128 tokens, products take a multiple of 16.
+CASES = {
+    "tensorwise-hybrid": (TENSORWISE, {}),
+    "tensorwise-first-last-bf16": ({**TENSORWISE, "first_last_layers_bf16": True}, {}),
+    "tensorwise-parameters": (TENSORWISE | IN_FP8, {}),
+    "tensorwise-attn": (TENSORWISE, {"modules": ("attn",)}),
+    "tensorwise-offloaded": (TENSORWISE, OFFLOADING),
+    "tensorwise-recomputed": (TENSORWISE, RECOMPUTING),
+    "delayed-history": (HISTORY, {}),
+    "delayed-parameters-transposed-by-the-next-forward": ({**DELAYED, **IN_FP8, "transposed": False}, {}),
+    "blockwise-rows-inside-a-block": (BLOCKWISE, {"buckets": [1040, 2064]}),
+    "blockwise-parameters": (BLOCKWISE | IN_FP8, {}),
+    "blockwise-offloaded": (BLOCKWISE, OFFLOADING),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +140,7 @@ def at_rows(graphs, buckets=BUCKETS):
     return lambda number, pack: parity.eager_at(graphs, rows_of(pack, buckets))
 
 
-def side_by_side(config, around_replays, modules=(), buckets=BUCKETS, **options):
+def side_by_side(config, around_replays, modules=(), buckets=BUCKETS, evaluated=None, **options):
     """Train eager, and from equal weights on graphs; returns steps of both, names of parameters, and what was replayed.
 
     Args:
@@ -152,29 +148,41 @@ def side_by_side(config, around_replays, modules=(), buckets=BUCKETS, **options)
         around_replays: Returns for the captured graphs what a microbatch runs in.
         modules: Parts of layers to capture.
         buckets: Their tokens.
+        evaluated: Whether a validation step comes before each step, "eager" or on "graphs".
         options: Graph options.
     """
-    expected = eager_steps(config, modules, buckets)
+    expected = eager_steps(config, modules, buckets, evaluated)
     training = Training(**config)
     options["cuda_graph_packed_buckets"] = buckets
     with graphs_on(training.model, lm.make_pack((500, 300, 224)), modules=modules, **options) as graphs:
         around = around_replays(graphs)
-        steps = [(training.step(around), training.scales()) for _ in range(STEPS)]
+        evaluation = {"eager": at_rows(graphs, buckets), "graphs": around}.get(evaluated)
+        steps = trained_steps(training, around, evaluation)
         statistics = graphs.statistics()
     return expected, steps, training.names, statistics
 
 
-def eager_steps(config, modules, buckets):
+def eager_steps(config, modules, buckets, evaluated):
     """Train eager on the rows of buckets; only where parts of layers have these are there graphs, which say so."""
     training = Training(**config)
     options = {"cuda_graph_max_packed_seqs": MAX_SEQS, "cuda_graph_packed_buckets": buckets, "modules": modules}
     helper = lm.new_helper(training.model, lm.make_pack((500, 300, 224)), capture=bool(modules), **options)
     try:
         around = at_rows(helper.graphs, buckets)
-        return [(training.step(around), training.scales()) for _ in range(STEPS)]
+        return trained_steps(training, around, around if evaluated else None)
     finally:
         helper.delete_cuda_graphs()
         reset()
+
+
+def trained_steps(training, around, evaluation):
+    """Return the results and the scales of each step, which an evaluation may come before."""
+    steps = []
+    for _ in range(STEPS):
+        if evaluation is not None:
+            training.evaluate(evaluation)
+        steps.append((training.step(around), training.scales()))
+    return steps
 
 
 def reset():
@@ -195,48 +203,22 @@ def replayed(graphs):
     return lambda number, pack: nullcontext()
 
 
-@pytest.mark.parametrize("config", RECIPES)
-def test_steps_equal_eager(config):
-    eager, graphs, names, statistics = side_by_side(config, replayed)
-    assert statistics.replays == STEPS * MICROBATCHES and not statistics.fallbacks, statistics
-    assert_steps_same(eager, graphs, names)
-
-
-def test_rows_that_end_inside_a_block():
-    """Blocks have 128 tokens, products take a multiple of 16."""
-    eager, graphs, names, statistics = side_by_side(BLOCKWISE, replayed, buckets=[1040, 2064])
-    assert statistics.replays == STEPS * MICROBATCHES and not statistics.fallbacks, statistics
-    assert_steps_same(eager, graphs, names)
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_parameters_that_the_next_forward_transposes(recipe):
-    config = {**IN_FP8, "fp8_recipe": recipe, "transposed": False}
-    eager, graphs, names, statistics = side_by_side(config, replayed)
-    assert statistics.replays == STEPS * MICROBATCHES and not statistics.fallbacks, statistics
-    assert_steps_same(eager, graphs, names)
-
-
 @pytest.mark.parametrize(
-    "config", [TENSORWISE, DELAYED, BLOCKWISE, IN_FP8], ids=["tensorwise", "delayed", "blockwise", "parameters"]
+    "config, options",
+    [pytest.param(*case, id=name, marks=[pytest.mark.first] * (not case[1])) for name, case in CASES.items()],
 )
-def test_quantized_activations_leave_the_device(config):
-    eager, graphs, names, statistics = side_by_side(config, replayed, **OFFLOADING)
-    assert statistics.replays == STEPS * MICROBATCHES and not statistics.fallbacks, statistics
-    assert statistics.pinned_bytes > 0
-    assert_steps_same(eager, graphs, names)
-
-
-def test_what_can_be_recomputed_is():
-    eager, graphs, names, statistics = side_by_side(TENSORWISE, replayed, cuda_graph_packed_recompute="all")
-    assert statistics.replays == STEPS * MICROBATCHES and not statistics.fallbacks, statistics
+def test_steps_equal_eager(config, options):
+    eager, graphs, names, statistics = side_by_side(config, replayed, **options)
+    regions = SIZES.layers if "modules" in options else 1
+    assert statistics.replays == STEPS * MICROBATCHES * regions and not statistics.fallbacks, statistics
+    assert (statistics.pinned_bytes > 0) == (options is OFFLOADING)
     assert_steps_same(eager, graphs, names)
 
 
 @pytest.mark.parametrize(
     "config, first_is_eager",
-    [(TENSORWISE, True), (DELAYED, False), (BLOCKWISE, True), (IN_FP8, False)],
-    ids=["tensorwise", "delayed", "blockwise", "parameters"],
+    [(TENSORWISE, True), (DELAYED, False)],
+    ids=["tensorwise", "delayed"],
 )
 def test_eager_and_replays_alternate_in_a_step(config, first_is_eager):
     """Both read the copies of weights that a step's first microbatch quantized, whichever that was."""
@@ -249,13 +231,6 @@ def test_eager_and_replays_alternate_in_a_step(config, first_is_eager):
     eager, found, names, statistics = side_by_side(config, mixed)
     assert 0 < statistics.replays < STEPS * MICROBATCHES, statistics
     assert_steps_same(eager, found, names)
-
-
-@pytest.mark.parametrize("config, modules", [(TENSORWISE, ("attn",)), (IN_FP8, ("mlp",))], ids=["attn", "mlp"])
-def test_parts_of_layers(config, modules):
-    eager, graphs, names, statistics = side_by_side(config, replayed, modules)
-    assert statistics.replays == STEPS * MICROBATCHES * SIZES.layers, statistics
-    assert_steps_same(eager, graphs, names)
 
 
 def test_only_a_first_microbatch_quantizes_weights():
@@ -275,62 +250,18 @@ def test_only_a_first_microbatch_quantizes_weights():
     assert torch.equal(first, again) and not torch.equal(first, quantized)
 
 
-def with_evaluation(config, on_graphs, evaluates_eager):
-    """Train with a validation step before each step; returns steps, names of parameters, and what was replayed."""
-    training = Training(**config)
-    options = {"cuda_graph_max_packed_seqs": MAX_SEQS, "cuda_graph_packed_buckets": BUCKETS}
-    helper = lm.new_helper(training.model, lm.make_pack((500, 300, 224)), capture=on_graphs, **options)
-    around = replayed(helper.graphs) if on_graphs else at_rows(helper.graphs)
-    steps = []
-    try:
-        for _ in range(STEPS):
-            training.evaluate(at_rows(helper.graphs) if evaluates_eager else around)
-            steps.append((training.step(around), training.scales()))
-        return steps, training.names, helper.graphs.statistics()
-    finally:
-        helper.delete_cuda_graphs()
-        reset()
-
-
-@pytest.mark.parametrize(
-    "config, evaluates_eager",
-    [(TENSORWISE, False), (DELAYED, True), (BLOCKWISE, False)],
-    ids=["tensorwise", "delayed", "blockwise"],
-)
-def test_steps_after_evaluation_equal_eager(config, evaluates_eager):
+@pytest.mark.parametrize("config, evaluated", [(TENSORWISE, "graphs"), (DELAYED, "eager")])
+def test_steps_after_evaluation_equal_eager(config, evaluated):
     """A pass without gradients writes the copies that a step's backward reads, which must stay where they are."""
-    expected, _, _ = with_evaluation(config, False, True)
-    found, names, statistics = with_evaluation(config, True, evaluates_eager)
-    assert statistics.replays == STEPS * (MICROBATCHES + (not evaluates_eager)), statistics
-    assert_steps_same(expected, found, names)
+    eager, found, names, statistics = side_by_side(config, replayed, evaluated=evaluated)
+    assert statistics.replays == STEPS * (MICROBATCHES + (evaluated == "graphs")), statistics
+    assert_steps_same(eager, found, names)
 
 
-def test_fp8_around_the_model_runs_eager():
-    from transformer_engine.pytorch import fp8_autocast
-
-    training = Training()
-    pack = lm.make_pack((500, 300, 224))
-    with graphs_on(training.model, pack) as graphs:
-        with fp8_autocast(enabled=True):
-            lm.step(training.model, pack)
-        assert graphs.statistics().fallbacks == {"autocast_changed": 1}, graphs.statistics()
-
-
-def test_fp8_that_is_switched_on_after_capture_is_refused():
-    training = Training()
-    pack = lm.make_pack((500, 300, 224))
-    with graphs_on(training.model, pack):
-        training.model.config.fp8, training.model.config.fp8_recipe = "hybrid", "tensorwise"
-        lm.step(training.model, pack)
-        with pytest.raises(CaptureError, match="fp8 was switched on after capture"):
-            lm.step(training.model, pack)
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_accumulation_inside_products_is_as_near(recipe):
+def test_accumulation_inside_products_is_as_near():
     """Sums keep what a product gives in fp32, where eager rounds it to bf16 first."""
     tuning = {"cuda_graph_packed_tuning": {"gradient_accumulation_fusion": True}}
-    eager, graphs, _, statistics = side_by_side({"fp8": "hybrid", "fp8_recipe": recipe}, replayed, **tuning)
+    eager, graphs, _, statistics = side_by_side(TENSORWISE, replayed, **tuning)
     assert statistics.replays == STEPS * MICROBATCHES, statistics
     (losses, gradients), (other_losses, others) = eager[0][0], graphs[0][0]
     assert torch.equal(losses, other_losses)

@@ -1,52 +1,54 @@
 """Packed documents over two GPUs: tensor, context and expert parallelism, against eager on the same ranks."""
 
-from importlib.util import find_spec
+from contextlib import ExitStack
 
 import pytest
 
-from tests.gpu import packed_layouts as bench
+from examples.photographs.processes import TrainingFailed, TrainingProcess
 
-MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if find_spec(name) is None]
-LAYOUTS = (*bench.LAYOUTS, *bench.EXPERTS, *(() if MISSING else bench.HYBRIDS))
+from .test_packed_mamba import MISSING
+
+# Of `packed_ranks`: two GPUs share layers, documents, layers and the tokens between them, or experts.
+LAYOUTS = ("TP2", "CP2", "TP2_sequence", "CP2_a2a", "CP2_images", "EP2")
+HYBRIDS = () if MISSING else ("TP2_mamba", "CP2_mamba")
+# Seconds that a layout's processes have; they wait for each other, and one that hangs must not keep the others. A
+# hybrid's compile mamba-ssm's kernels, and experts are compared with fp32.
+LIMIT_S, LONG_LIMIT_S = 60.0, 140.0
+# How much farther from fp32 than eager a model may be whose experts are in the graph; as on one GPU.
+FARTHER = 1.05
 
 
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory):
-    return dict(bench.measured(LAYOUTS, tmp_path_factory.mktemp("layouts")))
+    """Return what each layout's processes found, or their error: all import at once, then run one after the other."""
+    log, found = tmp_path_factory.mktemp("layouts"), {}
+    with ExitStack() as stack:
+        processes = {}
+        for name in (*LAYOUTS, *HYBRIDS):
+            processes[name] = TrainingProcess(log / f"{name}.log", 2, range(2), module="tests.gpu.packed_ranks")
+            stack.callback(processes[name].close)
+        for name, process in processes.items():
+            try:
+                process.wait_until_ready()
+                limit = LONG_LIMIT_S if name in (*HYBRIDS, "EP2") else LIMIT_S
+                found[name] = process.train("graphs", ["--layout", name], limit)
+            except TrainingFailed as error:
+                found[name] = error
+    return found
 
 
-@pytest.fixture(params=LAYOUTS)
-def found(layouts, request):
-    value = layouts[request.param]
-    assert not isinstance(value, str), value
-    return value
-
-
-def test_graphs_give_what_eager_gives_to_the_bit(found):
-    for rank in found["ranks"]:
-        if "from_fp32" not in rank:
-            assert all(far == [0.0, 0.0] for far in rank["far"].values()), rank["far"]
-
-
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name.startswith("EP")])
-def test_experts_in_graphs_are_as_near_to_fp32_as_eagers(layouts, name):
-    assert not isinstance(layouts[name], str), layouts[name]
-    for rank in layouts[name]["ranks"]:
-        print(f"from fp32, losses and gradients: {rank['from_fp32']}")
-        assert len(rank["far"]) == 30 and bench.inexact(rank) == []
-
-
-def test_all_ranks_replay_or_run_eager_together(found):
+@pytest.mark.parametrize("name", [*LAYOUTS, *HYBRIDS])
+def test_ranks_replay_together_and_equal_eager(layouts, name):
+    found = layouts[name]
+    if isinstance(found, TrainingFailed):
+        raise found
     first, second = found["ranks"]
     assert first["fallbacks"] == second["fallbacks"] == dict.fromkeys(first["beyond"], 1)
     assert first["replays"] == second["replays"] == len(first["far"]) + 1
-
-
-def test_a_rank_that_cannot_capture_makes_both_eager(found):
-    assert [rank["failing"] for rank in found["ranks"]] == [bench.FAILED] * 2
-
-
-def test_graphs_are_faster(found):
-    for rank in found["ranks"]:
-        for tokens, ms in rank["ms"].items():
-            assert ms["plugin"] < ms["eager"], f"{tokens} tokens: {ms}"
+    for rank in (first, second):
+        if name != "EP2":  # losses and the worst gradient, to the bit
+            assert all(far == [0.0, 0.0] for far in rank["far"].values()), rank["far"]
+        else:
+            print(f"from fp32, losses and gradients: {rank['from_fp32']}")
+            pairs = zip(rank["from_fp32"]["graphs"], rank["from_fp32"]["eager"], strict=True)
+            assert len(rank["far"]) == 30 and all(graphs <= FARTHER * eager for graphs, eager in pairs)

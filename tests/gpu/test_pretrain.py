@@ -7,9 +7,9 @@ import pytest
 from tests.gpu.trainings import Training
 
 BUCKETS = ("vision_cuda_graph_buckets=[2304,4608]", "vision_cuda_graph_strict=true")
-FEW = ("vision_cuda_graph_buckets=[1024,2304]", "vision_cuda_graph_tuning.max_frames=16")
 CHECKED = ("vision_cuda_graph_check_interval=2", "vision_cuda_graph_strict=true")
 LARGEST = "max_vision_cuda_graph_seq_length=4608"
+PLAIN = ("--validate-every", "4", "--text-only-every", "3", "--no-overlap")
 EAGER = Training("eager")
 OFFLOADED = Training(
     "graphs", (*BUCKETS, *CHECKED, "vision_cuda_graph_offload=all", "vision_cuda_graph_recompute=[layernorm,gelu]")
@@ -23,14 +23,7 @@ OFFLOADED = Training(
         (Training("graphs", ("--validate-every", "4", *CHECKED, LARGEST), steps=8), {"not_captured_yet"}),
         # Without overlap: Bridge's overlapped reduction, eager too, needs a gradient of every parameter in the last
         # microbatch of a step.
-        (
-            Training(
-                "graphs",
-                ("--validate-every", "4", "--text-only-every", "3", "--no-overlap", *CHECKED, *BUCKETS),
-                steps=8,
-            ),
-            set(),
-        ),
+        (Training("graphs", (*PLAIN, *CHECKED, *BUCKETS), steps=8), set()),
     ],
     ids=["overlap", "text-only"],
 )
@@ -58,13 +51,8 @@ def frozen(*parts):
 
 @pytest.mark.parametrize(
     "eager, graphs",
-    [
-        frozen("model"),
-        frozen("projection"),
-        frozen("model", "projection"),
-        pytest.param(EAGER, OFFLOADED, marks=pytest.mark.first),
-    ],
-    ids=["frozen-encoder", "frozen-projection", "frozen-both", "offloaded"],
+    [frozen("model"), frozen("model", "projection"), pytest.param(EAGER, OFFLOADED, marks=pytest.mark.first)],
+    ids=["frozen-encoder", "frozen-both", "offloaded"],
 )
 def test_first_losses_equal_eager(trained, eager, graphs):
     assert_losses_equal(trained(graphs), trained(eager))
@@ -78,10 +66,9 @@ def language_model(modules):
 @pytest.mark.parametrize(
     "eager, graphs",
     [
-        pytest.param(EAGER, language_model("attn,mlp"), marks=pytest.mark.first),
-        *((EAGER, language_model(modules)) for modules in ("attn", "mlp", "")),
+        pytest.param(EAGER, language_model("attn,mlp"), id="attn-mlp", marks=pytest.mark.first),
+        pytest.param(EAGER, language_model(""), id="whole-layer"),
     ],
-    ids=["attn-mlp", "attn", "mlp", "whole-layer"],
 )
 def test_language_model_graphs_beside_vision_graphs(trained, eager, graphs):
     result = trained(graphs)
@@ -93,37 +80,28 @@ def whole_language_model(*words):
     return Training("graphs", (*BUCKETS, "model.cuda_graph_impl=full_iteration", *words))
 
 
-PLAIN = ("--validate-every", "4", "--text-only-every", "3", "--no-overlap")
+DROPOUT = ("hidden_dropout=0.1", "attention_dropout=0.1")
 
 
 @pytest.mark.parametrize(
-    "eager, graphs",
+    "eager, graphs, near",
     [
-        (EAGER, whole_language_model()),
-        pytest.param(Training("eager", PLAIN), whole_language_model(*PLAIN), marks=pytest.mark.first),
-        (Training("eager", PLAIN), whole_language_model(*PLAIN, "vision_cuda_graph_impl=none")),
+        (EAGER, whole_language_model(), 5e-3),
+        pytest.param(Training("eager", PLAIN), whole_language_model(*PLAIN), 5e-3, marks=pytest.mark.first),
+        (Training("eager", DROPOUT), whole_language_model(*DROPOUT, "vision_cuda_graph_impl=none"), 5e-2),
     ],
-    ids=["overlap", "text-only and evaluation", "eager encoder"],
+    ids=["overlap", "text-only and evaluation", "dropout, eager encoder"],
 )
-def test_the_whole_language_model_on_a_graph(trained, eager, graphs):
+def test_the_whole_language_model_on_a_graph(trained, eager, graphs, near):
     result, expected = trained(graphs), trained(eager)
     whole = result["language_model_graphs"]
     assert whole["fallbacks"] == {} and whole["replayed_steps"] == len(result["losses"]) - 3
     evaluated = sum(b["evaluations"] for b in whole["buckets"].values())
     assert (evaluated > 0) is ("--validate-every" in graphs.words)
     assert bool(result["graphs"]) is ("vision_cuda_graph_impl=none" not in graphs.words)
-    assert result["losses"][:4] == pytest.approx(expected["losses"][:4], rel=2e-4)
-    assert result["losses"] == pytest.approx(expected["losses"], rel=5e-3)
-
-
-DROPOUT = ("hidden_dropout=0.1", "attention_dropout=0.1")
-
-
-@pytest.mark.parametrize("eager, graphs", [(Training("eager", DROPOUT), whole_language_model(*DROPOUT))], ids=["both"])
-def test_dropout_inside_the_whole_language_model(trained, eager, graphs):
-    result, expected = trained(graphs), trained(eager)
-    assert result["language_model_graphs"]["replayed_steps"] == len(result["losses"]) - 3
-    assert result["losses"] == pytest.approx(expected["losses"], rel=5e-2)
+    if eager.words != DROPOUT:
+        assert result["losses"][:4] == pytest.approx(expected["losses"][:4], rel=2e-4)
+    assert result["losses"] == pytest.approx(expected["losses"], rel=near)
 
 
 # Checkpoints take their time by the size of the model.

@@ -1,4 +1,4 @@
-"""Bridge's pretrain(), unmodified, of models around every other encoder with graphs; every run is its own process."""
+"""Bridge's pretrain(), unmodified, of models around other encoders with graphs; every run is its own process."""
 
 import math
 from itertools import permutations
@@ -10,7 +10,7 @@ from scripts.performance.records import loss_distance
 from .towers import TOWERS
 from .trainings import Training
 
-STEPS, WARM_UP, MICROBATCHES = 20, 3, 4  # cuda_graph_warmup_steps is 3, the global batch 4
+STEPS, WARM_UP, MICROBATCHES = 12, 3, 4  # cuda_graph_warmup_steps is 3, the global batch 4
 LOSSES, GRADIENT_NORMS = 5e-3, 2e-2
 
 

@@ -20,8 +20,7 @@ from bridge_cg_plugin.upstream.hooks.recipes import helper_as_shipped
 from examples.photographs.arguments import parse
 from examples.photographs.training import RankResults, Run, merge_ranks, training_config
 
-from .tower_case import VOCABULARY, Tower
-from .towers import TOWERS
+from .towers import TOWERS, VOCABULARY, Tower
 
 CAPTION = 24
 

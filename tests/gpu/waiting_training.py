@@ -5,8 +5,9 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.bridge.models.qwen_vl import qwen3_vl_step
@@ -16,16 +17,24 @@ from megatron.bridge.training.pretrain import pretrain
 import bridge_cg_plugin
 from bridge_cg_plugin.cli.runs.recorder import graph_statistics
 from bridge_cg_plugin.options import graph_options
-from bridge_cg_plugin.upstream.hooks import loss_checks
 from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
 from bridge_cg_plugin.upstream.hooks.recipes import helper_as_shipped
-from tests.gpu.packed_training import photograph_config
+from bridge_cg_plugin.upstream.hooks import loss_checks
+from examples.photographs import training as photographs
+from examples.photographs.images import PhotographDataset, PhotographProvider
+from examples.photographs.training import Run
 
-from .workers import worker_parser
+from .document_training import worker_parser
 
 # Steps before waits are counted: warm-up, capture, the first replays.
 BEFORE = 10
+# cuDNN plans attention anew for every shape that it has not met, so images have one size.
+SAMPLES, MICROBATCHES, SIZES = 2, 2, [(448, 448)]
 OPTIONS = {
+    "cuda_graph_impl": "transformer_engine",
+    "cuda_graph_modules": "",
+    "cuda_graph_max_packed_seqs": 2 * SAMPLES,
+    "cuda_graph_packed_strict": True,
     "vision_cuda_graph_impl": "transformer_engine",
     "vision_cuda_graph_buckets": [2048],
     "vision_cuda_graph_strict": True,
@@ -79,16 +88,38 @@ class Waits(Callback):
         (self.in_schedule if inside else self.others)[named[-1] if named else "elsewhere"] += 1
 
 
+class PackedPhotographs(PhotographDataset):
+    """Photographs with captions, whose microbatches are as long as their longest sample."""
+
+    def collate_fn(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Stack a microbatch and cut what is padding in all of its samples."""
+        batch = super().collate_fn(items)
+        length = int((batch["tokens"] != 0).nonzero()[:, 1].max()) + 1
+        kept = {name: batch[name][:, :length] for name in ("tokens", "labels", "loss_mask", "position_ids")}
+        return {**batch, **kept}
+
+
+@dataclass
+class PackedPhotographProvider(PhotographProvider):
+    """Bridge dataset provider over `PackedPhotographs`."""
+
+    kind: ClassVar[type[PhotographDataset]] = PackedPhotographs
+
+
 def train_words(words: Sequence[str]) -> None:
-    """Train; `--at-once` leaves checks of losses and gradients to upstream."""
-    parser = worker_parser("waiting_training")
-    parser.add_argument("--at-once", action="store_true")
-    args = parser.parse_args(words)
+    """Train the example's small Qwen3-VL on microbatches of several samples, which Bridge's step joins."""
+    args = worker_parser("waiting_training").parse_args(words)
     bridge_cg_plugin.activate()
-    if args.at_once:
-        loss_checks.any_on_graphs = lambda: False
-    config = photograph_config(args.steps)
-    config.dataset.sizes, config.dataset.most_images = [(448, 448)], 1
+    config = photographs.training_config(Run(steps=args.steps, small=True, global_batch=MICROBATCHES * SAMPLES))
+    config.train.micro_batch_size = SAMPLES
+    config.dataset = PackedPhotographProvider(
+        dataloader_type="single",
+        num_workers=config.dataset.num_workers,
+        seq_length=config.dataset.seq_length,
+        most_images=1,
+        sizes=SIZES,
+        enable_in_batch_packing=True,
+    )
     apply_options(graph_options(config.model, OPTIONS), config.model)
     waits, kept = Waits(), Statistics()
     with helper_as_shipped():

@@ -49,8 +49,6 @@ SHAPES = {
     "planned": Shape(layers=8),
     "mamba": Shape(pattern="M-M-M*-M-M-M*-M-"),
 }
-# The language model of Qwen3-VL-30B-A3B with 8 of its 48 layers, and the experts that a token goes through.
-EXPERTS_OF_RANKS, TOP_K_OF_RANKS = Shape(layers=8, heads=32, ffn=768, experts=128), 8
 
 
 def build_model(

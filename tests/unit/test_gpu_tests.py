@@ -112,22 +112,22 @@ FIRST = {
     F.VISION: "test_parity.py::test_mixes_replayed_from_one_capture",
     F.VISION_QWEN3_VL: "test_parity.py::test_mixes_replayed_from_one_capture",
     **{
-        feature: f"test_encoders.py::test_replays_are_as_near_to_fp32_as_eager[exact-{name}]"
-        for feature, name in (
-            ("vision graphs of Qwen2.5-VL", "qwen25_vl"),
-            ("vision graphs of GLM-4.5V", "glm45v"),
-            ("vision graphs of Qwen2.5-Omni", "qwen25_omni"),
-            ("vision graphs of Qwen3-Omni", "qwen3_omni"),
+        feature: f"test_encoders.py::test_replays_{test}[{name}]"
+        for feature, test, name in (
+            ("vision graphs of Qwen2.5-VL", "are_as_near_to_fp32_as_eager", "qwen25_vl-fast"),
+            ("vision graphs of GLM-4.5V", "are_as_near_to_fp32_as_eager", "glm45v-fast"),
+            ("vision graphs of Qwen2.5-Omni", "are_as_near_to_fp32_as_eager", "qwen25_omni-fast"),
+            ("vision graphs of Qwen3-Omni", "are_as_near_to_fp32_as_eager", "qwen3_omni-fast"),
+            ("vision graphs of Ministral 3", "are_as_near_to_fp32_as_eager", "ministral3-fast"),
+            ("audio graphs of Qwen3-Omni", "are_as_near_to_fp32_as_eager", "qwen3_omni_audio-fast"),
+            ("vision graphs of Gemma 3", "equal_eager_to_the_bit", "siglip"),
+            ("vision graphs of Nemotron VL", "equal_eager_to_the_bit", "nemotron_vl"),
+            ("vision graphs of Nemotron Omni", "equal_eager_to_the_bit", "nemotron_omni"),
         )
     },
-    "vision graphs of Ministral 3": "test_encoders.py::test_replays_are_as_near_to_fp32_as_eager[exact-ministral3]",
-    "audio graphs of Qwen3-Omni": "test_encoders.py::test_replays_are_as_near_to_fp32_as_eager[exact-qwen3_omni_audio]",
-    "vision graphs of Gemma 3": "test_encoders.py::test_replays_equal_eager_to_the_bit[siglip-1]",
-    "vision graphs of Nemotron VL": "test_encoders.py::test_replays_equal_eager_to_the_bit[nemotron_vl-1]",
-    "vision graphs of Nemotron Omni": "test_encoders.py::test_replays_equal_eager_to_the_bit[nemotron_omni-1]",
     F.FAST_KERNELS: "test_kernels.py::test_fast_kernels_with_frozen_parts[layers.1.mlp]",
     F.OFFLOAD_IN_GRAPHS: "test_offload.py::test_outputs_and_gradients_are_equal_to_the_bit[fast-both]",
-    F.CORE_OFFLOAD: "test_core_offload.py::test_layers_that_megatron_core_runs_train_the_same[graphs]",
+    F.CORE_OFFLOAD: "test_document_training.py::test_layers_that_megatron_core_offloads_train_the_same[graphs]",
     F.LANGUAGE_MODEL: "test_pretrain.py::test_language_model_graphs_beside_vision_graphs[attn-mlp]",
     F.MULTIMODAL_ROTARY: "test_pretrain.py::test_language_model_graphs_beside_vision_graphs[attn-mlp]",
     F.FULL_ITERATION: "test_pretrain.py::test_the_whole_language_model_on_a_graph[text-only and evaluation]",

@@ -20,9 +20,9 @@ import bridge_cg_plugin
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.hooks import graph_helper, vision_helper
 from examples.photographs.small_tower import start_single_process
-from tests.gpu.tower_case import VOCABULARY
+from tests.gpu import towers
 from tests.gpu.tower_training import RandomItems, graph_fields
-from tests.gpu.towers import TOWERS, nemotron_vl
+from tests.gpu.towers import TOWERS, VOCABULARY
 from tests.models.radio_tower import local_spec
 
 from . import bridge_towers, vlm
@@ -94,7 +94,7 @@ def narrow(provider):
 def radio(config, *args, **kwargs):
     """Build Nemotron's tower narrow."""
     change(config, TOWER)
-    return nemotron_vl.radio(config, *args, **kwargs)
+    return towers.radio(config, *args, **kwargs)
 
 
 def hybrid_layers():

@@ -1,0 +1,60 @@
+"""What GPU tests share: a host that may not wait, a look into graphs' memory, adapters."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def host_may_not_wait() -> Iterator[None]:
+    """Let PyTorch raise where the host would wait for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def equal(found, expected) -> bool:
+    """Whether tensors are equal to the bit."""
+    return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def poison(graphs) -> None:
+    """Fill every static floating-point buffer with NaN, as memory nobody wrote may be."""
+    for slot in (slot for region in graphs._regions for slot in region._slots):
+        shared = [] if slot.shared is None else [slot.shared.tensors(slot.index)]
+        for flat in (flat for tensors in (slot.static, *shared) for flat in tensors.storages):
+            if flat.is_floating_point():
+                flat.fill_(torch.nan)
+
+
+def memories(graphs) -> list:
+    """Return the memory of each slot's recordings, once each."""
+    slots = [slot.common for region in graphs._regions for slot in region._slots]
+    return list(dict.fromkeys(memory for common in slots for memory in common._memory.values()))
+
+
+def spoil(graphs) -> None:
+    """Fill all arenas with NaN, as other recordings may leave anything there."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for memory in memories(graphs):
+        if nbytes := memory.nbytes:
+            storage = torch._C._construct_storage_from_data_pointer(memory._addresses.first, device, nbytes)
+            content: Tensor = torch.empty(0, dtype=torch.uint8, device=device)
+            content.set_(storage, 0, (nbytes,), (1,)).fill_(255)
+
+
+def add_lora(model: nn.Module, targets: Sequence[str], dropout: float = 0.0) -> None:
+    """Freeze the model and give the named linear modules trainable LoRA weights that matter."""
+    from megatron.bridge.peft.lora import LoRA
+
+    LoRA(target_modules=list(targets), dim=8, alpha=8, dropout=dropout)(model, training=True)
+    model.cuda().bfloat16().train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "linear_out" in name:
+                parameter.normal_(std=0.02)

@@ -1,0 +1,406 @@
+"""Trainings of small language models on documents: graphs, packs, generation between steps, and offloading.
+
+`dense` is a model of layers of 2048, `experts` has 16 experts of 768 in every layer, 4 of them for a token. A
+microbatch is 4 documents of random length: rows of the batch, or joined by Bridge's in-batch packing. `qwen` is
+Qwen3-VL's language model with experts, whose forwards and backwards come as in a schedule without pipeline.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from megatron.bridge.data.packing.in_batch import pack_right_padded_sequence_batch_to_mcore_thd
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model import Qwen3VLGPTModel
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import Qwen3VLTransformerConfig
+from megatron.bridge.recipes.utils.optimizer_utils import distributed_fused_adam_with_cosine_annealing
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.config import (
+    CheckpointConfig,
+    ConfigContainer,
+    DatasetProvider,
+    DistributedInitConfig,
+    LoggerConfig,
+    RNGConfig,
+    TokenizerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+from megatron.bridge.training.pretrain import pretrain
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.inference.utils import InferenceMode
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.pipeline_parallel import utils
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface as Interface,
+)
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnBackend
+from torch import Tensor
+from torch.nn.functional import pad, silu
+from torch.utils.data import Dataset
+
+import bridge_cg_plugin
+from bridge_cg_plugin.options import graph_options
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options, inference_graphs
+from bridge_cg_plugin.upstream.hooks.recipes import helper_as_shipped
+from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.wrappers import unwrapped
+from examples.photographs.training import Recorder
+from tests.models import packed_parity as parity
+from tests.models import tower
+from tests.models.tilings import few_tilings
+
+VOCABULARY, SEQUENCE, DOCUMENTS, MICROBATCHES = 32_768, 1024, 4, 4
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 16,
+    "moe_router_topk": 4,
+    "moe_ffn_hidden_size": 768,
+    "moe_grouped_gemm": True,
+    "moe_permute_fusion": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-3,
+}
+# Experts inside a graph of megatron-core's take the same number of tokens each.
+EQUAL = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True, "moe_permute_fusion": False}
+MAMBA = {
+    "hybrid_layer_pattern": "M*-M",
+    "is_hybrid_model": True,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 128,
+    "attention_backend": AttnBackend.auto,
+}
+GPT: dict[str, Any] = {"num_layers": 2, "qk_layernorm": True, "position_embedding_type": "rope"}
+# Providers of language models by name, and what is theirs alone.
+LANGUAGE_MODELS: dict[str, tuple[type, dict[str, Any]]] = {
+    "dense": (GPTModelProvider, GPT),
+    "experts": (GPTModelProvider, {**GPT, **EXPERTS}),
+    "equal_experts": (GPTModelProvider, {**GPT, **EXPERTS, **EQUAL}),
+    "mamba": (HybridModelProvider, MAMBA),
+}
+QWEN, ITERATIONS, QWEN_MICROBATCHES, TOKENS = "qwen", 3, 2, 2048
+PROMPTS, PROMPT, GENERATED, BETWEEN = 2, 32, 16, 6
+
+
+def worker_parser(prog: str) -> argparse.ArgumentParser:
+    """Return a parser of what every process of a `Training` is told: how to train, how many steps, where to write."""
+    parser = argparse.ArgumentParser(prog=prog)
+    parser.add_argument("--train", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    return parser
+
+
+def train_words(words: Sequence[str]) -> None:
+    """Train as the words of a command line say."""
+    parser = worker_parser("document_training")
+    parser.add_argument("--model", choices=(*LANGUAGE_MODELS, QWEN), default="dense")
+    parser.add_argument("--packed", action="store_true", help="train on packed documents")
+    parser.add_argument("--flash-decode", action="store_true")
+    parser.add_argument("--generate", action="store_true", help="generate before training and between its steps")
+    parser.add_argument("--set", nargs="*", default=[], help="fields of the model")
+    args = parser.parse_args(words)
+    bridge_cg_plugin.activate()
+    with ExitStack() as stack:
+        stack.enter_context(parity.deterministic())
+        if args.model == "mamba":
+            stack.enter_context(few_tilings())
+        found = train_qwen(args.set) if args.model == QWEN else train(args)
+    manager = PipelineOffloadManager.OFFLOAD_MGR
+    offloaded = getattr(manager, "_offload_summary_total_bytes", 0)  # by megatron-core, in a step
+    args.out.write_text(json.dumps({**found, "offloaded": offloaded}))
+
+
+def set_fields(model: Any, words: Sequence[str]) -> None:
+    """Set fields of a model's configuration as words say, `name=value`."""
+    for name, value in (word.split("=", 1) for word in words):
+        setattr(model, name, value.split(",") if name == "offload_modules" else yaml.safe_load(value))
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Run Bridge's `pretrain()`; returns losses, tokens that were generated and what was on graphs."""
+    utils.set_ideal_affinity_for_current_gpu = lambda: None  # several train side by side, on any cores
+    config = training_config(args.steps, args.model, args.packed)
+    if args.flash_decode:  # of FlashAttention only the kernel that reads a cache need be there
+        config.model.flash_decode, config.model.attention_backend = True, AttnBackend.fused
+    set_fields(config.model, args.set)
+    apply_options(graph_options(config.model), config)
+    recorder, keeper, generator = Recorder(), Keeper(), Generator()
+    with helper_as_shipped():
+        pretrain(config, forward_step, callbacks=[recorder, keeper, *([generator] if args.generate else [])])
+    return {
+        "losses": recorder.losses,
+        "layers": keeper.layers,
+        "packed": keeper.packed,
+        "generations": generator.found,
+    }
+
+
+def training_config(steps: int, model: str, packed: bool) -> ConfigContainer:
+    """Return Bridge's whole configuration of a language model."""
+    optimizer, scheduler = distributed_fused_adam_with_cosine_annealing(
+        lr_warmup_iters=5, lr_decay_iters=max(steps, 10), max_lr=1e-4, min_lr=1e-5
+    )
+    return ConfigContainer(
+        model=model_provider(model),
+        train=TrainingConfig(
+            train_iters=steps,
+            global_batch_size=MICROBATCHES * DOCUMENTS,
+            micro_batch_size=DOCUMENTS,
+            manual_gc=True,
+            manual_gc_interval=1000,
+        ),
+        validation=ValidationConfig(eval_interval=None, eval_iters=0),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        ddp=DistributedDataParallelConfig(
+            check_for_nan_in_grad=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,  # generation calls the model's chunk
+            overlap_param_gather=False,
+            average_in_collective=True,
+            use_distributed_optimizer=True,
+        ),
+        dataset=DocumentProvider(enable_in_batch_packing=packed),
+        logger=LoggerConfig(log_interval=10),
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
+        checkpoint=CheckpointConfig(save=None, load=None, save_interval=None, ckpt_format="torch_dist"),
+        rng=RNGConfig(seed=1234, te_rng_tracker=True),
+        dist=DistributedInitConfig(),
+        mixed_precision=get_mixed_precision_config("bf16_mixed"),
+    )
+
+
+def model_provider(model: str) -> Any:
+    """Return the provider of a model of a few layers of 2048."""
+    kind, own = LANGUAGE_MODELS[model]
+    return kind(
+        **own,
+        hidden_size=2048,
+        ffn_hidden_size=6144,
+        num_attention_heads=16,
+        num_query_groups=8,
+        kv_channels=128,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        vocab_size=VOCABULARY,
+        make_vocab_size_divisible_by=128,
+        seq_length=SEQUENCE,
+        share_embeddings_and_output_weights=False,
+        gradient_accumulation_fusion=False,
+        use_te_rng_tracker=True,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+    )
+
+
+class Documents(Dataset[dict[str, Tensor]]):
+    """Documents of 16 to `SEQUENCE` tokens, each a repeated phrase, which a model can learn.
+
+    Args:
+        count: Documents.
+        seed: Of their tokens.
+        packed: Whether Bridge joins those of a microbatch, or each is a row of the batch.
+    """
+
+    def __init__(self, count: int, seed: int, packed: bool) -> None:
+        self._count, self._seed, self._packed = count, seed, packed
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        rng = random.Random(self._seed * 1_000_003 + index)
+        length = min(max(int(64 * rng.paretovariate(0.7)), 16), SEQUENCE)
+        phrase = [rng.randrange(100, 1000) for _ in range(8)]
+        tokens = torch.tensor([phrase[i % 8] for i in range(length + 1)])
+        kept = torch.arange(SEQUENCE) < length
+        padding = (0, SEQUENCE - length)
+        return {
+            "tokens": pad(tokens[:-1], padding),
+            "labels": pad(tokens[1:], padding, value=-100),
+            "loss_mask": kept.float(),
+            "position_ids": torch.arange(SEQUENCE),
+            "attention_mask": kept,
+        }
+
+    def collate_fn(self, items: list[dict[str, Tensor]]) -> dict[str, Any]:
+        """Stack a microbatch; Bridge joins packed documents."""
+        batch: dict[str, Any] = {key: torch.stack([item[key] for item in items]) for key in items[0]}
+        if self._packed:
+            pack_right_padded_sequence_batch_to_mcore_thd(batch)
+        else:
+            batch["attention_mask"] = None
+        batch["labels"] = batch["labels"].clamp(min=0)
+        return batch
+
+
+@dataclass
+class DocumentProvider(DatasetProvider):
+    """Bridge dataset provider over `Documents`."""
+
+    seq_length: int = SEQUENCE
+    seed: int = 1
+    dataloader_type: str = "single"
+    num_workers: int = 0
+    skip_getting_attention_mask_from_dataset: bool = True
+    enable_in_batch_packing: bool = True
+
+    def build_datasets(self, context: Any) -> tuple[Dataset[Any], Dataset[Any], Dataset[Any]]:
+        """Build train, validation and test sets of the sizes that training asks for."""
+        counts = (context.train_samples, context.valid_samples, context.test_samples)
+        packed = self.enable_in_batch_packing
+        train, valid, test = (Documents(max(count, 1), self.seed + i, packed) for i, count in enumerate(counts))
+        return train, valid, test
+
+
+class Keeper(Callback):
+    """Keeps what was on graphs as of the last step: layers by upstream, packs by the plugin."""
+
+    def __init__(self) -> None:
+        self.layers = 0
+        self.packed: dict[str, Any] | None = None
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Count layers and read the statistics."""
+        modules = (module for chunk in context.model for module in chunk.modules())
+        self.layers = sum(bool(getattr(module, "cuda_graphs", None)) for module in modules)
+        for helper in active_helpers():
+            self.packed = helper.graphs.statistics().as_dict()
+
+
+class Generator(Callback):
+    """Generates before training and after a step, as roll-outs in a training loop do.
+
+    Attributes:
+        found: Tokens of each generation, whether they were the same with graphs away, and whether options came back.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+        self._steps = 0
+        # megatron-core's graphs know the context that they were recorded with, as its engine keeps one.
+        self._context = StaticInferenceContext(PROMPTS, PROMPT + GENERATED)
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Generate with the weights that training begins with."""
+        self._generate(context)
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Generate once, with graphs captured."""
+        self._steps += 1
+        if self._steps == BETWEEN:
+            self._generate(context)
+
+    def _generate(self, context: CallbackContext) -> None:
+        (chunk,) = context.model
+        model = list(unwrapped(chunk))[-1]
+        before = dict(vars(model.config))
+        with inference_graphs(model.config):
+            tokens = generate(model, self._context)
+        with ExitStack() as stack:
+            for helper in active_helpers():
+                stack.enter_context(helper.graphs.paused())
+            stack.enter_context(inference_graphs(model.config))
+            again = generate(model, self._context)
+        same_options = dict(vars(model.config)) == before
+        self.found.append({"tokens": tokens, "same": again == tokens, "options": same_options})
+
+
+@torch.no_grad()
+def generate(model: Any, context: StaticInferenceContext) -> list[list[int]]:
+    """Return tokens that a model is surest of, one after the other, for two prompts."""
+    context.reset()
+    device = next(model.parameters()).device
+    rows = torch.arange(PROMPT, device=device) % 8 + 10
+    tokens = torch.stack((rows, rows + 20))
+    model.eval()
+    try:
+        with InferenceMode.active():
+            given, made = tokens, []
+            for _ in range(GENERATED):
+                start = context.sequence_len_offset
+                places = torch.arange(start, start + given.shape[1], device=device).expand(len(given), -1)
+                logits = model(given, places, None, inference_context=context, runtime_gather_output=True)
+                context.sequence_len_offset += given.shape[1]
+                context.enable_decode_mode()
+                given = logits[:, -1:].argmax(-1)
+                made.append(given)
+    finally:
+        model.train()
+    return torch.cat(made, 1).tolist()
+
+
+def train_qwen(words: Sequence[str]) -> dict[str, Any]:
+    """Run forwards and backwards of Qwen3-VL's language model with experts, as a schedule without pipeline does."""
+    tower.start_process()
+    model = qwen(words)
+    losses, norms = [], []
+    for iteration in range(ITERATIONS):
+        model.zero_grad()
+        for number in range(QWEN_MICROBATCHES):
+            generator = torch.Generator("cuda").manual_seed(iteration * QWEN_MICROBATCHES + number)
+            tokens = torch.randint(VOCABULARY, (1, TOKENS), device="cuda", generator=generator)
+            positions = torch.arange(TOKENS, device="cuda").expand(3, 1, -1)
+            loss = model(tokens, positions, None, labels=tokens.roll(-1, 1)).float().mean()
+            loss.backward()
+            losses.append(float(loss.detach()))
+        if model.config.fine_grained_activation_offloading:
+            Interface.reset()
+        norms.append([float(p.grad.float().norm()) for p in model.parameters()])
+    return {"losses": losses, "grad_norms": norms}
+
+
+def qwen(words: Sequence[str]) -> Qwen3VLGPTModel:
+    """Build it as Bridge does, of four layers."""
+    torch.manual_seed(0)
+    config = Qwen3VLTransformerConfig(
+        num_layers=4,
+        hidden_size=1024,
+        num_attention_heads=8,
+        num_query_groups=4,
+        kv_channels=128,
+        ffn_hidden_size=3072,
+        num_moe_experts=8,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=768,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=True,
+        moe_router_load_balancing_type="none",
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        gradient_accumulation_fusion=False,
+        mrope_section=[24, 20, 20],
+    )
+    set_fields(config, words)
+    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=8, moe_grouped_gemm=True, qk_layernorm=True)
+    spec.submodules.self_attention.module = Qwen3VLSelfAttention
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    model = Qwen3VLGPTModel(config, spec, VOCABULARY, TOKENS, position_embedding_type="mrope", pg_collection=groups)
+    return model.cuda().bfloat16().train()
