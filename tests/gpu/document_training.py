@@ -1,16 +1,15 @@
 """Trainings of small language models on documents: graphs, packs, generation between steps, and offloading.
 
 `dense` is a model of layers of 2048, `experts` has 16 experts of 768 in every layer, 4 of them for a token. A
-microbatch is 4 documents of random length: rows of the batch, or joined by Bridge's in-batch packing. `qwen` is
-Qwen3-VL's language model with experts, whose forwards and backwards come as in a schedule without pipeline.
+microbatch is 4 documents of random length: rows of the batch, or joined by Bridge's in-batch packing.
 """
 
 import argparse
+import dataclasses
 import json
 import random
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +18,14 @@ import yaml
 from megatron.bridge.data.packing.in_batch import pack_right_padded_sequence_batch_to_mcore_thd
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
-from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention import Qwen3VLSelfAttention
-from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model import Qwen3VLGPTModel
-from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import Qwen3VLTransformerConfig
-from megatron.bridge.recipes.utils.optimizer_utils import distributed_fused_adam_with_cosine_annealing
 from megatron.bridge.training.callbacks import Callback, CallbackContext
-from megatron.bridge.training.config import (
-    CheckpointConfig,
-    ConfigContainer,
-    DatasetProvider,
-    DistributedInitConfig,
-    LoggerConfig,
-    RNGConfig,
-    TokenizerConfig,
-    TrainingConfig,
-    ValidationConfig,
-)
+from megatron.bridge.training.config import ConfigContainer, DatasetProvider, TokenizerConfig
 from megatron.bridge.training.gpt_step import forward_step
-from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 from megatron.bridge.training.pretrain import pretrain
-from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.utils import InferenceMode
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.pipeline_parallel import utils
-from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
-    FineGrainedActivationOffloadingInterface as Interface,
-)
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 from torch.nn.functional import pad, silu
@@ -59,9 +37,9 @@ from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options, inferenc
 from bridge_cg_plugin.upstream.hooks.recipes import helper_as_shipped
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.wrappers import unwrapped
-from examples.photographs.training import Recorder
+from examples.photographs import training as photographs
+from examples.photographs.training import Recorder, Run
 from tests.models import packed_parity as parity
-from tests.models import tower
 from tests.models.tilings import few_tilings
 
 VOCABULARY, SEQUENCE, DOCUMENTS, MICROBATCHES = 32_768, 1024, 4, 4
@@ -93,7 +71,6 @@ LANGUAGE_MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     "equal_experts": (GPTModelProvider, {**GPT, **EXPERTS, **EQUAL}),
     "mamba": (HybridModelProvider, MAMBA),
 }
-QWEN, ITERATIONS, QWEN_MICROBATCHES, TOKENS = "qwen", 3, 2, 2048
 PROMPTS, PROMPT, GENERATED, BETWEEN = 2, 32, 16, 6
 
 
@@ -109,7 +86,7 @@ def worker_parser(prog: str) -> argparse.ArgumentParser:
 def train_words(words: Sequence[str]) -> None:
     """Train as the words of a command line say."""
     parser = worker_parser("document_training")
-    parser.add_argument("--model", choices=(*LANGUAGE_MODELS, QWEN), default="dense")
+    parser.add_argument("--model", choices=LANGUAGE_MODELS, default="dense")
     parser.add_argument("--packed", action="store_true", help="train on packed documents")
     parser.add_argument("--flash-decode", action="store_true")
     parser.add_argument("--generate", action="store_true", help="generate before training and between its steps")
@@ -120,16 +97,10 @@ def train_words(words: Sequence[str]) -> None:
         stack.enter_context(parity.deterministic())
         if args.model == "mamba":
             stack.enter_context(few_tilings())
-        found = train_qwen(args.set) if args.model == QWEN else train(args)
+        found = train(args)
     manager = PipelineOffloadManager.OFFLOAD_MGR
     offloaded = getattr(manager, "_offload_summary_total_bytes", 0)  # by megatron-core, in a step
     args.out.write_text(json.dumps({**found, "offloaded": offloaded}))
-
-
-def set_fields(model: Any, words: Sequence[str]) -> None:
-    """Set fields of a model's configuration as words say, `name=value`."""
-    for name, value in (word.split("=", 1) for word in words):
-        setattr(model, name, value.split(",") if name == "offload_modules" else yaml.safe_load(value))
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -138,7 +109,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     config = training_config(args.steps, args.model, args.packed)
     if args.flash_decode:  # of FlashAttention only the kernel that reads a cache need be there
         config.model.flash_decode, config.model.attention_backend = True, AttnBackend.fused
-    set_fields(config.model, args.set)
+    for name, value in (word.split("=", 1) for word in args.set):
+        setattr(config.model, name, value.split(",") if name == "offload_modules" else yaml.safe_load(value))
     apply_options(graph_options(config.model), config)
     recorder, keeper, generator = Recorder(), Keeper(), Generator()
     with helper_as_shipped():
@@ -152,37 +124,16 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def training_config(steps: int, model: str, packed: bool) -> ConfigContainer:
-    """Return Bridge's whole configuration of a language model."""
-    optimizer, scheduler = distributed_fused_adam_with_cosine_annealing(
-        lr_warmup_iters=5, lr_decay_iters=max(steps, 10), max_lr=1e-4, min_lr=1e-5
+    """Return Bridge's whole configuration of a language model: the example's, on documents."""
+    config = photographs.training_config(
+        Run(steps=steps, small=True, global_batch=MICROBATCHES * DOCUMENTS, overlap=False)  # generation calls the chunk
     )
-    return ConfigContainer(
+    config.train.micro_batch_size = DOCUMENTS
+    return dataclasses.replace(
+        config,
         model=model_provider(model),
-        train=TrainingConfig(
-            train_iters=steps,
-            global_batch_size=MICROBATCHES * DOCUMENTS,
-            micro_batch_size=DOCUMENTS,
-            manual_gc=True,
-            manual_gc_interval=1000,
-        ),
-        validation=ValidationConfig(eval_interval=None, eval_iters=0),
-        optimizer=optimizer,
-        scheduler=scheduler,
-        ddp=DistributedDataParallelConfig(
-            check_for_nan_in_grad=True,
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=False,  # generation calls the model's chunk
-            overlap_param_gather=False,
-            average_in_collective=True,
-            use_distributed_optimizer=True,
-        ),
         dataset=DocumentProvider(enable_in_batch_packing=packed),
-        logger=LoggerConfig(log_interval=10),
         tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY - 1),
-        checkpoint=CheckpointConfig(save=None, load=None, save_interval=None, ckpt_format="torch_dist"),
-        rng=RNGConfig(seed=1234, te_rng_tracker=True),
-        dist=DistributedInitConfig(),
-        mixed_precision=get_mixed_precision_config("bf16_mixed"),
     )
 
 
@@ -254,7 +205,7 @@ class Documents(Dataset[dict[str, Tensor]]):
         return batch
 
 
-@dataclass
+@dataclasses.dataclass
 class DocumentProvider(DatasetProvider):
     """Bridge dataset provider over `Documents`."""
 
@@ -348,59 +299,3 @@ def generate(model: Any, context: StaticInferenceContext) -> list[list[int]]:
     finally:
         model.train()
     return torch.cat(made, 1).tolist()
-
-
-def train_qwen(words: Sequence[str]) -> dict[str, Any]:
-    """Run forwards and backwards of Qwen3-VL's language model with experts, as a schedule without pipeline does."""
-    tower.start_process()
-    model = qwen(words)
-    losses, norms = [], []
-    for iteration in range(ITERATIONS):
-        model.zero_grad()
-        for number in range(QWEN_MICROBATCHES):
-            generator = torch.Generator("cuda").manual_seed(iteration * QWEN_MICROBATCHES + number)
-            tokens = torch.randint(VOCABULARY, (1, TOKENS), device="cuda", generator=generator)
-            positions = torch.arange(TOKENS, device="cuda").expand(3, 1, -1)
-            loss = model(tokens, positions, None, labels=tokens.roll(-1, 1)).float().mean()
-            loss.backward()
-            losses.append(float(loss.detach()))
-        if model.config.fine_grained_activation_offloading:
-            Interface.reset()
-        norms.append([float(p.grad.float().norm()) for p in model.parameters()])
-    return {"losses": losses, "grad_norms": norms}
-
-
-def qwen(words: Sequence[str]) -> Qwen3VLGPTModel:
-    """Build it as Bridge does, of four layers."""
-    torch.manual_seed(0)
-    config = Qwen3VLTransformerConfig(
-        num_layers=4,
-        hidden_size=1024,
-        num_attention_heads=8,
-        num_query_groups=4,
-        kv_channels=128,
-        ffn_hidden_size=3072,
-        num_moe_experts=8,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=768,
-        moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=True,
-        moe_router_load_balancing_type="none",
-        gated_linear_unit=True,
-        activation_func=silu,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        qk_layernorm=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        gradient_accumulation_fusion=False,
-        mrope_section=[24, 20, 20],
-    )
-    set_fields(config, words)
-    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=8, moe_grouped_gemm=True, qk_layernorm=True)
-    spec.submodules.self_attention.module = Qwen3VLSelfAttention
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    model = Qwen3VLGPTModel(config, spec, VOCABULARY, TOKENS, position_embedding_type="mrope", pg_collection=groups)
-    return model.cuda().bfloat16().train()

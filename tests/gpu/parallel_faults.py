@@ -1,10 +1,17 @@
-"""What tests make go wrong in the processes of a run; each is called in every process before it trains."""
+"""What tests change in the processes of a run, mostly for the worse; called in every process before it trains."""
 
 import functools
 import os
 import time
 
 import torch
+
+
+def use_any_cores() -> None:
+    """Let several trainings that megatron-core offloads run side by side: it ties each to the cores of its GPU."""
+    from megatron.core.pipeline_parallel import utils
+
+    utils.set_ideal_affinity_for_current_gpu = lambda: None
 
 
 def second_rank_cannot_capture() -> None:

@@ -9,7 +9,6 @@ from .trainings import trainings_of
 
 SCRIPTS = (
     "test_benchmarks",
-    "test_bench_recipe",
     "test_compare",
     "test_presets",
     "test_tower_training",
@@ -24,18 +23,17 @@ SECONDS = {
     "test_packed_fp8": 75.0,
     "test_packed_default": 75.0,
     "test_segment_attention": 75.0,
-    "test_captured_experts": 65.0,
+    "test_captured_experts": 60.0,
     "test_small_recipe": 65.0,
     "test_packed_mamba": 60.0,
     "test_packed": 55.0,
     "test_memory_release": 50.0,
     "test_offload": 45.0,
-    "test_changed_models": 45.0,
+    "test_changed_models": 30.0,
     "test_capture": 20.0,
     "test_between": 20.0,
     "test_parity": 20.0,
     "test_side_stream": 15.0,
-    "test_tower_attention": 15.0,
 }
 OTHERS_S = 10.0
 # A training run's share of the time that some thirty took, several at once, imports included.

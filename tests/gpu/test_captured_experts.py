@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.language.experts.linear import combine_linear, dispatch_linear
-from bridge_cg_plugin.language.experts.rows import find_rows, row_weights
+from bridge_cg_plugin.language.experts.rows import find_rows
 from bridge_cg_plugin.language.experts.tables import Tables
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity
@@ -37,25 +37,6 @@ def routing(used):
     scores[7:, 2] = -1.0
     routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(TOP_K).indices, True)
     return find_rows(routing_map, torch.tensor([used], dtype=torch.int32, device="cuda"), TOP_K)
-
-
-@pytest.mark.parametrize("used", [0, 613])
-def test_rows_are_those_of_the_reference(tower_module, used):
-    generator = torch.Generator("cuda").manual_seed(0)
-    scores = torch.rand(TOKENS, 60, device="cuda", generator=generator)
-    routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(TOP_K).indices, True)
-    count = torch.tensor([used], dtype=torch.int32, device="cuda")
-    found, right = find_rows(routing_map, count, TOP_K), find_rows(routing_map.cpu(), count.cpu(), TOP_K)
-    rows = int(right.bounds[-1])
-    for name in ("bounds", "places", "rows_of"):
-        assert torch.equal(getattr(found, name).cpu(), getattr(right, name)), name
-    for name in ("tokens", "entries"):
-        assert torch.equal(getattr(found, name)[:rows].cpu(), getattr(right, name)[:rows]), name
-    leaf = scores.clone().requires_grad_()
-    weights = row_weights(leaf, found)
-    assert torch.equal(weights[:rows], scores.reshape(-1)[right.entries[:rows].long()])
-    (gradient,) = torch.autograd.grad(weights, leaf, torch.ones_like(weights))
-    assert torch.equal(gradient > 0, found.rows_of >= 0)
 
 
 def drawn(*shape, seed=1):

@@ -84,11 +84,8 @@ class Buffers:
             parameter.data = weight.view_as(parameter)
         give_main_grads(parameters, self.gradients)
 
-    def move(self, elsewhere: bool = True) -> list[torch.Tensor]:
+    def move(self) -> list[torch.Tensor]:
         """Free both and take memory again, as `offload_grad_buffers` and `restore_grad_buffers` do.
-
-        Args:
-            elsewhere: Whether it must be other memory.
 
         Returns:
             Tensors of somebody else that took the freed memory in between.
@@ -96,48 +93,11 @@ class Buffers:
         others = []
         for flat in (self.weights, self.gradients):
             storage, host = flat.untyped_storage(), flat.cpu()
-            size, had = storage.nbytes(), {flat.data_ptr()} if elsewhere else ()
+            size = storage.nbytes()
             storage.resize_(0)
-            others += fill_elsewhere(storage, size, had)
+            others += fill_elsewhere(storage, size, ())
             flat.copy_(host)
         return others
-
-
-class Training:
-    """Steps of a tower whose buffers leave and return after each; the losses, statistics and seconds of captures."""
-
-    def __init__(self, tower_module, start, leave=lambda buffers: []) -> None:
-        model = tower_module.build_tower(layers=4)
-        buffers = Buffers(tower_module, model)
-        buffers.weights.copy_(start)
-        helper = new_helper(model, buckets=BUCKETS)
-        self.losses, self.seconds, others = [], [], []
-        for step in range(STEPS):
-            batch = tower_module.make_batch(MIXED[step % len(MIXED)], model, seed=step)
-            outputs = tower_module.forward(model, batch)
-            loss = sum((o.float() * g.float()).mean() for o, g in zip(outputs, batch.gradients, strict=True))
-            loss.backward()
-            self.losses.append(loss.item())
-            self.seconds.append(helper.graphs.statistics().capture_seconds)
-            buffers.weights.add_(buffers.gradients, alpha=-0.3)
-            buffers.gradients.zero_()
-            assert are_intact(others)
-            others = leave(buffers)
-        self.statistics = helper.graphs.statistics()
-        helper.delete_cuda_graphs()
-
-
-@pytest.fixture
-def start(tower_module):
-    return Buffers(tower_module, tower_module.build_tower(layers=4)).weights.clone()
-
-
-def test_buffers_offloaded_and_restored_after_every_step(deterministic, tower_module, start):
-    expected, found = Training(tower_module, start), Training(tower_module, start, Buffers.move)
-    losses = found.losses
-    print(f"buffers moved: losses {losses[0]:.6f} to {losses[-1]:.6f}, captured in {found.seconds[-1]:.1f} s in all")
-    assert losses == expected.losses and losses[0] != losses[-1]
-    assert found.statistics.replays == STEPS and not found.statistics.fallbacks
 
 
 def on_the_device_elsewhere(tensor: torch.Tensor, address: int) -> torch.Tensor:
@@ -185,7 +145,7 @@ def test_adapters_that_return_beside_frozen_weights_need_no_further_capture(dete
                 weight.data = weight.data.cpu()
             assert helper.graphs.release_memory()
             torch.cuda.empty_cache()
-            others = buffers.move(elsewhere=False)
+            others = buffers.move()
             for weight, place in zip(frozen, places, strict=True):
                 weight.data = on_the_device_elsewhere(weight.data, place)
             assert are_intact(others)

@@ -78,24 +78,6 @@ def test_two_streams_equal_one_to_the_bit(tower_module, repeatable_model, kernel
             assert not differ, f"replay {place} on {streams} streams: outputs and gradients {differ} differ"
 
 
-def test_microbatches_in_flight_keep_apart(tower_module, repeatable_model):
-    grads = tower_module.MainGrads(repeatable_model)
-    batches = [tower_module.make_batch(grid, repeatable_model, seed=i) for i, grid in enumerate((ONE, FOUR, ONE))]
-    sums = {}
-    for streams in (1, 2):
-        helper = captured(repeatable_model, streams, "fast", slots=3)
-        try:
-            grads.zero()
-            outputs = [tower_module.forward(repeatable_model, batch) for batch in batches]
-            for made, batch in zip(outputs, batches, strict=True):
-                torch.autograd.backward(made, batch.gradients)
-            sums[streams] = grads.copy()
-            assert helper.graphs.statistics().replays == 3
-        finally:
-            helper.delete_cuda_graphs()
-    assert all(map(torch.equal, sums[1], sums[2]))
-
-
 def test_activations_leave_the_device_beside_side_stream(tower_module, repeatable_model):
     grads = tower_module.MainGrads(repeatable_model)
     batch = tower_module.make_batch(ONE, repeatable_model)

@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 from megatron.bridge.models.gemma_vl.gemma3_vl_provider import Gemma3VLModelProvider
 from megatron.bridge.models.gemma_vl.modeling_gemma3_vl import Gemma3VLMultimodalProjectorConfig
-from megatron.bridge.models.ministral3.ministral3_provider import Ministral3ModelProvider
 from megatron.bridge.models.nemotron_omni.nemotron_omni_provider import NemotronOmniModelProvider
 from megatron.bridge.models.nemotron_vl.nemotron_vl_provider import NemotronVLModelProvider
 from megatron.bridge.models.qwen_omni import qwen3_omni_step
@@ -22,7 +21,7 @@ from megatron.core.models.multimodal import llava_model
 from megatron.core.models.vision.radio import RADIOViTModel
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
-from transformers import Mistral3Config, SiglipVisionConfig
+from transformers import SiglipVisionConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
 
@@ -210,33 +209,6 @@ QWEN3_OMNI = Tower(
 )
 
 
-PIXTRAL_PATCH = 14
-
-
-def ministral3() -> Ministral3ModelProvider:
-    """Ministral 3: Hugging Face's Pixtral on images padded to one size, as Mistral 3's default configuration has it."""
-    rope = {
-        "rope_type": "default",
-        "rope_theta": 1e6,
-        "llama_4_scaling_beta": 0.1,
-        "original_max_position_embeddings": SEQUENCE,
-    }
-    text = {"model_type": "ministral3", "hidden_size": WIDTH, "num_attention_heads": HEADS, "rope_parameters": rope}
-    config = Mistral3Config(text_config=text)
-    config.vision_config.num_hidden_layers = LAYERS
-    return Ministral3ModelProvider(**language_model(), image_token_id=IMAGE, hf_config=config)
-
-
-def padded_images(images: list[tuple[int, int]], tokens: Tensor, generator: torch.Generator) -> Inputs:
-    """Draw images padded to one size."""
-    sizes = torch.tensor(images) * PIXTRAL_PATCH
-    pixels = torch.randn(len(images), 3, *sizes.amax(0).tolist(), generator=generator)
-    return {"visual_inputs": GenericVisualInputs(pixel_values=pixels, image_sizes=sizes)}
-
-
-MINISTRAL3 = Tower(ministral3, PATCH_BUCKETS, one_or_two(SIZES), image_tokens, padded_images)
-
-
 SIGLIP_DEPTH, SIGLIP_WIDTH = 6, 1152
 SIGLIP_SIDE, SIGLIP_EMBEDDINGS, SIGLIP_PATCHES = 896, 256, 4096
 
@@ -392,7 +364,6 @@ NEMOTRON_OMNI = Tower(
 TOWERS = {
     "qwen25_vl": QWEN25_VL,
     "qwen3_omni": QWEN3_OMNI,
-    "ministral3": MINISTRAL3,
     "gemma3_vl": GEMMA3_VL,
     "nemotron_vl": NEMOTRON_VL,
     "nemotron_omni": NEMOTRON_OMNI,

@@ -14,11 +14,6 @@ from bridge_cg_plugin.upstream.seams.encoders import GROUP
 PACKAGE = Path(__file__).resolve().parents[1] / "packages/moonvit_graphs"
 REMOTE_CODE = PACKAGE / "remote_code"
 SIDE = 14
-# Sizes of the published model.
-PUBLISHED = {
-    **{"vt_hidden_size": 1152, "vt_num_attention_heads": 16, "vt_intermediate_size": 4304},
-    **{"init_pos_emb_height": 64, "init_pos_emb_width": 64},
-}
 
 
 def remote(name: str):
