@@ -25,7 +25,6 @@ from .planning.demand import Demand
 from .planning.growing import Growing
 from .recordings.capture import collected_later, put_back
 from .recordings.chain import Chain, Offloading
-from .recordings.compiling import TURNS
 from .recordings.executor import Executor
 from .recordings.watched_pass import KeptTensors
 from .region import Region
@@ -97,7 +96,6 @@ class GraphManager:
         """Give the module its former forward back and drop all graphs."""
         self.reset()
         self._instance.restore()
-        self.workload.detach()
         self.at_detach.close()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -263,11 +261,11 @@ class GraphManager:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count all the time inside as that of recordings, with waits for other ranks and compilers; these wait."""
+        """Count all the time inside as that of recordings, with waits for other ranks."""
         before, started = self._seconds(), time.perf_counter()
         try:
             # Backwards and writes of other passes follow, though the first one may be of inference mode.
-            with TURNS.recording(), collected_later(), torch.inference_mode(False):
+            with collected_later(), torch.inference_mode(False):
                 yield
         finally:
             counted = self._seconds() - before

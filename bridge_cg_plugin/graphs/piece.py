@@ -114,7 +114,6 @@ class Piece:
         site: Where a part of the module is called; None where the module's forward is the call.
         shared: Static inputs that it has in common with other regions.
         has_side_stream: Whether a bucket's recordings have a side stream.
-        compile: Called with a bucket's tokens before it is recorded: compiles the kernels that are still missing.
         around: Entered around everything that is recorded.
         growth: How further buckets come; None where `buckets` are all, recorded in every slot and mode.
     """
@@ -124,6 +123,5 @@ class Piece:
     site: CallSite | None = None
     shared: SharedInputs | None = None
     has_side_stream: Callable[[Bucket], bool] = lambda bucket: False
-    compile: Callable[[int], None] = lambda tokens: None
     around: Around = nullcontext
     growth: Growth | None = None

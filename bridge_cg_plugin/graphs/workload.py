@@ -117,10 +117,6 @@ class Workload(ABC):
         self.manager = manager
 
     @abstractmethod
-    def detach(self) -> None:
-        """Let go of the module; called once, after its last call."""
-
-    @abstractmethod
     def read(self, *args: Any, **kwargs: Any) -> Call:
         """Return what a call of the module's forward is, without reading the device."""
 

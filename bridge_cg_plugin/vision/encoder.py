@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ..graphs.fallback import Fallback
 from ..graphs.planning.buckets import Bucket
 from ..graphs.program import Buffers, TensorSpec
-from ..graphs.recordings.compiling import Compilation
 from ..graphs.replays.replay import want_gradients
 from ..graphs.workload import Call
 from ..upstream_types import UpstreamModule
@@ -171,7 +170,6 @@ class EncoderFamily:
         encoder: Makes the `Encoder` of a vision model; arguments as there.
         kernels: Entered with the modules around recorded work; swaps in kernels that compute the same.
         reordering_kernels: Likewise, for kernels that add up in another order than eager's.
-        compilations: Called with the modules and a number of tokens: yields what compiles these kernels, in any thread.
         direct_attention: Calls cuDNN's attention with a bucket's own bounds.
         flash_attention: Calls FlashAttention where segments may be long; it rounds otherwise than eager's attention.
         fused_accumulation: Entered like kernels; lets weight gradients be added to `main_grad` inside the GEMM.
@@ -186,7 +184,6 @@ class EncoderFamily:
     encoder: Callable[..., Encoder]
     kernels: RecordingKernels = nullcontext
     reordering_kernels: RecordingKernels = nullcontext
-    compilations: Callable[[Sequence[nn.Module], int], Iterator[Compilation]] = lambda modules, tokens: iter(())
     direct_attention: OtherAttention = NO_OTHER_ATTENTION
     flash_attention: OtherAttention = NO_OTHER_ATTENTION
     fused_accumulation: RecordingKernels = nullcontext

@@ -13,10 +13,9 @@ from ..graphs.piece import Growth, Piece
 from ..graphs.planning.buckets import Bucket, names_of, next_run
 from ..graphs.planning.demand import BEGIN_WITH, Demand
 from ..graphs.rank_consensus import digest
-from ..graphs.recordings.compiling import KernelCompiler
 from ..graphs.region import Region
 from ..graphs.reports.report import GIB
-from ..graphs.workload import Call, Eager, Manager, Workload
+from ..graphs.workload import Call, Eager, Workload
 from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .batch import BatchError, EncoderBatch, HostGrids
@@ -67,17 +66,7 @@ class VisionWorkload(Workload):
         self.plan = EncoderPlan(options, self.encoder, self.kernels)
         self.checks: list[CheckResult] = []
         self._checked_step = 0
-        self._compiler = KernelCompiler(partial(family.compilations, (model,)))
         self._regions: list[Region] = []
-
-    def attach(self, manager: Manager) -> None:
-        """See `Workload`."""
-        super().attach(manager)
-        self._compiler.begin(manager.executor.device)
-
-    def detach(self) -> None:
-        """See `Workload`."""
-        self._compiler.stop()
 
     @property
     def attention(self) -> str:
@@ -92,7 +81,6 @@ class VisionWorkload(Workload):
         """See `Workload`."""
         if call.misfit is None:
             self.plan.observe(call.batch)
-            self._compiler.saw(call.batch.tokens)
 
     def capture(self) -> None:
         """See `Workload`.
@@ -142,7 +130,6 @@ class VisionWorkload(Workload):
             program=self.encoder,
             buckets=buckets,
             has_side_stream=self.has_side_stream,
-            compile=self._compiler.finish,
             growth=None if demand is None else Growth.of(demand),
         )
 

@@ -11,7 +11,6 @@ import torch
 
 from bridge_cg_plugin.cli.runs.recipe import free_port
 from bridge_cg_plugin.graphs.errors import release_frames
-from bridge_cg_plugin.graphs.recordings.compiling import TURNS
 from examples.photographs.hosts import ranks_per_gpu
 
 from .parts import PARALLEL, SCRIPTS, part_of
@@ -42,9 +41,8 @@ def memory_given_back() -> Iterator[None]:
 
 
 def _free() -> None:
-    with TURNS.recording():  # a kernel that is being compiled ahead holds its model
-        gc.collect()
-        torch.cuda.empty_cache()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.hookimpl(trylast=True)

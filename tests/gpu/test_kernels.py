@@ -191,30 +191,6 @@ def test_sums_that_wait_equal_those_that_do_not():
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_recordings_find_their_kernels_compiled(tower_module, model, grads, graphs_of, monkeypatch):
-    from triton import knobs
-
-    from bridge_cg_plugin.graphs.recordings.compiling import BEGIN_WITH
-    from bridge_cg_plugin.upstream.kernels.precompile import compilations
-    from bridge_cg_plugin.vision.kernels import bias, norms, padding, reduction, rotary
-
-    for module in (bias, norms, padding, reduction, rotary):
-        for kernel in vars(module).values():
-            if hasattr(kernel, "device_caches"):
-                kernel.device_caches.clear()
-    compiled = []
-    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **what: compiled.append(what["repr"]))
-    for tokens in (784, BEGIN_WITH):
-        for compile_one in compilations((model,), tokens):
-            compile_one()
-    ahead = len(compiled)
-    assert ahead >= 8
-    helper = graphs_of(buckets=(784,), slots=1)
-    tower_module.step(model, tower_module.make_batch(GRID, model))
-    assert helper.graphs.statistics().replays == 1
-    assert compiled[ahead:] == [], "the recording compiled more"
-
-
 def test_position_embeddings_are_sampled_with_pytorchs_bits():
     from bridge_cg_plugin.vision.kernels.bicubic import bicubic_samples
 

@@ -1,9 +1,6 @@
 """Checks of losses and gradients of megatron-core's state machine: read once, with upstream's own error."""
 
-import time
 from contextlib import nullcontext
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +10,7 @@ from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 import bridge_cg_plugin
-from bridge_cg_plugin.graphs.recordings.compiling import KernelCompiler
-from bridge_cg_plugin.upstream.hooks import loss_checks, train_loop
+from bridge_cg_plugin.upstream.hooks import loss_checks
 from tests.unit.waits import HostWait, no_host_waits
 
 CHECKS = {torch.isnan: "found NaN in {}", torch.isinf: "found Inf in {}"}
@@ -69,24 +65,6 @@ def test_a_step_waits_once_before_its_optimizer(on_graphs):
         with pytest.raises(HostWait), no_host_waits():
             machine.should_run_forward_backward(None)
         machine.state = rerun_state_machine.RerunState.NOT_RUNNING_YET
-
-
-def test_before_a_captured_optimizer_nothing_is_compiled(active):
-    compiled, found = [], []
-
-    def compilations(tokens):
-        yield partial(compiled.append, tokens)
-
-    def work(model, global_state):
-        compiler.saw(4)
-        time.sleep(0.05)
-        found.extend(compiled)
-
-    compiler = KernelCompiler(compilations)
-    optimizer = SimpleNamespace(optimizer_cuda_graph=True)
-    state = SimpleNamespace(cfg=SimpleNamespace(model=None, optimizer=optimizer), train_state=SimpleNamespace(step=0))
-    train_loop._with_steps(work)([], state)
-    assert not found
 
 
 numbers = st.lists(st.sampled_from((1.0, float("nan"), float("inf"), -float("inf"))), max_size=6)

@@ -1,1 +1,1 @@
-"""Recording a region: executors, warm-up passes, kernels compiled ahead, CUDA graphs."""
+"""Recording a region: executors, warm-up passes, CUDA graphs."""

@@ -20,7 +20,6 @@ from ..planning.buckets import Bucket
 from ..replays.slot import ChainSlot, Slot
 from ..reports.statistics import BucketStatistics, RegionStatistics
 from .capture import put_back
-from .compiling import TURNS
 from .executor import Executor
 from .recording import ONE_THREAD, Mode, Recording, RegionBody
 from .watched_pass import KeptTensors, watched_pass
@@ -104,7 +103,6 @@ class Part:
         """
         with (
             ONE_THREAD,
-            TURNS.recording(),
             self._piece.around(),
             as_capture_error(f"bucket {bucket}"),
             put_back(self._executor.generators()),  # ranks draw alike, and one of them may record alone
@@ -141,7 +139,6 @@ class Part:
             shapes = ((f"output_gradient:{i}", tuple(o.shape), o.dtype) for i, o in enumerate(outputs))
             return tuple(slot.for_gradients.view(*shape).zero_() for shape in shapes)
 
-        self._piece.compile(bucket.tokens)
         self._program.load_example(slot.buffers[bucket], bucket)
         self._executor.warm_up(body, output_gradients, briefly)
         return body

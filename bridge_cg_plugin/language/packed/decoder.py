@@ -1,6 +1,6 @@
 """What a decoder is to its packed-sequence graphs: its calls, its pieces, its upstream side."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ...graphs.fallback import Fallback
 from ...graphs.piece import CallSite
-from ...graphs.recordings.compiling import Compilation
 from ...graphs.replays.replay import BackwardObserver
 from ..experts.exchange import ExpertExchange
 from .program import Changed, Run
@@ -93,9 +92,6 @@ class DecoderFamily(Protocol):
 
     def kernels(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
         """Be around recorded work; swaps in kernels that compute the same."""
-
-    def compilations(self, tokens: int, /) -> Iterator[Compilation]:
-        """Yield what compiles the kernels that recorded work calls for a number of tokens, in any thread."""
 
     def fused_accumulation(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
         """Be around recorded work whose weight gradients are added to `main_grad` inside the GEMM."""

@@ -17,11 +17,10 @@ from ...graphs.piece import Growth, Piece
 from ...graphs.planning.buckets import EXACT_BELOW, Bucket, names_of, next_run
 from ...graphs.planning.demand import BEGIN_WITH, WINDOW, Demand
 from ...graphs.rank_consensus import digest
-from ...graphs.recordings.compiling import KernelCompiler
 from ...graphs.region import Region
 from ...graphs.replays.replay import want_gradients
 from ...graphs.replays.slot import SharedInputs
-from ...graphs.workload import Call, Manager, Workload
+from ...graphs.workload import Call, Workload
 from ...offload.offloading import offloading_of
 from ...options import PACKED_FIELDS, PackedOptions
 from .batch import OFFSETS, PADDED_OFFSETS, JointShape, PackedBatch, PackShape, pack_batch, spread
@@ -123,19 +122,9 @@ class PackedWorkload(Workload):
         self.strict = options.strict
         self.host, self._exchange = host or HostCopies(), exchange
         self.plan = PackPlan(options, family)
-        self._compiler = KernelCompiler(family.compilations)
         self.buckets: tuple[int, ...] | None = None
         self._demand: Demand | None = None
         self._parts = 0
-
-    def attach(self, manager: Manager) -> None:
-        """See `Workload`."""
-        super().attach(manager)
-        self._compiler.begin(manager.executor.device)
-
-    def detach(self) -> None:
-        """See `Workload`."""
-        self._compiler.stop()
 
     def read(self, *args: Any, **kwargs: Any) -> Call:
         """See `Workload`.
@@ -181,7 +170,6 @@ class PackedWorkload(Workload):
         """See `Workload`."""
         if call.batch is not None:
             self.plan.observe(call.batch)
-            self._compiler.saw(call.batch.tokens)
 
     def capture(self) -> None:
         """See `Workload`. What can fail on one rank alone is inside an agreement."""
@@ -248,7 +236,6 @@ class PackedWorkload(Workload):
                     buckets=buckets,
                     site=part.site,
                     shared=None if part.site is None else shared,
-                    compile=self._compiler.finish,
                     around=self.family.statistics_kept,
                     growth=growth,
                 )

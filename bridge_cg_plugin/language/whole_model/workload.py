@@ -137,9 +137,6 @@ class LanguageModelWorkload(Workload):
         """See `Workload`."""
         self._examples, self._demand = {}, None
 
-    def detach(self) -> None:
-        """See `Workload`: nothing is compiled ahead."""
-
     def grown(self) -> None:
         """See `Workload`; the region has all that is known of shapes."""
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ...announce import warn
 from ...graphs.errors import CaptureError, Refused
 from ...graphs.fallback import Fallback
-from ...graphs.recordings.compiling import Compilation
 from ...language.experts.exchange import ExpertExchange
 from ...language.experts.tables import Tables
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
@@ -25,7 +24,6 @@ from ...options.language_model import MODULES
 from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
 from ..kernels.layers import fused_head_norms, kernels_available
-from ..kernels.precompile import of_language_models
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
 from ..kernels.transformer_engine import accumulating, forget_attention_selection, fused_accumulation
@@ -263,10 +261,6 @@ class TransformerBlockFamily:
                 **visual,
             )
         return (output,)
-
-    def compilations(self, tokens: int) -> Iterator[Compilation]:
-        """See `DecoderFamily`."""
-        return of_language_models((self._decoder,), tokens)
 
     fused_accumulation = staticmethod(fused_accumulation)
     known_activations = staticmethod(known_activations)

@@ -21,7 +21,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...announce import warn
-from ...vision.kernels.launch import tried
+from ...graphs.errors import named
+from ...vision.kernels.cudnn_graphs import refuse_capture
 from ...vision.kernels.packed_attention import masked_attention
 from ...vision.kernels.padding import clear_padding
 from ..wrappers import overridden
@@ -177,7 +178,11 @@ def agrees(width: int, dtype: torch.dtype, device: int) -> bool:
     Raises:
         CaptureError: A capture is under way at the first call.
     """
-    reason = tried(PACKAGE, lambda: _difference(width, dtype, torch.device("cuda", device)))
+    refuse_capture(f"{PACKAGE} would be tried")
+    try:
+        reason = _difference(width, dtype, torch.device("cuda", device))
+    except Exception as error:  # of a compiler: anything
+        reason = named(error)
     if reason:
         warn(f"{PACKAGE} {_version()} fails for heads of {width}, which other kernels compute: {reason}")
     return not reason

@@ -20,7 +20,6 @@ from ...vision.encoders.grid_encoder import GridEncoder, embedded, interpolate
 from ...vision.encoders.layout import TokenPositions, rotary_angles, segment_offsets, token_positions
 from ...vision.guard import images, poisoned
 from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
-from ..kernels.precompile import compilations
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
 from ..kernels.side_products import side_weight_gradients
@@ -216,7 +215,6 @@ def core_family(**others: Any) -> EncoderFamily:
     """Return the family of an encoder in megatron-core's layers; arguments as there."""
     common: dict[str, Any] = {
         "reordering_kernels": reordering_kernels,
-        "compilations": compilations,
         "fused_accumulation": accumulating_products,
         "before_eager": accumulate_from_now_on,
         "known_activations": known_activations,

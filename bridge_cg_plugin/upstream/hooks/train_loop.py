@@ -11,7 +11,6 @@ from torch import distributed, nn
 from ...announce import announce
 from ...graphs.joint_step import joint_step
 from ...graphs.manager import GraphManager
-from ...graphs.recordings.compiling import TURNS
 from ...graphs.reports.report import merge_statistics, metrics_of_ranks, pause_metrics, render_ranks, render_steps
 from ...graphs.reports.statistics import RegionStatistics
 from ..encoders.registry import find_encoders
@@ -69,8 +68,6 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
                 stack.enter_context(named_failure(doing))
                 stack.enter_context(WATCHDOG.during(doing, timeout_s(state.cfg)))
             stack.enter_context(joint_step(active_graphs()))
-            if _captures_optimizer(state):  # kernels that are compiled ahead must not meet it
-                stack.enter_context(TURNS.recording())
             return old(*args, **kwargs)
 
     return train_step
@@ -84,11 +81,6 @@ def capture_due(chunks: Sequence[nn.Module], provider: Any) -> None:
         for helper in due:
             if helper.graphs is not None and helper.graphs.model in own:
                 helper.create_cudagraphs()
-
-
-def _captures_optimizer(state: Any) -> bool:
-    optimizer = getattr(getattr(state, "cfg", None), "optimizer", None)
-    return bool(getattr(optimizer, "optimizer_cuda_graph", False))
 
 
 def _none_where_absent(old: Callable[..., Any]) -> Callable[..., Any]:

@@ -66,12 +66,6 @@ def begins_with_layernorm(module: UpstreamModule) -> bool:
     return bool(module.normalization == "LayerNorm" and module.layer_norm_bias is not None)
 
 
-def is_te_layernorm(module: nn.Module) -> bool:
-    """Whether a module is Transformer Engine's LayerNorm."""
-    layernorm = sys.modules.get(TE_LAYERNORM)
-    return layernorm is not None and isinstance(module, layernorm.LayerNorm)
-
-
 def _begin_branch(stream: Any, module: UpstreamModule, arguments: tuple[Any, ...]) -> None:
     """Tell the residual stream what a LayerNorm reads, if its backward will get just that."""
     from ...vision.kernels.reduction import may_wait
@@ -196,11 +190,6 @@ def adds_bias_before_activation(module: UpstreamModule) -> bool:
         return False
     others = ("gated_linear_unit", "bias_activation_fusion", "use_te_activation_func")
     return not any(getattr(module.config, name, True) for name in others)
-
-
-def adds_bias_before_gelu(module: UpstreamModule) -> bool:
-    """Whether the activation is GELU with the tanh approximation."""
-    return adds_bias_before_activation(module) and _is_tanh_gelu(module.activation_func)
 
 
 def _is_tanh_gelu(activation: Any) -> bool:

@@ -33,7 +33,7 @@ def fused_rotary(modules: Sequence[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(overridden(attention, ROTARY, rotation.rotated))
         for module in every_module(modules):
-            if rotates_at_projection(module):
+            if _rotates_at_projection(module, attention):
                 projected = functools.partial(rotation.projected, module)
                 attend = functools.partial(rotation.attention, module, module.forward)
                 stack.enter_context(overridden(module, "forward", attend))
@@ -41,15 +41,9 @@ def fused_rotary(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def is_bridges_attention(module: UpstreamModule) -> bool:
-    """Whether a module is Bridge's attention, which rotates by `fused_rotary`'s kernels."""
-    attention = sys.modules.get(ATTENTION)
-    return attention is not None and type(module) is attention.Qwen3VLSelfAttention
-
-
-def rotates_at_projection(module: UpstreamModule) -> bool:
+def _rotates_at_projection(module: UpstreamModule, attention: Any) -> bool:
     """Whether attention is Bridge's, and its projection gives query, key and value head by head, and no more."""
-    if not (is_bridges_attention(module) and as_shipped(module, "get_query_key_value_tensors")):
+    if type(module) is not attention.Qwen3VLSelfAttention or not as_shipped(module, "get_query_key_value_tensors"):
         return False
     config = module.config
     one_group_a_head = module.num_query_groups_per_partition == module.num_attention_heads_per_partition

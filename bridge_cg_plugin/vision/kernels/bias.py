@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .launch import launch
 from .reduction import WIDE, Tiling, column_sum, may_wait, partial_sums
 from .residual import Branch, current_stream
 
@@ -125,7 +124,7 @@ class _BiasResidual(Function):
         out = torch.empty_like(residual)
         flat = x.reshape(-1, x.shape[-1])
         grid = WIDE.grid(*flat.shape)
-        launch(_bias_residual, grid, flat, bias, residual, out, *flat.shape, ROWS=WIDE.rows, COLUMNS=WIDE.columns)
+        _bias_residual[grid](flat, bias, residual, out, *flat.shape, ROWS=WIDE.rows, COLUMNS=WIDE.columns)
         ctx.dtype, ctx.branch, ctx.may_wait = bias.dtype, branch, may_wait(bias)
         return out
 
@@ -162,7 +161,7 @@ class _BiasGelu(Function):
         flat = x.view(-1, x.shape[-1])
         grid = WIDE.grid(*flat.shape)
         constants = {"ROWS": WIDE.rows, "COLUMNS": WIDE.columns}
-        launch(_bias_gelu, grid, flat, bias, out, *flat.shape, **constants, enable_fp_fusion=False)
+        _bias_gelu[grid](flat, bias, out, *flat.shape, **constants, enable_fp_fusion=False)
         ctx.save_for_backward(x, bias)
         ctx.may_wait = may_wait(bias)
         return out
@@ -177,9 +176,7 @@ class _BiasGelu(Function):
         tiles = GELU_BACKWARD.tiles_each(rows, columns)
         grid = GELU_BACKWARD.grid(rows, columns, tiles)
         partials, total = partial_sums(grid[0], columns, bias.dtype, x.device, ctx.may_wait())
-        launch(
-            _bias_gelu_backward,
-            grid,
+        _bias_gelu_backward[grid](
             gradient,
             x,
             bias,

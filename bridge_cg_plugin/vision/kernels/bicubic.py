@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .launch import launch
-
 CHANNELS_BLOCK = 256
 # Of the backward: cells and channels of a program, points of a step.
 CELLS, CHANNELS, POINTS = 64, 64, 32
@@ -167,7 +165,7 @@ class _Samples(Function):
         blocks = triton.cdiv(channels, CHANNELS_BLOCK)
         sizes, strides = (height, width, channels), (table.stride(2), table.stride(3), table.stride(1))
         settings = {"BLOCK": CHANNELS_BLOCK, "enable_fp_fusion": False}
-        launch(_sample, (places.shape[0], blocks), table, places, out, *sizes, *strides, **settings)
+        _sample[places.shape[0], blocks](table, places, out, *sizes, *strides, **settings)
         ctx.save_for_backward(places)
         ctx.shape = table.shape
         return out
@@ -180,5 +178,5 @@ class _Samples(Function):
         out = gradient.new_empty(height, width, channels)
         grid = triton.cdiv(height * width, CELLS), triton.cdiv(channels, CHANNELS)
         sizes = (places.shape[0], height, width, channels, *gradient.stride())
-        launch(_spread, grid, gradient, places, out, *sizes, CELLS=CELLS, CHANNELS=CHANNELS, POINTS=POINTS)
+        _spread[grid](gradient, places, out, *sizes, CELLS=CELLS, CHANNELS=CHANNELS, POINTS=POINTS)
         return out.permute(2, 0, 1)[None], None

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...announce import warn
-from ...graphs.errors import named
-from .launch import refuse_capture
+from ...graphs.errors import CaptureError, named
 
 PACKAGE = "nvidia-cudnn-frontend"
 PLAN = "a plan of cuDNN's attention"
@@ -95,14 +94,6 @@ def backward_graph(cudnn: ModuleType, shape: SegmentShape, **target: Any) -> Any
     for uid, gradient in zip((D_QUERY, D_KEY, D_VALUE), gradients, strict=True):
         described.lay_out(gradient.set_output(True).set_uid(uid), uid)
     return described.graph
-
-
-@cache
-def load_frontend() -> None:
-    """Import now what the frontend imports at its first graph, about a third of a second's work; any thread may."""
-    if unavailable() is None:
-        cudnn = importlib.import_module("cudnn")
-        forward_graph(cudnn, SegmentShape(1, 128, 128, 1, 64, torch.bfloat16, 1.0), sm_version=90).validate()
 
 
 class _Description:
@@ -196,6 +187,19 @@ class SegmentPlans(NamedTuple):
 
     forward: _Plan
     backward: _Plan
+
+
+def refuse_capture(what: str) -> None:
+    """Refuse what must come before a capture.
+
+    Args:
+        what: What would be done.
+
+    Raises:
+        CaptureError: A capture is under way.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise CaptureError(f"{what} for the first time inside a capture")
 
 
 @cache

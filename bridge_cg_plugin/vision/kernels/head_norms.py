@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...announce import LOGGER
-from .launch import launch
 
 WIDTH = 128
 WARPS = 4  # rows that a block of Transformer Engine's takes at once
@@ -112,9 +111,9 @@ def backward(
     out, of_weight = torch.empty_like(x), torch.empty_like(weight)
     partials = torch.empty((blocks, WIDTH), dtype=torch.float32, device=x.device)
     arguments = (gradient, x, rstd, weight, out, partials, rows, blocks)
-    launch(_rows_backward, (blocks,), *arguments, ZERO_CENTERED=zero_centered, num_warps=WARPS)
+    _rows_backward[(blocks,)](*arguments, ZERO_CENTERED=zero_centered, num_warps=WARPS)
     constants = {"COLUMNS": COLUMNS, "AT_ONCE": AT_ONCE, "num_warps": WARPS}
-    launch(_sum_of_blocks, (WIDTH // COLUMNS,), partials, of_weight, blocks, **constants)
+    _sum_of_blocks[(WIDTH // COLUMNS,)](partials, of_weight, blocks, **constants)
     return out, of_weight
 
 

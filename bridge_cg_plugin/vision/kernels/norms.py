@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .launch import launch
 from .reduction import partial_sums
 
 # Programs that share the rows; each leaves one partial sum of the parameters' gradients.
@@ -141,9 +140,7 @@ def layernorm_backward(
     width = columns * (2 if residual is None else 3)
     partials, added = partial_sums(programs, width, weight.dtype, x.device, deferred)
     tensors = gradient, x, mean, rstd, weight, gradient if residual is None else residual, out, partials
-    launch(
-        _layernorm_backward,
-        (programs,),
+    _layernorm_backward[(programs,)](
         *tensors,
         rows,
         columns,
@@ -201,7 +198,7 @@ def rmsnorm_backward(gradient: Tensor, x: Tensor, weight: Tensor, epsilon: float
     programs, constants = _row_loop(rows, columns)
     partials, total = partial_sums(programs, columns, weight.dtype, x.device, deferred=False)
     arguments = gradient, x, weight, out, partials, rows, columns, epsilon
-    launch(_rmsnorm_backward, (programs,), *arguments, **constants)
+    _rmsnorm_backward[(programs,)](*arguments, **constants)
     return out, total()
 
 

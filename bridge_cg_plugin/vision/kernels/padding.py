@@ -4,8 +4,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
-
 ROWS = 16
 COLUMNS = 512
 
@@ -34,4 +32,4 @@ def clear_padding(x: Tensor, offsets: Tensor) -> None:
     rows = x.shape[0]
     columns = x.numel() // rows
     arguments = x, offsets, offsets.shape[0] - 1, rows, columns
-    launch(_clear_padding, (triton.cdiv(rows, ROWS),), *arguments, ROWS=ROWS, COLUMNS=COLUMNS)
+    _clear_padding[(triton.cdiv(rows, ROWS),)](*arguments, ROWS=ROWS, COLUMNS=COLUMNS)

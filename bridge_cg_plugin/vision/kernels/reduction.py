@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ...graphs.instance import every_module
 from ...graphs.recordings.side_stream import run_on_side_stream
 from ...graphs.replays.gradients import SMALL
-from .launch import launch
 
 # Programs that keep a GPU busy. With more tiles a program adds up several, so that few partial sums are left.
 BUSY = 1024
@@ -83,7 +82,7 @@ def add_partials(partials: Tensor, out: Tensor) -> None:
     """Write the sums of `[matrices, parts, columns]` fp32 partial sums over their parts to `[matrices, columns]`."""
     matrices, parts, columns = partials.shape
     grid = triton.cdiv(columns, SUM_COLUMNS), matrices
-    launch(_add_partials, grid, partials, out, parts, columns, PARTS_BLOCK=SUM_ROWS, COLUMNS_BLOCK=SUM_COLUMNS)
+    _add_partials[grid](partials, out, parts, columns, PARTS_BLOCK=SUM_ROWS, COLUMNS_BLOCK=SUM_COLUMNS)
 
 
 class DeferredSums:
@@ -209,5 +208,5 @@ def column_sum(x: Tensor, dtype: torch.dtype, deferred: bool = False) -> Tensor:
     grid = WIDE.grid(rows, columns, tiles)
     partials, total = partial_sums(grid[0], columns, dtype, x.device, deferred)
     constants = {"ROWS": WIDE.rows, "COLUMNS": WIDE.columns, "TILES": tiles}
-    launch(_column_partials, grid, x, partials, rows, columns, **constants)
+    _column_partials[grid](x, partials, rows, columns, **constants)
     return total()

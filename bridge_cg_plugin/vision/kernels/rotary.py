@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from .launch import launch
 from .packed_attention import taken_apart
 
 
@@ -65,7 +64,7 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, sign: float, rounds: bool) -> T
         x = x.contiguous()
     out = torch.empty((tokens, heads, width), dtype=x.dtype, device=x.device)
     arguments = x, cos, sin, out, x.stride(0), x.stride(1)
-    launch(_rotate, (tokens,), *arguments, **_constants(heads, width, sign, rounds))
+    _rotate[(tokens,)](*arguments, **_constants(heads, width, sign, rounds))
     return out
 
 
@@ -172,7 +171,7 @@ def _launch_qkv(
     strides = (stride for part in (*parts, outs[0]) for stride in part.stride()[:2])
     between = outs[1].storage_offset() - outs[0].storage_offset()
     constants = _constants(heads, width, sign, rounds) | {"COPY_V": not _lie_as(parts, outs)}
-    launch(_rotate_qkv, (tokens,), *parts, cos, sin, outs[0], *strides, between, **constants)
+    _rotate_qkv[(tokens,)](*parts, cos, sin, outs[0], *strides, between, **constants)
 
 
 def _interleaved(mixed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
