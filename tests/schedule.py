@@ -8,7 +8,6 @@ FORKED = (
     "unit/test_interpreted_activations",
     "unit/test_interpreted_experts",
     "unit/test_kernels",
-    "unit/test_packed_rotation",
     "unit/test_rotary",
     "unit/test_segment_attention",
     "unit/test_tower_attention",

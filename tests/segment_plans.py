@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bridge_cg_plugin.vision.kernels import cudnn_graphs as graphs
-from bridge_cg_plugin.vision.kernels import segment_attention
+from bridge_cg_plugin.vision.kernels import cudnn_attention
+from bridge_cg_plugin.vision.kernels import cudnn_attention as graphs
 
 
 @dataclass(frozen=True)
@@ -70,5 +70,5 @@ def use_reference_plans() -> list[graphs.SegmentShape]:
         planned.append(shape)
         return graphs.SegmentPlans(ReferencePlan(shape, False), ReferencePlan(shape, True))
 
-    segment_attention.segment_plans = segment_plans
+    cudnn_attention.segment_plans = segment_plans
     return planned

@@ -9,9 +9,8 @@ from ..graphs.planning.buckets import Bucket, raised
 from ..graphs.planning.demand import WINDOW, Menu
 from ..options import VisionGraphOptions
 from .batch import EncoderBatch
-from .encoder import Encoder
+from .encoder import Encoder, RecordedKernels
 from .fit import Shape
-from .recorded_kernels import RecordedKernels
 
 # Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
 DEFAULT_MAX_FRAMES = 64

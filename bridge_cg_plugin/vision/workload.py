@@ -20,9 +20,8 @@ from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .batch import BatchError, EncoderBatch, HostGrids
 from .check import TOLERANCES, CheckResult, ReplayCheck
-from .encoder import EncoderFamily
+from .encoder import EncoderFamily, RecordedKernels
 from .plan import EncoderPlan
-from .recorded_kernels import RecordedKernels
 
 
 class VisionWorkload(Workload):

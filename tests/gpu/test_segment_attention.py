@@ -126,7 +126,7 @@ def test_cudnns_are_transformer_engines(cudnn, layout):
 
 
 def test_gradients_lie_as_the_projections_output(cudnn):
-    from bridge_cg_plugin.vision.kernels.segment_attention import lie_interleaved
+    from bridge_cg_plugin.vision.kernels.cudnn_attention import lie_interleaved
 
     parts, gradient = draw([100, 60], 200)
     assert lie_interleaved(*cudnn(parts, gradient, offsets_of([100, 60], 2), 128)[1:])
@@ -197,7 +197,7 @@ def test_a_recorded_call_follows_its_offsets(request, kernels, layout):
 
 @pytest.mark.first
 def test_mixes_replayed_with_cudnns(cudnn, tower_module, model, grads, graphs_of, monkeypatch):
-    from bridge_cg_plugin.vision.kernels.segment_attention import _SegmentAttention
+    from bridge_cg_plugin.vision.kernels.cudnn_attention import _SegmentAttention
 
     calls, original = [], _SegmentAttention.apply
     monkeypatch.setattr(_SegmentAttention, "apply", lambda *args: (calls.append(args[4]), original(*args))[1])

@@ -42,8 +42,8 @@ class Fp32Tower:
 
     def forward(self, batch: Batch) -> list[Tensor]:
         """Return the embeddings, then the deepstack features."""
-        from bridge_cg_plugin.vision.encoders.grid_encoder import embedded
-        from bridge_cg_plugin.vision.encoders.layout import rotary_angles, token_positions
+        from bridge_cg_plugin.vision.grid_encoder import embedded
+        from bridge_cg_plugin.vision.layout import rotary_angles, token_positions
 
         positions = token_positions(batch.grid, batch.tokens, self.config.spatial_merge_size)
         angles = rotary_angles(positions, self._model.rotary_pos_emb.inv_freq)

@@ -89,7 +89,7 @@ def able(gpu, monkeypatch):
     """A Hopper GPU with everything that other attention needs."""
     gpu(HOPPER)
     monkeypatch.setattr(direct_attention, "kernels_available", lambda: True)
-    monkeypatch.setattr("bridge_cg_plugin.vision.kernels.cudnn_graphs.unavailable", lambda: None)
+    monkeypatch.setattr("bridge_cg_plugin.vision.kernels.cudnn_attention.unavailable", lambda: None)
     monkeypatch.setattr("bridge_cg_plugin.upstream.encoders.flash_attention.unavailable", lambda: None)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.decoder import offload as language_offload
+from bridge_cg_plugin.upstream.decoder import core_offload as language_offload
 
 MODULES = ["qkv_linear", "core_attn", "attn_proj"]
 

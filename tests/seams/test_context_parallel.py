@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformer_engine.pytorch.attention.dot_product_attention import backends, context_parallel, utils
 
-from bridge_cg_plugin.upstream.decoder.context_exchange import orders_on_device
+from bridge_cg_plugin.upstream.decoder.layers import orders_on_device
 
 READS = re.compile(r"\.(item|cpu|tolist|numpy|nonzero)\(|torch\.(equal|allclose|nonzero|masked_select)\(|synchronize\(")
 # Steps of the ring, forward and backward, and what stands around it.

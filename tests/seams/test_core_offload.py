@@ -3,7 +3,7 @@
 import pytest
 
 from bridge_cg_plugin.options import OptionError, graph_options
-from bridge_cg_plugin.upstream.decoder import offload as language_offload
+from bridge_cg_plugin.upstream.decoder import core_offload as language_offload
 
 
 def test_nemotrons_encoder_has_the_settings_of_its_language_model(active):

@@ -1,7 +1,7 @@
 """Deepstack's gradients under tensor parallelism with sequence parallelism: as released, and summed over the ranks.
 
 Bridge's whole Qwen3-VL over two processes against one, every gradient. Once a test of what is released fails, upstream
-has mended it: then upstream/encoders/deepstack.py, its option and its warning can go.
+has mended it: then upstream/encoders/qwen3_vl_patches.py, its option and its warning can go.
 """
 
 import copy

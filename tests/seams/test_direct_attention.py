@@ -14,14 +14,13 @@ from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL, pack_segments
 from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.releases import NEWEST
-from bridge_cg_plugin.vision.encoder import OtherAttention
-from bridge_cg_plugin.vision.recorded_kernels import RecordedKernels
+from bridge_cg_plugin.vision.encoder import OtherAttention, RecordedKernels
 from tests.scripts import interpreted
 from tests.unit.towers import graphs_on, new_tower, poison, results
 
 pytest.importorskip("triton")
 
-from bridge_cg_plugin.vision.kernels import segment_attention
+from bridge_cg_plugin.vision.kernels import cudnn_attention
 
 TOWER_SCRIPT = """
 import torch
@@ -121,8 +120,8 @@ def attends(attention, parts=None, args=(None,), **kwargs):
     reached = []
     below = InstanceMethod(attention, "forward", lambda *args, **kwargs: reached.append(args))
     with (
-        mock.patch.object(segment_attention, "plans_for", lambda *unused: "plans"),
-        mock.patch.object(segment_attention, "segment_attention", lambda query, *unused: query.contiguous()),
+        mock.patch.object(cudnn_attention, "plans_for", lambda *unused: "plans"),
+        mock.patch.object(cudnn_attention, "segment_attention", lambda query, *unused: query.contiguous()),
         direct_attention.direct_attention([attention]),
     ):
         attention.forward(*(parts or qkv()), *args, **given)
@@ -183,7 +182,7 @@ def test_a_configuration_of_another_kind_stays_transformer_engines(attention, na
 
 
 def test_a_shape_without_a_kernel_stays_transformer_engines(attention, monkeypatch):
-    monkeypatch.setattr(segment_attention, "segment_plans", lambda shape, device: None)
+    monkeypatch.setattr(cudnn_attention, "segment_plans", lambda shape, device: None)
     InstanceMethod(attention, "forward", lambda *args, **kwargs: "packed")
     with direct_attention.direct_attention([attention]):
         found = attention.forward(*qkv(), None, attn_mask_type=mask(), packed_seq_params=packed())

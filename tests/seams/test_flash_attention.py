@@ -99,7 +99,7 @@ def test_attention_inside_segments_and_its_gradients(package):
 
 
 def test_padding_is_zero_and_gradients_lie_interleaved(package):
-    from bridge_cg_plugin.vision.kernels.segment_attention import lie_interleaved
+    from bridge_cg_plugin.vision.kernels.cudnn_attention import lie_interleaved
 
     package()
     parts = [part.requires_grad_() for part in torch.randn(20, 2, 3, 72).bfloat16().detach().unbind(2)]

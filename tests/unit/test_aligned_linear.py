@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from bridge_cg_plugin.upstream.encoders import packed_towers
-from bridge_cg_plugin.vision.kernels.aligned_linear import aligned_linear, is_misaligned
+from bridge_cg_plugin.upstream.encoders.packed_towers import aligned_linear, is_misaligned
 
 from .towers import assert_close
 

@@ -19,8 +19,8 @@ from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor, Refer
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.language.packed.plan import PackPlan
 from bridge_cg_plugin.language.packed.workload import PackedWorkload
+from bridge_cg_plugin.vision.encoder import RecordedKernels
 from bridge_cg_plugin.vision.plan import EncoderPlan
-from bridge_cg_plugin.vision.recorded_kernels import RecordedKernels
 from bridge_cg_plugin.vision.workload import VisionWorkload
 
 from . import packs

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.kernels.saved_tensors import _scopes
 from bridge_cg_plugin.vision.batch import BatchError
 
 from .hugging_face_towers import (
@@ -111,15 +112,17 @@ def assert_equal_results(found, expected):
 
 @every_encoder
 def test_one_capture_replays_every_size_as_eager(case):
+    """The tower is left as it was."""
     model = case.new()
     expected = [case.results(model, size, seed) for seed, size in enumerate(case.sizes)]
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
     with graphs_on(model, **case.options) as graphs:
-        for value in (float("nan"), 1e30):
-            for seed, size in reversed(list(enumerate(case.sizes))):
-                poison(graphs, value)
-                assert_equal_results(case.results(model, size, seed), expected[seed])
+        for seed, size in reversed(list(enumerate(case.sizes))):
+            poison(graphs, float("nan"))
+            assert_equal_results(case.results(model, size, seed), expected[seed])
         assert graphs.statistics().fallbacks == {}
-        assert graphs.statistics().replays == 2 * len(case.sizes)
+        assert graphs.statistics().replays == len(case.sizes)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -168,13 +171,16 @@ def test_any_microbatch_equals_eager(case):
 
 
 @every_size
-@pytest.mark.parametrize("scope", ["attention", "mlp", "layernorm"])
-def test_parts_that_an_encoder_calls_otherwise_leave_the_device_by_their_usual_names(case, scope):
-    model, settings = case.new(), case.largest
-    expected = case.results(model, case.sizes[0])
-    with graphs_on(model, offload=(scope,), **settings) as graphs:
+def test_parts_that_an_encoder_calls_otherwise_have_their_usual_names(case):
+    assert {"attention", "mlp", "layernorm"} <= {scope for _, scope in _scopes([case.new()])}
+
+
+def test_activations_of_a_part_leave_the_device():
+    model = PIXTRALS.new()
+    expected = PIXTRALS.results(model, PIXTRALS.sizes[0])
+    with graphs_on(model, offload=("layernorm",), **PIXTRALS.largest) as graphs:
         assert graphs.statistics().pinned_bytes
-        assert_equal_results(case.results(model, case.sizes[0]), expected)
+        assert_equal_results(PIXTRALS.results(model, PIXTRALS.sizes[0]), expected)
 
 
 @every_encoder
@@ -200,7 +206,7 @@ def test_parts_of_a_windowed_encoder_are_trained(trained):
         assert_equal_results(WINDOWS.results(model, WINDOWED[6]), expected)
 
 
-@every_encoder
+@cases({"qwen2.5-vl": WINDOWS, "siglip": IMAGES, "qwen3-omni-audio": AUDIO})
 def test_buckets_come_from_warm_up(case):
     model = case.new()
     with graphs_on(model, capture=False, buckets="auto", max_frames="auto") as graphs:
@@ -280,29 +286,9 @@ def test_dropout_in_attention_is_refused(case):
         pass
 
 
-@cases({"glm-4.5v": GLM, "siglip": IMAGES})
-@pytest.mark.parametrize("attention", ["cudnn", "flash"])
-def test_attention_that_cannot_be_had_is_said(case, attention, capsys):
-    packed = case in OF_ANY_SIZE.values()
-    with graphs_on(case.new(), attention=attention, **case.largest) as graphs:
-        assert graphs.workload.attention == "transformer_engine"
-    said = "there is no GPU with Triton; attention stays PyTorch's"
-    said = said if packed else "this encoder has no other attention; attention stays as it is"
-    assert f"vision_cuda_graph_tuning.attention={attention}: {said}" in capsys.readouterr().out
-
-
 @every_encoder
 def test_checkpointed_layers_are_refused(case):
     model = case.new()
     model.gradient_checkpointing_enable()
     with pytest.raises(OptionError, match="gradient_checkpointing_disable"), graphs_on(model, **case.largest):
         pass
-
-
-@every_encoder
-def test_the_tower_is_left_as_it_was(case):
-    model = case.new()
-    before = {name: set(vars(module)) for name, module in model.named_modules()}
-    with graphs_on(model, **case.largest):
-        case.results(model, case.sizes[1])
-    assert {name: set(vars(module)) for name, module in model.named_modules()} == before

@@ -10,15 +10,10 @@ from bridge_cg_plugin.language.experts.tables import Tables
 from tests.scripts import compiled, interpreted
 
 # Tokens, of them real, experts, experts of a token, width of the input and of the output.
-CASES = (
-    (24, 24, 4, 2, 32, 64),
-    (40, 29, 5, 3, 48, 40),
-    (7, 1, 8, 2, 8, 24),
-    (33, 33, 3, 1, 64, 32),
-)
+CASES = ((24, 24, 4, 2, 32, 64), (40, 29, 5, 3, 48, 40))
 IDS = [f"{tokens}_tokens_{experts}_experts" for tokens, _, experts, *_ in CASES]
 # The interpreter takes seconds for a case.
-COMPUTED = tuple(zip(CASES, (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32), strict=True))
+COMPUTED = tuple(zip(CASES, (torch.float32, torch.bfloat16), strict=True))
 
 SCRIPT = """
 import sys
@@ -55,9 +50,7 @@ for case in cases:
     kernels.HELD, held = 64, kernels.HELD  # several blocks
     again = kernels.find_rows(case["routing_map"], case["used"], case["places"].shape[1])
     kernels.HELD = held
-    taken = kernels.take_rows(case["scores"], case["entries"], bounds)
-    spread = kernels.spread_rows(weights, case["rows_of"])
-    found.append({"rows": rows, "again": again, "taken": taken, "spread": spread})
+    found.append({"rows": rows, "again": again})
     products = {"in": rows_in, "out": rows_out, "sums": sums, "made": made, "swapped": swapped, "combined": combined}
     products["wide"] = wide
     found[-1].update(products | {"swiglu": out, "of_inner": of_inner, "of_weights": of_weights})
@@ -81,7 +74,6 @@ def make_case(sizes, dtype):
     return {
         "routing_map": routing_map,
         "used": torch.tensor([used], dtype=torch.int32),
-        "scores": scores,
         "entries": rows.entries,
         "rows_of": rows.rows_of,
         "inner": inner,
@@ -181,16 +173,7 @@ def test_rows(case, name):
     bounds, tokens, entries, places, rows_of = found[name]
     assert torch.equal(bounds, given["bounds"]) and torch.equal(rows_of, given["rows_of"])
     assert torch.equal(places, given["places"])
-    assert torch.equal(tokens[:used], given["tokens"][:used]) and torch.equal(entries[:used], given["entries"][:used])
-
-
-def test_numbers_of_rows(case):
-    given, found = case
-    used = given["bounds"][-1]
-    assert torch.equal(found["taken"][:used], given["scores"].reshape(-1)[given["entries"][:used]])
-    rows_of = given["rows_of"]
-    expected = torch.where(rows_of >= 0, given["probabilities"][rows_of.clamp(min=0)], 0)
-    assert torch.equal(found["spread"], expected)
+    assert torch.equal(tokens[:used], given["tokens"][:used]) and torch.equal(entries, given["entries"])
 
 
 COMPILED = """

@@ -24,7 +24,6 @@ from bridge_cg_plugin.upstream.parallel.process_groups import (
     sharing_groups,
     without_collectives,
 )
-from tests.main_grads import hook_main_grads
 from tests.ranks import run_ranks
 from tests.routers import take_statistics
 
@@ -129,11 +128,6 @@ def test_activations_leave_on_all_ranks(tmp_path):
     assert all(run_ranks(2, replay_moved, tmp_path, **EP2))
 
 
-def test_many_packs(tmp_path):
-    """Ranks draw packs of their own; one capture serves them."""
-    run_ranks(2, replay, tmp_path, {"num_moe_experts": 8}, 30, 7, **EP2)
-
-
 def test_ranks_that_share_a_pack_ask_nobody(tmp_path):
     sizes = {"context_parallel_size": 2, **EP2}
     assert run_ranks(2, replay, tmp_path, {"context_parallel_size": 2}, **sizes) == [1, 1]
@@ -183,23 +177,6 @@ def hook_on_one_rank():
 
 def test_a_rank_whose_model_differs_makes_all_eager(tmp_path):
     assert run_ranks(2, hook_on_one_rank, tmp_path, **EP2) == [(2, {"other_rank": 1})] * 2
-
-
-@dispatching_on_cpu()
-def parameter_frozen_on_one_rank():
-    model, packs = rank_model(), own_packs(3)
-    parameter = model.decoder.layers[0].input_layernorm.weight
-    model.nodes = hook_main_grads(model.decoder.parameters())
-    with on_graphs(model, cuda_graph_packed_strict=False) as graphs:
-        for number, arguments in enumerate(packs):
-            parameter.requires_grad_(number != 1 or not distributed.get_rank())
-            model(**arguments).sum().backward()
-            parameter.requires_grad_(True)
-        return graphs.statistics().replays, dict(graphs.statistics().fallbacks)
-
-
-def test_a_rank_whose_parameter_differs_makes_all_eager(tmp_path):
-    assert run_ranks(2, parameter_frozen_on_one_rank, tmp_path, **EP2) == [(2, {"other_rank": 1})] * 2
 
 
 @dispatching_on_cpu()

@@ -1,4 +1,4 @@
-"""Whole layers of experts with the kernels, in Triton's interpreter, against megatron-core's."""
+"""Layers of experts with the kernels, whose activations leave or are recomputed, in Triton's interpreter."""
 
 from tests.scripts import interpreted
 
@@ -25,17 +25,6 @@ losses, gradients = losses_and_gradients(model, arguments)
 nodes = hook_main_grads(model.parameters())
 device.runs_kernels = lambda tensor: True
 options = {"cuda_graph_packed_buckets": [32], "cuda_graph_packed_tuning": {"slots": 1}}
-with ON_CPU(), graphs_on(model, arguments, cuda_graph_modules=[], **options) as graphs:
-    poison(graphs, float("nan"))
-    found = model(**arguments)
-    (found * torch.linspace(0.5, 1.5, found.numel()).view(found.shape)).sum().backward()
-    assert graphs.statistics().replays == 1, graphs.statistics()
-inside = set(model.decoder.parameters())
-right = [g for p, g in zip(model.parameters(), gradients, strict=True) if p in inside]
-assert_close([found.detach(), *(p.main_grad for p in model.parameters() if p in inside)], [losses, *right])
-kept = [found.detach(), *(p.main_grad.clone() for p in model.parameters())]
-for parameter in model.parameters():
-    parameter.main_grad.zero_()
 offloading.LEAST_BYTES = 1024
 moved = {"cuda_graph_packed_offload": "all", "cuda_graph_packed_recompute": ["gelu", "linear"]}
 with ON_CPU(), graphs_on(model, arguments, cuda_graph_modules=[], **options, **moved) as graphs:
@@ -46,7 +35,9 @@ with ON_CPU(), graphs_on(model, arguments, cuda_graph_modules=[], **options, **m
     ((planned,),) = graphs._regions[0].chain.offloading._plans.values()
     rebuilt = sorted(planned.inventory.seen[place].kind for place in planned.plan.places(Fate.REBUILD))
 assert rebuilt == ["gelu", "linear"], rebuilt
-assert all(map(torch.equal, [found.detach(), *(p.main_grad for p in model.parameters())], kept))
+inside = set(model.decoder.parameters())
+right = [g for p, g in zip(model.parameters(), gradients, strict=True) if p in inside]
+assert_close([found.detach(), *(p.main_grad for p in model.parameters() if p in inside)], [losses, *right])
 print("equal")
 """
 

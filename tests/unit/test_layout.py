@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.vision.encoders.layout import (
+from bridge_cg_plugin.vision.layout import (
     linspace_at,
     position_interpolation,
     rotary_angles,

@@ -11,7 +11,6 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders import registry
 from bridge_cg_plugin.upstream.seams import encoders
 from bridge_cg_plugin.vision.batch import BatchError
-from bridge_cg_plugin.vision.kernels.packed_attention import PackedSegments
 
 from .hugging_face_towers import results
 from .moonvit_towers import PACKAGE, entry_points, new_moonvit, region, run_moonvit
@@ -90,19 +89,6 @@ def test_rotations_are_those_that_the_remote_code_concatenates(rows):
     assert torch.equal(found[: len(expected)], expected)
 
 
-@pytest.mark.parametrize("frozen", ["encoder.blocks.0", "patch_embed"])
-def test_parts_of_the_tower_are_trained(frozen):
-    model = new_moonvit()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad &= not name.startswith(frozen)
-    expected = results(run_moonvit, model, MIX)
-    with graphs_on(model, **BUCKETS) as graphs:
-        for _ in range(3):
-            poison(graphs, float("nan"))
-            assert_equal_results(results(run_moonvit, model, MIX), expected)
-        assert graphs.statistics().replays
-
-
 def test_calls_that_no_graph_takes_run_eager():
     model = new_moonvit()
     hidden, grid = torch.randn(8, 32), torch.tensor([(1, 2, 4)])
@@ -133,19 +119,6 @@ def test_a_grid_that_changed_behind_the_hosts_back_gives_nan():
 
         graphs.workload.encoder.read = stale
         assert model.encoder(hidden, grid).isnan().all()
-
-
-def test_attention_is_the_layers_own_again_once_recorded():
-    model = new_moonvit()
-    layer = model.encoder.blocks[0]
-    with region().packed_attention_kernels([model.encoder]):
-        assert "attention_qkvpacked" in vars(layer)
-        segments = PackedSegments(torch.tensor([0, 4], dtype=torch.int32), 4)
-        rotation = model.encoder.rope_2d.get_freqs_cis(torch.tensor([(1, 2, 2)]), "cpu")
-        packed = layer.attention_qkvpacked(torch.ones(4, 32), segments, 4, rotation)
-    assert "attention_qkvpacked" not in vars(layer)
-    own = layer.attention_qkvpacked(torch.ones(4, 32), segments.offsets, 4, rotation)
-    assert_close([packed], [own], TOLERANCE)
 
 
 def test_another_type_on_a_gpu_is_refused():

@@ -82,18 +82,10 @@ def test_losses_and_gradients_are_eagers(model, graphs, name):
 def test_any_pack_from_one_capture(model, graphs, lengths):
     expected = eager(model, graphs, pack(lengths))
     before = replayed(graphs)
+    poison(graphs, float("nan"))
     found = losses_and_gradients(model, pack(lengths))
     assert replayed(graphs) == before + 1
     assert_close([found[0], *found[1]], [expected[0], *expected[1]])
-
-
-def test_nothing_of_another_batch_is_left(model, graphs):
-    expected = eager(model, graphs, pack((60, 200)))
-    for value in (float("nan"), 1e4):
-        poison(graphs, value)
-        found = losses_and_gradients(model, pack((60, 200)))
-        assert_close([found[0]], [expected[0]])
-        assert_close(found[1], expected[1])
 
 
 FALLBACKS = {

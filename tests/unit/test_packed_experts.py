@@ -112,18 +112,6 @@ def test_padding_goes_to_no_expert(monkeypatch):
     assert all(rows.tokens.shape[0] == 2 * 320 for rows in seen)
 
 
-def test_evaluation_replays_without_gradients():
-    model = new_model(**EXPERTS)
-    with ON_CPU(), on_graphs(model) as graphs:
-        model.eval()
-        with torch.no_grad():
-            with graphs.paused():
-                expected = model(**pack((130, 170)))
-            found = model(**pack((130, 170)))
-        assert any(b.evaluations for b in graphs.statistics().buckets.values())
-    assert_close([found], [expected])
-
-
 ROUTERS = {
     "two losses": {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
     "a loss of logits": {"moe_z_loss_coeff": 0.1},

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from bridge_cg_plugin.options import OptionError
@@ -79,12 +77,6 @@ def test_losses_and_gradients_are_eagers(model, graphs, name):
     assert_replays_are_eagers(model, graphs, PACKS[name])
 
 
-@settings(max_examples=15)
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=6).filter(lambda n: 257 <= sum(n) <= 400))
-def test_any_pack_from_one_capture(model, graphs, lengths):
-    assert_replays_are_eagers(model, graphs, hybrid_pack(lengths))
-
-
 MODULES = {
     "mamba and attention": (["attn", "mamba"], 3),
     "mamba and MLP": (["mlp", "mamba"], 3),
@@ -121,16 +113,6 @@ def test_layers_that_are_not_there_are_no_parts(bare):
         family.parts(["moe_router"])
 
 
-def test_documents_with_padding_between_them(bare):
-    batches = [hybrid_pack((90, 191), room=(96, 194)), hybrid_pack((1, 100, 64), room=(8, 104, 200))]
-    expected = [losses_and_gradients(bare, batch) for batch in batches]
-    with graphs_on(bare, batches[0]) as graphs:
-        for batch, (losses, gradients) in zip(batches, expected, strict=True):
-            found = losses_and_gradients(bare, batch)
-            assert_close([found[0], *found[1]], [losses, *gradients])
-        assert replayed(graphs) == len(batches)
-
-
 def test_gradients_are_added_to_main_grad():
     """Also those of the parameters that a mixer keeps outside of its modules."""
     model = new_hybrid()
@@ -152,44 +134,16 @@ def without_indices(batch):
     return batch
 
 
-FALLBACKS = {
-    "other_layout": hybrid_pack((100, 180), room=(110, 190)),
-    "no_seq_idx": without_indices(hybrid_pack((100, 180))),
-}
-
-
-@pytest.mark.parametrize("reason", FALLBACKS)
-def test_a_batch_that_no_graph_takes_runs_eager_and_is_counted(model, graphs, reason):
-    expected = eager(model, graphs, FALLBACKS[reason])
-    before = graphs.statistics().fallbacks[reason]
-    losses, gradients = losses_and_gradients(model, FALLBACKS[reason])
-    assert graphs.statistics().fallbacks[reason] == before + 1
-    assert torch.equal(losses, expected[0])
-    assert all(map(torch.equal, gradients, expected[1]))
+def test_a_pack_without_indices_runs_eager_and_is_counted(model, graphs):
+    before = graphs.statistics().fallbacks["no_seq_idx"]
+    losses_and_gradients(model, without_indices(hybrid_pack((100, 180))))
+    assert graphs.statistics().fallbacks["no_seq_idx"] == before + 1
 
 
 def test_indices_of_another_count_of_tokens_are_none(model, graphs):
     params = hybrid_pack((100, 180))["packed_seq_params"]
     hidden = torch.zeros(281, 1, 32)
     assert graphs.workload.family.read((), {"hidden_states": hidden, "packed_seq_params": params}) == "no_seq_idx"
-
-
-def test_a_later_pipeline_stage():
-    """Its input is set on the stack before the model is called."""
-    model, arguments = new_hybrid(pre_process=False), hybrid_pack((90, 200))
-    hidden = torch.randn(290, 1, 32, generator=torch.Generator().manual_seed(0))
-
-    def run():
-        leaf = hidden.clone().requires_grad_()
-        model.set_input_tensor(leaf)
-        losses = model(**arguments)
-        return [losses.detach(), *torch.autograd.grad(losses.sum(), [leaf, *model.parameters()])]
-
-    expected = run()
-    with graphs_on(model, arguments) as graphs:
-        found = run()
-        assert replayed(graphs) == 1
-    assert_close(found, expected)
 
 
 def test_detaching_leaves_the_model_as_it_was():

@@ -5,7 +5,7 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from bridge_cg_plugin.graphs.rows import fill_segments, write_offsets
-from bridge_cg_plugin.language.packed.batch import document_indices, spread, token_angles, token_positions
+from bridge_cg_plugin.language.packed.batch import document_indices, spread, token_angles
 
 documents = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
 WIDTH = 6
@@ -34,12 +34,6 @@ class Group:
 
 
 ranks_of = st.sampled_from([(size, rank) for size in (1, 2, 3) for rank in range(size)])
-
-
-@given(documents, st.integers(0, 9), st.integers(0, 40))
-def test_positions_start_again_with_every_document(lengths, repeats, padding):
-    expected = [p for n in lengths for p in range(n)] + [0] * padding
-    assert token_positions(offsets_of(lengths, repeats), len(expected)).tolist() == expected
 
 
 @given(documents, st.integers(0, 9), st.integers(0, 40))

@@ -56,8 +56,7 @@ def test_losses_and_gradients_are_the_same_to_the_bit(expected, options):
 
 MIXES = {
     "experts": {},
-    "shared experts, too": {"moe_shared_expert_intermediate_size": 16},
-    "a dense layer first": {"moe_layer_freq": [0, 1], "moe_z_loss_coeff": 0.1},
+    "a dense layer first": {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 16},
 }
 EXPERT_OPTIONS = {
     "offload": {"cuda_graph_packed_offload": "all"},

@@ -1,23 +1,21 @@
 """What the program of packed documents tells the engine."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.replays.slot import StaticTensors
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PackedBatch
-from bridge_cg_plugin.language.packed.program import PackedProgram, PackLayout
+from bridge_cg_plugin.language.packed.program import DecoderPart, PackedProgram, PackLayout
 
 WIDTH, ROTATED = 4, 6
 
 
-def program(shards=1, additions=0, exact_below=0, run=None, ranks=1, absolute=True, rotated=ROTATED):
-    layout = PackLayout(OFFSETS, rotated, absolute=absolute, shards=shards, ranks=ranks, additions=additions)
-    return PackedProgram(
-        "p", lambda: [torch.nn.Linear(1, 1)], WIDTH, torch.float32, layout, run, exact_below=exact_below
-    )
+def program(shards=1, additions=0, exact_below=0, run=None, ranks=1, absolute=True, rotated=ROTATED, counted=False):
+    sharing = {"absolute": absolute, "shards": shards, "ranks": ranks}
+    layout = PackLayout(OFFSETS, rotated, WIDTH, torch.float32, **sharing, additions=additions)
+    part = DecoderPart("p", torch.nn.Linear(1, 1), (), run, counted=counted)
+    return PackedProgram(part, layout, exact_below=exact_below)
 
 
 def batch(lengths=(3, 5), shards=1, additions=0, rows: int | None = 8, ranks=1):
@@ -73,8 +71,7 @@ def test_angles_go_by_the_document_unless_upstream_takes_them_by_the_place():
 
 
 def test_a_piece_that_asks_knows_how_many_tokens_are_no_padding():
-    made = program(run=lambda pack: (pack.used,))
-    made.layout, bucket = replace(made.layout, counted=True), Bucket(12, (4, 7))
+    made, bucket = program(run=lambda pack: (pack.used,), counted=True), Bucket(12, (4, 7))
     buffers = loaded(made, batch(), bucket)
     assert made.forward(buffers, bucket)[0].tolist() == [8]
     made.load_example(buffers, bucket)

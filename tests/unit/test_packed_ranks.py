@@ -10,7 +10,7 @@ from torch import distributed
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.decoder import context_exchange
+from bridge_cg_plugin.upstream.decoder import layers
 from bridge_cg_plugin.upstream.hooks.packed_helper import without_exchanges
 from bridge_cg_plugin.upstream.parallel.process_groups import without_collectives
 from tests.models.language_model import held
@@ -248,12 +248,12 @@ def test_what_context_parallel_ranks_cannot_do_is_refused(tmp_path, changes, opt
 
 
 def refused_for_the_host(exchange):
-    context_exchange.orders_on_device = lambda: False
+    layers.orders_on_device = lambda: False
     return refused({"cp_comm_type": exchange}, {})
 
 
 def test_an_older_transformer_engine_is_refused_where_it_reads_offsets(tmp_path):
-    assert context_exchange.orders_on_device()
+    assert layers.orders_on_device()
     for exchange in ("a2a", "p2p"):
         (tmp_path / exchange).mkdir()
     for error in run_ranks(2, refused_for_the_host, tmp_path / "a2a", "a2a", **CP2):
@@ -267,6 +267,6 @@ def test_an_older_transformer_engine_is_refused_where_it_reads_offsets(tmp_path)
     [("2.17.1", 2, True), ("2.17.1", 1, False), ("2.18.0", 2, False)],
 )
 def test_a_release_that_takes_padding_for_tokens_is_named(monkeypatch, caplog, version, ranks, warned):
-    monkeypatch.setattr(context_exchange.importlib.metadata, "version", lambda name: version)
-    context_exchange.check_exchange(SimpleNamespace(context_parallel_size=ranks, cp_comm_type=None))
+    monkeypatch.setattr(layers.importlib.metadata, "version", lambda name: version)
+    layers.check_exchange(SimpleNamespace(context_parallel_size=ranks, cp_comm_type=None))
     assert (f"Transformer Engine {version} computes wrong attention" in caplog.text) == warned

@@ -187,7 +187,7 @@ def test_draws_of_tiles_are_new_in_every_microbatch():
 def test_images_of_any_size_attend_as_cudnn_is_called_directly():
     """Interleaved, inside packed segments and without anything else."""
     pytest.importorskip("triton")
-    from bridge_cg_plugin.vision.kernels.segment_attention import lie_interleaved
+    from bridge_cg_plugin.vision.kernels.cudnn_attention import lie_interleaved
 
     model, calls = new_radio(packed=True), []
     for layer in model.decoder.layers:

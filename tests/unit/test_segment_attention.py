@@ -16,7 +16,7 @@ from tests.segment_plans import use_reference_plans
 prepare()
 use_reference_plans()
 from bridge_cg_plugin.vision.kernels.padding import clear_padding
-from bridge_cg_plugin.vision.kernels.segment_attention import (
+from bridge_cg_plugin.vision.kernels.cudnn_attention import (
     lie_interleaved, locate_segments, plans_for, segment_attention
 )
 
@@ -112,7 +112,7 @@ def test_gradients_lie_as_the_projections_output(computed, layout):
 
 def test_only_one_tensor_taken_apart_is_interleaved():
     pytest.importorskip("triton")
-    from bridge_cg_plugin.vision.kernels.segment_attention import lie_interleaved
+    from bridge_cg_plugin.vision.kernels.cudnn_attention import lie_interleaved
 
     query, key, value = torch.zeros(6, 2, 3, 8).unbind(2)
     assert lie_interleaved(query, key, value)

@@ -17,8 +17,8 @@ from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import QWEN3_OMNI_AUDIO
 from bridge_cg_plugin.upstream.encoders.qwen25_omni import QWEN25_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
-from bridge_cg_plugin.vision.kernels import cudnn_graphs
-from bridge_cg_plugin.vision.recorded_kernels import RecordedKernels
+from bridge_cg_plugin.vision.encoder import RecordedKernels
+from bridge_cg_plugin.vision.kernels import cudnn_attention
 from tests.scripts import interpreted
 
 PACKED = (QWEN25_VL, GLM45V, QWEN25_OMNI, QWEN3_OMNI, PIXTRAL)
@@ -32,7 +32,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(direct_attention, "kernels_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *unused: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *unused: "A GPU")
-        monkeypatch.setattr(cudnn_graphs, "unavailable", lambda: reason)
+        monkeypatch.setattr(cudnn_attention, "unavailable", lambda: reason)
 
     return have
 
@@ -108,7 +108,7 @@ from tests.segment_plans import use_reference_plans
 prepare()
 planned = use_reference_plans()
 from bridge_cg_plugin.upstream.encoders import direct_attention, flash_attention, packed_towers, tower_attention
-from bridge_cg_plugin.vision.kernels import cudnn_graphs, rotary
+from bridge_cg_plugin.vision.kernels import cudnn_attention, rotary
 from bridge_cg_plugin.vision.kernels.packed_attention import PackedSegments, packed_attention
 from tests.models import tower
 from tests.models.encoders import ENCODERS
@@ -118,11 +118,10 @@ from scripts.performance.parity_encoders import Comparison
 packed_towers.has_kernels = lambda tensor: True
 direct_attention.kernels_available = lambda: True
 torch.cuda.get_device_capability = lambda *unused: (9, 0)
-cudnn_graphs.unavailable = flash_attention.unavailable = lambda: None
+cudnn_attention.unavailable = flash_attention.unavailable = lambda: None
 tower_attention.cudnn_pays = lambda segments, largest, tokens: largest >= 8
 flash_attention.FLASH_FROM = 8
 flash_attention.takes = lambda width, dtype: True
-flash_attention.agrees = lambda width, dtype, device: AGREES
 flashes = []
 
 def flash(query, key, value, offsets, largest, scale):
@@ -131,8 +130,8 @@ def flash(query, key, value, offsets, largest, scale):
 
 flash_attention.flash_attention = flash
 rotated = []
-launch = rotary._launch_qkv
-rotary._launch_qkv = lambda *args: rotated.append(args[5]) or launch(*args)
+launch = rotary._launch
+rotary._launch = lambda *args: rotated.append(args[5]) or launch(*args)
 
 class OneMix:
     def capacities(self, model, most):
@@ -148,34 +147,30 @@ MODES["plugin_flash"] = {"kernels": "exact", "attention": "flash"}
 MODES["plugin_fast_flash"] = {"kernels": "fast", "attention": "flash"}
 from scripts.performance import parity_encoders
 parity_encoders.MODES = MODES
-for name in NAMES:
-    for mode in MODES_TRIED:
-        planned.clear(), rotated.clear(), flashes.clear()
-        compared = Comparison(name, replace(ENCODERS[name], mixes=OneMix()), 2, 16, mode)
-        captured = len(planned), len(flashes)
-        rotated.clear()
-        _, plugin = compared.records(1)
-        compared.close()
-        shapes = sorted({(s.segments, s.largest, s.tokens) for s in planned})
-        found[f"{name} {mode}"] = {
-            "fallback": plugin["fallback"], "differ": [plugin["forward_rel"], plugin["grad_rel"]],
-            "called": captured, "shapes": shapes, "rounded": list(rotated),
-        }
+for name, mode, agrees in RUNS:
+    flash_attention.agrees = lambda width, dtype, device: agrees
+    planned.clear(), flashes.clear()
+    compared = Comparison(name, replace(ENCODERS[name], mixes=OneMix()), 2, 16, mode)
+    captured = len(planned), len(flashes)
+    rotated.clear()
+    _, plugin = compared.records(1)
+    compared.close()
+    shapes = sorted({(s.segments, s.largest, s.tokens) for s in planned})
+    found[f"{name} {mode} {agrees}"] = {
+        "fallback": plugin["fallback"], "differ": [plugin["forward_rel"], plugin["grad_rel"]],
+        "called": captured, "shapes": shapes, "rounded": list(rotated),
+    }
 print(json.dumps(found))
 """
-# Layers of two that attend in frames. Qwen2.5's second layer does in the benchmark's small encoders, the first one in
-# windows of 64, which are as long as a frame here.
-NAMES = ("glm45v", "ministral3", "qwen25_omni", "qwen3_omni", "qwen25_vl")
-
-
-def run_script(modes, names=NAMES, agrees=True):
-    script = SCRIPT.replace("NAMES", repr(names)).replace("MODES_TRIED", repr(modes)).replace("AGREES", repr(agrees))
-    return json.loads(interpreted(script).splitlines()[-1])
+# One projection for queries, keys and values, or three; Ministral's rotation rounds. All others share this code.
+JOINT, ROUNDED, SEPARATE = "glm45v", "ministral3", "qwen25_omni"
+RUNS = [(name, f"plugin{way}", True) for name in (JOINT, ROUNDED) for way in ("", "_cudnn", "_flash")]
+RUNS += [(SEPARATE, "plugin_cudnn", True), (JOINT, "plugin_flash", False), (JOINT, "plugin_fast_flash", False)]
 
 
 @pytest.fixture(scope="module")
 def found():
-    return run_script(("plugin", "plugin_cudnn", "plugin_flash"))
+    return json.loads(interpreted(SCRIPT.replace("RUNS", repr(RUNS))).splitlines()[-1])
 
 
 def assert_equals_eager(one):
@@ -183,43 +178,44 @@ def assert_equals_eager(one):
     assert one["differ"][0] <= 1e-6 and one["differ"][1] <= 2e-5
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [JOINT, ROUNDED, SEPARATE])
 def test_replays_by_cudnn_equal_eager(found, name):
-    one = found[f"{name} plugin_cudnn"]
+    one = found[f"{name} plugin_cudnn True"]
     assert_equals_eager(one)
     assert one["called"][0] and not one["called"][1]
     assert all(largest == 16 and tokens == 16 for _, largest, tokens in one["shapes"]), one["shapes"]
-    assert one["rounded"] and set(one["rounded"]) == {name == "ministral3"}
+    assert one["rounded"] and set(one["rounded"]) == {name == ROUNDED}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [JOINT, ROUNDED])
 def test_replays_by_flash_attention_equal_eager(found, name):
-    one = found[f"{name} plugin_flash"]
+    one = found[f"{name} plugin_flash True"]
     assert_equals_eager(one)
     assert one["called"][1] and not one["called"][0]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_exact_kernels_keep_pytorchs(found, name):
-    one = found[f"{name} plugin"]
+@pytest.mark.parametrize("name", [JOINT, ROUNDED])
+def test_exact_kernels_keep_pytorchs_and_rotate_by_the_plugins(found, name):
+    one = found[f"{name} plugin True"]
     assert_equals_eager(one)
-    assert one["called"] == [0, 0] and not one["rounded"]
+    assert one["called"] == [0, 0] and one["rounded"] == [name == ROUNDED] * (2 * 2 * 2)  # forward and backward
 
 
-def test_without_flash_attention_that_computes_the_same_attention_is_as_by_default():
-    for name, one in run_script(("plugin_flash", "plugin_fast_flash"), NAMES[:1], agrees=False).items():
-        assert_equals_eager(one)
-        assert bool(one["called"][0]) == name.endswith("fast_flash") and not one["called"][1]
+@pytest.mark.parametrize("mode", ["plugin_flash", "plugin_fast_flash"])
+def test_without_flash_attention_that_computes_the_same_attention_is_as_by_default(found, mode):
+    one = found[f"{JOINT} {mode} False"]
+    assert_equals_eager(one)
+    assert bool(one["called"][0]) == (mode == "plugin_fast_flash") and not one["called"][1]
 
 
 def test_a_shape_that_cudnn_has_no_kernel_for_attends_by_pytorchs(monkeypatch):
     pytest.importorskip("triton")
     from bridge_cg_plugin.upstream.encoders import packed_towers, tower_attention
-    from bridge_cg_plugin.vision.kernels import segment_attention
+    from bridge_cg_plugin.vision.kernels import cudnn_attention
     from bridge_cg_plugin.vision.kernels.packed_attention import PackedSegments
 
     asked = []
-    monkeypatch.setattr(segment_attention, "segment_plans", lambda shape, device: asked.append(shape))
+    monkeypatch.setattr(cudnn_attention, "segment_plans", lambda shape, device: asked.append(shape))
     mixed = torch.randn(CUDNN_FROM, 3, 2, 8)
     table = torch.ones(CUDNN_FROM, 8)
     rotation = dataclasses.replace(packed_towers.Rotation.of(table, table), halves=(table[:, :4], table[:, :4]))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from bridge_cg_plugin.vision.encoders.layout import (
+from bridge_cg_plugin.vision.layout import (
     most_windows,
     permuted,
     segment_offsets,

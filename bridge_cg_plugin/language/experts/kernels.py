@@ -326,7 +326,6 @@ def _precision(dtype: torch.dtype) -> str:
 # Elements of a routing map, or of counts, that a block holds at once.
 HELD = 4096
 LEAST_TOKENS = 16
-MOVED = 1024
 
 
 @triton.jit
@@ -392,24 +391,8 @@ def _place(
         tl.store(bounds_ptr + 1 + expert, ends, mask=expert < experts)
 
 
-@triton.jit
-def _take_rows(values_ptr, entries_ptr, bounds_ptr, out_ptr, experts, COUNT: tl.constexpr):
-    row = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-    inside = row < tl.load(bounds_ptr + experts)
-    entry = tl.load(entries_ptr + row, mask=inside, other=0)
-    tl.store(out_ptr + row, tl.load(values_ptr + entry, mask=inside), mask=inside)
-
-
-@triton.jit
-def _spread_rows(values_ptr, rows_of_ptr, out_ptr, count, COUNT: tl.constexpr):
-    entry = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-    inside = entry < count
-    row = tl.load(rows_of_ptr + entry, mask=inside, other=-1)
-    tl.store(out_ptr + entry, tl.load(values_ptr + row, mask=row >= 0, other=0.0), mask=inside)
-
-
 def find_rows(routing_map: Tensor, used: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the fields of `Rows`; rows behind the last bound are not written.
+    """Return the fields of `Rows`; of rows behind the last bound, only entries are written: zeros.
 
     Args:
         routing_map: `[tokens, experts]` bool, at most `top_k` in a row.
@@ -425,39 +408,13 @@ def find_rows(routing_map: Tensor, used: Tensor, top_k: int) -> tuple[Tensor, Te
     held = max(HELD // wide, LEAST_TOKENS)
     blocks = triton.cdiv(tokens, held)
     of_map = (routing_map.contiguous().view(torch.uint8), used)
-    counts, bounds, rows = new(blocks, experts), new(experts + 1), (new(tokens * top_k), new(tokens * top_k))
+    counts, bounds, rows = new(blocks, experts), new(experts + 1), (new(tokens * top_k), new(tokens * top_k).zero_())
     places, rows_of = new(tokens, top_k), new(tokens, experts)
     sizes = {"TOKENS": held, "EXPERTS": wide, "num_warps": 4}
     _count[(blocks,)](*of_map, counts, tokens, experts, **sizes)
     made = (counts, bounds, *rows, places, rows_of)
     _place[(blocks,)](*of_map, *made, blocks, tokens, experts, TOP_K=top_k, BLOCKS=held, **sizes)
     return bounds, *rows, places, rows_of
-
-
-def take_rows(values: Tensor, entries: Tensor, bounds: Tensor) -> Tensor:
-    """Return a value for every row, `[rows]`; rows behind the last bound are not written.
-
-    Args:
-        values: `[tokens, experts]`, contiguous.
-        entries: See `Rows`.
-        bounds: See `Rows`.
-    """
-    out = values.new_empty(entries.shape[0])
-    experts = bounds.shape[0] - 1
-    _take_rows[(triton.cdiv(out.shape[0], MOVED),)](values, entries, bounds, out, experts, COUNT=MOVED)
-    return out
-
-
-def spread_rows(values: Tensor, rows_of: Tensor) -> Tensor:
-    """Return each token's value for each expert, `[tokens, experts]`; zero where it has no row.
-
-    Args:
-        values: `[rows]`, contiguous.
-        rows_of: See `Rows`.
-    """
-    out = torch.empty_like(rows_of, dtype=values.dtype)
-    _spread_rows[(triton.cdiv(out.numel(), MOVED),)](values, rows_of, out, out.numel(), COUNT=MOVED)
-    return out
 
 
 # Columns that a block takes at once.

@@ -24,7 +24,7 @@ class Rows:
     Attributes:
         bounds: `[experts + 1]` int32, where every expert's rows begin; the last is the number of rows in use.
         tokens: `[rows]` int32, every row's token.
-        entries: `[rows]` int32, every row's place in `[tokens, experts]`.
+        entries: `[rows]` int32, every row's place in `[tokens, experts]`; 0 for those that belong to no expert.
         places: `[tokens, experts of a token]` int32, the rows of every token, ascending; then -1 where there are fewer.
         rows_of: `[tokens, experts]` int32, the row of a token for an expert; -1 for none.
     """
@@ -73,7 +73,7 @@ def row_weights(probabilities: Tensor, rows: Rows) -> Tensor:
         probabilities: `[tokens, experts]`, of any floating-point type.
         rows: Of the batch.
     """
-    weights: Tensor = _RowWeights.apply(probabilities, rows.entries, rows.rows_of, rows.bounds)
+    weights: Tensor = _RowWeights.apply(probabilities, rows.entries, rows.rows_of)
     return weights
 
 
@@ -81,19 +81,11 @@ class _RowWeights(torch.autograd.Function):
     """A gather whose backward is one, too: every token has at most one row for an expert."""
 
     @staticmethod
-    def forward(ctx: Any, probabilities: Tensor, entries: Tensor, rows_of: Tensor, bounds: Tensor) -> Tensor:
+    def forward(ctx: Any, probabilities: Tensor, entries: Tensor, rows_of: Tensor) -> Tensor:
         ctx.save_for_backward(rows_of)
-        if device.runs_kernels(probabilities):
-            from . import kernels
-
-            return kernels.take_rows(probabilities.contiguous(), entries, bounds)
         return probabilities.reshape(-1)[entries]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (rows_of,) = ctx.saved_tensors
-        if device.runs_kernels(gradient):
-            from . import kernels
-
-            return kernels.spread_rows(gradient.contiguous(), rows_of), None, None, None
-        return torch.where(rows_of >= 0, gradient[rows_of.clamp(min=0)], 0), None, None, None
+        return torch.where(rows_of >= 0, gradient[rows_of.clamp(min=0)], 0), None, None

@@ -218,21 +218,12 @@ def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
-def token_positions(offsets: Tensor, rows: int, ranks: int = 1, rank: int = 0) -> Tensor:
-    """Return every token's position in its document, `[rows]` int64; 0 for tokens behind the last offset.
-
-    Args:
-        offsets: `[documents + 1]` int32, ascending from 0; documents may have no tokens.
-        rows: Tokens of the padded pack on this rank.
-        ranks: Ranks of context parallelism. Each holds two of `2 * ranks` equal chunks of every document: the one with
-            its number, counted from the front, and the one with its number, counted from the back.
-        rank: Which of them this is.
-    """
-    return _positions(offsets, *_places(offsets, rows, ranks), ranks, rank)
-
-
 def _positions(offsets: Tensor, document: Tensor, place: Tensor, ranks: int, rank: int) -> Tensor:
-    """Return every token's position in its document from the result of `_places`."""
+    """Return every token's position in its document from the result of `_places`; 0 behind the last offset.
+
+    Each rank holds two of `2 * ranks` equal chunks of every document: the one with its number, counted from the front,
+    and the one with its number, counted from the back.
+    """
     if ranks > 1:
         chunk = torch.cat((offsets.long().diff(), offsets.new_zeros(1)))[document] // (2 * ranks)
         place = torch.where(place < chunk, rank * chunk + place, (2 * ranks - rank - 2) * chunk + place)

@@ -12,9 +12,8 @@ from ...graphs.planning.buckets import EXACT_BELOW, Bucket, raised
 from ...graphs.planning.demand import Menu
 from ...options import PACKED_FIELDS, OptionError, PackedOptions
 from .batch import JointShape, PackedBatch, PackShape
-from .decoder import DecoderFamily
 from .fit import pack_buckets
-from .program import PackedProgram
+from .program import DecoderFamily, PackedProgram
 
 # What all packs of a recording share: which offsets they have, width of angles, width and type of hidden states.
 Kind = tuple[tuple[str, ...], int, int, torch.dtype]

@@ -3,15 +3,18 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ...graphs.fallback import Fallback
+from ...graphs.piece import CallSite
 from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers, TensorSpec
+from ...graphs.replays.replay import BackwardObserver
 from ...graphs.rows import fill_one_segment, fill_segments, leading, write_offsets, write_rows
+from ..experts.exchange import ExpertExchange
 from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch, PackShape, token_angles
 from .fit import refuse_pack
 
@@ -58,24 +61,127 @@ class PackLayout:
     Attributes:
         offsets: Names of the `cu_seqlens` that a batch has.
         rotated: Width of a row of rotary angles; 0 where nothing is rotated.
+        width: Of the hidden states.
+        dtype: Of the hidden states.
         per_position: Whether angles come with a row per position in a document; else with a row per token.
         absolute: Whether a table of exactly as many rows as the pack has tokens goes by the place in the pack.
         shards: Ranks that hold a part of the tokens each (sequence parallelism).
         ranks: Ranks that hold two chunks of every document each (context parallelism).
         rank: Which of them this is.
         additions: Behind how many of the first layers something is added to the hidden states.
-        counted: Whether the piece must know how many tokens are no padding.
     """
 
     offsets: tuple[str, ...]
     rotated: int
+    width: int
+    dtype: torch.dtype
     per_position: bool = True
     absolute: bool = False
     shards: int = 1
     ranks: int = 1
     rank: int = 0
     additions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderCall:
+    """The arguments of one call of a decoder.
+
+    Attributes:
+        hidden: `[tokens / (shards * ranks), 1, width]`.
+        angles: Rotary angles; None where nothing is rotated.
+        offsets: `cu_seqlens` by name; None where the batch has none.
+        max_seqlens: Tokens of the longest document by name.
+        visual: What is added behind the first layers: `[1, tokens]` mask, and `[marked tokens, width]` for each layer.
+    """
+
+    hidden: Tensor
+    angles: Tensor | None
+    offsets: Mapping[str, Tensor | None]
+    max_seqlens: Mapping[str, int]
+    visual: tuple[Tensor, Sequence[Tensor]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderPart:
+    """A piece of a decoder that becomes a region of its own.
+
+    Attributes:
+        name: Of the region.
+        owner: The layer; the decoder itself for all layers.
+        uses: Names of the owner's submodules whose parameters the piece uses; none are all of them.
+        run: The piece.
+        site: Where the layer calls it; None where the decoder's forward is the call.
+        outputs: How many tensors the piece gives.
+        counted: Whether the piece must know how many tokens are no padding.
+        changed: Whether its weights must be quantized again; None where it quantizes none.
+    """
+
+    name: str
+    owner: nn.Module
+    uses: Sequence[str]
+    run: Run
+    site: CallSite | None = None
+    outputs: int = 1
     counted: bool = False
+    changed: Changed | None = None
+
+    def roots(self) -> list[nn.Module]:
+        """Return the modules whose parameters the piece uses now: a layer's submodules may be replaced."""
+        return [self.owner.get_submodule(name) for name in self.uses or ("",)]
+
+
+class Scales(BackwardObserver, Protocol):
+    """Scales that follow what microbatches hold."""
+
+    def after_forward(self) -> None:
+        """Called after the forward of a microbatch was replayed."""
+
+
+class DecoderFamily(Protocol):
+    """What the plugin must know of a decoder's upstream code.
+
+    Attributes:
+        per_position: Whether rotary angles come with a row per position.
+        absolute: Whether a table with a row per token is taken by the place in the pack.
+        shards: Tensor-parallel ranks that hold a part of the tokens each.
+        ranks: Context-parallel ranks that hold two chunks of every document each.
+        rank: Which of them this is.
+        rows: What a rank's tokens in a bucket are a multiple of.
+        exchange: Ranks of expert parallelism whose exchanges are in what is recorded; None without any.
+    """
+
+    per_position: bool
+    absolute: bool
+    shards: int
+    ranks: int
+    rank: int
+    rows: int
+    exchange: ExpertExchange | None
+
+    def kernels(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
+        """Be around recorded work; swaps in kernels that compute the same."""
+
+    def fused_accumulation(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
+        """Be around recorded work whose weight gradients are added to `main_grad` inside the GEMM."""
+
+    def known_activations(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
+        """Be around recorded work where activations leave the device: notes what they are."""
+
+    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | Fallback:
+        """Return a call's arguments, or why a graph cannot serve it."""
+
+    def parts(self, modules: Sequence[str]) -> list[DecoderPart]:
+        """Return the pieces to record; no modules are all layers as one piece."""
+
+    def weights_per_token(self) -> float:
+        """Return how many weights of this rank a token is multiplied with; of experts, those that it is sent to."""
+
+    def scales(self) -> Scales | None:
+        """Return what is told of replays; None where no scales outlive a microbatch."""
+
+    def statistics_kept(self) -> AbstractContextManager[None]:
+        """Be around captures, whose passes leave no trace in what layers count and log."""
 
 
 class PackedProgram:
@@ -85,54 +191,36 @@ class PackedProgram:
     Under context parallelism, where attention must know every token's document, they are one more document.
 
     Args:
-        name: Of the region.
-        roots: Returns the modules whose parameters the piece uses.
-        width: Of the hidden states.
-        dtype: Of the hidden states.
+        part: The piece.
         layout: What all packs of the recordings share.
-        run: The piece.
-        outputs: How many tensors it gives.
         exact_below: Packs of up to this many tokens on a rank must fill a bucket exactly.
         kernels: Entered around recorded work.
-        changed: Whether its weights must be quantized again; None where it quantizes none.
     """
 
     def __init__(
-        self,
-        name: str,
-        roots: Callable[[], Sequence[nn.Module]],
-        width: int,
-        dtype: torch.dtype,
-        layout: PackLayout,
-        run: Run,
-        outputs: int = 1,
-        exact_below: int = 0,
-        kernels: RecordingKernels = nullcontext,
-        changed: Changed | None = None,
+        self, part: DecoderPart, layout: PackLayout, exact_below: int = 0, kernels: RecordingKernels = nullcontext
     ) -> None:
-        self.name = name
+        self.name = part.name
         self.layout = layout
-        self._roots, self._width, self._dtype = roots, width, dtype
-        self._run, self._outputs, self._exact_below, self._kernels = run, outputs, exact_below, kernels
-        self._changed = changed
+        self._part, self._exact_below, self._kernels = part, exact_below, kernels
 
     def modules(self) -> Sequence[nn.Module]:
         """See `RegionProgram`."""
-        return self._roots()
+        return self._part.roots()
 
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
         documents, layout = bucket.limits[0], self.layout
         tokens = bucket.tokens // (layout.shards * layout.ranks)
-        rows = TensorSpec((tokens, 1, self._width), self._dtype, differentiable=True)
+        rows = TensorSpec((tokens, 1, layout.width), layout.dtype, differentiable=True)
         count = documents + 1 + (layout.ranks > 1)
         return {
             "hidden": rows,
             **dict.fromkeys(self._additions, rows),
             **self._angle_specs(bucket.tokens),
             **{name: TensorSpec((count,), torch.int32) for name in layout.offsets},
-            **({"used": TensorSpec((1,), torch.int32)} if layout.counted else {}),
-            **({} if self._changed is None else {UNCHANGED: TensorSpec((1,), torch.float32)}),
+            **({"used": TensorSpec((1,), torch.int32)} if self._part.counted else {}),
+            **({} if self._part.changed is None else {UNCHANGED: TensorSpec((1,), torch.float32)}),
         }
 
     def size(self, batch: PackedBatch) -> int:
@@ -156,13 +244,13 @@ class PackedProgram:
     def load(self, buffers: Buffers, batch: PackedBatch) -> None:
         """See `RegionProgram`. What parts of layers share is written with the first of them."""
         _load_rows(buffers["hidden"], batch.hidden.detach())
-        if self._changed is not None:
-            buffers[UNCHANGED].fill_(not self._changed())
+        if self._part.changed is not None:
+            buffers[UNCHANGED].fill_(not self._part.changed())
         if batch.loaded:
             return
         for name, rows in zip(self._additions, self._padded_additions(batch), strict=True):
             _load_rows(buffers[name], rows.detach())
-        if self.layout.counted:
+        if self._part.counted:
             buffers["used"].fill_(batch.hidden.shape[0])
         if batch.angles is not None:
             _load_rows(buffers["angles"], batch.angles)
@@ -184,9 +272,9 @@ class PackedProgram:
         """See `RegionProgram`."""
         for name in ("hidden", *self._additions, *self._angle_specs(bucket.tokens)):
             buffers[name].zero_()
-        if self.layout.counted:
+        if self._part.counted:
             buffers["used"].fill_(buffers["hidden"].shape[0])
-        if self._changed is not None:
+        if self._part.changed is not None:
             buffers[UNCHANGED].fill_(True)
         longest, chunks = min(bucket.tokens, bucket.limits[1]), 2 * self.layout.ranks
         for name in self.layout.offsets:
@@ -204,15 +292,17 @@ class PackedProgram:
             angles = token_angles(angles, buffers["by_place"], physical, self.layout.ranks, self.layout.rank)
         additions = [buffers[name] for name in self._additions]
         used, unchanged = buffers.get("used"), buffers.get(UNCHANGED)
-        return self._run(RecordedPack(buffers["hidden"], angles, offsets, bucket.limits[1], additions, used, unchanged))
+        return self._part.run(
+            RecordedPack(buffers["hidden"], angles, offsets, bucket.limits[1], additions, used, unchanged)
+        )
 
     def recording(self) -> AbstractContextManager[None]:
         """See `RegionProgram`."""
-        return self._kernels(self._roots())
+        return self._kernels(self._part.roots())
 
     def output_rows(self, batch: PackedBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""
-        return (batch.hidden.shape[0],) * self._outputs
+        return (batch.hidden.shape[0],) * self._part.outputs
 
     def differentiable_inputs(self, batch: PackedBatch) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""

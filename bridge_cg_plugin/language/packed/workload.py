@@ -24,9 +24,8 @@ from ...graphs.workload import Call, Workload
 from ...offload.offloading import offloading_of
 from ...options import PACKED_FIELDS, PackedOptions
 from .batch import OFFSETS, PADDED_OFFSETS, JointShape, PackedBatch, PackShape, pack_batch, spread
-from .decoder import DecoderCall, DecoderFamily, DecoderPart
 from .plan import PackPlan
-from .program import SHARED, PackedProgram, PackLayout
+from .program import SHARED, DecoderCall, DecoderFamily, DecoderPart, PackedProgram, PackLayout
 
 EVERY_OFFSET = (*OFFSETS, *PADDED_OFFSETS)
 # Of a shape, behind whether there is one.
@@ -249,31 +248,17 @@ class PackedWorkload(Workload):
         return 0.0
 
     def _program(self, part: DecoderPart) -> PackedProgram:
-        offsets, rotated, width, dtype = self.plan.kind()
-        family, whole = self.family, part.site is None
+        family = self.family
         layout = PackLayout(
-            offsets,
-            rotated,
-            family.per_position,
-            family.absolute,
-            family.shards,
-            family.ranks,
-            family.rank,
-            self.plan.additions() if whole else 0,
-            part.counted,
+            *self.plan.kind(),
+            per_position=family.per_position,
+            absolute=family.absolute,
+            shards=family.shards,
+            ranks=family.ranks,
+            rank=family.rank,
+            additions=self.plan.additions() if part.site is None else 0,
         )
-        return PackedProgram(
-            part.name,
-            part.roots,
-            width,
-            dtype,
-            layout,
-            part.run,
-            part.outputs,
-            EXACT_BELOW,
-            partial(self._kernels, part),
-            part.changed,
-        )
+        return PackedProgram(part, layout, EXACT_BELOW, partial(self._kernels, part))
 
     @contextmanager
     def _kernels(self, part: DecoderPart, modules: Sequence[nn.Module]) -> Iterator[None]:

@@ -17,8 +17,7 @@ from ...graphs.fallback import Fallback
 from ...language.experts.exchange import ExpertExchange
 from ...language.experts.tables import Tables
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
-from ...language.packed.decoder import DecoderCall, DecoderPart
-from ...language.packed.program import RecordedPack
+from ...language.packed.program import DecoderCall, DecoderPart, RecordedPack
 from ...options import OptionError
 from ...options.language_model import MODULES
 from ...options.packed import MAX_PACKED_SEQS
@@ -34,7 +33,6 @@ from ..seams.own_code import foreign_function, refuse_own_code
 from ..seams.registry import seam
 from ..seams.registry.models import ATTENTION as QWEN_ATTENTION
 from ..wrappers import overridden
-from .context_exchange import check_exchange
 from .experts import CapturedExperts, statistics_kept
 from .fp8 import (
     ROWS,
@@ -53,6 +51,7 @@ from .layers import (
     MAX_SEQLENS,
     attention_and_router_part,
     attention_part,
+    check_exchange,
     check_mamba_layer,
     current_parameters,
     is_mamba,

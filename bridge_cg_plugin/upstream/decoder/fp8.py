@@ -8,10 +8,9 @@ Parameters that are in fp8 themselves are read where they are.
 import importlib
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import compress, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,7 @@ from torch import Tensor, nn
 from ...graphs.errors import CaptureError
 from ...graphs.instance import every_module
 from ...graphs.recordings.recording import Gradients
-from ...language.packed.decoder import DecoderPart
-from ...language.packed.program import RecordedPack
+from ...language.packed.program import DecoderPart, RecordedPack
 from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ..seams.registry import seam
@@ -30,33 +28,50 @@ from ..wrappers import overridden
 COLUMNS, STALE = "_transpose", "_transpose_invalid"
 WITH_ONE_SCALE = ("_data", COLUMNS, "_scale_inv")
 WITH_SCALES = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
-NOTHING: dict[str, Any] = {}
 
 
-class _Values(NamedTuple):
-    """A parameter's values when this was made.
+class _Held:
+    """What entries of dicts held when they were noted.
 
-    Attributes:
-        parameters: What its module keeps parameters in.
-        name: Its name there.
-        addresses: Of what its tensor holds, by their names there.
+    Args:
+        what: Is said of those that hold something else.
+        noted: Returns what is kept of a value.
+        is_there: Whether a value is still what was noted.
     """
 
-    parameters: dict[str, nn.Parameter | None]
-    name: str
-    addresses: dict[str, int]
+    def __init__(self, what: str, noted: Callable[[Any], Any], is_there: Callable[[Any, Any], bool]) -> None:
+        self._what, self._noted, self._is_there = what, noted, is_there
+        self.entries: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+
+    def note(self, entries: Iterable[tuple[dict[str, Any], str]]) -> None:
+        """Note what entries hold.
+
+        Raises:
+            CaptureError: One holds something else than was noted before.
+        """
+        found = {(id(table), key): (table, key, self._noted(table[key])) for table, key in entries}
+        if not self._are_there(self.entries[place] for place in found.keys() & self.entries.keys()):
+            raise CaptureError(self._what)
+        self.entries.update(found)
+
+    def are_there(self) -> bool:
+        """Whether all entries hold what they did."""
+        return self._are_there(self.entries.values())
+
+    def _are_there(self, entries: Iterable[tuple[dict[str, Any], str, Any]]) -> bool:
+        return all(self._is_there(table.get(key), noted) for table, key, noted in entries)
 
 
-class QuantizedParameters:
-    """Where parameters in fp8 have their values: a look at all of them takes no line of Python for each."""
+def _the_same(what: str) -> _Held:
+    """Return what notes objects themselves."""
+    return _Held(what, lambda value: value, operator.is_)
+
+
+class QuantizedParameters(_Held):
+    """Where parameters in fp8 have their values."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, str], _Values] = {}
-        self._tables: list[dict[str, nn.Parameter | None]] = []
-        self._names: list[str] = []
-        # By what tensors hold: which of the parameters do, and where.
-        self._places: dict[str, list[int]] = {}
-        self._addresses: list[list[int]] = []
+        super().__init__("parameters in fp8 lie elsewhere than earlier recordings read", _addresses, _lies_at)
 
     def keep(self, modules: Sequence[nn.Module]) -> None:
         """Note where these modules' parameters in fp8, too, have their values.
@@ -64,52 +79,27 @@ class QuantizedParameters:
         Raises:
             CaptureError: A parameter that was noted before has them elsewhere.
         """
-        found = dict(_quantized_parameters(modules))
-        known = self._known
-        if any(known[place].addresses != found[place].addresses for place in known.keys() & found.keys()):
-            raise CaptureError("parameters in fp8 lie elsewhere than earlier recordings read")
-        known.update(found)
-        self._tables, self._names = ([getattr(v, each) for v in known.values()] for each in ("parameters", "name"))
-        self._places, addresses = {}, dict[str, list[int]]()
-        for place, values in enumerate(known.values()):
-            for name, address in values.addresses.items():
-                self._places.setdefault(name, []).append(place)
-                addresses.setdefault(name, []).append(address)
-        self._addresses = list(addresses.values())
-
-    def are_there(self) -> bool:
-        """Whether all values are where they were."""
-        held = self._held()
-        try:
-            found = [list(map(Tensor.data_ptr, self._in(held, name))) for name in self._places]
-        except TypeError:  # one is gone
-            return False
-        return found == self._addresses
+        tables = [module._parameters for module in every_module(modules)]
+        self.note((table, name) for table in tables for name, each in table.items() if is_quantized(each))
 
     def refresh(self) -> None:
         """Make what is read by column of values that were written since, as eager's next forward would."""
-        places = self._places.get(COLUMNS, ())
-        held = map(self._held().__getitem__, places)
-        for place in compress(places, map(dict.get, held, repeat(STALE))):
-            complete(self._tables[place][self._names[place]])
-
-    def _held(self) -> list[dict[str, Any]]:
-        """Return what the parameters hold now: while one is recorded, another stands in for it."""
-        return list(map(getattr, map(dict.get, self._tables, self._names), repeat("__dict__"), repeat(NOTHING)))
-
-    def _in(self, held: Sequence[dict[str, Any]], name: str) -> Iterator[Any]:
-        """Return what is held under a name where something was, None where nothing is now."""
-        return map(dict.get, map(held.__getitem__, self._places[name]), repeat(name))
+        for table, name, addresses in self.entries.values():
+            if COLUMNS in addresses and vars(table[name]).get(STALE):
+                complete(table[name])
 
 
-def _quantized_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[tuple[int, str], _Values]]:
-    """Yield modules' parameters that are kept in fp8, each with its module's id and its name."""
-    for module in every_module(modules):
-        for name, parameter in module._parameters.items():
-            if is_quantized(parameter):
-                held = {each: vars(parameter).get(each) for each in (*WITH_ONE_SCALE, *WITH_SCALES)}
-                addresses = {each: value.data_ptr() for each, value in held.items() if isinstance(value, Tensor)}
-                yield (id(module), name), _Values(module._parameters, name, addresses)
+def _addresses(parameter: object) -> dict[str, int]:
+    """Return the addresses of what a parameter's tensor holds, by their names there."""
+    held = {name: vars(parameter).get(name) for name in (*WITH_ONE_SCALE, *WITH_SCALES)}
+    return {name: value.data_ptr() for name, value in held.items() if isinstance(value, Tensor)}
+
+
+def _lies_at(parameter: object, addresses: dict[str, int]) -> bool:
+    held = {} if parameter is None else vars(parameter)
+    found = (held.get(name) for name in addresses)
+    pairs = zip(found, addresses.values(), strict=True)
+    return all(value is not None and value.data_ptr() == address for value, address in pairs)
 
 
 def is_quantized(parameter: object) -> bool:
@@ -196,40 +186,6 @@ def _context(layer: UpstreamModule) -> AbstractContextManager[Any]:
     return made
 
 
-_key = operator.itemgetter(1)
-
-
-class _Entries:
-    """What entries of dicts held when they were noted, by the dict's id and the key.
-
-    Args:
-        what: Is said of those that hold something else.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._noted: dict[tuple[int, str], Any] = {}
-        self._tables: list[dict[str, Any]] = []
-
-    def check(self, tables: Sequence[dict[str, Any]]) -> None:
-        """Raise `CaptureError` where dicts hold something else than was noted."""
-        for table in tables:
-            if any(self._noted.get((id(table), key), value) is not value for key, value in table.items()):
-                raise CaptureError(self._what)
-
-    def note(self, tables: Sequence[dict[str, Any]]) -> None:
-        """Note what dicts hold."""
-        for table in tables:
-            new = [key for key in table if (id(table), key) not in self._noted]
-            self._noted.update({(id(table), key): table[key] for key in new})
-            self._tables += [table] * len(new)
-
-    def are_there(self) -> bool:
-        """Whether all entries hold what they did: no line of Python for each."""
-        found = map(dict.get, self._tables, map(_key, self._noted))
-        return all(map(operator.is_, found, self._noted.values()))
-
-
 class QuantizedWeights:
     """The quantized copies of a piece's weights, and its parameters that are quantized themselves.
 
@@ -242,8 +198,8 @@ class QuantizedWeights:
         self._roots, self._config = roots, config
         # Of all states of the model that were recorded.
         self._linear: dict[UpstreamModule, None] = {}
-        self._copies = _Entries("weights have other quantized copies than earlier recordings write")
-        self._scales = _Entries("scales lie elsewhere than earlier recordings read")
+        self._copies = _the_same("weights have other quantized copies than earlier recordings write")
+        self._scales = _the_same("scales lie elsewhere than earlier recordings read")
         self._parameters = QuantizedParameters()
 
     def changed(self) -> bool:
@@ -292,8 +248,7 @@ class QuantizedWeights:
         quantizers = [vars(module).get(QUANTIZERS, {}) for module in linear]
         scales = [table for table in quantizers if any(map(len, table.values()))]  # a layer in bf16 has none yet
         for entries, tables in ((self._copies, copies), (self._scales, scales)):
-            entries.check(tables)
-            entries.note(tables)
+            entries.note((table, key) for table in tables for key in table)
         self._parameters.keep(self._roots())
 
 

@@ -4,6 +4,9 @@ Transformer Engine replays the keyword arguments it captured and drops the other
 `rotary_pos_emb` for position embedding "rope" only, so layers of a model with "mrope" would be captured, and replayed,
 without rotary embedding. And graphs replay one sequence length, while Bridge's Qwen3-VL step pads to it under pipeline
 and expert parallelism only.
+
+Upstream refuses models of loops that say that lengths vary, as verl does, beside any graphs of the language model, for
+its own have one length. Packed graphs take packs of any length.
 """
 
 import functools
@@ -14,10 +17,12 @@ from typing import Any
 import torch
 
 from ...options import OptionError, packed_options
+from ...options.language_model import IMPL
 from ..host_batch import TOKENS
 from ..seams.patches import Patch
 from ..seams.registry import seam
 from ..seams.registry.language_model import STEP
+from ..wrappers import overridden
 
 ROTARY_PATCH = "language_model_rotary"
 LENGTH_PATCH = "language_model_length"
@@ -100,7 +105,20 @@ def padded(batch: tuple[Any, ...], length: int) -> tuple[Any, ...]:
     )
 
 
+def _with_packed_graphs(old: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(old)
+    def expose(self: Any) -> None:
+        config = getattr(self.language_model, "config", None)
+        if getattr(config, IMPL, None) != "transformer_engine" or not packed_options(config).enabled:
+            return old(self)
+        with overridden(config, "variable_seq_lengths", False):
+            return old(self)
+
+    return expose
+
+
 PATCHES = (
     Patch(seam(ROTARY_PATCH), _with_rotary),
     Patch(seam(LENGTH_PATCH), _at_fixed_length),
+    Patch(seam("variable_lengths"), _with_packed_graphs),
 )

@@ -58,7 +58,7 @@ def _age_refusal() -> str | None:
 
 
 def _cudnn_refusal() -> str | None:
-    from ...vision.kernels.cudnn_graphs import unavailable
+    from ...vision.kernels.cudnn_attention import unavailable
 
     return unavailable()
 
@@ -116,7 +116,7 @@ class Located:
 
     def __call__(self, offsets: Tensor, heads: int, width: int) -> Any:
         """See `locate_segments`."""
-        from ...vision.kernels.segment_attention import locate_segments
+        from ...vision.kernels.cudnn_attention import locate_segments
 
         key = (id(offsets), heads, width)
         if key not in self._found:
@@ -128,7 +128,7 @@ def _attend_directly(
     located: Located, attention: UpstreamModule, query: Tensor, key: Tensor, value: Tensor, packed: Any
 ) -> Tensor | None:
     """Attend by cuDNN inside several segments, over what one projection made."""
-    from ...vision.kernels.segment_attention import lie_interleaved, plans_for, segment_attention
+    from ...vision.kernels.cudnn_attention import lie_interleaved, plans_for, segment_attention
 
     (tokens, heads, width), segments = query.shape, packed.cu_seqlens_q.shape[0] - 1
     # One segment attends unpacked: no row is scanned in vain there.

@@ -13,8 +13,8 @@ from ...graphs.program import Buffers
 from ...upstream_types import UpstreamModule
 from ...vision.batch import EncoderBatch
 from ...vision.encoder import RecordingKernels
-from ...vision.encoders.layout import token_positions
 from ...vision.guard import images, poisoned
+from ...vision.layout import token_positions
 from ..seams.own_code import as_shipped
 from ..wrappers import overridden
 from .packed_towers import TowerEncoder, frame_segments, held_as, refuse_dropout, rotation_at

@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ...graphs.planning.buckets import Bucket
@@ -18,10 +20,9 @@ from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ...vision.batch import BatchError, EncoderBatch, HostGrids
 from ...vision.encoder import RecordingKernels, encoder_call
-from ...vision.encoders.grid_encoder import GridEncoder
-from ...vision.encoders.layout import TokenPositions, segment_offsets
-from ...vision.kernels.aligned_linear import aligned_linear, is_misaligned
+from ...vision.grid_encoder import GridEncoder
 from ...vision.kernels.packed_attention import DTYPES, PackedSegments
+from ...vision.layout import TokenPositions, segment_offsets
 from ..kernels.layers import kernels_available
 from ..seams.own_code import as_shipped
 from ..wrappers import forwards_replaced
@@ -288,3 +289,60 @@ def _aligned_forward(linear: nn.Linear, x: Tensor) -> Tensor:
     if x.dim() != 2 or torch.is_autocast_enabled(x.device.type):
         return functional.linear(x, linear.weight, linear.bias)
     return aligned_linear(x, linear.weight, linear.bias)
+
+
+ALIGNMENT = 8  # elements of 2 bytes in the 16 that kernels load at once
+
+
+def is_misaligned(linear: nn.Linear) -> bool:
+    """Whether a side of the weight is no multiple of `ALIGNMENT`."""
+    return any(size % ALIGNMENT for size in linear.weight.shape)
+
+
+def aligned_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight.T + bias` as PyTorch computes it; the backward multiplies matrices of aligned sizes.
+
+    Matrix libraries have no fast kernels for rows that begin at odd places: Qwen2.5-VL's MLP is 3420 wide, and its
+    products take twice as long as those of 3424. Zeros up to the next multiple change no sum but its order.
+
+    Args:
+        x: `[tokens, inputs]`.
+        weight: `[outputs, inputs]`.
+        bias: `[outputs]`.
+    """
+    out: Tensor = _AlignedBackward.apply(x, weight, bias)
+    return out
+
+
+class _AlignedBackward(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        padded = _padded(gradient)
+        return (
+            (padded @ _padded(_padded(weight.t()).t()))[:, : x.shape[1]] if of_x else None,
+            (padded.t() @ _padded(x))[: weight.shape[0], : weight.shape[1]] if of_weight else None,
+            _sum(gradient) if of_bias else None,
+        )
+
+
+def _sum(gradient: Tensor) -> Tensor:
+    """Return the sum over rows."""
+    if not (gradient.is_cuda and has_kernels(gradient)):
+        return gradient.sum(0)
+    from ...vision.kernels.reduction import column_sum
+
+    return column_sum(gradient.contiguous(), gradient.dtype)
+
+
+def _padded(matrix: Tensor) -> Tensor:
+    """Return a matrix with zeros behind its columns, up to a multiple of `ALIGNMENT`."""
+    missing = -matrix.shape[1] % ALIGNMENT
+    return functional.pad(matrix, (0, missing)) if missing else matrix

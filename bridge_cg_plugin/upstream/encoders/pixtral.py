@@ -17,11 +17,11 @@ from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ...vision.batch import BatchError, EncoderBatch, Grid, HostGrids, check_device, shape_of
 from ...vision.encoder import RecordingKernels, encoder_call
-from ...vision.encoders.layout import token_positions
 from ...vision.guard import images, poisoned, write_guarded
 from ...vision.kernels.packed_attention import PackedSegments
+from ...vision.layout import token_positions
 from .packed_towers import Rotation, TowerEncoder, frame_segments, held_as, refuse_dropout, returns_an_object
-from .tower_attention import Attend, Projected, attend, tower_family
+from .tower_attention import Projected, attend, tower_family
 
 EMBEDDING = 4  # patches: Mistral 3's projector merges 2 x 2 of them
 
@@ -234,7 +234,6 @@ def _attention(
     hidden_states: Tensor,
     attention_mask: PackedSegments,
     position_embeddings: Rotation,
-    attend: Attend = attend,
     **others: Any,
 ) -> tuple[Tensor, None]:
     from transformers.models.pixtral.modeling_pixtral import apply_rotary_pos_emb

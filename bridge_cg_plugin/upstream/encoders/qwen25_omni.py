@@ -6,7 +6,7 @@ from ...upstream_types import UpstreamModule
 from ...vision.kernels.packed_attention import PackedSegments
 from .packed_towers import Rotation, held_as
 from .qwen25_vl import Qwen25VLEncoder
-from .tower_attention import Attend, Projected, attend, tower_family
+from .tower_attention import Projected, attend, tower_family
 
 
 class Qwen25OmniEncoder(Qwen25VLEncoder):
@@ -20,7 +20,6 @@ def separate_attention(
     hidden_states: Tensor,
     cu_seqlens: PackedSegments,
     position_embeddings: Rotation,
-    attend: Attend = attend,
 ) -> Tensor:
     """Attend by queries, keys and values of a projection each; see `AttentionForward`.
 

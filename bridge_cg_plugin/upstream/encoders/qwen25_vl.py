@@ -9,9 +9,9 @@ from ...graphs.program import Buffers
 from ...upstream_types import UpstreamModule
 from ...vision.batch import EncoderBatch, shape_of
 from ...vision.encoder import RecordingKernels
-from ...vision.encoders.layout import most_windows, permuted, window_offsets, window_order
 from ...vision.guard import images, poisoned
 from ...vision.kernels.packed_attention import PackedSegments
+from ...vision.layout import most_windows, permuted, window_offsets, window_order
 from .packed_towers import TowerEncoder, frame_segments, held_as, rotation
 from .tower_attention import joint_attention, tower_family
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from ...graphs.planning.buckets import Bucket
 from ...graphs.program import Buffers
 from ...vision.batch import EncoderBatch
-from ...vision.encoders.layout import TokenPositions, position_interpolation, token_positions
 from ...vision.guard import images, poisoned
+from ...vision.layout import TokenPositions, position_interpolation, token_positions
 from .packed_towers import TowerEncoder, frame_segments, held_as, rotation_at
 from .tower_attention import joint_attention, tower_family
 

@@ -16,14 +16,18 @@ from ...graphs.program import Buffers
 from ...graphs.workload import Call
 from ...vision.batch import EncoderBatch, HostGrids
 from ...vision.encoder import EncoderFamily, OtherAttention, RecordingKernels, encoder_call
-from ...vision.encoders.grid_encoder import GridEncoder, embedded
-from ...vision.encoders.layout import TokenPositions, rotary_angles, segment_offsets, token_positions
+from ...vision.grid_encoder import GridEncoder, embedded
 from ...vision.guard import images, poisoned
+from ...vision.layout import TokenPositions, rotary_angles, segment_offsets, token_positions
 from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
-from ..kernels.side_products import side_weight_gradients
-from ..kernels.transformer_engine import accumulate_from_now_on, forget_attention_selection, fused_accumulation
+from ..kernels.transformer_engine import (
+    accumulate_from_now_on,
+    forget_attention_selection,
+    fused_accumulation,
+    side_weight_gradients,
+)
 from ..random_states import usable_random_states
 from ..seams.own_code import as_shipped
 from ..wrappers import forwards_replaced

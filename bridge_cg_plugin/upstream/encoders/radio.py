@@ -26,7 +26,6 @@ from ...vision.batch import EncoderBatch, HostGrids, check_device, equal_images,
 from ...vision.encoder import Encoder, RecordingKernels, encoder_call
 from ...vision.fit import refuse_images
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
-from ..kernels.layers import splits_without_copies
 from ..kernels.transformer_engine import device_lengths
 from .qwen3_vl import OVER_SEGMENTS, core_family, core_kernels, pack_segments, te_bounds
 
@@ -250,7 +249,7 @@ def find_layers(packed: bool) -> Callable[[nn.Module], nn.Module | None]:
 @contextmanager
 def recording_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let recorded layers call the plugin's kernels; see `core_kernels`."""
-    with core_kernels(modules), device_lengths(), splits_without_copies():
+    with core_kernels(modules), device_lengths():
         yield
 
 

@@ -1,15 +1,14 @@
 """By which kernels Hugging Face's encoders attend in packed segments: PyTorch's, cuDNN's or FlashAttention's."""
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ...attention_bounds import cudnn_pays
-from ...graphs.instance import every_module
 from ...upstream_types import UpstreamModule
 from ...vision.encoder import EncoderFamily, OtherAttention, RecordingKernels
 from ...vision.kernels.packed_attention import PackedSegments, packed_attention, taken_apart
@@ -47,17 +46,35 @@ class Projected(NamedTuple):
 
 # Returns `[tokens, heads, width]`.
 Attend = Callable[[Projected], Tensor]
-# Called with the module, hidden states, segments, and the rotation as upstream's layers hand them on. As `attend` it
-# takes what attends.
+# Called with the module, hidden states, segments, and the rotation as upstream's layers hand them on.
 AttentionForward = Callable[..., Any]
 
 
 def attend(projected: Projected) -> Tensor:
-    """Attend by PyTorch's kernels."""
+    """Attend by the kernels that are recorded now."""
+    return _now(projected)
+
+
+def _attend_by_pytorch(projected: Projected) -> Tensor:
     made, rotate, rotation, segments, scale = projected
     query, key, value = taken_apart(made)
     query, key = rotation.apply(rotate, query, key)
     return packed_attention(query, key, value, segments, scale)
+
+
+# One thread records at a time, and no backward attends.
+_now: Attend = _attend_by_pytorch
+
+
+@contextmanager
+def _attending_by(make: Callable[[Attend], Attend]) -> Iterator[None]:
+    """Let recorded layers attend inside by what is made of that by which they attend outside."""
+    global _now
+    before, _now = _now, make(_now)
+    try:
+        yield
+    finally:
+        _now = before
 
 
 def _attend_by_cudnn(located: Located, projected: Projected) -> Tensor:
@@ -65,12 +82,12 @@ def _attend_by_cudnn(located: Located, projected: Projected) -> Tensor:
     query, segments = taken_apart(projected.made)[0], projected.segments
     (tokens, heads, width), most = query.shape, segments.offsets.shape[0] - 1
     if projected.rotation.halves is None or not cudnn_pays(most, segments.largest, tokens):
-        return attend(projected)
-    from ...vision.kernels.segment_attention import plans_for, segment_attention
+        return _attend_by_pytorch(projected)
+    from ...vision.kernels.cudnn_attention import plans_for, segment_attention
 
     plans = plans_for(query, most, segments.largest, projected.scale)
     if plans is None:
-        return attend(projected)
+        return _attend_by_pytorch(projected)
     return segment_attention(*projected.interleaved(), located(segments.offsets, heads, width), plans)
 
 
@@ -103,22 +120,8 @@ def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
     return lambda modules: forwards_replaced(modules, forward, wanted)
 
 
-def _other(
-    attention: str, forward: AttentionForward, make: Callable[[Attend], Attend], refusal: Callable[[], str | None]
-) -> OtherAttention:
-    """Return attention in the place of that which modules have; `make` is called with that for every recording."""
-
-    def kernels(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        found = (_attends(module) for module in every_module(modules) if type(module).__name__ == attention)
-        return attending(attention, partial(forward, attend=make(next(found, attend))))(modules)
-
-    return OtherAttention(kernels, refusal, replaces="PyTorch's", rounds_as_eager=False)
-
-
-def _attends(module: UpstreamModule) -> Attend:
-    """Return what attends in a module inside kernels of `attending`."""
-    found: Attend = module.forward.keywords.get("attend", attend)
-    return found
+def _other(make: Callable[[Attend], Attend], refusal: Callable[[], str | None]) -> OtherAttention:
+    return OtherAttention(lambda modules: _attending_by(make), refusal, replaces="PyTorch's", rounds_as_eager=False)
 
 
 def tower_family(attention: str, forward: AttentionForward, **others: Any) -> EncoderFamily:
@@ -132,12 +135,8 @@ def tower_family(attention: str, forward: AttentionForward, **others: Any) -> En
     common: dict[str, Any] = {
         "kernels": attending(attention, forward),
         "reordering_kernels": reordering_kernels,
-        "direct_attention": _other(
-            attention, forward, lambda otherwise: partial(_attend_by_cudnn, Located()), segment_attention_refusal
-        ),
-        "flash_attention": _other(
-            attention, forward, lambda otherwise: partial(_attend_by_flash, otherwise), flash_attention_refusal
-        ),
+        "direct_attention": _other(lambda otherwise: partial(_attend_by_cudnn, Located()), segment_attention_refusal),
+        "flash_attention": _other(lambda otherwise: partial(_attend_by_flash, otherwise), flash_attention_refusal),
         "known_activations": known_activations,
     }
     return EncoderFamily(**common | others)
@@ -148,7 +147,6 @@ def joint_attention(
     hidden_states: Tensor,
     cu_seqlens: PackedSegments,
     position_embeddings: Rotation,
-    attend: Attend = attend,
 ) -> Tensor:
     """Attend by queries, keys and values of one projection; see `AttentionForward`."""
     tokens = hidden_states.shape[0]

@@ -13,7 +13,7 @@ from ...options.declaration import plain
 from ...options.normalization import options_of
 from ...options.sources import collect
 from ..decoder.block import TransformerBlockFamily
-from ..decoder.context_exchange import levels
+from ..decoder.layers import levels
 from ..environment import check_process
 from ..host_batch import PACK_OFFSETS
 from ..parallel.pipelines import microbatches_in_flight

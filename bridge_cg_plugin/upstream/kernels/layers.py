@@ -19,14 +19,12 @@ from ...upstream_types import UpstreamModule
 from ..seams.contract import BIAS_DROPOUT_ADD, SWAPS, is_shipped
 from ..seams.own_code import as_shipped, foreign_function
 from ..seams.registry.engine import (
-    CORE_ATTENTION,
     EXTENSIONS,
     MLP,
     TE_ATTENTION,
     TE_LAYERNORM,
     TE_LAYERNORM_LINEAR,
     TE_RMSNORM,
-    TE_UTILS,
 )
 from ..wrappers import overridden
 from .transformer_engine import fused_attention_refusal
@@ -249,17 +247,3 @@ def _is_head_norm(module: nn.Module) -> bool:
     """Return whether a module is Transformer Engine's RMSNorm over heads of 128."""
     owner = sys.modules.get(TE_RMSNORM)
     return owner is not None and isinstance(module, owner.RMSNorm) and module.weight.shape == (HEAD,)
-
-
-SPLIT = "SplitAlongDim"
-
-
-@contextmanager
-def splits_without_copies() -> Iterator[None]:
-    """Let megatron-core's attention split projections by Transformer Engine's function."""
-    attention = importlib.import_module(CORE_ATTENTION)
-    if getattr(attention, SPLIT) is not None:
-        yield
-        return
-    with overridden(attention, SPLIT, getattr(importlib.import_module(TE_UTILS), SPLIT).apply):
-        yield

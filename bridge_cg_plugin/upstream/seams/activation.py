@@ -42,13 +42,16 @@ PATCHING: dict[str, tuple[str, ...]] = {
         f"{_TRAINING}.utils.visual_inputs",
     ),
     "hooks.packs": (_QWEN3_VL_STEP, f"{_CORE}.packed_seq_params"),
-    "encoders.deepstack": (f"{_QWEN3_VL}.model",),
-    "encoders.qwen3_vl_patches": (f"{_QWEN3_VL}.vision_model",),
+    "encoders.qwen3_vl_patches": (f"{_QWEN3_VL}.model", f"{_QWEN3_VL}.vision_model"),
     "hooks.between": (f"{_QWEN3_VL}.model",),
-    "decoder.variable_lengths": (f"{_QWEN3_VL}.model",),
-    "decoder.offload": (f"{_QWEN3_VL}.text_model", f"{_QWEN3_VL}.attention"),
-    "decoder.per_layer_graphs": (_QWEN3_VL_STEP, f"{_CORE}.transformer.transformer_layer"),
-    "decoder.offloaded_groups": (f"{_CORE}.pipeline_parallel.fine_grained_activation_offload",),
+    "decoder.per_layer_graphs": (
+        *(f"{_QWEN3_VL}.model", _QWEN3_VL_STEP),
+        f"{_CORE}.transformer.transformer_layer",
+    ),
+    "decoder.core_offload": (
+        *(f"{_QWEN3_VL}.text_model", f"{_QWEN3_VL}.attention"),
+        f"{_CORE}.pipeline_parallel.fine_grained_activation_offload",
+    ),
     "parallel.pipelines": tuple({model.module: None for model in QWEN3_VL_MODELS[:2]}),
 }
 _on = False

@@ -5,6 +5,7 @@ eager computes in the input's dtype, both products are rounded, too. No multiply
 equal eager's to the last bit.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,12 +30,22 @@ def _turned(first, second, cos, sin, ROUNDS: tl.constexpr, kind: tl.constexpr):
 
 @triton.jit
 def _rotate(
-    x_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
     cos_ptr,
     sin_ptr,
     out_ptr,
-    token_stride,
-    head_stride,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    out_token,
+    out_head,
+    out_part,
+    PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
@@ -46,38 +57,48 @@ def _rotate(
     heads = tl.arange(0, HEADS_BLOCK)[:, None]
     lanes = tl.arange(0, HALF_BLOCK)[None, :]
     inside = (heads < HEADS) & (lanes < HALF)
-    source = x_ptr + token * token_stride + heads * head_stride + lanes
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     cos = tl.load(cos_ptr + token * HALF + lanes, mask=lanes < HALF, other=0.0)
     sin = tl.load(sin_ptr + token * HALF + lanes, mask=lanes < HALF, other=0.0) * SIGN
-    target = out_ptr + token * (HEADS * HALF * 2) + heads * (HALF * 2) + lanes
     kind = out_ptr.dtype.element_ty
-    first, second = _turned(first, second, cos, sin, ROUNDS, kind)
-    tl.store(target, first.to(kind), mask=inside)
-    tl.store(target + HALF, second.to(kind), mask=inside)
+    target = out_ptr + token * out_token + heads * out_head + lanes
+    for part in tl.static_range(PARTS):
+        if part == 0:
+            source = q_ptr + token * q_token + heads * q_head + lanes
+        elif part == 1:
+            source = k_ptr + token * k_token + heads * k_head + lanes
+        else:
+            source = v_ptr + token * v_token + heads * v_head + lanes
+        first = tl.load(source, mask=inside, other=0.0)
+        second = tl.load(source + HALF, mask=inside, other=0.0)
+        if part < 2:
+            first, second = _turned(first.to(tl.float32), second.to(tl.float32), cos, sin, ROUNDS, kind)
+        tl.store(target + part * out_part, first.to(kind), mask=inside)
+        tl.store(target + part * out_part + HALF, second.to(kind), mask=inside)
 
 
-def _launch(x: Tensor, cos: Tensor, sin: Tensor, sign: float, rounds: bool) -> Tensor:
-    tokens, heads, width = x.shape
-    if x.stride(2) != 1:
-        x = x.contiguous()
-    out = torch.empty((tokens, heads, width), dtype=x.dtype, device=x.device)
-    arguments = x, cos, sin, out, x.stride(0), x.stride(1)
-    _rotate[(tokens,)](*arguments, **_constants(heads, width, sign, rounds))
-    return out
+def _launch(
+    parts: Sequence[Tensor], cos: Tensor, sin: Tensor, outs: Sequence[Tensor], sign: float, rounds: bool
+) -> None:
+    """Rotate one tensor, or the first two of three and copy the last, unless it lies there already.
 
-
-def _constants(heads: int, width: int, sign: float, rounds: bool) -> dict[str, Any]:
-    return {
-        "HEADS": heads,
-        "HALF": width // 2,
-        "HEADS_BLOCK": triton.next_power_of_2(heads),
-        "HALF_BLOCK": triton.next_power_of_2(width // 2),
-        "SIGN": sign,
-        "ROUNDS": rounds,
-        "enable_fp_fusion": False,
-    }
+    Several outputs are one tensor taken apart.
+    """
+    tokens, heads, width = parts[0].shape
+    three = (*parts, *parts, *parts)[:3]
+    between = outs[1].storage_offset() - outs[0].storage_offset() if len(outs) > 1 else 0
+    _rotate[(tokens,)](
+        *(*three, cos, sin, outs[0]),
+        *(stride for part in (*three, outs[0]) for stride in part.stride()[:2]),
+        between,
+        PARTS=2 if len(parts) == 3 and _lie_as(parts[2:], outs[2:]) else len(parts),
+        HEADS=heads,
+        HALF=width // 2,
+        HEADS_BLOCK=triton.next_power_of_2(heads),
+        HALF_BLOCK=triton.next_power_of_2(width // 2),
+        SIGN=sign,
+        ROUNDS=rounds,
+        enable_fp_fusion=False,
+    )
 
 
 class _Rotary(Function):
@@ -85,14 +106,20 @@ class _Rotary(Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, rounds: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.rounds = rounds
-        return _launch(x, cos, sin, 1.0, rounds)
+        return _rotated(x, cos, sin, 1.0, rounds)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         # The rotation's transpose turns the other way.
-        return _launch(gradient, cos, sin, -1.0, ctx.rounds), None, None, None
+        return _rotated(gradient, cos, sin, -1.0, ctx.rounds), None, None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: float, rounds: bool) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(_by_lane((x,)), cos, sin, (out,), sign, rounds)
+    return out
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, rounds: bool = False) -> Tensor:
@@ -110,77 +137,13 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, rounds: bool = False) -> T
     return out
 
 
-@triton.jit
-def _rotate_qkv(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    out_token,
-    out_head,
-    out_part,
-    HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    SIGN: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    COPY_V: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.arange(0, HEADS_BLOCK)[:, None]
-    lanes = tl.arange(0, HALF_BLOCK)[None, :]
-    inside = (heads < HEADS) & (lanes < HALF)
-    cos = tl.load(cos_ptr + token * HALF + lanes, mask=lanes < HALF, other=0.0)
-    sin = tl.load(sin_ptr + token * HALF + lanes, mask=lanes < HALF, other=0.0) * SIGN
-    query = q_ptr + token * q_token + heads * q_head + lanes
-    key = k_ptr + token * k_token + heads * k_head + lanes
-    q_first = tl.load(query, mask=inside, other=0.0).to(tl.float32)
-    q_second = tl.load(query + HALF, mask=inside, other=0.0).to(tl.float32)
-    k_first = tl.load(key, mask=inside, other=0.0).to(tl.float32)
-    k_second = tl.load(key + HALF, mask=inside, other=0.0).to(tl.float32)
-    target = out_ptr + token * out_token + heads * out_head + lanes
-    kind = out_ptr.dtype.element_ty
-    q_first, q_second = _turned(q_first, q_second, cos, sin, ROUNDS, kind)
-    tl.store(target, q_first.to(kind), mask=inside)
-    tl.store(target + HALF, q_second.to(kind), mask=inside)
-    target += out_part
-    k_first, k_second = _turned(k_first, k_second, cos, sin, ROUNDS, kind)
-    tl.store(target, k_first.to(kind), mask=inside)
-    tl.store(target + HALF, k_second.to(kind), mask=inside)
-    if COPY_V:
-        target += out_part
-        value = v_ptr + token * v_token + heads * v_head + lanes
-        tl.store(target, tl.load(value, mask=inside, other=0.0), mask=inside)
-        tl.store(target + HALF, tl.load(value + HALF, mask=inside, other=0.0), mask=inside)
-
-
-def _launch_qkv(
-    parts: tuple[Tensor, ...], cos: Tensor, sin: Tensor, outs: tuple[Tensor, ...], sign: float, rounds: bool = False
-) -> None:
-    """Rotate the first two parts and write all three to `outs`, one tensor taken apart, where they may lie already."""
-    tokens, heads, width = parts[0].shape
-    strides = (stride for part in (*parts, outs[0]) for stride in part.stride()[:2])
-    between = outs[1].storage_offset() - outs[0].storage_offset()
-    constants = _constants(heads, width, sign, rounds) | {"COPY_V": not _lie_as(parts, outs)}
-    _rotate_qkv[(tokens,)](*parts, cos, sin, outs[0], *strides, between, **constants)
-
-
 def _interleaved(mixed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values `[tokens, heads, width]` as views of `[tokens, heads * 3 * width]`."""
     by_head = mixed.view(mixed.shape[0], heads, 3, -1)
     return by_head[:, :, 0], by_head[:, :, 1], by_head[:, :, 2]
 
 
-def _lie_as(parts: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+def _lie_as(parts: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(p.data_ptr() == o.data_ptr() and p.stride() == o.stride() for p, o in zip(parts, others, strict=True))
 
 
@@ -195,7 +158,7 @@ class _RotaryQKV(Function):
         ctx.save_for_backward(cos, sin)
         # In place behind autograd's back: whoever made `mixed` keeps no output for its backward.
         parts = _interleaved(mixed.detach(), heads)
-        _launch_qkv(parts, cos, sin, parts, 1.0)
+        _launch(parts, cos, sin, parts, 1.0, False)
         return parts
 
     @staticmethod
@@ -207,7 +170,7 @@ class _RotaryQKV(Function):
             gradients = _by_lane(gradients)
             tokens, heads, width = gradients[0].shape
             out = gradients[0].new_empty((tokens, heads * 3 * width))
-        _launch_qkv(gradients, cos, sin, _interleaved(out, gradients[0].shape[1]), -1.0)
+        _launch(gradients, cos, sin, _interleaved(out, gradients[0].shape[1]), -1.0, False)
         return out, None, None, None
 
 
@@ -249,7 +212,7 @@ class _Interleaved(Function):
         parts = _by_lane(taken_apart(sources))
         tokens, heads, width = parts[0].shape
         out = _interleaved(parts[0].new_empty((tokens, heads * 3 * width)), heads)
-        _launch_qkv(parts, cos, sin, out, 1.0, rounds)
+        _launch(parts, cos, sin, out, 1.0, rounds)
         return out
 
     @staticmethod
@@ -260,7 +223,7 @@ class _Interleaved(Function):
         tokens, heads, width = gradients[0].shape
         whole = gradients[0].new_empty((tokens, 3, heads, width) if ctx.joint else (3, tokens, heads, width))
         outs = whole.unbind(1 if ctx.joint else 0)
-        _launch_qkv(gradients, cos, sin, outs, -1.0, ctx.rounds)
+        _launch(gradients, cos, sin, outs, -1.0, ctx.rounds)
         return None, None, None, *((whole,) if ctx.joint else outs)
 
 

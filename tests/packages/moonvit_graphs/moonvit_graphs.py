@@ -27,10 +27,10 @@ from bridge_cg_plugin.upstream.kernels.saved_tensors import known_activations
 from bridge_cg_plugin.upstream.wrappers import overridden
 from bridge_cg_plugin.vision.batch import GRID_DTYPES, EncoderBatch, HostGrids, check_device
 from bridge_cg_plugin.vision.encoder import Encoder, EncoderFamily, RecordingKernels, encoder_call
-from bridge_cg_plugin.vision.encoders.layout import token_positions
 from bridge_cg_plugin.vision.fit import Shape, refuse_images
 from bridge_cg_plugin.vision.guard import guarded_shape, images, poisoned, write_guarded
 from bridge_cg_plugin.vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention
+from bridge_cg_plugin.vision.layout import token_positions
 
 
 class MoonViTLayers(Encoder):

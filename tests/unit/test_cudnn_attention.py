@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.vision.kernels import cudnn_graphs
-from bridge_cg_plugin.vision.kernels.cudnn_graphs import (
+from bridge_cg_plugin.vision.kernels import cudnn_attention
+from bridge_cg_plugin.vision.kernels.cudnn_attention import (
     SegmentShape,
     backward_graph,
     forward_graph,
-    load_frontend,
     unavailable,
 )
 
@@ -58,9 +57,9 @@ def test_the_pinned_package_is_one_that_is_taken():
         r"^nvidia-cudnn-frontend==([\d.]+)$", (root / "requirements/attention.txt").read_text(), re.M
     )
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    oldest = ".".join(map(str, cudnn_graphs.OLDEST_PACKAGE))
-    assert extras["attention"] == [f"{cudnn_graphs.PACKAGE}>={oldest}"]
-    assert tuple(map(int, pinned.split(".")[:2])) >= cudnn_graphs.OLDEST_PACKAGE
+    oldest = ".".join(map(str, cudnn_attention.OLDEST_PACKAGE))
+    assert extras["attention"] == [f"{cudnn_attention.PACKAGE}>={oldest}"]
+    assert tuple(map(int, pinned.split(".")[:2])) >= cudnn_attention.OLDEST_PACKAGE
 
 
 class NotSupported(Exception):
@@ -70,16 +69,16 @@ class NotSupported(Exception):
 @pytest.fixture
 def with_plans(monkeypatch):
     """Return a function that lets plans be of a class of the test's."""
-    remembered = (cudnn_graphs.segment_plans, cudnn_graphs._handle, cudnn_graphs._say_refused)
+    remembered = (cudnn_attention.segment_plans, cudnn_attention._handle, cudnn_attention._say_refused)
     fake = SimpleNamespace(create_handle=lambda: object(), cudnnGraphNotSupportedError=NotSupported)
     monkeypatch.setitem(sys.modules, "cudnn", fake)
-    monkeypatch.setattr(cudnn_graphs, "forward_graph", lambda cudnn, shape, handle: ("forward", shape, handle))
-    monkeypatch.setattr(cudnn_graphs, "backward_graph", lambda cudnn, shape, handle: ("backward", shape, handle))
+    monkeypatch.setattr(cudnn_attention, "forward_graph", lambda cudnn, shape, handle: ("forward", shape, handle))
+    monkeypatch.setattr(cudnn_attention, "backward_graph", lambda cudnn, shape, handle: ("backward", shape, handle))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for function in remembered:
         function.cache_clear()
-    yield lambda kind: monkeypatch.setattr(cudnn_graphs, "_Plan", kind)
+    yield lambda kind: monkeypatch.setattr(cudnn_attention, "_Plan", kind)
     for function in remembered:
         function.cache_clear()
 
@@ -96,7 +95,7 @@ def test_a_shape_without_a_kernel_is_said_once_and_never_tried_again(with_plans,
 
     with_plans(plan)
     other = dataclasses.replace(SHAPE, segments=16)
-    assert [cudnn_graphs.segment_plans(shape, 0) for shape in (SHAPE, SHAPE, other, other)] == [None] * 4
+    assert [cudnn_attention.segment_plans(shape, 0) for shape in (SHAPE, SHAPE, other, other)] == [None] * 4
     assert len(tried) == 2
     (record,) = caplog.records
     what = "attention of 16 heads of 72 in bfloat16, which other kernels compute"
@@ -111,9 +110,9 @@ def test_plans_are_kept_as_recorded_graphs_run_their_kernels(with_plans):
             made.append((graph, handle))
 
     with_plans(Plan)
-    first = cudnn_graphs.segment_plans(SHAPE, 0)
-    assert cudnn_graphs.segment_plans(SegmentShape(8, 3392, 6720, 16, 72, torch.bfloat16, 72**-0.5), 0) is first
-    cudnn_graphs.segment_plans(SHAPE, 1)
+    first = cudnn_attention.segment_plans(SHAPE, 0)
+    assert cudnn_attention.segment_plans(SegmentShape(8, 3392, 6720, 16, 72, torch.bfloat16, 72**-0.5), 0) is first
+    cudnn_attention.segment_plans(SHAPE, 1)
     assert [(graph[0], graph[1]) for graph, _ in made] == 2 * [("forward", SHAPE), ("backward", SHAPE)]
     handles = [handle for _, handle in made]
     assert handles[0] is handles[1] is not handles[2]
@@ -123,7 +122,7 @@ def test_plans_are_not_built_inside_a_capture(with_plans, monkeypatch):
     with_plans(lambda *args: pytest.fail("was built"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(CaptureError, match="would be built for the first time inside a capture"):
-        cudnn_graphs.segment_plans(SHAPE, 0)
+        cudnn_attention.segment_plans(SHAPE, 0)
 
 
 class PlannedGraph:
@@ -168,21 +167,21 @@ def library(monkeypatch):
 
 def test_the_librarys_first_choice_runs_on_what_is_bound(library):
     graph, lengths = PlannedGraph(), torch.zeros(1)
-    cudnn_graphs._Plan(library, graph, "handle").run({cudnn_graphs.LENGTHS: lengths})
+    cudnn_attention._Plan(library, graph, "handle").run({cudnn_attention.LENGTHS: lengths})
     assert (graph.modes, graph.selected) == (["A"], 1)
-    assert graph.runs == [{cudnn_graphs.LENGTHS: lengths.data_ptr()}]
+    assert graph.runs == [{cudnn_attention.LENGTHS: lengths.data_ptr()}]
 
 
 def test_without_a_plan_of_the_library_nothing_is_planned(library):
     graph = PlannedGraph()
     graph.plans = graph.plans[:1]
     with pytest.raises(NotSupported, match="no plan"):
-        cudnn_graphs._Plan(library, graph, "handle")
+        cudnn_attention._Plan(library, graph, "handle")
 
 
 def test_a_plan_runs_outside_a_capture_first(library, monkeypatch):
-    graph, tensors = PlannedGraph(), {cudnn_graphs.LENGTHS: torch.zeros(1)}
-    plan = cudnn_graphs._Plan(library, graph, "handle")
+    graph, tensors = PlannedGraph(), {cudnn_attention.LENGTHS: torch.zeros(1)}
+    plan = cudnn_attention._Plan(library, graph, "handle")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(CaptureError, match="would run for the first time inside a capture"):
         plan.run(tensors)
@@ -235,11 +234,3 @@ def test_cudnn_has_a_kernel_for_packed_segments(cudnn, describe, segments):
     refusal = planned_or_refused(cudnn, describe, SegmentShape(segments, 1024, 6720, 16, 72, torch.bfloat16, 0.1))
     assert refusal is None or "RUNTIME_PREREQUISITE_MISSING" in refusal
     assert refusal is None or "engineId" in refusal
-
-
-def test_a_graph_imports_nothing_once_the_frontend_is_loaded(cudnn):
-    load_frontend()
-    before = set(sys.modules)
-    for describe in (forward_graph, backward_graph):
-        describe(cudnn, SegmentShape(8, 784, 3136, 16, 72, torch.bfloat16, 72**-0.5), sm_version=90).validate()
-    assert sys.modules.keys() <= before

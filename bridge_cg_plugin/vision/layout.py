@@ -156,13 +156,11 @@ def window_order(grid: Tensor, cells: int, merge: int, side: int) -> WindowOrder
     image, number, valid = owners(frames * heights * widths, cells)
     height, width = (torch.where(valid, size[image], 1) for size in (heights, widths))
     inside = torch.where(valid, number % (height * width), 0)
-    start = torch.arange(cells, device=grid.device) - inside
-    row, column = _cell_at(inside, height, width, side)
-    return WindowOrder(
-        order=start + row * width + column,
-        place=start + _place_of(inside // width, inside % width, height, width, side),
-        positions=_patches(torch.where(valid, row, 0), torch.where(valid, column, 0), valid, merge),
-    )
+    cell = torch.arange(cells, device=grid.device)
+    row, column = inside // width, inside % width
+    place = cell - inside + _place_of(row, column, height, width, side)
+    order = torch.empty_like(place).scatter_(0, place, cell)
+    return WindowOrder(order, place, _patches(row[order], column[order], valid, merge))
 
 
 def _place_of(row: Tensor, column: Tensor, height: Tensor, width: Tensor, side: int) -> Tensor:
@@ -172,15 +170,6 @@ def _place_of(row: Tensor, column: Tensor, height: Tensor, width: Tensor, side: 
     columns = torch.minimum(width - window * side, torch.full_like(width, side))
     before = band * side * width + window * side * rows
     return before + row % side * columns + column % side
-
-
-def _cell_at(place: Tensor, height: Tensor, width: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """Return row and column of the cell that stands at a place in the order of windows."""
-    band, in_band = place // (side * width), place % (side * width)
-    rows = torch.minimum(height - band * side, torch.full_like(height, side))
-    window, in_window = in_band // (side * rows), in_band % (side * rows)
-    columns = torch.minimum(width - window * side, torch.full_like(width, side))
-    return band * side + in_window // columns, window * side + in_window % columns
 
 
 def _patches(row: Tensor, column: Tensor, valid: Tensor, merge: int) -> Tensor:

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attention_bounds import scanned_limits
-from ...graphs.fallback import Fallback
-from ...graphs.planning.buckets import Bucket
-from ...graphs.program import Buffers, TensorSpec
-from ...graphs.rows import write_rows
-from ...upstream_types import UpstreamModule
-from ..batch import EncoderBatch, HostGrids, patch_shape, patches_misfit, read_patches
-from ..encoder import Encoder, RecordingKernels
-from ..fit import refuse_images
-from ..guard import guarded_shape, write_guarded
+from ..attention_bounds import scanned_limits
+from ..graphs.fallback import Fallback
+from ..graphs.planning.buckets import Bucket
+from ..graphs.program import Buffers, TensorSpec
+from ..graphs.rows import write_rows
+from ..upstream_types import UpstreamModule
+from .batch import EncoderBatch, HostGrids, patch_shape, patches_misfit, read_patches
+from .encoder import Encoder, RecordingKernels
+from .fit import refuse_images
+from .guard import guarded_shape, write_guarded
 from .layout import TokenPositions, position_interpolation
 
 

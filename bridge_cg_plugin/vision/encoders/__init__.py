@@ -1,1 +1,0 @@
-"""Vision encoders as regions: layout from grids on the device, programs, parts of layers."""
