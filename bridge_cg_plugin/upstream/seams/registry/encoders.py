@@ -3,7 +3,7 @@
 from .. import encoders
 from ..encoders import MODELS, QWEN_OMNI, QWEN_VL
 from ..seam import Seam, called, read, replayed, seams_of, swapped
-from .engine import CORE, CORE_ATTENTION, TE_UTILS
+from .engine import CORE
 
 HF = "transformers.models"
 QWEN25_TOWER = f"{HF}.qwen2_5_vl.modeling_qwen2_5_vl"
@@ -162,17 +162,6 @@ _MINISTRAL3 = seams_of(
 )
 _RADIO = seams_of(
     (encoders.NEMOTRON_OMNI.feature, encoders.NEMOTRON_VL.feature),
-    radio_split=swapped(
-        f"{CORE_ATTENTION}:SplitAlongDim",
-        "gradients that attention wrote side by side are not copied",
-        kind="value",
-    ),
-    radio_te_split=called(
-        f"{TE_UTILS}:SplitAlongDim.backward",
-        "it splits, and returns gradients without a copy where they allow it",
-        "if noop_ok:",
-        "return (torch.cat(grad_outputs, dim=split_dim), None, None)",
-    ),
     radio_llava=read(
         f"{CORE}.models.multimodal.llava_model:LLaVAModel.__init__",
         "the tower is found as `vision_model`",
