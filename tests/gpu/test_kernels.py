@@ -200,7 +200,6 @@ def test_position_embeddings_are_sampled_as_by_pytorch():
     def by_pytorch(table):
         return F.grid_sample(table, places, mode="bicubic", padding_mode="border", align_corners=False)
 
-    points = 5000
     table = draw(24, 24, 1536).permute(2, 0, 1)[None].float()
     places = torch.rand(1, 5000, 1, 2, device="cuda") * 2 - 1
     gradient = torch.randn(5000, 1536, device="cuda").t()[None, :, :, None]

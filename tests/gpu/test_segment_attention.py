@@ -35,7 +35,7 @@ def cudnn():
     import transformer_engine.pytorch  # noqa: F401
 
     pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
-    from bridge_cg_plugin.vision.kernels import segment_attention as ours
+    from bridge_cg_plugin.vision.kernels import cudnn_attention as ours
 
     def attend(parts, gradient, offsets, largest):
         plans = ours.plans_for(parts[0], offsets.shape[0] - 1, largest, SCALE)
