@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,25 @@ def host_may_not_wait() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def vision_graphs(model: nn.Module, capture: bool = True, around: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Put vision graphs on an encoder, strict unless an option says otherwise; returns their helper.
+
+    Args:
+        model: The encoder.
+        capture: Whether to capture at once.
+        around: Further arguments of the helper.
+        options: Graph options.
+    """
+    from bridge_cg_plugin.options import VisionGraphOptions
+    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+
+    settings: dict[str, Any] = {"impl": "transformer_engine", "strict": True, **options}
+    helper = VisionTECudaGraphHelper(model, model.config, options=VisionGraphOptions(**settings), **(around or {}))
+    if capture:
+        helper.create_cudagraphs()
+    return helper
 
 
 def equal(found, expected) -> bool:

@@ -13,6 +13,7 @@ from bridge_cg_plugin.cli.runs.recipe import free_port
 from bridge_cg_plugin.graphs.errors import release_frames
 from examples.photographs.hosts import ranks_per_gpu
 
+from .common import vision_graphs
 from .parts import PARALLEL, SCRIPTS, part_of
 from .trainings import (
     MOST_RANKS_PER_GPU,
@@ -147,20 +148,13 @@ def grads(model, tower_module):
 @pytest.fixture
 def graphs_of(model):
     """Return a function that captures the model with the given options and returns its helper."""
-    from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
-
     helpers = []
 
-    def make(num_microbatches: int = 1, capture: bool = True, **options):
-        settings = {"impl": "transformer_engine", "strict": True, **options}
-        helper = VisionTECudaGraphHelper(
-            model, model.config, num_microbatches=num_microbatches, options=VisionGraphOptions(**settings)
-        )
-        helpers.append(helper)
+    def make(capture: bool = True, **options):
+        helpers.append(vision_graphs(model, capture=False, **options))  # is taken away though its capture fails
         if capture:
-            helper.create_cudagraphs()
-        return helper
+            helpers[-1].create_cudagraphs()
+        return helpers[-1]
 
     yield make
     for helper in helpers:

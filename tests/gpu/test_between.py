@@ -4,7 +4,7 @@ Both runs that are compared have graphs and deterministic algorithms; only what 
 differs.
 """
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -23,12 +23,14 @@ from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from tests.models import packed_parity as parity
 
 from ..unit.vlm import state
+from .common import host_may_not_wait
+from .towers import IMAGE, START, WIDTH, language_model
 
 pytestmark = pytest.mark.skipif(
     not host_tokens.PATCHES[0].seam.expected_in(bridge_release()), reason="this release's step waits for the device"
 )
-WIDTH, VOCABULARY, LENGTH = 512, 1024, 250  # the step pads 250 tokens to 256
-IMAGE, VIDEO, START = 1000, 1001, 1002
+LENGTH = 250  # the step pads 250 tokens to 256
+VIDEO = START + 1
 # Of each sample: its images as (height, width) in patches.
 SAMPLES = ([(16, 24)], [], [(12, 20), (16, 16)])
 PACKED_OPTIONS = {
@@ -54,30 +56,17 @@ def model(tower_module):
 
 def build():
     provider = qwen3_vl_provider.Qwen3VLModelProvider(
-        num_layers=3,
-        hidden_size=WIDTH,
-        ffn_hidden_size=2 * WIDTH,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=128,
+        **language_model(num_layers=3, seq_length=LENGTH),
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=silu,
         add_bias_linear=False,
-        hidden_dropout=0.0,
-        vocab_size=VOCABULARY,
-        seq_length=LENGTH,
         language_max_sequence_length=1024,
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         vision_start_token_id=START,
         vision_config=Qwen3VLVisionConfig(depth=3, deepstack_visual_indexes=[0, 1], out_hidden_size=WIDTH),
         out_hidden_size=WIDTH,
-        gradient_accumulation_fusion=False,
-        use_te_rng_tracker=True,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
         **PACKED_OPTIONS,
     )
     provider.finalize()
@@ -104,24 +93,13 @@ def new_batch():
     }
 
 
-@contextmanager
-def host_waits(mode):
-    """What PyTorch does where the host waits for the device: "default" or "error"."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode(mode)
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def stepped(model, grads, packed, waits="default"):
+def stepped(model, grads, packed, around=nullcontext):
     """Return the output, the loss and all gradients of a step."""
     grads.zero()
     described = state(graphs=False)
     described.cfg.dataset.enable_in_batch_packing = packed
     batches = iter([new_batch()])
-    with host_waits(waits):
+    with around():
         output, loss_function = qwen3_vl_step.forward_step(described, batches, model)
         loss = loss_function(output)[0]
     loss.backward()
@@ -160,12 +138,12 @@ def test_up_to_its_loss_a_step_does_not_wait_and_equals_upstreams(model, tower_m
         with monkeypatch.context() as upstreams:
             leave_to_upstream(upstreams)
             expected = stepped(model, grads, packed)
-        found = [stepped(model, grads, packed, waits) for waits in ("default", "error")]
+        found = [stepped(model, grads, packed, around) for around in (nullcontext, host_may_not_wait)]
         for each in graphs:
             assert each.statistics().replays == 3 and not each.statistics().fallbacks, each.statistics()
         leave_to_upstream(monkeypatch)
         with pytest.raises(RuntimeError, match="synchronizing"):
-            stepped(model, grads, packed, "error")
+            stepped(model, grads, packed, host_may_not_wait)
     for results in found:
         assert all(map(torch.equal, results, expected))
     assert all(gradient.isfinite().all() for gradient in expected)

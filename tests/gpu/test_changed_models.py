@@ -8,7 +8,7 @@ import torch
 from tests.main_grads import give_main_grads
 from tests.other_memory import are_intact, fill_elsewhere
 
-from .common import add_lora, equal
+from .common import add_lora, equal, vision_graphs
 
 ONE, MIXED = [(1, 28, 28)], [[(1, 28, 28)], [(2, 12, 16), (1, 20, 20)], [(1, 40, 44)], [(1, 30, 24), (1, 4, 6)]]
 BUCKETS = (768, 1024, 1792, 2048)
@@ -120,7 +120,7 @@ def test_adapters_that_return_beside_frozen_weights_need_no_further_capture(dete
     storage, nbytes = buffers.gradients.untyped_storage(), buffers.gradients.nbytes
     try:
         follow([model], lambda: None)
-        helper = new_helper(model, releasable=True, buckets=(1024,))
+        helper = vision_graphs(model, around={"releasable": True}, buckets=(1024,))
 
         def passes():
             storage.resize_(0)  # log-probabilities are computed without gradients on the device
@@ -159,16 +159,6 @@ def test_adapters_that_return_beside_frozen_weights_need_no_further_capture(dete
         helper.delete_cuda_graphs()
     finally:
         stop()
-
-
-def new_helper(model, releasable=False, **options):
-    from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
-
-    settings = VisionGraphOptions(impl="transformer_engine", strict=True, **options)
-    helper = VisionTECudaGraphHelper(model, model.config, options=settings, releasable=releasable)
-    helper.create_cudagraphs()
-    return helper
 
 
 def test_recordings_share_the_memory_of_gradients_without_main_grad(tower_module, graphs_of, model):

@@ -9,7 +9,7 @@ import torch
 from tests.models.encoder_case import forward, step
 from tests.models.encoders import ENCODERS
 
-from .common import host_may_not_wait, poison
+from .common import host_may_not_wait, poison, vision_graphs
 from .test_parity import MIXES
 
 LAYERS = 4
@@ -67,14 +67,7 @@ class Encoder:
         return self.tower.largest_relative(actual, expected)
 
     def on_graphs(self, **options):
-        from bridge_cg_plugin.options import VisionGraphOptions
-        from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
-
-        settings = {"impl": "transformer_engine", "strict": True, "kernels": "exact"}
-        options = VisionGraphOptions(**{**settings, **self.options, **options})
-        helper = VisionTECudaGraphHelper(self.model, self.model.config, options=options)
-        helper.create_cudagraphs()
-        return helper
+        return vision_graphs(self.model, **{"kernels": "exact", **self.options, **options})
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from bridge_cg_plugin.graphs.memory.ranges import AddressRange, close_left, driv
 from bridge_cg_plugin.graphs.memory.returning import ReturningTensors, release_homes
 from bridge_cg_plugin.graphs.recordings.capture import capture_graph
 
-from .common import equal
+from .common import equal, vision_graphs
 
 pytestmark = pytest.mark.alone  # others would take and free memory of the GPU
 
@@ -125,14 +125,10 @@ def tower(monkeypatch, tower_module):
 @pytest.fixture
 def helper(request, tower, tower_module):
     """Put graphs on the tower that are not captured yet, with what a test has as options."""
-    from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
-
     model, _, batch = tower
     tower_module.step(model, batch)  # workspaces and libraries stay
     given = getattr(request, "param", {})
-    options = VisionGraphOptions(impl="transformer_engine", strict=True, buckets=BUCKETS, **given)
-    made = VisionTECudaGraphHelper(model, model.config, options=options, releasable=True)
+    made = vision_graphs(model, capture=False, around={"releasable": True}, buckets=BUCKETS, **given)
     yield made
     made.delete_cuda_graphs()
     torch.cuda.empty_cache()

@@ -11,12 +11,11 @@ from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor
 from bridge_cg_plugin.offload.offloading import RegionOffloading
 from bridge_cg_plugin.offload.plan import Policy
 from bridge_cg_plugin.offload.registry import OTHER
-from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from scripts.performance import measure
 from tests.saving import Saver, SaverProgram, batch_of, results
 
 from ..regions import new_region
+from .common import equal, vision_graphs
 
 GRID = [(1, 32, 32), (1, 28, 28)]
 EVERYTHING = {"offload": ("attention", "mlp", "layernorm", "merger", "other")}
@@ -64,8 +63,7 @@ def test_outputs_and_gradients_are_equal_to_the_bit(
         print(f"{statistics.memory_bytes / 2**20:.0f} MiB device, {statistics.pinned_bytes / 2**20:.0f} MiB host")
         helper.delete_cuda_graphs()
     for outputs, gradients in found[1:]:
-        assert all(map(torch.equal, outputs, found[0][0]))
-        assert all(map(torch.equal, gradients, found[0][1]))
+        assert equal(outputs, found[0][0]) and equal(gradients, found[0][1])
 
 
 @pytest.fixture
@@ -78,11 +76,7 @@ def test_memory_is_less_and_a_target_is_kept(deep):
     def memory(**options):
         gc.collect()
         torch.cuda.empty_cache()
-        settings = {"impl": "transformer_engine", "strict": True, "slots": 1, "max_frames": 1}
-        helper = VisionTECudaGraphHelper(
-            deep, deep.config, options=VisionGraphOptions(buckets=(4096,), **settings, **options)
-        )
-        helper.create_cudagraphs()
+        helper = vision_graphs(deep, buckets=(4096,), slots=1, max_frames=1, **options)
         statistics = helper.graphs.statistics()
         helper.delete_cuda_graphs()
         return statistics.memory_bytes / 2**30, statistics.pinned_bytes / 2**30
@@ -213,11 +207,8 @@ def test_the_main_stream_goes_on_from_the_event_while_copies_run(tower_module):
 
 
 def test_copies_run_beside_kernels(tower_module, deep):
-    settings = {"impl": "transformer_engine", "strict": True, "slots": 1, "max_frames": 1}
-    options = VisionGraphOptions(buckets=(4096,), offload=("attention",), **settings)
     tower_module.MainGrads(deep)
-    helper = VisionTECudaGraphHelper(deep, deep.config, options=options)
-    helper.create_cudagraphs()
+    helper = vision_graphs(deep, buckets=(4096,), slots=1, max_frames=1, offload=("attention",))
     batch = tower_module.make_batch([(1, 64, 64)], deep)
     tower_module.step(deep, batch)
     spans = measure.spans(lambda: tower_module.step(deep, batch))

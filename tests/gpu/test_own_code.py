@@ -4,12 +4,11 @@ import functools
 
 import pytest
 
-from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 from tests.models import tower
 
 from ..seams.test_contract import missing
 from ..traced import functions_run
+from .common import vision_graphs
 from .conftest import LAYERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tower_module")]
@@ -50,10 +49,7 @@ CAPTURED = {
 
 
 def on_graphs(model, kernels="auto"):
-    options = VisionGraphOptions(impl="transformer_engine", buckets=(1024, 2048), kernels=kernels)
-    helper = VisionTECudaGraphHelper(model, model.config, options=options)
-    helper.create_cudagraphs()
-    return helper
+    return vision_graphs(model, strict=False, buckets=(1024, 2048), kernels=kernels)
 
 
 @pytest.mark.parametrize("change", CAPTURED.values(), ids=CAPTURED)

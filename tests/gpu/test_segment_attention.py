@@ -11,7 +11,7 @@ import torch
 
 from tests.models.reference import ALLOWANCE
 
-from .test_parity import MIXES, check_mixes, check_nearness
+from .test_parity import check_mixes, check_nearness
 
 HEADS, WIDTH = 16, 72
 SCALE = WIDTH**-0.5
@@ -38,8 +38,9 @@ def cudnn():
     from bridge_cg_plugin.vision.kernels import cudnn_attention as ours
 
     def attend(parts, gradient, offsets, largest):
-        plans = ours.plans_for(parts[0], offsets.shape[0] - 1, largest, SCALE)
-        out = ours.segment_attention(*parts, ours.locate_segments(offsets, HEADS, WIDTH), plans)
+        query, key, value = parts
+        plans = ours.plans_for(query, offsets.shape[0] - 1, largest, SCALE)
+        out = ours.segment_attention(query, key, value, ours.locate_segments(offsets, HEADS, WIDTH), plans)
         return out.detach(), *torch.autograd.grad(out, parts, gradient)
 
     return attend
@@ -206,14 +207,6 @@ def test_mixes_replayed_with_cudnns(cudnn, tower_module, model, grads, graphs_of
     helper = graphs_of(buckets=(768, 2048), max_frames=48, attention="cudnn", kernels="exact")
     assert calls and all(o.requires_grad for o in alive)
     check_mixes(tower_module, model, grads, helper)
-    batch = tower_module.make_batch(MIXES["video and images"], model)
-    model.eval()
-    with torch.no_grad():
-        outputs = tower_module.forward(model, batch)
-        with helper.graphs.paused():
-            expected = tower_module.forward(model, batch)
-    assert tower_module.largest_relative(outputs, expected) == 0.0
-    assert not helper.graphs.statistics().fallbacks
 
 
 @pytest.mark.first

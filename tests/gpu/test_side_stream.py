@@ -7,12 +7,13 @@ import torch
 
 from scripts.performance import measure
 
-from .common import poison
+from .common import poison, vision_graphs
 from .conftest import LAYERS
 from .test_parity import run
 
 ONE, FOUR = [(1, 28, 28)], [(1, 16, 16), (1, 12, 20), (1, 8, 6), (1, 6, 4)]
 REPLAYS = 4
+MOVED = {"offload": ("attention", "mlp"), "recompute": ("layernorm",)}
 
 
 @pytest.fixture
@@ -26,14 +27,6 @@ def repeatable_model(repeatable, tower_module):
     made = tower_module.build_tower(layers=LAYERS)
     yield made
     made.__dict__.pop("forward", None)
-
-
-def captured(model, streams: int, kernels: str, **options):
-    from bridge_cg_plugin.options import VisionGraphOptions
-    from tests.models.tower import new_helper
-
-    given = {"impl": "transformer_engine", "strict": True, "buckets": (1024,), **options}
-    return new_helper(model, VisionGraphOptions(streams=streams, kernels=kernels, **given))
 
 
 @functools.cache
@@ -60,7 +53,7 @@ def test_two_streams_equal_one_to_the_bit(tower_module, repeatable_model, kernel
     batch, other = (tower_module.make_batch(grid, repeatable_model, seed=seed) for seed in (1, 2))
     results = {}
     for streams in (1, 2):
-        helper = captured(repeatable_model, streams, kernels)
+        helper = vision_graphs(repeatable_model, buckets=(1024,), streams=streams, kernels=kernels)
         try:
             found = [run(tower_module, repeatable_model, grads, batch) for _ in range(2)]
             for _ in range(REPLAYS):
@@ -83,7 +76,7 @@ def test_activations_leave_the_device_beside_side_stream(tower_module, repeatabl
     batch = tower_module.make_batch(ONE, repeatable_model)
     found = {}
     for streams in (1, 2):
-        helper = captured(repeatable_model, streams, "fast", offload=("attention", "mlp"), recompute=("layernorm",))
+        helper = vision_graphs(repeatable_model, buckets=(1024,), streams=streams, kernels="fast", **MOVED)
         try:
             for _ in range(3):
                 outputs, gradients = disturbed(lambda: run(tower_module, repeatable_model, grads, batch))
