@@ -1,12 +1,11 @@
 """Experts inside the graph of all layers: their products, and whole models, beside eager's and fp32."""
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 
-from bridge_cg_plugin.language.experts.linear import combine_linear, dispatch_linear
+from bridge_cg_plugin.language.experts.linear import dispatch_linear
 from bridge_cg_plugin.language.experts.rows import find_rows
 from bridge_cg_plugin.language.experts.tables import Tables
 from tests.models import language_model as lm
@@ -77,32 +76,6 @@ def test_products_are_as_near_to_fp32_as_transformer_engines(tower_module):
     for name, one, other, truth in zip(names, found, eagers, right, strict=True):
         ours, engines = relative(one, truth), relative(other, truth)
         assert ours <= FARTHER * engines, f"{name}: {ours:.3e} from fp32, Transformer Engine {engines:.3e}"
-
-
-def test_sums_by_token_and_accumulated_gradients(tower_module):
-    """The second linear layer, whose weight gradients are added to fp32 sums."""
-    rows = routing(613)
-    used = int(rows.bounds[-1])
-    weights: list[Any] = [torch.nn.Parameter(drawn(WIDTH, INNER, seed=expert) / 32) for expert in range(EXPERTS)]
-    for weight in weights:
-        weight.main_grad = torch.ones(WIDTH, INNER, device="cuda")
-    inner = drawn(TOKENS * TOP_K, INNER, seed=99)
-    inner[used:] = torch.nan
-    leaf, gradient = inner.clone().requires_grad_(), drawn(TOKENS, WIDTH, seed=98)
-    out = combine_linear(leaf, rows, weights, Tables())
-    out.backward(gradient)
-    taken, bounds = rows.tokens[:used].long(), rows.bounds.tolist()
-    expected = torch.zeros(TOKENS, WIDTH, device="cuda")
-    with without_tf32():
-        for expert, weight in enumerate(weights):
-            of = slice(bounds[expert], bounds[expert + 1])
-            tokens, its = taken[of], inner[of].float()
-            expected.index_add_(0, tokens, its @ weight.detach().float().T)
-            assert relative(leaf.grad[of], gradient[tokens].float() @ weight.detach().float()) < 4e-3
-            assert relative(weight.main_grad, 1 + gradient[tokens].float().T @ its) < 1e-4
-            assert weight.grad_added_to_main_grad
-    assert relative(out, expected) < 6e-3
-    assert not out[613:].any()
 
 
 class Compared:

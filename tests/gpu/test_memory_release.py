@@ -10,7 +10,6 @@ from bridge_cg_plugin.graphs.errors import OutOfMemoryInCapture
 from bridge_cg_plugin.graphs.memory import returning
 from bridge_cg_plugin.graphs.memory.pools import Arena, StaticMemory
 from bridge_cg_plugin.graphs.memory.ranges import AddressRange, close_left, driver_of
-from bridge_cg_plugin.graphs.memory.returning import ReturningTensors, release_homes
 from bridge_cg_plugin.graphs.recordings.capture import capture_graph
 
 from .common import equal, vision_graphs
@@ -231,26 +230,3 @@ def test_weights_given_other_memory_return_to_the_addresses_of_graphs(tower_modu
     print(f"weights returned {len(seconds)} times: captured in {seconds} s in all")
     assert statistics.replays == len(seconds) and not statistics.fallbacks
     assert len(set(seconds)) == 1
-
-
-def test_weights_without_room_take_no_memory():
-    device = torch.device("cuda", torch.cuda.current_device())
-    settling = ReturningTensors(device)
-    weights = [torch.randn(64 * MB, device=device) for _ in range(8)]
-    values, before = [weight.cpu() for weight in weights], [weight.data_ptr() for weight in weights]
-    bird = canary(1024 * MB)
-    free = free_bytes()
-    for _ in range(3):
-        settling.settle(weights)
-        assert [weight.data_ptr() for weight in weights] == before
-        assert free - free_bytes() <= SLACK
-    assert alive(bird)
-    del bird
-    torch.cuda.empty_cache()
-    settling.settle(weights)
-    assert not {weight.data_ptr() for weight in weights} & set(before)
-    assert all(torch.equal(weight.cpu(), value) for weight, value in zip(weights, values, strict=True))
-    for weight in weights:
-        weight.data = torch.empty(0)
-    torch.cuda.empty_cache()
-    assert release_homes()

@@ -161,3 +161,21 @@ def test_lora_dropout_draws_anew_in_every_replay_and_not_in_evaluation(tower_mod
             expected = tower_module.forward(model, batch)
     assert tower_module.largest_relative(replayed, expected) == 0.0
     assert helper.graphs.statistics().replays == 3
+
+
+@pytest.mark.first
+def test_mixes_replayed_from_buckets_that_appear(tower_module, model, grads, graphs_of):
+    helper = graphs_of(capture=False, max_frames=48, kernels="exact")
+    tower_module.step(model, tower_module.make_batch([(1, 28, 28)], model))
+    helper.create_cudagraphs()
+    regions, replayed = len(helper.graphs._regions), 0
+    for rounds in range(12):
+        before = helper.graphs.statistics().replays
+        for name, grid in MIXES.items():
+            with helper.graphs.step():
+                check_grid(tower_module, model, grads, helper, grid, len(name) + rounds, name)
+        replayed = (helper.graphs.statistics().replays - before) // regions
+        if replayed == len(MIXES):
+            break
+    assert replayed == len(MIXES), f"{replayed} of {len(MIXES)} mixes are replayed after {12} rounds"
+    assert set(helper.graphs.statistics().fallbacks) == {"not_captured_yet"}
