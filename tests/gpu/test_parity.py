@@ -24,6 +24,7 @@ MIXES = {
 }
 BUCKETS = (768, 1024, 1536, 2048)
 NOISE_FLOOR = 2e-3
+MOST_ROUNDS = 12  # in which buckets appear for all mixes
 
 
 def run(tower_module, model, grads, batch):
@@ -169,7 +170,7 @@ def test_mixes_replayed_from_buckets_that_appear(tower_module, model, grads, gra
     tower_module.step(model, tower_module.make_batch([(1, 28, 28)], model))
     helper.create_cudagraphs()
     regions, replayed = len(helper.graphs._regions), 0
-    for rounds in range(12):
+    for rounds in range(MOST_ROUNDS):
         before = helper.graphs.statistics().replays
         for name, grid in MIXES.items():
             with helper.graphs.step():
@@ -177,5 +178,5 @@ def test_mixes_replayed_from_buckets_that_appear(tower_module, model, grads, gra
         replayed = (helper.graphs.statistics().replays - before) // regions
         if replayed == len(MIXES):
             break
-    assert replayed == len(MIXES), f"{replayed} of {len(MIXES)} mixes are replayed after {12} rounds"
+    assert replayed == len(MIXES), f"{replayed} of {len(MIXES)} mixes are replayed after {MOST_ROUNDS} rounds"
     assert set(helper.graphs.statistics().fallbacks) == {"not_captured_yet"}
