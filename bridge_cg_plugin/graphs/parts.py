@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .fallback import Fallback
 from .instance import InstanceMethod
@@ -50,15 +50,26 @@ class Parts:
 
     def install(self, region: Region, site: CallSite) -> None:
         """Let a call site replay a region."""
-        followers = [FollowerCall(getattr(f.owner, f.attribute), f.answer) for f in site.followers]
+        followers = [FollowerCall(getattr(owner, attribute), answer) for owner, attribute, answer in site.followers]
         self._regions.append(region)
-        self._put(site.owner, site.attribute, PartCall(self, region, site, followers))
-        for place, follower in zip(site.followers, followers, strict=True):
-            self._put(place.owner, place.attribute, follower)
+        self.methods.append(InstanceMethod(site.owner, site.attribute, self._part_call(region, site, followers)))
+        for (owner, attribute, _), follower in zip(site.followers, followers, strict=True):
+            self.methods.append(InstanceMethod(owner, attribute, follower))
         self.followers += followers
 
-    def _put(self, owner: nn.Module, attribute: str, call: Callable[..., Any]) -> None:
-        self.methods.append(InstanceMethod(owner, attribute, call))
+    def _part_call(self, region: Region, site: CallSite, followers: Sequence["FollowerCall"]) -> Callable[..., Any]:
+        """Return what stands in for the attribute that calls a part: it replays the part, or runs it eager."""
+        eager: Callable[..., Any] = getattr(site.owner, site.attribute)
+
+        def call(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            outputs = self.replay(region, hidden_states)
+            if outputs is None:
+                return eager(hidden_states, *args, **kwargs)
+            for follower in followers:
+                follower.outputs = outputs
+            return site.answer(outputs)
+
+        return call
 
     def restore(self) -> None:
         """Put back what was called before."""
@@ -138,21 +149,3 @@ class FollowerCall:
         """Answer the call from the replay, once."""
         outputs, self.outputs = self.outputs, None
         return self._eager(*args, **kwargs) if outputs is None else self._answer(outputs)
-
-
-class PartCall:
-    """Stands in for the attribute that calls a part."""
-
-    def __init__(self, parts: Parts, region: Region, site: CallSite, followers: Sequence[FollowerCall]) -> None:
-        self._parts, self._region, self._answer = parts, region, site.answer
-        self._eager: Callable[..., Any] = getattr(site.owner, site.attribute)
-        self._followers = followers
-
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Replay the part, or run it eager."""
-        outputs = self._parts.replay(self._region, hidden_states)
-        if outputs is None:
-            return self._eager(hidden_states, *args, **kwargs)
-        for follower in self._followers:
-            follower.outputs = outputs
-        return self._answer(outputs)

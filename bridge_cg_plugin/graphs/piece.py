@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from operator import attrgetter
+from typing import Any
 
 from torch import Tensor, nn
 
 from .changes.state import NOTHING_EXEMPT, Exempt
-from .fallback import Fallback
 from .planning.buckets import Bucket
 from .planning.demand import Demand
 from .program import RegionProgram
@@ -28,19 +28,9 @@ def first(outputs: tuple[Tensor, ...]) -> Tensor:
     return outputs[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Follower:
-    """A later call whose answer a replayed part has given already.
-
-    Attributes:
-        owner: Module whose attribute is called.
-        attribute: That attribute.
-        answer: Turns the part's outputs into what the call returns.
-    """
-
-    owner: nn.Module
-    attribute: str
-    answer: Answer
+# A later call whose answer a replayed part has given already: a module, its attribute that is called, and what turns
+# the part's outputs into what the call returns.
+Follower = tuple[nn.Module, str, Answer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +52,7 @@ class CallSite:
     @property
     def patched(self) -> list[tuple[nn.Module, str]]:
         """The modules and attributes of theirs that the part stands in for."""
-        return [(self.owner, self.attribute), *((f.owner, f.attribute) for f in self.followers)]
+        return [(self.owner, self.attribute), *((owner, attribute) for owner, attribute, _ in self.followers)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,24 +76,6 @@ class Surroundings:
     bucket_consensus: RankConsensus = SINGLE_RANK
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """How a region gets buckets while training runs.
-
-    Attributes:
-        cost: Returns what a replay of a bucket takes; a batch takes the cheapest bucket that accepts it.
-        missed: Notes a batch that no bucket accepts; returns why: one that does comes later, or why none will.
-    """
-
-    cost: Callable[[Bucket], float]
-    missed: Callable[[Any], Fallback]
-
-    @classmethod
-    def of(cls, demand: Demand) -> Self:
-        """Return the growth of a region whose batches have a `shape` that the demand's menu knows."""
-        return cls(demand.cost, lambda batch: demand.missed(batch.shape))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """What one region is made of.
@@ -115,7 +87,9 @@ class Piece:
         shared: Static inputs that it has in common with other regions.
         has_side_stream: Whether a bucket's recordings have a side stream.
         around: Entered around everything that is recorded.
-        growth: How further buckets come; None where `buckets` are all, recorded in every slot and mode.
+        growth: What microbatches ask for, where further buckets come while training runs; None where `buckets` are all,
+            recorded in every slot and mode.
+        shape: Returns the shape that `growth` knows a batch by.
     """
 
     program: RegionProgram
@@ -124,4 +98,5 @@ class Piece:
     shared: SharedInputs | None = None
     has_side_stream: Callable[[Bucket], bool] = lambda bucket: False
     around: Around = nullcontext
-    growth: Growth | None = None
+    growth: Demand | None = None
+    shape: Callable[[Any], Any] = attrgetter("shape")

@@ -1,7 +1,8 @@
 """A region: a piece of a model that runs as a graph whenever it can, and reports why when it cannot."""
 
 import time
-from collections.abc import Iterable, Set
+from collections import Counter
+from collections.abc import Hashable, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,26 +12,31 @@ from torch import Tensor, nn
 
 from ..announce import warn
 from .changes.model_watch import ModelWatch
-from .changes.source import Source
-from .changes.sources import Sources
-from .errors import CaptureError, named, reason_of
+from .changes.source import TRIED_AGAIN, Recorded, Source
+from .changes.sources import LASTING, Sources
+from .errors import CaptureError, OtherRankFailed, named, reason_of
 from .fallback import Fallback
-from .piece import Piece, Surroundings
+from .piece import SINGLE_RANK, Piece, Surroundings
 from .planning.buckets import Bucket, choose
 from .rank_consensus import SingleRank
+from .recordings.capture import is_capturing
 from .recordings.chain import Chain
-from .recordings.executor import Executor
-from .recordings.recorder import Recordings, Wish
-from .recordings.recording import TRAINING, Mode
+from .recordings.executor import Executor, give_back_after
+from .recordings.part import Part
+from .recordings.recording import EVALUATION, TRAINING, Mode
+from .replays.pending import NO_BACKWARD
 from .replays.replay import BackwardObserver, Replay
 from .replays.slot import Slot
-from .reports.statistics import BucketStatistics, Progress, RegionStatistics
+from .reports.statistics import BucketStatistics, Progress
+from .retries import Retry
 from .seen_operations import in_checkpoint, is_one_graph, operations_are_seen
 
 LEAST = Bucket(1)
+# A recording of a region: the slot's number, bucket and mode.
+Wish = tuple[int, Bucket, Mode]
 
 
-class Region:
+class Region(Part):
     """Captures a program for several buckets and replays the first that accepts a batch.
 
     A recording is replayed only while what it was made from holds (`Sources`). A model that changed runs eager; a state
@@ -44,6 +50,9 @@ class Region:
         watch: Follows the model that the program is a piece of; None follows the program's modules alone.
         strict: Whether a recording that fails raises once graphs exist.
         chain: What it is recorded with, and where activations are; None records it alone.
+
+    Attributes:
+        wishes: What training steps missed, oldest first, with the number of the source that it is to be recorded from.
 
     Raises:
         ValueError: No bucket of a piece that does not grow, a bucket or `slots` below 1.
@@ -63,44 +72,19 @@ class Region:
             raise ValueError(f"a region needs buckets of at least 1 token, got {[str(b) for b in piece.buckets]}")
         if self._around.slots < 1:
             raise ValueError(f"slots must be at least 1, got {self._around.slots}")
-        self.program, self._piece, self._growth = piece.program, piece, piece.growth
-        self.executor, self.chain = executor, chain or Chain(executor)
-        self.buckets = self._ordered(piece.buckets)
+        super().__init__(piece, executor)
+        self.chain = chain or Chain(executor)
         self.slot_count = self._around.slots
-        self.statistics = RegionStatistics()
         self._consensus, self._strict = self._around.consensus, strict
-        self._watch, self._given_watch = watch, watch
-        self._sources: Sources | None = None
-        self._recordings: Recordings | None = None
-        self._slots: list[Slot] = []
+        self._given_watch = watch
         self._warned: set[str] = set()
+        self.wishes: dict[Wish, int] = {}
+        self.reset()
 
     @property
     def captured(self) -> bool:
         """Whether recordings exist."""
         return bool(self._slots)
-
-    @property
-    def sources(self) -> Sources:
-        """What recordings were made from.
-
-        Raises:
-            RuntimeError: Nothing is captured.
-        """
-        if self._sources is None:
-            raise RuntimeError(f"{self.program.name} is not captured")
-        return self._sources
-
-    @property
-    def recordings(self) -> Recordings:
-        """The slots and recordings.
-
-        Raises:
-            RuntimeError: Nothing is captured.
-        """
-        if self._recordings is None:
-            raise RuntimeError(f"{self.program.name} is not captured")
-        return self._recordings
 
     @property
     def readiness(self) -> tuple[int, list[int]]:
@@ -120,66 +104,26 @@ class Region:
             CaptureError: Recording failed; nothing of it is kept and the process can go on.
         """
         started = time.perf_counter()
-        progress = progress or Progress(self.program.name, 1)
+        progress = progress or Progress(self.name, 1)
         self.reset()
         self.statistics.buckets = {bucket: BucketStatistics() for bucket in self.buckets}
         executor, chain = self.executor, self.chain
         try:
             watch = self._watch = self._given_watch or ModelWatch(self.program.modules())
             returning = executor.returning_tensors()
-            sources = self._sources = Sources(self.program, watch, executor.device, self._around.reduction, returning)
-            made = self._recordings = Recordings(
-                chain,
-                self._around,
-                self._strict,
-                piece=self._piece,
-                executor=executor,
-                watch=watch,
-                sources=sources,
-                statistics=self.statistics,
-                source=partial(self._source, sources, gradients=True, asks=False),
-            )
-            made.planned = [self._planned(index) for index in range(self.slot_count)]
-            progress.starts(sum(map(len, made.planned)), self.buckets, self.slot_count)
-            made.add_slots(self.slot_count, self.buckets)
+            self._sources = Sources(self.program, watch, executor.device, self._around.reduction, returning)
+            self.planned = [self._planned(index) for index in range(self.slot_count)]
+            progress.starts(sum(map(len, self.planned)), self.buckets, self.slot_count)
+            chain.join(self)
+            for index in range(self.slot_count):
+                self._slots.append(self.new_slot(index, chain.common(index), self.buckets))
             if not chain.in_parts:
                 chain.capture(progress.recorded)
         except BaseException:
             self.reset()
             raise
-        self._slots = made.slots
-        chain.count(made)
+        chain.count(self)
         self.statistics.capture_seconds += time.perf_counter() - started
-
-    def _planned(self, index: int) -> list[tuple[Bucket, Mode]]:
-        """Return what a capture records in a slot, largest first."""
-        ordered = sorted(self.buckets, reverse=True)
-        if self._growth is not None:
-            # Passes of a model that is not trained say by themselves what they need.
-            now = index == 0 and self.sources.training is not False and not self.sources.current.gradients_left()
-            return [(bucket, self._training_mode(bucket)) for bucket in ordered] if now else []
-        return [(bucket, mode) for bucket in ordered for mode in self._planned_modes(index == 0, bucket)]
-
-    def _planned_modes(self, first_slot: bool, bucket: Bucket) -> list[Mode]:
-        """Return what to record for a bucket: what training runs, without gradients, too, where it trains nothing."""
-        source, mode = self.sources.current, self._training_mode(bucket)
-        modes = [mode] if mode.gradients and not source.gradients_left() else []
-        if first_slot and not source.sinks.parameters and bucket in self._forward_only_buckets():
-            modes.append(Mode(gradients=False, training=mode.training))
-        return modes
-
-    def _training_mode(self, bucket: Bucket) -> Mode:
-        """Return the mode of a training step's microbatches."""
-        differentiable = any(spec.differentiable for spec in self.program.input_specs(bucket).values())
-        return Mode(bool(self.sources.current.sinks.parameters) or differentiable, self.sources.training)
-
-    def _ordered(self, buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
-        found, growth = tuple(dict.fromkeys(buckets)), self._growth
-        return found if growth is None else tuple(sorted(found, key=lambda bucket: (growth.cost(bucket), bucket)))
-
-    def _forward_only_buckets(self) -> tuple[Bucket, ...]:
-        """The buckets that no other of the same capacity contains: limits cost a forward little."""
-        return tuple(b for b in self.buckets if not any(o.contains(b) for o in self.buckets if o != b))
 
     def add(self, bucket: Bucket, record: bool) -> None:
         """Let batches use one more bucket of a piece that grows.
@@ -191,46 +135,53 @@ class Region:
         Raises:
             CaptureError: It could not be recorded; `drop` it then.
         """
-        self.statistics.buckets.setdefault(bucket, BucketStatistics())
-        self.recordings.add_inputs(bucket)
-        source = self._source(self.sources, gradients=True) if record else None
+        self.add_inputs(bucket)
+        source = self._source(gradients=True) if record else None
         if isinstance(source, Source):
-            self.recordings.add(source, 0, bucket, self._training_mode(bucket))
+            self.record(source, 0, bucket, self._training_mode(bucket))
         self.buckets = self._ordered((*self.buckets, bucket))
 
     def drop(self, bucket: Bucket) -> None:
-        """Forget a bucket: it could not be recorded, or its memory is wanted for others."""
+        """Forget a bucket with what was recorded: it could not be recorded, or its memory is wanted for others."""
         self.buckets = tuple(each for each in self.buckets if each != bucket)
-        self.recordings.drop(bucket)
+        self.executor.tidy()  # last replays of it have ended by then
+        for source in self.sources:
+            source.recordings = {place: made for place, made in source.recordings.items() if place[1] != bucket}
+            source.recorded_by_other_ranks = frozenset(p for p in source.recorded_by_other_ranks if p[1] != bucket)
+        for slot in self.every_slot():
+            slot.buffers.pop(bucket, None)
+        self.wishes = {wish: number for wish, number in self.wishes.items() if wish[1] != bucket}
+        self.executor.tidy()
+        self.chain.tidy(self)
 
     def slot_bytes(self) -> float:
         """Return the device memory of the slot that takes most, in bytes, with its share of gradients."""
         return max(map(self.chain.slot_bytes, range(self.slot_count)))
 
-    @property
-    def shrinks(self) -> bool:
-        """Whether a dropped bucket gives its memory back."""
-        return all(slot.common.shrinks for slot in self._slots)
-
-    @property
-    def wishes(self) -> list[Wish]:
-        """What training steps missed and can be recorded now, oldest first."""
-        if not self.recordings.wishes:
+    def due_wishes(self) -> list[Wish]:
+        """Return what training steps missed and can be recorded now, oldest first."""
+        if not self.wishes:
             return []
-        source = self._source(self.sources, gradients=True)
+        source = self._source(gradients=True)
         number = source.number if isinstance(source, Source) else None
-        return [wish for wish, asked in self.recordings.wishes.items() if asked == number]
+        return [wish for wish, asked in self.wishes.items() if asked == number]
 
     def reset(self) -> None:
         """Drop all recordings and their memory."""
-        if self._recordings is not None:
-            self._recordings.leave()
+        self._slots, self.forward_slot = [], None
+        self.chain.leave(self)  # both would hold each other's memory until a collection
         if self._sources is not None:
             self._sources.release()
         if self._watch is not None and self._given_watch is None:
             self._watch.close()
-            self._watch = None
-        self._slots, self._sources, self._recordings = [], None, None
+        self._sources = self._watch = None
+        self.wishes = {}
+        self._forward_slot_failed = Retry(TRIED_AGAIN)
+        self._asked: Counter[Hashable] = Counter()
+
+    def source(self) -> Source | Fallback:
+        """See `Part`."""
+        return self._source(gradients=True, asks=False)
 
     def run(self, batch: Any, observer: BackwardObserver | None = None) -> tuple[Tensor, ...] | None:
         """Replay the batch; returns its real outputs, or None with the reason counted: then run it eager.
@@ -252,13 +203,15 @@ class Region:
 
     def fell_back(self, reason: Fallback, batch: Any) -> None:
         """Count a batch that runs eager."""
-        self.statistics.fell_back(self.program.name, reason, self.program.size(batch))
+        self.statistics.fell_back(self.name, reason, self.program.size(batch))
 
     def choose(self, batch: Any, mode: Mode = TRAINING) -> Bucket | Fallback:
         """Return the first bucket that accepts the batch, or the reason why none does."""
         buckets = self.buckets if mode.gradients else self._forward_only_buckets()
         found = choose(self.program.size(batch), buckets, partial(self.program.refuse, batch))
-        return found if isinstance(found, Bucket) or self._growth is None else self._growth.missed(batch)
+        if isinstance(found, Bucket) or self._growth is None:
+            return found
+        return self._growth.missed(self._piece.shape(batch))
 
     def decide(self, batch: Any, index: int | None = None, records: bool = True) -> Replay | Fallback:
         """Return how a batch is replayed, or why it cannot be; nothing is counted.
@@ -271,12 +224,12 @@ class Region:
         Raises:
             CaptureError: A recording that the batch asked for failed, and the region is strict.
         """
-        if self._recordings is None or self._sources is None or not self._slots:
+        if not self._slots:
             return Fallback.NOT_CAPTURED
-        recordings, sources = self._recordings, self._sources
+        sources = self.sources
         sources.clear()
         gradients = torch.is_grad_enabled()
-        source = self._source(sources, gradients, asks=records)
+        source = self._source(gradients, asks=records)
         if not isinstance(source, Source):
             return source
         mode = Mode(gradients and self._wants_gradients(source, batch), sources.training)
@@ -285,12 +238,10 @@ class Region:
         bucket = self.choose(batch, mode)
         if not isinstance(bucket, Bucket):
             return bucket
-        found = recordings.find(source, bucket, mode, index, records)
+        found = self._find(source, bucket, mode, index, records)
         if isinstance(found, Fallback):
-            larger = None
-            if self._growth is not None and index is None:  # parts in one slot share a bucket
-                larger = self._larger(source, batch, bucket, mode)
-            if larger is None:
+            grows = self._growth is not None and index is None  # parts in one slot share a bucket
+            if not grows or (larger := self._larger(source, batch, bucket, mode)) is None:
                 return found
             bucket, found = larger
         slot, recorded = found
@@ -300,11 +251,9 @@ class Region:
 
     def still_holds(self, decided: Replay, batch: Any) -> bool:
         """Whether a batch of the decided shape, which comes a moment later, is replayed as was decided."""
-        gradients, device = (
-            torch.is_grad_enabled() and self._wants_gradients(decided.source, batch),
-            self.executor.device,
-        )
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        gradients = torch.is_grad_enabled() and self._wants_gradients(decided.source, batch)
+        kind = self.executor.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return (
             decided.slot.free
             and decided.slot.common.admits(decided.recorded.turn)
@@ -313,31 +262,33 @@ class Region:
             and not (gradients and in_checkpoint())
         )
 
-    def _larger(self, source: Source, batch: Any, bucket: Bucket, mode: Mode) -> tuple[Bucket, Any] | None:
-        """Return a bucket after this one that accepts the batch and has a recording in a free slot, with that."""
+    def _larger(
+        self, source: Source, batch: Any, bucket: Bucket, mode: Mode
+    ) -> tuple[Bucket, tuple[Slot, Recorded]] | None:
+        """Return a bucket after this one that accepts the batch and has a recording in a free slot, with both."""
         size = self.program.size(batch)
         for other in self.buckets[self.buckets.index(bucket) + 1 :]:
             if size <= other.tokens and self.program.refuse(batch, other) is None:
-                found = self.recordings.recorded(source, other, mode)
-                if found is not None:
-                    return other, found
+                for slot in filter(lambda slot: slot.free, self._slots):
+                    if (made := source.recordings.get((slot.index, other, mode))) is not None:
+                        return other, (slot, made)
         return None
 
-    def _source(self, sources: Sources, gradients: bool, asks: bool = True) -> Source | Fallback:
+    def _source(self, gradients: bool, asks: bool = True) -> Source | Fallback:
         """Return the source that the model is now, or why there is none."""
         if operations_are_seen():
             return Fallback.OPERATIONS_SEEN
         try:
-            source = sources.find(gradients, self.is_idle, asks)
+            source = self.sources.find(gradients, self.is_idle, asks)
         except Exception as error:
             # What the model is, all ranks find alike; what happens to this rank's memory, this one alone.
             if self._strict or not (self._is_single_rank() or isinstance(error, CaptureError)):
-                raise CaptureError(f"{self.program.name}: {named(error)}") from error
-            self._warn_once(f"{self.program.name} cannot be captured as it is now, it runs eager: {named(error)}")
+                raise CaptureError(f"{self.name}: {named(error)}") from error
+            self._warn_once(f"{self.name} cannot be captured as it is now, it runs eager: {named(error)}")
             return reason_of(error)
         if source is Fallback.MEMORY_MOVED and not self._is_single_rank():
             raise CaptureError(
-                f"{self.program.name}: memory of parameters or of their main_grad was moved while a microbatch is "
+                f"{self.name}: memory of parameters or of their main_grad was moved while a microbatch is "
                 "between its forward and its backward. Ranks that share these layers cannot know; move it between steps"
             )
         return source
@@ -358,7 +309,7 @@ class Region:
         """Whether torch.compile traces a graph now that has no place for a replay; counted."""
         found = is_one_graph()
         if found:
-            self.statistics.fell_back(self.program.name, Fallback.ONE_GRAPH)
+            self.statistics.fell_back(self.name, Fallback.ONE_GRAPH)
         return found
 
     def is_free(self, index: int) -> bool:
@@ -385,3 +336,163 @@ class Region:
     def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
         return self._sources is not None and self._sources.adds_later(parameters)
+
+    def _find(
+        self, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool
+    ) -> tuple[Slot, Recorded] | Fallback:
+        """Return a free slot with the recording, made now if it is missing, or why there is none.
+
+        Args:
+            source: What the model is.
+            bucket: The bucket.
+            mode: The mode.
+            index: The slot to use; None is the first free one.
+            records: Whether a missing recording may be made.
+
+        Raises:
+            CaptureError: A recording failed, and the region is strict.
+        """
+        try:
+            slot = self._free_slot(source, bucket, mode, index)
+        except Exception as error:  # no memory for one more slot
+            self.forward_slot = None
+            self._forward_slot_failed.failed()
+            return self._failed(source, bucket, mode, error)
+        if slot is None:
+            return Fallback.NO_FREE_SLOT
+        wish = slot.index, bucket, mode
+        if wish not in source.recordings:
+            reason = self._record_missing(source, slot, wish, records)
+            if reason is not None:
+                return reason
+        return slot, source.recordings[wish]
+
+    def _free_slot(self, source: Source, bucket: Bucket, mode: Mode, index: int | None) -> Slot | None:
+        """Return a slot that no microbatch holds, one with the recording where there is one."""
+        if index is None and not mode.gradients:
+            return self._slots[0] if self._slots[0].free else self._forward_only_slot(self._is_lasting(source))
+        first = None
+        for slot in self._slots if index is None else self._slots[index : index + 1]:
+            if slot.lease is None:
+                if (slot.index, bucket, mode) in source.recordings:
+                    return slot
+                first = first or slot
+        return first
+
+    def _forward_only_slot(self, lasting: bool) -> Slot | None:
+        """Return a slot for passes without a backward while another microbatch holds the first one.
+
+        It is made once such passes come again: a reference pass between a policy's forward and its backward.
+        """
+        self._forward_slot_failed.turn()
+        missing = self.forward_slot is None and self._forward_slot_failed.due
+        if missing and (lasting or self._asked_before("forward-only slot")):
+            self._consensus.agree(self._add_forward_only_slot)
+        return self.forward_slot
+
+    def _add_forward_only_slot(self) -> float:
+        index = len(self._slots)
+        self.forward_slot = self.new_slot(index, self.chain.common(index), list(self._slots[0].buffers))
+        return 0.0
+
+    def _record_missing(self, source: Source, slot: Slot, wish: Wish, records: bool) -> Fallback | None:
+        """Record what a batch asks for; returns why it cannot be or is not yet."""
+        _, bucket, mode = wish
+        source.failed.ask((bucket, mode))
+        # What others have, as in another slot or before, is tried on.
+        others_have_it = wish in source.recorded_by_other_ranks
+        if not others_have_it and (failed := source.failed.reason((bucket, mode))) is not None:
+            return failed
+        at_once = others_have_it or self._is_lasting(source)
+        if self._piece.growth and not at_once and (mode.gradients or mode.training is not False):
+            self.wishes[wish] = source.number  # between two steps: other ranks wait for one recording a step
+            return Fallback.NOT_CAPTURED_YET
+        if not records:
+            return Fallback.NOT_CAPTURED_YET
+        evaluates = mode == EVALUATION and slot is not self.forward_slot
+        if not (evaluates or at_once) and not self._asked_before((mode, slot is self.forward_slot)):
+            return Fallback.MODE_NOT_CAPTURED
+        if torch._C._current_graph_task_id() != NO_BACKWARD or is_capturing():
+            return Fallback.NOT_CAPTURED_YET
+        if mode.gradients and not self.chain.is_free(slot.index):
+            return Fallback.NO_FREE_SLOT
+        if self._around.before_replay is not None:
+            self._around.before_replay()
+        only_here = others_have_it and not self._is_single_rank()
+        try:
+            record = partial(self.record, source, slot.index, bucket, mode, only_here)
+            (SINGLE_RANK if only_here else self._consensus).agree(record)
+        except Exception as error:
+            if only_here:  # the others replay it now
+                raise CaptureError(
+                    f"{self.name}: bucket {bucket} had to be recaptured because memory was moved on this rank, and "
+                    f"could not be captured: {named(error)}"
+                ) from error
+            self._refuse(wish, error)
+            return self._failed(source, bucket, mode, error)
+        return None
+
+    def record(self, source: Source, index: int, bucket: Bucket, mode: Mode, only_here: bool = False) -> float:
+        """Record what is missing in a slot.
+
+        Args:
+            source: What the model is.
+            index: Number of the slot.
+            bucket, mode: What to record.
+            only_here: Whether other ranks keep what they have.
+
+        Raises:
+            CaptureError: It failed.
+        """
+        wish = index, bucket, mode
+        try:
+            with self.statistics.recording():
+                if wish not in source.recordings:
+                    self.chain.record(index, [wish[1:]], part=self.chain.asking(self, mode), only_here=only_here)
+                if wish not in source.recordings:
+                    raise CaptureError(f"{self.name}: the model has changed again since a microbatch asked for it")
+        finally:
+            self.chain.tidy(self)
+        return 0.0
+
+    def _refuse(self, wish: Wish, error: Exception) -> None:
+        """Forget what this rank recorded and another one could not."""
+        self.chain.refuse(wish[0], [wish[1:]], error, self.chain.asking(self, wish[2]))
+
+    def _is_lasting(self, source: Source) -> bool:
+        """Whether the model was in this state before; ranks that must ask alike do not count memory that moved."""
+        return source.lasting or (source.moved_here and self._is_single_rank())
+
+    def _asked_before(self, what: Hashable) -> bool:
+        self._asked[what] += 1
+        return self._asked[what] >= LASTING
+
+    def _failed(self, source: Source, bucket: Bucket, mode: Mode, error: Exception) -> Fallback:
+        """Note that a bucket cannot be captured; returns the reason for running eager.
+
+        Raises:
+            CaptureError: The region is strict.
+        """
+        source.failed.note((bucket, mode), reason := reason_of(error))
+        said = f"{self.name}: bucket {bucket} could not be captured"
+        if self._strict:
+            raise CaptureError(f"{said}: {named(error)}") from error
+        if not isinstance(error, OtherRankFailed):  # the rank that failed reports it
+            warn(f"{said}, it runs eager: {named(error)}")
+        give_back_after(error, self.executor)
+        return reason
+
+    def record_wish(self, wish: Wish) -> None:
+        """Record what a training step missed.
+
+        Raises:
+            CaptureError: It failed.
+        """
+        del self.wishes[wish]
+        self.record(self.sources.current, *wish)
+
+    def take_back(self, wish: Wish) -> None:
+        """Forget what was recorded for a wish that not all ranks could record."""
+        self.wishes.pop(wish, None)  # where the recording of an earlier part failed, this one's was not begun
+        self._refuse(wish, CaptureError("not all ranks could record it"))
+        self.chain.tidy(self)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..announce import announce
 from ..attention_bounds import SIDE_STREAM_UP_TO
 from ..graphs.errors import CaptureError
-from ..graphs.piece import Growth, Piece
+from ..graphs.piece import Piece
 from ..graphs.planning.buckets import Bucket, names_of, next_run
 from ..graphs.planning.demand import BEGIN_WITH, Demand
 from ..graphs.rank_consensus import digest
@@ -129,7 +129,7 @@ class VisionWorkload(Workload):
             program=self.encoder,
             buckets=buckets,
             has_side_stream=self.has_side_stream,
-            growth=None if demand is None else Growth.of(demand),
+            growth=demand,
         )
 
     def _check_tensor_ranks(self) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bridge_cg_plugin.graphs.manager import GraphManager
-from bridge_cg_plugin.graphs.piece import CallSite, Growth, Piece, Surroundings
+from bridge_cg_plugin.graphs.piece import CallSite, Piece, Surroundings
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.planning.demand import Demand, Menu
 from bridge_cg_plugin.graphs.workload import Call, Workload
@@ -92,6 +92,10 @@ class Rows(NamedTuple):
     tokens: int
 
 
+def rows_of(batch) -> Rows:
+    return Rows(len(batch))
+
+
 class Batch:
     """What parts of the model replay: each has hidden states of its own, and nothing in common with others."""
 
@@ -129,7 +133,7 @@ class ModelWorkload(Workload):
     def observe(self, call: Call) -> None: ...
 
     def capture(self) -> None:
-        demand = growth = None
+        demand = None
         if self._grows:
             menu = Menu(
                 buckets_of=lambda capacity, _: [Bucket(capacity)],
@@ -138,7 +142,6 @@ class ModelWorkload(Workload):
                 capacities=CAPACITIES,
             )
             demand = Demand(menu)
-            growth = Growth(menu.cost, lambda x: demand.missed(Rows(len(x))))
         buckets = [] if demand else [Bucket(c) for c in CAPACITIES]
         offloading = RegionOffloading(EVERYTHING, self.manager.slots, self.manager.executor.device)
         layers = [
@@ -146,12 +149,13 @@ class ModelWorkload(Workload):
                 program=PartProgram(layer, (WIDTH,), 1, layer.inner, layer.linears),
                 buckets=buckets,
                 site=CallSite(layer, "inner"),
-                growth=growth,
+                growth=demand,
+                shape=rows_of,
             )
             for layer in self._layers
         ]
         whole = RowsProgram(self._model, (WIDTH,), 1, self.manager.eager_forward)
-        pieces = layers or [Piece(program=whole, buckets=buckets, growth=growth)]
+        pieces = layers or [Piece(program=whole, buckets=buckets, growth=demand, shape=rows_of)]
         self.manager.record(pieces, demand, offloading=offloading if self._chained else None)
 
     def captured(self) -> None: ...

@@ -9,8 +9,8 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.region import Region
 
-from .growing import LARGE, ON_DEMAND, SMALL, assert_equals_eager, grown
-from .towers import draw, graphs_on, new_tower
+from .growing import LARGE, SMALL, assert_equals_eager, grown
+from .towers import new_tower
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +34,6 @@ def test_a_step_waits_for_the_recordings_of_all_its_parts(tower, monkeypatch):
         found, regions = graphs.statistics(), len(graphs._regions)
         assert list(found.pauses) == [2] and found.pauses[2] >= regions * each
         assert found.capture_seconds >= found.pause_seconds == found.longest_pause
-
-
-def test_seconds_of_capture_are_all_that_training_waits_for(tower, monkeypatch):
-    warm_up = ReferenceExecutor.warm_up
-    monkeypatch.setattr(ReferenceExecutor, "warm_up", lambda *args: (time.sleep(0.4), warm_up(*args)))
-    with graphs_on(tower, capture=False, **ON_DEMAND) as graphs:
-        tower(*draw(SMALL))
-        began = time.perf_counter()
-        assert graphs.capture()
-        assert 0.3 < graphs.statistics().capture_seconds <= time.perf_counter() - began
-        assert not graphs.statistics().pauses, "the first capture is nobody's pause"
-        with graphs.step():
-            assert_equals_eager(tower, graphs, SMALL)
-        assert not graphs.statistics().pauses
 
 
 def test_no_garbage_is_collected_while_a_step_waits_for_a_capture(tower, monkeypatch):

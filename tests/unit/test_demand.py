@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bridge_cg_plugin.attention_bounds import replay_cost, scanned_limits
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY, Bucket
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.planning.demand import LONGEST_WAIT, TRIED_AGAIN, WEIGHTS, WINDOW, Demand, Menu
 from bridge_cg_plugin.vision.fit import Shape, refuse_images
 from tests.models.workloads import coco_microbatches
@@ -54,11 +54,6 @@ def waits(demand, tokens):
     return demand.missed(Rows(tokens)) is Fallback.NOT_CAPTURED_YET
 
 
-def test_a_size_that_came_once_gets_a_bucket_that_neighbours_fit():
-    (bucket,) = shown(Demand(plain_menu()), 5000).begin(3)
-    assert 5000 < bucket.tokens < 5000 * 1.2 and bucket.tokens % GRANULARITY == 0
-
-
 def test_the_largest_that_saves_most_comes_first_and_nearer_ones_follow_where_they_pay():
     demand = shown(Demand(plain_menu()), *[8192] * 8, *[1024] * 8)
     assert demand.begin(1) == [Bucket(8192)]
@@ -69,13 +64,6 @@ def test_the_largest_that_saves_most_comes_first_and_nearer_ones_follow_where_th
 def test_padding_of_a_larger_model_is_worth_a_recording_sooner(weights, buckets):
     demand = shown(Demand(plain_menu(weights=weights)), *[2560] * 9, *[2816] * 3)
     assert [bucket.tokens for bucket in demand.begin(3)] == buckets
-
-
-def test_limits_are_the_cheapest_that_take_what_was_seen():
-    single = shown(Demand(image_menu()), *[Shape(4096, 1, 4096)] * 4)
-    several = shown(Demand(image_menu()), *[Shape(4096, 4, 1024)] * 4)
-    assert [bucket.limits[0] for bucket in single.begin(1)] == [1]
-    assert [bucket.limits[0] for bucket in several.begin(1)] == [8]
 
 
 def test_only_capacities_that_the_user_named():

@@ -147,7 +147,7 @@ def _collected(parameter):
 
 
 @pytest.mark.parametrize(("change", "parallel"), KINDS.values(), ids=KINDS)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.lists(st.lists(MICROBATCH, min_size=1, max_size=3), min_size=1, max_size=4), st.booleans())
 def test_any_microbatches_in_any_backwards_accumulate_as_in_eager(change, parallel, backwards, flip):
     """Replays and eager passes, in one backward too; nothing is lost or counted twice, flags and hooks are eager's."""

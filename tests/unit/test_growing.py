@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import random
 import weakref
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from bridge_cg_plugin.graphs.errors import CaptureError, Refused
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.joint_step import before_evaluation
-from bridge_cg_plugin.graphs.recordings.recorder import Recordings
+from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
 from ..ranks import run_ranks
@@ -102,27 +101,16 @@ def test_evaluation_records_nothing_inside_a_step(tower):
 def test_a_second_microbatch_in_flight_gets_its_recording_before_a_later_step(tower):
     graphs, stack = grown(tower, SMALL, slots=2)
     with stack:
-        for _ in range(2):
-            with graphs.step():
-                first, second = forward(tower, SMALL), forward(tower, SMALL, 1)
-                sum(o.sum() for o in (*first, *second)).backward()
+        with graphs.step():
+            first, second = forward(tower, SMALL), forward(tower, SMALL, 1)
+        graphs.begin_step()  # nothing is recorded while they are in flight
+        assert {place[0] for place in graphs._regions[0].sources.current.recordings} == {0}
+        sum(o.sum() for o in (*first, *second)).backward()
+        with graphs.step():
+            first, second = forward(tower, SMALL), forward(tower, SMALL, 1)
+            sum(o.sum() for o in (*first, *second)).backward()
         assert graphs.statistics().fallbacks == {"not_captured_yet": 1}
         assert graphs.statistics().replays == 3
-
-
-def test_nothing_is_recorded_while_a_microbatch_is_in_flight(tower):
-    graphs, stack = grown(tower, SMALL)
-    with stack:
-        with graphs.step():
-            in_flight = forward(tower, SMALL)
-            forward(tower, LARGE)
-        graphs.begin_step()
-        assert capacities(graphs) == [64]
-        sum(o.sum() for o in in_flight).backward()
-        with graphs.step():
-            forward(tower, LARGE)
-        graphs.begin_step()
-        assert len(capacities(graphs)) == 2
 
 
 NO_MEMORY = CaptureError("no memory")
@@ -140,17 +128,17 @@ def test_a_recording_that_fails_leaves_the_run_on_the_graphs_that_it_has(
     tower, caplog, monkeypatch, strict, error, reason
 ):
     graphs, stack = grown(tower, SMALL, strict=strict)
-    add = Recordings.add
+    record = Region.record
 
     def fail(self, *what):
-        add(self, *what)
+        record(self, *what)
         raise error
 
     with stack, caplog.at_level(logging.WARNING):
         with graphs.step():
             assert_equals_eager(tower, graphs, LARGE)
         static_bytes = graphs.statistics().static_bytes
-        monkeypatch.setattr(Recordings, "add", fail)
+        monkeypatch.setattr(Region, "record", fail)
         if strict:
             with pytest.raises(CaptureError, match=r"bucket \d+.* could not be captured: CaptureError: no memory"):
                 graphs.begin_step()
@@ -202,40 +190,12 @@ def test_memory_of_a_recording_that_fails_goes_back(tower, monkeypatch, records)
             gc.enable()
 
 
-def test_activations_of_buckets_on_demand_leave_the_device(tower):
-    graphs, stack = grown(tower, SMALL, offload_above_gb=0.006)
-    with stack:
-        for seed in range(3):
-            with graphs.step():
-                assert_equals_eager(tower, graphs, LARGE, seed)
-                assert_equals_eager(tower, graphs, SMALL, seed)
-        assert graphs.statistics().pinned_bytes > 0
-        assert len(capacities(graphs)) == 2 and graphs.statistics().replays == 5
-
-
-def test_any_sizes_over_many_steps_equal_eager(tower):
-    draw = random.Random(7)
-    graphs, stack = grown(tower, SMALL, OTHER, slots=2)
-    with stack:
-        for step in range(15):
-            with graphs.step():
-                for seed in range(draw.randint(1, 3)):
-                    rows = [[1, 2 * draw.randint(1, 6), 2 * draw.randint(1, 6)] for _ in range(draw.randint(1, 3))]
-                    assert_equals_eager(tower, graphs, rows, seed)
-            if step % 7 == 6:
-                with torch.no_grad():
-                    tower.eval()
-                    replayed = forward(tower, rows)
-                    with graphs.paused():
-                        assert_close(replayed, forward(tower, rows))
-                    tower.train()
-        statistics = graphs.statistics()
-        assert statistics.replays > 2 * statistics.fallbacks.total()
-
-
-@pytest.mark.parametrize("modules", [[], ["attn"]])
-def test_packs(modules):
-    model, seen = packs.new_model(), [(300,), (100, 150, 50), (400, 200), (300,), (7, 290), (12,) * 25, (400, 190)]
+def test_packs():
+    modules, model, seen = (
+        ["attn"],
+        packs.new_model(),
+        [(300,), (100, 150, 50), (400, 200), (300,), (7, 290), (12,) * 25, (400, 190)],
+    )
     options = {
         "cuda_graph_packed_buckets": "auto",
         "cuda_graph_max_packed_seqs": "auto",
@@ -266,7 +226,7 @@ def grow_with_other_ranks(fails_on_rank):
     helper.create_cudagraphs()
     graphs, found = helper.graphs, []
     if distributed.get_rank() == fails_on_rank:
-        Recordings.add = lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError("none left"))
+        Region.record = lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError("none left"))
     for seed, rows in enumerate((SMALL, LARGE, LARGE, OTHER, LARGE, SMALL)):
         with graphs.step():
             found.append([o.detach() for o in forward(model, rows, seed)])

@@ -16,7 +16,6 @@ from ..rows_program import RowsProgram
 from ..tape import Tape, TapeExecutor, TapeRecording
 from . import hugging_face_towers as hf
 from . import packs, towers
-from .mixes import IMAGES
 from .packs import EXPERTS
 
 
@@ -166,28 +165,6 @@ def test_a_further_bucket_is_warmed_up_by_one_layer_of_each_kind(case, monkeypat
         pass
     passes = eager + 3  # the first bucket's warm-up, and both recordings
     assert len(calls) == passes * len(layers) + 2 * kinds  # the first bucket's look at a pass is brief, too
-
-
-def test_what_each_layer_does_at_its_first_pass_is_done_before_it_is_recorded(monkeypatch):
-    model = towers.new_tower()
-    outputs, gradients = towers.results(model, IMAGES[:1])
-    layers, first_passes = model.decoder.layers, []
-    forward = type(layers[0]).forward
-
-    def noting(self, hidden_states, *args, **kwargs):
-        if hidden_states.shape[0] <= 64 and not hasattr(self, "seen_few"):
-            self.seen_few = True
-            first_passes.append(self)
-        return forward(self, hidden_states, *args, **kwargs)
-
-    monkeypatch.setattr(type(layers[0]), "forward", noting)
-    with vision_graphs(model) as graphs:
-        assert graphs.captured, graphs.failure
-        # Of a recording in vain, which computes nothing, and of its warm-up nothing stays: all do it again.
-        assert first_passes == [*layers, *layers]
-        replayed = towers.results(model, IMAGES[:1])
-        towers.assert_close([*replayed[0], *replayed[1]], [*outputs, *gradients])
-        assert graphs.statistics().replays
 
 
 class CountingExecutor(TapeExecutor):

@@ -18,27 +18,6 @@ from ..tape import CountingTape, TapeExecutor
 from .towers import assert_close, forward, graphs_on, loss_of, new_tower, results
 
 
-def test_gradient_buffers_that_are_freed_and_taken_again_get_the_gradient():
-    """As megatron-core's `DDP.offload_grad_buffers` and `restore_grad_buffers`."""
-    tower, reference = new_tower(), new_tower()
-    flat = with_main_grads(tower)
-    expected = with_main_grads(reference)
-    with graphs_on(tower, executor=TapeExecutor()) as graphs:
-        canaries = []
-        for step in range(4):
-            for model in (tower, reference):
-                loss_of(forward(model, [[1, 4, 4]], seed=step)).backward()
-            assert_close([flat], [expected])
-            storage = flat.untyped_storage()
-            size = storage.nbytes()
-            storage.resize_(0)
-            canaries.append(torch.full_like(expected, 3.0))
-            storage.resize_(size)
-            flat.zero_(), expected.zero_()
-        assert all((canary == 3.0).all() for canary in canaries)
-        assert graphs.statistics().replays == 4 and not graphs.statistics().fallbacks
-
-
 def free_gradients(tower, flat):
     """Free the buffer of gradients, which gets other memory; return what somebody else makes of what it had."""
     storage = flat.untyped_storage()

@@ -31,7 +31,8 @@ from .toy import (
 
 
 @given(st.lists(st.lists(st.integers(1, 3).map(lambda n: 2 * n), min_size=1, max_size=4), min_size=1, max_size=6))
-def test_any_sequence_of_batches_equals_eager_whatever_static_memory_held(sequence):
+def test_any_sequence_of_batches_equals_eager(sequence):
+    """Whatever static memory held before."""
     region = toy_region(slots=2)
     for seed, lengths in enumerate(sequence):
         if sum(lengths) <= 16:
@@ -60,6 +61,15 @@ def test_evaluation_between_a_forward_and_its_backward():
         assert region.run(toy_batch((4,))) is None
     assert region.statistics.fallbacks == {"no_free_slot": 1}
     assert_same(torch.autograd.grad(loss_of(outputs), [*region.program.model.parameters(), batch.x]), expected)
+
+
+def test_capture_fires_no_hook_of_a_parameter():
+    model, fired = Toy(), []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: fired.append("tensor"))
+        parameter.register_post_accumulate_grad_hook(lambda p: fired.append("accumulated"))
+    toy_region(model)
+    assert fired == []
 
 
 def test_a_slot_that_a_pass_in_inference_mode_asks_for_serves_all_others():
@@ -107,21 +117,6 @@ def test_frozen_parameters_leave_the_inputs_gradient_if_it_has_one(requires_grad
     assert all(o.requires_grad == requires_grad for o in outputs) and region.free_slots() == (not requires_grad)
     if requires_grad:
         assert_same(torch.autograd.grad(loss_of(outputs), batch.x), expected[1])
-
-
-def test_a_step_looks_at_its_parameters_once(monkeypatch):
-    region, looks = toy_region(slots=3), []
-    source = region.sources.current
-    moved = source.moved
-    monkeypatch.setattr(source, "moved", lambda *args, **kwargs: looks.append(1) or moved(*args, **kwargs))
-    for _ in range(2):
-        with region.memory_kept():
-            for seed in range(3):
-                loss_of(region.run(toy_batch(seed=seed))).backward()
-    assert len(looks) == 2
-    for seed in range(2):
-        loss_of(region.run(toy_batch(seed=seed))).backward()
-    assert len(looks) == 2 + 2 * 2  # before forward and backward
 
 
 def test_memory_that_runs_out_for_static_buffers_is_a_capture_error(monkeypatch):
@@ -211,12 +206,6 @@ def test_a_fallback_is_kept_with_its_step_and_size_and_logged_for_debugging(capl
     assert list(region.statistics.last_fallbacks) == [EagerRun(3, Fallback.TOO_MANY_TOKENS, 18)]
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
     assert said == ["[rank 0] toy runs eager: step 3 too_many_tokens (18 tokens)"]
-
-
-def test_forward_only_recordings_cover_limits_that_do_not_contain_each_other():
-    buckets = [Bucket(8, (1, 8)), Bucket(8, (4, 2)), Bucket(8, (2, 2)), Bucket(4, (4, 4))]
-    region = new_region(ToyProgram(Toy()), ReferenceExecutor(), buckets)
-    assert set(region._forward_only_buckets()) == {Bucket(8, (1, 8)), Bucket(8, (4, 2)), Bucket(4, (4, 4))}
 
 
 class Grudging:

@@ -172,13 +172,6 @@ def test_the_process_ends_with_its_stacks_rank_step_and_region():
     assert reason.startswith("the replay of the forward of vision_encoder has not ended")
 
 
-def test_a_process_whose_logger_is_locked_is_ended_too():
-    """Whoever holds a logger's lock waits for the device: the message cannot be written, the end must come."""
-    done = ends(f"logging.getLogger().handlers[0].acquire(); {BLOCKED}", report_s="1")
-    assert done.returncode == watchdog.TIMEOUT_STATUS
-    assert "in wait_for_the_device" in done.stderr
-
-
 def test_a_user_can_keep_the_process():
     done = ends("time.sleep(3); sys.exit(7)", **{WATCHDOG_MINUTES: "0"})
     assert done.returncode == 7

@@ -55,7 +55,7 @@ class Growing:
         self._tried = False
         if self.demand.due() and (bucket := self.demand.next()) is not None:
             self._record(partial(self._add, bucket, training), f"bucket {bucket}", partial(self._forget, bucket))
-        elif any(wishes := [region.wishes for region in self._regions]):
+        elif any(wishes := [region.due_wishes() for region in self._regions]):
             index, bucket, mode = next(found for found in wishes if found)[0]
             alike = [
                 (region, wish)
@@ -66,11 +66,11 @@ class Growing:
 
             def fulfill() -> None:
                 for region, wish in alike:
-                    region.recordings.record_wish(wish)
+                    region.record_wish(wish)
 
             def take_back(error: Exception) -> None:
                 for region, wish in alike:
-                    region.recordings.take_back(wish)
+                    region.take_back(wish)
 
             self._record(fulfill, f"bucket {bucket} for one more microbatch in flight", take_back)
         return self._tried
@@ -133,7 +133,8 @@ class Growing:
                 self.demand.refuse(bucket)
                 warn(f"{self._title}: bucket {bucket} does not fit the memory limit and is dropped")
                 excess = self._excess(self._limit)
-                if not self._consensus.agree(lambda: float(all(region.shrinks for region in self._regions))).smallest:
+                shrink = self._consensus.agree(lambda: float(all(region.chain.shrinks for region in self._regions)))
+                if not shrink.smallest:
                     self._allowed = excess  # a dropped bucket's memory stays while others are left
 
     def _excess(self, limit: float) -> float:

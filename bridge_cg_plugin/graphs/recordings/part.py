@@ -1,6 +1,6 @@
 """A region as it is recorded: its slots, warm-up, what passes must not leave behind."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -36,44 +36,91 @@ class Part:
     Args:
         piece: What is recorded.
         executor: Makes the recordings.
-        watch: Follows the model; everything that is recorded is a pass of it.
-        sources: What recordings are made from.
-        statistics: Of the region; memory and time are counted there.
-        source: Returns what the model is now, or why it cannot be recorded.
 
     Attributes:
+        program: The piece of the model.
         name: Of the program.
-        sources, statistics, source: See above.
+        statistics: Memory and time are counted there, too.
+        buckets: What batches use, in the order in which they are tried.
         planned: What a capture records in each slot, largest first.
-        slots: The region's.
         forward_slot: For passes without a backward while another microbatch holds the first slot; None without one.
     """
 
-    def __init__(
-        self,
-        piece: Piece,
-        executor: Executor,
-        watch: ModelWatch,
-        sources: Sources,
-        statistics: RegionStatistics,
-        source: Callable[[], Source | Fallback],
-    ) -> None:
-        self.name = piece.program.name
-        self._program, self._piece, self._executor, self._watch = piece.program, piece, executor, watch
-        self.sources, self.source, self.statistics = sources, source, statistics
+    def __init__(self, piece: Piece, executor: Executor) -> None:
+        self.program, self.name, self._piece, self.executor = piece.program, piece.program.name, piece, executor
+        self.statistics, self._growth = RegionStatistics(), piece.growth
+        self.buckets = self._ordered(piece.buckets)
         self.planned: Sequence[Sequence[Place]] = ()
-        self.slots: list[Slot] = []
+        self._watch: ModelWatch | None = None
+        self._sources: Sources | None = None
+        self._slots: list[Slot] = []
         self.forward_slot: Slot | None = None
         self._kept = NOTHING
         self._always_changed: set[str] = set()
 
+    @property
+    def sources(self) -> Sources:
+        """What recordings are made from.
+
+        Raises:
+            RuntimeError: Nothing is captured.
+        """
+        if self._sources is None:
+            raise RuntimeError(f"{self.name} is not captured")
+        return self._sources
+
+    @property
+    def watch(self) -> ModelWatch:
+        """What follows the model; everything that is recorded is a pass of it.
+
+        Raises:
+            RuntimeError: Nothing is captured.
+        """
+        if self._watch is None:
+            raise RuntimeError(f"{self.name} is not captured")
+        return self._watch
+
+    def source(self) -> Source | Fallback:
+        """Return what the model is now, or why it cannot be recorded."""
+        return self.sources.current
+
+    def _planned(self, index: int) -> list[tuple[Bucket, Mode]]:
+        """Return what a capture records in a slot, largest first."""
+        ordered = sorted(self.buckets, reverse=True)
+        if self._growth is not None:
+            # Passes of a model that is not trained say by themselves what they need.
+            now = index == 0 and self.sources.training is not False and not self.sources.current.gradients_left()
+            return [(bucket, self._training_mode(bucket)) for bucket in ordered] if now else []
+        return [(bucket, mode) for bucket in ordered for mode in self._planned_modes(index == 0, bucket)]
+
+    def _planned_modes(self, first_slot: bool, bucket: Bucket) -> list[Mode]:
+        """Return what to record for a bucket: what training runs, without gradients, too, where it trains nothing."""
+        source, mode = self.sources.current, self._training_mode(bucket)
+        modes = [mode] if mode.gradients and not source.gradients_left() else []
+        if first_slot and not source.sinks.parameters and bucket in self._forward_only_buckets():
+            modes.append(Mode(gradients=False, training=mode.training))
+        return modes
+
+    def _training_mode(self, bucket: Bucket) -> Mode:
+        """Return the mode of a training step's microbatches."""
+        differentiable = any(spec.differentiable for spec in self.program.input_specs(bucket).values())
+        return Mode(bool(self.sources.current.sinks.parameters) or differentiable, self.sources.training)
+
+    def _ordered(self, buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+        found, growth = tuple(dict.fromkeys(buckets)), self._growth
+        return found if growth is None else tuple(sorted(found, key=lambda bucket: (growth.cost(bucket), bucket)))
+
+    def _forward_only_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that no other of the same capacity contains: limits cost a forward little."""
+        return tuple(b for b in self.buckets if not any(o.contains(b) for o in self.buckets if o != b))
+
     def every_slot(self) -> list[Slot]:
         """Return the slots, also that of passes without a backward."""
-        return [*self.slots, *([] if self.forward_slot is None else [self.forward_slot])]
+        return [*self._slots, *([] if self.forward_slot is None else [self.forward_slot])]
 
     def new_slot(self, index: int, common: ChainSlot, buckets: Sequence[Bucket]) -> Slot:
         """Return a slot with static inputs for some buckets and no recordings."""
-        executor = self._executor
+        executor = self.executor
         slot = Slot(index, executor.device, common, self._piece.shared, executor.static_memory())
         for bucket in sorted(set(buckets), reverse=True):
             self._add_inputs(slot, bucket)
@@ -92,7 +139,7 @@ class Part:
     def _add_inputs(self, slot: Slot, bucket: Bucket) -> None:
         if bucket not in slot.buffers:
             with as_capture_error("static inputs"):
-                slot.buffers[bucket] = slot.input_buffers(self._program.input_specs(bucket))
+                slot.buffers[bucket] = slot.input_buffers(self.program.input_specs(bucket))
 
     @contextmanager
     def recording(self, bucket: Bucket) -> Iterator[None]:
@@ -105,10 +152,10 @@ class Part:
             ONE_THREAD,
             self._piece.around(),
             as_capture_error(f"bucket {bucket}"),
-            put_back(self._executor.generators()),  # ranks draw alike, and one of them may record alone
-            self._watch.undone(unless_it_ends=True),
+            put_back(self.executor.generators()),  # ranks draw alike, and one of them may record alone
+            self.watch.undone(unless_it_ends=True),
         ):
-            self._kept = KeptTensors(self._watch.tensors_of(every_module(self._watch.roots)))
+            self._kept = KeptTensors(self.watch.tensors_of(every_module(self.watch.roots)))
             try:
                 yield
             finally:
@@ -123,24 +170,24 @@ class Part:
             source.sinks.prepare()
         switched = mode.training if isinstance(mode.training, bool) else None
         body = RegionBody(
-            self._program,
+            self.program,
             slot.buffers[bucket],
             bucket,
             source.aliases,
             source.sinks if mode.gradients else None,
-            self._executor.side_stream() if self._piece.has_side_stream(bucket) else None,
-            partial(self._watch.passing, switched),
+            self.executor.side_stream() if self._piece.has_side_stream(bucket) else None,
+            partial(self.watch.passing, switched),
             slot.common.border,
         )
         body.state = source.number
-        body.looked_at = partial(watched_pass, self._watch, self._executor.generators())
+        body.looked_at = partial(watched_pass, self.watch, self.executor.generators())
 
         def output_gradients(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             shapes = ((f"output_gradient:{i}", tuple(o.shape), o.dtype) for i, o in enumerate(outputs))
             return tuple(slot.for_gradients.view(*shape).zero_() for shape in shapes)
 
-        self._program.load_example(slot.buffers[bucket], bucket)
-        self._executor.warm_up(body, output_gradients, briefly)
+        self.program.load_example(slot.buffers[bucket], bucket)
+        self.executor.warm_up(body, output_gradients, briefly)
         return body
 
     @contextmanager
@@ -150,9 +197,9 @@ class Part:
         Raises:
             CaptureError: Passes change what a replay would not.
         """
-        held = self._watch.contents()
+        held = self.watch.contents()
         with self._kept.put_back():
-            with self._watch.passing():
+            with self.watch.passing():
                 yield
             changed = held.changed()
             if briefly and (first := [each.text for each in changed if each.place not in self._always_changed]):

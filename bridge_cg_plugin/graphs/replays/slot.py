@@ -263,11 +263,6 @@ class ChainSlot:
         """Device memory of the recordings in bytes."""
         return sum(memory.nbytes for memory in self._memory.values())
 
-    @property
-    def shrinks(self) -> bool:
-        """Whether the largest recording's memory goes with it, though others are left."""
-        return self._memory[True].shrinks
-
     def keep(self, recordings: Iterable[tuple[bool, int]]) -> None:
         """Give memory back that recordings do without; no replay is under way.
 

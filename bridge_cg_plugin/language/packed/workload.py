@@ -13,7 +13,7 @@ from ...announce import announce
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
 from ...graphs.host_copies import HostCopies
-from ...graphs.piece import Growth, Piece
+from ...graphs.piece import Piece
 from ...graphs.planning.buckets import EXACT_BELOW, Bucket, names_of, next_run
 from ...graphs.planning.demand import BEGIN_WITH, WINDOW, Demand
 from ...graphs.rank_consensus import digest
@@ -224,7 +224,6 @@ class PackedWorkload(Workload):
 
     def _record(self) -> float:
         demand, buckets = self._demand, self._planned()
-        growth = Growth.of(demand) if demand else None
         shared = SharedInputs(SHARED, self.manager.executor.device)
         parts = self.family.parts(self.modules)
         offloading = offloading_of(self.options, PACKED_FIELDS, self.manager)
@@ -236,7 +235,7 @@ class PackedWorkload(Workload):
                     site=part.site,
                     shared=None if part.site is None else shared,
                     around=self.family.statistics_kept,
-                    growth=growth,
+                    growth=demand,
                 )
                 for part in parts
             ],

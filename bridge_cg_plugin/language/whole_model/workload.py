@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from ...announce import announce
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
-from ...graphs.piece import Growth, Piece
+from ...graphs.piece import Piece
 from ...graphs.planning.buckets import Bucket
 from ...graphs.planning.demand import Demand, Menu
 from ...graphs.workload import Call, Workload
@@ -121,11 +122,10 @@ class LanguageModelWorkload(Workload):
         forward = self.manager.eager_forward
         program = LanguageModel(self._model, forward, examples, self._deepstack, self._recording)
         demand = Demand(_menu(examples)) if self._grows else None
-        growth = None
         if demand is not None:
             demand.buckets.append(first.bucket)
-            growth = Growth(_tokens, lambda microbatch: demand.missed(microbatch.bucket))
-        self.manager.record([Piece(program=program, buckets=[first.bucket], growth=growth)], demand)
+        piece = Piece(program=program, buckets=[first.bucket], growth=demand, shape=attrgetter("bucket"))
+        self.manager.record([piece], demand)
         self._examples, self._demand = examples, demand
 
     def captured(self) -> None:

@@ -85,7 +85,7 @@ def attention_and_router_part(layer: UpstreamModule) -> DecoderPart:
         attended = attend(pack)
         return (attended, *route(norm(attended)))
 
-    followers = Follower(layer, NORM, lambda outputs: outputs[1]), follower
+    followers = (layer, NORM, lambda outputs: outputs[1]), follower
     site = CallSite(layer, "_forward_attention", _attention_answer, followers)
     name = f"packed_attention_and_router_{layer.layer_number}"
     return DecoderPart(name, layer, ATTENTION + ROUTER, run, site, 1 + count)
@@ -142,8 +142,8 @@ def _routing(layer: UpstreamModule, place: int) -> tuple[Callable[[Tensor], tupl
         return (normed, *computed) if pure else (normed, computed)
 
     if pure:
-        return route, Follower(router, "forward", lambda outputs: (outputs[place + 1], outputs[place + 2])), 3
-    return route, Follower(router, "gating", lambda outputs: outputs[place + 1]), 2
+        return route, (router, "forward", lambda outputs: (outputs[place + 1], outputs[place + 2])), 3
+    return route, (router, "gating", lambda outputs: outputs[place + 1]), 2
 
 
 def is_pure(router: UpstreamModule) -> bool:
