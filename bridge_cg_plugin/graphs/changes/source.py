@@ -68,7 +68,7 @@ class Recorded:
         recording: The recording.
         output_gradients: The buffers that its backward reads.
         nbytes: What it needs of its slot's memory.
-        turn: When it was made, with a backward and as a part of a chain; None for any other.
+        turn: When it was made; None without a backward.
     """
 
     recording: Recording
@@ -148,10 +148,6 @@ class Source:
     def in_slot(self, slot: Slot) -> list[tuple[int, Bucket, Mode]]:
         """Return the recordings in a slot: number of the slot, bucket and mode."""
         return [place for place in self.recordings if place[0] == slot.index]
-
-    def forget(self, slot: Slot) -> None:
-        """Drop the recordings in a slot."""
-        self.recordings = {place: made for place, made in self.recordings.items() if place[0] != slot.index}
 
     def follow(self, before: "Source") -> None:
         """Take over what is known of the state from the source that was used before memory was moved."""
