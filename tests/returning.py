@@ -1,10 +1,12 @@
 """An executor without a GPU that gives weights addresses of their own, whose memory is spoiled when it leaves."""
 
+from contextlib import nullcontext
+
 import numpy
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bridge_cg_plugin.graphs.memory.returning import Home, ReturningTensors
+from bridge_cg_plugin.graphs.memory.returning import Home
 from bridge_cg_plugin.graphs.memory.virtual_memory import NoDeviceMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
@@ -14,6 +16,20 @@ CPU = torch.device("cpu")
 NO_LIMIT = 2**20
 # Of a home, which may need them all; the host backs them when they are written.
 BYTES, ALIGNED, SPOILED = 2**22, 64, numpy.uint8(255)
+
+
+class Filled(Home):
+    """Gives storages PyTorch's memory; counts how often, or fails as it is told to."""
+
+    fails, filled = None, 0
+
+    def begin(self):
+        if self.fails is not None:
+            raise self.fails("made to fail")
+        self.filled += 1
+
+    def taking(self):
+        return nullcontext()
 
 
 class Homes:
@@ -91,8 +107,8 @@ class Returning(ReferenceExecutor):
         super().__init__()
         self.homes = Homes()
 
-    def returning_tensors(self):
-        return ReturningTensors(CPU, self.homes.new)
+    def home(self):
+        return self.homes.new(CPU)
 
     def record_forward(self, body, pool):
         self.recorded += 1

@@ -110,8 +110,8 @@ class Region(Part):
         executor, chain = self.executor, self.chain
         try:
             watch = self._watch = self._given_watch or ModelWatch(self.program.modules())
-            returning = executor.returning_tensors()
-            self._sources = Sources(self.program, watch, executor.device, self._around.reduction, returning)
+            home = executor.home()
+            self._sources = Sources(self.program, watch, executor.device, self._around.reduction, home)
             self.planned = [self._planned(index) for index in range(self.slot_count)]
             progress.starts(sum(map(len, self.planned)), self.buckets, self.slot_count)
             chain.join(self)

@@ -1,13 +1,11 @@
 """Models of other loops whose parameters leave the device and return, with the memory of their graphs."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.memory import returning
-from bridge_cg_plugin.graphs.memory.returning import Home, ReturningStorages
+from bridge_cg_plugin.graphs.memory.returning import ReturningStorages
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.environment import memory_may_leave
@@ -15,6 +13,7 @@ from bridge_cg_plugin.upstream.hooks import leaving_models, vision_helper
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from tests.leaving import LeavingExecutor
+from tests.returning import Filled
 
 from .loops import Policy, assert_equal, call, in_one_process
 
@@ -148,18 +147,6 @@ def test_listeners_that_empty_the_cache_are_called_once(asked_for, monkeypatch):
     for _ in range(2):
         torch.cuda.empty_cache()
     assert len(called) == 2
-
-
-class Filled(Home):
-    """Gives a storage PyTorch's memory; notes how often."""
-
-    filled = 0
-
-    def begin(self):
-        self.filled += 1
-
-    def taking(self):
-        return nullcontext()
 
 
 @pytest.fixture

@@ -172,7 +172,7 @@ def test_without_addresses_further_pools_are_plain(executor, device, capsys):
 def test_without_arenas_pools_are_plain_and_nothing_leaves(executor):
     made = executor(arenas=False, releasable=True)
     assert isinstance(made.new_memory(), PlainMemory)
-    assert made.release_memory() == 0 and not made.memory_away and made.returning_tensors() is None
+    assert made.release_memory() == 0 and not made.memory_away and made.home() is None
 
 
 def test_memory_leaves_and_returns_with_what_was_static(executor, device):

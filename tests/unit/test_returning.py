@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import contextmanager
 
 import numpy
 import pytest
@@ -11,19 +12,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge_cg_plugin.graphs.memory import returning as memory
 from bridge_cg_plugin.graphs.memory.ranges import AddressRange, close_left
-from bridge_cg_plugin.graphs.memory.returning import Home, ReturningStorages, ReturningTensors, release_homes
+from bridge_cg_plugin.graphs.memory.returning import Home, ReturningStorages, release_homes
 from bridge_cg_plugin.graphs.memory.virtual_memory import DeviceMemoryError, NoDeviceMemory
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.upstream.hooks.leaving_models import ReturningBuffers
 
 from ..fake_device import FakeVirtualMemory
 from ..regions import new_region
-from ..returning import CPU, Homes, Returning
+from ..returning import CPU, Filled, Homes, Returning
 from ..rows_program import RowsProgram
 from .test_ranges import allocate, give_back
 from .towers import assert_close, forward, graphs_on, new_tower
-
-BYTES = 64
 
 
 @pytest.fixture(autouse=True)
@@ -102,21 +101,17 @@ def test_a_driver_that_fails_is_named_once(gpu, device, caplog):
 def test_tensors_are_made_in_a_pool_of_the_addresses(gpu, monkeypatch):
     inside = []
 
-    class Around:
-        def __init__(self, *given):
-            self.given = given
+    @contextmanager
+    def around(*given):
+        inside.append(given)
+        yield
+        inside.pop()
 
-        def __enter__(self):
-            inside.append(self.given)
-
-        def __exit__(self, *unused):
-            inside.pop()
-
-    monkeypatch.setattr(AddressRange, "giving", lambda addresses: Around(addresses))
+    monkeypatch.setattr(AddressRange, "giving", around)
     monkeypatch.setattr(AddressRange, "new_pool", lambda addresses: "pool")
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "stream")
     for name in ("stream", "use_mem_pool"):
-        monkeypatch.setattr(torch.cuda, name, Around)
+        monkeypatch.setattr(torch.cuda, name, around)
     monkeypatch.setattr(torch, "empty_like", lambda like: (like, list(inside)))
     home = Home(CPU)
     home.begin()
@@ -130,135 +125,59 @@ def plain(storage, nbytes):
     return torch._C.StorageBase.resize_(storage, nbytes)
 
 
-class NotedHome(Home):
-    """Notes what is filled there; fails as it is told to."""
-
-    fails, inside, filled = None, False, 0
-
-    def begin(self):
-        if self.fails is DeviceMemoryError:
-            raise DeviceMemoryError("made to fail")
-
-    def taking(self):
-        return self
-
-    def __enter__(self):
-        self.inside = True
-
-    def __exit__(self, error, *unused):
-        self.inside, self.filled = False, self.filled + (error is None)
-
-    def holds(self, storage):
-        return self.filled > 0 and storage.nbytes() > 0
-
-
-class Storages:
-    """Storages of which all from 16 bytes on are followed.
-
-    Attributes:
-        homes: What was made for them, in the order of the storages.
-    """
-
-    def __init__(self):
-        self.homes = []
-        self.returning = ReturningStorages(self._new)
-
-    def _new(self, device):
-        self.homes.append(NotedHome(device))
-        return self.homes[-1]
-
-    def resize(self, storage, *sizes):
-        for nbytes in sizes:
-            assert self.returning.resize(storage, nbytes, self._resize) is storage and storage.nbytes() == nbytes
-
-    def _resize(self, storage, nbytes):
-        if any(home.inside and home.fails is torch.OutOfMemoryError for home in self.homes):
-            raise torch.OutOfMemoryError("made to fail")
-        return plain(storage, nbytes)
-
-
 @pytest.fixture
 def storages(monkeypatch):
     monkeypatch.setattr(memory, "LEAST_BYTES", 16)
-    return Storages()
+    return ReturningStorages(Filled)
 
 
-@pytest.fixture
-def storage(storages):
-    made = torch.arange(BYTES // 4, dtype=torch.int32).untyped_storage()
-    storages.returning.follow([made])
-    return made
+STORAGES = {
+    "what was freed returns": (64, 1, [0, 64, 0, 64], 2),
+    "to another size": (64, 1, [0, 128], 1),
+    "other changes": (64, 1, [128, 64, 0, 0], 0),
+    "a small one, of a tensor that can be given other memory": (15, 1, [0, 15], 0),
+    "a small one of several tensors, as of adapters": (12, 2, [0, 12, 0, 12], 2),
+    "one that is freed when it is first followed": (0, 2, [0, 12], 1),
+}
 
 
-def test_what_was_freed_returns_home(storages, storage):
-    storages.resize(storage, 0, BYTES, 0, BYTES)
-    view = torch.tensor([], dtype=torch.uint8).set_(storage).untyped_storage()
-    storages.returning.follow([view])
-    storages.resize(view, 0, 2 * BYTES)
-    assert [home.filled for home in storages.homes] == [3]
+@pytest.mark.parametrize(("size", "tensors", "sizes", "filled"), STORAGES.values(), ids=STORAGES)
+def test_a_storage_that_was_freed_and_filled_returns_home(storages, size, tensors, sizes, filled):
+    views = [torch.zeros(size, dtype=torch.uint8)]
+    views += [views[0][:4] for _ in range(tensors - 1)]
+    storages.follow(view.untyped_storage() for view in views)
+    for nbytes in sizes:
+        storage = views[-1].untyped_storage()
+        assert storages.resize(storage, nbytes, plain) is storage and storage.nbytes() == nbytes
+    assert sum(home.filled for home in storages._homes.values()) == filled
 
 
-def test_other_storages_and_other_changes_of_size_are_pytorchs(storages, storage):
-    others = [torch.zeros(size, dtype=torch.uint8).untyped_storage() for size in (15, 16)]
-    storages.returning.follow(others[:1])
-    for other in others:
-        storages.resize(other, 0, 16)
-    storages.resize(storage, 2 * BYTES, BYTES, 0, 0)
-    assert [home.filled for home in storages.homes] == [0]
-
-
-def test_a_storage_that_is_there_is_not_filled_twice(storages, storage):
+def test_a_storage_that_is_there_is_not_filled_twice(storages):
     """verl loads gradients that nobody has freed; PyTorch moves what it gives the size that it has."""
-    address = storage.data_ptr()
-    storages.returning.resize(storage, BYTES, lambda *unused: pytest.fail("filled"))
-    assert storage.data_ptr() == address
-
-
-@pytest.mark.parametrize("freed_before", [False, True])
-def test_a_small_storage_is_followed_where_several_tensors_have_it(storages, freed_before):
-    """Those of adapters: the buffer is small, and no tensor in it can be given other memory alone."""
-    buffer = torch.zeros(12, dtype=torch.uint8)
-    adapters = buffer[:4], buffer[4:]
-    if freed_before:
-        buffer.untyped_storage().resize_(0)
-    storages.returning.follow(each.untyped_storage() for each in adapters)
-    storages.resize(buffer.untyped_storage(), 0, 12, 0, 12)
-    assert [home.filled for home in storages.homes] == [2]
+    storage = torch.zeros(64, dtype=torch.uint8).untyped_storage()
+    storages.follow([storage])
+    storages.resize(storage, 64, lambda *unused: pytest.fail("filled"))
 
 
 @pytest.mark.parametrize("fails", [torch.OutOfMemoryError, DeviceMemoryError])
-def test_without_room_at_home_a_storage_gets_memory_of_pytorchs(storages, storage, fails):
-    (home,) = storages.homes
-    home.fails = fails
-    storages.resize(storage, 0, BYTES)
-    assert not home.filled
-    home.fails = None
-    storages.resize(storage, 0, BYTES)
-    assert home.filled == 1
+def test_without_room_at_home_a_storage_gets_memory_of_pytorchs(storages, fails, monkeypatch):
+    storage = torch.zeros(64, dtype=torch.uint8).untyped_storage()
+    storages.follow([storage])
+    with monkeypatch.context() as patched:
+        patched.setattr(Filled, "fails", fails)
+        storages.resize(storage, 0, plain)
+        assert storages.resize(storage, 64, plain).nbytes() == 64
+    storages.resize(storage, 0, plain)
+    storages.resize(storage, 64, plain)
+    assert storages._homes[storage].filled == 1
 
 
-def test_the_home_of_a_dead_storage_goes(storages):
-    for _ in range(50):
-        storage = torch.zeros(BYTES, dtype=torch.uint8).untyped_storage()
-        storages.returning.follow([storage])
-        storages.resize(storage, 0, BYTES)
-        del storage
-    assert len(storages.homes) == 50 and not storages.returning._homes
-
-
-def test_once_stopped_storages_have_pytorchs_memory_and_their_content(storages, storage):
-    kept = torch.arange(BYTES, dtype=torch.uint8)
-    away, content = torch.zeros(BYTES, dtype=torch.uint8), torch.tensor([], dtype=torch.uint8).set_(storage)
-    storages.returning.follow([away.untyped_storage()])
-    for moved in (storage, away.untyped_storage()):
-        storages.resize(moved, 0, BYTES)
-    content.copy_(kept)
-    storages.resize(away.untyped_storage(), 0)
-    sizes = []
-    storages.returning.stop(lambda moved, nbytes: sizes.append(nbytes) or plain(moved, nbytes))
-    assert torch.equal(content, kept) and sizes == [0, BYTES]
-    storages.resize(storage, 0, BYTES)
-    assert storages.homes[0].filled == 1, "followed still"
+def test_a_dead_storage_and_those_that_are_no_longer_followed_have_no_home(storages):
+    storage = torch.zeros(64, dtype=torch.uint8).untyped_storage()
+    storages.follow([storage, torch.zeros(64).untyped_storage()])
+    assert len(storages._homes) == 1
+    storages.stop()
+    assert not storages._homes
 
 
 # Tensors that are given other memory.
@@ -271,7 +190,7 @@ def homes():
 
 @pytest.fixture
 def returning(homes):
-    return ReturningTensors(CPU, homes.new)
+    return homes.new(CPU)
 
 
 @pytest.fixture
@@ -389,24 +308,6 @@ def test_groups_without_room_stay_where_they_are(returning, homes, many):
     returning.settle(many[2:3] + many[:1])
     assert places(many) == first
     assert settled(returning, many, 5.0)[:2] == first[:2]
-
-
-def test_other_tensors_than_last_time_leave_what_stayed_there(returning, parameters):
-    settled(returning, parameters)
-    value = parameters[1].detach().clone()
-    others = [parameters[0], nn.Parameter(torch.rand(5))]
-    home = settled(returning, others, 4.0)
-    assert torch.equal(parameters[1], value)
-    assert settled(returning, others, 5.0) == home
-
-
-def test_in_the_end_tensors_have_memory_of_pytorchs(returning, homes, parameters):
-    returning.stop()
-    home = settled(returning, parameters)
-    values = [parameter.detach().clone() for parameter in parameters]
-    returning.stop()
-    assert release_homes() == 100 and all(map(torch.equal, parameters, values))
-    assert not set(places(parameters)) & set(home)
 
 
 # Regions, whose recordings read these addresses.

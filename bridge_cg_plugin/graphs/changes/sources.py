@@ -18,7 +18,7 @@ from ...announce import announce, warn
 from ..errors import CaptureError, Refused
 from ..fallback import Fallback
 from ..instance import every_module
-from ..memory.returning import ReturningTensors
+from ..memory.returning import Home
 from ..program import RegionProgram
 from ..replays.gradients import ParameterHooks, Reduction
 from .model_watch import ModelWatch
@@ -47,7 +47,7 @@ class Sources:
         watch: Follows the model.
         device: Where the region runs.
         reduction: What waits for gradients; None hands every gradient over to autograd.
-        returning: Gives tensors that were moved addresses of their own; None leaves them where they are.
+        home: Addresses of their own for weights that were moved; None leaves them where they are.
 
     Attributes:
         current: The source that was found last.
@@ -61,10 +61,10 @@ class Sources:
         watch: ModelWatch,
         device: torch.device,
         reduction: Reduction | None,
-        returning: ReturningTensors | None = None,
+        home: Home | None = None,
     ) -> None:
         self._program, self._watch, self._reduction = program, watch, reduction
-        self._device_type, self._returning = device.type, returning
+        self._device_type, self._home = device.type, home
         self._numerics = numerics_of(device.type)
         # A part's forward also reads attributes of the layer that it belongs to.
         self._above = watch.above(every_module(program.modules()))
@@ -94,8 +94,6 @@ class Sources:
         """Take hooks off the parameters and drop all recordings."""
         self._hooks.release()
         self._all = []
-        if self._returning is not None:
-            self._returning.stop()
 
     def clear(self) -> None:
         """Take back the flags that replays set on parameters."""
@@ -223,9 +221,9 @@ class Sources:
 
     def _settled(self, source: Source, gradients: bool) -> bool:
         """Whether what was moved is back where recordings of a source read it, once its values were brought there."""
-        if self._returning is None or self._others_read(elsewhere := source.reads_elsewhere()):
+        if self._home is None or self._others_read(elsewhere := source.reads_elsewhere()):
             return False
-        self._returning.settle(elsewhere)
+        self._home.settle(elsewhere)
         return not source.moved(gradients, layouts=True)
 
     def _others_read(self, tensors: Sequence[Tensor]) -> bool:

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -25,10 +25,11 @@ Resize = Callable[[UntypedStorage, int], UntypedStorage]
 LEAST_BYTES = 20 * 2**20
 # Weights that have two copies at a time.
 GROUP_BYTES = 4 * 2**30
+NO_ROOM = (torch.OutOfMemoryError, DeviceMemoryError)
 
 
 class Home:
-    """Addresses of their own for what leaves and returns together.
+    """Addresses of their own for what leaves and returns together: one storage, or the weights of a region.
 
     Args:
         device: The GPU.
@@ -38,6 +39,53 @@ class Home:
         self._device = device
         self._addresses: AddressRange | None = None
         _homes.add(self)
+
+    def fill(self, storage: UntypedStorage, nbytes: int, resize: Resize) -> None:
+        """Give a storage, which has no memory, some from here, or as PyTorch gives it where there is no room."""
+        try:
+            self.begin()
+            with self.taking():
+                resize(storage, nbytes)
+        except NO_ROOM as error:
+            _stay("a buffer does", error)
+            resize(storage, nbytes)
+
+    def settle(self, moved: Sequence[Tensor]) -> None:
+        """Give weights memory here, with the values that they have, by a copy that takes milliseconds.
+
+        Nothing happens where one is here already: recordings of another state of the model were made elsewhere. Nor
+        where one is off the device, shares its memory or is no plain tensor. Without memory for a second copy of some
+        `GROUP_BYTES`, those that are left stay elsewhere.
+
+        Args:
+            moved: Tensors that lie elsewhere than before.
+        """
+        if not moved or any(map(self.holds, moved)) or not all(map(self._can_be_moved, moved)):
+            return
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._bring(deque(moved))
+        except NO_ROOM as error:
+            _stay("weights do", error)
+
+    def _can_be_moved(self, tensor: Tensor) -> bool:
+        """Whether nobody else has a tensor's memory, which PyTorch owns, or sees that it gets another one."""
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device == self._device and tensor.is_contiguous()
+        return plain and _holders(tensor) == _ALONE and tensor.untyped_storage().resizable()
+
+    def _bring(self, left: deque[Tensor]) -> None:
+        self.begin()
+        while left:
+            group = [left.popleft()]
+            while left and sum(tensor.nbytes for tensor in (*group, left[0])) <= GROUP_BYTES:
+                group.append(left.popleft())
+            homes = self.make(group)
+            for dtype in {tensor.dtype for tensor in group}:  # a kernel for each tensor would keep the host busy
+                there, here = ([each for each in many if each.dtype == dtype] for many in (homes, group))
+                torch._foreach_copy_(there, here)
+            self.wait()  # what they had is freed, perhaps on another stream than copies ran on
+            for tensor, made in zip(group, homes, strict=True):
+                tensor.data = made
 
     def begin(self) -> None:
         """Let what is taken next lie at the first address, or at others while something is there.
@@ -138,98 +186,18 @@ class ReturningStorages:
                 self._homes[storage] = self._new_home(storage.device)
 
     def resize(self, storage: UntypedStorage, nbytes: int, resize: Resize) -> UntypedStorage:
-        """Stand in for `resize_` of any storage. Without room at home, it gets memory as PyTorch gives it."""
+        """Stand in for `resize_` of any storage."""
         home, before = self._homes.get(storage), storage.nbytes()
         if home is None:
             return resize(storage, nbytes)
         # PyTorch moves a storage to other memory even where it has this size already.
-        if before != nbytes and (before or not _is_filled(home, storage, nbytes, resize)):
-            resize(storage, nbytes)
+        if before != nbytes:
+            home.fill(storage, nbytes, resize) if not before else resize(storage, nbytes)
         return storage
 
-    def stop(self, resize: Resize) -> None:
-        """Follow no storage any more. What is at home moves to PyTorch's memory, if there is room for a copy."""
-        for storage in [storage for storage, home in self._homes.items() if home.holds(storage)]:
-            content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            with suppress(torch.OutOfMemoryError):
-                kept = content.clone()
-                resize(storage, 0)
-                resize(storage, len(kept))
-                content.copy_(kept)
-        self._homes.clear()
-
-
-def _is_filled(home: Home, storage: UntypedStorage, nbytes: int, resize: Resize) -> bool:
-    """Fill a storage, which has no memory, at home; returns whether that was possible."""
-    try:
-        home.begin()
-        with home.taking():
-            resize(storage, nbytes)
-    except (torch.OutOfMemoryError, DeviceMemoryError) as error:
-        _stay("a buffer does", error)
-        return False
-    return True
-
-
-class ReturningTensors:
-    """Weights of a region that return home, by a copy that takes milliseconds, whenever they were given other memory.
-
-    Args:
-        device: The GPU.
-        new_home: Makes their addresses.
-    """
-
-    def __init__(self, device: torch.device, new_home: Callable[[torch.device], Home] = Home) -> None:
-        self._device, self._home = device, new_home(device)
-        self._tensors: Sequence[Tensor] = ()
-
-    def settle(self, moved: Sequence[Tensor]) -> None:
-        """Give tensors memory at home, with the values that they have.
-
-        Nothing happens where one is there already: recordings of another state of the model were made elsewhere. Nor
-        where one is off the device, shares its memory or is no plain tensor. Without memory for a second copy of some
-        `GROUP_BYTES`, those that are left stay elsewhere.
-
-        Args:
-            moved: Tensors that lie elsewhere than before.
-        """
-        if not moved or any(map(self._home.holds, moved)) or not all(map(self._can_be_moved, moved)):
-            return
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                self._bring(moved)
-        except (torch.OutOfMemoryError, DeviceMemoryError) as error:
-            _stay("weights do", error)
-
-    def _can_be_moved(self, tensor: Tensor) -> bool:
-        """Whether nobody else sees that a tensor gets other memory."""
-        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device == self._device
-        return plain and tensor.is_contiguous() and _is_alone(tensor)
-
-    def _bring(self, moved: Sequence[Tensor]) -> None:
-        self._home.begin()
-        self._tensors, left = moved, deque(moved)
-        while left:
-            group = [left.popleft()]
-            while left and sum(tensor.nbytes for tensor in (*group, left[0])) <= GROUP_BYTES:
-                group.append(left.popleft())
-            homes = self._home.make(group)
-            for dtype in {tensor.dtype for tensor in group}:  # a kernel for each tensor would keep the host busy
-                there, here = ([each for each in many if each.dtype == dtype] for many in (homes, group))
-                torch._foreach_copy_(there, here)
-            self._home.wait()  # what they had is freed, perhaps on another stream than copies ran on
-            for tensor, made in zip(group, homes, strict=True):
-                tensor.data = made
-
     def stop(self) -> None:
-        """Give tensors that are at home memory of PyTorch's, if there is room."""
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                for tensor in filter(self._home.holds, self._tensors):
-                    tensor.data = tensor.data.clone()
-        except torch.OutOfMemoryError as error:
-            LOGGER.info("weights stay where graphs read them: %s", error)
-        self._tensors = ()
+        """Follow no storage any more; what is at home stays there until it is freed."""
+        self._homes.clear()
 
 
 def _uses_of(storage: UntypedStorage) -> int:
@@ -244,8 +212,3 @@ def _holders(tensor: Tensor) -> tuple[int, int]:
 
 
 _ALONE = _holders(torch.empty(1))
-
-
-def _is_alone(tensor: Tensor) -> bool:
-    """Whether nobody else has a tensor's memory; what PyTorch does not own cannot be resized."""
-    return _holders(tensor) == _ALONE and tensor.untyped_storage().resizable()

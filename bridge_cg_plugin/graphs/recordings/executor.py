@@ -14,7 +14,7 @@ from ...announce import announce
 from ..errors import CaptureError, release_frames
 from ..memory.pools import Arena, Making, PlainMemory, Pool, SlotMemory, StaticMemory
 from ..memory.ranges import AddressRange, close_left, driver_of
-from ..memory.returning import ReturningTensors
+from ..memory.returning import Home
 from ..memory.virtual_memory import DeviceMemoryError, NoDeviceMemory, VirtualMemory
 from ..replays.streams import ReplayStream
 from .activations import Activations
@@ -150,8 +150,8 @@ class Executor(ABC):
         """
         self.memory_away = False
 
-    def returning_tensors(self) -> ReturningTensors | None:
-        """Return what gives a model's tensors addresses of their own; None where memory stays."""
+    def home(self) -> Home | None:
+        """Return addresses of their own for a region's weights; None where memory stays."""
         return None
 
 
@@ -315,9 +315,9 @@ class CudaGraphExecutor(Executor):
                 each.release()
             raise
 
-    def returning_tensors(self) -> ReturningTensors | None:
+    def home(self) -> Home | None:
         """See `Executor`."""
-        return ReturningTensors(self.device) if self._releasable else None
+        return Home(self.device) if self._releasable else None
 
 
 def _counts_reserved_memory(device: torch.device) -> bool:

@@ -110,7 +110,7 @@ def stop() -> None:
     for _, patch in PATCHES:
         patch.revert()
     _listeners.clear()
-    STORAGES.stop(UntypedStorage.resize_)
+    STORAGES.stop()
     torch.cuda.empty_cache()
     release_homes()
     close_left()
