@@ -17,9 +17,9 @@ from megatron.bridge.training.pretrain import pretrain
 import bridge_cg_plugin
 from bridge_cg_plugin.cli.runs.recorder import graph_statistics
 from bridge_cg_plugin.options import graph_options
+from bridge_cg_plugin.upstream.hooks import loss_checks
 from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
 from bridge_cg_plugin.upstream.hooks.recipes import helper_as_shipped
-from bridge_cg_plugin.upstream.hooks import loss_checks
 from examples.photographs import training as photographs
 from examples.photographs.images import PhotographDataset, PhotographProvider
 from examples.photographs.training import Run
