@@ -25,7 +25,7 @@ DATA = {
     "bridge_cg_plugin/graphs/memory/allocator.c",
     "bridge_cg_plugin/cli/measured.json",
 }
-SMALL = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
+PRESET = "qwen3_vl_8b_vision_graphs_h200_sft_config"
 # Where this process's PyTorch, Megatron and the rest are.
 STACK = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 # Neither the virtual environment nor the current folder is on the path, so that nothing but the wheel can be found.
@@ -46,7 +46,7 @@ EXPLAIN = f"""
 import sys
 sys.path += sys.argv[1:]
 from bridge_cg_plugin.cli import main
-sys.exit(main.main(["explain", "{SMALL}", "--json"]))
+sys.exit(main.main(["explain", "{PRESET}", "--json"]))
 """
 
 
