@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -188,6 +188,16 @@ def are_close(actual: Tensor, expected: Tensor) -> bool:
     return alike and torch.allclose(actual, expected, **CLOSE)
 
 
+# What writes something in a layer, and values for it.
+SETTINGS: tuple[tuple[Callable[[Any, Any], object], tuple[Any, ...]], ...] = (
+    (lambda layer, gain: setattr(layer, "gain", gain), (0.5, 1.0, 2.0)),
+    (lambda layer, power: setattr(layer.config, "power", power), (1.0, 1.5)),
+    (lambda layer, marks: layer.marks.__setitem__(slice(None), marks), ("", "a", "ab")),
+    (lambda layer, scale: layer.scales.update(first=scale), (1.0, 3.0)),
+    (lambda layer, scale: setattr(layer, "scale", torch.full((WIDTH,), scale)), (1.0, 3.0)),
+)
+
+
 class GraphedAndEager:
     """A model on graphs and an eager copy, changed alike by `change` and run alike by `microbatch`.
 
@@ -303,28 +313,14 @@ class GraphedAndEager:
 
         self.each(add)
 
-    def attribute_set(self) -> None:
-        layer, gain = self.random.randrange(LAYERS), self.random.choice([0.5, 1.0, 2.0])
-        self.both(lambda model: setattr(model.layers[layer], "gain", gain))
-
-    def config_set(self) -> None:
-        power = self.random.choice([1.0, 1.5])
-        self.both(lambda model: setattr(model.layers[0].config, "power", power))
-
-    def contents_set(self) -> None:
-        layer, marks = self.random.randrange(LAYERS), self.random.choice(["", "a", "ab"])
-        scale = self.random.choice([1.0, 3.0])
-        for held in (model.layers[layer] for model in self.models):
-            held.marks[:] = marks
-            held.scales["first"] = scale
+    def setting_written(self) -> None:
+        (write, values), layer = self.random.choice(SETTINGS), self.random.randrange(LAYERS)
+        value = self.random.choice(values)
+        self.both(lambda model: write(model.layers[layer], value))
 
     def mode_set(self) -> None:
         part, training = self.random.choice(["", "layers.0", "layers.1"]), self.random.random() < 0.6
         self.both(lambda model: model.get_submodule(part).train(training))
-
-    def buffer_replaced(self) -> None:
-        layer, value = self.random.randrange(LAYERS), self.random.choice([1.0, 3.0])
-        self.both(lambda model: setattr(model.layers[layer], "scale", torch.full((WIDTH,), value)))
 
     def frozen(self) -> None:
         name, wanted = self.random.choice([n for n, _ in self.models[0].named_parameters()]), self.random.random() < 0.5
@@ -418,11 +414,8 @@ class GraphedAndEager:
     ANY_TIME = (
         adapters_switched,
         adapter_added,
-        attribute_set,
-        contents_set,
-        config_set,
+        *(setting_written,) * 4,
         mode_set,
-        buffer_replaced,
         forward_hook,
         autocast_switched,
         memory_leaves,

@@ -4,8 +4,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.changes.source import SAMPLE
 from bridge_cg_plugin.graphs.changes.sources import MOST_SOURCES
@@ -26,10 +24,8 @@ def free_gradients(tower, flat):
     return fill_elsewhere(storage, size, {address})
 
 
-@settings(max_examples=5, deadline=None)
-@given(places=st.lists(st.integers(1, 5), min_size=2, max_size=8))
-@example(places=[1, 2, 3, 1, 2, 3, 4, 5, 1])
-def test_recordings_of_the_last_places_of_memory_are_kept(places):
+def test_recordings_of_the_last_places_of_memory_are_kept():
+    places = [1, 2, 3, 1, 2, 3, 4, 5, 1]
     tower, reference = new_tower(), new_tower()
     flat, expected = with_main_grads(tower), with_main_grads(reference)
     memory = [[p.detach().clone() for p in tower.parameters()] for _ in range(6)]
@@ -81,7 +77,7 @@ def take_gradients_away(tower, flat):
 
 @pytest.mark.parametrize("change", [free_gradients, move_parameters, replace_gradients, take_gradients_away])
 @pytest.mark.parametrize("in_step", [False, True])
-def test_memory_that_moves_before_a_backward_is_an_error_and_is_not_written(change, in_step):
+def test_memory_that_moves_between_forward_and_backward_is_an_error_and_is_not_written(change, in_step):
     tower = new_tower()
     assert len(list(tower.parameters())) > SAMPLE
     flat = with_main_grads(tower)
