@@ -152,9 +152,22 @@ def _draws_again(options: GraphOptions, facts: Facts) -> bool:
     )
 
 
-def _recomputes_encoder(options: GraphOptions, facts: Facts) -> bool:
-    selective = facts["recompute_granularity"] == "selective"
-    return not facts.other_tower and (not selective or bool({"core_attn", "mlp", "layernorm"} & set(facts.recomputed)))
+# What selective recompute names and recorded work runs again as upstream does.
+RECOMPUTED = frozenset(("core_attn", "mlp"))
+
+
+def _recomputes(facts: Facts) -> bool:
+    return bool(facts["recompute_granularity"]) and not facts.other_tower
+
+
+def _recomputes_norms(options: GraphOptions, facts: Facts) -> bool:
+    return not facts.other_tower and "layernorm" in facts.recomputed
+
+
+def _packs_recompute_otherwise(options: GraphOptions, facts: Facts) -> bool:
+    """Whether what packs would recompute was not compared with eager, or megatron-core refuses it beside graphs."""
+    whole = facts["recompute_granularity"] == "full"
+    return whole or facts.moe or facts.mamba or facts["fp8"] or not RECOMPUTED.issuperset(facts.recomputed)
 
 
 def _takes_no_packs(options: GraphOptions, facts: Facts) -> bool:
@@ -265,9 +278,19 @@ ALLOWED: tuple[tuple[Feature, str | Callable[[Facts], str], Mapping[str, tuple[s
         },
     ),
     (
-        _where(_vision, _recomputes_encoder),
-        f"Lower {PROVIDER_FIELDS['max_seq_length']} if memory is short.",
-        {RECOMPUTE: ("null", "It reaches the vision encoder, too, whose activations are in graph memory")},
+        _where(_vision, _recomputes_norms),
+        f"Name layernorm in {PROVIDER_FIELDS['recompute']}, not in recompute_modules.",
+        {
+            RECOMPUTE: (
+                "null",
+                "Graphs of the vision encoder, which it reaches, too, recompute norms by their own option",
+            )
+        },
+    ),
+    (
+        _where(_vision, lambda options, facts: options.vision.moves_activations and _recomputes(facts)),
+        "Keep one of them.",
+        {RECOMPUTE: ("null", "The encoder's activations would be recomputed by two settings")},
     ),
     (
         _where(_vision, lambda options, facts: facts.other_tower),
@@ -292,7 +315,6 @@ ALLOWED: tuple[tuple[Feature, str | Callable[[Facts], str], Mapping[str, tuple[s
         f"Change it, or remove {MAX_PACKED_SEQS}.",
         {
             MODULES: ("attn, mlp, moe_router, mamba or empty", "The host reads the token counts of experts alone"),
-            RECOMPUTE: ("null", "Activations are in graph memory; recomputing them would need a second graph"),
             **{f"model.{name}": ("0", _DROPOUT) for name in ("attention_dropout", "hidden_dropout")},
             "model.multi_latent_attention": ("false", "Graphs do not support its rotary embedding"),
             "model.moe_input_jitter_eps": ("null", "Graphs do not support random jitter of the router's input"),
@@ -300,6 +322,16 @@ ALLOWED: tuple[tuple[Feature, str | Callable[[Facts], str], Mapping[str, tuple[s
             "model.fp4": ("null", "fp4 was not compared with eager"),
             "model.quant_recipe": ("null", "Quantized weights are followed where all layers have one recipe"),
         },
+    ),
+    (
+        _where(packs, _packs_recompute_otherwise),
+        f"Set it to null, or remove {MAX_PACKED_SEQS}.",
+        {RECOMPUTE: ("null", "Graphs of packs recompute core_attn and mlp, of dense layers in bf16")},
+    ),
+    (
+        _where(packs, lambda options, facts: options.packed.moves_activations),
+        "Keep one of them.",
+        {RECOMPUTE: ("null", "Activations would be recomputed by two settings")},
     ),
     (
         _where(packs, lambda options, facts: facts["cuda_graph_warmup_steps"] == 0),

@@ -38,11 +38,11 @@ def usable_random_states(modules: Sequence[nn.Module]) -> Iterator[None]:
         return
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    if _draws(modules, ATTENTION):
+    if draws(modules, ATTENTION):
         raise _refusal(ATTENTION)
 
     def fork(name: str = "") -> AbstractContextManager[None]:
-        if _draws(modules, HIDDEN):
+        if draws(modules, HIDDEN):
             raise _refusal(HIDDEN)
         return nullcontext()
 
@@ -60,7 +60,8 @@ def _states() -> Mapping[str, Any]:
         return {}
 
 
-def _draws(modules: Sequence[nn.Module], option: str) -> bool:
+def draws(modules: Sequence[nn.Module], option: str) -> bool:
+    """Whether one of these modules has dropout by an option of its configuration."""
     configs = (getattr(module, "config", None) for module in every_module(modules) if module.training)
     return any(getattr(config, option, None) for config in configs)
 

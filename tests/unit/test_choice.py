@@ -103,7 +103,7 @@ def test_off_needs_nothing_else_to_be_removed(model, said):
             "",
         ),
         ({"moe_router_force_load_balancing": True}, "all layers as one region", ""),
-        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "eager", "recompute"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "all layers as one region", ""),
         ({"multi_latent_attention": True}, "eager", "multi_latent_attention"),
         ({"cpu_offloading": True}, "eager", "cpu_offloading"),
         ({"cpu_offloading": True, "pack_sequences_in_batch": False, "num_moe_experts": 8}, "eager", "cpu_offloading"),
@@ -142,8 +142,10 @@ def test_what_stays_eager_names_what_keeps_even_the_least_of_it_from_graphs(expe
     assert part.graphs == "eager" and part.why.startswith("model.recompute_granularity='selective'")
 
 
-def test_full_recompute_keeps_the_encoder_eager_and_says_so():
+def test_the_encoder_recomputes_in_its_graphs_and_what_it_cannot_is_said():
     options, parts = chosen({**DENSE, "recompute_granularity": "full"})
+    assert options.vision.enabled and parts["language model"].graphs == "eager"
+    options, parts = chosen({**DENSE, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]})
     assert not options.vision.enabled
     assert parts["vision encoder"].graphs == "eager" and "recompute_granularity" in parts["vision encoder"].why
 

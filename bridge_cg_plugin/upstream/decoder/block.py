@@ -23,6 +23,7 @@ from ...options.language_model import MODULES
 from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
 from ..kernels.layers import fused_head_norms, kernels_available
+from ..kernels.recompute import recomputing
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
 from ..kernels.transformer_engine import accumulating, forget_attention_selection, fused_accumulation
@@ -279,6 +280,7 @@ class TransformerBlockFamily:
         forget_attention_selection()
         with ExitStack() as stack:
             stack.enter_context(usable_random_states(modules))
+            stack.enter_context(recomputing(modules))
             stack.enter_context(accumulating(modules))
             stack.enter_context(fp8_recorded(modules, self._decoder.config))
             stack.enter_context(current_parameters(modules))

@@ -20,6 +20,7 @@ from ...vision.grid_encoder import GridEncoder, embedded
 from ...vision.guard import images, poisoned
 from ...vision.layout import TokenPositions, rotary_angles, segment_offsets, token_positions
 from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
+from ..kernels.recompute import recomputing
 from ..kernels.rotary import fused_rotary
 from ..kernels.saved_tensors import known_activations
 from ..kernels.transformer_engine import (
@@ -180,7 +181,7 @@ def core_kernels(modules: Sequence[nn.Module], *others: RecordingKernels) -> Ite
         CaptureError: Dropout draws from random states that a graph cannot use.
     """
     forget_attention_selection()
-    with usable_random_states(modules), ExitStack() as stack:
+    with usable_random_states(modules), recomputing(modules), ExitStack() as stack:
         for kernels in (*others, fused_layer_kernels) if kernels_available() else ():
             stack.enter_context(kernels(modules))
         yield

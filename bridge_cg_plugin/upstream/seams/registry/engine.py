@@ -155,6 +155,10 @@ _FAST = seams_of(
 )
 _OFFLOAD = seams_of(
     F.OFFLOAD_IN_GRAPHS,
+    recompute=swapped(
+        f"{CORE}.tensor_parallel.random:checkpoint(function, distribute_saved_activations)",
+        "layers are recomputed inside a recorded backward",
+    ),
     layernorm_linear_forward=swapped(
         f"{TE_LAYERNORM_LINEAR}:_LayerNormLinear.forward",
         "recompute of activations notes how the norm's and the product's outputs are made",
