@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .arenas import memories
+from .common import memories
 
 GRID = [(1, 40, 40), (4, 10, 14)]
 

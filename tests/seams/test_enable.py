@@ -116,7 +116,11 @@ def ask_in_config(model, patch):
 
 @pytest.mark.parametrize("ask", [ask_by_enable, ask_by_environment, ask_in_config])
 @pytest.mark.parametrize(
-    "fields, encoder", [({}, "the whole encoder"), ({"recompute_granularity": "full"}, "eager (model.recompute_gran")]
+    "fields, encoder",
+    [
+        ({}, "the whole encoder"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "eager (model.recompute_gran"),
+    ],
 )
 def test_the_one_setting_is_what_this_loop_can_have_in_one_line(monkeypatch, capsys, ask, fields, encoder):
     model, eager = plain(**fields), plain(**fields)

@@ -261,13 +261,12 @@ def test_a_preset_puts_the_encoder_and_the_language_model_on_graphs_or_says_why_
 
 def test_recompute_that_is_added_later_keeps_the_model_eager_and_refuses_what_was_set_explicitly(bridge, capsys):
     config = bridge.qwen3_vl_8b_vision_graphs_h200_sft_config()
-    config.model.recompute_granularity = "full"
-    config.model.recompute_method, config.model.recompute_num_layers = "uniform", 1
+    config.model.recompute_granularity, config.model.recompute_modules = "selective", ["layernorm"]
     again = copy.deepcopy(config)
     launched(config, 2)
     assert not normalize(config)[0].enabled
     said = " ".join(capsys.readouterr().out.replace("[bridge-cg]", "").split())
-    assert "vision encoder eager - cuda_graphs=exact: eager (model. recompute_granularity='full'" in said
+    assert "vision encoder eager - cuda_graphs=exact: eager (model. recompute_granularity='selective'" in said
     again.model.vision_cuda_graph_impl = "transformer_engine"
     with pytest.raises(OptionError, match="recompute_granularity"):
         launched(again, 2)

@@ -36,18 +36,15 @@ def test_megatron_fsdp_wherever_bridge_reads_it(config, section):
     refused(config, "ddp.use_megatron_fsdp")
 
 
-@pytest.mark.parametrize(
-    "granularity, modules",
-    [("full", None), ("selective", None), ("selective", ["moe", "layernorm"])],
-)
-def test_recomputation_of_the_encoder(config, granularity, modules):
-    """megatron-core turns None into ["core_attn"] when the configuration is finalized, after this check."""
-    config.model.recompute_granularity, config.model.recompute_modules = granularity, modules
+def test_norms_that_an_encoder_would_recompute_by_two_settings_are_refused(config):
+    config.model.recompute_granularity, config.model.recompute_modules = "selective", ["moe", "layernorm"]
     refused(config, "model.recompute_granularity")
 
 
-def test_recomputation_that_spares_the_encoder_passes(config):
-    config.model.recompute_granularity, config.model.recompute_modules = "selective", ["moe_act"]
+@pytest.mark.parametrize("granularity, modules", [("full", None), ("selective", None), ("selective", ["moe_act"])])
+def test_other_recompute_is_done_in_graphs_or_spares_the_encoder(config, granularity, modules):
+    """megatron-core turns None into ["core_attn"] when the configuration is finalized, after this check."""
+    config.model.recompute_granularity, config.model.recompute_modules = granularity, modules
     check_training_config(config)
 
 

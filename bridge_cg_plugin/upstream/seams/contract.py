@@ -112,7 +112,6 @@ SWAPS: dict[str, tuple[str, ...]] = {
         *("bias_dropout_add_fused_train", "bias_dropout_add_fused_inference"),
     ),
     f"{_MOE}.router": ("TopKRouter.routing", "TopKRouter._apply_expert_bias"),
-    f"{_CORE}.tensor_parallel": ("checkpoint",),
     f"{_CORE}.tensor_parallel.layers": ("ColumnParallelLinear.forward", "RowParallelLinear.forward"),
     f"{_CORE}.extensions.transformer_engine": (
         *("TEDotProductAttention.forward", "TELinear.forward", "TEGroupedLinear.forward"),
