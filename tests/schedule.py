@@ -4,10 +4,13 @@ from pathlib import PurePath
 
 # Modules whose tests fork from one process that imports Bridge: `scripts.forked`.
 FORKED = (
+    "unit/test_bicubic",
     "unit/test_expert_kernels",
+    "unit/test_head_norms",
     "unit/test_interpreted_activations",
     "unit/test_interpreted_experts",
     "unit/test_kernels",
+    "unit/test_rmsnorm",
     "unit/test_rotary",
     "unit/test_segment_attention",
     "unit/test_tower_attention",

@@ -2,22 +2,27 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from ..attention_bounds import scanned_limits
 from ..graphs.fallback import Fallback
 from ..graphs.planning.buckets import Bucket
 from ..graphs.program import Buffers, TensorSpec
+from ..graphs.recordings.side_stream import run_on_side_stream
 from ..graphs.rows import write_rows
+from ..offload import never_offload
 from ..upstream_types import UpstreamModule
 from .batch import EncoderBatch, HostGrids, patch_shape, patches_misfit, read_patches
 from .encoder import Encoder, RecordingKernels
 from .fit import refuse_images
 from .guard import guarded_shape, write_guarded
-from .layout import TokenPositions, position_interpolation
+from .layout import TokenPositions, first_frame_patches, position_interpolation
 
 
 class GridEncoder(Encoder):
@@ -83,6 +88,34 @@ class GridEncoder(Encoder):
         return batch.tokens // self.merge**2, batch.tokens
 
 
+NEIGHBOURS = 4
+# PyTorch scatters up to this many rows with a kernel that rounds in between, more with one that does not
+# (aten/src/ATen/native/cuda/Embedding.cu, embedding_dense_backward_cuda).
+FEW_ROWS = 3072
+
+
+def interpolate(
+    table: Tensor, grid: Tensor, positions: TokenPositions, guard: Callable[[Tensor], Tensor] = lambda values: values
+) -> Tensor:
+    """Return every token's position embedding, `[capacity, width]`; zero for padding.
+
+    Args:
+        table: `[side * side, width]` learned embeddings.
+        grid: `[images, 3]` int64, unused rows zero.
+        positions: Of the padded batch's tokens.
+        guard: Called with what every value is multiplied by.
+    """
+    side = int(table.shape[0] ** 0.5)
+    with torch.no_grad():
+        values = embedded(lambda rows: functional.embedding(rows, table), side, table.dtype, positions, guard)
+    if not (torch.is_grad_enabled() and table.requires_grad):
+        return values
+    capacity = positions.patch.shape[0]
+    places = run_on_side_stream(lambda: _scatter(grid, side, table.dtype, capacity), grid)
+    learned: Tensor = _Learned.apply(table, values, positions, places)
+    return learned
+
+
 def embedded(
     embed: Callable[[Tensor], Tensor],
     side: int,
@@ -97,8 +130,68 @@ def embedded(
         side: The table has `side * side` rows.
         dtype: Of its embeddings.
         positions: Of the padded batch's tokens.
-        guard: Called with what every value is multiplied by.
+        guard: See `interpolate`.
     """
     indices, weights = position_interpolation(positions, side, dtype)
     terms = embed(indices) * guard(weights)[:, :, None]
     return terms[0] + terms[1] + terms[2] + terms[3]
+
+
+class _Scatter(NamedTuple):
+    """Which rows of the table get a share of the gradient of each patch of the images' first frames.
+
+    Eager's rows are all first neighbours, then all second ones, without padding in between; so are these, with padding
+    behind. All are `[4 * capacity]`.
+
+    Attributes:
+        row: int64, of the table; 0 for padding.
+        patch: int64, in raster order.
+        weight: Of the table's dtype; 0 for padding.
+        few: bool, a scalar: whether eager takes PyTorch's kernel for few rows.
+    """
+
+    row: Tensor
+    patch: Tensor
+    weight: Tensor
+    few: Tensor
+
+
+def _scatter(grid: Tensor, side: int, dtype: torch.dtype, capacity: int) -> _Scatter:
+    indices, weights = position_interpolation(first_frame_patches(grid, capacity), side, dtype)
+    count = (grid[:, 1] * grid[:, 2]).sum()
+    place = torch.arange(NEIGHBOURS * capacity, device=grid.device)
+    used = place < NEIGHBOURS * count
+    neighbour, patch = place // count.clamp(min=1), place % count.clamp(min=1)
+    neighbour = torch.where(used, neighbour, 0)
+    row = torch.where(used, indices[neighbour, patch], 0)
+    weight = torch.where(used, weights[neighbour, patch], 0)
+    # Offloaded, they would leave from the main stream, which may not have waited for them.
+    return _Scatter(*map(never_offload, (row, patch, weight, NEIGHBOURS * count <= FEW_ROWS)))
+
+
+class _Learned(Function):
+    """Values that do not know where they come from, with the gradient that the table gets through them."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, values: Tensor, positions: TokenPositions, places: _Scatter) -> Tensor:
+        ctx.save_for_backward(positions.patch, positions.valid, *places)
+        ctx.rows = table.shape[0]
+        return values.view_as(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        patch, valid, *places = ctx.saved_tensors
+        summed = torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)
+        summed.index_add_(0, patch, torch.where(valid[:, None], gradient, 0).float())
+        return _scattered(summed.to(gradient.dtype), _Scatter(*places), ctx.rows), None, None, None
+
+
+def _scattered(gradient: Tensor, places: _Scatter, rows: int) -> Tensor:
+    """Return the table's gradient from that of the patches in raster order, `[capacity, width]`."""
+    terms = gradient[places.patch] * places.weight[:, None]
+    many: Tensor = torch.ops.aten.embedding_dense_backward(terms, places.row, rows, -1, False)
+    if terms.shape[0] <= FEW_ROWS:
+        return many
+    few = torch.ops.aten.embedding_dense_backward(terms[:FEW_ROWS], places.row[:FEW_ROWS], rows, -1, False)
+    return torch.where(places.few, few, many)

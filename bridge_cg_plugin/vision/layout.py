@@ -23,6 +23,8 @@ class TokenPositions:
         valid: `[capacity]` bool, False for padding.
         row, column: `[capacity]` int64 patch coordinates inside the frame, 0 for padding.
         height, width: `[capacity]` int64 size of the token's frame in patches, 1 for padding.
+        patch: `[capacity]` int64 place among the patches of all images' first frames in raster order; frames of a
+            video share theirs. 0 for padding.
     """
 
     valid: Tensor
@@ -30,6 +32,7 @@ class TokenPositions:
     column: Tensor
     height: Tensor
     width: Tensor
+    patch: Tensor
 
 
 def owners(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,8 +61,15 @@ def token_positions(grid: Tensor, capacity: int, merge: int) -> TokenPositions:
     blocks_per_row = (width // merge).clamp_(min=1)
     row = block // blocks_per_row * merge + inside // merge
     column = block % blocks_per_row * merge + inside % merge
-    row, column = (torch.where(valid, t, 0) for t in (row, column))
-    return TokenPositions(valid, row, column, height, width)
+    areas = grid[:, 1] * grid[:, 2]
+    patch = (areas.cumsum(0) - areas)[image] + row * width + column
+    row, column, patch = (torch.where(valid, t, 0) for t in (row, column, patch))
+    return TokenPositions(valid, row, column, height, width, patch)
+
+
+def first_frame_patches(grid: Tensor, capacity: int) -> TokenPositions:
+    """Locate the patches of all images' first frames in raster order, padded to `capacity`."""
+    return token_positions(torch.cat((grid[:, :1].clamp(max=1), grid[:, 1:]), dim=1), capacity, merge=1)
 
 
 def segment_offsets(grid: Tensor, segments: int) -> Tensor:

@@ -5,7 +5,6 @@ Nothing is fused, each image attends by itself, and no matrix product may use TF
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ class Fp32Tower:
 
     def forward(self, batch: Batch) -> list[Tensor]:
         """Return the embeddings, then the deepstack features."""
-        from bridge_cg_plugin.vision.grid_encoder import embedded
+        from bridge_cg_plugin.vision.grid_encoder import interpolate
         from bridge_cg_plugin.vision.layout import rotary_angles, token_positions
 
         positions = token_positions(batch.grid, batch.tokens, self.config.spatial_merge_size)
@@ -50,10 +49,7 @@ class Fp32Tower:
         weight = self.parameters["patch_embed.proj.weight"]
         pixels = batch.pixels.float().view(batch.tokens, -1)
         x = functional.linear(pixels, weight.view(len(weight), -1), self.parameters["patch_embed.proj.bias"])
-        table = self.parameters["pos_embed.weight"]
-        side = int(len(table) ** 0.5)
-        look_up = partial(functional.embedding, weight=table)
-        x = x + embedded(look_up, side, table.dtype, positions, guard=lambda values: values)
+        x = x + interpolate(self.parameters["pos_embed.weight"], batch.grid, positions)
         lengths = [h * w for t, h, w in batch.rows for _ in range(t)]
         features = []
         taps = self._model.decoder.deepstack_visual_indexes

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -15,6 +14,7 @@ from ...vision.batch import EncoderBatch
 from ...vision.encoder import RecordingKernels
 from ...vision.guard import images, poisoned
 from ...vision.layout import token_positions
+from ..kernels.layers import kernels_available
 from ..seams.own_code import as_shipped
 from ..wrappers import overridden
 from .packed_towers import TowerEncoder, frame_segments, held_as, refuse_dropout, rotation_at
@@ -76,12 +76,9 @@ _attending = attending(ATTENTION, joint_attention)
 
 @contextmanager
 def recording_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let attention take `PackedSegments`, and position embeddings be sampled by a matrix product.
-
-    PyTorch's kernel gives all channels of a point to one thread, and adds gradients by atomics.
-    """
+    """Let attention take `PackedSegments`, and position embeddings be sampled by a kernel with PyTorch's bits."""
     with _attending(modules):
-        if not as_shipped(functional, "grid_sample"):
+        if not kernels_available() or not as_shipped(functional, "grid_sample"):
             yield
             return
         with overridden(functional, "grid_sample", partial(_grid_sample, functional.grid_sample)):
@@ -97,34 +94,12 @@ def _grid_sample(
     align_corners: bool | None = None,
 ) -> Tensor:
     """See `torch.nn.functional.grid_sample`."""
-    bicubic = (mode, padding_mode, bool(align_corners)) == ("bicubic", "border", False)
-    one_image = input.dim() == grid.dim() == 4 and input.shape[0] == grid.shape[0] == grid.shape[2] == 1
-    if bicubic and one_image and input.dtype == grid.dtype == torch.float32:
-        return _samples(input, grid)
+    from ...vision.kernels.bicubic import bicubic_samples, takes
+
+    wanted = (mode, padding_mode, bool(align_corners)) == ("bicubic", "border", False)
+    if wanted and input.is_cuda and takes(input, grid):
+        return bicubic_samples(input, grid)
     return original(input, grid, mode=mode, padding_mode=padding_mode, align_corners=align_corners)
-
-
-def _samples(table: Tensor, points: Tensor) -> Tensor:
-    """Return one image `[1, channels, height, width]` sampled at `[1, points, 1, 2]`: `[1, channels, points, 1]`."""
-    _, channels, height, width = table.shape
-    x, y = points.reshape(-1, 2).unbind(1)
-    weights = (_cubic_weights(y, height)[:, :, None] * _cubic_weights(x, width)[:, None]).flatten(1)
-    with torch.autocast(table.device.type, enabled=False):  # as eager, which samples in fp32
-        return (weights @ table[0].permute(1, 2, 0).reshape(-1, channels)).t()[None, :, :, None]
-
-
-def _cubic_weights(coordinates: Tensor, size: int) -> Tensor:
-    """Return what each of `size` cells counts for at coordinates in [-1, 1], `[points, size]`.
-
-    The formula is `cubic_interp1d` in PyTorch's `GridSampler.cuh`; cells behind an edge count for the edge.
-    """
-    place = ((coordinates + 1) * size - 1) / 2
-    steps = torch.arange(-1, 3, device=place.device)
-    away = (place - place.floor())[:, None].sub(steps).abs()
-    near, far = (1.25 * away - 2.25) * away**2 + 1, ((-0.75 * away + 3.75) * away - 6) * away + 3
-    cells = (place.floor().long()[:, None] + steps).clamp(0, size - 1)
-    counted = cells[:, :, None] == torch.arange(size, device=place.device)
-    return (torch.where(away <= 1, near, far)[:, :, None] * counted).sum(1)
 
 
 GLM45V = tower_family(

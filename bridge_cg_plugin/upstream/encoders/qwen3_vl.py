@@ -16,7 +16,7 @@ from ...graphs.program import Buffers
 from ...graphs.workload import Call
 from ...vision.batch import EncoderBatch, HostGrids
 from ...vision.encoder import EncoderFamily, OtherAttention, RecordingKernels, encoder_call
-from ...vision.grid_encoder import GridEncoder, embedded
+from ...vision.grid_encoder import GridEncoder, embedded, interpolate
 from ...vision.guard import images, poisoned
 from ...vision.layout import TokenPositions, rotary_angles, segment_offsets, token_positions
 from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
@@ -87,7 +87,7 @@ class Qwen3VLEncoder(GridEncoder):
         model, (frames, largest) = self.model, bucket.limits
         grid = images(buffers["grid"])
         positions = token_positions(grid, bucket.tokens, self.merge)
-        hidden = model.patch_embed(buffers["pixels"]) + self._embeddings(positions, buffers["grid"])
+        hidden = model.patch_embed(buffers["pixels"]) + self._embeddings(grid, positions, buffers["grid"])
         hidden, deepstack = model.decoder(
             hidden_states=hidden[:, None],
             attention_mask=None,
@@ -97,9 +97,11 @@ class Qwen3VLEncoder(GridEncoder):
         )
         return model.merger(hidden), *deepstack
 
-    def _embeddings(self, positions: TokenPositions, guarded: Tensor) -> Tensor:
+    def _embeddings(self, grid: Tensor, positions: TokenPositions, guarded: Tensor) -> Tensor:
         """Return every token's position embedding, `[capacity, width]`."""
         module, guard = self.model.pos_embed, partial(poisoned, guarded=guarded)
+        if as_shipped(module, "forward"):
+            return interpolate(module.weight, grid, positions, guard)
         return embedded(module, self.model.num_grid_per_side, module.weight.dtype, positions, guard)
 
     def _inverse_frequencies(self) -> Tensor:
