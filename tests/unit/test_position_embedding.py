@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.vision.encoders.grid_encoder import interpolate
-from bridge_cg_plugin.vision.encoders.layout import first_frame_patches, token_positions
+from bridge_cg_plugin.vision.grid_encoder import interpolate
+from bridge_cg_plugin.vision.layout import first_frame_patches, token_positions
 
 from .test_layout import MERGE, count, grids, padded, padding, unused_rows
 from .towers import new_tower
