@@ -26,8 +26,8 @@ from transformers.models.pixtral.modeling_pixtral import PixtralRMSNorm
 
 packed_towers.has_kernels = lambda tensor: True
 launches = []
-launch = norms.launch
-norms.launch = lambda *args, **kwargs: launches.append(1) or launch(*args, **kwargs)
+backward = norms.rmsnorm_backward
+norms.rmsnorm_backward = lambda *args: launches.append(1) or backward(*args)
 results = []
 for case in torch.load(sys.argv[1]):
     norm = PixtralRMSNorm(case["x"].shape[-1], eps=case["epsilon"]).to(case["x"].dtype)
