@@ -204,7 +204,7 @@ def capture_failing_on_one_rank(strict, nth):
     model, packs = rank_model(), own_packs(1)
     expected = [losses_and_gradients(model, arguments) for arguments in packs]
     executor, calls = executor_of(model), []
-    record = executor.record
+    record = executor.record_forward
 
     def failing(body, pool):
         calls.append(body)
@@ -212,7 +212,7 @@ def capture_failing_on_one_rank(strict, nth):
             raise torch.OutOfMemoryError("made to fail")
         return record(body, pool)
 
-    executor.record = failing
+    executor.record_forward = failing
     options = {"executor": executor, "cuda_graph_packed_strict": strict, "capture": False}
     with on_graphs(model, **options) as graphs:
         if strict:
