@@ -156,10 +156,6 @@ def _draws_again(options: GraphOptions, facts: Facts) -> bool:
 RECOMPUTED = frozenset(("core_attn", "mlp"))
 
 
-def _recomputes(facts: Facts) -> bool:
-    return bool(facts["recompute_granularity"]) and not facts.other_tower
-
-
 def _recomputes_norms(options: GraphOptions, facts: Facts) -> bool:
     return not facts.other_tower and "layernorm" in facts.recomputed
 
@@ -288,7 +284,7 @@ ALLOWED: tuple[tuple[Feature, str | Callable[[Facts], str], Mapping[str, tuple[s
         },
     ),
     (
-        _where(_vision, lambda options, facts: options.vision.moves_activations and _recomputes(facts)),
+        _where(_vision, lambda options, facts: options.vision.moves_activations and not facts.other_tower),
         "Keep one of them.",
         {RECOMPUTE: ("null", "The encoder's activations would be recomputed by two settings")},
     ),
