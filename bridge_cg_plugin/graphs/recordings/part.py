@@ -65,9 +65,7 @@ class Part:
         Raises:
             RuntimeError: Nothing is captured.
         """
-        if self._sources is None:
-            raise RuntimeError(f"{self.name} is not captured")
-        return self._sources
+        return self._captured(self._sources)
 
     @property
     def watch(self) -> ModelWatch:
@@ -76,9 +74,12 @@ class Part:
         Raises:
             RuntimeError: Nothing is captured.
         """
-        if self._watch is None:
+        return self._captured(self._watch)
+
+    def _captured[Held](self, held: Held | None) -> Held:
+        if held is None:
             raise RuntimeError(f"{self.name} is not captured")
-        return self._watch
+        return held
 
     def source(self) -> Source | Fallback:
         """Return what the model is now, or why it cannot be recorded."""
