@@ -172,7 +172,7 @@ class Sources:
             return Fallback.FORWARD_HOOKS
         alike = list(self._alike(numerics, gradients))
         for source in alike:
-            # Outside of steps every microbatch would pay for a look at layouts, which none but a new state changes.
+            # Outside of steps every microbatch would pay for a look at layouts: they are compared with a new state.
             if not source.moved(gradients, layouts=self._looks_once or not unchanged):
                 return source
         if alike:
