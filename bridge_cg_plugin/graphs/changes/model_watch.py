@@ -279,11 +279,11 @@ class ModelWatch:
     def _values(self, modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
         """Yield the buffers of modules, and attributes that no pass left and nobody else writes, with their names."""
         for module in modules:
-            left = self._modules[module].left if module in self._modules else {}
-            attributes = (
-                (n, v) for n, v in vars(module).items() if n not in OF_EVERY_MODULE | self._ignored | left.keys()
-            )
-            yield from ((f"{self.name(module)}.{n}", v) for n, v in (*module._buffers.items(), *attributes))
+            left = self._modules[module].left.keys() if module in self._modules else ()
+            passed_over = OF_EVERY_MODULE.union(self._ignored, left)
+            attributes = ((name, value) for name, value in vars(module).items() if name not in passed_over)
+            for name, value in (*module._buffers.items(), *attributes):
+                yield f"{self.name(module)}.{name}", value
 
     def name(self, module: nn.Module) -> str:
         """Return a module's name for messages."""

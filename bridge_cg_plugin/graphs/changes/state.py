@@ -299,9 +299,10 @@ class Contents:
 
 def _differences(container: Any, before: Any, by_token: bool = True) -> Iterator[tuple[str, Any, Any]]:
     """Yield the keys of a dict whose values are others than before, with both; of a list or set one key."""
+    if _has(container, _elements_of(before)):  # nearly always
+        return
     if not isinstance(container, dict):
-        if list(map(id, container)) != list(map(id, before)):
-            yield "", before, container
+        yield "", before, container
         return
     for key in before.keys() | container.keys():
         old, now = before.get(key, MISSING), container.get(key, MISSING)
