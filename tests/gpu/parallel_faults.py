@@ -7,13 +7,6 @@ import time
 import torch
 
 
-def use_any_cores() -> None:
-    """Let several trainings that megatron-core offloads run side by side: it ties each to the cores of its GPU."""
-    from megatron.core.pipeline_parallel import utils
-
-    utils.set_ideal_affinity_for_current_gpu = lambda: None
-
-
 def second_rank_cannot_capture() -> None:
     """Let rank 1 run out of memory in its second recording, after both ranks began to capture."""
     from bridge_cg_plugin.graphs.recordings import executor

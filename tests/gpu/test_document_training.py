@@ -104,7 +104,6 @@ def by_core(*words):
     return run(*EIGHT_LAYERS, *words, environment=(*DETERMINISTIC, ("NVTE_CPU_OFFLOAD_V1", "1")))
 
 
-@pytest.mark.first
 @pytest.mark.parametrize("offloaded, plain", [(by_core(*OFFLOADED), by_core())], ids=["graphs"])
 def test_layers_that_megatron_core_offloads_train_the_same(trained, offloaded, plain):
     one, other = trained(offloaded), trained(plain)

@@ -1,7 +1,6 @@
 """Bridge's pretrain(), unmodified, with vision graphs; every run is a process of its own."""
 
 import math
-import re
 
 import pytest
 
@@ -103,26 +102,6 @@ def test_the_whole_language_model_on_a_graph(trained, eager, graphs, near):
     if eager.words != DROPOUT:
         assert result["losses"][:4] == pytest.approx(expected["losses"][:4], rel=2e-4)
     assert result["losses"] == pytest.approx(expected["losses"], rel=near)
-
-
-def offloaded_by_core(*words):
-    words, environment = (*BUCKETS, "--language-model", "8x2048", *words), (("NVTE_CPU_OFFLOAD_V1", "1"),)
-    return Training("graphs", words, prepare="tests.gpu.parallel_faults:use_any_cores", environment=environment)
-
-
-CORE = (
-    "fine_grained_activation_offloading=true",
-    "offload_modules=[core_attn,attn_proj]",
-    "min_offloaded_tensor_size=1024",
-)
-
-
-@pytest.mark.parametrize("offloaded, plain", [(offloaded_by_core(*CORE), offloaded_by_core())], ids=["attention"])
-def test_qwen3_vls_attention_leaves_by_megatron_cores_offloading(trained, offloaded, plain):
-    result = trained(offloaded)
-    (megabytes,) = re.findall(r"^Rank 0 .* (\d+\.\d+)$", result["output"], re.MULTILINE)  # as megatron-core prints it
-    assert float(megabytes) > 0
-    assert_losses_equal(result, trained(plain))
 
 
 # Checkpoints take their time by the size of the model.

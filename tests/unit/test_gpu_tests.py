@@ -127,7 +127,6 @@ FIRST = {
     },
     F.FAST_KERNELS: "test_kernels.py::test_fast_kernels_with_frozen_parts[layers.1.mlp]",
     F.OFFLOAD_IN_GRAPHS: "test_offload.py::test_outputs_and_gradients_are_equal_to_the_bit[fast-both]",
-    F.CORE_OFFLOAD: "test_document_training.py::test_layers_that_megatron_core_offloads_train_the_same[graphs]",
     F.LANGUAGE_MODEL: "test_pretrain.py::test_language_model_graphs_beside_vision_graphs[attn-mlp]",
     F.MULTIMODAL_ROTARY: "test_pretrain.py::test_language_model_graphs_beside_vision_graphs[attn-mlp]",
     F.FULL_ITERATION: "test_pretrain.py::test_the_whole_language_model_on_a_graph[text-only and evaluation]",

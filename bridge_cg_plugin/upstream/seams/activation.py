@@ -48,10 +48,6 @@ PATCHING: dict[str, tuple[str, ...]] = {
         *(f"{_QWEN3_VL}.model", _QWEN3_VL_STEP),
         f"{_CORE}.transformer.transformer_layer",
     ),
-    "decoder.core_offload": (
-        *(f"{_QWEN3_VL}.text_model", f"{_QWEN3_VL}.attention"),
-        f"{_CORE}.pipeline_parallel.fine_grained_activation_offload",
-    ),
     "parallel.pipelines": tuple({model.module: None for model in QWEN3_VL_MODELS[:2]}),
 }
 _on = False

@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple
 
 from ...options import PACKED_FIELDS, PROVIDER_FIELDS, CudaGraphModule, Facts, GraphOptions
 from ...options.combinations import whole_language_model
-from ...options.facts import OFFLOADS
 from ...options.language_model import IMPL
 from ...options.normalization import ALLREDUCE, splits_deepstack
 from .encoders import DECLARED, DECLARED_MODELS, QWEN3_VL, Declaration, other_providers
@@ -140,11 +139,6 @@ _ASKS: dict[str, _Ask] = {
         _moves_activations,
         lambda wish: "offloading or recompute in graphs",
         "offload, recompute and offload_above_gb of vision and packed graphs to null",
-    ),
-    Feature.CORE_OFFLOAD: _Ask(
-        lambda wish: wish.facts[OFFLOADS],
-        lambda wish: f"{OFFLOADS}=true",
-        f"{OFFLOADS}=false",
     ),
     Feature.LANGUAGE_MODEL: _language_model(_replays_one_length),
     Feature.MULTIMODAL_ROTARY: _language_model(_rotates_in_graphs),

@@ -23,7 +23,6 @@ class Feature(StrEnum):
     DEEPSTACK_GRADIENTS = "sums of deepstack gradients"
     FAST_KERNELS = "fast kernels"
     OFFLOAD_IN_GRAPHS = "offloading and recompute in graphs"
-    CORE_OFFLOAD = "offloading by megatron-core"
     LANGUAGE_MODEL = "language-model graphs"
     MULTIMODAL_ROTARY = "language-model graphs with multimodal rotary embedding"
     FULL_ITERATION = "full iteration of a model that takes images"

@@ -1,11 +1,10 @@
-"""Seams of language models: graphs of packs and of Qwen3-VL's, its batches, and megatron-core's offloading."""
+"""Seams of language models: graphs of packs and of Qwen3-VL's, and its batches."""
 
 from ..encoders import QWEN3_VL
 from ..seam import Feature as F
 from ..seam import called, patched, read, replayed, seams_of, swapped
 from .engine import CORE, TE, TE_LAYERNORM_LINEAR, TE_LINEAR, TRANSFORMER_LAYER
 from .engine import CORE_ATTENTION as ATTENTION
-from .models import ATTENTION as QWEN_ATTENTION
 from .models import BLOCK as QWEN_BLOCKS
 from .models import MODEL, MODELLING
 from .training import QWEN3_VL_STEP, TRAIN
@@ -23,7 +22,6 @@ STEP = QWEN3_VL_STEP
 FULL_GRAPH = f"{CORE}.full_cuda_graph:FullCudaGraphWrapper"
 LANGUAGE_MODEL = f"{MODELLING}.text_model:Qwen3VLGPTModel"
 RANDOM = f"{CORE}.tensor_parallel.random"
-CORE_OFFLOAD = f"{CORE}.pipeline_parallel.fine_grained_activation_offload"
 
 _BETWEEN = seams_of(
     F.BETWEEN,
@@ -108,41 +106,6 @@ _FULL_ITERATION = seams_of(
         "features of images are added as dense tensors while work is recorded",
     ),
 )
-_OFFLOAD_QWEN3_VL = seams_of(
-    F.CORE_OFFLOAD,
-    QWEN3_VL,
-    language_model_offload=patched(
-        f"{LANGUAGE_MODEL}.forward(self)",
-        "megatron-core's activation offloading is told that a microbatch begins, as in GPTModel.forward",
-    ),
-    attention_offload=patched(
-        f"{QWEN_ATTENTION}:Qwen3VLSelfAttention.forward(self, hidden_states)",
-        "megatron-core's activation offloading reaches the language model's attention, as in its own",
-        *("self.get_query_key_value_tensors(", "self.core_attention(query, key, value,", "self.linear_proj("),
-    ),
-    attention_offload_steps=read(
-        f"{CORE}.transformer.attention:Attention.forward",
-        "which steps of attention megatron-core offloads, and what gives its memory back then",
-        "off_interface(self.offload_qkv_linear, hidden_states, 'qkv_linear')",
-        "off_interface(self.offload_core_attention and self.training, query, 'core_attn')",
-        "forced_released_tensors=[query, key, value]",
-        "off_interface(self.offload_attn_proj, core_attn_out, 'attn_proj')",
-        "forced_released_tensors=[core_attn_out]",
-    ),
-    offload_groups=called(
-        f"{CORE_OFFLOAD}:FineGrainedActivationOffloadingInterface(offload, tensor, name)",
-        "a step of attention is a group that megatron-core offloads",
-    ),
-    offload_group_ends=called(
-        f"{CORE_OFFLOAD}:FineGrainedActivationOffloadingInterface.group_offload(tensor, forced_released_tensors)",
-        "a group is offloaded once its step ended",
-        formerly=("FineGrainedActivationOffloadingInterface.group_commit",),
-    ),
-    offload_begins=called(
-        f"{CORE}.models.gpt.gpt_model:GPTModel.preprocess_for_fine_grained_offloading(self)",
-        "megatron-core's offloading is told that a microbatch of a language model begins",
-    ),
-)
 _STATES = seams_of(
     (F.PACKED, F.FULL_ITERATION, F.VISION_QWEN3_VL),
     random_states=called(f"{RANDOM}:get_all_rng_states", "a capture knows the generators that dropout draws from"),
@@ -154,32 +117,6 @@ _FORKS = seams_of(
         "recorded work that draws nothing runs where random states are none that a graph can use",
     ),
     random_state_tracker=called(f"{RANDOM}:get_cuda_rng_tracker", "the tracker that a decoder's layers fork"),
-)
-_OFFLOAD = seams_of(
-    F.CORE_OFFLOAD,
-    offload_marks=read(
-        f"{CORE_OFFLOAD}:ChunkOffloadHandler.tensor_need_offloading_checker(self, tensor)",
-        "a tensor marked with never_offload stays on the device in megatron-core's offloading, too",
-    ),
-    offloaded_microbatch_ends=patched(
-        f"{CORE_OFFLOAD}:ChunkOffloadHandler.finish_all_groups(self, name)",
-        "a microbatch is not over before its last group, whichever groups stay on the device",
-    ),
-    offloaded_memory=patched(
-        f"{CORE_OFFLOAD}:ChunkOffloadHandler.bulk_offload(self, forced_released_tensors)",
-        "memory that is given back is not that of saved tensors that stay",
-        ("self.should_bulk_offload(group_to_offload)", "self.should_bulk_offload()"),
-    ),
-    offloaded_microbatch=read(
-        f"{CORE_OFFLOAD}:ChunkOffloadHandler",
-        "groups of a microbatch: which are yet to leave and what each saved",
-        has="_groups_to_offload offload_groups _offloaded_group_index "
-        "find_next_group should_bulk_offload tensor_need_offloading_checker",
-    ),
-    offloaded_backwards=read(
-        f"{CORE_OFFLOAD}:PipelineOffloadManager[get_instance, _cached_chunks_backward, _cached_chunks_index_backward]",
-        "which microbatches' backward has begun",
-    ),
 )
 _PACKED = seams_of(
     F.PACKED,
@@ -386,6 +323,6 @@ _HYBRIDS = seams_of(
     ),
 )
 SEAMS = (
-    *(*_BETWEEN, *_ROTARY, *_LENGTH, *_FULL_ITERATION, *_OFFLOAD_QWEN3_VL, *_STATES, *_FORKS, *_OFFLOAD),
+    *(*_BETWEEN, *_ROTARY, *_LENGTH, *_FULL_ITERATION, *_STATES, *_FORKS),
     *(*_PACKED, *_OFFSETS, *_DECODER, *_BLOCK, *_QWEN3_VL, *_EXPERTS, *_FP8, *_PLANNER, *_HYBRIDS),
 )

@@ -104,7 +104,7 @@ _CHECKS = seams_of(
     ),
 )
 _CONFIG = seams_of(
-    (*GRAPHS, F.CORE_OFFLOAD),  # graphs that upstream runs itself train without the check
+    GRAPHS,  # graphs that upstream runs itself train without the check
     config_check=patched(f"{CONFIG}.validate(self)", "options that cannot work are refused before the model is built"),
     config_sections=read(f"{CONFIG}[model, rng, ddp, train, dist]", "the check reads these sections"),
 )
