@@ -9,10 +9,10 @@ from typing import Any
 from .. import status
 from ..announce import announce
 from ..options import PROVIDER_FIELDS, Facts, GraphOptions, OptionError
+from ..options.declaration import parse_choice
 from ..options.graph_options import CHOICE, SETTING, SETTINGS
 from ..options.normalization import as_fields, settle, splits_deepstack, warn_once
 from ..options.sources import collect
-from ..options.values import parse_choice
 from .gpus import GPUS
 
 BRIDGE_RECIPES = "megatron.bridge.recipes"

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.cli import audit as auditing
-from bridge_cg_plugin.upstream.seams.releases import BRIDGE, CORE, RELEASES, TRANSFORMER_ENGINE, TRANSFORMERS, minor
+from bridge_cg_plugin.upstream.seams.seam import BRIDGE, CORE, RELEASES, TRANSFORMER_ENGINE, TRANSFORMERS, minor
 from bridge_cg_plugin.upstream.seams.states import lost_features
 
 RECORD = ROOT / "bridge_cg_plugin" / "upstream" / "seams" / "audited.json"

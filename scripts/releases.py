@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bridge_cg_plugin.upstream.seams.releases import NEWEST, OLDEST, RELEASES, Release
+from bridge_cg_plugin.upstream.seams.seam import NEWEST, OLDEST, RELEASES, Release
 
 FOLDER = Path(os.environ.get("BRIDGE_CG_RELEASES") or ROOT / ".releases").resolve()
 PYTHON = ROOT / ".venv" / "bin" / "python"

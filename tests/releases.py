@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_cg_plugin.upstream.seams.releases import NEWEST, Release
+from bridge_cg_plugin.upstream.seams.seam import NEWEST, Release
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_plugin.upstream.seams.features import feature_states
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
-from bridge_cg_plugin.upstream.seams.releases import is_known, too_old
+from bridge_cg_plugin.upstream.seams.seam import is_known, too_old
 from bridge_cg_plugin.upstream.seams.source_reader import (
     ReadModule,
     SourceReader,
@@ -18,7 +17,7 @@ from bridge_cg_plugin.upstream.seams.source_reader import (
     installed,
     relative_paths,
 )
-from bridge_cg_plugin.upstream.seams.states import compare
+from bridge_cg_plugin.upstream.seams.states import compare, feature_states
 
 INSTALLED = "installed"
 _DISTRIBUTION = re.compile(r"megatron_(bridge|core)-([^/-]+)\.dist-info/")

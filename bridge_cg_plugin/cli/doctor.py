@@ -220,9 +220,8 @@ def _import_what_is_patched(found: Diagnosis) -> None:
 
 
 def _look_at_seams(found: Diagnosis, imports: bool) -> None:
-    from bridge_cg_plugin.upstream.seams.features import feature_states, features_of
-    from bridge_cg_plugin.upstream.seams.releases import RELEASES, is_known, too_old
-    from bridge_cg_plugin.upstream.seams.states import combination_status, seam_states
+    from bridge_cg_plugin.upstream.seams.seam import RELEASES, is_known, too_old
+    from bridge_cg_plugin.upstream.seams.states import combination_status, feature_states, features_of, seam_states
 
     release = found.versions["megatron-bridge"] or ""
     found.known_release = is_known(release)

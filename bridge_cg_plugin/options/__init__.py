@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 from .combinations import check_options
+from .declaration import GraphOptionWarning, OptionError
 from .facts import Facts
 from .graph_options import GraphOptions
 from .language_model import (
@@ -17,7 +18,6 @@ from .language_model import (
 )
 from .normalization import as_fields, graph_options, normalize
 from .packed import PACKED_FIELDS, PackedOptions, packed_options
-from .values import GraphOptionWarning, OptionError
 from .vision import (
     OFFLOAD_MODULES,
     PROVIDER_FIELDS,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .declaration import plain
+from .declaration import OptionError, plain
 from .facts import (
     BALANCING,
     BALANCING_TYPE,
@@ -24,7 +24,6 @@ from .facts import (
 from .graph_options import GROUPS, GraphOptions
 from .language_model import IMPL, INFERENCE, MODULES, CudaGraphModule
 from .packed import MAX_PACKED_SEQS
-from .values import OptionError
 from .vision import PROVIDER_FIELDS
 
 # Graphs that other loops do not drive, unless they are of packs.

@@ -2,19 +2,219 @@
 
 A group of options is a frozen dataclass. `option` takes the default, the parser and the help of one of its fields, and
 what else is known of it. Nothing else lists it: flags (`flags`), fields of model providers
-(`upstream.hooks.provider_fields`), what a release has (`releases`), features that need seams
-(`upstream.seams.features`), the tables of docs/options.md and `bridge-cg explain` (`explain`) read the group.
+(`upstream.hooks.graph_fields`), features that need seams (`upstream.seams.states`), the tables of docs/options.md and
+`bridge-cg explain` (`explain`) read the group.
 """
 
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, Self
 
-from .values import OptionError, Parser, is_unset
+_ENUM_REPR = re.compile(r"<[\w.]*?(\w+):[^<>]*>")
+_CHANGE_IT = "Correct it."
+
+
+class OptionError(ValueError):
+    """An option has a value that cannot work. The message names the field, the value, what it must be, what to do."""
+
+    def __init__(self, field: str, value: object, allowed: str, remedy: str) -> None:
+        super().__init__(f"Cannot use {field}={value!r}: it must be {allowed}. {remedy}")
+        self.field = field
+
+    @classmethod
+    def because(cls, field: str, message: str) -> Self:
+        """Return the error of a field with a message of its own: what cannot be done, why, and what to do."""
+        error = cls.__new__(cls)
+        ValueError.__init__(error, message)
+        error.field = field
+        return error
+
+    @classmethod
+    def unknown(cls, name: str, what: str, nearest: str = "") -> Self:
+        """Return the error of a name that does not exist.
+
+        Args:
+            name: What was written.
+            what: What it could have been, in words.
+            nearest: The name that is most like it; empty where none is.
+        """
+        advice = f"Did you mean {nearest}?" if nearest else "Correct or remove it."
+        return cls.because(name, f"Cannot use {name!r}: there is no such {what}. {advice}")
+
+
+class GraphOptionWarning(FutureWarning):
+    """A deprecated spelling, an option without effect, or wrong gradients of upstream. Has what to write instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parser:
+    """Returns the typed value of what was written in an option's field.
+
+    Attributes:
+        allowed: Which values there are, in words.
+        parse: Takes the field's name and what was written; raises `OptionError`.
+    """
+
+    allowed: str
+    parse: Callable[[str, Any], Any]
+
+    def __call__(self, field: str, value: Any) -> Any:
+        """Return the typed value.
+
+        Raises:
+            OptionError: There is no such value.
+        """
+        return self.parse(field, value)
+
+
+def is_unset(value: Any) -> bool:
+    """Whether a value means that nothing was chosen: None, or YAML's spellings of it as text."""
+    return value is None or (isinstance(value, str) and value.strip().lower() in ("null", "~"))
+
+
+def word(value: Any) -> str:
+    """Return the name that a value stands for: a string, an enum of any release, its text, or its saved YAML form."""
+    if isinstance(value, Mapping):
+        value = value.get("_name_", value)
+    text = str(getattr(value, "name", value)).strip().strip("'\"")
+    return _ENUM_REPR.sub(r"\1", text).rsplit(".", 1)[-1].lower()
+
+
+def words(value: Any) -> tuple[str, ...]:
+    """Return the distinct names of a list, however it was written; order is kept, empty entries are dropped."""
+    if is_unset(value):
+        return ()
+    if isinstance(value, str):
+        items: Any = re.split(r"[,\s]+", _ENUM_REPR.sub(r"\1", value).strip("[]() "))
+    elif isinstance(value, AbstractSet):
+        items = sorted(value, key=word)
+    else:
+        items = value if isinstance(value, Sequence) else [value]
+    return tuple(dict.fromkeys(name for name in map(word, items) if name))
+
+
+def parse_choice[Choice: str](field: str, value: Any, choices: Sequence[Choice], remedy: str = _CHANGE_IT) -> Choice:
+    """Return one of `choices`.
+
+    Raises:
+        OptionError: It is none of them.
+    """
+    name = word(value)
+    for choice in choices:
+        if choice == name:
+            return choice
+    raise OptionError(field, value, " or ".join(choices), remedy)
+
+
+def one_of(choices: Sequence[str], remedy: str = _CHANGE_IT) -> Parser:
+    """Return a parser of `choices`."""
+    return Parser(" or ".join(choices), lambda field, value: parse_choice(field, value, choices, remedy))
+
+
+def some_of(choices: Sequence[str]) -> Parser:
+    """Return a parser of lists of `choices`; "all" stands for all of them, "none" for an empty list."""
+    allowed = f"{', '.join(choices)}, all, or none"
+
+    def parse(field: str, value: Any) -> tuple[str, ...]:
+        names = words(value)
+        if names in (("all",), ("none",)):
+            return tuple(choices) if names == ("all",) else ()
+        return known_names(field, value, names, choices, allowed)
+
+    return Parser(allowed, parse)
+
+
+def known_names(
+    field: str, value: Any, names: tuple[str, ...], choices: Sequence[str], allowed: str
+) -> tuple[str, ...]:
+    """Return the names that a value holds.
+
+    Raises:
+        OptionError: One is no choice.
+    """
+    for name in names:
+        if name not in choices:
+            raise OptionError(field, value, allowed, f"Remove {name!r}.")
+    return names
+
+
+def whole_number(minimum: int, alternative: str | None = None) -> Parser:
+    """Return a parser of whole numbers of at least `minimum`, or the word `alternative`."""
+    allowed = f"a whole number of at least {minimum}" + (f' or "{alternative}"' if alternative else "")
+
+    def parse(field: str, value: Any) -> Any:
+        if isinstance(value, str) and value == alternative:
+            return alternative
+        try:
+            number = int(str(value))
+        except ValueError:
+            number = None
+        if number is None or isinstance(value, bool) or number < minimum:
+            raise OptionError(field, value, allowed, _CHANGE_IT)
+        return number
+
+    return Parser(allowed, parse)
+
+
+def _parse_positive(field: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    if isinstance(value, bool) or not 0 < number < float("inf"):
+        raise OptionError(field, value, positive_number.allowed, _CHANGE_IT)
+    return number
+
+
+positive_number = Parser("a number above 0", _parse_positive)
+
+
+def parse_flag(field: str, value: Any) -> bool:
+    """Return a truth value written as true, false, 1 or 0.
+
+    Raises:
+        OptionError: It is none of these.
+    """
+    name = str(value).strip().lower()
+    if name not in ("true", "false", "1", "0"):
+        raise OptionError(field, value, "true or false", _CHANGE_IT)
+    return name in ("true", "1")
+
+
+flag = Parser("true or false", parse_flag)
+_CAPACITIES = '"auto" or an ascending list of token counts'
+
+
+def parse_capacities(field: str, value: Any) -> tuple[int, ...] | str:
+    """Return bucket capacities, ascending, or "auto".
+
+    Raises:
+        OptionError: It is neither.
+    """
+    given = value
+    if isinstance(value, str):
+        if value.strip() == "auto":
+            return "auto"
+        value = [part for part in value.strip("[] ").split(",") if part.strip()]
+    if not isinstance(value, Sequence) or not value:
+        raise OptionError(field, given, _CAPACITIES, "Give at least one bucket.")
+    try:
+        sizes = tuple(int(str(item).strip()) for item in value)
+    except ValueError:
+        raise OptionError(field, given, _CAPACITIES, "Every entry must be a whole number.") from None
+    if any(b >= c for b, c in pairwise(sizes)):
+        raise OptionError(field, given, _CAPACITIES, "Sort the list and remove repeated entries.")
+    return sizes
+
+
+capacities = Parser(_CAPACITIES, parse_capacities)
+
 
 # Of development snapshots before the first release.
 SINCE = "0.1.0"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from .values import OptionError, is_unset, parse_flag, words
+from .declaration import OptionError, is_unset, parse_flag, words
 
 # What a loop other than Bridge's adds to the settings of a model: the parts that it can have on graphs.
 LOOP_PARTS = "loop_parts"

@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .declaration import Group, refuse_gone
+from .declaration import Group, OptionError, refuse_gone
 from .graph_options import GROUPS, TUNING, split_name, tuning_of
 from .language_model import MODULES, SCOPE
-from .values import OptionError
 
 
 class Flag(NamedTuple):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .declaration import Group, Option, option, plain
+from .declaration import Group, Option, OptionError, Parser, one_of, option, parse_choice, plain
 from .language_model import (
     DEPRECATED,
     IMPL,
@@ -15,7 +15,6 @@ from .language_model import (
     LanguageModelGraphOptions,
 )
 from .packed import PACKED, PackedOptions
-from .values import OptionError, Parser, one_of, parse_choice
 from .vision import VISION, VisionGraphOptions
 
 SETTING = "cuda_graphs"

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from .declaration import Group, option
-from .values import OptionError, Parser, is_unset, one_of, parse_choice, parse_flag, word, words
+from .declaration import Group, OptionError, Parser, is_unset, one_of, option, parse_choice, parse_flag, word, words
 
 Implementation = Literal["none", "local", "transformer_engine", "full_iteration"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)

@@ -5,8 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .declaration import Group, option
-from .values import OptionError, capacities, flag, whole_number
+from .declaration import Group, OptionError, capacities, flag, option, whole_number
 from .vision import CapturedOptions, offload_above_option, offload_option, recompute_option
 
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .declaration import GONE, refuse_gone
+from .declaration import GONE, OptionError, refuse_gone
 from .facts import SETTINGS, Facts
 from .graph_options import GROUPS, TUNING, split_name, tuning_of
 from .language_model import DEPRECATED, IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE, SWITCHES
-from .values import OptionError
 
 LANGUAGE_MODEL_FIELDS = (*LANGUAGE_MODEL.names, *DEPRECATED)
 FIELDS = (*(name for group in GROUPS for name in group.names), *DEPRECATED)

@@ -3,14 +3,15 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from .declaration import Group, option
-from .values import (
+from .declaration import (
+    Group,
     OptionError,
     Parser,
     capacities,
     flag,
     known_names,
     one_of,
+    option,
     positive_number,
     some_of,
     whole_number,

@@ -311,8 +311,8 @@ class StatisticsKeeper(Callback):
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Read the statistics of both models' graphs and count the language model's layers that have graphs."""
-        from bridge_cg_plugin.upstream.hooks.full_iteration import CURRENT
         from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
+        from bridge_cg_plugin.upstream.hooks.helpers import CURRENT
 
         modules = (module for chunk in context.model for module in chunk.modules())
         self.language_model_layers = sum(bool(getattr(module, "cuda_graphs", None)) for module in modules)

@@ -16,10 +16,9 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks import batches, between
-from bridge_cg_plugin.upstream.hooks import packs as host_tokens
-from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers import PackedCudaGraphHelper, VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
+from bridge_cg_plugin.upstream.seams.registry import seam
 from tests.models import packed_parity as parity
 
 from ..unit.vlm import state
@@ -27,7 +26,7 @@ from .common import host_may_not_wait
 from .towers import IMAGE, START, WIDTH, language_model
 
 pytestmark = pytest.mark.skipif(
-    not host_tokens.PATCHES[0].seam.expected_in(bridge_release()), reason="this release's step waits for the device"
+    not seam("step_padding").expected_in(bridge_release()), reason="this release's step waits for the device"
 )
 LENGTH = 250  # the step pads 250 tokens to 256
 VIDEO = START + 1
@@ -126,7 +125,7 @@ def graphs_on(model, packed, observed):
 
 def leave_to_upstream(patch):
     """Let a step ask the device about its tokens."""
-    for module in (batches, between, host_tokens):
+    for module in (batches, between):
         patch.setattr(module, "any_on_graphs", lambda: False)
 
 

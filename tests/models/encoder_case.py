@@ -129,7 +129,7 @@ def random(shape: tuple[int, ...], seed: int) -> Tensor:
 
 def patches_batch(model: nn.Module, rows: Grid, seed: int) -> Batch:
     """Make random patches; the grid is announced to the plugin as Bridge's batch step does."""
-    from bridge_cg_plugin.upstream.host_batch import GRIDS
+    from bridge_cg_plugin.upstream.hooks.batches import GRIDS
 
     config: Any = model.config
     host = torch.tensor(rows)

@@ -208,7 +208,7 @@ def make_pack(lengths: Sequence[int], seed: int = 1, room: Sequence[int] | None 
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from bridge_cg_plugin.upstream.host_batch import PACK_OFFSETS
+    from bridge_cg_plugin.upstream.hooks.batches import PACK_OFFSETS
 
     places = tuple(room or lengths)
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -339,7 +339,7 @@ def new_helper(
         exact: Whether weight gradients are rounded before they are added, as eager's are.
         options: `cuda_graph_...` fields of the configuration.
     """
-    from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.helpers import PackedCudaGraphHelper
 
     tuning = {"gradient_accumulation_fusion": not exact, **options.pop("cuda_graph_packed_tuning", {})}
     options["cuda_graph_packed_tuning"] = tuning

@@ -187,7 +187,7 @@ class Batch:
 
 def make_batch(grid: Grid, model: nn.Module, seed: int = 1) -> Batch:
     """Make random pixels for a grid; the grid is announced to the plugin as Bridge's batch step does."""
-    from bridge_cg_plugin.upstream.host_batch import GRIDS
+    from bridge_cg_plugin.upstream.hooks.batches import GRIDS
 
     parameter = next(model.parameters())
     where, dtype = parameter.device, parameter.dtype
@@ -225,7 +225,7 @@ def step(
 
 def new_helper(model: nn.Module, options: Any) -> Any:
     """Capture the tower with the options and return its helper."""
-    from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
 
     helper = VisionTECudaGraphHelper(model, model.config, options=options)
     try:

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs import host_copies
-from bridge_cg_plugin.upstream.hooks import batches, between, packs
-from bridge_cg_plugin.upstream.host_batch import GRIDS, KEPT, PACK_OFFSETS, TOKENS
+from bridge_cg_plugin.upstream.hooks import batches, between
+from bridge_cg_plugin.upstream.hooks.batches import GRIDS, KEPT, PACK_OFFSETS, TOKENS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
 from tests.unit import vlm
@@ -36,7 +36,7 @@ every_batch_with_images = pytest.mark.parametrize("samples", WITH_IMAGES.values(
 
 
 def graphs_are(on, monkeypatch):
-    for module in (batches, between, packs):
+    for module in (batches, between, between):
         monkeypatch.setattr(module, "any_on_graphs", lambda: on)
 
 
@@ -122,11 +122,13 @@ def new_model():
 def take_all_for_the_devices(monkeypatch):
     """Take every tensor for the device's, of which the host knows what it was told or has read."""
     monkeypatch.setattr(host_copies, "on_host", lambda tensor: False)
-    for copies in (TOKENS, GRIDS, PACK_OFFSETS, KEPT, packs._ROWS):
+    for copies in (TOKENS, GRIDS, PACK_OFFSETS, KEPT, between._ROWS):
         monkeypatch.setattr(copies, "_known", OrderedDict())
+
+    made = between.packed_rows
 
     def computed_on_host(*args):
         with _disable_current_modes():
-            return packs.packed_rows(*args)
+            return made(*args)
 
     monkeypatch.setattr(between, "packed_rows", computed_on_host)

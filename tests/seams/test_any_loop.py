@@ -18,9 +18,8 @@ from bridge_cg_plugin.graphs import instance as modules
 from bridge_cg_plugin.graphs.recordings import side_stream
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks import any_loop
-from bridge_cg_plugin.upstream.hooks.any_loop import HELD, LOOPS, _with_graphs
+from bridge_cg_plugin.upstream.hooks.any_loop import HELD, LOOPS, WARMUP_CALLS, _with_graphs
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
-from bridge_cg_plugin.upstream.hooks.loop_driver import WARMUP_CALLS
 from tests.python_calls import python_calls
 from tests.unit.towers import new_tower
 

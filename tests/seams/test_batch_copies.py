@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks import batches, packs
+from bridge_cg_plugin.upstream.hooks import batches, between
 from bridge_cg_plugin.upstream.hooks.batches import MAX_BATCHES_IN_FLIGHT, CopyStream
 
 DEVICE = "meta"
@@ -124,7 +124,7 @@ def device(graphs=True):
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, **_: self.to(DEVICE)))
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", used))
         stack.enter_context(mock.patch.object(batches, "COPIES", CopyStream()))
-        for module in (batches, packs):
+        for module in (batches, between):
             stack.enter_context(mock.patch.object(module, "any_on_graphs", lambda: graphs))
         stack.enter_context(races)
         yield races

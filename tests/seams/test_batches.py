@@ -4,8 +4,7 @@ import pytest
 import torch
 from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 
-from bridge_cg_plugin.upstream.hooks.batches import PATCHES
-from bridge_cg_plugin.upstream.host_batch import GRIDS
+from bridge_cg_plugin.upstream.hooks.batches import GRIDS, PATCHES
 
 GRID = torch.tensor([[[1, 4, 6], [3, 2, 8]]])
 VIDEO = torch.tensor([[[5, 2, 2]]])

@@ -8,7 +8,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from bridge_cg_plugin.upstream.hooks import between
-from bridge_cg_plugin.upstream.host_batch import GRIDS, TOKENS
+from bridge_cg_plugin.upstream.hooks.batches import GRIDS, TOKENS
 from bridge_cg_plugin.vision.known_mask import KnownMask
 from tests.unit import vlm
 from tests.unit.waits import HostWait, no_host_waits

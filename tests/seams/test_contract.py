@@ -9,7 +9,7 @@ import pytest
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.seams import contract
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from bridge_cg_plugin.upstream.seams.releases import NEWEST
+from bridge_cg_plugin.upstream.seams.seam import NEWEST
 from tests.scripts import interpreted
 from tests.traced import functions_run, place
 from tests.unit import hugging_face_towers as towers
@@ -152,7 +152,7 @@ from tests.interpreted import prepare
 prepare()
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import patch_gradients
 from bridge_cg_plugin.upstream.kernels.layers import fused_layer_kernels
-from bridge_cg_plugin.upstream.kernels.rotary import fused_rotary
+from bridge_cg_plugin.upstream.kernels.layers import fused_rotary
 from tests.traced import functions_run
 from tests.unit.towers import draw, new_tower
 

@@ -3,7 +3,7 @@
 import pytest
 
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from bridge_cg_plugin.upstream.seams.releases import NEWEST
+from bridge_cg_plugin.upstream.seams.seam import NEWEST
 from tests.scripts import forked
 
 pytestmark = pytest.mark.skipif(

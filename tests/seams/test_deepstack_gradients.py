@@ -1,7 +1,7 @@
 """Deepstack's gradients under tensor parallelism with sequence parallelism: as released, and summed over the ranks.
 
 Bridge's whole Qwen3-VL over two processes against one, every gradient. Once a test of what is released fails, upstream
-has mended it: then upstream/encoders/qwen3_vl_patches.py, its option and its warning can go.
+has mended it: then upstream/hooks/qwen3_vl.py, its option and its warning can go.
 """
 
 import copy
@@ -21,7 +21,7 @@ from torch import distributed
 import bridge_cg_plugin
 from bridge_cg_plugin.options.facts import ENCODER_LAYERS
 from bridge_cg_plugin.options.normalization import ALLREDUCE
-from bridge_cg_plugin.upstream.hooks.full_iteration import CURRENT
+from bridge_cg_plugin.upstream.hooks.helpers import CURRENT
 from tests.ranks import run_ranks
 
 from ..unit import vlm

@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.encoders import qwen3_vl_patches
+from bridge_cg_plugin.upstream.hooks import qwen3_vl
 from bridge_cg_plugin.upstream.seams.seam import drift
 from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
 from examples.photographs.small_tower import start_single_process
@@ -20,7 +20,7 @@ MASK = torch.tensor([[True, True, False, True]])
 
 @pytest.fixture
 def modelling(active):
-    return importlib.import_module(qwen3_vl_patches.SPLIT.module)
+    return importlib.import_module(qwen3_vl.SPLIT.module)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def model(group=None, **config):
 
 def called(modelling, of):
     """Return what a model's forward finds under the name of upstream's split."""
-    return qwen3_vl_patches._summing(lambda self: modelling.split_deepstack_embs)(of)
+    return qwen3_vl._summing(lambda self: modelling.split_deepstack_embs)(of)
 
 
 @pytest.mark.parametrize("value", [True, "true", 1])
@@ -56,7 +56,7 @@ def test_a_gradient_that_others_hold_is_not_changed(group, monkeypatch):
     monkeypatch.setattr(distributed, "all_reduce", lambda tensor, group: tensor.add_(1))
     features = torch.randn(3, 4, requires_grad=True)
     given = torch.ones(4, 3).t()
-    qwen3_vl_patches._SumOfGradients.apply(features, group).backward(given)
+    qwen3_vl._SumOfGradients.apply(features, group).backward(given)
     assert features.grad.eq(2).all() and given.eq(1).all()
 
 
@@ -71,10 +71,10 @@ def test_frozen_features_and_evaluation_reduce_nothing(modelling, group, monkeyp
 @pytest.mark.parametrize(
     "seam, slices, reduces",
     [
-        (qwen3_vl_patches.FORWARD, "= deepstack_feature_lists", "= [reduced(f) for f in deepstack_feature_lists]"),
-        (qwen3_vl_patches.SPLIT, "in deepstack_visual_embeds:", "in map(reduced, deepstack_visual_embeds):"),
-        (qwen3_vl_patches.SPLIT, "deepstack_visual_embed[tp_slice]", "reduced(deepstack_visual_embed)[tp_slice]"),
-        (qwen3_vl_patches.SPLIT, "torch.cat(tmp_slice_tensor, dim=0)", "gathered(torch.cat(tmp_slice_tensor, dim=0))"),
+        (qwen3_vl.FORWARD, "= deepstack_feature_lists", "= [reduced(f) for f in deepstack_feature_lists]"),
+        (qwen3_vl.SPLIT, "in deepstack_visual_embeds:", "in map(reduced, deepstack_visual_embeds):"),
+        (qwen3_vl.SPLIT, "deepstack_visual_embed[tp_slice]", "reduced(deepstack_visual_embed)[tp_slice]"),
+        (qwen3_vl.SPLIT, "torch.cat(tmp_slice_tensor, dim=0)", "gathered(torch.cat(tmp_slice_tensor, dim=0))"),
     ],
 )
 def test_a_release_that_sums_the_gradients_itself_is_drift(seam, slices, reduces):

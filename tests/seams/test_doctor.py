@@ -12,8 +12,8 @@ from bridge_cg_plugin.cli import doctor, probe
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.upstream.environment import OPTIONS, RELEASE_MEMORY
 from bridge_cg_plugin.upstream.seams import encoders
-from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
-from bridge_cg_plugin.upstream.seams.releases import NEWEST
+from bridge_cg_plugin.upstream.seams.registry.bridge import TRAIN
+from bridge_cg_plugin.upstream.seams.seam import NEWEST
 from tests.releases import ROOT
 
 from .conftest import START

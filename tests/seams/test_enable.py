@@ -6,7 +6,7 @@ from torch import nn
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks import loop_driver
+from bridge_cg_plugin.upstream.hooks import any_loop
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 
@@ -147,7 +147,7 @@ def test_of_a_language_model_packs_are_what_a_loop_can_have(monkeypatch, capsys,
     assert "vision encoder: eager (the model has no vision encoder that graphs support)" in said
     assert "language model: all layers as one region over packed sequences" in said
     if refused:
-        monkeypatch.setattr(loop_driver, "PackedCudaGraphHelper", refuse)
+        monkeypatch.setattr(any_loop, "PackedCudaGraphHelper", refuse)
     driver = LOOPS.driver_of(model, 1)
     assert [graphs.model for graphs in driver.graphs] == ([] if refused else [model.decoder])
     expected = "[rank 0] cuda_graphs=exact: the language model runs eager. Cannot use layers of this kind."

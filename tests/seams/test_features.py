@@ -15,14 +15,12 @@ from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.upstream.hooks import training_config
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from bridge_cg_plugin.upstream.seams import states
-from bridge_cg_plugin.upstream.seams.features import FEATURES, feature_states
 from bridge_cg_plugin.upstream.seams.patches import DriftError, arguments_of, bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS, seam
-from bridge_cg_plugin.upstream.seams.registry.models import LANGUAGE_MODELS, PROVIDERS
-from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
+from bridge_cg_plugin.upstream.seams.registry.bridge import LANGUAGE_MODELS, PROVIDERS, TRAIN
 from bridge_cg_plugin.upstream.seams.seam import Feature as F
 from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
-from bridge_cg_plugin.upstream.seams.states import broken_seams, seam_states
+from bridge_cg_plugin.upstream.seams.states import FEATURES, broken_seams, feature_states, seam_states
 
 from .conftest import is_importable
 

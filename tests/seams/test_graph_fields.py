@@ -31,7 +31,7 @@ from bridge_cg_plugin.upstream.hooks.graph_fields import (
     inference_graphs,
     read_options,
 )
-from bridge_cg_plugin.upstream.seams.releases import minor
+from bridge_cg_plugin.upstream.seams.seam import minor
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 4, "moe_layer_freq": [0, 1]}
 ABSENT, IMPL = object(), "cuda_graph_impl"

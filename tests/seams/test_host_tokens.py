@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_cg_plugin.upstream.hooks import batches, packs
-from bridge_cg_plugin.upstream.hooks.packs import STEP_TOKENS
-from bridge_cg_plugin.upstream.host_batch import PACK_OFFSETS, TOKENS
+from bridge_cg_plugin.upstream.hooks import batches, between
+from bridge_cg_plugin.upstream.hooks.batches import PACK_OFFSETS, TOKENS
+from bridge_cg_plugin.upstream.hooks.between import STEP_TOKENS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
+from bridge_cg_plugin.upstream.seams.registry import seam
 
 pytestmark = pytest.mark.skipif(
-    not packs.PATCHES[0].seam.expected_in(bridge_release()), reason="this release's step has no such packing"
+    not seam("step_padding").expected_in(bridge_release()), reason="this release's step has no such packing"
 )
 FIELDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
@@ -20,8 +21,8 @@ FIELDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv
 @pytest.fixture
 def step(active, monkeypatch):
     """Bridge's step, as it is and with the patch."""
-    monkeypatch.setattr(packs, "any_on_graphs", lambda: True)
-    module = importlib.import_module(packs.PATCHES[0].seam.module)
+    monkeypatch.setattr(between, "any_on_graphs", lambda: True)
+    module = importlib.import_module(seam("step_padding").module)
     patched = module._pad_and_pack_qwen3_vl_step
     return SimpleNamespace(old=patched.__wrapped__, new=patched)
 

@@ -7,8 +7,8 @@ import torch
 from megatron.core.transformer import cuda_graphs, transformer_layer
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.decoder import per_layer_graphs as language_model
-from bridge_cg_plugin.upstream.host_batch import TOKENS
+from bridge_cg_plugin.upstream.hooks import qwen3_vl as language_model
+from bridge_cg_plugin.upstream.hooks.batches import TOKENS
 
 SEQUENCE, MICRO_BATCH = 32, 2
 

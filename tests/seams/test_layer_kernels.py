@@ -10,7 +10,7 @@ import torch
 from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
 from bridge_cg_plugin.upstream.kernels.layers import fused_layer_kernels
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from bridge_cg_plugin.upstream.seams.releases import NEWEST
+from bridge_cg_plugin.upstream.seams.seam import NEWEST
 from tests.scripts import interpreted
 from tests.unit.towers import new_tower
 

@@ -9,7 +9,7 @@ from bridge_cg_plugin.graphs.memory.returning import ReturningStorages
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.environment import memory_may_leave
-from bridge_cg_plugin.upstream.hooks import leaving_models, vision_helper
+from bridge_cg_plugin.upstream.hooks import helpers, leaving_models
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from tests.leaving import LeavingExecutor
@@ -37,7 +37,7 @@ def leaving(monkeypatch, asked_for):
         made.append(LeavingExecutor() if releasable else ReferenceExecutor())
         return made[-1]
 
-    monkeypatch.setattr(vision_helper, "default_executor", executor)
+    monkeypatch.setattr(helpers, "default_executor", executor)
     return made
 
 

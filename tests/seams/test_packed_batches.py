@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_cg_plugin.upstream.hooks import packs
-from bridge_cg_plugin.upstream.host_batch import KEPT, TOKENS
+from bridge_cg_plugin.upstream.hooks import between
+from bridge_cg_plugin.upstream.hooks.batches import KEPT, TOKENS
 from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.upstream.seams.seam import drift
 from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
@@ -74,7 +74,7 @@ def test_padded_batches_are_packed_as_upstream_packs_them(modelling, ranks, name
     assert given[1].grad.equal(given[0].grad)
     for field, value in vars(params).items():
         assert same(getattr(described, field), value) or getattr(described, field) == value
-    # As between two ranks' packs, whose layout is another one.
+    # As between two ranks' between, whose layout is another one.
     assert new(values, mask, True, groups(2, 2, 0))[0].equal(old(values, mask, True, groups(2, 2, 0))[0])
 
 
@@ -97,7 +97,7 @@ def test_rows_are_those_of_the_view_of_a_mask_that_is_given(modelling):
 def test_a_row_that_upstream_takes_several_times_is_its_own(modelling):
     mask = torch.arange(16)[None] < torch.tensor([16, 5])[:, None]
     ranks = groups(4, 2, 1)
-    assert packs.packed_rows(modelling.preprocess_packed_seqs.__wrapped__, mask, mask, ranks) is None
+    assert between.packed_rows(modelling.preprocess_packed_seqs.__wrapped__, mask, mask, ranks) is None
     given = [torch.randn(2, 16, generator=torch.Generator().manual_seed(0), requires_grad=True) for _ in range(2)]
     for packing, values in zip(
         (modelling.preprocess_packed_seqs, modelling.preprocess_packed_seqs.__wrapped__), given, strict=True
@@ -134,7 +134,7 @@ def test_a_padded_batch_that_the_host_knows_is_packed_without_the_device(modelli
 def test_a_batch_of_the_step_is_packed_without_the_device(modelling, ranks):
     host = make(BATCHES["a text-only sample"])["input_ids"]
     tokens, mask = host.to("meta"), torch.ones(host.shape, dtype=torch.bool, device="meta")
-    for known in (TOKENS, packs.STEP_TOKENS):
+    for known in (TOKENS, between.STEP_TOKENS):
         known.remember(tokens, host)
     packed = modelling.preprocess_packed_seqs(tokens, mask, True, ranks)[0]
     expected = modelling.preprocess_packed_seqs.__wrapped__(host, torch.ones_like(host).bool(), True, ranks)[0]

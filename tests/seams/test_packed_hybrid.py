@@ -8,9 +8,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper, find_decoders
+from bridge_cg_plugin.upstream.hooks.helpers import PackedCudaGraphHelper, find_decoders
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
-from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
+from bridge_cg_plugin.upstream.seams.registry.bridge import TRAIN
 
 from ..unit.hybrids import hybrid_pack, new_hybrid, stand_ins
 from ..unit.packs import ends, graphs_on, losses_and_gradients

@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks import provider_fields
+from bridge_cg_plugin.upstream.hooks import graph_fields
 from bridge_cg_plugin.upstream.seams import patches
 from bridge_cg_plugin.upstream.seams.activation import PATCHING
 from bridge_cg_plugin.upstream.seams.patches import Patch, bridge_release
@@ -217,7 +217,7 @@ def test_the_replacement_of_a_function_keeps_its_signature_and_name(active):
         if patch.state == "active" and inspect.isfunction(value):
             original = inspect.unwrap(value)
             signature, before = inspect.signature(value), inspect.signature(original)
-            options = provider_fields.EVERY if patch.target.endswith("Provider.__init__") else {}
+            options = graph_fields.EVERY if patch.target.endswith("Provider.__init__") else {}
             kept = [p for name, p in signature.parameters.items() if name in before.parameters or name not in options]
             assert signature.replace(parameters=kept) == before, patch.name
             assert value.__qualname__ == original.__qualname__, patch.name

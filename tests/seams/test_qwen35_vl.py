@@ -6,7 +6,7 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
 
 from ..unit import vlm
 from ..unit.towers import DEFAULTS, assert_close

@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel import random
 from torch import nn
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.upstream.random_states import random_states, usable_random_states
+from bridge_cg_plugin.upstream.kernels.recompute import random_states, usable_random_states
 
 
 class Tracker:

@@ -11,7 +11,7 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks import train_loop
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.parallel.data_parallel import megatron_reduction
 
 from ..unit.towers import DEFAULTS, draw, new_tower

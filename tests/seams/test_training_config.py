@@ -4,11 +4,10 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.encoders import qwen3_vl_patches
-from bridge_cg_plugin.upstream.hooks import train_loop, training_config
+from bridge_cg_plugin.upstream.hooks import qwen3_vl, train_loop, training_config
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from bridge_cg_plugin.upstream.seams.patches import DriftError
-from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
+from bridge_cg_plugin.upstream.seams.registry.bridge import TRAIN
 
 
 @pytest.fixture
@@ -110,7 +109,7 @@ def test_full_iteration_of_a_model_that_takes_images_in_fp8(config):
 
 
 def test_summed_deepstack_gradients_of_a_release_that_moved_a_part_they_need(config, monkeypatch):
-    name = qwen3_vl_patches.FORWARD.name
+    name = qwen3_vl.FORWARD.name
     config.model.tensor_model_parallel_size = 2
     config.model.vision_deepstack_gradient_allreduce = True
     monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "moved"})

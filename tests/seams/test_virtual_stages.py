@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from bridge_cg_plugin.upstream.parallel import pipelines
+from bridge_cg_plugin.upstream.hooks import qwen3_vl
 
 MODULE = "megatron.bridge.models.qwen_vl.qwen3_vl_provider"
 PROVIDERS = ["Qwen3VLModelProvider", "Qwen3VLMoEModelProvider"]
@@ -53,11 +53,11 @@ def test_a_release_that_tells_it_is_left_alone():
     def drops(self, pre_process=None, post_process=None, vp_stage=None):
         return Built(pre_process=pre_process)
 
-    assert not pipelines._drops_stage(provide)
-    assert pipelines._drops_stage(drops)
+    assert not qwen3_vl._drops_stage(provide)
+    assert qwen3_vl._drops_stage(drops)
 
 
 def test_qwen35_tells_it_itself(active):
     found = importlib.import_module("megatron.bridge.models.qwen_vl.qwen35_vl_provider")
     for name in ("Qwen35VLModelProvider", "Qwen35VLMoEModelProvider"):
-        assert not pipelines._drops_stage(getattr(found, name).provide)
+        assert not qwen3_vl._drops_stage(getattr(found, name).provide)

@@ -10,7 +10,7 @@ from bridge_cg_plugin.cli import audit as auditing
 from bridge_cg_plugin.cli.audit import AuditError, audit
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.upstream.seams.registry import SEAMS, seam
-from bridge_cg_plugin.upstream.seams.releases import RELEASES
+from bridge_cg_plugin.upstream.seams.seam import RELEASES
 
 from ..releases import folder_of, sources_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
-from bridge_cg_plugin.upstream.seams.releases import NEWEST, RELEASES, RUN_ONCE
+from bridge_cg_plugin.upstream.seams.seam import NEWEST, RELEASES, RUN_ONCE
 from bridge_cg_plugin.upstream.seams.states import audit_record, combination_status
 
 from ..releases import sources_of

@@ -8,12 +8,11 @@ import pytest
 
 from bridge_cg_plugin.options import OptionError, VisionGraphOptions, normalize
 from bridge_cg_plugin.options import flags as flags_module
-from bridge_cg_plugin.options.declaration import option
+from bridge_cg_plugin.options.declaration import option, whole_number
 from bridge_cg_plugin.options.explain import further
 from bridge_cg_plugin.options.flags import add_flags, flags_of, given_flags
-from bridge_cg_plugin.options.values import whole_number
 from bridge_cg_plugin.options.vision import VISION
-from bridge_cg_plugin.upstream.hooks.provider_fields import accepting_init, extended_fields
+from bridge_cg_plugin.upstream.hooks.graph_fields import accepting_init, extended_fields
 
 from .test_option_docs import group_table, tuning_table
 

@@ -30,11 +30,11 @@ import sys
 
 from bridge_cg_plugin.upstream.seams.activation import PATCHING
 
-assert "tests.unit.mean_provider" in PATCHING["hooks.provider_fields"]
+assert "tests.unit.mean_provider" in PATCHING["hooks.graph_fields"]
 assert "example.mean_step" in PATCHING["hooks.batches"]
 assert "bridge_cg_plugin.upstream.seams.seam" not in sys.modules and "torch" not in sys.modules
 
-from bridge_cg_plugin.upstream.seams.features import FEATURES, _ASKS
+from bridge_cg_plugin.upstream.seams.states import FEATURES, _ASKS
 from bridge_cg_plugin.upstream.seams.encoders import encoder_of
 from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.cli.explain.models import encoder_of as sized

@@ -7,8 +7,8 @@ from megatron.core.distributed.distributed_data_parallel import DistributedDataP
 from torch import nn
 from transformers.utils.output_capturing import install_output_capuring_hook
 
-from bridge_cg_plugin.upstream.exempt import own_hook
-from bridge_cg_plugin.upstream.hooks.vision_helper import TextOnlyMicrobatches
+from bridge_cg_plugin.upstream.hooks.helpers import TextOnlyMicrobatches
+from bridge_cg_plugin.upstream.seams.own_code import own_hook
 
 
 def gathers():

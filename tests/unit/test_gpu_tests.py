@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.upstream.seams.features import FEATURES
 from bridge_cg_plugin.upstream.seams.seam import Feature as F
+from bridge_cg_plugin.upstream.seams.states import FEATURES
 
 MODULES = sorted(path.stem for path in (Path(__file__).parents[1] / "gpu").glob("*.py"))
 

@@ -11,7 +11,7 @@ from bridge_cg_plugin.graphs.errors import CaptureError, Refused
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.joint_step import before_evaluation
 from bridge_cg_plugin.graphs.region import Region
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
 
 from ..ranks import run_ranks
 from . import packs

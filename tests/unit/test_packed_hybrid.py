@@ -6,8 +6,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder import block as packed_decoder
-from bridge_cg_plugin.upstream.hooks import packs as pack_indices
-from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper
+from bridge_cg_plugin.upstream.hooks import between as pack_indices
+from bridge_cg_plugin.upstream.hooks.helpers import PackedCudaGraphHelper
 
 from ..main_grads import hook_main_grads
 from .hybrids import hybrid_pack, new_hybrid, stand_ins
@@ -179,7 +179,7 @@ def test_a_step_on_graphs_finds_the_indices_as_upstream_does(bare, monkeypatch):
     given = [(ends((3, 0, 5)), 8), (ends((3, 5)), 12), (ends((3, 5), repeats=4), 8), (ends((3, 9)), 8)]
     beyond = [(torch.tensor([0, 5, 3], dtype=torch.int32), 8)]
     with monkeypatch.context() as changed:
-        changed.setattr(pack_indices, "active_helpers", list)
+        changed.setattr(pack_indices, "active_graphs", list)
         upstreams = [found(*pair) for pair in (*given, *beyond)]
     assert all(calls == 1 for _, calls in upstreams)
     with graphs_on(bare, hybrid_pack(WARMUP), capture=False):

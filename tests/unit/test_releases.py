@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
-from bridge_cg_plugin.upstream.seams.releases import NEWEST, RELEASES, is_known, minor, too_old
-from bridge_cg_plugin.upstream.seams.seam import Feature, Found, Seam, drift
+from bridge_cg_plugin.upstream.seams.seam import NEWEST, RELEASES, Feature, Found, Seam, drift, is_known, minor, too_old
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,8 +11,8 @@ from megatron.core.pipeline_parallel import schedules
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
-from bridge_cg_plugin.upstream.parallel.pipelines import microbatches_in_flight
+from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.parallel.process_groups import microbatches_in_flight
 from tests.ranks import run_ranks
 
 from .stages import build_stage, provider_of, train_step

@@ -14,8 +14,7 @@ from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
 from bridge_cg_plugin.upstream.encoders.pixtral import PIXTRAL
 from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import QWEN3_OMNI_AUDIO
-from bridge_cg_plugin.upstream.encoders.qwen25_omni import QWEN25_OMNI
-from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_VL
+from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_OMNI, QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
 from bridge_cg_plugin.vision.encoder import RecordedKernels
 from bridge_cg_plugin.vision.kernels import cudnn_attention
@@ -107,7 +106,7 @@ from tests.segment_plans import use_reference_plans
 
 prepare()
 planned = use_reference_plans()
-from bridge_cg_plugin.upstream.encoders import direct_attention, flash_attention, packed_towers, tower_attention
+from bridge_cg_plugin.upstream.encoders import direct_attention, flash_attention, packed_towers
 from bridge_cg_plugin.vision.kernels import cudnn_attention, rotary
 from bridge_cg_plugin.vision.kernels.packed_attention import PackedSegments, packed_attention
 from tests.models import tower
@@ -119,7 +118,7 @@ packed_towers.has_kernels = lambda tensor: True
 direct_attention.kernels_available = lambda: True
 torch.cuda.get_device_capability = lambda *unused: (9, 0)
 cudnn_attention.unavailable = flash_attention.unavailable = lambda: None
-tower_attention.cudnn_pays = lambda segments, largest, tokens: largest >= 8
+packed_towers.cudnn_pays = lambda segments, largest, tokens: largest >= 8
 flash_attention.FLASH_FROM = 8
 flash_attention.takes = lambda width, dtype: True
 flashes = []
@@ -210,7 +209,7 @@ def test_without_flash_attention_that_computes_the_same_attention_is_as_by_defau
 
 def test_a_shape_that_cudnn_has_no_kernel_for_attends_by_pytorchs(monkeypatch):
     pytest.importorskip("triton")
-    from bridge_cg_plugin.upstream.encoders import packed_towers, tower_attention
+    from bridge_cg_plugin.upstream.encoders import packed_towers
     from bridge_cg_plugin.vision.kernels import cudnn_attention
     from bridge_cg_plugin.vision.kernels.packed_attention import PackedSegments
 
@@ -222,7 +221,7 @@ def test_a_shape_that_cudnn_has_no_kernel_for_attends_by_pytorchs(monkeypatch):
     plain = dataclasses.replace(rotation, halves=None)
     segments = PackedSegments(torch.tensor([0, CUDNN_FROM], dtype=torch.int32), CUDNN_FROM)
     monkeypatch.setattr(packed_towers.Rotation, "apply", lambda self, rotate, query, key: rotate(query, key))
-    projected = tower_attention.Projected((mixed,), lambda query, key: (query, key), rotation, segments, 0.3)
-    found = tower_attention._attend_by_cudnn(direct_attention.Located(), projected)
+    projected = packed_towers.Projected((mixed,), lambda query, key: (query, key), rotation, segments, 0.3)
+    found = packed_towers._attend_by_cudnn(direct_attention.Located(), projected)
     assert len(asked) == 1 and (asked[0].segments, asked[0].largest) == (1, CUDNN_FROM)
-    assert torch.equal(found, tower_attention.attend(projected._replace(rotation=plain)))
+    assert torch.equal(found, packed_towers.attend(projected._replace(rotation=plain)))

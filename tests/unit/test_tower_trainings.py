@@ -19,7 +19,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.upstream.hooks import graph_helper, vision_helper
+from bridge_cg_plugin.upstream.hooks import graph_helper, helpers
 from examples.photographs.small_tower import start_single_process
 from tests.gpu import towers
 from tests.gpu.tower_training import RandomItems, graph_fields
@@ -156,7 +156,7 @@ def loss_of(name, model, sample):
 @pytest.fixture
 def without_a_gpu(monkeypatch):
     """Graphs are the reference executor's."""
-    monkeypatch.setattr(vision_helper, "default_executor", lambda **_: ReferenceExecutor())
+    monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
     yield
     delete_graphs()
 

@@ -7,7 +7,7 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
-from bridge_cg_plugin.upstream.hooks.vision_helper import (
+from bridge_cg_plugin.upstream.hooks.helpers import (
     VisionTECudaGraphHelper,
     get_vision_cuda_graph_seq_length,
 )

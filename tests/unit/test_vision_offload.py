@@ -10,7 +10,7 @@ from bridge_cg_plugin.graphs.reports.report import metrics
 from bridge_cg_plugin.offload import host, offloading
 from bridge_cg_plugin.offload.plan import Fate
 from bridge_cg_plugin.options import OFFLOAD_MODULES, VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
 
 from .towers import DEFAULTS, graphs_on, new_tower, results
 

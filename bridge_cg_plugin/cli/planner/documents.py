@@ -37,7 +37,7 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[Any]:
     elif suffix in (".parquet", ".arrow", ".feather"):
         yield from _table_rows(path, columns)
     elif suffix == ".npy":
-        from bridge_cg_plugin.upstream.decoder.files import load_packed_numpy
+        from bridge_cg_plugin.upstream.hooks.recipes import load_packed_numpy
 
         yield from load_packed_numpy(path)
     else:

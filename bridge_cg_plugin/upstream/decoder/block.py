@@ -22,17 +22,15 @@ from ...options import OptionError
 from ...options.language_model import MODULES
 from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
-from ..kernels.layers import fused_head_norms, kernels_available
-from ..kernels.recompute import recomputing
-from ..kernels.rotary import fused_rotary
+from ..kernels.layers import fused_head_norms, fused_rotary, kernels_available
+from ..kernels.recompute import recomputing, usable_random_states
 from ..kernels.saved_tensors import known_activations
 from ..kernels.transformer_engine import accumulating, forget_attention_selection, fused_accumulation
 from ..parallel.process_groups import expert_group
-from ..random_states import usable_random_states
 from ..seams.contract import PACKED_ROTARY
 from ..seams.own_code import foreign_function, refuse_own_code
 from ..seams.registry import seam
-from ..seams.registry.models import ATTENTION as QWEN_ATTENTION
+from ..seams.registry.bridge import ATTENTION as QWEN_ATTENTION
 from ..wrappers import overridden
 from .experts import CapturedExperts, statistics_kept
 from .fp8 import (

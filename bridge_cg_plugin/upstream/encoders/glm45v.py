@@ -17,8 +17,16 @@ from ...vision.layout import token_positions
 from ..kernels.layers import kernels_available
 from ..seams.own_code import as_shipped
 from ..wrappers import overridden
-from .packed_towers import TowerEncoder, frame_segments, held_as, refuse_dropout, rotation_at
-from .tower_attention import attending, joint_attention, tower_family
+from .packed_towers import (
+    TowerEncoder,
+    attending,
+    frame_segments,
+    held_as,
+    joint_attention,
+    refuse_dropout,
+    rotation_at,
+    tower_family,
+)
 
 ATTENTION = "Glm4vVisionAttention"
 

@@ -20,8 +20,17 @@ from ...vision.encoder import RecordingKernels, encoder_call
 from ...vision.guard import images, poisoned, write_guarded
 from ...vision.kernels.packed_attention import PackedSegments
 from ...vision.layout import token_positions
-from .packed_towers import Rotation, TowerEncoder, frame_segments, held_as, refuse_dropout, returns_an_object
-from .tower_attention import Projected, attend, tower_family
+from .packed_towers import (
+    Projected,
+    Rotation,
+    TowerEncoder,
+    attend,
+    frame_segments,
+    held_as,
+    refuse_dropout,
+    returns_an_object,
+    tower_family,
+)
 
 EMBEDDING = 4  # patches: Mistral 3's projector merges 2 x 2 of them
 

@@ -11,8 +11,7 @@ from ...graphs.program import Buffers
 from ...vision.batch import EncoderBatch
 from ...vision.guard import images, poisoned
 from ...vision.layout import TokenPositions, position_interpolation, token_positions
-from .packed_towers import TowerEncoder, frame_segments, held_as, rotation_at
-from .tower_attention import joint_attention, tower_family
+from .packed_towers import TowerEncoder, frame_segments, held_as, joint_attention, rotation_at, tower_family
 
 
 class Qwen3OmniEncoder(TowerEncoder):

@@ -28,8 +28,7 @@ from ...vision.guard import guarded_shape, images, poisoned, write_guarded
 from ...vision.kernels.packed_attention import PackedSegments, packed_attention
 from ...vision.layout import offsets_of, owners, permuted
 from ..kernels.saved_tensors import known_activations
-from .packed_towers import held_as, refuse_checkpointing, refuse_precision, result, returns_an_object
-from .tower_attention import attending
+from .packed_towers import attending, held_as, refuse_checkpointing, refuse_precision, result, returns_an_object
 
 STRIDE = 8  # of the convolutions together
 # Capacities are multiples of a chunk's size and of 64: with 13 tokens a chunk, of 64 chunks; with 16, of 4.

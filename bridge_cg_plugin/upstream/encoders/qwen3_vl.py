@@ -19,9 +19,8 @@ from ...vision.encoder import EncoderFamily, OtherAttention, RecordingKernels, e
 from ...vision.grid_encoder import GridEncoder, embedded, interpolate
 from ...vision.guard import images, poisoned
 from ...vision.layout import TokenPositions, rotary_angles, segment_offsets, token_positions
-from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
-from ..kernels.recompute import recomputing
-from ..kernels.rotary import fused_rotary
+from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, fused_rotary, kernels_available
+from ..kernels.recompute import recomputing, usable_random_states
 from ..kernels.saved_tensors import known_activations
 from ..kernels.transformer_engine import (
     accumulate_from_now_on,
@@ -29,7 +28,6 @@ from ..kernels.transformer_engine import (
     fused_accumulation,
     side_weight_gradients,
 )
-from ..random_states import usable_random_states
 from ..seams.own_code import as_shipped
 from ..wrappers import forwards_replaced
 from .direct_attention import direct_attention, direct_attention_refusal, flash_attention, flash_attention_refusal

@@ -9,28 +9,191 @@ import atexit
 import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
-from ...graphs.joint_step import before_evaluation
-from ...options.graph_options import SETTING
-from ..environment import OPTIONS
+from ...announce import announce, warn
+from ...graphs.joint_step import before_evaluation, joint_step
+from ...graphs.manager import GraphManager
+from ...options import OptionError, graph_options
+from ...options.facts import LOOP_PARTS
+from ...options.graph_options import LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER
+from ...options.normalization import options_of
+from ...options.sources import Written, collect
+from ..encoders.registry import find_encoders
+from ..environment import OPTIONS, memory_may_leave
+from ..parallel.data_parallel import data_parallel
+from ..parallel.process_groups import stages_of
 from ..seams.activation import before_deactivation
 from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
-from ..seams.registry.training import SCHEDULES
+from ..seams.registry.bridge import SCHEDULES
 from ..wrappers import chunks_of, config_of, unwrapped
-from .graph_helper import (
-    active_graphs,
-    asks_for_packed_graphs,
-    asks_for_vision_graphs,
-    modules_on_graphs,
-)
+from .graph_fields import EVERY, apply_options, take_environment
+from .graph_helper import GraphHelper, active_graphs, asks_for_packed_graphs, asks_for_vision_graphs, modules_on_graphs
+from .helpers import PackedCudaGraphHelper, VisionTECudaGraphHelper, checked_options, encoder_options, find_decoders
+from .leaving_models import ReturningBuffers, follow, has_left, undisturbed
 
-if TYPE_CHECKING:
-    from .loop_driver import LoopDriver
+# Schedule calls that run eager before graphs are captured, where the model's config does not say.
+WARMUP_CALLS = 3
+# Attribute of a config: the one setting by which its graphs were chosen.
+CHOSEN = "_bridge_cg_chosen"
+
+
+def graph_config(model: nn.Module | Sequence[nn.Module]) -> Any:
+    """Return the config of a model, with all fields of graph options.
+
+    Raises:
+        OptionError: The model has none.
+    """
+    config = config_of(model)
+    if config is None:
+        why = f"{type(model).__name__} has no config of megatron-core. Pass the model itself."
+        raise OptionError.because("model", f"Cannot enable graphs: {why}")
+    for name, default in EVERY.items():
+        if not hasattr(config, name):
+            setattr(config, name, default)
+    return config
+
+
+def set_options(model: nn.Module | Sequence[nn.Module], config: Any, *options: Any) -> None:
+    """Set graph options on a model's `graph_config`; see `bridge_cg_plugin.enable`."""
+    loop = Written(settings={LOOP_PARTS: _parts_of(model, config)})
+    wanted = graph_options(config, loop, *options)
+    apply_options(wanted, config)
+    setattr(config, CHOSEN, wanted.choice.setting)
+    steps = collect(*options).facts["cuda_graph_warmup_steps"]
+    if steps is not None:
+        config.cuda_graph_warmup_steps = steps
+
+
+def _parts_of(model: nn.Module | Sequence[nn.Module], config: Any) -> tuple[str, ...]:
+    """Return the parts of a model that graphs support; other stages of a pipeline may have either."""
+    chunks = chunks_of(model)
+    found = {VISION_ENCODER: find_encoders(chunks), LANGUAGE_MODEL_PART: find_decoders(chunks)}
+    return tuple(name for name, modules in found.items() if modules or stages_of(config) > 1)
+
+
+def _name_what_is_missing(chunks: Sequence[nn.Module], no_encoder: bool, no_decoder: bool) -> None:
+    missing = ["vision encoder"] * no_encoder + ["decoder"] * no_decoder
+    if missing:
+        name, what = type(unwrapped(chunks[0])[-1]).__name__, " and no ".join(missing)
+        warn(f"{name} has no {what} that graphs know, though its options ask for graphs of one: it runs eager")
+
+
+class LoopDriver:
+    """Graphs of one model over a loop's schedule calls: helpers, warm-up, capture, steps.
+
+    Args:
+        chunks: The model's chunks on this rank.
+        config: The model's config, with the plugin's options.
+        microbatches: Of the first call.
+        others: What it shares with other models, whose drivers have it on graphs.
+
+    Raises:
+        OptionError: An option cannot work.
+    """
+
+    _reported = False
+    _helpers: Sequence[GraphHelper] = ()
+
+    def __init__(self, chunks: Sequence[nn.Module], config: Any, microbatches: int, others: Set[nn.Module]) -> None:
+        self.config, self._options = config, checked_options(config)
+        self._warmup = getattr(config, "cuda_graph_warmup_steps", WARMUP_CALLS)
+        self._data_parallel, self._others = data_parallel(chunks), others
+        self._wanted = vision, packed = asks_for_vision_graphs(config), asks_for_packed_graphs(config)
+        encoders, decoders = find_encoders(chunks) if vision else [], find_decoders(chunks) if packed else []
+        self._found = [*(found.model for found in encoders), *decoders]
+        helpers: list[GraphHelper] = []
+        # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
+        most = max(microbatches, 2 * stages_of(config) * len(chunks))
+        settings: Any = {"num_microbatches": most, "releasable": memory_may_leave()}
+        self._buffers = ReturningBuffers(chunks if settings["releasable"] else (), others)
+        for found in encoders:
+            if found.model not in others:
+                with self._else_eager(VISION_ENCODER):
+                    options = replace(encoder_options(config, found), grows=True)
+                    helpers.append(VisionTECudaGraphHelper(chunks, config, found=found, options=options, **settings))
+        if packed and others.isdisjoint(decoders):
+            with self._else_eager(LANGUAGE_MODEL_PART):
+                grows = replace(self._options, packed=replace(self._options.packed, grows=True))
+                helpers += PackedCudaGraphHelper(chunks, config, options=grows, **settings).chunks
+        self._helpers = helpers
+        if stages_of(config) == 1:
+            _name_what_is_missing(chunks, vision and not encoders, packed and not decoders)
+
+    @contextmanager
+    def _else_eager(self, part: str) -> Iterator[None]:
+        """Leave a part eager, with one warning, that the one setting chose and this model cannot have."""
+        try:
+            yield
+        except OptionError as error:
+            setting = getattr(self.config, CHOSEN, None)
+            if setting is None:
+                raise
+            warn(f"{SETTING}={setting}: the {part} runs eager. {error}")
+
+    def is_outdated(self) -> bool:
+        """Whether the model's config has other options now, and no schedule call is under way."""
+        return options_of(collect(self.config)) != self._options and not self._in_step
+
+    def serves(self, chunks: Sequence[nn.Module]) -> bool:
+        """Whether graphs are of what these chunks hold now, below data parallelism that replays wait for."""
+        if self._in_step:
+            return True
+        known = all(each in self._data_parallel for each in data_parallel(chunks))
+        shared = not self._others or self._others <= modules_on_graphs(chunks)
+        vision, packed = self._wanted
+        found = [each.model for each in find_encoders(chunks)] if vision else []
+        return known and shared and self._found == found + (find_decoders(chunks) if packed else [])
+
+    @property
+    def _in_step(self) -> bool:
+        return any(each.in_step for each in self.graphs)
+
+    @property
+    def graphs(self) -> list[GraphManager]:
+        """The graphs of all helpers."""
+        return [helper.graphs for helper in self._helpers if helper.graphs is not None]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Be in one schedule call; what is due is captured before it."""
+        self._buffers.put_back()
+        for helper in self._helpers:
+            if helper.is_due(self._warmup):
+                helper.create_cudagraphs()
+        with joint_step(self.graphs):
+            yield
+
+    def release_memory(self) -> int:
+        """Take the memory of all graphs off the device until they are needed; returns how many bytes left."""
+        return sum(graphs.release_memory() for graphs in self.graphs)
+
+    def follow_models(self) -> None:
+        """Take the memory of graphs off the device whose model has left it; inside a schedule call nothing leaves."""
+        for graphs in self.graphs:
+            there = graphs.captured and not (graphs.in_step or graphs.executor.memory_away)
+            if there and has_left(graphs.model):
+                graphs.release_memory()
+
+    def report(self) -> None:
+        """Print the graphs' reports, once: as the process ends or, where the model is dropped before, then."""
+        if not self._reported:
+            self._reported = True
+            for graphs in self.graphs:
+                announce(graphs.report())
+
+    __del__ = report
+
+    def end(self) -> None:
+        """Report and drop the graphs."""
+        for helper in self._helpers:
+            helper.delete_cuda_graphs()
 
 
 # Attribute of a model's first chunk without wrappers: a loop may put others around it, or none, for each call.
@@ -43,7 +206,7 @@ class _Held:
     A driver refers to its model, so a table of this process would keep both. A copy of the model has no driver.
     """
 
-    def __init__(self, driver: "LoopDriver | None" = None) -> None:
+    def __init__(self, driver: LoopDriver | None = None) -> None:
         self.driver = driver
 
     def __reduce__(self) -> tuple[type["_Held"], tuple[()]]:
@@ -59,7 +222,7 @@ class Loops:
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def driver_of(self, model: nn.Module | Sequence[nn.Module], microbatches: int) -> "LoopDriver | None":
+    def driver_of(self, model: nn.Module | Sequence[nn.Module], microbatches: int) -> LoopDriver | None:
         """Return what drives a model's graphs; None where nothing of it is on graphs, or somebody else does.
 
         Raises:
@@ -82,10 +245,6 @@ class Loops:
         others = modules_on_graphs(chunks)
         if others and not others <= {graphs.model for driver in self._drivers for graphs in driver.graphs}:
             return None
-        from ..environment import memory_may_leave
-        from .leaving_models import follow
-        from .loop_driver import LoopDriver
-
         driver = LoopDriver(chunks, config, microbatches, others)
         self._drivers.add(driver)
         if memory_may_leave():
@@ -93,11 +252,11 @@ class Loops:
         vars(unwrapped(chunks[0])[-1])[HELD] = _Held(driver)
         return driver
 
-    def _known(self, first: nn.Module) -> "LoopDriver | None":
+    def _known(self, first: nn.Module) -> LoopDriver | None:
         held = vars(unwrapped(first)[-1]).get(HELD)
         return held.driver if held is not None and held.driver in self._drivers else None
 
-    def _end(self, driver: "LoopDriver") -> None:
+    def _end(self, driver: LoopDriver) -> None:
         self._drivers.discard(driver)
         driver.end()
 
@@ -111,9 +270,6 @@ class Loops:
         asked = getattr(config, SETTING, None) is not None
         if not (asked or os.environ.get(OPTIONS)) or (config is not None and self._told.get(id(config)) is config):
             return
-        from .graph_fields import take_environment
-        from .loop_driver import graph_config, set_options
-
         config = graph_config(model)
         self._told[id(config)] = config
         taken = take_environment(config, lambda fields, steps: set_options(model, config, {**fields, **steps}))
@@ -122,8 +278,6 @@ class Loops:
 
     def set(self, model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
         """Set graph options on a model's config; drops graphs of other options. See `bridge_cg_plugin.enable`."""
-        from .loop_driver import graph_config, set_options
-
         config = graph_config(model)
         self.tell(model)
         set_options(model, config, *options)
@@ -144,8 +298,6 @@ class Loops:
 
     def release_memory(self) -> int:
         """Take the memory of all models' graphs off the device until they are needed; returns how many bytes left."""
-        from .leaving_models import undisturbed
-
         with undisturbed():
             return sum(driver.release_memory() for driver in list(self._drivers))
 

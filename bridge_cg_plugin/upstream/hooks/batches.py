@@ -19,10 +19,23 @@ from torch.utils._pytree import tree_leaves
 
 from ...graphs.host_copies import HostCopies, HostTensors, on_host
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
-from ..host_batch import GRIDS, PACK_OFFSETS, TOKENS
+from ...vision.batch import HostGrids
 from ..seams.patches import Additions, Patch
 from ..seams.registry import SEAMS, seam
 from .graph_helper import any_on_graphs
+
+TOKENS = HostTensors()
+"""Token ids, from where they are copied or read to the model's forward."""
+
+KEPT = HostTensors()
+"""Which tokens are kept, of batches that were padded to one length."""
+
+GRIDS = HostGrids()
+"""Grids of images and videos."""
+
+PACK_OFFSETS = HostCopies()
+"""Offsets of the documents of packs."""
+
 
 GRID_FIELDS = ("image_grid_thw", "video_grid_thw", "image_sizes")
 # Today's names, then those of older batches.

@@ -19,10 +19,10 @@ from ...options import PROVIDER_FIELDS
 from ...options.language_model import IMPL
 from ...options.packed import MAX_PACKED_SEQS
 from ..environment import sizes_may_share_memory
-from ..exempt import EXEMPT
 from ..parallel.data_parallel import megatron_reduction
 from ..parallel.watchdog import WATCHDOG, named_failure
 from ..seams.activation import before_deactivation
+from ..seams.own_code import EXEMPT
 
 # Of graphs that modules are on, oldest first.
 _owners: "weakref.WeakKeyDictionary[GraphManager, weakref.ref[GraphHelper]]" = weakref.WeakKeyDictionary()

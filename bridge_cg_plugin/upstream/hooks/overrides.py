@@ -13,13 +13,12 @@ from types import ModuleType
 from typing import Any
 
 from ...options import GraphOptions, OptionError, check_options, normalize, vision_options
-from ...options.choosing import refuse_other_trackers
+from ...options.declaration import is_unset
 from ...options.flags import add_flags, clear_flags, given_flags, take_flags
 from ...options.graph_options import SETTING, field_values, split_name, tuning_of
 from ...options.language_model import IMPL, SCOPE
-from ...options.normalization import settle, warn_once
+from ...options.normalization import refuse_other_trackers, settle, warn_once
 from ...options.sources import ATTRIBUTES, FIELDS, SETTINGS, Written, collect, fields_of
-from ...options.values import is_unset
 from ..seams.patches import Patch
 from ..seams.registry import seam
 from .graph_fields import apply_environment, apply_options, collect_for_start, describe_release

@@ -4,7 +4,7 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -211,3 +211,11 @@ def helper_as_shipped() -> Iterator[None]:
 
 def _is_compiled() -> bool:
     return find_spec("megatron.core.datasets.helpers_cpp") is not None
+
+
+def load_packed_numpy(path: Path) -> Sequence[Any]:
+    """Return the rows of a file that Bridge packed, through Bridge's own restricted reader."""
+    from megatron.bridge.utils.safe_pickle import safe_load_npy
+
+    rows = safe_load_npy(path.read_bytes())
+    return list(rows) if rows.ndim else [rows.item()]

@@ -19,7 +19,6 @@ from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
 from ..wrappers import chunks_of, unwrapped
 from .any_loop import LOOPS
-from .full_iteration import CURRENT, all_graphs
 from .graph_helper import (
     GraphHelper,
     active_graphs,
@@ -29,7 +28,7 @@ from .graph_helper import (
     drop_graphs,
     modules_on_graphs,
 )
-from .vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
+from .helpers import CURRENT, VisionTECudaGraphHelper, all_graphs, get_vision_cuda_graph_seq_length
 
 # Those that Bridge's train loop does not make: it makes one for Qwen3-VL's encoder only.
 OTHER_HELPERS: list[VisionTECudaGraphHelper] = []

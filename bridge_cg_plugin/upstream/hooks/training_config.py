@@ -24,12 +24,10 @@ from ...options.language_model import IMPL, SWITCHES
 from ...options.normalization import options_of, warn_once
 from ...options.sources import LANGUAGE_MODEL_FIELDS, Written
 from ..environment import check_process
-from ..seams.features import FEATURES, Wish, features_of, refusal
 from ..seams.patches import DriftError, Patch, bridge_release
 from ..seams.registry import seam
-from ..seams.releases import RELEASES
-from ..seams.seam import Feature
-from ..seams.states import broken_seams
+from ..seams.seam import RELEASES, Feature
+from ..seams.states import FEATURES, Wish, broken_seams, features_of, refusal
 from .graph_fields import apply_environment, apply_options, collect_for_start
 
 _told: set[str] = set()

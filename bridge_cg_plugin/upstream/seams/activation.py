@@ -23,10 +23,9 @@ PATCHING: dict[str, tuple[str, ...]] = {
     "hooks.train_loop": (f"{_TRAINING}.train",),
     "hooks.loss_checks": (f"{_CORE}.rerun_state_machine",),
     "hooks.any_loop": (f"{_CORE}.pipeline_parallel.schedules",),
-    "hooks.packed_helper": (f"{_TRAINING}.train",),
-    "hooks.full_iteration": (f"{_CORE}.full_cuda_graph",),
+    "hooks.helpers": (f"{_TRAINING}.train", f"{_CORE}.full_cuda_graph"),
     "hooks.training_config": (f"{_TRAINING}.config",),
-    "hooks.provider_fields": (
+    "hooks.graph_fields": (
         *(f"{MODELS}.{name}" for name in ("gpt_provider", "hybrid.hybrid_provider", "mamba.mamba_provider")),
         *(model.module for model in (*QWEN3_VL_MODELS, *DECLARED_MODELS)),
     ),
@@ -41,14 +40,12 @@ PATCHING: dict[str, tuple[str, ...]] = {
         *(step for model in DECLARED_MODELS for step in model.steps),
         f"{_TRAINING}.utils.visual_inputs",
     ),
-    "hooks.packs": (_QWEN3_VL_STEP, f"{_CORE}.packed_seq_params"),
-    "encoders.qwen3_vl_patches": (f"{_QWEN3_VL}.model", f"{_QWEN3_VL}.vision_model"),
-    "hooks.between": (f"{_QWEN3_VL}.model",),
-    "decoder.per_layer_graphs": (
-        *(f"{_QWEN3_VL}.model", _QWEN3_VL_STEP),
+    "hooks.qwen3_vl": (
+        *(f"{_QWEN3_VL}.model", f"{_QWEN3_VL}.vision_model", _QWEN3_VL_STEP),
         f"{_CORE}.transformer.transformer_layer",
+        *(model.module for model in QWEN3_VL_MODELS[:2]),
     ),
-    "parallel.pipelines": tuple({model.module: None for model in QWEN3_VL_MODELS[:2]}),
+    "hooks.between": (f"{_QWEN3_VL}.model", _QWEN3_VL_STEP, f"{_CORE}.packed_seq_params"),
 }
 _on = False
 _hooked = False
@@ -130,7 +127,7 @@ def patch_other_providers() -> None:
     except Exception:
         LOGGER.exception("bridge_cg_plugin could not read the entry points of other packages")
         return
-    PATCHING["hooks.provider_fields"] += modules
+    PATCHING["hooks.graph_fields"] += modules
     for name in modules:
         register_post_import_hook(_imported, name)
 
@@ -159,7 +156,7 @@ def patch_module(module: ModuleType) -> None:
 def _stays_off() -> bool:
     """Whether the installed Bridge is too old to be patched; says so once."""
     from .patches import bridge_release
-    from .releases import too_old
+    from .seam import too_old
 
     why = too_old(bridge_release())
     if why:

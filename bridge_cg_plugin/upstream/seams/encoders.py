@@ -112,7 +112,7 @@ NEMOTRON_VL = _encoder(
 QWEN25_OMNI = _encoder(
     "Qwen2.5-Omni",
     "qwen_omni.qwen25_omni_provider.Qwen25OmniModelProvider",
-    "qwen25_omni:QWEN25_OMNI",
+    "qwen25_vl:QWEN25_OMNI",
     HubModels(r"Qwen/Qwen2\.5-Omni-"),
     config_field="thinker_config",
 )

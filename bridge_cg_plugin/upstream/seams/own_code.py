@@ -2,14 +2,27 @@
 
 import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
+from ...graphs.changes.state import Exempt
+from ...graphs.changes.values import look_not_into
 from ...graphs.errors import Refused
 from ...graphs.fallback import Fallback
 from ...graphs.instance import own_attribute
-from .contract import ATTENTION_FUNCTIONS, EAGER_ATTENTION, HF_MODELS, OUTLINES, described, is_ours, shipped, upstreams
+from .contract import (
+    ATTENTION_FUNCTIONS,
+    EAGER_ATTENTION,
+    HF_MODELS,
+    OUTLINES,
+    PLACES,
+    described,
+    held_now,
+    is_ours,
+    shipped,
+    upstreams,
+)
 
 # Attributes of modules that hold what is called and is no module.
 _HELPERS = ("token_dispatcher",)
@@ -115,3 +128,38 @@ def _attention_function(module: Any) -> str | None:
         return None
     found, ours = functions[chosen], dict(shipped(HF_MODELS, ATTENTION_FUNCTIONS) or ())
     return None if ours.get(chosen) is found else f"the attention function {chosen!r} is {described(found)}"
+
+
+# A schedule passes layers the microbatch's number and a pipeline stage its input, which graphs get as a tensor. When
+# attention first gets lengths, it forgets the names of those that it does not pass on. A configuration holds functions
+# of the loop.
+BOOKKEEPING = frozenset(
+    (
+        *("current_microbatch", "is_first_microbatch", "input_tensor", "kept_packed_seq_params"),
+        *("timers", "grad_scale_func", "finalize_model_grads_func"),
+        *("no_sync_func", "grad_sync_func", "param_sync_func"),
+    )
+)
+look_not_into("megatron.core.timers", "megatron.core.process_groups_config")
+# The all-to-all dispatcher keeps `probs` and `routing_map` of a pass, for one; statistics and caches are globals.
+PACKAGES = frozenset(("megatron", "transformer_engine"))
+# Where hooks are made that are part of a module's forward, or that gather parameters, for which replays wait, or that
+# collect outputs in those calls alone that ask for them.
+OWN_HOOKS = (
+    "megatron.bridge.peft.lora_layers",
+    "megatron.core.distributed.distributed_data_parallel",
+    "megatron.core.extensions.transformer_engine",
+    "megatron.core.transformer.moe.experts",
+    "megatron.core.transformer.moe.shared_experts",
+    "transformers.utils.output_capturing",
+)
+
+
+def own_hook(hook: Callable[..., Any]) -> bool:
+    """Whether a module's hook is upstream's own, or the plugin's."""
+    function = getattr(hook, "func", hook)  # of a partial
+    module = getattr(function, "__module__", None) or ""
+    return module in OWN_HOOKS or module.partition(".")[0] == __name__.partition(".")[0]
+
+
+EXEMPT = Exempt(BOOKKEEPING, own_hook, PACKAGES, held_now, PLACES, own_code)

@@ -1,20 +1,248 @@
-"""The state of every seam: patches say it themselves, what is relied on is compared with upstream's sources."""
+"""What works: the state of every seam and feature here and in audited releases, and what a configuration asks for.
+
+Patches say their state themselves; what is relied on is compared with upstream's sources.
+"""
 
 import functools
 import importlib.resources
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from ...options import PACKED_FIELDS, PROVIDER_FIELDS, CudaGraphModule, Facts, GraphOptions
+from ...options.combinations import whole_language_model
+from ...options.language_model import IMPL
+from ...options.normalization import ALLREDUCE, splits_deepstack
 from .activation import activate, is_on, loaded_patches
-from .features import feature_states
+from .encoders import DECLARED, DECLARED_MODELS, QWEN3_VL, Declaration, other_providers
 from .patches import Patch, State, bridge_release
 from .registry import SEAMS
-from .releases import BRIDGE, CORE, RELEASES, RUN_ONCE, TRANSFORMER_ENGINE, TRANSFORMERS
-from .seam import Seam, drift
+from .registry.bridge import LANGUAGE_MODELS
+from .seam import BRIDGE, CORE, RELEASES, RUN_ONCE, TRANSFORMER_ENGINE, TRANSFORMERS, Feature, Seam, drift
 from .source_reader import NoSourceError, SourceReader
+
+CHUNKS = "virtual_pipeline_model_parallel_size"
+VISION_IMPL, MAX_PACKED_SEQS = PROVIDER_FIELDS["impl"], PACKED_FIELDS["max_packed_seqs"]
+HYBRIDS = tuple(provider for _, provider, _ in LANGUAGE_MODELS if provider != "GPTModelProvider")
+KNOWN_MODELS = frozenset(model for seam in SEAMS for model in seam.models)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a configuration asks for.
+
+    Attributes:
+        options: Its graph options.
+        facts: What else decides what is needed.
+        model: The model provider.
+    """
+
+    options: GraphOptions
+    facts: Facts
+    model: Any
+
+    @property
+    def provider(self) -> str:
+        """The class of model providers under which the registry has it; empty without one."""
+        return next((base.__name__ for base in type(self.model).__mro__ if base.__name__ in KNOWN_MODELS), "")
+
+    @property
+    def qwen3_vl_encoder(self) -> bool:
+        """Whether the vision encoder is Qwen3-VL's, as that of any model is which is not known to have another."""
+        others = {model.provider for model in DECLARED_MODELS} | {provider for _, provider in other_providers()}
+        bases = {base.__name__ for base in type(self.model).__mro__}
+        return self.options.vision.enabled and others.isdisjoint(bases)
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether the decoder is a hybrid stack."""
+        return bool(self.facts.mamba) or self.provider in HYBRIDS
+
+    def asks(self, feature: str) -> bool:
+        """Whether the configuration asks for a feature."""
+        return feature in _ASKS and bool(_ASKS[feature].asked(self))
+
+
+class _Ask(NamedTuple):
+    """How a configuration asks for a feature.
+
+    Attributes:
+        asked: Whether one does.
+        words: The field and value that do.
+        remedy: What to set to ask no more.
+    """
+
+    asked: Callable[[Wish], Any]
+    words: Callable[[Wish], str]
+    remedy: str
+
+
+def _field(name: str, off: str, value: Callable[[Wish], Any], asked: Callable[[Wish], Any]) -> _Ask:
+    """Return how a field asks for a feature, with the value that does not."""
+    return _Ask(asked, lambda wish: f"{name}={value(wish)}", f"{name}={off}")
+
+
+def _vision(asked: Callable[[Wish], Any] = lambda wish: True) -> _Ask:
+    own = VISION_IMPL, "none", lambda wish: wish.options.vision.impl
+    return _field(*own, lambda wish: wish.options.vision.enabled and asked(wish))
+
+
+def _encoder(encoder: Declaration) -> _Ask:
+    return _vision(lambda wish: wish.provider == encoder.model.provider)
+
+
+def _fast_kernels(wish: Wish) -> bool:
+    return wish.qwen3_vl_encoder and wish.options.vision.kernels != "exact"
+
+
+def _language_model(asked: Callable[[Wish], Any]) -> _Ask:
+    return _field(IMPL, "none", lambda wish: wish.options.language_model.impl, asked)
+
+
+def _packed(asked: Callable[[Wish], Any] = lambda wish: True) -> _Ask:
+    own = MAX_PACKED_SEQS, "null", lambda wish: wish.options.packed.max_packed_seqs
+    return _field(*own, lambda wish: wish.options.packed.enabled and asked(wish))
+
+
+def _any_option(wish: Wish) -> bool:
+    options = wish.options
+    return bool(options.vision.enabled or options.packed.enabled)
+
+
+def _moves_activations(wish: Wish) -> bool:
+    options = wish.options
+    return any(region.enabled and region.moves_activations for region in (options.vision, options.packed))
+
+
+def _replays_one_length(wish: Wish) -> bool:
+    return wish.options.language_model.impl == "transformer_engine" and not wish.options.packed.enabled
+
+
+def _rotates_in_graphs(wish: Wish) -> bool:
+    captured = wish.options.language_model.captures(CudaGraphModule.attn) and not wish.options.packed.enabled
+    return captured and getattr(wish.model, "position_embedding_type", None) == "mrope"
+
+
+def _model_chunks(wish: Wish) -> int:
+    return getattr(wish.model, CHUNKS, None) or 1
+
+
+# Features that are not here are asked for by no configuration: a run goes on without them.
+_ASKS: dict[str, _Ask] = {
+    Feature.OPTIONS: _Ask(
+        _any_option, lambda wish: f"{wish.provider} with graph options", "the graph options to their defaults"
+    ),
+    Feature.VISION: _vision(),
+    Feature.VISION_QWEN3_VL: _vision(lambda wish: wish.qwen3_vl_encoder),
+    **{encoder.feature: _encoder(encoder) for encoder in DECLARED},
+    Feature.DEEPSTACK_GRADIENTS: _Ask(
+        lambda wish: wish.options.vision.deepstack_gradient_allreduce and splits_deepstack(wish.facts),
+        lambda wish: f"{ALLREDUCE}=true",
+        f"{ALLREDUCE}=false, which trains with upstream's gradients",
+    ),
+    Feature.FAST_KERNELS: _field(
+        "vision_cuda_graph_tuning.kernels", "exact", lambda wish: wish.options.vision.kernels, _fast_kernels
+    ),
+    Feature.OFFLOAD_IN_GRAPHS: _Ask(
+        _moves_activations,
+        lambda wish: "offloading or recompute in graphs",
+        "offload, recompute and offload_above_gb of vision and packed graphs to null",
+    ),
+    Feature.LANGUAGE_MODEL: _language_model(_replays_one_length),
+    Feature.MULTIMODAL_ROTARY: _language_model(_rotates_in_graphs),
+    Feature.FULL_ITERATION: _language_model(lambda wish: whole_language_model(wish.options, wish.facts)),
+    Feature.PACKED: _packed(),
+    Feature.PACKED_ATTENTION: _packed(lambda wish: wish.provider not in QWEN3_VL and not wish.hybrid),
+    Feature.PACKED_QWEN3_VL: _packed(lambda wish: wish.provider in QWEN3_VL),
+    Feature.PACKED_HYBRIDS: _packed(lambda wish: wish.hybrid),
+    Feature.PACKED_EXPERTS: _packed(lambda wish: wish.facts.moe),
+    Feature.PACKED_FP8: _packed(lambda wish: wish.facts.low_precision),
+    Feature.PIPELINES: _field(CHUNKS, "null", _model_chunks, lambda wish: _model_chunks(wish) > 1),
+}
+
+
+def needs(wish: Wish, seam: Seam) -> str | None:
+    """Return the feature for which a configuration needs a seam; None where it does not."""
+    if seam.models and wish.provider not in seam.models:
+        return None
+    return next((feature for feature in seam.features if wish.asks(feature)), None)
+
+
+def refusal(wish: Wish, broken: Mapping[str, str], release: str, table: Iterable[str]) -> str:
+    """Return why a configuration cannot run with these seams broken; empty where it can.
+
+    Args:
+        wish: What the configuration asks for.
+        broken: Seam -> what was found in its place.
+        release: The installed release of megatron-bridge.
+        table: Releases that were checked.
+    """
+    needed: dict[str, list[str]] = {}
+    for seam in SEAMS:
+        feature = needs(wish, seam) if seam.name in broken else None
+        if feature is not None:
+            needed.setdefault(feature, []).append(f"{seam.name}: {broken[seam.name]}")
+    return " ".join(
+        f"{_ASKS[feature].words(wish)} needs {feature}, a feature that does not fit megatron-bridge {release} "
+        f"({'; '.join(found)}). Set {_ASKS[feature].remedy}, or use a release of the version table "
+        f"({', '.join(table)})."
+        for feature, found in needed.items()
+    )
+
+
+# Every feature.
+FEATURES: tuple[str, ...] = (*Feature, *(encoder.feature for encoder in DECLARED))
+# Features of those models alone that their seams name.
+_OF_NAMED_MODELS = (Feature.OPTIONS, Feature.PIPELINES)
+# Features that switch the plugin on themselves, or do without.
+_WITHOUT_PLUGIN = (Feature.PLANNER, Feature.SCRIPTS)
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureState:
+    """Whether a feature works.
+
+    Attributes:
+        state: "ready", "partly" (not for `models`), "not available", or "off" as the plugin is.
+        seams: The broken seams that it needs.
+        models: Classes of model providers for which it does not work; all where empty.
+    """
+
+    state: Literal["ready", "partly", "not available", "off"]
+    seams: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+
+
+def feature_states(broken: Collection[str], on: bool = True) -> dict[str, FeatureState]:
+    """Return the state of every feature.
+
+    Args:
+        broken: Names of the seams that are broken.
+        on: Whether the plugin is on.
+    """
+    return {feature: _feature_state(feature, broken, on) for feature in FEATURES}
+
+
+def _feature_state(feature: str, broken: Collection[str], on: bool) -> FeatureState:
+    seams = [seam for seam in SEAMS if feature in seam.features]
+    lost = [seam for seam in seams if seam.name in broken]
+    if not lost:
+        return FeatureState("ready" if on or feature in _WITHOUT_PLUGIN else "off")
+    names = tuple(seam.name for seam in lost)
+    models = tuple(dict.fromkeys(model for seam in lost for model in seam.models))
+    served = {model for seam in seams for model in seam.models} if feature in _OF_NAMED_MODELS else set()
+    if not all(seam.models for seam in lost) or served == set(models):
+        return FeatureState("not available", names)
+    return FeatureState("partly", names, models)
+
+
+def features_of(seam: Seam) -> str:
+    """Return the names of the features that a seam serves, and for which models, for messages."""
+    models = f" (for {', '.join(seam.models)})" if seam.models else ""
+    return f"{', '.join(seam.features)}{models}"
 
 
 class SeamState(NamedTuple):

@@ -25,7 +25,7 @@ def build_ministral3(layers: int) -> nn.Module:
 
 def padded_batch(model: nn.Module, rows: Grid, seed: int) -> Batch:
     """Make random images padded to one size; their sizes are announced to the plugin as Bridge's batch step does."""
-    from bridge_cg_plugin.upstream.host_batch import GRIDS
+    from bridge_cg_plugin.upstream.hooks.batches import GRIDS
 
     config: Any = model.config
     tokens = tokens_of(rows)

@@ -33,7 +33,7 @@ def build_qwen3_omni_audio(layers: int) -> nn.Module:
 def audio_batch(model: nn.Module, lengths: Sequence[int], seed: int) -> Batch:
     """Make random clips of so many frames; the lengths are announced to the plugin, which else reads them."""
     from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import chunking_of
-    from bridge_cg_plugin.upstream.host_batch import GRIDS
+    from bridge_cg_plugin.upstream.hooks.batches import GRIDS
 
     config: Any = model.config
     chunking, host = chunking_of(model), torch.tensor(lengths)

@@ -3,11 +3,10 @@
 from ..encoders import QWEN3_VL
 from ..seam import Feature as F
 from ..seam import called, patched, read, replayed, seams_of, swapped
+from .bridge import BLOCK as QWEN_BLOCKS
+from .bridge import MODEL, MODELLING, QWEN3_VL_STEP, TRAIN
 from .engine import CORE, TE, TE_LAYERNORM_LINEAR, TE_LINEAR, TRANSFORMER_LAYER
 from .engine import CORE_ATTENTION as ATTENTION
-from .models import BLOCK as QWEN_BLOCKS
-from .models import MODEL, MODELLING
-from .training import QWEN3_VL_STEP, TRAIN
 
 GPT_STEP = "megatron.bridge.training.gpt_step"
 BLOCK = f"{CORE}.transformer.transformer_block:TransformerBlock"

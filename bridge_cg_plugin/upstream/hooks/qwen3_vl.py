@@ -1,0 +1,255 @@
+"""Patches of Bridge's Qwen3-VL, where it or its graphs would compute something else, or could not be built.
+
+* Padding: upstream pads the vision model for graphs and drops the boundaries of attention. It never pads here.
+* Deepstack: under sequence parallelism Bridge slices features of images that every rank computed in full. A slice's
+  gradient is zero for other ranks' rows, so each rank trains the encoder with a part of the gradient. The sum over
+  tensor-parallel ranks is put between the encoder and the slice, outside all graphs.
+* Rotation: Transformer Engine replays the arguments it captured and drops others without a word. megatron-core captures
+  `rotary_pos_emb` for position embedding "rope" only, so layers with "mrope" would be captured without rotation.
+* Length: graphs replay one, and Bridge's step pads to it under pipeline and expert parallelism only.
+* Varying lengths: upstream refuses models of loops that say so, as verl does, beside any graphs of the language model.
+  Packed graphs take packs of any length.
+* Virtual stages: Qwen3-VL's providers do not pass theirs to the model, without which megatron-core numbers no layers:
+  no interleaved pipeline can be built. Qwen3.5-VL's pass it on.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...options import OptionError, packed_options
+from ...options.declaration import is_unset, parse_flag
+from ...options.language_model import IMPL
+from ...options.normalization import ALLREDUCE
+from ..seams.patches import Patch, arguments_of
+from ..seams.registry import seam
+from ..seams.registry.bridge import DROPS_STAGE, MODEL_OF_PROVIDER
+from ..seams.registry.language_model import STEP
+from ..seams.seam import Seam
+from ..wrappers import overridden
+from .batches import TOKENS
+
+PADDING_SWITCH = seam("vision_padding_switch").target.rpartition(".")[2]
+_ONE_THREAD = Lock()
+
+
+def _never_pads(old: Callable[..., Any]) -> Callable[..., Any]:
+    """Upstream's own padding and masking for graphs drops the attention boundaries: forward never takes that path."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _not_padding(self):
+            return old(self, *args, **kwargs)
+
+    return forward
+
+
+class _No:
+    """Answers the model's question whether to pad, for all its passes that are under way in some thread."""
+
+    passes = 0
+
+    def __call__(self) -> bool:
+        return False
+
+
+@contextmanager
+def _not_padding(model: Any) -> Iterator[None]:
+    with _ONE_THREAD:
+        no = vars(model).setdefault(PADDING_SWITCH, _No())
+        no.passes += 1
+    try:
+        yield
+    finally:
+        with _ONE_THREAD:
+            no.passes -= 1
+            if not no.passes:
+                del vars(model)[PADDING_SWITCH]
+
+
+FORWARD, SPLIT = seam("deepstack_forward"), seam("deepstack_split")
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """The identity; its backward sums the gradient over the ranks of a group, in the gradient's dtype.
+
+    A row's gradient comes from one rank and is zero on all others, so the sum is exact in any dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return features.view_as(features)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def _summing(old: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a model whose configuration has the option split features whose gradients are summed."""
+
+    @functools.wraps(old)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (_wanted(self.config) and self.config.sequence_parallel):
+            return old(self, *args, **kwargs)
+        owner = sys.modules[SPLIT.module]
+        split = _with_sums(getattr(owner, SPLIT.target), self.pg_collection.tp)
+        with overridden(owner, SPLIT.target, split):
+            return old(self, *args, **kwargs)
+
+    return forward
+
+
+def _wanted(config: Any) -> bool:
+    value = getattr(config, ALLREDUCE, None)
+    return not is_unset(value) and parse_flag(ALLREDUCE, value)
+
+
+def _with_sums(split: Callable[..., Any], group: Any) -> Callable[..., Any]:
+    @functools.wraps(split)
+    def split_deepstack_embs(visual_pos_masks: Any, deepstack_visual_embeds: Any, *args: Any, **kwargs: Any) -> Any:
+        if deepstack_visual_embeds is not None:
+            deepstack_visual_embeds = [_SumOfGradients.apply(features, group) for features in deepstack_visual_embeds]
+        return split(visual_pos_masks, deepstack_visual_embeds, *args, **kwargs)
+
+    return split_deepstack_embs
+
+
+def rotary_stand_in(config: Any, seq_length: int, micro_batch_size: int, device: Any) -> torch.Tensor:
+    """Return a tensor of the shape and type that multimodal rotary embedding gives a layer.
+
+    It is a new one on every call: upstream decides which captures may share it.
+    """
+    size = config.kv_channels
+    percent = getattr(config, "rotary_percent", 1.0)
+    if percent < 1.0:
+        size = int(size * percent)
+    shape = (seq_length // config.context_parallel_size, micro_batch_size, 1, size)
+    return torch.zeros(shape, dtype=torch.float32, device=device)
+
+
+def _with_rotary(old: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(old)
+    def get_layer_static_inputs(self: Any, seq_length: int, micro_batch_size: int) -> dict[str, Any]:
+        inputs = old(self, seq_length, micro_batch_size)
+        captures_attention = "attention_mask" in inputs
+        if captures_attention and getattr(self.config, "position_embedding_type", None) == "mrope":
+            device = inputs["hidden_states"].device
+            inputs["rotary_pos_emb"] = rotary_stand_in(self.config, seq_length, micro_batch_size, device)
+        return inputs
+
+    return get_layer_static_inputs
+
+
+def _at_fixed_length(old: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    @functools.wraps(old)
+    def get_batch(data_iterator: Any, cfg: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        batch = old(data_iterator, cfg, *args, **kwargs)
+        replays = replays_one_length(cfg.model) and not packed_options(cfg.model).enabled
+        return padded(batch, cfg.model.seq_length) if replays else batch
+
+    return get_batch
+
+
+def replays_one_length(model: Any) -> bool:
+    """Whether a model's configuration, in any release's words, asks for graphs that replay one sequence length."""
+    impl = getattr(model, "cuda_graph_impl", "none")
+    if impl != "local":
+        return impl in ("transformer_engine", "full_iteration")
+    return "full_iteration" in (getattr(scope, "name", scope) for scope in getattr(model, "cuda_graph_scope", ()) or ())
+
+
+def padded(batch: tuple[Any, ...], length: int) -> tuple[Any, ...]:
+    """Return what Bridge's Qwen3-VL step calls a batch with every sequence padded to `length` tokens.
+
+    Raises:
+        OptionError: A sequence is longer.
+    """
+    tokens, labels, loss_mask, attention_mask, position_ids, *rest = batch
+    longest = length if tokens is None else tokens.shape[1]  # stages between the first and the last may get nothing
+    if longest == length:
+        return batch
+    if longest > length:
+        raise OptionError(
+            "model.seq_length",
+            length,
+            f"at least {longest}, the tokens of this microbatch, with language-model graphs",
+            "Raise it or shorten the samples.",
+        )
+    step = sys.modules[STEP]
+    flat = functools.partial(step.pad_or_truncate_2d_to_len, target_len=length, max_cap=length)
+    longer = flat(tokens, pad_value=0)
+    host = None if tokens is None else TOKENS.known(tokens)
+    if host is not None:
+        TOKENS.remember(longer, flat(host, pad_value=0))
+    return (
+        longer,
+        flat(labels, pad_value=-100),
+        flat(loss_mask, pad_value=0),
+        step.pad_or_truncate_attn_to_len(attention_mask, target_len=length, max_cap=length),
+        step.pad_or_truncate_pos_to_len(position_ids, target_len=length, max_cap=length),
+        *rest,
+    )
+
+
+def _with_packed_graphs(old: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(old)
+    def expose(self: Any) -> None:
+        config = getattr(self.language_model, "config", None)
+        if getattr(config, IMPL, None) != "transformer_engine" or not packed_options(config).enabled:
+            return old(self)
+        with overridden(config, "variable_seq_lengths", False):
+            return old(self)
+
+    return expose
+
+
+STAGE, STAGES = "vp_stage", tuple(seam(f"{model.provider}.provide") for model in DROPS_STAGE)
+
+
+def _tells_stage(entry: Seam) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what makes a module's `provide` build the model of the virtual stage that it was asked for."""
+
+    def make(old: Callable[..., Any]) -> Callable[..., Any]:
+        argument = arguments_of(entry, old)
+
+        @functools.wraps(old)
+        def provide(*args: Any, **kwargs: Any) -> Any:
+            stage = argument(STAGE, args, kwargs)
+            if stage is None:
+                return old(*args, **kwargs)
+            owner = sys.modules[entry.module]
+            model = getattr(owner, MODEL_OF_PROVIDER)
+            with overridden(owner, MODEL_OF_PROVIDER, functools.partial(model, **{STAGE: stage})):
+                return old(*args, **kwargs)
+
+        return provide
+
+    return make
+
+
+def _drops_stage(old: Callable[..., Any]) -> bool:
+    """Whether a `provide` passes its stage to nothing: no call in it has a keyword of that name."""
+    code = getattr(old, "__code__", None)
+    return isinstance(code, CodeType) and not any(isinstance(c, tuple) and STAGE in c for c in code.co_consts)
+
+
+PATCHES = (
+    Patch(seam("vision_padding"), _never_pads),
+    Patch(FORWARD, _summing),
+    Patch(seam("language_model_rotary"), _with_rotary),
+    Patch(seam("language_model_length"), _at_fixed_length),
+    Patch(seam("variable_lengths"), _with_packed_graphs),
+    *(Patch(entry, _tells_stage(entry), needed=_drops_stage) for entry in STAGES),
+)
