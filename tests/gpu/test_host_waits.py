@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bridge_cg_plugin.upstream.hooks.loss_checks import StepChecks
+from bridge_cg_plugin.upstream.hooks.train_loop import StepChecks
 
 from .trainings import Training
 from .waiting_training import BEFORE

@@ -17,7 +17,7 @@ from megatron.bridge.training.pretrain import pretrain
 import bridge_cg_plugin
 from bridge_cg_plugin.cli.runs.recorder import graph_statistics
 from bridge_cg_plugin.options import graph_options
-from bridge_cg_plugin.upstream.hooks import loss_checks
+from bridge_cg_plugin.upstream.hooks import train_loop
 from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
 from bridge_cg_plugin.upstream.hooks.recipes import helper_as_shipped
 from examples.photographs import training as photographs
@@ -63,17 +63,17 @@ class Waits(Callback):
             warnings.simplefilter("always")
             warnings.showwarning = self._note
             torch.cuda.set_sync_debug_mode("warn")
-            loss_checks.StepChecks.settle = self._counting(loss_checks.StepChecks.settle)
+            train_loop.StepChecks.settle = self._counting(train_loop.StepChecks.settle)
         self._left -= 1
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Stop."""
         torch.cuda.set_sync_debug_mode("default")
 
-    def _counting(self, settle: Callable[[loss_checks.StepChecks], None]) -> Callable[[loss_checks.StepChecks], None]:
+    def _counting(self, settle: Callable[[train_loop.StepChecks], None]) -> Callable[[train_loop.StepChecks], None]:
         """Count waits for a step's verdicts, which are for an event: PyTorch does not warn of them."""
 
-        def counted(checks: loss_checks.StepChecks) -> None:
+        def counted(checks: train_loop.StepChecks) -> None:
             self.others["loss_checks.settle"] += 1
             settle(checks)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bridge_cg_plugin.offload.registry import Registry, registering
-from bridge_cg_plugin.upstream.kernels import saved_tensors as activations
-from bridge_cg_plugin.upstream.kernels.saved_tensors import known_activations
+from bridge_cg_plugin.upstream.kernels import recompute as activations
+from bridge_cg_plugin.upstream.kernels.recompute import known_activations
 from tests.unit.towers import draw, new_tower
 
 SOURCE = importlib.import_module(activations.TE_LAYERNORM_LINEAR)

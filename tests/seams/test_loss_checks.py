@@ -10,7 +10,7 @@ from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks import loss_checks
+from bridge_cg_plugin.upstream.hooks import train_loop
 from tests.unit.waits import HostWait, no_host_waits
 
 CHECKS = {torch.isnan: "found NaN in {}", torch.isinf: "found Inf in {}"}
@@ -18,7 +18,7 @@ CHECKS = {torch.isnan: "found NaN in {}", torch.isinf: "found Inf in {}"}
 
 @pytest.fixture
 def on_graphs(active, monkeypatch):
-    monkeypatch.setattr(loss_checks, "any_on_graphs", lambda: True)
+    monkeypatch.setattr(train_loop, "any_on_graphs", lambda: True)
     # Upstream names the device in its error.
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
@@ -76,7 +76,7 @@ def test_the_error_is_upstreams_of_the_first_rejected_value(numbers):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         expected = upstreams(numbers)
-        patch.setattr(loss_checks, "any_on_graphs", lambda: True)
+        patch.setattr(train_loop, "any_on_graphs", lambda: True)
         assert step(new_machine(), numbers) == expected
     assert (expected is None) == all(number == 1.0 for number in numbers)
 
@@ -116,4 +116,4 @@ def test_where_steps_may_be_run_again_upstream_decides(on_graphs, monkeypatch):
     machine = RerunStateMachine(mode=RerunMode.VALIDATE_RESULTS)
     monkeypatch.setattr(machine, "_save_state", lambda: None)
     assert machine.should_run_forward_backward(None)
-    assert machine not in loss_checks._pending
+    assert machine not in train_loop._pending

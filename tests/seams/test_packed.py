@@ -14,7 +14,7 @@ from bridge_cg_plugin.upstream.hooks.batches import PACK_OFFSETS
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.hooks.helpers import PackedCudaGraphHelper, find_decoders
 from bridge_cg_plugin.upstream.seams.registry.bridge import TRAIN
-from bridge_cg_plugin.upstream.seams.registry.language_model import GPT_STEP
+from bridge_cg_plugin.upstream.seams.registry.engine import GPT_STEP
 
 from ..unit.packs import graphs_on, new_model, pack
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as upstream
 
-from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import Chunking, chunk_frames, token_places, window_ends
+from bridge_cg_plugin.upstream.encoders.qwen3_omni import Chunking, chunk_frames, token_places, window_ends
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
 from bridge_cg_plugin.vision.batch import BatchError
 

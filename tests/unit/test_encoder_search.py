@@ -4,8 +4,7 @@ from torch import nn
 
 from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
 from bridge_cg_plugin.upstream.encoders.pixtral import PIXTRAL
-from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI
-from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import QWEN3_OMNI_AUDIO
+from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI, QWEN3_OMNI_AUDIO
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_OMNI, QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.kernels.saved_tensors import _scopes
+from bridge_cg_plugin.upstream.kernels.recompute import _scopes
 from bridge_cg_plugin.vision.batch import BatchError
 
 from .hugging_face_towers import (

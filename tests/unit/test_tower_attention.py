@@ -12,8 +12,7 @@ from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.encoders.direct_attention import segment_attention_refusal
 from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
 from bridge_cg_plugin.upstream.encoders.pixtral import PIXTRAL
-from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI
-from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import QWEN3_OMNI_AUDIO
+from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI, QWEN3_OMNI_AUDIO
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_OMNI, QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
 from bridge_cg_plugin.vision.encoder import RecordedKernels

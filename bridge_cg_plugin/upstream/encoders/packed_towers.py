@@ -26,7 +26,7 @@ from ...vision.grid_encoder import GridEncoder
 from ...vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention, taken_apart
 from ...vision.layout import TokenPositions, segment_offsets
 from ..kernels.layers import kernels_available
-from ..kernels.saved_tensors import known_activations
+from ..kernels.recompute import known_activations
 from ..seams.own_code import as_shipped
 from ..wrappers import forwards_replaced
 from .direct_attention import Located, flash_attention_refusal, segment_attention_refusal

@@ -1,17 +1,46 @@
-"""Qwen3-Omni's vision encoder, Hugging Face's module, as a region: Qwen3-VL's encoder in layers of Hugging Face."""
+"""Qwen3-Omni's encoders, Hugging Face's modules, as regions: images in Qwen3-VL's way, and clips of any length.
 
-from collections.abc import Sequence
-from typing import Any
+The audio encoder cuts every clip into chunks of equal length, of which the clip's last may be shorter, and convolves
+each alone: three convolutions of stride 2 leave an eighth of its frames, rounded up, as tokens. Attention sees windows
+of so many chunks of one clip. All chunks of a clip but its last are full: every place is a closed form of the lengths.
+`lengths` are `[clips]` int64 in frames, unused ones zero and behind the others.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
+from ...graphs.fallback import Fallback
 from ...graphs.planning.buckets import Bucket
-from ...graphs.program import Buffers
-from ...vision.batch import EncoderBatch
-from ...vision.guard import images, poisoned
-from ...vision.layout import TokenPositions, position_interpolation, token_positions
-from .packed_towers import TowerEncoder, frame_segments, held_as, joint_attention, rotation_at, tower_family
+from ...graphs.program import Buffers, TensorSpec
+from ...graphs.rows import write_rows
+from ...graphs.workload import Call
+from ...upstream_types import UpstreamModule
+from ...vision.batch import GRID_DTYPES, EncoderBatch, HostGrids, check_device
+from ...vision.encoder import Encoder, EncoderFamily, RecordingKernels, encoder_call
+from ...vision.fit import Shape
+from ...vision.guard import guarded_shape, images, poisoned, write_guarded
+from ...vision.kernels.packed_attention import PackedSegments, packed_attention
+from ...vision.layout import TokenPositions, offsets_of, owners, permuted, position_interpolation, token_positions
+from ..kernels.recompute import known_activations
+from .packed_towers import (
+    TowerEncoder,
+    attending,
+    frame_segments,
+    held_as,
+    joint_attention,
+    refuse_checkpointing,
+    refuse_precision,
+    result,
+    returns_an_object,
+    rotation_at,
+    tower_family,
+)
 
 
 class Qwen3OmniEncoder(TowerEncoder):
@@ -65,4 +94,308 @@ QWEN3_OMNI = tower_family(
     name="Qwen3-Omni",
     find=held_as("visual", "Qwen3OmniMoeVisionEncoder"),
     encoder=Qwen3OmniEncoder,
+)
+
+
+STRIDE = 8  # of the convolutions together
+# Capacities are multiples of a chunk's size and of 64: with 13 tokens a chunk, of 64 chunks; with 16, of 4.
+ROUND = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """How an encoder cuts clips.
+
+    Attributes:
+        frames: Frames of a full chunk.
+        window: Chunks that attend to each other.
+    """
+
+    frames: int
+    window: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a full chunk."""
+        return convolved(self.frames)
+
+    @property
+    def room(self) -> int:
+        """What a chunk counts in sizes: tokens of a full one, rounded up so that few chunks make a round capacity."""
+        return -(-self.tokens // ROUND) * ROUND
+
+    def chunks(self, length: int) -> int:
+        """Return the chunks of a clip of so many frames."""
+        return -(-length // self.frames)
+
+    def clip_tokens(self, length: int) -> int:
+        """Return the tokens of a clip of so many frames."""
+        full, rest = divmod(length, self.frames)
+        return full * self.tokens + convolved(rest)
+
+    def most_windows(self, chunks: int, clips: int) -> int:
+        """Return how many windows so many clips of so many chunks together can have.
+
+        A clip of n chunks has ceil(n / window), at most (n + window - 1) / window.
+        """
+        return min((chunks + (self.window - 1) * clips) // self.window, chunks)
+
+
+def convolved(frames: int) -> int:
+    """Return the tokens that convolutions leave of so many frames."""
+    return (frames + STRIDE - 1) // STRIDE
+
+
+class TokenPlaces(NamedTuple):
+    """Where tokens of a padded batch lie: those that convolutions return for whole chunks, and those that attend.
+
+    Attributes:
+        order: `[chunks * tokens]` int64, for every attending token its place among the convolutions'; padding behind.
+        place: The inverse.
+    """
+
+    order: Tensor
+    place: Tensor
+
+
+def chunk_frames(lengths: Tensor, chunks: int, chunking: Chunking) -> tuple[Tensor, Tensor]:
+    """Return which frame of the batch stands at each place of its chunks.
+
+    Args:
+        lengths: As above.
+        chunks: Capacity.
+        chunking: How clips are cut.
+
+    Returns:
+        `[chunks, frames]` int64 numbers of frames, and `[chunks, frames]` bool whether there is one; zero where not.
+    """
+    clip, inside, exists = owners(_counts(lengths, chunking), chunks)
+    frame = inside[:, None] * chunking.frames + torch.arange(chunking.frames, device=lengths.device)
+    valid = exists[:, None] & (frame < lengths[clip][:, None])
+    start = (lengths.cumsum(0) - lengths)[clip]
+    return torch.where(valid, start[:, None] + frame, 0), valid
+
+
+def token_places(lengths: Tensor, chunks: int, chunking: Chunking) -> TokenPlaces:
+    """Return where the tokens of a batch padded to so many chunks lie; see `TokenPlaces`."""
+    clip, inside, exists = owners(_counts(lengths, chunking), chunks)
+    tokens = _tokens(lengths, chunking)
+    ends = tokens.cumsum(0)
+    start = inside * chunking.tokens
+    # Of each chunk: tokens before it in the batch, and its own.
+    before = torch.where(exists, (ends - tokens)[clip] + start, ends[-1])
+    own = torch.where(exists, (tokens[clip] - start).clamp(max=chunking.tokens), 0)
+    here = torch.arange(chunking.tokens, device=lengths.device)
+    number = torch.arange(chunks, device=lengths.device)[:, None] * chunking.tokens + here
+    attends = here < own[:, None]
+    # What does not attend keeps its order behind what does.
+    skipped = number - before[:, None] - torch.minimum(here, own[:, None])
+    place = torch.where(attends, before[:, None] + here, ends[-1] + skipped).view(-1)
+    return TokenPlaces(torch.empty_like(place).scatter_(0, place, number.reshape(-1)), place)
+
+
+def window_ends(lengths: Tensor, windows: int, chunking: Chunking) -> Tensor:
+    """Return `cu_seqlens` of windows in tokens, `[windows + 1]` int32, with windows of no length after the last.
+
+    Args:
+        lengths: As above.
+        windows: How many there are at most; see `Chunking.most_windows`.
+        chunking: How clips are cut.
+    """
+    counts = -(-_counts(lengths, chunking) // chunking.window)
+    clip, inside, exists = owners(counts, windows)
+    full = chunking.window * chunking.tokens
+    left = _tokens(lengths, chunking)[clip] - inside * full
+    return offsets_of(torch.where(exists, left.clamp(max=full), 0))
+
+
+def _counts(lengths: Tensor, chunking: Chunking) -> Tensor:
+    return (lengths + chunking.frames - 1) // chunking.frames
+
+
+def _tokens(lengths: Tensor, chunking: Chunking) -> Tensor:
+    rest = (lengths % chunking.frames + STRIDE - 1) // STRIDE
+    return lengths // chunking.frames * chunking.tokens + rest
+
+
+# Upstream counts tokens by chunks of so many frames, whatever the configuration.
+CHUNK_FRAMES = 100
+EXAMPLE = (1, 1, CHUNK_FRAMES)  # a clip
+# Clips of the cheaper recordings: fewer windows, so less for attention's kernels to look at.
+FEW_CLIPS = 8
+_held = held_as("audio_model", "Qwen3OmniMoeAudioEncoder")
+
+
+class Qwen3OmniAudioEncoder(Encoder):
+    """Everything from features to embeddings of `Qwen3OmniMoeAudioEncoder`. Buckets have one limit: clips.
+
+    A batch's pixels are features `[mel, frames]` of all clips, one after another, and its sizes are lengths `[clips]`.
+    A bucket's tokens are room for chunks (`Chunking.room`), not rows of the layers, which have those of full chunks.
+
+    Raises:
+        OptionError: The model checkpoints its layers, or computes in a type that packed attention does not take.
+    """
+
+    name = "audio_encoder"
+    unit_of = "one chunk of audio"
+
+    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
+        super().__init__(model, exact_below, kernels)
+        refuse_checkpointing(model)
+        refuse_precision(model.conv2d1.weight, "Qwen3-Omni's audio")
+        self._chunking = chunking_of(model)
+        self.unit = self._chunking.room
+
+    def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
+        """See `RegionProgram`."""
+        model = self.model
+        frames = self._chunks(bucket) * self._chunking.frames
+        return {
+            "features": TensorSpec((frames, model.num_mel_bins), model.conv2d1.weight.dtype),
+            "lengths": TensorSpec(guarded_shape(bucket.limits[0]), torch.int64),
+        }
+
+    def refuse(self, batch: EncoderBatch, bucket: Bucket) -> Fallback | None:
+        """See `RegionProgram`."""
+        return Fallback.TOO_MANY_FRAMES if batch.shape.frames > bucket.limits[0] else None
+
+    def load(self, buffers: Buffers, batch: EncoderBatch) -> None:
+        """See `RegionProgram`."""
+        assert batch.sizes is not None
+        write_rows(buffers["features"], batch.pixels.T)
+        write_guarded(buffers["lengths"], functional.pad(batch.sizes[:, None], (2, 0), value=1), batch.rows)
+
+    def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
+        """See `RegionProgram`."""
+        super().load_example(buffers, bucket)
+        write_guarded(buffers["lengths"], torch.tensor([EXAMPLE]), (EXAMPLE,))
+
+    def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
+        """See `RegionProgram`. Output: embeddings `[tokens, width]`."""
+        model, chunking, chunks = self.model, self._chunking, self._chunks(bucket)
+        lengths = images(buffers["lengths"])[:, 2]
+        frame, exists = chunk_frames(lengths, chunks, chunking)
+        convolved = self._convolved(torch.where(exists[..., None], buffers["features"][frame], 0))
+        positions = model.positional_embedding.positional_embedding[: chunking.tokens].to(convolved.dtype)
+        hidden = (convolved + poisoned(positions, buffers["lengths"])).flatten(0, 1)
+        places = token_places(lengths, chunks, chunking)
+        hidden = permuted(hidden, places.order, places.place)
+        windows = self._windows(lengths, bucket)
+        for layer in model.layers:
+            hidden = layer(hidden, windows)[0]
+        return (model.proj2(model.act(model.proj1(model.ln_post(hidden)))),)
+
+    def _convolved(self, features: Tensor) -> Tensor:
+        """Return tokens `[chunks, tokens, width]` of features `[chunks, frames, mel]`."""
+        model, parts = self.model, []
+        for part in features.transpose(1, 2)[:, None].split(model.conv_chunksize):
+            for convolution in (model.conv2d1, model.conv2d2, model.conv2d3):
+                part = functional.gelu(convolution(part))
+            parts.append(part)
+        joined = torch.cat(parts)  # [chunks, channels, mel, tokens]
+        tokens: Tensor = model.conv_out(joined.permute(0, 3, 1, 2).flatten(2))
+        return tokens
+
+    def _windows(self, lengths: Tensor, bucket: Bucket) -> PackedSegments:
+        """Return where windows lie."""
+        chunking, chunks = self._chunking, self._chunks(bucket)
+        windows = chunking.most_windows(chunks, bucket.limits[0])
+        return PackedSegments(window_ends(lengths, windows, chunking), min(chunking.window, chunks) * chunking.tokens)
+
+    def _chunks(self, bucket: Bucket) -> int:
+        return bucket.tokens // self._chunking.room
+
+    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
+        """See `RegionProgram`."""
+        return (sum(self._chunking.clip_tokens(length) for _, _, length in batch.rows),)
+
+    def read(self, grids: HostGrids, input_features: Tensor, feature_lens: Tensor, **others: Any) -> Call:
+        """See `Encoder`."""
+        check_device(input_features, self.model.conv2d1.weight.device)
+        misfit = _misfit(input_features, feature_lens, self.model.num_mel_bins)
+        lengths = () if misfit is not None else grids.values(feature_lens)
+        rows = tuple((1, 1, length) for length in lengths)
+        batch = EncoderBatch(input_features, rows, self._shape(lengths), feature_lens)
+        return encoder_call(batch, returns_an_object(self.model, others), misfit or _lengths_misfit(batch))
+
+    def _shape(self, lengths: Sequence[int]) -> Shape:
+        """Return room for all tokens, clips and room for the longest."""
+        room = [self._chunking.chunks(length) * self.unit for length in lengths]
+        return Shape(sum(room), len(room), max(room, default=0))
+
+    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
+        """See `Encoder`."""
+        return forward(batch.pixels, feature_lens=batch.sizes)
+
+    def outputs(self, returned: Any) -> tuple[Tensor, ...]:
+        """See `Encoder`."""
+        return (returned.last_hidden_state,)
+
+    def returned(self, outputs: Sequence[Tensor]) -> Any:
+        """See `Encoder`."""
+        return result(last_hidden_state=outputs[0])
+
+    def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
+        """See `Encoder`: few clips and many; each has a chunk at least."""
+        most = min(frames, capacity // self.unit)
+        return [(clips,) for clips in sorted({min(FEW_CLIPS, most), most})]
+
+
+def chunking_of(model: UpstreamModule) -> Chunking:
+    """Return how an encoder cuts clips."""
+    return Chunking(CHUNK_FRAMES, model.n_window_infer // CHUNK_FRAMES)
+
+
+def find(holder: nn.Module) -> nn.Module | None:
+    """Return the encoder that a module holds or is; None also where upstream's count of its tokens is wrong."""
+    found = _held(holder)
+    model: UpstreamModule = found
+    if found is None or 2 * model.n_window != CHUNK_FRAMES or model.n_window_infer < CHUNK_FRAMES:
+        return None
+    return found
+
+
+def _misfit(features: Tensor, lengths: Any, mel: int) -> str | None:
+    """Return how features or lengths differ from what a graph takes, None where they do not."""
+    if features.dim() != 2 or features.shape[0] != mel:
+        return f"input_features has shape {tuple(features.shape)}, the encoder takes ({mel}, frames)"
+    if not isinstance(lengths, Tensor) or lengths.dim() != 1 or lengths.dtype not in GRID_DTYPES:
+        found = f"{lengths.dtype} {tuple(lengths.shape)}" if isinstance(lengths, Tensor) else type(lengths).__name__
+        return f"feature_lens is {found}, the encoder takes an int32 or int64 tensor (clips,)"
+    if lengths.device != features.device:
+        return f"feature_lens is on {lengths.device}, input_features on {features.device}"
+    return None
+
+
+def _lengths_misfit(batch: EncoderBatch) -> str | None:
+    """Return what is wrong with the lengths of a microbatch, None where nothing is."""
+    lengths, frames = [length for _, _, length in batch.rows], batch.pixels.shape[1]
+    if min(lengths, default=0) < 1:
+        return f"feature_lens={lengths}: there must be a clip, and each must have a frame"
+    if sum(lengths) != frames:
+        return f"input_features has {frames} frames, feature_lens describes {sum(lengths)}: they belong to other clips"
+    if max(lengths) < CHUNK_FRAMES:
+        # Upstream pads chunks to the longest of the batch, and its convolutions see what they are padded to.
+        return f"no clip has the {CHUNK_FRAMES} frames of a chunk"
+    return None
+
+
+def _attention(attention: UpstreamModule, hidden_states: Tensor, cu_seqlens: PackedSegments, **others: Any) -> Tensor:
+    tokens = hidden_states.shape[0]
+    query, key, value = (
+        project(hidden_states).view(tokens, attention.num_heads, -1)
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    context = packed_attention(query, key, value, cu_seqlens, attention.scaling)
+    projected: Tensor = attention.out_proj(context.reshape(tokens, -1))
+    return projected
+
+
+QWEN3_OMNI_AUDIO = EncoderFamily(
+    name="Qwen3-Omni's audio",
+    find=find,
+    encoder=Qwen3OmniAudioEncoder,
+    kernels=attending("Qwen3OmniMoeAudioAttention", _attention),
+    known_activations=known_activations,
+    encodes="audio",
 )

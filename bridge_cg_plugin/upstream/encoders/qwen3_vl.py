@@ -20,8 +20,7 @@ from ...vision.grid_encoder import GridEncoder, embedded, interpolate
 from ...vision.guard import images, poisoned
 from ...vision.layout import TokenPositions, rotary_angles, segment_offsets, token_positions
 from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, fused_rotary, kernels_available
-from ..kernels.recompute import recomputing, usable_random_states
-from ..kernels.saved_tensors import known_activations
+from ..kernels.recompute import known_activations, recomputing, usable_random_states
 from ..kernels.transformer_engine import (
     accumulate_from_now_on,
     forget_attention_selection,

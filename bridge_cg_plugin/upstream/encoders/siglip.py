@@ -14,7 +14,7 @@ from ...graphs.workload import Call
 from ...upstream_types import UpstreamModule
 from ...vision.batch import BatchError, EncoderBatch, HostGrids, check_device, equal_images
 from ...vision.encoder import Encoder, EncoderFamily, RecordingKernels, encoder_call
-from ..kernels.saved_tensors import known_activations
+from ..kernels.recompute import known_activations
 from .packed_towers import held_as, refuse_checkpointing, result, returns_an_object
 
 

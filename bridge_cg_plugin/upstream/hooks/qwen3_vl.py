@@ -32,7 +32,7 @@ from ...options.normalization import ALLREDUCE
 from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
 from ..seams.registry.bridge import DROPS_STAGE, MODEL_OF_PROVIDER
-from ..seams.registry.language_model import STEP
+from ..seams.registry.engine import STEP
 from ..seams.seam import Seam
 from ..wrappers import overridden
 from .batches import TOKENS

@@ -20,8 +20,7 @@ _QWEN3_VL_STEP = f"{QWEN_VL}.qwen3_vl_step"
 # Module of this package -> upstream's modules that it patches when they are imported, in the order in which those of
 # one module are applied.
 PATCHING: dict[str, tuple[str, ...]] = {
-    "hooks.train_loop": (f"{_TRAINING}.train",),
-    "hooks.loss_checks": (f"{_CORE}.rerun_state_machine",),
+    "hooks.train_loop": (f"{_TRAINING}.train", f"{_CORE}.rerun_state_machine"),
     "hooks.any_loop": (f"{_CORE}.pipeline_parallel.schedules",),
     "hooks.helpers": (f"{_TRAINING}.train", f"{_CORE}.full_cuda_graph"),
     "hooks.training_config": (f"{_TRAINING}.config",),

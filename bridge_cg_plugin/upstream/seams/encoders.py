@@ -130,7 +130,7 @@ QWEN3_OMNI = _encoder(
     config_field="thinker_config",
     steps=(VLM_STEP, f"{QWEN_OMNI}.qwen3_omni_step"),
 )
-QWEN3_OMNI_AUDIO = QWEN3_OMNI._replace(region="qwen3_omni_audio:QWEN3_OMNI_AUDIO", encodes="audio")
+QWEN3_OMNI_AUDIO = QWEN3_OMNI._replace(region="qwen3_omni:QWEN3_OMNI_AUDIO", encodes="audio")
 # Those of images first.
 DECLARED = (
     *(GEMMA3_VL, GLM45V, MINISTRAL3, NEMOTRON_OMNI, NEMOTRON_VL, QWEN25_OMNI, QWEN25_VL, QWEN3_OMNI),

@@ -32,7 +32,7 @@ def build_qwen3_omni_audio(layers: int) -> nn.Module:
 
 def audio_batch(model: nn.Module, lengths: Sequence[int], seed: int) -> Batch:
     """Make random clips of so many frames; the lengths are announced to the plugin, which else reads them."""
-    from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import chunking_of
+    from bridge_cg_plugin.upstream.encoders.qwen3_omni import chunking_of
     from bridge_cg_plugin.upstream.hooks.batches import GRIDS
 
     config: Any = model.config
@@ -49,7 +49,7 @@ def audio_batch(model: nn.Module, lengths: Sequence[int], seed: int) -> Batch:
 
 def room_of(model: nn.Module) -> int:
     """Return what a chunk counts."""
-    from bridge_cg_plugin.upstream.encoders.qwen3_omni_audio import chunking_of
+    from bridge_cg_plugin.upstream.encoders.qwen3_omni import chunking_of
 
     return chunking_of(model).room
 

@@ -4,9 +4,9 @@ Data only, without torch. Someone who ports to a new release starts here: docs/r
 """
 
 from ..seam import Seam
-from . import bridge, encoders, engine, language_model
+from . import bridge, encoders, engine
 
-SEAMS: tuple[Seam, ...] = (*(*bridge.SEAMS, *encoders.SEAMS, *language_model.SEAMS, *engine.SEAMS),)
+SEAMS: tuple[Seam, ...] = (*(*bridge.SEAMS, *encoders.SEAMS, *engine.SEAMS),)
 _BY_NAME = {seam.name: seam for seam in SEAMS}
 
 

@@ -1,8 +1,10 @@
-"""Seams of megatron-core and Transformer Engine: layers, data parallelism, packed attention."""
+"""Seams of megatron-core and Transformer Engine: layers, packs, data parallelism; and of language models in them."""
 
-from ..encoders import NEMOTRON_OMNI, NEMOTRON_VL
-from ..seam import GRAPHS, called, read, replayed, seams_of, swapped
+from ..encoders import NEMOTRON_OMNI, NEMOTRON_VL, QWEN3_VL
+from ..seam import GRAPHS, called, patched, read, replayed, seams_of, swapped
 from ..seam import Feature as F
+from .bridge import BLOCK as QWEN_BLOCKS
+from .bridge import MODEL, MODELLING, QWEN3_VL_STEP, TRAIN
 
 CORE = "megatron.core"
 TRANSFORMER_LAYER = f"{CORE}.transformer.transformer_layer:TransformerLayer"
@@ -206,7 +208,322 @@ _UNPACKED = seams_of(
         takes="max_seqlen_q max_seqlen_kv cu_seqlens_q cu_seqlens_kv attn_mask_type",
     ),
 )
+GPT_STEP = "megatron.bridge.training.gpt_step"
+BLOCK = f"{CORE}.transformer.transformer_block:TransformerBlock"
+QWEN_BLOCK = f"{QWEN_BLOCKS}:Qwen3VLTransformerBlock"
+MOE = f"{CORE}.transformer.moe"
+ROUTER, EXPERTS = f"{MOE}.router", f"{MOE}.experts"
+ROPE = f"{CORE}.models.common.embeddings.rope_utils"
+STACK = f"{CORE}.models.hybrid.hybrid_block:HybridStack"
+MAMBA = f"{CORE}.ssm"
+TE_STORAGE = f"{TE}.tensor.storage"
+STEP = QWEN3_VL_STEP
+FULL_GRAPH = f"{CORE}.full_cuda_graph:FullCudaGraphWrapper"
+LANGUAGE_MODEL = f"{MODELLING}.text_model:Qwen3VLGPTModel"
+RANDOM = f"{CORE}.tensor_parallel.random"
+
+_BETWEEN = seams_of(
+    F.BETWEEN,
+    step_padding=patched(
+        f"{STEP}:_pad_and_pack_qwen3_vl_step(tokens)",
+        "tokens are padded on the host as well, and a pack's offsets and longest sequence computed there",
+        since="0.6.2",
+    ),
+    batch_of_model=read(
+        f"{MODEL}:Qwen3VLModel.forward",
+        "the batch whose tokens, mask, grids and offsets are read before the encoder is launched",
+        takes="self input_ids attention_mask packed_seq_params image_grid_thw video_grid_thw",
+    ),
+    image_tokens=patched(
+        f"{MODEL}:reorganize_inputs(input_ids, image_grid_thw, video_grid_thw, image_input_mask, video_input_mask)",
+        "image features are put into their places, and deepstack's added, by indices that the host computed",
+    ),
+    deepstack_parts=patched(
+        f"{MODEL}:split_deepstack_embs(visual_pos_masks, deepstack_visual_embeds)",
+        "the host counts the image features of each rank where it knows their places",
+    ),
+    packed_rows=patched(
+        f"{MODEL}:preprocess_packed_seqs(input_ids, attention_mask, pre_process, pg_collection)",
+        "samples are packed by what the host knows of their padding",
+        "align_size = tp_size * cp_size * 2 if cp_size > 1 else tp_size",
+        "input_ids_rmpad = torch.zeros(shape, dtype=input_ids.dtype, device=input_ids.device)",
+        "input_ids_rmpad[start_idx:start_idx + seqlen] = input_ids[i, attention_mask[i]]",
+    ),
+    positions=patched(
+        f"{MODEL}:get_rope_index(input_ids, image_grid_thw, video_grid_thw, attention_mask, packed_seq_params)",
+        "positions of a batch with images are computed on the host",
+    ),
+    step_packing=read(
+        f"{STEP}:forward_step",
+        "what the step packs keeps every token, padding included",
+        *("original_tokens = tokens.clone()", "forward_args['input_ids'] = original_tokens"),
+        "attention_mask = torch.ones(original_tokens.shape[0], original_tokens.shape[1], dtype=torch.bool",
+        "forward_args['attention_mask'] = attention_mask",
+    ),
+)
+_ROTARY = seams_of(
+    F.MULTIMODAL_ROTARY,
+    language_model_rotary=patched(
+        f"{TRANSFORMER_LAYER}.get_layer_static_inputs(self, seq_length, micro_batch_size)",
+        "per-layer graphs of a model with multimodal rotary embedding contain it",
+    ),
+)
+_LENGTH = seams_of(
+    (F.LANGUAGE_MODEL, F.FULL_ITERATION),
+    QWEN3_VL,
+    language_model_length=patched(
+        f"{STEP}:get_batch(data_iterator, cfg)", "sequences have the one length that language-model graphs replay"
+    ),
+    **{
+        f"language_model_length.{name}": called(
+            f"{STEP}:{name}_to_len(target_len, max_cap)", "pads one tensor of a batch to that length"
+        )
+        for name in ("pad_or_truncate_2d", "pad_or_truncate_attn", "pad_or_truncate_pos")
+    },
+)
+_FULL_ITERATION = seams_of(
+    F.FULL_ITERATION,
+    full_iteration=patched(
+        f"{FULL_GRAPH}.__call__(self)",
+        "a step of a model that takes images runs eager, its language model on graphs",
+        *("self.forward_backward_func(*args, **kwargs)", "kwargs['forward_only']", "kwargs['num_microbatches']"),
+    ),
+    full_iteration_wrapper=read(
+        f"{FULL_GRAPH}(forward_backward_func, cuda_graph_warmup_steps)[forward_backward_func, cuda_graph_warmup_steps]",
+        "the schedule that the wrapper holds, and its warm-up steps",
+    ),
+    language_model_forward=replayed(
+        f"{LANGUAGE_MODEL}.forward(decoder_input, position_ids, labels, visual_pos_masks, deepstack_visual_embeds)",
+        "a microbatch's language model replays a graph",
+    ),
+    language_model_parts=read(
+        f"{LANGUAGE_MODEL}[decoder, embedding, output_layer, share_embeddings_and_output_weights]",
+        "the modules whose parameters the language model's region owns",
+    ),
+    deepstack_addition=swapped(
+        f"{QWEN_BLOCK}._deepstack_process(hidden_states, visual_pos_masks, visual_embeds)",
+        "features of images are added as dense tensors while work is recorded",
+    ),
+)
+_STATES = seams_of(
+    (F.PACKED, F.FULL_ITERATION, F.VISION_QWEN3_VL),
+    random_states=called(f"{RANDOM}:get_all_rng_states", "a capture knows the generators that dropout draws from"),
+)
+_FORKS = seams_of(
+    (F.PACKED, F.VISION_QWEN3_VL),
+    random_state_forks=swapped(
+        f"{RANDOM}:CudaRNGStatesTracker.fork(name)",
+        "recorded work that draws nothing runs where random states are none that a graph can use",
+    ),
+    random_state_tracker=called(f"{RANDOM}:get_cuda_rng_tracker", "the tracker that a decoder's layers fork"),
+)
+_PACKED = seams_of(
+    F.PACKED,
+    packed_helper=patched(
+        f"{TRAIN}:TECudaGraphHelper(model, config, seq_length, micro_batch_size, optimizers)",
+        "the train loop drives the plugin's graphs of packed sequences where they are asked for",
+        has="create_cudagraphs graphs_created cuda_graph_set_manual_hooks delete_cuda_graphs",
+    ),
+    packed_loop=read(
+        f"{TRAIN}:train",
+        "the loop makes the language model's helper, captures after warm-up and needs no more of it",
+        *("TECudaGraphHelper(", "cuda_graph_helper.graphs_created()", "cuda_graph_helper.create_cudagraphs()"),
+    ),
+    packed_layers=read(
+        f"{CORE}.transformer.module:GraphableMegatronModule._should_call_te_cudagraph",
+        "layers without graphs of megatron-core's own run their forward",
+        "self.cuda_graphs",
+    ),
+    packed_attention=read(f"{CORE_ATTENTION}:SelfAttention", "the attention that was looked at for packed graphs"),
+    packed_rotary=swapped(
+        f"{CORE_ATTENTION}:apply_rotary_pos_emb(t, freqs, config, cu_seqlens, mscale, cp_group)",
+        "tokens are rotated by angles of their own, where upstream reads the offsets on the host",
+    ),
+    packed_rotary_positions=read(
+        f"{ROPE}:_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs)",
+        "which positions upstream gives the tokens of a pack",
+        *("freqs.size(0) == ", "_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs)"),
+    ),
+)
+_OFFSETS = seams_of(
+    (F.PACKED_ATTENTION, F.PACKED_HYBRIDS),
+    host_offsets=patched(
+        f"{GPT_STEP}:get_batch_from_iterator(data_iterator)",
+        "replays know how a batch is packed without waiting for the device",
+    ),
+)
+_DECODER = seams_of(
+    F.PACKED_ATTENTION,
+    packed_decoder=replayed(
+        f"{BLOCK}.forward(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params)",
+        "the layers of a packed microbatch replay a graph",
+    ),
+)
+_BLOCK = seams_of(
+    (F.PACKED_ATTENTION, F.PACKED_QWEN3_VL),
+    packed_block=swapped(
+        f"{BLOCK}[layers, pre_process, input_tensor, config]",
+        "a later pipeline stage takes its input from here, also while it is recorded",
+    ),
+)
+_QWEN3_VL = seams_of(
+    F.PACKED_QWEN3_VL,
+    packed_qwen3_vl_decoder=replayed(
+        f"{QWEN_BLOCK}.forward",
+        "the layers of a packed microbatch of Qwen3-VL's language model replay a graph",
+        "self._deepstack_process(hidden_states, visual_pos_masks, deepstack_visual_embeds[l_no])",
+        takes="hidden_states attention_mask rotary_pos_emb packed_seq_params visual_pos_masks deepstack_visual_embeds",
+    ),
+    packed_deepstack=swapped(
+        f"{QWEN_BLOCK}._deepstack_process(hidden_states, visual_pos_masks, visual_embeds)",
+        "image features are added to every token, zero where there are none, while work is recorded",
+    ),
+    variable_lengths=patched(
+        f"{MODEL}:Qwen3VLModel._expose_language_model_for_cuda_graph_helper(self)",
+        "a model that is told that lengths vary may have packed graphs, which take any length",
+        "self.language_model.config.variable_seq_lengths",
+    ),
+)
+_EXPERTS = seams_of(
+    F.PACKED_EXPERTS,
+    packed_norm=replayed(
+        f"{TRANSFORMER_LAYER}._forward_pre_mlp_layernorm(hidden_states)",
+        "the norm before the experts is part of the router's graph",
+    ),
+    packed_router=replayed(
+        f"{ROUTER}:TopKRouter.forward(input, padding_mask)",
+        "a router that leaves no trace replays a graph",
+        *("self.apply_input_jitter(input)", "self.gating(input)", "self.routing(logits, padding_mask=padding_mask)"),
+    ),
+    packed_gating=replayed(
+        f"{ROUTER}:Router.gating(input)", "of a router with losses or statistics the matrix product replays a graph"
+    ),
+    packed_masked_router=called(
+        f"{ROUTER}:TopKRouter.routing(logits, padding_mask)",
+        "a router's losses count the tokens that are no padding",
+        *("padding_mask.reshape(-1)", "self.apply_z_loss(logits, padding_mask=padding_mask)"),
+    ),
+    packed_expert_bias=swapped(
+        f"{ROUTER}:TopKRouter._apply_expert_bias(routing_map, padding_mask)",
+        "tokens of each expert are counted without padding, while all layers are recorded",
+        "self.local_tokens_per_expert += routing_map.sum(dim=0)",
+    ),
+    packed_router_metrics=called(f"{MOE}.moe_logging:get_moe_metrics_tracker", "passes before a capture log no losses"),
+    packed_route=read(
+        f"{MOE}.moe_layer:MoELayer.route", "the router is called once for what the norm gave", "self.router"
+    ),
+    packed_experts=swapped(
+        f"{MOE}.moe_layer:MoELayer.forward(hidden_states)",
+        "experts get their tokens by counts that stay on the device, while all layers are recorded",
+        *("self.shared_experts_compute(hidden_states)", "self.route(hidden_states, padding_mask)"),
+        "self.postprocess(output, shared_expert_output)",
+    ),
+    packed_grouped_experts=read(
+        f"{EXPERTS}:TEGroupedMLP.forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)",
+        "what experts compute, and where the router's probability is applied",
+        *("self.linear_fc1", "self.linear_fc2", "permuted_probs"),
+    ),
+    packed_sequential_experts=read(
+        f"{EXPERTS}:SequentialMLP.forward", "the same, where every expert is a module", "self.local_experts"
+    ),
+    packed_swiglu=called(
+        f"{CORE}.fusions.fused_bias_swiglu:weighted_bias_swiglu_impl(input, bias, weights, fp8_input_store)",
+        "the function between an expert's linear layers",
+    ),
+    packed_quick_geglu=called(
+        f"{CORE}.fusions.fused_bias_geglu:weighted_bias_quick_geglu_impl",
+        "the same, gated by quick GELU",
+        takes="input bias weights fp8_input_store linear_offset clamp_value",
+    ),
+)
+_FP8 = seams_of(
+    F.PACKED_FP8,
+    packed_fp8_context=called(
+        f"{CORE}.fp8_utils:get_fp8_context(config, layer_no)", "a part of a layer is recorded in the layer's precision"
+    ),
+    packed_fp8_block=read(
+        f"{BLOCK}.forward",
+        "delayed scaling surrounds all layers, other recipes each layer",
+        *("self.config.fp8_recipe == Fp8Recipe.delayed", "get_fp8_context(self.config, layer.layer_number - 1)"),
+    ),
+    packed_fp8_state=swapped(
+        f"{TE}.quantization:FP8GlobalStateManager[is_fp8_enabled, reduce_and_update_fp8_tensors]",
+        "a flag on the device says whether weights changed, and delayed scales are updated after replays",
+    ),
+    **{
+        f"packed_fp8_{module.rpartition('.')[2]}": read(
+            f"{module}:{target}.forward(is_first_microbatch)",
+            "a captured product reads the flag, and writes the quantized weight that eager keeps",
+            (
+                "FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor",
+                "FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()",
+            ),
+        )
+        for module, target in ((TE_LINEAR, "Linear"), (TE_LAYERNORM_LINEAR, "LayerNormLinear"))
+    },
+    packed_fp8_copies=read(
+        f"{TE}.module.base:TransformerEngineBaseModule[_fp8_workspaces, fp8_meta, quantizers]",
+        "where a module keeps its quantized weights and its scales",
+    ),
+    packed_fp8_gathered=read(
+        f"{CORE}.fp8_utils:post_all_gather_processing",
+        "after an optimizer's step data parallelism makes what a backward reads of parameters in fp8",
+        "te_post_all_gather_processing(",
+    ),
+    packed_fp8_transpose=read(
+        f"{TE_STORAGE}.float8_tensor_storage:Float8TensorStorage._create_transpose",
+        "what a backward reads of a parameter in fp8 is made where it was before",
+        "out=self._transpose",
+    ),
+    packed_fp8_columns=read(
+        f"{TE_STORAGE}.float8_blockwise_tensor_storage:Float8BlockwiseQTensorStorage._create_columnwise",
+        "what a backward reads of a parameter in fp8 is made where it was before",
+        "out=self._columnwise_data",
+    ),
+    packed_fp8_microbatches=read(
+        f"{CORE}.transformer.module:MegatronModule.set_is_first_microbatch",
+        "the first microbatch of a step quantizes weights",
+        "m.is_first_microbatch = True",
+    ),
+)
+_PLANNER = seams_of(
+    F.PLANNER,
+    packed_files=called("megatron.bridge.utils.safe_pickle:safe_load_npy", "the planner reads Bridge's packed files"),
+)
+_HYBRIDS = seams_of(
+    F.PACKED_HYBRIDS,
+    hybrid_decoder=replayed(
+        f"{STACK}.forward(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params)",
+        "the layers of a packed microbatch of a hybrid replay a graph",
+    ),
+    hybrid_block=swapped(
+        f"{STACK}[layers, pre_process, input_tensor, pg_collection]",
+        "a later pipeline stage takes its input from here, also while it is recorded",
+    ),
+    mamba_layer=replayed(
+        f"{MAMBA}.mamba_layer:MambaLayer.forward(hidden_states, packed_seq_params)",
+        "a Mamba layer of a packed microbatch replays a graph",
+        "self.mixer(",
+    ),
+    mamba_mixer=read(
+        f"{MAMBA}.mamba_mixer:MambaMixer._ssm_training(zxBCdt, packed_seq_params)",
+        "a state stays in its document by every token's number alone; parameters come from the mixer's helper",
+        "packed_seq_params.seq_idx",
+        *(f"self.cp.get_{name}()" for name in ("A_log", "conv1d_weight", "conv1d_bias", "dt_bias", "D")),
+    ),
+    mamba_parameters=swapped(
+        f"{MAMBA}.mamba_context_parallel:MambaContextParallel[dt_bias_cp1, A_log_cp1, D_cp1]",
+        "the mixer computes with what stands in for its parameters while work is recorded",
+    ),
+    pack_indices=patched(
+        f"{CORE}.packed_seq_params:PackedSeqParams.__post_init__",
+        "where packs are on graphs, a step finds every token's document without waiting for the device",
+        *("self.total_tokens", "self.seq_idx", "repeat_interleave"),
+    ),
+)
 SEAMS = (
+    *(*_BETWEEN, *_ROTARY, *_LENGTH, *_FULL_ITERATION, *_STATES, *_FORKS),
+    *(*_PACKED, *_OFFSETS, *_DECODER, *_BLOCK, *_QWEN3_VL, *_EXPERTS, *_FP8, *_PLANNER, *_HYBRIDS),
     *(*_LAYERS, *_VISION, *_SEGMENTS, *_DATA_PARALLEL, *_MICROBATCHES, *_FAST, *_OFFLOAD, *_HEAD_NORMS, *_EVERY),
     *_UNPACKED,
 )
