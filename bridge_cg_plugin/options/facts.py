@@ -125,22 +125,20 @@ class Facts:
     Attributes:
         settings: Setting -> value.
         model: The config object of the model, if there is one.
-        explicit: Fields and settings that a person wrote.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     model: Any = None
-    explicit: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], model: Any, explicit: frozenset[str]) -> Self:
+    def of(cls, settings: Mapping[str, Any], model: Any) -> Self:
         """Return settings, typed.
 
         Raises:
             OptionError: A setting has no value of its kind.
         """
         typed = {name: None if is_unset(value) else SETTINGS[name](name, value) for name, value in settings.items()}
-        return cls(typed, model, explicit)
+        return cls(typed, model)
 
     def __getitem__(self, setting: str) -> Any:
         return self.settings.get(setting)

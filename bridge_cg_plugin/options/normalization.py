@@ -214,7 +214,7 @@ def _refusal(tried: Written, facts: Facts) -> str | None:
             raise
         return _reason(error)
     try:
-        check_options(options, replace(facts, explicit=tried.explicit))
+        check_options(options, facts)
     except OptionError as error:
         return _reason(error)
     return None

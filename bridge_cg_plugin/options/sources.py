@@ -67,7 +67,7 @@ class Written:
         Raises:
             OptionError: A setting has no value of its kind.
         """
-        return Facts.of(self.settings, self.model, self.explicit)
+        return Facts.of(self.settings, self.model)
 
     def then(self, later: "Written") -> "Written":
         """Return both, the later one winning."""

@@ -327,7 +327,7 @@ def new_helper(
     exact: bool = True,
     **options: Any,
 ) -> Any:
-    """Observe eager passes over packs, capture, and return the model's `DecoderHelper`.
+    """Observe eager passes over packs, capture, and return the model's helper.
 
     Args:
         model: The model.

@@ -70,7 +70,7 @@ class GraphHelper:
         self.graphs.detach()
         self.graphs = None
 
-    def _take(self, graphs: GraphManager, slots: int | Literal["auto"], in_flight: Callable[[], int]) -> None:
+    def take(self, graphs: GraphManager, slots: int | Literal["auto"], in_flight: Callable[[], int]) -> None:
         """Make these graphs this helper's.
 
         Args:

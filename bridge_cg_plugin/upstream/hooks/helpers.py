@@ -113,7 +113,7 @@ class VisionTECudaGraphHelper(GraphHelper):
         if gather is not None:
             graphs.at_detach.callback(TextOnlyMicrobatches(holder, vision_model, gather).remove)
         graphs.at_detach.callback(EarlyReads(holder).remove)
-        self._take(graphs, self.options.slots, partial(microbatches_in_flight, source, num_microbatches))
+        self.take(graphs, self.options.slots, partial(microbatches_in_flight, source, num_microbatches))
 
 
 class TextOnlyMicrobatches:
@@ -207,9 +207,11 @@ class PackedCudaGraphHelper:
         options = options or checked_options(config)
         check_process()
         in_flight = partial(microbatches_in_flight, config, num_microbatches)
-        self.chunks = [
-            DecoderHelper(decoder, options, model, in_flight, executor, releasable) for decoder in find_decoders(model)
-        ]
+        self.chunks: list[GraphHelper] = []
+        for decoder in find_decoders(model):
+            self.chunks.append(GraphHelper())
+            graphs = _decoder_graphs(decoder, options, model, executor, releasable)
+            self.chunks[-1].take(graphs, options.packed.slots, in_flight)
 
     def create_cudagraphs(self) -> None:
         """Capture; on failure a decoder goes on eager unless the options say strict."""
@@ -229,49 +231,31 @@ class PackedCudaGraphHelper:
             chunk.delete_cuda_graphs()
 
 
-class DecoderHelper(GraphHelper):
-    """One decoder's packed-sequence graphs.
-
-    Args:
-        decoder: The decoder.
-        options: What the user asked for.
-        chunks: The training loop's model chunks.
-        in_flight: Counts the microbatches in flight.
-        executor: Makes recordings; None takes CUDA graphs on a GPU.
-        releasable: Whether memory of graphs may leave the device between steps.
-    """
-
-    def __init__(
-        self,
-        decoder: nn.Module,
-        options: GraphOptions,
-        chunks: Sequence[nn.Module],
-        in_flight: Callable[[], int],
-        executor: Executor | None,
-        releasable: bool,
-    ) -> None:
-        release_module(decoder)
-        packed, modules = options.packed, plain(options.language_model.modules)
-        family = TransformerBlockFamily(decoder)
-        family.parts(modules)  # what cannot be recorded is refused before a step is trained
-        experts = None if family.exchange is None else expert_group(decoder)
-        consensus = consensus_of(shared_group(decoder, experts))
-        graphs = graphs_over(
-            chunks,
-            decoder,
-            PackedWorkload(packed, modules, family, PACK_OFFSETS, _shape_exchange(decoder, experts)),
-            executor
-            or default_executor(
-                random_states,
-                without_exchanges(decoder, experts),
-                shared=experts is not None or bool(sharing_groups(decoder)),
-                releasable=releasable,
-                replays_aside=packed.offloads,
-            ),
-            consensus=consensus,
-            bucket_consensus=consensus,
-        )
-        self._take(graphs, packed.slots, in_flight)
+def _decoder_graphs(
+    decoder: nn.Module, options: GraphOptions, chunks: Sequence[nn.Module], executor: Executor | None, releasable: bool
+) -> GraphManager:
+    """Return packed-sequence graphs of one decoder; arguments as for `PackedCudaGraphHelper`."""
+    release_module(decoder)
+    packed, modules = options.packed, plain(options.language_model.modules)
+    family = TransformerBlockFamily(decoder)
+    family.parts(modules)  # what cannot be recorded is refused before a step is trained
+    experts = None if family.exchange is None else expert_group(decoder)
+    consensus = consensus_of(shared_group(decoder, experts))
+    return graphs_over(
+        chunks,
+        decoder,
+        PackedWorkload(packed, modules, family, PACK_OFFSETS, _shape_exchange(decoder, experts)),
+        executor
+        or default_executor(
+            random_states,
+            without_exchanges(decoder, experts),
+            shared=experts is not None or bool(sharing_groups(decoder)),
+            releasable=releasable,
+            replays_aside=packed.offloads,
+        ),
+        consensus=consensus,
+        bucket_consensus=consensus,
+    )
 
 
 def checked_options(config: Any) -> GraphOptions:
