@@ -160,9 +160,11 @@ def _recomputes_norms(options: GraphOptions, facts: Facts) -> bool:
 
 
 def _packs_recompute_otherwise(options: GraphOptions, facts: Facts) -> bool:
-    """Whether what packs would recompute was not compared with eager, or megatron-core refuses it beside graphs."""
-    whole = facts["recompute_granularity"] == "full"
-    return whole or facts.moe or facts.mamba or facts["fp8"] or not RECOMPUTED.issuperset(facts.recomputed)
+    """Whether what packs would recompute was not compared with eager, or reaches around the parts that are captured."""
+    named = {module.name for module in options.language_model.modules}
+    around = facts["recompute_granularity"] == "full" and bool(named) and named != {"attn", "mlp"}
+    known = frozenset(("core_attn",)) if facts.moe else RECOMPUTED
+    return around or facts.mamba or facts["fp8"] or not known.issuperset(facts.recomputed)
 
 
 def _takes_no_packs(options: GraphOptions, facts: Facts) -> bool:
@@ -243,12 +245,14 @@ ALLOWED: tuple[tuple[Feature, str | Callable[[Facts], str], Mapping[str, tuple[s
         {IMPL: ("none in a loop other than Bridge's, not", "Only Bridge's own loop drives such graphs")},
     ),
     (
-        _runs("local", "transformer_engine"),
+        _where(_runs("local", "transformer_engine"), lambda options, facts: not options.packed.enabled),
         "Switch one of both off, or recompute parts outside the captured modules.",
-        {
-            RECOMPUTE: ("null or selective", "The activations of captured layers are in graph memory"),
-            "model.cpu_offloading": ("false", "It moves activations between layers, but a graph's stay in its memory"),
-        },
+        {RECOMPUTE: ("null or selective", "The activations of captured layers are in graph memory")},
+    ),
+    (
+        _runs("local", "transformer_engine"),
+        "Switch one of both off.",
+        {"model.cpu_offloading": ("false", "It moves activations between layers, but a graph's stay in its memory")},
     ),
     (
         whole_language_model,
@@ -321,7 +325,12 @@ ALLOWED: tuple[tuple[Feature, str | Callable[[Facts], str], Mapping[str, tuple[s
     (
         _where(packs, _packs_recompute_otherwise),
         f"Set it to null, or remove {MAX_PACKED_SEQS}.",
-        {RECOMPUTE: ("null", "Graphs of packs recompute core_attn and mlp, of dense layers in bf16")},
+        {
+            RECOMPUTE: (
+                "null",
+                "Graphs of packs recompute whole layers that are in them, core_attn, and mlp of dense layers, in bf16",
+            )
+        },
     ),
     (
         _where(packs, lambda options, facts: options.packed.moves_activations),

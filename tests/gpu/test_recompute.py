@@ -3,17 +3,26 @@
 import pytest
 import torch
 
+from tests.models import language_model as lm
+from tests.models import packed_parity as parity
+
 from .common import memories
+from .packs import Trained, assert_eagers, graphs_on
 from .test_parity import NOISE_FLOOR
 
 GRID = [(1, 40, 40), (4, 10, 14)]
 
 
-def recomputing(model, granularity):
-    """Let a tower's layers recompute as their constructor does by these settings."""
+def let_modules_recompute(model, granularity):
+    """Set the fields of every configuration that a model's modules have."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     for config in configs.values():
         config.recompute_granularity, config.recompute_method, config.recompute_num_layers = granularity, "uniform", 1
+
+
+def recomputing(model, granularity):
+    """Let a tower's layers recompute as their constructor does by these settings."""
+    let_modules_recompute(model, granularity)
     for layer in model.decoder.layers:
         layer.self_attention.checkpoint_core_attention = granularity == "selective"
         layer.recompute_mlp = granularity == "selective"
@@ -45,3 +54,17 @@ def test_an_encoders_layers_are_recomputed(tower_module, model, grads, graphs_of
         assert helper.graphs.statistics().replays == 1 and not helper.graphs.statistics().fallbacks
         helper.delete_cuda_graphs()
     assert taken[granularity] <= 0.95 * taken[None]
+
+
+def test_whole_layers_of_packs_are_recomputed(tower_module):
+    taken = {}
+    with parity.deterministic():
+        trained = Trained(lm.build_model(lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072)))
+        for granularity in (None, "full"):
+            let_modules_recompute(trained.model, granularity)
+            with graphs_on(trained.model, lm.make_pack((500, 200))) as graphs:
+                for lengths in ((500, 190, 300), (1024,), (1, 900, 20, 800)):
+                    assert_eagers(trained, graphs, lm.make_pack(lengths), f"{granularity}, {lengths}")
+                taken[granularity] = sum(memory.nbytes for memory in memories(graphs))
+    print({granularity: f"{nbytes / 2**20:.0f} MiB" for granularity, nbytes in taken.items()})
+    assert taken["full"] <= 0.8 * taken[None]

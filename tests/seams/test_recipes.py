@@ -176,6 +176,24 @@ def test_a_part_that_options_switch_off_stays_off_and_the_other_is_on(bridge):
     assert options.packed.enabled and not options.vision.enabled
 
 
+def recomputing(bridge, layers):
+    config = bridge.qwen3_vl_8b_sft_config()
+    config.model.cuda_graphs = "exact"
+    config.model.recompute_granularity, config.model.recompute_method = "full", "uniform"
+    config.model.recompute_num_layers = layers
+    return config
+
+
+def test_packs_are_on_graphs_beside_a_recompute_of_whole_layers(bridge):
+    config = recomputing(bridge, 1)
+    launched(config, 2)
+    options = read_options(config)
+    assert options.vision.enabled and options.packed.enabled
+    assert options.language_model.impl == "transformer_engine" and config.model.recompute_granularity == "full"
+    with pytest.raises(ValueError, match="recompute_num_layers must be between"):
+        launched(recomputing(bridge, None), 2)
+
+
 def test_what_was_set_explicitly_stays(bridge):
     config = bridge.qwen3_vl_8b_sft_config()
     config.model.max_vision_cuda_graph_seq_length, config.model.vision_cuda_graph_buckets_max_gb = 4096, 3.5

@@ -137,14 +137,16 @@ def test_a_whole_step_with_images_is_captured_only_where_a_person_asks(fields):
 
 @pytest.mark.parametrize("experts", [{"expert_model_parallel_size": 8}, {"target_modules": "linear_fc1"}])
 def test_what_stays_eager_names_what_keeps_even_the_least_of_it_from_graphs(experts):
-    settings = {**PACKED, "num_moe_experts": 8, **experts, "recompute_granularity": "selective"}
+    settings = {**PACKED, "num_moe_experts": 8, **experts, "recompute_granularity": "full"}
     part = chosen(settings)[1]["language model"]
-    assert part.graphs == "eager" and part.why.startswith("model.recompute_granularity='selective'")
+    assert part.graphs == "eager" and part.why.startswith("model.recompute_granularity='full'")
 
 
 def test_the_encoder_recomputes_in_its_graphs_and_what_it_cannot_is_said():
     options, parts = chosen({**DENSE, "recompute_granularity": "full"})
     assert options.vision.enabled and parts["language model"].graphs == "eager"
+    options, parts = chosen({**PACKED, **DENSE, "recompute_granularity": "full"})
+    assert options.packed.enabled and parts["language model"].graphs.startswith("all layers")
     options, parts = chosen({**DENSE, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]})
     assert not options.vision.enabled
     assert parts["vision encoder"].graphs == "eager" and "recompute_granularity" in parts["vision encoder"].why

@@ -1,5 +1,6 @@
 """megatron-core's recompute of activations inside graphs: as without it, and the layers run again in the backward."""
 
+from functools import partial
 from itertools import count
 
 import pytest
@@ -10,8 +11,13 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.kernels import recompute
 
+from ..ranks import run_ranks
+from ..routers import take_statistics
 from ..tape import TapeExecutor
 from . import packs
+from .dispatching import dispatching_on_cpu
+from .test_expert_ranks import EP2, compare, on_graphs, own_packs, rank_model
+from .test_packed import features_and_gradients
 from .towers import assert_close, forward, graphs_on, loss_of, new_tower, results
 
 FULL = {
@@ -48,20 +54,26 @@ def let_layers_recompute(layers, module):
         setattr(layer.get_submodule(owner), name, True)
 
 
-def recomputing_tower(**fields):
-    tower = new_tower()
-    configs = {id(module.config): module.config for module in tower.modules() if hasattr(module, "config")}
+def let_whole_layers_be_recomputed(model, **fields):
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     for config in configs.values():
         vars(config).update(recompute_granularity="full", distribute_saved_activations=False, **fields)
-    return tower
+    return model
+
+
+def recomputing_tower(**fields):
+    return let_whole_layers_be_recomputed(new_tower(), **fields)
 
 
 def assert_the_same(tower):
-    plain = new_tower()
-    for seed in range(2):
-        expected, found = (results(model, [[1, 4, 4], [1, 4, 6]], seed) for model in (plain, tower))
-        assert all(map(torch.equal, found[0], expected[0]))
-        torch.testing.assert_close(found[1], expected[1])
+    """Replays are those of graphs that keep everything: as many rows, for which a matrix library takes one kernel."""
+    microbatches = [([[1, 4, 4], [1, 4, 6]], seed) for seed in range(2)]
+    with graphs_on(plain := new_tower(), buckets=(64,), executor=ReferenceExecutor()):
+        expected = [results(plain, *each) for each in microbatches]
+    for each, (outputs, gradients) in zip(microbatches, expected, strict=True):
+        found = results(tower, *each)
+        assert all(map(torch.equal, found[0], outputs))
+        torch.testing.assert_close(found[1], gradients)
 
 
 @pytest.mark.parametrize("fields", FULL.values(), ids=FULL)
@@ -83,11 +95,19 @@ def test_parts_of_an_encoders_layers_are_recomputed(module, executor, again):
         assert next(again) > 0 and graphs.statistics().replays == 2
 
 
-@pytest.mark.parametrize(("module", "executor"), [("mlp", TapeExecutor), ("core_attn", ReferenceExecutor)])
-def test_parts_of_layers_of_packs_are_recomputed(module, executor, again):
+PACKS = {
+    **{name: (partial(let_whole_layers_be_recomputed, **fields), TapeExecutor) for name, fields in FULL.items()},
+    "each layer, replayed whole": (partial(let_whole_layers_be_recomputed, **FULL["each layer"]), ReferenceExecutor),
+    "mlp": (lambda model: let_layers_recompute(model.decoder.layers, "mlp"), TapeExecutor),
+    "core_attn": (lambda model: let_layers_recompute(model.decoder.layers, "core_attn"), ReferenceExecutor),
+}
+
+
+@pytest.mark.parametrize(("let_recompute", "executor"), PACKS.values(), ids=PACKS)
+def test_layers_of_packs_are_recomputed(let_recompute, executor, again):
     model, plain = packs.new_model(), packs.new_model()
     with packs.graphs_on(model, packs.pack(packs.WARMUP), capture=False, executor=executor()) as graphs:
-        let_layers_recompute(model.decoder.layers, module)
+        let_recompute(model)
         graphs.capture()
         for seed in range(2):
             batch = packs.pack((120, 150), seed=seed)
@@ -100,6 +120,81 @@ def test_parts_of_layers_of_packs_are_recomputed(module, executor, again):
             assert_close(*grads)
         assert next(again) > 0
         assert graphs.statistics().replays == 2 and not graphs.statistics().fallbacks
+
+
+@pytest.mark.parametrize("fields", FULL.values(), ids=FULL)
+def test_layers_that_get_features_of_images_are_recomputed(fields, again):
+    model = packs.new_qwen()
+    batches = [packs.with_images(packs.pack((100, 160))), packs.with_images(packs.pack((300,)), every=3, seed=1)]
+    expected = [features_and_gradients(model, batch) for batch in batches]
+    with packs.graphs_on(model, batches[0], capture=False) as graphs:
+        let_whole_layers_be_recomputed(model, **fields)
+        graphs.capture()
+        for batch, wanted in zip(batches, expected, strict=True):
+            assert_close(features_and_gradients(model, batch), wanted)
+        assert next(again) > 0
+        assert graphs.statistics().replays == len(batches) and not graphs.statistics().fallbacks
+
+
+COUNTED = {
+    "a loss of routers": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2},
+    "a bias of experts": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+}
+
+
+@pytest.mark.parametrize("let_recompute", [PACKS["each layer"][0], PACKS["two layers"][0], PACKS["core_attn"][0]])
+@pytest.mark.parametrize("changes", COUNTED.values(), ids=COUNTED)
+def test_layers_with_experts_are_recomputed_and_count_once(let_recompute, changes, again):
+    model = packs.new_model(**{**packs.EXPERTS, **changes})
+    batches = [packs.pack((30, 180, 77)), packs.pack((300,), seed=1), packs.pack((321, 100), seed=2)]
+    routers = [layer.mlp.router for layer in model.decoder.layers]
+    take_statistics(routers)
+    expected = [packs.losses_and_gradients(model, batch) for batch in batches]
+    counted = take_statistics(routers)
+    with packs.ON_CPU(), packs.graphs_on(model, batches[0], capture=False, cuda_graph_modules=[]) as graphs:
+        let_recompute(model)
+        graphs.capture()
+        take_statistics(routers)
+        for batch, (losses, gradients) in zip(batches, expected, strict=True):
+            found = packs.losses_and_gradients(model, batch)
+            assert_close([found[0], *found[1]], [losses, *gradients])
+        assert next(again) > 0
+        assert graphs.statistics().replays == len(batches) and not graphs.statistics().fallbacks
+    assert_close(take_statistics(routers), counted)
+
+
+def test_attention_with_experts_outside_recomputes_its_core(again):
+    model, plain = (packs.new_model(**packs.EXPERTS) for _ in range(2))
+    wanted = {"capture": False, "cuda_graph_modules": ["attn", "moe_router"]}
+    with packs.ON_CPU(), packs.graphs_on(model, packs.pack(packs.WARMUP), **wanted) as graphs:
+        let_layers_recompute(model.decoder.layers, "core_attn")
+        graphs.capture()
+        batch = packs.pack((120, 150))
+        found, expected = (packs.losses_and_gradients(each, batch) for each in (model, plain))
+        assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+        assert next(again) > 0
+        assert graphs.statistics().replays == len(graphs._regions) and not graphs.statistics().fallbacks
+
+
+@dispatching_on_cpu()
+def replay_on_ranks():
+    """Layers whose experts two ranks share exchange tokens again, as eager does, and count once."""
+    model, batches = rank_model(**COUNTED["a bias of experts"]), own_packs(3)
+    routers = [layer.mlp.router for layer in model.decoder.layers]
+    take_statistics(routers)
+    expected = [packs.losses_and_gradients(model, batch) for batch in batches]
+    counted = take_statistics(routers)
+    with on_graphs(model, batches[0], capture=False) as graphs:
+        let_whole_layers_be_recomputed(model, **FULL["each layer"])
+        graphs.capture()
+        take_statistics(routers)
+        compare([packs.losses_and_gradients(model, batch) for batch in batches], expected)
+        assert graphs.statistics().replays == len(batches) and not graphs.statistics().fallbacks
+    assert_close(take_statistics(routers), counted)
+
+
+def test_experts_of_several_ranks_are_recomputed(tmp_path):
+    run_ranks(2, replay_on_ranks, tmp_path, **EP2)
 
 
 def test_a_frozen_encoder_keeps_nothing_to_recompute():

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ...options.language_model import MODULES
 from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
 from ..kernels.layers import fused_head_norms, fused_rotary, kernels_available
-from ..kernels.recompute import known_activations, recomputing, usable_random_states
+from ..kernels.recompute import computing_inside, known_activations, recomputing, usable_random_states
 from ..kernels.transformer_engine import accumulating, forget_attention_selection, fused_accumulation
 from ..parallel.process_groups import expert_group
 from ..seams.contract import PACKED_ROTARY
@@ -239,17 +240,10 @@ class TransformerBlockFamily:
             yield mlp_part(layer)
 
     def _run_block(self, pack: RecordedPack) -> tuple[Tensor]:
-        visual = {}
+        visual = dict(zip(VISUAL, (None, pack.additions), strict=True)) if pack.additions else {}
         indexed = pack.hidden.shape[0] * self.shards * self.ranks if self._mamba else 0
-        with ExitStack() as stack:
-            for layer in self._inside:  # looked up each time: the model may have changed since the last recording
-                stack.enter_context(CapturedExperts(layer, self._tables, self.exchange).recorded(_used(pack)))
-            if pack.additions:
-                refuse_own_code(self._decoder, DEEPSTACK)
-                stack.enter_context(overridden(self._decoder, DEEPSTACK, _add))
-                visual = dict(zip(VISUAL, (None, pack.additions), strict=True))
-            if not self._decoder.pre_process:
-                stack.enter_context(overridden(self._decoder, "input_tensor", pack.hidden))
+        uncounted = partial(statistics_kept, [layer.mlp.router for layer in self._inside])
+        with computing_inside(partial(self._computing, pack), uncounted):
             output = self._forward(
                 hidden_states=pack.hidden,
                 attention_mask=None,
@@ -258,6 +252,19 @@ class TransformerBlockFamily:
                 **visual,
             )
         return (output,)
+
+    @contextmanager
+    def _computing(self, pack: RecordedPack) -> Iterator[None]:
+        """Let layers compute a recorded pack."""
+        with ExitStack() as stack:
+            for layer in self._inside:  # looked up each time: the model may have changed since the last recording
+                stack.enter_context(CapturedExperts(layer, self._tables, self.exchange).recorded(_used(pack)))
+            if pack.additions:
+                refuse_own_code(self._decoder, DEEPSTACK)
+                stack.enter_context(overridden(self._decoder, DEEPSTACK, _add))
+            if not self._decoder.pre_process:
+                stack.enter_context(overridden(self._decoder, "input_tensor", pack.hidden))
+            yield
 
     fused_accumulation = staticmethod(fused_accumulation)
     known_activations = staticmethod(known_activations)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...graphs.recordings.capture import is_capturing
 from ...language.experts import device
 from ...language.experts.exchange import ExpertExchange
 from ...language.experts.linear import combine_linear, dispatch_linear, multiply, weighted_swiglu
@@ -103,6 +104,8 @@ def check_fields(config: Any, needed: dict[str, Any]) -> None:
 def statistics_kept(routers: Sequence[nn.Module], others: Sequence[Tensor] = ()) -> Iterator[None]:
     """Give routers' statistics and logged losses back what they were: passes before a capture count nothing.
 
+    It may be recorded itself.
+
     Args:
         routers: The routers.
         others: Other tensors that passes change.
@@ -111,7 +114,7 @@ def statistics_kept(routers: Sequence[nn.Module], others: Sequence[Tensor] = ())
     try:
         yield
     finally:
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized() and not is_capturing():
             torch.cuda.synchronize()
         for tensor in (*statistics_of(routers), *others):
             if tensor in before:

@@ -18,6 +18,7 @@ from ...options import (
     OptionError,
     check_options,
     normalize,
+    packed_options,
 )
 from ...options.graph_options import SETTING
 from ...options.language_model import IMPL, SWITCHES
@@ -123,9 +124,27 @@ def _without_idle_fields(written: Written) -> Written:
 def _checked(old: Callable[..., None]) -> Callable[..., None]:
     def validate(self: Any, *args: Any, **kwargs: Any) -> None:
         check_training_config(self)
-        return old(self, *args, **kwargs)
+        with _packs_without_graphs(self.model):
+            return old(self, *args, **kwargs)
 
     return validate
+
+
+@contextlib.contextmanager
+def _packs_without_graphs(model: Any) -> Iterator[None]:
+    """Let megatron-core check a recompute of whole layers without graphs of packs, which it takes for its own.
+
+    These would keep what is to be recomputed; the plugin's recompute as the settings say.
+    """
+    impl = getattr(model, IMPL, None)
+    hides = getattr(model, "recompute_granularity", None) == "full" and packed_options(model).enabled
+    if hides:
+        setattr(model, IMPL, "none")
+    try:
+        yield
+    finally:
+        if hides:
+            setattr(model, IMPL, impl)
 
 
 PATCHES = (Patch(seam("config_check"), _checked),)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -106,6 +107,27 @@ def recomputing(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
+Context = Callable[[], AbstractContextManager[None]]
+# Of the pass under way; see `computing_inside`.
+_around: list[tuple[Context, Context]] = []
+
+
+@contextmanager
+def computing_inside(context: Context, uncounted: Context = nullcontext) -> Iterator[None]:
+    """Compute inside a context, which what is recomputed enters again: by then the forward has left it.
+
+    Args:
+        context: Made anew each time.
+        uncounted: Entered around what will be recomputed, whose second run counts it.
+    """
+    _around.append((context, uncounted))
+    try:
+        with context():
+            yield
+    finally:
+        _around.pop()
+
+
 def _recomputed(
     modules: Sequence[nn.Module], function: Callable[..., Any], distribute_saved_activations: bool, *args: Any
 ) -> Any:
@@ -115,7 +137,16 @@ def _recomputed(
             f"recompute inside a graph would draw other random numbers than its forward: set {dropout} to 0, or "
             "recompute nothing"
         )
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+    around, runs = tuple(_around), count()
+
+    def run(*given: Any) -> Any:
+        again = next(runs) > 0
+        with ExitStack() as stack:
+            for context, uncounted in around:
+                stack.enter_context(context() if again else uncounted())
+            return function(*given)
+
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
 
 # Attribute of a module -> the name of what runs in it, for `vision_cuda_graph_offload`.

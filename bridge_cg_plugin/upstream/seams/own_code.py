@@ -131,11 +131,13 @@ def _attention_function(module: Any) -> str | None:
 
 
 # A schedule passes layers the microbatch's number and a pipeline stage its input, which graphs get as a tensor. When
-# attention first gets lengths, it forgets the names of those that it does not pass on. A configuration holds functions
+# attention first gets lengths, it forgets the names of those that it does not pass on. A layer keeps what offloads its
+# norm between two of its methods, and longer where a recompute ends before the second. A configuration holds functions
 # of the loop.
 BOOKKEEPING = frozenset(
     (
         *("current_microbatch", "is_first_microbatch", "input_tensor", "kept_packed_seq_params"),
+        "mlp_norm_manager",
         *("timers", "grad_scale_func", "finalize_model_grads_func"),
         *("no_sync_func", "grad_sync_func", "param_sync_func"),
     )
