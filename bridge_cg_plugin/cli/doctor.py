@@ -221,7 +221,9 @@ def _import_what_is_patched(found: Diagnosis) -> None:
 
 def _look_at_seams(found: Diagnosis, imports: bool) -> None:
     from bridge_cg_plugin.upstream.seams.seam import RELEASES, is_known, too_old
-    from bridge_cg_plugin.upstream.seams.states import combination_status, feature_states, features_of, seam_states
+    from bridge_cg_plugin.upstream.seams.states import feature_states, features_of, seam_states
+
+    from .audit import combination_status
 
     release = found.versions["megatron-bridge"] or ""
     found.known_release = is_known(release)

@@ -5,7 +5,7 @@ import random
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.cli.planner.command import costs_of_packs
-from bridge_cg_plugin.options.packed import RankLayout
+from bridge_cg_plugin.cli.planner.plan import RankLayout
 
 COSTS = costs_of_packs(RankLayout())
 documents = st.lists(st.integers(1, 500), min_size=1, max_size=80)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from bridge_cg_plugin.cli.audit import audit_record, combination_status
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.seam import NEWEST, RELEASES, RUN_ONCE
-from bridge_cg_plugin.upstream.seams.states import audit_record, combination_status
 
 from ..releases import sources_of
 

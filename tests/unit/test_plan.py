@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.cli.planner.documents import padded_documents, padded_packs, read_documents
-from bridge_cg_plugin.cli.planner.plan import plan_packs
+from bridge_cg_plugin.cli.planner.plan import parse_layout, plan_packs
 from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
-from bridge_cg_plugin.options.packed import parse_layout
 
 from .plan_inputs import COSTS, packs, write
 

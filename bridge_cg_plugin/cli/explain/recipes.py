@@ -29,12 +29,12 @@ from bridge_cg_plugin.cli.measured import (
     ranks_of,
 )
 from bridge_cg_plugin.options import GraphOptions, OptionError
-from bridge_cg_plugin.options.packed import RankLayout
 from bridge_cg_plugin.recipes import RECIPES
 from bridge_cg_plugin.upstream.hooks.overrides import resolve
 from bridge_cg_plugin.upstream.hooks.recipes import build_recipe, no_configuration, recipe_names
 from bridge_cg_plugin.upstream.seams.activation import patch_other_providers
 
+from ..planner.plan import RankLayout
 from . import models, standins
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
-from bridge_cg_plugin.options.packed import RankLayout, parse_layout
 
 from ..answers import Tell, table
 from ..measured import DENSE, Costs, of_language_model, ranks_of
@@ -25,7 +24,7 @@ from .documents import (
     padded_packs,
     read_documents,
 )
-from .plan import PackedPlan, plan_packs
+from .plan import PackedPlan, RankLayout, parse_layout, plan_packs
 
 IN_BATCH, MICRO_BATCH = "in_batch", 4
 PACKING = "first_fit_shuffle"

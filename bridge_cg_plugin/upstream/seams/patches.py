@@ -77,6 +77,8 @@ class AtSeam:
     seam: Seam
     state: State = field(default="off", init=False)
     reason: str = field(default="", init=False)
+    # Newest last. What somebody else may still hold, and put back one day, is kept.
+    _installed: list[_Installed] = field(default_factory=list, init=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -102,8 +104,6 @@ class Patch(AtSeam):
     make: Callable[[Any], Any]
     needed: Callable[[Any], bool] | None = None
     extra: Callable[[Any], Callable[[], None]] | None = None
-    # Newest last. What somebody else may still hold, and put back one day, is kept.
-    _installed: list[_Installed] = field(default_factory=list, init=False, repr=False)
     _extras: ExitStack = field(default_factory=ExitStack, init=False, repr=False)
 
     @property
@@ -258,13 +258,11 @@ class Additions(AtSeam):
 
     values: Mapping[str, Any]
     always: Mapping[str, Any] = field(default_factory=dict)
-    _owner: Any = field(default=None, init=False, repr=False)
-    _added: Mapping[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def apply(self, module: ModuleType) -> None:
         """Add the attributes once. Names that upstream has itself stay upstream's and are noted in `reason`."""
         owner = _reached(module, self.seam.target)
-        if owner is self._owner:
+        if any(added.owner is owner for added in self._installed):
             return
         self.revert()
         if owner is _ABSENT or (self.seam.kind == "class") != inspect.isclass(owner):
@@ -273,37 +271,31 @@ class Additions(AtSeam):
         expected = self.seam.expected_in(bridge_release())
         wanted = {**(self.values if expected else {}), **self.always}
         taken = [name for name, value in wanted.items() if getattr(owner, name, value) is not value]
-        self._owner, self._added = owner, {name: value for name, value in wanted.items() if name not in taken}
-        for name, value in self._added.items():
-            setattr(owner, name, value)
-        self.state = "active" if self._added else "native"
+        self._installed = [_Installed(owner, name, _ABSENT, wanted[name]) for name in wanted if name not in taken]
+        for added in self._installed:
+            setattr(owner, added.name, added.made)
+        self.state = "active" if self._installed else "native"
         self.reason = f"upstream has its own {', '.join(taken)}" if taken else ""
         if not expected:
             self.reason = f"what derives from megatron-bridge {self.seam.since} is left out"
 
     def revert(self) -> None:
         """Remove what was added; what somebody put in its place since stays."""
-        replaced = self._replaced()
-        for name in self._added:
-            if name not in replaced:
-                delattr(self._owner, name)
-        self._owner, self._added = None, {}
+        for added in self._installed:
+            if added.current() is added.made:
+                added.restore()
+        self._installed.clear()
         self.state, self.reason = "off", ""
 
     def look(self) -> None:
         """Bring `state` and `reason` up to date with what others did to the owner since."""
-        if self._owner is None:
-            return
         module = sys.modules.get(self.module)
-        reloaded = module is not None and _reached(module, self.seam.target) is not self._owner
-        replaced = list(self._added) if reloaded else self._replaced()
+        owner = None if module is None else _reached(module, self.seam.target)
+        reloaded = owner is not None and any(added.owner is not owner for added in self._installed)
+        replaced = [added.name for added in self._installed if reloaded or added.current() is not added.made]
         if replaced:
             culprit = "a reload of the module" if reloaded else "something"
             self.state, self.reason = "broken", f"{culprit} replaced {', '.join(replaced)} in {self.seam.place}"
-
-    def _replaced(self) -> list[str]:
-        """Return the names that hold something else now, or nothing."""
-        return [name for name, value in self._added.items() if vars(self._owner).get(name, _ABSENT) is not value]
 
 
 def _reached(module: Any, path: str) -> Any:

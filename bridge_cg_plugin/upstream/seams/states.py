@@ -1,15 +1,12 @@
-"""What works: the state of every seam and feature here and in audited releases, and what a configuration asks for.
+"""What works: the state of every seam and feature, and which of them a configuration asks for.
 
 Patches say their state themselves; what is relied on is compared with upstream's sources.
 """
 
 import functools
-import importlib.resources
-import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from ...options import PACKED_FIELDS, PROVIDER_FIELDS, CudaGraphModule, Facts, GraphOptions
@@ -21,7 +18,7 @@ from .encoders import DECLARED, DECLARED_MODELS, QWEN3_VL, Declaration, other_pr
 from .patches import Patch, State, bridge_release
 from .registry import SEAMS
 from .registry.bridge import LANGUAGE_MODELS
-from .seam import BRIDGE, CORE, RELEASES, RUN_ONCE, TRANSFORMER_ENGINE, TRANSFORMERS, Feature, Seam, drift
+from .seam import Feature, Seam, drift
 from .source_reader import NoSourceError, SourceReader
 
 CHUNKS = "virtual_pipeline_model_parallel_size"
@@ -314,72 +311,3 @@ def compare(seam: Seam, reader: SourceReader, release: str) -> tuple[State, str]
     except NoSourceError as error:
         return "off", str(error)
     return ("broken", "; ".join(differences)) if differences else ("native", "")
-
-
-class CombinationStatus(NamedTuple):
-    """What a combination of releases was checked with.
-
-    Attributes:
-        state: "run" (the plugin's tests ran with it), "audited" (every seam was compared with its sources) or
-            "unknown".
-        reason: What was run, what the audit found, or which release was not audited.
-        drift: Seam -> what differs from what the plugin expects.
-        features: Names of features that do not work, or not for every model, because of the drift.
-    """
-
-    state: Literal["run", "audited", "unknown"]
-    reason: str
-    drift: Mapping[str, str] = MappingProxyType({})
-    features: tuple[str, ...] = ()
-
-
-@functools.cache
-def audit_record() -> dict[str, Any]:
-    """Return what `scripts/audit_releases.py` wrote.
-
-    "audits" has an entry for each pair of Bridge and megatron-core, and for each release of the other packages: its
-    "releases" (package -> version), the number of seams "compared", and the "drift" (seam -> what differs).
-    """
-    record: dict[str, Any] = json.loads(importlib.resources.files(__package__).joinpath("audited.json").read_text())
-    return record
-
-
-def combination_status(versions: Mapping[str, str | None]) -> CombinationStatus:
-    """Return what a combination of releases was checked with.
-
-    A build with a local version, as "2.20.2+abc", is at most "audited": its sources may differ from the release's.
-
-    Args:
-        versions: Package -> version of "megatron-bridge", "megatron-core", "transformer-engine" and, where it counts,
-            "transformers"; None where a package is not installed. Other packages are ignored.
-    """
-    required = (BRIDGE, CORE, TRANSFORMER_ENGINE)
-    absent = [name for name in required if not versions.get(name)]
-    if absent:
-        return CombinationStatus("unknown", f"not installed: {', '.join(absent)}")
-    found = {name: version for name in (*required, TRANSFORMERS) if (version := versions.get(name))}
-    for release in (*RELEASES, *RUN_ONCE):
-        if found.items() <= release.packages.items():
-            return CombinationStatus("run", release.tests)
-    return _audited({name: version.partition("+")[0] for name, version in found.items()})
-
-
-def lost_features(drift: Collection[str]) -> tuple[str, ...]:
-    """Return the features that do not work, or not for every model, where these seams drifted."""
-    return tuple(str(name) for name, feature in feature_states(drift).items() if feature.state != "ready")
-
-
-def _audited(found: Mapping[str, str]) -> CombinationStatus:
-    entries = []
-    for names in ((BRIDGE, CORE), (TRANSFORMER_ENGINE,), (TRANSFORMERS,)):
-        wanted = {name: found[name] for name in names if name in found}
-        entry = next((e for e in audit_record()["audits"] if e["releases"] == wanted), None)
-        if wanted and entry is None:
-            words = " with ".join(f"{name} {version}" for name, version in wanted.items())
-            return CombinationStatus("unknown", f"{words} was not audited")
-        entries += [entry] if entry else []
-    drift = {name: difference for entry in entries for name, difference in entry["drift"].items()}
-    compared, features = sum(entry["compared"] for entry in entries), lost_features(drift)
-    reason = f"{compared - len(drift)} of {compared} seams fit the releases' sources; nothing was run"
-    lost = f". Lost: {', '.join(features)}" if features else ""
-    return CombinationStatus("audited", reason + lost, drift, features)
