@@ -98,7 +98,8 @@ def parts(options: GraphOptions) -> tuple[Part, ...]:
     vision, language = options.vision, options.language_model
     of_encoder = _vision(vision) if vision.enabled else []
     of_layers = [_language_model(options), *_packed(options.packed)] if language.enabled else []
-    further_of_packs = _further_of_packs(options.packed)
+    said = ("max_packed_seqs", "buckets", *_ACTIVATIONS)
+    further_of_packs = further(options.packed, PACKED, said) if options.packed.enabled else []
     return (
         _part(options, VISION_ENCODER, VISION_IMPL, vision.impl, of_encoder, _further_of_vision(vision)),
         _part(options, LANGUAGE_MODEL_PART, IMPL, language.impl, of_layers, further_of_packs),
@@ -200,10 +201,6 @@ def _packed(options: PackedOptions) -> list[str]:
     most = options.max_packed_seqs
     documents = "as many documents as warm-up steps show" if most == "auto" else f"up to {most} documents"
     return [f"graphs of {documents}", _buckets(options.buckets), *_activations(options)]
-
-
-def _further_of_packs(options: PackedOptions) -> list[str]:
-    return further(options, PACKED, ("max_packed_seqs", "buckets", *_ACTIVATIONS)) if options.enabled else []
 
 
 def _buckets(capacities: tuple[int, ...] | str, longest: int | None = None) -> str:

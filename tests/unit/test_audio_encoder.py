@@ -45,10 +45,10 @@ def test_places_are_upstreams(lengths, unused, spare, window):
     assert torch.equal(torch.where(exists, frame + 1, 0)[: len(of_chunks)].float(), padded[:, 0])
     assert not exists[len(of_chunks) :].any()
 
-    places = token_places(device, chunks, chunking)
+    order, place = token_places(device, chunks, chunking)
     every = torch.arange(chunks * CHUNK)
-    assert torch.equal(places.order[: len(kept)], kept)
-    assert torch.equal(places.order[places.place], every) and torch.equal(places.place[places.order], every)
+    assert torch.equal(order[: len(kept)], kept)
+    assert torch.equal(order[place], every) and torch.equal(place[order], every)
 
     found = window_ends(device, chunking.most_windows(chunks, len(lengths)), chunking)
     assert torch.equal(found[: len(ends)], ends) and bool((found[len(ends) :] == ends[-1]).all())

@@ -127,7 +127,8 @@ class TransformerBlockFamily:
         tokens = hidden.shape[0] * self.shards
         if hidden.dim() != 3 or hidden.shape[1] != 1 or not self._rotates(angles, tokens):
             return Fallback.CALL_ARGUMENTS
-        if self._mamba and not _indexes(params.seq_idx, tokens * self.ranks):
+        # Those of tokens that other ranks hold are among them.
+        if self._mamba and (params.seq_idx is None or params.seq_idx.shape[-1] != tokens * self.ranks):
             return Fallback.NO_SEQ_IDX
         visual = self._visual(kwargs)
         if visual is not None and self.shards > 1:
@@ -232,7 +233,7 @@ class TransformerBlockFamily:
                 yield mamba_part(layer, self.shards * self.ranks)
             return
         routed = layer.is_moe_layer and "moe_router" in modules
-        if "attn" in modules and _attends(layer):
+        if "attn" in modules and not _is_identity(layer.self_attention):
             yield attention_and_router_part(layer) if routed else attention_part(layer)
         elif routed:
             yield router_part(layer)
@@ -326,11 +327,6 @@ def _offsets(params: Any) -> dict[str, Tensor | None]:
     return found
 
 
-def _indexes(indices: Tensor | None, tokens: int) -> bool:
-    """Whether `seq_idx` has the document of every token of a pack, those that other ranks hold included."""
-    return indices is not None and indices.shape[-1] == tokens
-
-
 def _per_token(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Rotate packed tokens by angles of their own: an unpacked sequence of as many tokens, through upstream's code."""
 
@@ -358,10 +354,6 @@ def _is_identity(module: nn.Module) -> bool:
     from megatron.core.transformer.identity_op import IdentityOp
 
     return isinstance(module, IdentityOp)
-
-
-def _attends(layer: UpstreamModule) -> bool:
-    return not _is_identity(layer.self_attention)
 
 
 def _check_layer(layer: nn.Module) -> None:

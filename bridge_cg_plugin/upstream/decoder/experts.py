@@ -125,14 +125,11 @@ def statistics_kept(routers: Sequence[nn.Module], others: Sequence[Tensor] = ())
 
 def statistics_of(routers: Sequence[nn.Module]) -> list[Tensor]:
     """Return the tensors themselves of what routers count, and of the losses of all routers that megatron-core logs."""
+    if not routers:
+        return []
     counts = (getattr(router, "local_tokens_per_expert", None) for router in routers)
-    return [*(count for count in counts if count is not None), *(_logged() if routers else ())]
-
-
-def _logged() -> list[Tensor]:
-    """Return the sums of routers' losses that megatron-core logs."""
     tracker = getattr(importlib.import_module(LOGGED.module), LOGGED.target)()
-    return [entry.values for entry in tracker.metrics.values()]
+    return [*(count for count in counts if count is not None), *(entry.values for entry in tracker.metrics.values())]
 
 
 def _padding(tokens: int, used: Tensor) -> Tensor:

@@ -115,13 +115,6 @@ def complete(tensor: Any) -> None:
     tensor.update_usage(rowwise_usage=True, columnwise_usage=True)
 
 
-def complete_parameters(modules: Sequence[nn.Module]) -> None:
-    """Let parameters in fp8 have what a backward reads before it is recorded, outside of a graph's memory."""
-    for module in every_module(modules):
-        for parameter in filter(is_quantized, module._parameters.values()):
-            complete(parameter)
-
-
 CONTEXT, STATE = seam("packed_fp8_context"), seam("packed_fp8_state")
 REDUCE = "reduce_and_update_fp8_tensors"
 # Of a module: whether a microbatch is a step's first, quantized weights, what quantizes by its scales.
@@ -285,12 +278,8 @@ def fp8_recorded(modules: Sequence[nn.Module], config: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for module in linear_modules(modules):
             stack.enter_context(overridden(module, FIRST, False))
-        stack.enter_context(overridden(_manager(), REDUCE, staticmethod(_reduce_nothing)))
+        stack.enter_context(overridden(_manager(), REDUCE, staticmethod(lambda forward=True: None)))
         yield
-
-
-def _reduce_nothing(forward: bool = True) -> None:
-    """Stand in for the update of delayed scales."""
 
 
 class DelayedScales:
@@ -317,8 +306,13 @@ def delayed_state(modules: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def complete_weights(modules: Sequence[nn.Module]) -> None:
-    """Let quantized weights be fit for a backward, too: eager replaces copies that evaluation made."""
+    """Let quantized weights, and parameters in fp8, be fit for a backward, too, before one is recorded.
+
+    Eager replaces copies that evaluation made. What is made here is outside of a graph's memory.
+    """
     for module in linear_modules(modules):
         for copy in filter(is_quantized, getattr(module, COPIES).values()):
             complete(copy)
-    complete_parameters(modules)
+    for module in every_module(modules):
+        for parameter in filter(is_quantized, module._parameters.values()):
+            complete(parameter)

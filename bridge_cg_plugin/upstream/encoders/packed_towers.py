@@ -1,4 +1,4 @@
-"""What Hugging Face's encoders of images of any size have in common: calls, segments, rotation, the backward."""
+"""What Hugging Face's encoders of images of any size share: calls, segments, rotation, attention, the backward."""
 
 import functools
 import sys

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's vision encoder, Hugging Face's module, as a region: most layers attend inside windows."""
+"""Vision encoders of Qwen2.5-VL and Qwen2.5-Omni, Hugging Face's modules: most layers attend inside windows."""
 
 from contextlib import nullcontext
 

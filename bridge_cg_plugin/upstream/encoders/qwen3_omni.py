@@ -9,7 +9,7 @@ of so many chunks of one clip. All chunks of a clip but its last are full: every
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,18 +146,6 @@ def convolved(frames: int) -> int:
     return (frames + STRIDE - 1) // STRIDE
 
 
-class TokenPlaces(NamedTuple):
-    """Where tokens of a padded batch lie: those that convolutions return for whole chunks, and those that attend.
-
-    Attributes:
-        order: `[chunks * tokens]` int64, for every attending token its place among the convolutions'; padding behind.
-        place: The inverse.
-    """
-
-    order: Tensor
-    place: Tensor
-
-
 def chunk_frames(lengths: Tensor, chunks: int, chunking: Chunking) -> tuple[Tensor, Tensor]:
     """Return which frame of the batch stands at each place of its chunks.
 
@@ -176,8 +164,13 @@ def chunk_frames(lengths: Tensor, chunks: int, chunking: Chunking) -> tuple[Tens
     return torch.where(valid, start[:, None] + frame, 0), valid
 
 
-def token_places(lengths: Tensor, chunks: int, chunking: Chunking) -> TokenPlaces:
-    """Return where the tokens of a batch padded to so many chunks lie; see `TokenPlaces`."""
+def token_places(lengths: Tensor, chunks: int, chunking: Chunking) -> tuple[Tensor, Tensor]:
+    """Return where tokens lie that attend, of those that convolutions return for so many whole chunks.
+
+    Returns:
+        `[chunks * tokens]` int64, for every attending token its place among the convolutions', with padding behind; and
+        the inverse.
+    """
     clip, inside, exists = owners(_counts(lengths, chunking), chunks)
     tokens = _tokens(lengths, chunking)
     ends = tokens.cumsum(0)
@@ -191,7 +184,7 @@ def token_places(lengths: Tensor, chunks: int, chunking: Chunking) -> TokenPlace
     # What does not attend keeps its order behind what does.
     skipped = number - before[:, None] - torch.minimum(here, own[:, None])
     place = torch.where(attends, before[:, None] + here, ends[-1] + skipped).view(-1)
-    return TokenPlaces(torch.empty_like(place).scatter_(0, place, number.reshape(-1)), place)
+    return torch.empty_like(place).scatter_(0, place, number.reshape(-1)), place
 
 
 def window_ends(lengths: Tensor, windows: int, chunking: Chunking) -> Tensor:
@@ -278,8 +271,7 @@ class Qwen3OmniAudioEncoder(Encoder):
         convolved = self._convolved(torch.where(exists[..., None], buffers["features"][frame], 0))
         positions = model.positional_embedding.positional_embedding[: chunking.tokens].to(convolved.dtype)
         hidden = (convolved + poisoned(positions, buffers["lengths"])).flatten(0, 1)
-        places = token_places(lengths, chunks, chunking)
-        hidden = permuted(hidden, places.order, places.place)
+        hidden = permuted(hidden, *token_places(lengths, chunks, chunking))
         windows = self._windows(lengths, bucket)
         for layer in model.layers:
             hidden = layer(hidden, windows)[0]

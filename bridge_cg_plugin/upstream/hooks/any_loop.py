@@ -78,13 +78,6 @@ def _parts_of(model: nn.Module | Sequence[nn.Module], config: Any) -> tuple[str,
     return tuple(name for name, modules in found.items() if modules or stages_of(config) > 1)
 
 
-def _name_what_is_missing(chunks: Sequence[nn.Module], no_encoder: bool, no_decoder: bool) -> None:
-    missing = ["vision encoder"] * no_encoder + ["decoder"] * no_decoder
-    if missing:
-        name, what = type(unwrapped(chunks[0])[-1]).__name__, " and no ".join(missing)
-        warn(f"{name} has no {what} that graphs know, though its options ask for graphs of one: it runs eager")
-
-
 class LoopDriver:
     """Graphs of one model over a loop's schedule calls: helpers, warm-up, capture, steps.
 
@@ -123,8 +116,10 @@ class LoopDriver:
                 grows = replace(self._options, packed=replace(self._options.packed, grows=True))
                 helpers += PackedCudaGraphHelper(chunks, config, options=grows, **settings).chunks
         self._helpers = helpers
-        if stages_of(config) == 1:
-            _name_what_is_missing(chunks, vision and not encoders, packed and not decoders)
+        missing = ["vision encoder"] * (vision and not encoders) + ["decoder"] * (packed and not decoders)
+        if missing and stages_of(config) == 1:
+            name, what = type(unwrapped(chunks[0])[-1]).__name__, " and no ".join(missing)
+            warn(f"{name} has no {what} that graphs know, though its options ask for graphs of one: it runs eager")
 
     @contextmanager
     def _else_eager(self, part: str) -> Iterator[None]:

@@ -1,7 +1,8 @@
-"""Between Qwen3-VL's encoder and its language model, without waiting for the device.
+"""From Bridge's batch to Qwen3-VL's language model, without waiting for the device behind the encoder.
 
-Where the host has the token ids, upstream's own functions run on these and on the host's copies of grids and masks,
-and what they give goes to the device. Otherwise they run as upstream calls them.
+Where the host has the token ids, upstream's own functions run on these and on the host's copies of grids, masks and
+offsets, once for all tensors of a microbatch, and what they give goes to the device: where images are, positions,
+lengths, which rows of padded samples a pack has, which document a token has. Otherwise they run as upstream calls them.
 """
 
 import copy
@@ -17,7 +18,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ...graphs.host_copies import ByStorage, HostTensors, on_device
+from ...graphs.host_copies import ByStorage, HostCopies, HostTensors, on_device
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS, document_indices
 from ...language.packed.workload import PackedWorkload
 from ...vision.known_mask import KnownMask
@@ -213,13 +214,13 @@ def _on_host(call: dict[str, Any]) -> dict[str, Any] | None:
     """Return a call's arguments with host copies of its tokens and grids; None where the host lacks one."""
     tokens = call.get("input_ids")
     copies = {"input_ids": TOKENS.known(tokens) if any_on_graphs() and isinstance(tokens, Tensor) else None}
-    copies |= {name: _grid_on_host(call[name]) for name in GRID_NAMES if call.get(name) is not None}
+    copies |= {name: _host_copy(GRIDS, call[name]) for name in GRID_NAMES if call.get(name) is not None}
     return None if any(copy is None for copy in copies.values()) else {**call, **copies}
 
 
-def _grid_on_host(grid: Tensor) -> Tensor | None:
-    known = GRIDS.known(grid)
-    return None if known is None else torch.tensor(known, dtype=grid.dtype).view(grid.shape)
+def _host_copy(copies: HostCopies, tensor: Tensor) -> Tensor | None:
+    known = copies.known(tensor)
+    return None if known is None else torch.tensor(known, dtype=tensor.dtype).view(tensor.shape)
 
 
 def _image_tokens_on_host(old: Function) -> Function:
@@ -365,18 +366,13 @@ def _positions_on_host(old: Function) -> Function:
         has_images = any(call.get(name) is not None for name in GRID_NAMES)
         host = _on_host(call) if has_images and call.get("attention_mask") is None else None
         params = call.get("packed_seq_params")
-        known = None if host is None or params is None else with_tensors(params, _offsets_on_host)
+        known = None if host is None or params is None else with_tensors(params, partial(_host_copy, PACK_OFFSETS))
         if host is None or (known is None and params is not None):
             return old(*args, **kwargs)
         made = old(**host if params is None else {**host, "packed_seq_params": known})
         return tuple(on_device(values, call["input_ids"].device) for values in made)
 
     return get_rope_index
-
-
-def _offsets_on_host(offsets: Tensor) -> Tensor | None:
-    known = PACK_OFFSETS.known(offsets)
-    return None if known is None else torch.tensor(known, dtype=offsets.dtype).view(offsets.shape)
 
 
 PATCHES = (

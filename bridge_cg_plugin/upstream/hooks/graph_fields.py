@@ -1,4 +1,7 @@
-"""Graph options, the environment's too, on config objects of the installed release: apply, read, change for a while."""
+"""Graph options as fields of Bridge's providers, and on config objects: apply, read, change for a while.
+
+Overrides, YAML and checkpoints find the fields on the providers. The environment's options come to them, too.
+"""
 
 import contextlib
 import dataclasses

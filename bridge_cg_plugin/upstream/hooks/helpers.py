@@ -354,12 +354,11 @@ def all_graphs() -> list[GraphManager]:
 
 def find_model(chunks: nn.Module | Sequence[nn.Module]) -> nn.Module | None:
     """Return the model, under any wrapper, that holds Qwen3-VL's vision model and a language model; None without."""
-    return next((m for m in holders(chunks) if _is_qwen3_vl(m)), None)
-
-
-def _is_qwen3_vl(model: nn.Module) -> bool:
-    vision, language = (getattr(model, part, None) for part in ("vision_model", "language_model"))
-    return hasattr(getattr(vision, "config", None), "deepstack_visual_indexes") and isinstance(language, nn.Module)
+    for model in holders(chunks):
+        vision, language = (getattr(model, part, None) for part in ("vision_model", "language_model"))
+        if hasattr(getattr(vision, "config", None), "deepstack_visual_indexes") and isinstance(language, nn.Module):
+            return model
+    return None
 
 
 @contextmanager

@@ -95,11 +95,12 @@ def apply_overrides(
         check_word(config, word)
     if others:
         (apply or _apply_words)(config, others)
-    if any(word.startswith("dataset.seq_length=") for word in others):
-        _follow_dataset(config, others)
+    names = {word.partition("=")[0] for word in others}
+    if "dataset.seq_length" in names and "model.seq_length" not in names:  # Bridge wants both alike
+        config.model.seq_length = config.dataset.seq_length
     if not (flags or of_graphs):
         return normalize(collect_for_start(config))[0]
-    trackers = _tracker_words(others)
+    trackers = [word for word in others if _leaf(word) in _TRACKER]
     settings = {} if trackers else dict.fromkeys(_TRACKER, True)
     if _NAN_CHECK not in map(_leaf, others):
         settings[_NAN_CHECK] = False
@@ -123,10 +124,6 @@ def resolve(
         options = normalize(collect_for_start(config))[0]
     check_configuration(config)
     return options
-
-
-def _tracker_words(words: Sequence[str]) -> list[str]:
-    return [word for word in words if _leaf(word) in _TRACKER]
 
 
 def apply_flags(config: Any, *sources: Any) -> GraphOptions:
@@ -303,12 +300,6 @@ def _apply_words(config: Any, words: Sequence[str]) -> None:
         process_config_with_overrides(config, cli_overrides=list(words))
     except OverridesError as error:
         raise OptionError.because("overrides", f"Cannot use {' '.join(words)}: Hydra refuses it. {error}.") from None
-
-
-def _follow_dataset(config: Any, words: Sequence[str]) -> None:
-    """Give the model the dataset's sequence length, which Bridge wants alike, unless the user gave it one."""
-    if not any(word.startswith("model.seq_length=") for word in words):
-        config.model.seq_length = config.dataset.seq_length
 
 
 # What upstream's modules of these names define, and others do not.

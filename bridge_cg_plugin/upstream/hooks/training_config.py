@@ -81,27 +81,22 @@ def check_training_config(config: Any) -> None:
         DriftError: The graphs need a part of the plugin that does not fit this release.
     """
     apply_environment(config)
-    _resolve_choice(config)
+    if getattr(config.model, SETTING, None) is not None:  # the one setting is resolved to the fields it comes to
+        apply_options(normalize(collect_for_start(config))[0], config)
     written = _without_idle_fields(collect_for_start(config))
     options = options_of(written)
     if not (options.enabled or options.packed.enabled):
         if options.vision.deepstack_gradient_allreduce:
-            check_seams(Wish(options, written.facts, config.model), (Feature.DEEPSTACK_GRADIENTS,))
+            check_seams(Wish(options, written.facts), (Feature.DEEPSTACK_GRADIENTS,))
         return
     if options.vision.enabled:
         check_process()
     facts = _facts(written, options)
-    check_seams(Wish(options, facts, config.model))
+    check_seams(Wish(options, facts))
     check_options(options, facts)
     warn_once(options)
     if options.vision.enabled:
         setattr(config.model, SCOPE_FIELD, list(options.vision.scope))
-
-
-def _resolve_choice(config: Any) -> None:
-    """Set the fields that the one setting for all graphs comes to."""
-    if getattr(config.model, SETTING, None) is not None:
-        apply_options(normalize(collect_for_start(config))[0], config)
 
 
 def _facts(written: Written, options: GraphOptions) -> Facts:

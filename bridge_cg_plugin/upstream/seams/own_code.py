@@ -1,4 +1,4 @@
-"""Whether upstream's functions, of a model and of modules of Python, are those that were shipped; see `contract`."""
+"""Whether upstream's functions are those that were shipped (see `contract`), and what it may change while it trains."""
 
 import functools
 import sys

@@ -1,4 +1,7 @@
-"""What a seam is: one place where the plugin touches upstream, and what it expects to find there."""
+"""What a seam is: one place where the plugin touches upstream, and what it expects there, in the releases it knows.
+
+Data only: tools and the audit read it without torch.
+"""
 
 import re
 from dataclasses import dataclass, replace

@@ -33,24 +33,22 @@ class Wish:
 
     Attributes:
         options: Its graph options.
-        facts: What else decides what is needed.
-        model: The model provider.
+        facts: What else decides what is needed, the model's provider among it.
     """
 
     options: GraphOptions
     facts: Facts
-    model: Any
 
     @property
     def provider(self) -> str:
         """The class of model providers under which the registry has it; empty without one."""
-        return next((base.__name__ for base in type(self.model).__mro__ if base.__name__ in KNOWN_MODELS), "")
+        return next((base.__name__ for base in type(self.facts.model).__mro__ if base.__name__ in KNOWN_MODELS), "")
 
     @property
     def qwen3_vl_encoder(self) -> bool:
         """Whether the vision encoder is Qwen3-VL's, as that of any model is which is not known to have another."""
         others = {model.provider for model in DECLARED_MODELS} | {provider for _, provider in other_providers()}
-        bases = {base.__name__ for base in type(self.model).__mro__}
+        bases = {base.__name__ for base in type(self.facts.model).__mro__}
         return self.options.vision.enabled and others.isdisjoint(bases)
 
     @property
@@ -91,10 +89,6 @@ def _encoder(encoder: Declaration) -> _Ask:
     return _vision(lambda wish: wish.provider == encoder.model.provider)
 
 
-def _fast_kernels(wish: Wish) -> bool:
-    return wish.qwen3_vl_encoder and wish.options.vision.kernels != "exact"
-
-
 def _language_model(asked: Callable[[Wish], Any]) -> _Ask:
     return _field(IMPL, "none", lambda wish: wish.options.language_model.impl, asked)
 
@@ -104,33 +98,21 @@ def _packed(asked: Callable[[Wish], Any] = lambda wish: True) -> _Ask:
     return _field(*own, lambda wish: wish.options.packed.enabled and asked(wish))
 
 
-def _any_option(wish: Wish) -> bool:
-    options = wish.options
-    return bool(options.vision.enabled or options.packed.enabled)
-
-
-def _moves_activations(wish: Wish) -> bool:
-    options = wish.options
-    return any(region.enabled and region.moves_activations for region in (options.vision, options.packed))
-
-
-def _replays_one_length(wish: Wish) -> bool:
-    return wish.options.language_model.impl == "transformer_engine" and not wish.options.packed.enabled
-
-
 def _rotates_in_graphs(wish: Wish) -> bool:
     captured = wish.options.language_model.captures(CudaGraphModule.attn) and not wish.options.packed.enabled
-    return captured and getattr(wish.model, "position_embedding_type", None) == "mrope"
+    return captured and getattr(wish.facts.model, "position_embedding_type", None) == "mrope"
 
 
 def _model_chunks(wish: Wish) -> int:
-    return getattr(wish.model, CHUNKS, None) or 1
+    return getattr(wish.facts.model, CHUNKS, None) or 1
 
 
 # Features that are not here are asked for by no configuration: a run goes on without them.
 _ASKS: dict[str, _Ask] = {
     Feature.OPTIONS: _Ask(
-        _any_option, lambda wish: f"{wish.provider} with graph options", "the graph options to their defaults"
+        lambda wish: wish.options.vision.enabled or wish.options.packed.enabled,
+        lambda wish: f"{wish.provider} with graph options",
+        "the graph options to their defaults",
     ),
     Feature.VISION: _vision(),
     Feature.VISION_QWEN3_VL: _vision(lambda wish: wish.qwen3_vl_encoder),
@@ -141,14 +123,21 @@ _ASKS: dict[str, _Ask] = {
         f"{ALLREDUCE}=false, which trains with upstream's gradients",
     ),
     Feature.FAST_KERNELS: _field(
-        "vision_cuda_graph_tuning.kernels", "exact", lambda wish: wish.options.vision.kernels, _fast_kernels
+        "vision_cuda_graph_tuning.kernels",
+        "exact",
+        lambda wish: wish.options.vision.kernels,
+        lambda wish: wish.qwen3_vl_encoder and wish.options.vision.kernels != "exact",
     ),
     Feature.OFFLOAD_IN_GRAPHS: _Ask(
-        _moves_activations,
+        lambda wish: any(
+            part.enabled and part.moves_activations for part in (wish.options.vision, wish.options.packed)
+        ),
         lambda wish: "offloading or recompute in graphs",
         "offload, recompute and offload_above_gb of vision and packed graphs to null",
     ),
-    Feature.LANGUAGE_MODEL: _language_model(_replays_one_length),
+    Feature.LANGUAGE_MODEL: _language_model(
+        lambda wish: wish.options.language_model.impl == "transformer_engine" and not wish.options.packed.enabled
+    ),
     Feature.MULTIMODAL_ROTARY: _language_model(_rotates_in_graphs),
     Feature.FULL_ITERATION: _language_model(lambda wish: whole_language_model(wish.options, wish.facts)),
     Feature.PACKED: _packed(),
