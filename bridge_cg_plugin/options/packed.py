@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .declaration import Group, OptionError, capacities, flag, option, whole_number
-from .vision import CapturedOptions, offload_above_option, offload_option, recompute_option
+from .vision import OFFLOADED, RECOMPUTED, TARGET, CapturedOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class PackedOptions(CapturedOptions):
         "As for vision graphs",
         tuning=True,
     )
-    offload: tuple[str, ...] | None = offload_option("As for vision graphs")
-    recompute: tuple[str, ...] | None = recompute_option("As for vision graphs")
-    offload_above_gb: float | None = offload_above_option("As for vision graphs")
+    offload: tuple[str, ...] | None = option(*OFFLOADED, "As for vision graphs")
+    recompute: tuple[str, ...] | None = option(*RECOMPUTED, "As for vision graphs")
+    offload_above_gb: float | None = option(*TARGET, "As for vision graphs")
     gradient_accumulation_fusion: bool = option(
         True,
         flag,

@@ -63,23 +63,11 @@ class CapturedOptions:
         return self.offloads or bool(self.recompute)
 
 
-def offload_option(details: str = "") -> Any:
-    """Declare which parts' activations go to page-locked host memory in the forward and come back in the backward."""
-    meaning = f"parts whose activations are offloaded to the host: {PARTS_NAMED}"
-    return option(None, some_of(OFFLOAD_MODULES), meaning, details)
-
-
-def recompute_option(details: str = "") -> Any:
-    """Declare what the backward's graph recomputes instead of keeping it."""
-    meaning = f"what the backward recomputes: {', '.join(RECOMPUTE)}; all or none"
-    return option(None, some_of(RECOMPUTE), meaning, details)
-
-
-def offload_above_option(details: str = "") -> Any:
-    """Declare the device memory of one slot in GiB that a mix of both, chosen from measured costs, keeps to."""
-    meaning = "device memory of a slot; offloading and recompute keep below it"
-    return option(None, positive_number, meaning, details)
-
+# Default, parser and help of options that vision graphs and packs share: what goes to page-locked host memory in
+# the forward and comes back in the backward, what the backward recomputes, and the GiB that a mix of both keeps to.
+OFFLOADED = None, some_of(OFFLOAD_MODULES), f"parts whose activations are offloaded to the host: {PARTS_NAMED}"
+RECOMPUTED = None, some_of(RECOMPUTE), f"what the backward recomputes: {', '.join(RECOMPUTE)}; all or none"
+TARGET = None, positive_number, "device memory of a slot; offloading and recompute keep below it"
 
 SCOPE = ("attn", "mlp")
 # Offsets of frames are 32-bit integers.
@@ -187,17 +175,20 @@ class VisionGraphOptions(CapturedOptions):
         "`kernels=exact`",
         tuning=True,
     )
-    offload: tuple[str, ...] | None = offload_option(
+    offload: tuple[str, ...] | None = option(
+        *OFFLOADED,
         "The copies are part of the graphs ([offloading](offload.md)). `layernorm` is inputs and outputs of the "
-        "layers' norms. None is no part, or any part with `vision_cuda_graph_offload_above_gb`"
+        "layers' norms. None is no part, or any part with `vision_cuda_graph_offload_above_gb`",
     )
-    recompute: tuple[str, ...] | None = recompute_option(
+    recompute: tuple[str, ...] | None = option(
+        *RECOMPUTED,
         "`linear` is the QKV projection and the MLP's first layer. Outputs that are not bit-identical when recomputed "
-        "are kept. None as for `vision_cuda_graph_offload`"
+        "are kept. None as for `vision_cuda_graph_offload`",
     )
-    offload_above_gb: float | None = offload_above_option(
+    offload_above_gb: float | None = option(
+        *TARGET,
         "The mix is chosen from measured costs, within `vision_cuda_graph_offload` and `vision_cuda_graph_recompute`. "
-        "None does everything that these name"
+        "None does everything that these name",
     )
     strict: bool = option(False, flag, "a failed capture or check stops the run", "Otherwise the run goes on")
     check_interval: int = option(
