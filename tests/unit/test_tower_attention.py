@@ -221,6 +221,6 @@ def test_a_shape_that_cudnn_has_no_kernel_for_attends_by_pytorchs(monkeypatch):
     segments = PackedSegments(torch.tensor([0, CUDNN_FROM], dtype=torch.int32), CUDNN_FROM)
     monkeypatch.setattr(packed_towers.Rotation, "apply", lambda self, rotate, query, key: rotate(query, key))
     projected = packed_towers.Projected((mixed,), lambda query, key: (query, key), rotation, segments, 0.3)
-    found = packed_towers._attend_by_cudnn(direct_attention.Located(), projected)
+    found = packed_towers._attend_by_cudnn(direct_attention.located(), projected)
     assert len(asked) == 1 and (asked[0].segments, asked[0].largest) == (1, CUDNN_FROM)
     assert torch.equal(found, packed_towers.attend(projected._replace(rotation=plain)))

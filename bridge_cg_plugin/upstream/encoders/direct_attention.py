@@ -1,5 +1,6 @@
 """Other attention in Transformer Engine's place while recording: cuDNN's called directly, or FlashAttention."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -68,7 +69,7 @@ def direct_attention(modules: Sequence[nn.Module]) -> AbstractContextManager[Non
 
     What a direct call does not do stays as it is: see `_attends_inside_segments`.
     """
-    return _attending(modules, partial(_attend_directly, Located()))
+    return _attending(modules, partial(_attend_directly, located()))
 
 
 def flash_attention(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
@@ -108,24 +109,19 @@ def _forward(
     return original(query, key, value, *args, **kwargs) if found is None else found.view(query.shape[0], -1)
 
 
-class Located:
-    """Where the segments of a microbatch lie, computed once for all layers."""
+# Returns where segments lie by their offsets, heads and the width of one; see `locate_segments`.
+Locate = Callable[[Tensor, int, int], Any]
 
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, int, int], Any] = {}
 
-    def __call__(self, offsets: Tensor, heads: int, width: int) -> Any:
-        """See `locate_segments`."""
-        from ...vision.kernels.cudnn_attention import locate_segments
+def located() -> Locate:
+    """Return a function that computes where the segments of a microbatch lie, once for all layers."""
+    from ...vision.kernels.cudnn_attention import locate_segments
 
-        key = (id(offsets), heads, width)
-        if key not in self._found:
-            self._found[key] = locate_segments(offsets, heads, width)  # which keeps `offsets`, and so its id, alive
-        return self._found[key]
+    return functools.cache(locate_segments)  # by the tensor itself, which it keeps alive
 
 
 def _attend_directly(
-    located: Located, attention: UpstreamModule, query: Tensor, key: Tensor, value: Tensor, packed: Any
+    locate: Locate, attention: UpstreamModule, query: Tensor, key: Tensor, value: Tensor, packed: Any
 ) -> Tensor | None:
     """Attend by cuDNN inside several segments, over what one projection made."""
     from ...vision.kernels.cudnn_attention import lie_interleaved, plans_for, segment_attention
@@ -137,7 +133,7 @@ def _attend_directly(
     plans = plans_for(query, segments, packed.max_seqlen_q, attention.softmax_scale)
     if plans is None:
         return None
-    return segment_attention(query, key, value, located(packed.cu_seqlens_q, heads, width), plans)
+    return segment_attention(query, key, value, locate(packed.cu_seqlens_q, heads, width), plans)
 
 
 def _attend_by_flash(

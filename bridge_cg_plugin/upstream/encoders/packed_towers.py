@@ -29,7 +29,7 @@ from ..kernels.layers import kernels_available
 from ..kernels.recompute import known_activations
 from ..seams.own_code import as_shipped
 from ..wrappers import forwards_replaced
-from .direct_attention import Located, flash_attention_refusal, segment_attention_refusal
+from .direct_attention import Locate, flash_attention_refusal, located, segment_attention_refusal
 from .qwen3_vl import patch_gradients
 
 
@@ -410,7 +410,7 @@ def _attending_by(make: Callable[[Attend], Attend]) -> Iterator[None]:
         _now = before
 
 
-def _attend_by_cudnn(located: Located, projected: Projected) -> Tensor:
+def _attend_by_cudnn(locate: Locate, projected: Projected) -> Tensor:
     """Attend by cuDNN's kernels where they are the faster, and else by PyTorch's."""
     query, segments = taken_apart(projected.made)[0], projected.segments
     (tokens, heads, width), most = query.shape, segments.offsets.shape[0] - 1
@@ -421,7 +421,7 @@ def _attend_by_cudnn(located: Located, projected: Projected) -> Tensor:
     plans = plans_for(query, most, segments.largest, projected.scale)
     if plans is None:
         return _attend_by_pytorch(projected)
-    return segment_attention(*projected.interleaved(), located(segments.offsets, heads, width), plans)
+    return segment_attention(*projected.interleaved(), locate(segments.offsets, heads, width), plans)
 
 
 def _attend_by_flash(otherwise: Attend, projected: Projected) -> Tensor:
@@ -468,7 +468,7 @@ def tower_family(attention: str, forward: AttentionForward, **others: Any) -> En
     common: dict[str, Any] = {
         "kernels": attending(attention, forward),
         "reordering_kernels": reordering_kernels,
-        "direct_attention": _other(lambda otherwise: partial(_attend_by_cudnn, Located()), segment_attention_refusal),
+        "direct_attention": _other(lambda otherwise: partial(_attend_by_cudnn, located()), segment_attention_refusal),
         "flash_attention": _other(lambda otherwise: partial(_attend_by_flash, otherwise), flash_attention_refusal),
         "known_activations": known_activations,
     }
