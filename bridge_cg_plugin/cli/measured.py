@@ -17,7 +17,6 @@ from bridge_cg_plugin.options.language_model import IMPL, MODULES
 from bridge_cg_plugin.options.packed import PACKED_FIELDS, PackedOptions
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 
-from .checks import other_gpu
 from .explain.models import encoder_of
 
 FILE = Path(__file__).with_name("measured.json")
@@ -210,6 +209,10 @@ def differences(config: Any, ranks: Mapping[str, Any], adapter: str | None = Non
     return [*found, *(["deterministic algorithms"] if deterministic() else [])]
 
 
+def _other_gpu(measured: str, gpu: str | None) -> list[str]:
+    return [] if gpu is None or gpu in measured.lower() else [f"--graphs {gpu}"]
+
+
 def _other_memory(options: VisionGraphOptions | PackedOptions, fields: Mapping[str, str]) -> list[str]:
     held = {name: getattr(options, name) for name in _MEMORY}
     return [f"{fields[name]}={value}" for name, value in held.items() if value not in (None, ())]
@@ -307,7 +310,7 @@ def vision_forecast(config: Any, options: VisionGraphOptions, gpu: str | None) -
     differs: list[str] = []
     if found is not None:
         ranks = {name: ALONE[name] for name in ("tensor_model_parallel_size", "context_parallel_size")}
-        differs = [*other_gpu(found.gpu, gpu), *differences(config, ranks), *_other_vision(options, found.kernels)]
+        differs = [*_other_gpu(found.gpu, gpu), *differences(config, ranks), *_other_vision(options, found.kernels)]
     return Forecast(str(encoder), found, tuple(differs), largest_bucket(options))
 
 
@@ -333,7 +336,7 @@ def language_forecast(config: Any, options: GraphOptions, gpu: str | None) -> Fo
     except NotMeasured as why:
         return Forecast("language model", differs=(str(why),))
     found = of_language_model(model, ranks_of(config.model), [m.name for m in options.language_model.modules])
-    differs = [*other_gpu(found.gpu, gpu), *differences(config, {**ALONE, **found.ranks})]
+    differs = [*_other_gpu(found.gpu, gpu), *differences(config, {**ALONE, **found.ranks})]
     return Forecast(model, found, (*differs, *_other_packs(options, found.modules)), _largest_pack(config, options))
 
 
@@ -418,7 +421,7 @@ def whole_step(config: Any, options: GraphOptions, gpu: str | None, gpus: int | 
         if step["impl"] != options.language_model.impl or step["adapter"] != adapter or not alike:
             continue
         differs = [] if step["layers"] == model else [f"{model}"]
-        differs += [*other_gpu(step["gpu"], gpu), *([] if gpus in (None, step["gpus"]) else [f"{gpus} GPUs"])]
+        differs += [*_other_gpu(step["gpu"], gpu), *([] if gpus in (None, step["gpus"]) else [f"{gpus} GPUs"])]
         differs += differences(config, {**ALONE, **step["ranks"]}, step["adapter"])
         if step["setting"] not in (None, options.choice.setting):
             differs.append(f"{SETTING}={options.choice.setting}")

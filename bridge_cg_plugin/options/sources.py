@@ -3,7 +3,7 @@
 import difflib
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -268,28 +268,6 @@ def fields_of(model: Any) -> dict[str, Any]:
         if hasattr(model, name):
             value = getattr(model, name)
             found |= TUNING[name].tuning_values(value) if name in TUNING else {name: value}
-    return found
-
-
-def names_in(path: Path, sections: Collection[str]) -> list[str]:
-    """Return the names of fields in a YAML file, with their section; none of a configuration that Bridge saved.
-
-    Args:
-        path: Of the file.
-        sections: Names that may hold nothing.
-
-    Raises:
-        OptionError: The file cannot be read.
-    """
-    source = _load_yaml(path)
-    if _is_saved(source):
-        return []
-    found = []
-    for section, value in source.items():
-        if value is None and section in sections:
-            continue
-        inside = value if isinstance(value, Mapping) and section not in TUNING else None
-        found += [str(section)] if inside is None else [f"{section}.{name}" for name in inside]
     return found
 
 

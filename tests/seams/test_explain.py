@@ -66,7 +66,7 @@ def test_one_object_with_a_key_for_each_part(capsys):
 
 
 def test_in_words(capsys):
-    words = ["--cuda-graph-impl", "transformer_engine", "--cuda_graph_modules", "attn", "mlp"]
+    words = ["--cuda-graph-impl", "transformer_engine", "--cuda_graph_modules", "attn,mlp"]
     lines = table(capsys, *words, "model.vision_cuda_graph_impl=transformer_engine")
     assert list(lines) == ["vision encoder", "language model"]
     why = "per-layer graphs of attention and MLP by Transformer Engine; inference eager"
@@ -237,7 +237,7 @@ def test_a_recipe_with_upstreams_own_graphs_is_told(capsys, one_recipe, monkeypa
     [
         (["cuda_graph_max_packed_seqs=64"], "graphs", "up to 64 documents"),
         (["mixed_precision=bf16_with_mxfp8_mixed"], "eager", "model.fp8_recipe='mxfp8'"),
-        (["mixed_precision=bf16-with-fp8-current-scaling-mixed", "tensor_model_parallel_size=1"], "graphs", "packed"),
+        (["mixed_precision=bf16-with-fp8-current-scaling-mixed", "model.tensor_model_parallel_size=1"], "graphs", "packed"),
     ],
 )
 def test_what_the_one_setting_cannot_have_is_eager_with_its_reason(capsys, sft, words, graphs, why):

@@ -44,7 +44,7 @@ def test_time_and_memory_of_a_preset(capsys, mixture):
 
 
 def test_nodes_and_layout(capsys, mixture):
-    words = [mixture, "--nodes", "2", "--gpus-per-node", "8", "--tensor-model-parallel-size", "2"]
+    words = [mixture, "--nodes", "2", "--gpus-per-node", "8", "model.tensor_model_parallel_size=2"]
     answer = found(capsys, *words)
     layout = {"gpus": 16, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 8, "replicas": 8}
     assert answer["layout"] == layout

@@ -80,7 +80,6 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
         (["checkpoint.load=/absent"], "there is no run to resume in checkpoint.load=/absent"),
         (["checkpoint.load=/"], ""),
         (["--mode", "pretrain"], ""),
-        ([CHECKPOINT, "train.train_iters=-5"], f"Cannot start {SFT}: train.train_iters must be at least 0, not -5"),
         ([CHECKPOINT, "model.tensor_model_parallel_size=8"], ""),  # nobody said how many GPUs there are
         (
             [CHECKPOINT, "model.tensor_model_parallel_size=8", "--launcher", "torchrun", "--gpus-per-node", "3"],
@@ -95,7 +94,7 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
         (["checkpoint.pretrained_checkpoint=msc://bucket/run"], ""),
         (
             [CHECKPOINT, *BATCH, "--gpus-per-node", "8", "model.tensor_model_parallel_size=2"],
-            "a multiple of train.micro_batch_size=2 times 4 data-parallel replicas, not 6. Write a multiple of 8.",
+            "a multiple of train.micro_batch_size=2 times 4 data-parallel replicas. Write a multiple of 8.",
         ),
         ([CHECKPOINT, *BATCH, "--gpus-per-node", "6", "model.tensor_model_parallel_size=2"], ""),
         ([CHECKPOINT, *FP8_OVER_TWO], ""),
@@ -252,9 +251,9 @@ def test_experts_want_a_multiple_of_their_ranks_too():
     model = SimpleNamespace(tensor_model_parallel_size=1, expert_model_parallel_size=4)
     train = SimpleNamespace(train_iters=5, rampup_batch_size=None, global_batch_size=None, micro_batch_size=None)
     config = SimpleNamespace(model=model, train=train, checkpoint=SimpleNamespace(pretrained_checkpoint=None))
-    check_start("it", config, "pretrain", 8)
+    check_start(config, "pretrain", 8)
     with pytest.raises(OptionError, match="6 GPUs: model.expert_model_parallel_size=4 needs a multiple of 4"):
-        check_start("it", config, "pretrain", 6)
+        check_start(config, "pretrain", 6)
 
 
 def test_process_groups_end_where_they_started(trained, monkeypatch, tmp_path):

@@ -6,48 +6,25 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bridge_cg_plugin.options import (
-    GraphOptions,
-    OptionError,
-    check_options,
-    normalize,
-)
+from bridge_cg_plugin.options import GraphOptions, OptionError, check_options, normalize
 from bridge_cg_plugin.options import explain as wording
 from bridge_cg_plugin.options.explain import HEAD, WIDTHS, text_table
 from bridge_cg_plugin.options.flags import FLAGS, as_typed, take_flags, unknown_flag
 from bridge_cg_plugin.options.graph_options import LANGUAGE_MODEL_PART, VISION_ENCODER, split_name, tuning_of
-from bridge_cg_plugin.options.sources import (
-    ATTRIBUTES,
-    FIELDS,
-    MODEL_SECTIONS,
-    OTHER_FIELDS,
-    SETTINGS,
-    is_word,
-    names_in,
-)
+from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, OTHER_FIELDS, SETTINGS, is_word
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.recipes import GPUS, RECIPES, with_graphs
 from bridge_cg_plugin.upstream.seams.encoders import NO_ADAPTER, encoder_of, has_audio_encoder
 
 from ..answers import Tell, between, table, wrapped
-from ..checks import LAYOUTS, add_counts, check_trainable, divided, layout_in_words
+from ..checks import add_counts, check_fit, divided, layout_in_words
 from ..measured import Forecast, WholeStep, language_forecast, vision_forecast, whole_step
 from . import models
 from .recipes import built, require_bridge, resolved, without_imports
 
-SECTIONS = frozenset(
-    {
-        *MODEL_SECTIONS,
-        *("checkpoint", "comm_overlap", "dataset", "ddp", "dist", "ft", "inprocess_restart", "logger"),
-        *("mixed_precision", "nvrx_straggler", "optimizer", "optimizer_config_override_provider", "peft", "profiling"),
-        *("rerun_state_machine", "rng", "scheduler", "straggler", "tensor_inspect", "tokenizer", "train", "validation"),
-    }
-)
-_FLAGS = tuple(spelling for flag in FLAGS for spelling in flag.spellings)
 _TRACKER = "rng.te_rng_tracker"
 _UPSTREAMS = (
     "This recipe switches upstream's own vision graphs on. Without the plugin they compute another function than eager "
@@ -55,10 +32,6 @@ _UPSTREAMS = (
 )
 _NO_FIGURES = "Times and memory depend on the encoder: write a recipe's name first."
 _NO_GRAPHS = "No graphs are on. Add cuda_graphs=exact to see what can run on them."
-_LAYOUT = tuple(dict.fromkeys(field for layout in LAYOUTS for field in layout))
-_OWN_FLAGS = ("--graphs", "--nodes", "--gpus_per_node", "--json", *(f"--{field}" for field in _LAYOUT))
-
-
 NOT_MEASURED = "not measured"
 AUDIO_ENCODER = "audio encoder"
 
@@ -199,134 +172,73 @@ def _forecast(found: Forecast) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("input", nargs="*", help="a recipe's name, a YAML file, name=value or --name value")
-    _add_place(parser)
-
-
-def _add_place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("input", nargs="*", help="a recipe's name, a YAML file, name=value or a flag of an option")
     parser.add_argument("--graphs", choices=tuple(GPUS), help="graphs within this GPU's limits, on the recipe")
     add_counts(parser, "machines; the layout and the batch must fit all GPUs")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a recipe would train.
-
-    Attributes:
-        graphs: The GPU of graphs that are switched on in the recipe; None leaves the recipe as it is.
-        nodes: Machines; None is not known.
-        gpus_per_node: GPUs of each; None is not known.
-    """
-
-    graphs: str | None = None
-    nodes: int | None = None
-    gpus_per_node: int | None = None
-
-    @property
-    def gpus(self) -> int | None:
-        """GPUs of all machines; None where nothing was said of them."""
-        if self.nodes is None and self.gpus_per_node is None:
-            return None
-        return (self.nodes or 1) * (self.gpus_per_node or 1)
-
-    def check(self, has_recipe: bool) -> None:
-        """Refuse what has no effect without a recipe.
-
-        Raises:
-            OptionError: Names the flag.
-        """
-        given = [flag for flag, value in asdict(self).items() if value is not None]
-        if given and not has_recipe:
-            name = given[0]
-            raise OptionError.because(name, f"Cannot use --{name} without a recipe. Write a recipe's name first.")
 
 
 def run(given: Sequence[str], tell: Tell) -> int:
     """Print what a command line resolves to; returns 2 if it is refused, else 0.
 
     Args:
-        given: A recipe's name, what is written beside it, and the command's own flags.
+        given: A recipe's name, what is written beside it, and flags.
         tell: Prints the answer.
     """
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_place(own)
-    parsed, words = own.parse_known_args(given)
-    place = Place(**{one.name: getattr(parsed, one.name) for one in fields(Place)})
     try:
-        answer = look(words, place)
+        answer = look(given)
     except OptionError as error:
         print(as_typed(error, given), file=sys.stderr)
         return 2
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 2
-    tell(json.dumps(as_json(answer)) if parsed.json else render(answer))
+    tell(json.dumps(as_json(answer)) if "--json" in given else render(answer))
     return 0
 
 
-def explain(words: Sequence[str], place: Place | None = None) -> GraphOptions:
+def explain(words: Sequence[str]) -> GraphOptions:
     """Return the options that words resolve to; see `look`.
 
     Raises:
         OptionError: Training would refuse them, or a word means nothing.
     """
-    return look(words, place or Place()).options
+    return look(words).options
 
 
-def look(words: Sequence[str], place: Place) -> Answer:
-    """Return what words resolve to, checked as training does, and what to expect of it.
+def look(given: Sequence[str]) -> Answer:
+    """Return what a command line resolves to, checked as training does, and what to expect of it.
 
     Args:
-        words: A recipe's name, and what is written beside it.
-        place: Where it would train.
+        given: A recipe's name, what is written beside it, and flags.
 
     Raises:
         OptionError: Training would refuse it, or a word means nothing.
     """
-    recipe = [word for word in words[:1] if not is_word(word)]
-    place.check(bool(recipe))
-    flags, others = take_flags(_in_pairs(words[len(recipe) :]))
-    if not recipe:
-        return _of_words(flags, others)
+    flags, words = take_flags(given)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_arguments(parser)
+    parsed, rest = parser.parse_known_intermixed_args(words)
+    for word in rest:
+        known = [spelling for flag in FLAGS for spelling in flag.spellings]
+        raise unknown_flag(word, [*known, *(f"--{name}" for name in vars(parsed))])
+    words = parsed.input
+    if not words or is_word(words[0]):
+        for name in ("graphs", "nodes", "gpus_per_node"):
+            if getattr(parsed, name) is not None:
+                raise OptionError.because(name, f"Cannot use --{name} without a recipe. Write a recipe's name first.")
+        return _of_words(flags, words)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _of_recipe(recipe[0], flags, others, place)
-
-
-def _in_pairs(words: Sequence[str]) -> list[str]:
-    """Return words in which a flag has one value, and everything else is `name=value` or a file.
-
-    Raises:
-        OptionError: A flag does not exist; names the nearest.
-    """
-    found: list[str] = []
-    left = list(words)
-    while left:
-        name, assigned, value = left.pop(0).partition("=")
-        if not name.startswith("--"):
-            found.append(name + assigned + value)
-            continue
-        if not assigned:
-            takes_pairs = bool(tuning_of(name.removeprefix("--").replace("-", "_")))
-            values = [left.pop(0)] if left and takes_pairs and not left[0].startswith("--") else []
-            while left and not is_word(left[0]):
-                values.append(left.pop(0))
-            value = ",".join(values) or "true"
-        _check_flag(name)
-        found += [f"{name}={value}"] if name in _FLAGS else [f"{name.removeprefix('--').replace('-', '_')}={value}"]
-    return found
+        return _of_recipe(words[0], flags, words[1:], parsed)
 
 
 def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> Answer:
     """Resolve words beside no recipe; what only a recipe would tell is said."""
-    for word in words:
-        _check_name(word)
-    files = [word for word in words if "=" not in word]
-    for name in (name for file in files for name in names_in(Path(file), SECTIONS)):
-        _check_name(f"{name}=")
     said = [word for word in words if "=" in word]
-    options, written = normalize(files, flags, said)
+    for word in said:
+        _check_name(word)
+    options, written = normalize([word for word in words if "=" not in word], flags, said)
     facts = written.facts
     check_options(options, facts)
     if (options.enabled or options.packed.enabled) and facts.te_rng_tracker is None:
@@ -335,20 +247,18 @@ def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> Answer:
     return Answer(options=options, notes=(*((_NO_FIGURES,) if options.vision.enabled else ()), *_switch_on(options)))
 
 
-def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place: Place) -> Answer:
+def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place: argparse.Namespace) -> Answer:
     require_bridge(name, " or write options alone")
     asked = without_imports()
     config = built(name, asked is not None)
     if place.graphs is not None:
         config = with_graphs(config, gpu=place.graphs)
-    options = resolved(config, flags, [_of_the_model(word) for word in words], asked is not None)
-    notes: list[str] = []
-    layout = None
-    if place.gpus is not None or hasattr(config, "train"):
-        check_trainable(name, config, place.gpus)
-    if place.gpus is not None:
-        layout = divided(config.model, place.gpus)
-        notes.append(layout_in_words(layout))
+    options = resolved(config, flags, words, asked is not None)
+    gpus = None if place.nodes is place.gpus_per_node is None else (place.nodes or 1) * (place.gpus_per_node or 1)
+    if hasattr(config, "train"):
+        check_fit(config, gpus)
+    layout = None if gpus is None else divided(config.model, gpus)
+    notes = [] if layout is None else [layout_in_words(layout)]
     if name not in RECIPES and _asks_upstream(built(name, asked is not None)):
         notes.append(_UPSTREAMS)
     unknown = [
@@ -362,7 +272,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         has_audio=has_audio_encoder(getattr(config, "model", None)),
         forecast=vision_forecast(config, options.vision, place.graphs),
         language_model=language_forecast(config, options, place.graphs),
-        step=whole_step(config, options, place.graphs, place.gpus),
+        step=whole_step(config, options, place.graphs, gpus),
         has_model=hasattr(config, "model"),
         layout=layout,
         notes=(*notes, *_switch_on(options)),
@@ -379,40 +289,15 @@ def _asks_upstream(config: Any) -> bool:
     return getattr(getattr(config, "model", None), PROVIDER_FIELDS["impl"], None) not in (None, "none")
 
 
-def _of_the_model(word: str) -> str:
-    """Return a word whose field of the layout is one of the model, however it was written."""
-    return f"model.{word}" if word.partition("=")[0] in _LAYOUT else word
-
-
-def _check_flag(name: str) -> None:
-    """Refuse a flag that does not exist.
-
-    Raises:
-        OptionError: Names the nearest.
-    """
-    if name not in _FLAGS and not _means_something(name.removeprefix("--").replace("-", "_")):
-        raise unknown_flag(name, (*_FLAGS, *_OWN_FLAGS))
-
-
 def _check_name(word: str) -> None:
-    """Refuse a word that sets nothing that a configuration has.
+    """Refuse a word that sets nothing that a configuration has; upstream's sections have fields of their own.
 
     Raises:
         OptionError: Names the nearest.
     """
-    name, assigned, _ = word.lstrip("+-").partition("=")
-    if not assigned or _means_something(name.replace("-", "_")):
+    sections, field = split_name(word.lstrip("+").partition("=")[0].replace("-", "_"))
+    known = field in (*FIELDS, *ATTRIBUTES, *SETTINGS, *OTHER_FIELDS) or tuning_of(field)
+    if known or (sections and "graph" not in field):
         return
-    section, dot, field = name.rpartition(".")
-    known = sorted(SECTIONS) if dot and section not in SECTIONS else (*FIELDS, *SETTINGS)
-    wrong = section if dot and section not in SECTIONS else field
-    near = difflib.get_close_matches(wrong, known, n=1, cutoff=0.4)
-    what = "section" if wrong == section else "option in docs/options.md"
-    raise OptionError.unknown(name, what, near[0] if near else "")
-
-
-def _means_something(name: str) -> bool:
-    sections, field = split_name(name)
-    known = field in (*FIELDS, *ATTRIBUTES, *SETTINGS, *OTHER_FIELDS, *_LAYOUT) or bool(tuning_of(field))
-    # Upstream's sections have many more fields; one about graphs is this package's or in `OTHER_FIELDS`.
-    return known if not sections else sections[0] in SECTIONS and (known or "graph" not in field)
+    near = difflib.get_close_matches(field, (*FIELDS, *SETTINGS), n=1, cutoff=0.4)
+    raise OptionError.unknown(field, "option in docs/options.md", near[0] if near else "")

@@ -66,7 +66,7 @@ def check(arguments: Sequence[str]) -> None:
             return
         raise
     resolved(config, given_flags(parsed), words, asked is not None)
-    check_start(parsed.recipe, config, mode_and_step(parsed)[0], gpus_of(parsed))
+    check_start(config, mode_and_step(parsed)[0], gpus_of(parsed))
     if parsed.dry_run:
         check_hub(parsed.recipe, asked or ())
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bridge_cg_plugin.announce import rank
 from bridge_cg_plugin.cli.answers import answered
-from bridge_cg_plugin.cli.checks import check_start, fewest_gpus, refuse_bridges
+from bridge_cg_plugin.cli.checks import check_start, fewest_gpus
 from bridge_cg_plugin.cli.runs import first_look
 from bridge_cg_plugin.cli.runs.recipe import (
     prepare,
@@ -61,8 +61,10 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
             else:
                 with quiet(), quick_imports():
                     run, gpus = prepare(parsed, words), first_look.gpus_of(parsed)
-                    check_start(parsed.recipe, run.config, run.mode, gpus)
-                    refuse_bridges(parsed.recipe, refused_start(run.config, gpus or fewest_gpus(run.config.model)))
+                    check_start(run.config, run.mode, gpus)
+                    if why := refused_start(run.config, gpus or fewest_gpus(run.config.model)):
+                        message = f"Cannot start {parsed.recipe}: Bridge refuses it. {' '.join(why.split())}"
+                        raise OptionError.because("recipe", message)
     except OptionError as error:
         print(as_typed(error, given), file=sys.stderr)
         return 2

@@ -149,37 +149,6 @@ PATCHES = (Patch(seam("config_check"), _checked),)
 _REFUSALS = (ArithmeticError, AssertionError, TypeError, ValueError, DriftError)
 
 
-def precisions() -> list[str]:
-    """Return the names that Bridge has for mixed precision; each may be written with hyphens, too."""
-    from megatron.bridge.training.mixed_precision import MIXED_PRECISION_RECIPES
-
-    return sorted({name.replace("-", "_") for name in MIXED_PRECISION_RECIPES})
-
-
-def refused_schedule(config: Any) -> str:
-    """Return why Bridge refuses the sections of training and its scheduler; empty where it does not.
-
-    Looks at nothing else, so the rest of the configuration may be stand-ins.
-
-    Args:
-        config: A Bridge `ConfigContainer`.
-    """
-    tried = copy.copy(config)
-    try:
-        with _unseen():
-            tried.train, tried.scheduler = copy.deepcopy((config.train, config.scheduler))
-            tried.train.finalize()
-            tried.scheduler.finalize()
-            tried._validate_training_scheduler_compatibility()
-            if tried.train.train_iters is not None:
-                tried._calculate_scheduler_steps()
-    except (AssertionError, ValueError) as error:
-        return str(error)
-    except (AttributeError, TypeError):  # a stand-in, or a release that lacks one of these
-        return ""
-    return ""
-
-
 def refused_start(config: Any, ranks: int) -> str:
     """Return why Bridge refuses to start with a configuration; empty where it does not, or not without GPUs.
 
