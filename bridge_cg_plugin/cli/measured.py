@@ -306,12 +306,12 @@ def vision_forecast(config: Any, options: VisionGraphOptions, gpu: str | None) -
     encoder = encoder_of(getattr(config, "model", None))
     if encoder is None:
         return None
-    found = of_encoder(str(encoder), options.kernels)
+    found = of_encoder(encoder, options.kernels)
     differs: list[str] = []
     if found is not None:
         ranks = {name: ALONE[name] for name in ("tensor_model_parallel_size", "context_parallel_size")}
         differs = [*_other_gpu(found.gpu, gpu), *differences(config, ranks), *_other_vision(options, found.kernels)]
-    return Forecast(str(encoder), found, tuple(differs), largest_bucket(options))
+    return Forecast(encoder, found, tuple(differs), largest_bucket(options))
 
 
 def largest_bucket(options: VisionGraphOptions) -> int | None:
@@ -407,7 +407,7 @@ def whole_step(config: Any, options: GraphOptions, gpu: str | None, gpus: int | 
         gpu: A key of `recipes.GPUS`; None is not known.
         gpus: How many there are; None is not known.
     """
-    if not options.vision.enabled or str(encoder_of(getattr(config, "model", None))) != TOWER:
+    if not options.vision.enabled or encoder_of(getattr(config, "model", None)) != TOWER:
         return None
     try:
         model = layers_of(config.model)

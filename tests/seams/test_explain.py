@@ -232,12 +232,15 @@ def test_a_recipe_with_upstreams_own_graphs_is_told(capsys, one_recipe, monkeypa
     assert "This recipe switches upstream's own vision graphs on." in " ".join(out.split())
 
 
+FP8 = "mixed_precision=bf16-with-fp8-current-scaling-mixed"
+
+
 @pytest.mark.parametrize(
     "words, graphs, why",
     [
         (["cuda_graph_max_packed_seqs=64"], "graphs", "up to 64 documents"),
         (["mixed_precision=bf16_with_mxfp8_mixed"], "eager", "model.fp8_recipe='mxfp8'"),
-        (["mixed_precision=bf16-with-fp8-current-scaling-mixed", "model.tensor_model_parallel_size=1"], "graphs", "packed"),
+        ([FP8, "model.tensor_model_parallel_size=1"], "graphs", "packed"),
     ],
 )
 def test_what_the_one_setting_cannot_have_is_eager_with_its_reason(capsys, sft, words, graphs, why):

@@ -13,7 +13,7 @@ from bridge_cg_plugin.options import GraphOptions, OptionError, check_options, n
 from bridge_cg_plugin.options import explain as wording
 from bridge_cg_plugin.options.explain import HEAD, WIDTHS, text_table
 from bridge_cg_plugin.options.flags import FLAGS, as_typed, take_flags, unknown_flag
-from bridge_cg_plugin.options.graph_options import LANGUAGE_MODEL_PART, VISION_ENCODER, split_name, tuning_of
+from bridge_cg_plugin.options.graph_options import VISION_ENCODER, split_name, tuning_of
 from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, OTHER_FIELDS, SETTINGS, is_word
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.recipes import GPUS, RECIPES, with_graphs
@@ -96,33 +96,25 @@ class Answer:
         return tuple(found)
 
     def _audio(self) -> Line:
-        vision = self.options.vision
-        if not vision.enabled:
+        if not self.options.vision.enabled:
             return Line(AUDIO_ENCODER, "eager", f"{PROVIDER_FIELDS['impl']}=none")
         why = "one graph per bucket over the whole encoder; buckets captured on demand"
         return Line(AUDIO_ENCODER, "graphs", why, NOT_MEASURED, NOT_MEASURED)
 
     def _line(self, part: wording.Part) -> Line:
+        line = Line(part.name, part.runs, part.why, options=part.options)
         encoder = part.name == VISION_ENCODER
         if encoder and self.has_model and self.forecast is None:
             if NO_ADAPTER in self.encoder:
-                return Line(part.name, "eager", "no adapter for it is known", options=part.options)
-            return Line(part.name, "none", "the model has none that graphs support", options=part.options)
-        if part.runs != "graphs":
-            return Line(part.name, part.runs, part.why, options=part.options)
+                return replace(line, runs="eager", why="no adapter for it is known")
+            return replace(line, runs="none", why="the model has none that graphs support")
         found = self.forecast if encoder else self.language_model
-        if found is None or part.name not in (VISION_ENCODER, LANGUAGE_MODEL_PART):
-            figures = wording.NO_FIGURE if encoder else NOT_MEASURED
-            return Line(part.name, part.runs, part.why, figures, figures, part.options)
-        return Line(part.name, part.runs, part.why, *_measured(found), part.options)
-
-
-def _measured(found: Forecast) -> tuple[str, str]:
-    """Return memory and ratio of a part."""
-    if not found.holds or found.ratios is None:
-        return NOT_MEASURED, NOT_MEASURED
-    memory = NOT_MEASURED if found.memory_gb is None else f"{found.memory_gb:.1f} GiB"
-    return wording.BY_SIZE if found.largest is None else memory, between(found.ratios)
+        if part.runs != "graphs" or (encoder and found is None):
+            return line
+        if found is None or not found.holds or found.ratios is None:
+            return replace(line, memory=NOT_MEASURED, ratio=NOT_MEASURED)
+        memory = NOT_MEASURED if found.memory_gb is None else f"{found.memory_gb:.1f} GiB"
+        return replace(line, memory=wording.BY_SIZE if found.largest is None else memory, ratio=between(found.ratios))
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
@@ -249,22 +241,22 @@ def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> Answer:
 
 def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place: argparse.Namespace) -> Answer:
     require_bridge(name, " or write options alone")
-    asked = without_imports()
-    config = built(name, asked is not None)
+    without_imports()
+    config = built(name)
     if place.graphs is not None:
         config = with_graphs(config, gpu=place.graphs)
-    options = resolved(config, flags, words, asked is not None)
+    options = resolved(config, flags, words)
     gpus = None if place.nodes is place.gpus_per_node is None else (place.nodes or 1) * (place.gpus_per_node or 1)
     if hasattr(config, "train"):
         check_fit(config, gpus)
     layout = None if gpus is None else divided(config.model, gpus)
     notes = [] if layout is None else [layout_in_words(layout)]
-    if name not in RECIPES and _asks_upstream(built(name, asked is not None)):
+    if name not in RECIPES and _asks_upstream(built(name)):
         notes.append(_UPSTREAMS)
     unknown = [
         f"the sizes of {model} are on Hugging Face's hub only: what depends on its experts, dropout or kind of layers "
         "was not checked. bridge-cg train --dry-run checks it where the hub can be reached"
-        for model in models.unknown(asked or ())
+        for model in models.unknown()
     ]
     return Answer(
         options=replace(options, warnings=(*options.warnings, *unknown)),

@@ -3,8 +3,7 @@
 import dataclasses
 import importlib
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -52,33 +51,17 @@ _OF_PROVIDERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Encoder:
-    """A vision encoder.
-
-    Attributes:
-        family: Its kind; empty for one that no record is of.
-        layers, width: Its sizes; None where nobody knows them here.
-    """
-
-    family: str
-    layers: int | None = None
-    width: int | None = None
-
-    def __str__(self) -> str:
-        sizes = "of unknown size" if self.layers is None else f"of {self.layers} layers"
-        return f"{self.family} encoder {sizes}".lstrip() + (f" of {self.width}" if self.width else "")
-
-
-def encoder_of(model: Any) -> Encoder | None:
-    """Return the vision encoder of a Bridge model provider; None for a model that has none for graphs."""
+def encoder_of(model: Any) -> str | None:
+    """Return the vision encoder of a Bridge model provider in words; None for a model that has none for graphs."""
     if not hasattr(model, PROVIDER_FIELDS["impl"]):
         return None
     names = (base.__name__ for base in type(model).__mro__)
     family = next((_OF_PROVIDERS[name] for name in names if name in _OF_PROVIDERS), "")
     sizes = [getattr(getattr(model, "vision_config", None), name, None) for name in (*_DEPTHS, "hidden_size")]
     *depths, width = [size if isinstance(size, int) else None for size in sizes]
-    return Encoder(family, next((depth for depth in depths if depth is not None), None), width)
+    layers = next((depth for depth in depths if depth is not None), None)
+    known = "of unknown size" if layers is None else f"of {layers} layers"
+    return f"{family} encoder {known}".lstrip() + (f" of {width}" if width else "")
 
 
 _DEPTHS = ("depth", "num_hidden_layers")
@@ -147,8 +130,8 @@ _PLACEHOLDERS: Mapping[str, Any] = dict.fromkeys(("num_attention_heads", "num_la
 _asked: list[str] = []
 
 
-def replace_auto_bridge() -> list[str]:
-    """Have recipes take providers from here; returns the list to which the names of their models are added."""
+def replace_auto_bridge() -> None:
+    """Have recipes take providers from here."""
 
     def bridge(name: Any, *args: Any, **kwargs: Any) -> SimpleNamespace:
         return SimpleNamespace(to_megatron_provider=partial(_provider_of, str(name)))
@@ -156,12 +139,11 @@ def replace_auto_bridge() -> list[str]:
     _asked.clear()
     stand_in = SimpleNamespace(from_hf_pretrained=bridge, from_hf_config=bridge)
     vars(importlib.import_module("megatron.bridge"))["AutoBridge"] = stand_in
-    return _asked
 
 
-def unknown(names: Iterable[str]) -> list[str]:
-    """Return those models of which no sizes are known."""
-    return [name for name in dict.fromkeys(names) if _family(name) is None]
+def unknown() -> list[str]:
+    """Return the models that recipes took from here, by their names on the hub, of which no sizes are known."""
+    return [name for name in dict.fromkeys(_asked) if _family(name) is None]
 
 
 def _family(name: str) -> Family | None:

@@ -160,9 +160,14 @@ def _as_it_is(name: str) -> bool:
     return name.startswith(RECIPES) or "config" in last or last.endswith("provider") or last in _PARTS
 
 
+def installed() -> bool:
+    """Return whether there are stand-ins in this process."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
 def install() -> None:
     """Put stand-ins in the place of what this process has not imported yet. There is no way back."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if not installed():
         sys.meta_path.insert(0, _Finder())
 
 

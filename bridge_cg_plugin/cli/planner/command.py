@@ -1,8 +1,10 @@
 """The command `bridge-cg plan`."""
 
 import argparse
+import contextlib
 import json
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +15,7 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
 
 from ..answers import Tell, table
-from ..measured import DENSE, Costs, of_language_model, ranks_of
+from ..measured import ALONE, DENSE, Costs, NotMeasured, differences, layers_of, of_language_model, pack_size, ranks_of
 from .documents import (
     ALGORITHMS,
     Documents,
@@ -100,14 +102,42 @@ def _shared(arguments: argparse.Namespace) -> tuple[RankLayout, int | None, Cost
     if arguments.recipe is None:
         layout = given or RankLayout()
         return layout, arguments.pack_size, costs_of_packs(layout)
-    from ..explain.recipes import packed_recipe
-
-    layout, tokens, costs = packed_recipe(arguments.recipe)
+    layout, tokens, costs = _of_recipe(arguments.recipe)
     if given not in (None, layout):
         allowed = f"{layout}, which --recipe {arguments.recipe} has"
         raise PlanError(f"Cannot use --layout {given}: it must be {allowed}. Keep one.")
     size = arguments.pack_size
     return layout, tokens if size is None and arguments.packing != IN_BATCH else size, costs
+
+
+def _of_recipe(name: str) -> tuple[RankLayout, int | None, Costs]:
+    """Return how a recipe's ranks share packs, a pack's tokens (None: not packed offline), and what packs cost.
+
+    Raises:
+        OptionError: There is no such recipe, or it cannot be built.
+    """
+    from ..explain.recipes import built, resolved, without_imports
+
+    without_imports()
+    modules: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = built(name)
+        with contextlib.suppress(OptionError):  # of options that training would refuse
+            options = resolved(config)
+            modules = [module.name for module in options.language_model.modules if options.packed.enabled]
+    model, size = config.model, pack_size(config)
+    layout = RankLayout(
+        tensor=model.tensor_model_parallel_size,
+        context=model.context_parallel_size,
+        sequence=bool(model.sequence_parallel),
+    )
+    try:
+        layers = layers_of(model)
+    except NotMeasured as why:
+        return layout, size, Costs(of_language_model(DENSE, {}), "this language model", [str(why)])
+    found = of_language_model(layers, ranks_of(model), modules)
+    return layout, size, Costs(found, layers, differences(config, {**ALONE, **found.ranks}))
 
 
 def costs_of_packs(layout: RankLayout) -> Costs:

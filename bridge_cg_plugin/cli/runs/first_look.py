@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from bridge_cg_plugin.cli.checks import check_start
-from bridge_cg_plugin.cli.explain.recipes import check_hub, require_bridge, resolved, without_imports
+from bridge_cg_plugin.cli.explain.recipes import require_bridge, resolved, without_imports
 from bridge_cg_plugin.cli.runs.recipe import mode_and_step, read, with_presets
 from bridge_cg_plugin.cli.runs.results import ROOT
 from bridge_cg_plugin.options import OptionError
@@ -58,17 +58,15 @@ def check(arguments: Sequence[str]) -> None:
     """
     parsed, words = read(arguments)
     require_bridge(parsed.recipe)
-    asked = without_imports()
+    without_imports()
     try:
         config = with_presets(build_recipe(parsed.recipe), parsed)
     except OptionError as error:
         if error.__cause__ is not None:  # it may build with what Bridge imports
             return
         raise
-    resolved(config, given_flags(parsed), words, asked is not None)
+    resolved(config, given_flags(parsed), words)
     check_start(config, mode_and_step(parsed)[0], gpus_of(parsed))
-    if parsed.dry_run:
-        check_hub(parsed.recipe, asked or ())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
