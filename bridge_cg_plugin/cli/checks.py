@@ -31,10 +31,11 @@ def add_counts(parser: Any, nodes: str, default: int | None = None) -> None:
         default: Of both.
     """
     for spellings, meaning in ((("--nodes",), nodes), (("--gpus_per_node", "--gpus-per-node"), "workers on each")):
-        parser.add_argument(*spellings, type=_at_least_one, default=default, metavar="N", help=meaning)
+        parser.add_argument(*spellings, type=at_least_one, default=default, metavar="N", help=meaning)
 
 
-def _at_least_one(text: str) -> int:
+def at_least_one(text: str) -> int:
+    """Return the number that a flag's value is; argparse names the flag that has none."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
     return int(text)

@@ -5,7 +5,7 @@ import contextlib
 import json
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
 
 from ..answers import Tell, table
+from ..checks import at_least_one
 from ..measured import ALONE, DENSE, Costs, NotMeasured, differences, layers_of, of_language_model, pack_size, ranks_of
 from .documents import (
     ALGORITHMS,
@@ -37,16 +38,18 @@ def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
     kinds = plan.add_subparsers(dest="kind", required=True)
     packed = kinds.add_parser("packed", help="document bound and token buckets from a dataset's document lengths")
     packed.add_argument("data", type=Path, help="histogram .json, .jsonl, .parquet, .arrow, Bridge's packed files")
-    packed.add_argument("--pack-size", type=int, help="tokens of a pack; needed unless the file holds packs")
+    packed.add_argument("--pack-size", type=at_least_one, help="tokens of a pack; needed unless the file holds packs")
     packed.add_argument("--packing", choices=ALGORITHMS, help=f"how documents are packed; {PACKING} if left out")
     packed.add_argument(
-        "--micro-batch-size", type=int, help=f"documents of a microbatch, for in_batch; {MICRO_BATCH} if left out"
+        "--micro-batch-size",
+        type=at_least_one,
+        help=f"documents of a microbatch, for in_batch; {MICRO_BATCH} if left out",
     )
     padded = (
         "documents are padded to a multiple of this: Bridge's pad_seq_to_mult; twice the ranks of context parallelism "
         "if left out"
     )
-    packed.add_argument("--pad-seq-to-mult", type=int, metavar="N", help=padded)
+    packed.add_argument("--pad-seq-to-mult", type=at_least_one, metavar="N", help=padded)
     packed.add_argument("--layout", metavar="TPnxCPn", help="how ranks share packs, xSP for sequence parallelism")
     packed.add_argument(
         "--recipe", metavar="NAME", help="a recipe of Bridge's or a preset: its model, layout and pack size"
@@ -62,7 +65,7 @@ def run(arguments: argparse.Namespace, tell: Tell) -> int:
     try:
         plan = plan_of_documents(arguments)
     except (OptionError, PlanError) as error:
-        print(error, file=sys.stderr)
+        print(as_typed(error, ["--layout"]), file=sys.stderr)
         return 2
     tell(json.dumps({**asdict(plan), "set": settings(plan)}) if arguments.json else render(plan))
     return 0
@@ -72,7 +75,7 @@ def plan_of_documents(arguments: argparse.Namespace) -> PackedPlan:
     """Return the plan for a dataset's documents.
 
     Raises:
-        OptionError: The recipe cannot be planned for.
+        OptionError: The recipe or the layout cannot be planned for.
         PlanError: The input cannot be planned from.
     """
     found = read_documents(arguments.data, arguments.field)
@@ -92,13 +95,10 @@ def _shared(arguments: argparse.Namespace) -> tuple[RankLayout, int | None, Cost
     """Return how ranks share packs, a pack's tokens where they are known, and what packs cost.
 
     Raises:
-        OptionError: The recipe does not exist or cannot be built.
-        PlanError: There is no such layout, or it is not the recipe's.
+        OptionError: There is no such layout, or the recipe does not exist or cannot be built.
+        PlanError: The layout is not the recipe's.
     """
-    try:
-        given = None if arguments.layout is None else parse_layout("layout", arguments.layout)
-    except OptionError as error:
-        raise PlanError(as_typed(error, ["--layout"])) from None
+    given = None if arguments.layout is None else parse_layout("layout", arguments.layout)
     if arguments.recipe is None:
         layout = given or RankLayout()
         return layout, arguments.pack_size, costs_of_packs(layout)
@@ -155,22 +155,18 @@ def costs_of_packs(layout: RankLayout) -> Costs:
 def _packed(
     lengths: tuple[int, ...], arguments: argparse.Namespace, layout: RankLayout, size: int | None
 ) -> list[Pack]:
-    packing = arguments.packing or PACKING
-    multiple = layout.document_unit
-    if arguments.pad_seq_to_mult is not None:
-        given = _at_least_one("--pad-seq-to-mult", arguments.pad_seq_to_mult)
-        if given % multiple:
-            raise PlanError(f"Cannot use --pad-seq-to-mult {given}: {layout} needs a multiple of {multiple}.")
-        multiple = given
-    if size is not None:
-        _at_least_one("--pack-size", size)
-        if size % multiple:
-            raise PlanError(f"Cannot use --pack-size {size}: it must be a multiple of --pad-seq-to-mult {multiple}.")
-        if arguments.truncate:
-            lengths = tuple(min(length, size) for length in lengths)
+    packing, multiple = arguments.packing or PACKING, arguments.pad_seq_to_mult or layout.document_unit
+    if multiple % layout.document_unit:
+        raise PlanError(
+            f"Cannot use --pad-seq-to-mult {multiple}: {layout} needs a multiple of {layout.document_unit}."
+        )
+    if size is not None and size % multiple:
+        raise PlanError(f"Cannot use --pack-size {size}: it must be a multiple of --pad-seq-to-mult {multiple}.")
+    if size is not None and arguments.truncate:
+        lengths = tuple(min(length, size) for length in lengths)
     lengths = padded_documents(lengths, multiple)
     if packing == IN_BATCH:
-        return in_batch(lengths, MICRO_BATCH if arguments.micro_batch_size is None else arguments.micro_batch_size)
+        return in_batch(lengths, arguments.micro_batch_size or MICRO_BATCH)
     if size is None:
         raise PlanError("Cannot pack without --pack-size: write the tokens of a pack.")
     return ALGORITHMS[packing](lengths, size)
@@ -185,26 +181,21 @@ def _refuse_unused(arguments: argparse.Namespace, found: Documents) -> None:
     Raises:
         PlanError: Names the argument and why.
     """
-    given = {name: vars(arguments)[name] for name in _OF_DOCUMENTS}
-    in_batch_packing = arguments.packing == IN_BATCH
-    reasons = {name: "the file holds packs" for name in given} if found.packs else {}
-    if not in_batch_packing:
-        reasons.setdefault("micro_batch_size", f"only --packing {IN_BATCH} has microbatches of documents")
-    elif not arguments.truncate:
-        reasons.setdefault("pack_size", f"--packing {IN_BATCH} takes no pack size without --truncate")
-    elif arguments.pack_size is None:
-        reasons.setdefault("truncate", "there is no --pack-size to cut to")
-    if not found.fields:
-        reasons.setdefault("field", "the file has lengths without fields")
-    for name, why in reasons.items():
-        if given[name] not in (None, False):
+    in_batch_packing, size = arguments.packing == IN_BATCH, arguments.pack_size
+    unused = (
+        (bool(found.packs), _OF_DOCUMENTS, "the file holds packs"),
+        (not in_batch_packing, ("micro_batch_size",), f"only --packing {IN_BATCH} has microbatches of documents"),
+        (
+            in_batch_packing and not arguments.truncate,
+            ("pack_size",),
+            f"--packing {IN_BATCH} has none without --truncate",
+        ),
+        (in_batch_packing and size is None, ("truncate",), "there is no --pack-size to cut to"),
+        (not found.fields, ("field",), "the file has lengths without fields"),
+    )
+    for name, why in ((name, why) for holds, names, why in unused if holds for name in names):
+        if vars(arguments)[name] not in (None, False):
             raise PlanError(f"Cannot use --{name.replace('_', '-')}: {why}. Remove it.")
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if value < 1:
-        raise PlanError(f"Cannot use {name} {value}: it must be a whole number of at least 1.")
-    return value
 
 
 def settings(plan: PackedPlan) -> dict[str, Any]:
@@ -235,7 +226,7 @@ def _choices(plan: PackedPlan) -> list[tuple[str, ...]]:
     return [
         (
             f"{choice.max_packed_seqs}{' <' if choice is plan.best else ''}",
-            _listed(choice.buckets),
+            ", ".join(map(str, choice.buckets)),
             f"{choice.expected.ratio:.2f}",
             f"{choice.expected.on_graphs:.1%}",
             f"{choice.expected.padding:.1%}",
@@ -243,7 +234,3 @@ def _choices(plan: PackedPlan) -> list[tuple[str, ...]]:
         )
         for choice in plan.choices
     ]
-
-
-def _listed(buckets: Sequence[int]) -> str:
-    return ", ".join(map(str, buckets))

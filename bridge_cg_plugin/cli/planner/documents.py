@@ -222,8 +222,6 @@ def first_fit_shuffle(lengths: Sequence[int], size: int, seed: int = 0) -> list[
 
 def in_batch(lengths: Sequence[int], count: int, seed: int = 0) -> list[Pack]:
     """Join every `count` documents of a random order, as in-batch packing joins a microbatch."""
-    if count < 1:
-        raise PlanError(f"Cannot use --micro-batch-size {count}: it must be a whole number of at least 1.")
     order = random.Random(seed).sample(lengths, len(lengths))
     return [tuple(order[i : i + count]) for i in range(0, len(order) - count + 1, count)]
 

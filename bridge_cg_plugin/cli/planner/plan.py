@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -152,7 +152,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What to expect of microbatches.
+    """What to expect of packs.
 
     Attributes:
         ratio: Their time over eager, by measured ratios.
@@ -247,15 +247,6 @@ def plan_packs(packs: Sequence[Pack], costs: Costs, layout: RankLayout = ALONE) 
     )
 
 
-def expect(
-    packs: Counter[Pack], costs: Costs, bound: int, buckets: tuple[int, ...], layout: RankLayout = ALONE
-) -> Choice:
-    """Return what a document bound and buckets give: each pack takes the first bucket and bound that accepts it."""
-    recorded = pack_buckets(buckets, bound)
-    found = expected(packs, costs, lambda pack: place(pack, recorded, layout))
-    return Choice(bound, buckets, found)
-
-
 def place(pack: Pack, buckets: Sequence[Bucket], layout: RankLayout = ALONE) -> Bucket | Fallback:
     """Return the first bucket that takes a pack, or why none does."""
     tokens = sum(pack)
@@ -263,19 +254,24 @@ def place(pack: Pack, buckets: Sequence[Bucket], layout: RankLayout = ALONE) -> 
     return choose(tokens, buckets, refuse)
 
 
-def expected(batches: Counter[Pack], costs: Costs, placed: Callable[[Pack], Bucket | Fallback]) -> Expected:
-    """Return what to expect of microbatches.
+def expect(
+    packs: Counter[Pack], costs: Costs, bound: int, buckets: tuple[int, ...], layout: RankLayout = ALONE
+) -> Choice:
+    """Return what a document bound and buckets give: each pack takes the first bucket and bound that accepts it.
 
     Args:
-        batches: Lengths of the segments of each, and how many are alike.
+        packs: Document lengths of each, and how many are alike.
         costs: What they cost.
-        placed: Tells the bucket that takes one, or why none does.
+        bound: Documents of one pack that a graph takes.
+        buckets: Capacities in tokens.
+        layout: How ranks share packs.
     """
+    recorded = pack_buckets(buckets, bound)
     replayed = real = padded = 0
-    eager = left = 0.0  # what eager costs: of all microbatches, of those that run eager
+    eager = left = 0.0  # what eager costs: of all packs, of those that run eager
     fallbacks: Counter[Fallback] = Counter()
-    for batch, count in batches.items():
-        tokens, found = sum(batch), placed(batch)
+    for pack, count in packs.items():
+        tokens, found = sum(pack), place(pack, recorded, layout)
         cost = count * costs.eager(tokens)
         eager += cost
         if isinstance(found, Fallback):
@@ -283,12 +279,13 @@ def expected(batches: Counter[Pack], costs: Costs, placed: Callable[[Pack], Buck
             left += cost
         else:
             replayed, real, padded = replayed + count, real + count * tokens, padded + count * found.tokens
-    return Expected(
+    expected = Expected(
         ratio=(padded + left) / eager,
-        on_graphs=replayed / batches.total(),
+        on_graphs=replayed / packs.total(),
         padding=1 - real / padded if padded else 0.0,
         fallbacks=tuple(sorted(fallbacks.items())),
     )
+    return Choice(bound, buckets, expected)
 
 
 def _bucket_sets(tokens: Sequence[int], layout: RankLayout) -> list[tuple[int, ...]]:
