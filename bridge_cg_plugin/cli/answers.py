@@ -45,7 +45,8 @@ def answer_alone(lasting: bool = False) -> Iterator[Tell]:
         with redirect_stdout(sys.stderr):
             yield answer.append
     finally:
-        _flush()
+        sys.stdout.flush()
+        ctypes.CDLL(None).fflush(None)  # what C still holds
         os.dup2(kept, STDOUT)
         os.close(kept)
     say(*answer)
@@ -64,45 +65,27 @@ def say(*lines: str) -> None:
             print(line)
         sys.stdout.flush()
     except OSError as error:
-        _replace(STDOUT)  # or what it holds would be written once more as the process ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # or what it holds would be written as the process ends
         if not isinstance(error, BrokenPipeError):
             raise AnswerError(f"Cannot write to standard output: {error.strerror}.") from None
 
 
-def answered(*lines: str) -> int:
-    """Print an answer; returns the exit status: 2 where it cannot be written, else 0."""
-    try:
-        say(*lines)
-    except AnswerError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-def _replace(descriptor: int) -> None:
-    """Have a descriptor lose what is written to it."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    if nowhere != descriptor:
-        os.dup2(nowhere, descriptor)
-        os.close(nowhere)
-
-
 def open_closed() -> None:
     """Have a standard output or error that the caller closed take what is written, and keep none of it."""
-    for descriptor, name in ((STDOUT, "stdout"), (STDERR, "stderr")):
-        if getattr(sys, name) is None:
-            _replace(descriptor)
-            setattr(sys, name, os.fdopen(descriptor, "w"))
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # and its descriptor, the lowest that is free, is what `open` takes
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: figures to the right; the widest columns are narrowed to the terminal's width.
+    """Return the lines of a table: figures to the right; the widest columns are narrowed to COLUMNS or the terminal.
 
     Args:
         rows: The header and what is below it.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while sum(widths) + len(GAP) * (len(widths) - 1) > _columns() and max(widths) > LEAST:
+    most = shutil.get_terminal_size((WIDTH if sys.stdout.isatty() else PIPED_WIDTH, 0)).columns
+    while sum(widths) + len(GAP) * (len(widths) - 1) > most and max(widths) > LEAST:
         widths[widths.index(max(widths))] -= 1
     figures = [not any(row[i][:1].isalpha() for row in rows[1:]) for i in range(len(widths))]
     lines = []
@@ -114,23 +97,12 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _columns() -> int:
-    """Return how wide tables may be: as COLUMNS is, else as the terminal, else `PIPED_WIDTH`."""
-    return shutil.get_terminal_size((WIDTH if sys.stdout.isatty() else PIPED_WIDTH, 0)).columns
-
-
 def wrapped(text: str) -> list[str]:
     """Return lines that fit into a terminal; what goes on is indented further than the text begins."""
     if len(text) <= WIDTH:
         return [text]
     indent = " " * (len(text) - len(text.lstrip()) + 2)
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def _flush() -> None:
-    """Write out what Python and C still hold for standard output."""
-    sys.stdout.flush()
-    ctypes.CDLL(None).fflush(None)
 
 
 def between(ratios: tuple[float, float]) -> str:

@@ -28,12 +28,11 @@ from bridge_cg_plugin.upstream.seams.source_reader import (
     SourceReader,
     from_folders,
     installed,
-    relative_paths,
 )
 from bridge_cg_plugin.upstream.seams.states import compare, feature_states
 
 INSTALLED = "installed"
-_DISTRIBUTION = re.compile(r"megatron_(bridge|core)-([^/-]+)\.dist-info/")
+_DISTRIBUTION = re.compile(r"megatron_(bridge|core)-([^/-]+)\.dist-info")
 
 
 class AuditError(Exception):
@@ -59,10 +58,6 @@ class Audit:
     drift: dict[str, dict[str, Any]] = field(default_factory=dict)
     features: dict[str, dict[str, Any]] = field(default_factory=dict)
     not_compared: dict[str, str] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
 
 
 def audit(sources: Sequence[str]) -> Audit:
@@ -104,24 +99,11 @@ def _open(source: str) -> tuple[ReadModule, dict[str, str]]:
         release = bridge_release()
         return installed, {"bridge": release} if release else {}
     path = Path(source)
-    if path.is_dir():
-        return from_folders([path]), _versions([f"{entry.name}/" for entry in path.glob("*.dist-info")])
-    if not path.is_file() or not zipfile.is_zipfile(path):
+    if not path.is_dir() and not zipfile.is_zipfile(path):
         raise AuditError(f"Cannot audit {source}: it must be a wheel, a folder or the word {INSTALLED}.")
-    archive = zipfile.ZipFile(path)
-    names = frozenset(archive.namelist())
-
-    def read(module: str) -> tuple[str, bool] | None:
-        for relative in relative_paths(module):
-            if relative in names:
-                return archive.read(relative).decode("utf-8"), relative.endswith("/__init__.py")
-        return None
-
-    return read, _versions(names)
-
-
-def _versions(names: Sequence[str] | frozenset[str]) -> dict[str, str]:
-    return {match[1]: match[2] for name in sorted(names) if (match := _DISTRIBUTION.match(name))}
+    folder = path if path.is_dir() else zipfile.Path(path)
+    found = map(_DISTRIBUTION.fullmatch, sorted(entry.name for entry in folder.iterdir()))
+    return from_folders([folder]), {match[1]: match[2] for match in found if match}
 
 
 def render(found: Audit) -> str:

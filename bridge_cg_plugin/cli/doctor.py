@@ -106,10 +106,6 @@ class Diagnosis:
         """Note a problem."""
         self.problems.append(Problem(what, remedy))
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
-
 
 def diagnose(wants_gpu: bool = True, details: bool = False) -> Diagnosis:
     """Look at versions, entry points, seams, GPU and environment. A library that is broken is a problem like others.

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import NoReturn
 
 from bridge_cg_plugin import __version__
@@ -43,7 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     refused and an answer that cannot be written.
     """
     open_closed()
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments), lasting=arguments is None)
+    except AnswerError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _run(given: Sequence[str], lasting: bool) -> int:
     if given[:1] and given[0] in TRAINING:
         module = importlib.import_module(f"bridge_cg_plugin.cli.runs.{given[0]}")
         status: int = module.main(given[1:])
@@ -87,31 +95,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(rest[0].partition("=")[0], known, n=1)
         parser.error(f"unrecognized arguments: {' '.join(rest)}" + (f". Did you mean {near[0]}?" if near else ""))
     alone = args.json or args.command in ("explain", "doctor")  # libraries print
-    try:
-        with answer_alone(lasting=arguments is None) if alone else nullcontext(say) as tell:
-            return _run(args, given, tell)
-    except AnswerError as error:
-        print(error, file=sys.stderr)
-        return 2
-
-
-def _run(args: argparse.Namespace, given: Sequence[str], tell: Tell) -> int:
-    commands: dict[str, Callable[[], int]] = {
-        "explain": lambda: explained.run(given[given.index("explain") + 1 :], tell),
-        "report": lambda: reports.run_report(args, tell),
-        "plan": lambda: planner.run(args, tell),
-        "recipes": lambda: explained_recipes.run(args.filter, args.json, tell),
-        "audit": lambda: _audit(args.sources, args.json, tell),
-        "doctor": lambda: _doctor(args, tell),
-    }
-    return commands[args.command]()
+    with answer_alone(lasting) if alone else nullcontext(say) as tell:
+        commands: dict[str, Callable[[], int]] = {
+            "explain": lambda: explained.run(given[given.index("explain") + 1 :], tell),
+            "report": lambda: reports.run_report(args, tell),
+            "plan": lambda: planner.run(args, tell),
+            "recipes": lambda: explained_recipes.run(args.filter, args.json, tell),
+            "audit": lambda: _audit(args.sources, args.json, tell),
+            "doctor": lambda: _doctor(args, tell),
+        }
+        return commands[args.command]()
 
 
 def _doctor(args: argparse.Namespace, tell: Tell) -> int:
     from .doctor import diagnose, render
 
     found = diagnose(not args.no_gpu, args.details)
-    tell(json.dumps(found.as_dict()) if args.json else render(found, args.details))
+    tell(json.dumps(asdict(found)) if args.json else render(found, args.details))
     return 1 if found.problems else 0
 
 
@@ -123,7 +123,7 @@ def _audit(sources: Sequence[str], as_json: bool, tell: Tell) -> int:
     except AuditError as error:
         print(error, file=sys.stderr)
         return 2
-    tell(json.dumps(found.as_dict()) if as_json else render(found))
+    tell(json.dumps(asdict(found)) if as_json else render(found))
     return 1 if found.drift else 0
 
 

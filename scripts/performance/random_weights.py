@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_plugin.cli.runs.recipe import prepare, read, train
-from bridge_cg_plugin.cli.runs.recorded_run import is_first, leave_nothing
+from bridge_cg_plugin.announce import rank
+from bridge_cg_plugin.cli.runs.recipe import leave_nothing, prepare, read, train
 from bridge_cg_plugin.cli.runs.recorder import Recorder
 
 # Where Bridge takes the loader of adapters' base weights from.
@@ -31,7 +31,7 @@ def train_words(words: Sequence[str]) -> None:
     keep_initial_weights()
     recorder = Recorder()
     train(run, [recorder])
-    if is_first():
+    if rank() == 0:
         args.out.write_text(json.dumps(recorder.record()))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import bridge_cg_plugin
-from bridge_cg_plugin.cli.runs import recorded_run
+from bridge_cg_plugin.cli.runs import train as run_recipe
 from bridge_cg_plugin.cli.runs.recipe import error_in
 from bridge_cg_plugin.upstream.hooks import recipes
 from scripts.performance.records import check_record
@@ -61,13 +61,14 @@ def calls(sft, monkeypatch):
     made = []
     for module, attribute in recipes.TRAIN.values():
         monkeypatch.setattr(importlib.import_module(module), attribute, fake_training(made))
+    monkeypatch.setattr(run_recipe, "require_gpu", lambda: None)
     return made
 
 
 def run(tmp_path, *words):
     record = tmp_path / "record.json"
     given = ["--record", str(record), "--recipe", SFT, *words, f"train.train_iters={STEPS}"]
-    return recorded_run.main(given), record
+    return run_recipe.main(given), record
 
 
 def test_a_run_is_recorded(calls, tmp_path, capsys):
@@ -97,4 +98,4 @@ def test_refused_input_is_one_line_that_compare_finds(calls, tmp_path, capsys):
     status, record = run(tmp_path, "train.train_itres=5")
     said = capsys.readouterr().err
     assert status == 2 and not record.exists() and calls == []
-    assert error_in(said).startswith("OptionError: Cannot use 'train.train_itres'")
+    assert error_in(said).startswith("Cannot use 'train.train_itres'")

@@ -111,7 +111,7 @@ def test_a_dry_run_prints_the_commands(capsys):
     commands = dry(capsys, "--steps", "12", "optimizer.lr=1e-5")
     assert list(commands) == ["eager1", "eager2", "eager3", "plugin"]
     for command in commands.values():
-        assert command[1].endswith("recorded_run.py") and command[-2:] == ["optimizer.lr=1e-5", "train.train_iters=12"]
+        assert command[1].endswith("train.py") and command[-2:] == ["optimizer.lr=1e-5", "train.train_iters=12"]
     assert commands["eager1"] == commands["eager2"]
 
 

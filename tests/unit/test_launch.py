@@ -6,11 +6,12 @@ import sys
 import pytest
 
 from bridge_cg_plugin.cli.runs import train as run_recipe
+from bridge_cg_plugin.cli.runs.recipe import read
 
 RECIPE = ["--recipe", "qwen3_vl_8b_sft_config", "--vision_cuda_graph_impl", "transformer_engine", "train.train_iters=5"]
 
 
-def test_torchrun_gets_the_script_without_launcher_flags(monkeypatch):
+def test_torchrun_gets_the_script_as_a_worker(monkeypatch):
     class Started(Exception):
         pass
 
@@ -19,11 +20,13 @@ def test_torchrun_gets_the_script_without_launcher_flags(monkeypatch):
 
     monkeypatch.setattr(os, "execvp", start)
     monkeypatch.setattr(run_recipe.first_look, "refusal", lambda *_: "")
+    given = ["--launcher", "torchrun", "--gpus-per-node=4", "--nodes", "1", *RECIPE]
     with pytest.raises(Started) as started:
-        run_recipe.main(["--launcher", "torchrun", "--gpus-per-node=4", "--nodes", "1", *RECIPE])
+        run_recipe.main(given)
     program, command = started.value.args
     assert program == command[0] == sys.executable and "--nproc_per_node=4" in command
-    assert command[command.index(run_recipe.__file__) + 1 :] == RECIPE
+    words = command[command.index(run_recipe.__file__) + 1 :]
+    assert words[:-2] == given and read(words)[0].launcher == "none"
 
 
 @pytest.mark.parametrize(

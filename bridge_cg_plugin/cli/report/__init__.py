@@ -1,4 +1,1 @@
-"""The page of a run: what training runs did, beside each other, as a terminal table, Markdown and JSON.
-
-Imports neither torch nor Megatron.
-"""
+"""The page of a run: what training runs did, beside each other, as a terminal table, Markdown and JSON."""

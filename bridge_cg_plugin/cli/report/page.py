@@ -166,7 +166,7 @@ def to_json(page: Page) -> str:
         "runs": [{**asdict(run), "median_ms": run.median_ms} for run in page.runs],
         "tables": [shown._asdict() for shown in page.tables],
     }
-    return json.dumps(_finite(found), allow_nan=False) + "\n"
+    return json.dumps(_finite(found), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
@@ -177,21 +177,18 @@ def _finite(value: Any) -> Any:
     return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def write_page(page: Page, markdown: Path | None = None, json: Path | None = None) -> None:
-    """Write a page's files.
+def write(path: Path, text: str) -> None:
+    """Write a page's file.
 
     Raises:
-        OptionError: A file cannot be written.
+        OptionError: It cannot be written.
     """
-    for path, form in ((markdown, to_markdown), (json, to_json)):
-        if path is None:
-            continue
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            named = form(page).encode(errors="surrogateescape").decode(errors="replace")  # names have any bytes
-            path.write_text(named, encoding="utf-8")
-        except OSError as error:
-            raise OptionError.because("file", f"Cannot write {path}: {error.strerror}.") from None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        named = text.encode(errors="surrogateescape").decode(errors="replace")  # names have any bytes
+        path.write_text(named, encoding="utf-8")
+    except OSError as error:
+        raise OptionError.because("file", f"Cannot write {path}: {error.strerror}.") from None
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -212,9 +209,10 @@ def run_report(args: Namespace, tell: Tell) -> int:
     names = [Path(word.rpartition("=")[2] or word).name for word in args.runs]
     try:
         page = make_page(read_runs(args.runs), args.title or ", ".join(names))
-        write_page(page, markdown=args.markdown)
+        if args.markdown is not None:
+            write(args.markdown, to_markdown(page))
     except OptionError as error:
         print(error, file=sys.stderr)
         return 2
-    tell(to_json(page).removesuffix("\n") if args.json else to_terminal(page))
+    tell(to_json(page) if args.json else to_terminal(page))
     return 0

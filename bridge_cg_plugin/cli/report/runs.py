@@ -156,11 +156,6 @@ class Spread:
     worst: float
     step: int
 
-    @property
-    def share(self) -> float:
-        """Largest distance as a share of the spread; `FACTOR` is the limit."""
-        return self.worst * FACTOR
-
 
 def compare_to_spread(eager: Sequence[Sequence[float]], graphs: Sequence[float]) -> Spread:
     """Compare a run with eager ones, step by step.

@@ -166,7 +166,7 @@ def read_log(path: Path) -> Run:
     def column(name: str) -> Series:
         return tuple((step, values[name]) for step, values in steps if name in values)
 
-    tflops = [rate for _, rate in column("throughput per GPU")] or _figures(_UTILIZATION, lines)
+    tflops = _figures(_UTILIZATION, lines)
     return Run(
         case="run",
         mode=path.stem,

@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_plugin.cli.answers import answered, say
-from bridge_cg_plugin.cli.report.page import Page, make_page, to_terminal, write_page
+from bridge_cg_plugin.cli.answers import say
+from bridge_cg_plugin.cli.report.page import Page, make_page, to_json, to_markdown, to_terminal, write
 from bridge_cg_plugin.cli.report.runs import WARM_UP
 from bridge_cg_plugin.cli.report.sources import runs_in
 from bridge_cg_plugin.cli.runs import first_look
@@ -41,7 +41,7 @@ from bridge_cg_plugin.options.packed import PACKED_FIELDS
 from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 
-WORKER, RECIPE = (Path(__file__).with_name(name) for name in ("recorded_run.py", "train.py"))
+RECIPE = Path(__file__).with_name("train.py")
 ITERATIONS = "train.train_iters"
 PLUGIN = "plugin"
 _LAST_LINES = 200
@@ -96,15 +96,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs, plugins = plan(args, rest), plugins_command(args, rest)
         if not (refused := first_look.refusal(plugins)):
             if args.dry_run:
-                return answered(*(f"{mode}: {shlex.join(command)}" for mode, command in runs.items()))
+                say(*(f"{mode}: {shlex.join(command)}" for mode, command in runs.items()))
+                return 0
             require_gpu()
             refused = refusal(plugins)
         if refused:
             print(refused, file=sys.stderr)
             return 2
-        _make_folder(args.out)
     except OptionError as error:
         print(as_typed(error, given), file=sys.stderr)
+        return 2
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"Cannot write to --out {args.out}: {error.strerror}.", file=sys.stderr)
         return 2
     records = make_runs(runs, args)
     with contextlib.redirect_stdout(sys.stderr):  # what importing the stack says
@@ -119,7 +124,7 @@ def plan(args: argparse.Namespace, rest: Sequence[str]) -> dict[str, list[str]]:
     start = torchrun(args.gpus_per_node) if args.gpus_per_node > 1 else [sys.executable]
     words = {**{f"eager{i + 1}": eager_words(rest) for i in range(args.eager_runs)}, PLUGIN: plugin_words(rest)}
     steps = f"{ITERATIONS}={args.steps}"
-    return {mode: [*start, str(WORKER), "--recipe", args.recipe, *each, steps] for mode, each in words.items()}
+    return {mode: [*start, str(RECIPE), "--recipe", args.recipe, *each, steps] for mode, each in words.items()}
 
 
 def plugin_words(rest: Sequence[str]) -> list[str]:
@@ -157,20 +162,6 @@ def refusal(plugins: Sequence[str]) -> str:
         return ""
     lines = done.stderr.strip().splitlines() or [f"bridge-cg train ended with status {done.returncode}"]
     return next((line for line in lines if line.startswith("Cannot ")), lines[-1])
-
-
-def _make_folder(out: Path) -> None:
-    """Make the folder of what is written.
-
-    Raises:
-        OptionError: Nothing can be written there.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise OptionError.because("out", f"Cannot write to --out {out}: {error.strerror}.") from None
 
 
 def make_runs(runs: Mapping[str, Sequence[str]], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -228,7 +219,8 @@ def _write(records: Sequence[dict[str, Any]], out: Path) -> Page:
     path = out / "compare.jsonl"
     write_records(path, whole)
     page = make_page(runs_in(path), f"{whole[0]['case']}: eager and the plugin")
-    write_page(page, markdown=out / "page.md", json=out / "page.json")
+    write(out / "page.md", to_markdown(page))
+    write(out / "page.json", f"{to_json(page)}\n")
     return page
 
 

@@ -47,34 +47,25 @@ def with_package() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
 
 
-def check(arguments: Sequence[str]) -> None:
-    """Refuse a command line with stand-ins for what Bridge imports. This process cannot train afterwards.
-
-    Args:
-        arguments: The command line of `bridge-cg train`.
-
-    Raises:
-        OptionError: The command line would be refused later too.
-    """
-    parsed, words = read(arguments)
-    require_bridge(parsed.recipe)
-    without_imports()
-    try:
-        config = with_presets(build_recipe(parsed.recipe), parsed)
-    except OptionError as error:
-        if error.__cause__ is not None:  # it may build with what Bridge imports
-            return
-        raise
-    resolved(config, given_flags(parsed), words)
-    check_start(config, mode_and_step(parsed)[0], gpus_of(parsed))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status, 2 for input that is refused."""
+    """Look at a command line of `bridge-cg train`; returns the exit status, 2 for input that is refused.
+
+    This process has stand-ins for what Bridge imports, and cannot train afterwards.
+    """
     given = sys.argv[1:] if arguments is None else arguments
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            check(given)
+            parsed, words = read(given)
+            require_bridge(parsed.recipe)
+            without_imports()
+            try:
+                config = with_presets(build_recipe(parsed.recipe), parsed)
+            except OptionError as error:
+                if error.__cause__ is not None:  # it may build with what Bridge imports
+                    return 0
+                raise
+            resolved(config, given_flags(parsed), words)
+            check_start(config, mode_and_step(parsed)[0], gpus_of(parsed))
     except OptionError as error:
         print(as_typed(error, given))
         return REFUSED

@@ -4,15 +4,16 @@ import argparse
 import contextlib
 import gc
 import importlib
-import itertools
 import logging
 import os
+import random
 import re
 import socket
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import bridge_cg_plugin
@@ -53,6 +54,7 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
     run.add_argument("--mode", choices=("pretrain", "finetune"), help="how to train; by the name if left out")
     run.add_argument("--step_func", "--step-func", metavar="STEP", help="forward step; by the name if left out")
     run.add_argument("--dry-run", "--dry_run", action="store_true", help="print what the input resolves to and exit")
+    run.add_argument("--record", type=Path, help=argparse.SUPPRESS)  # of `bridge-cg compare`
     add_flags(parser)
     start = parser.add_argument_group("launch")
     meaning = "none: this process is the worker (alone, or under torchrun or srun); torchrun: start workers here"
@@ -96,13 +98,6 @@ def torchrun(gpus: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
 
 
-def worker_arguments(given: Sequence[str]) -> list[str]:
-    """Return a command line without what only the launcher needs."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--launcher", "--nodes", "--gpus_per_node", "--gpus-per-node", action="append")
-    return parser.parse_known_args(list(given))[1]
-
-
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
     """Spare a `with` block garbage collections, and imports in it searches of all modules that there are by then.
@@ -134,29 +129,16 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-FIRST_PORT, PORTS = 20_000, 10_000
-# Processes that ask at the same time, with neighbouring numbers, start as far apart.
-CALLS_EACH = 97
-_CALLS = itertools.count()
-
-
 def free_port() -> int:
-    """Return a port that nothing listens on, another one at each call.
+    """Return a port that nothing listens on.
 
     It is below those that the system gives to connections: such a one could be taken before the run listens on it.
-
-    Raises:
-        OSError: There is none.
     """
-    for _ in range(PORTS):
-        port = FIRST_PORT + (os.getpid() * CALLS_EACH + next(_CALLS)) % PORTS
-        with socket.socket() as listener:
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)  # whatever seed a script sets
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
             return port
-    raise OSError(f"no port from {FIRST_PORT} to {FIRST_PORT + PORTS - 1} is free")
 
 
 def error_in(text: str) -> str:
@@ -229,6 +211,15 @@ def mode_and_step(parsed: argparse.Namespace) -> tuple[Mode, str]:
     step = parsed.step_func or step_name(parsed.recipe)
     check_step(step)
     return mode, step
+
+
+def leave_nothing(config: Any) -> None:
+    """Keep a configuration from resuming another run, and from writing checkpoints and event files.
+
+    Runs that are compared start alike, from `checkpoint.pretrained_checkpoint` if the recipe wants one.
+    """
+    config.checkpoint.load = config.checkpoint.save = config.checkpoint.save_interval = None
+    config.logger.tensorboard_dir = None
 
 
 def train(run: Prepared, callbacks: Sequence[Any] = ()) -> None:

@@ -9,12 +9,9 @@ import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from torch import nn
 
-from bridge_cg_plugin.cli.report.runs import KINDS, WARM_UP
+from bridge_cg_plugin.announce import rank
+from bridge_cg_plugin.cli.report.runs import GIB, KINDS, WARM_UP
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
-
-GIB = 2**30
-# What a parent process looks for in the output.
-STEP_LINE = "[compare] step {step} of {steps}"
 
 
 class Recorder(Callback):
@@ -65,8 +62,8 @@ class Recorder(Callback):
             self.grad_norms.append(float(context.grad_norm))
         self.images.append(self._images if _counts_images() else 0)
         self.graphs = graph_statistics() or self.graphs
-        if _rank() == 0:
-            print(STEP_LINE.format(step=len(self.step_ms), steps=context.state.cfg.train.train_iters), flush=True)
+        if rank() == 0:
+            print(f"[compare] step {len(self.step_ms)} of {context.state.cfg.train.train_iters}", flush=True)
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Bring together what the ranks have."""
@@ -132,7 +129,3 @@ def _counts_images() -> bool:
     if not parallel_state.is_initialized():
         return True
     return not (parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_context_parallel_rank())
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -28,8 +28,9 @@ def provenance(repeats: int, seed: int) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """Return this process's command line for a record."""
-    return "python " + " ".join([os.path.relpath(sys.argv[0], ROOT), *map(_without_folder, sys.argv[1:])])
+    """Return this process's command line for a record, without the folders where a machine keeps its results."""
+    words = (os.path.basename(word) if os.path.isabs(word) else word for word in sys.argv[1:])
+    return " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *words])
 
 
 def write_records(path: Path, records: list[dict[str, Any]]) -> None:
@@ -43,11 +44,6 @@ def write_records(path: Path, records: list[dict[str, Any]]) -> None:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return a file's records; none if there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _without_folder(argument: str) -> str:
-    """Shorten an absolute path to its last part: where a machine keeps its results is nobody's concern."""
-    return os.path.basename(argument) if os.path.isabs(argument) else argument
 
 
 def _version(name: str) -> str:

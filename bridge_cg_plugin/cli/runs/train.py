@@ -11,16 +11,20 @@ all of it resolves to. Exit status 2 means refused input; the reason is on stand
 """
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from bridge_cg_plugin.announce import rank
-from bridge_cg_plugin.cli.answers import answered
+from bridge_cg_plugin.cli.answers import say
 from bridge_cg_plugin.cli.checks import check_start, fewest_gpus
+from bridge_cg_plugin.cli.report.runs import WARM_UP
 from bridge_cg_plugin.cli.runs import first_look
 from bridge_cg_plugin.cli.runs.recipe import (
+    Prepared,
+    leave_nothing,
     prepare,
     quick_imports,
     quiet,
@@ -28,7 +32,6 @@ from bridge_cg_plugin.cli.runs.recipe import (
     require_gpu,
     torchrun,
     train,
-    worker_arguments,
 )
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed
@@ -51,13 +54,15 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
             print(refused, file=sys.stderr)
             return 2
         if parsed.launcher == "torchrun" and not parsed.dry_run:
-            command = [*torchrun(parsed.gpus_per_node), str(Path(script).resolve()), *worker_arguments(given)]
+            command = [*torchrun(parsed.gpus_per_node), str(Path(script).resolve()), *given, "--launcher", "none"]
             os.execvp(command[0], command)
         if not parsed.dry_run:
             require_gpu()
         with contextlib.redirect_stdout(sys.stderr):  # only the answer goes to standard output
             if not parsed.dry_run:
                 run = prepare(parsed, words)
+                if parsed.record is not None:
+                    leave_nothing(run.config)
             else:
                 with quiet(), quick_imports():
                     run, gpus = prepare(parsed, words), first_look.gpus_of(parsed)
@@ -69,12 +74,27 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
         print(as_typed(error, given), file=sys.stderr)
         return 2
     answer = f"{parsed.recipe}: {run.mode}() with {run.step}\n{run.summary}"
-    if parsed.dry_run:
-        return answered(answer) if rank() == 0 else 0
     if rank() == 0:
-        print(answer, flush=True)
-    train(run)
+        say(answer)
+    if parsed.dry_run:
+        return 0
+    if parsed.record is None:
+        train(run)
+    else:
+        record(run, parsed.record)
     return 0
+
+
+def record(run: Prepared, file: Path) -> None:
+    """Train and write what the run did as one JSON record, for `bridge-cg compare`."""
+    from bridge_cg_plugin.cli.runs.recorder import Recorder
+    from bridge_cg_plugin.cli.runs.results import provenance
+
+    recorder = Recorder()
+    train(run, [recorder])
+    if rank() == 0:
+        origin = provenance(max(len(recorder.step_ms) - WARM_UP, 0), int(run.config.rng.seed))
+        file.write_text(json.dumps({**recorder.record(), **origin}))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ def relative_paths(module: str) -> tuple[str, str]:
     return f"{base}.py", f"{base}/__init__.py"
 
 
-def from_folders(folders: list[Path]) -> ReadModule:
-    """Return a reader that looks in folders, as Python looks in sys.path."""
+def from_folders(folders: Sequence[Path | zipfile.Path]) -> ReadModule:
+    """Return a reader that looks in folders or archives, as Python looks in sys.path."""
 
     def read(module: str) -> tuple[str, bool] | None:
         for folder in folders:
