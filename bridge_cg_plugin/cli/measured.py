@@ -32,7 +32,6 @@ ALONE = {
     "cp_comm_type": "p2p",
 }
 _TRAINED = {"freeze_vision_model": False, "freeze_language_model": False, "recompute_granularity": None}
-_MEMORY = ("offload", "recompute", "offload_above_gb")
 # Fields of layers that no record is of.
 _OTHERS = {
     "multi-latent attention": ("multi_latent_attention",),
@@ -214,16 +213,15 @@ def _other_gpu(measured: str, gpu: str | None) -> list[str]:
 
 
 def _other_memory(options: VisionGraphOptions | PackedOptions, fields: Mapping[str, str]) -> list[str]:
-    held = {name: getattr(options, name) for name in _MEMORY}
+    held = {name: getattr(options, name) for name in ("offload", "recompute", "offload_above_gb")}
     return [f"{fields[name]}={value}" for name, value in held.items() if value not in (None, ())]
 
 
 def _other_vision(options: VisionGraphOptions, kernels: Sequence[str]) -> list[str]:
-    found = _other_memory(options, PROVIDER_FIELDS)
-    found += [] if options.kernels in kernels else [f"{PROVIDER_FIELDS['kernels']}={options.kernels}"]
-    return found + (
-        [] if options.attention in ("auto", "cudnn") else [f"{PROVIDER_FIELDS['attention']}={options.attention}"]
-    )
+    measured = {"kernels": kernels, "attention": ("auto", "cudnn")}
+    held = {name: getattr(options, name) for name in measured}
+    others = [f"{PROVIDER_FIELDS[name]}={value}" for name, value in held.items() if value not in measured[name]]
+    return [*_other_memory(options, PROVIDER_FIELDS), *others]
 
 
 def _other_packs(options: GraphOptions, modules: Sequence[str] = ()) -> list[str]:
@@ -311,14 +309,9 @@ def vision_forecast(config: Any, options: VisionGraphOptions, gpu: str | None) -
     if found is not None:
         ranks = {name: ALONE[name] for name in ("tensor_model_parallel_size", "context_parallel_size")}
         differs = [*_other_gpu(found.gpu, gpu), *differences(config, ranks), *_other_vision(options, found.kernels)]
-    return Forecast(encoder, found, tuple(differs), largest_bucket(options))
-
-
-def largest_bucket(options: VisionGraphOptions) -> int | None:
-    """Return the tokens of the largest bucket that options allow; None without graphs or a limit of tokens."""
-    if not options.enabled or options.buckets == "auto":
-        return options.max_seq_length if options.enabled else None
-    return max(*options.buckets, options.max_seq_length or 0, 1)
+    named = () if options.buckets == "auto" else options.buckets
+    largest = max((*named, options.max_seq_length or 0)) or None if options.enabled else None
+    return Forecast(encoder, found, tuple(differs), largest)
 
 
 def language_forecast(config: Any, options: GraphOptions, gpu: str | None) -> Forecast | None:
@@ -337,14 +330,9 @@ def language_forecast(config: Any, options: GraphOptions, gpu: str | None) -> Fo
         return Forecast("language model", differs=(str(why),))
     found = of_language_model(model, ranks_of(config.model), [m.name for m in options.language_model.modules])
     differs = [*_other_gpu(found.gpu, gpu), *differences(config, {**ALONE, **found.ranks})]
-    return Forecast(model, found, (*differs, *_other_packs(options, found.modules)), _largest_pack(config, options))
-
-
-def _largest_pack(config: Any, options: GraphOptions) -> int | None:
-    """Return the tokens of the largest bucket, as far as options and data say."""
-    if options.packed.buckets != "auto":
-        return max(options.packed.buckets)
-    return pack_size(config)
+    buckets = options.packed.buckets
+    largest = pack_size(config) if buckets == "auto" else max(buckets)
+    return Forecast(model, found, (*differs, *_other_packs(options, found.modules)), largest)
 
 
 def pack_size(config: Any) -> int | None:
@@ -374,9 +362,8 @@ class WholeStep:
     @property
     def ratios(self) -> tuple[float, float]:
         """Time on graphs over the slowest and over the fastest eager run."""
-        return self.found["graphs_ms"] / max(self.found["eager_ms"]), self.found["graphs_ms"] / min(
-            self.found["eager_ms"]
-        )
+        graphs, eager = self.found["graphs_ms"], self.found["eager_ms"]
+        return graphs / max(eager), graphs / min(eager)
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain values: ms, GiB."""

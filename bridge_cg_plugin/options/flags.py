@@ -127,7 +127,7 @@ def unknown_flag(token: str, known: Iterable[str]) -> OptionError:
     return OptionError.unknown(name, "flag", f"--{near[0].lstrip('_')}" if near else "")
 
 
-def as_typed(error: ValueError, words: Sequence[str]) -> str:
+def as_typed(error: Exception, words: Sequence[str]) -> str:
     """Return an error's message, in which what a flag of a command line set is written as it was typed there.
 
     Args:

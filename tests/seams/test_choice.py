@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bridge_cg_plugin.cli.explain.standins import set_words
+from bridge_cg_plugin.cli.explain.recipes import set_words
 from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.upstream.hooks.overrides import apply_flags, apply_overrides
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config

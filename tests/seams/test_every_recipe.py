@@ -17,7 +17,7 @@ from bridge_cg_plugin.cli.explain.recipes import recipes_of_bridge
 refused, names = {}, recipes_of_bridge() | set(RECIPES)
 for name in names:
     try:
-        command.explain([name])
+        command.look([name])
     except OptionError as error:
         refused[name] = str(error)
 print(json.dumps([len(names), refused]))

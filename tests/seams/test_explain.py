@@ -36,7 +36,7 @@ def sizes_of(model):
     except NotMeasured as why:
         return str(why)
 found = {}
-options = command.explain([sys.argv[1], "optimizer.lr=1e-5"])
+options = command.look([sys.argv[1], "optimizer.lr=1e-5"]).options
 found["seconds"] = time.process_time()
 found["longest"], found["impl"] = options.vision.max_seq_length, options.vision.impl
 found["facts"] = {}
@@ -45,10 +45,10 @@ for name in sys.argv[2:]:
     found["facts"][name] = told(written.facts), str(encoder_of(written.model))
     found.setdefault("sizes", {})[name] = sizes_of(written.model)
 try:
-    command.explain([sys.argv[1], "modle.x=4"])
+    command.look([sys.argv[1], "modle.x=4"])
 except OptionError as error:
     found["refused"] = str(error)
-found["warnings"] = command.explain(["moonlight_16b_sft_config"]).warnings
+found["warnings"] = command.look(["moonlight_16b_sft_config"]).options.warnings
 found["torch"] = hasattr(sys.modules["torch"], "__stand_in__")
 print(json.dumps(found))
 """
@@ -221,15 +221,6 @@ def test_a_process_without_bridge_answers_for_models_that_only_the_hub_describes
         assert encoders[KIMI]["runs"] == "graphs"
     if WAN in asked:
         assert encoders[WAN]["runs"] == "none"
-
-
-def test_a_recipe_with_upstreams_own_graphs_is_told(capsys, one_recipe, monkeypatch):
-    model = SimpleNamespace(cuda_graph_impl="none", vision_cuda_graph_impl="transformer_engine")
-    config = SimpleNamespace(model=model, rng=SimpleNamespace(te_rng_tracker=True))
-    monkeypatch.setattr(recipes, "_modules", lambda: iter([SimpleNamespace(seen_config=lambda: config)]))
-    status, out, err = explain(capsys, "seen_config")
-    assert status == 0, err
-    assert "This recipe switches upstream's own vision graphs on." in " ".join(out.split())
 
 
 FP8 = "mixed_precision=bf16-with-fp8-current-scaling-mixed"

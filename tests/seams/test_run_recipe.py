@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.cli.checks import check_start
-from bridge_cg_plugin.cli.explain.command import explain
+from bridge_cg_plugin.cli.explain.command import look
 from bridge_cg_plugin.cli.runs import first_look
 from bridge_cg_plugin.cli.runs import train as run_recipe
 from bridge_cg_plugin.options import OptionError
@@ -68,7 +68,7 @@ def test_flags_then_words_reach_training(trained, capsys):
 def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, capsys):
     assert run("--dry-run", *VISION, CHECKPOINT) == 0
     out = capsys.readouterr().out
-    explained = in_words(explain([SFT, *VISION, CHECKPOINT, "rng.te_rng_tracker=true"]))
+    explained = in_words(look([SFT, *VISION, CHECKPOINT, "rng.te_rng_tracker=true"]).options)
     assert out == f"{SFT}: finetune() with qwen3_vl_step\n{explained}\n"
     assert trained == []
 

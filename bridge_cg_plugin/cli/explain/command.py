@@ -16,7 +16,7 @@ from bridge_cg_plugin.options.flags import FLAGS, as_typed, take_flags, unknown_
 from bridge_cg_plugin.options.graph_options import VISION_ENCODER, split_name, tuning_of
 from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, OTHER_FIELDS, SETTINGS, is_word
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
-from bridge_cg_plugin.recipes import GPUS, RECIPES, with_graphs
+from bridge_cg_plugin.recipes import GPUS, with_graphs
 from bridge_cg_plugin.upstream.seams.encoders import NO_ADAPTER, encoder_of, has_audio_encoder
 
 from ..answers import Tell, between, table, wrapped
@@ -26,10 +26,6 @@ from . import models
 from .recipes import built, require_bridge, resolved, without_imports
 
 _TRACKER = "rng.te_rng_tracker"
-_UPSTREAMS = (
-    "This recipe switches upstream's own vision graphs on. Without the plugin they compute another function than eager "
-    "(docs/performance.md)."
-)
 _NO_FIGURES = "Times and memory depend on the encoder: write a recipe's name first."
 _NO_GRAPHS = "No graphs are on. Add cuda_graphs=exact to see what can run on them."
 NOT_MEASURED = "not measured"
@@ -179,23 +175,11 @@ def run(given: Sequence[str], tell: Tell) -> int:
     """
     try:
         answer = look(given)
-    except OptionError as error:
+    except (OptionError, RuntimeError) as error:
         print(as_typed(error, given), file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
         return 2
     tell(json.dumps(as_json(answer)) if "--json" in given else render(answer))
     return 0
-
-
-def explain(words: Sequence[str]) -> GraphOptions:
-    """Return the options that words resolve to; see `look`.
-
-    Raises:
-        OptionError: Training would refuse them, or a word means nothing.
-    """
-    return look(words).options
 
 
 def look(given: Sequence[str]) -> Answer:
@@ -250,9 +234,6 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
     if hasattr(config, "train"):
         check_fit(config, gpus)
     layout = None if gpus is None else divided(config.model, gpus)
-    notes = [] if layout is None else [layout_in_words(layout)]
-    if name not in RECIPES and _asks_upstream(built(name)):
-        notes.append(_UPSTREAMS)
     unknown = [
         f"the sizes of {model} are on Hugging Face's hub only: what depends on its experts, dropout or kind of layers "
         "was not checked. bridge-cg train --dry-run checks it where the hub can be reached"
@@ -267,18 +248,13 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         step=whole_step(config, options, place.graphs, gpus),
         has_model=hasattr(config, "model"),
         layout=layout,
-        notes=(*notes, *_switch_on(options)),
+        notes=(*([] if layout is None else [layout_in_words(layout)]), *_switch_on(options)),
     )
 
 
 def _switch_on(options: GraphOptions) -> tuple[str, ...]:
     """Return how to switch graphs on, where nobody chose to have them on or off."""
     return () if options.enabled or options.chosen else (_NO_GRAPHS,)
-
-
-def _asks_upstream(config: Any) -> bool:
-    """Whether a recipe as Bridge has it switches vision graphs on."""
-    return getattr(getattr(config, "model", None), PROVIDER_FIELDS["impl"], None) not in (None, "none")
 
 
 def _check_name(word: str) -> None:

@@ -41,12 +41,9 @@ def sizes_of(name: str) -> dict[str, Any]:
     return dict(zip(("num_layers", "hidden_size", "num_attention_heads"), _first(name, SIZES) or (), strict=False))
 
 
-QWEN3_VL, QWEN35_VL, QWEN25_VL = "Qwen3-VL", "Qwen3.5-VL", "Qwen2.5-VL"
 _OF_PROVIDERS = {
-    "Qwen3VLModelProvider": QWEN3_VL,
-    "Qwen3VLMoEModelProvider": QWEN3_VL,
-    "Qwen35VLModelProvider": QWEN35_VL,
-    "Qwen35VLMoEModelProvider": QWEN35_VL,
+    **dict.fromkeys(("Qwen3VLModelProvider", "Qwen3VLMoEModelProvider"), "Qwen3-VL"),
+    **dict.fromkeys(("Qwen35VLModelProvider", "Qwen35VLMoEModelProvider"), "Qwen3.5-VL"),
     **{encoder.model.provider: encoder.name for encoder in DECLARED if encoder.encodes == "vision"},
 }
 
