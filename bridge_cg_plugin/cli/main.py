@@ -96,7 +96,7 @@ def _run(given: Sequence[str], lasting: bool) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}" + (f". Did you mean {near[0]}?" if near else ""))
     alone = args.json or args.command in ("explain", "doctor")  # libraries print
     with answer_alone(lasting) if alone else nullcontext(say) as tell:
-        commands: dict[str, Callable[[], int]] = {
+        runs: dict[str, Callable[[], int]] = {
             "explain": lambda: explained.run(given[given.index("explain") + 1 :], tell),
             "report": lambda: reports.run_report(args, tell),
             "plan": lambda: planner.run(args, tell),
@@ -104,7 +104,7 @@ def _run(given: Sequence[str], lasting: bool) -> int:
             "audit": lambda: _audit(args.sources, args.json, tell),
             "doctor": lambda: _doctor(args, tell),
         }
-        return commands[args.command]()
+        return runs[args.command]()
 
 
 def _doctor(args: argparse.Namespace, tell: Tell) -> int:
