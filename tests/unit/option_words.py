@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-TE, LOCAL, FULL = (f"cuda_graph_impl={impl}" for impl in ("transformer_engine", "local", "full_iteration"))
+TE, FULL = (f"cuda_graph_impl={impl}" for impl in ("transformer_engine", "full_iteration"))
 VISION = "vision_cuda_graph_impl=transformer_engine"
 PACKED = "cuda_graph_max_packed_seqs=64"
 FP8 = "fp8=hybrid fp8_recipe=tensorwise"

@@ -1,50 +1,54 @@
 """Graph options of any value: typed or refused, the same when normalized again and when read back."""
 
 import json
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.options import (
-    CudaGraphModule,
-    GraphOptions,
-    InferenceCudaGraphScope,
-    OptionError,
-    as_fields,
-    normalize,
-)
+from bridge_cg_plugin.options import CudaGraphModule, OptionError, as_fields, normalize
 from bridge_cg_plugin.options import graph_options as make
-from bridge_cg_plugin.options.graph_options import RELEASES, field_values
-from bridge_cg_plugin.options.language_model import INFERENCE_SCOPES
-from bridge_cg_plugin.options.sources import FIELDS
+from bridge_cg_plugin.options.graph_options import GROUPS, RELEASES, field_values
+from bridge_cg_plugin.options.language_model import MODULE_NAMES
 
-from .option_values import modules, texts, values
-
-
-def typed(found):
-    assert type(found) is GraphOptions
-    lm_options = found.language_model
-    assert type(lm_options.impl) is str and lm_options.impl in INFERENCE_SCOPES
-    assert type(lm_options.modules) is tuple and all(type(m) is CudaGraphModule for m in lm_options.modules)
-    assert type(lm_options.inference_scope) is InferenceCudaGraphScope
-    assert type(found.packed.max_packed_seqs) in (int, type(None))
+FIELDS = sorted({field for group in GROUPS for field in group.fields.values()})
+texts = st.one_of(
+    st.text(max_size=20),
+    st.text("attnmlpoefu_i,[] =.:-{}\n\"'<>0123456789", max_size=30),
+    st.lists(st.sampled_from([*MODULE_NAMES, "full", "full_iteration", "none", "local", ""]), max_size=3).map(",".join),
+)
+numbers = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.lists(st.integers(-2, 300), max_size=4))
+values = st.one_of(numbers, texts, st.lists(texts, max_size=3))
+modules = st.lists(st.sampled_from([*MODULE_NAMES, "full_iteration", "full_iteration_inference"]), max_size=3)
 
 
-@given(st.one_of(texts, st.lists(texts, max_size=3)))
-def test_no_words_lead_to_an_untyped_value_or_another_exception(words):
+def kinds_of(hint):
+    """Yield the classes of the values that an annotation allows."""
+    if get_origin(hint) in (Union, UnionType):
+        for each in get_args(hint):
+            yield from kinds_of(each)
+    elif get_origin(hint) is Literal:
+        yield from map(type, get_args(hint))
+    else:
+        yield get_origin(hint) or hint
+
+
+def assert_typed(found):
+    for part in (found.language_model, found.vision, found.packed):
+        for name, hint in get_type_hints(type(part)).items():
+            assert type(getattr(part, name)) in {*kinds_of(hint), NoneType}, name
+    assert all(type(m) is CudaGraphModule for m in found.language_model.modules)
+
+
+@given(st.one_of(texts, st.lists(texts, max_size=3), st.dictionaries(st.sampled_from(FIELDS), values, max_size=4)))
+def test_whatever_is_written_is_typed_and_reads_back_the_same_or_is_refused(source):
     try:
-        typed(make(words))
+        found = make(source)
     except OptionError:
         return
-
-
-@given(st.dictionaries(st.sampled_from(FIELDS), values, max_size=4))
-def test_no_value_leads_to_an_untyped_value_or_another_exception(fields):
-    try:
-        typed(make(fields))
-    except OptionError:
-        return
+    assert_typed(found)
+    assert normalize(as_fields(found))[0] == normalize(source)[0]
 
 
 impls = st.sampled_from([None, "none", "local", "transformer_engine", "full_iteration"])

@@ -44,13 +44,6 @@ def warned(*sources):
     return graph_options(*sources).warnings
 
 
-def test_the_warning_names_the_options_and_what_to_write():
-    (text,) = warned(config())
-    assert text.startswith("tensor_model_parallel_size=2 with sequence_parallel=true: ")
-    assert "wrong gradients" in text and "eager and on graphs" in text
-    assert "Write vision_deepstack_gradient_allreduce=true" in text
-
-
 @pytest.mark.parametrize("make", [config, experts])
 def test_what_the_warning_names_takes_it_away(make):
     (text,) = warned(make())

@@ -155,33 +155,3 @@ def test_the_nearest_step_names_what_it_lacks(made, place, fields, case, differs
 )
 def test_another_model_has_no_step(of, found):
     assert whole_step(of, found, None, None) is None
-
-
-def test_the_text():
-    vision = on(max_seq_length=4096, buckets_max_gb=26.0)
-    answer = Answer(
-        options=replace(graph_options({}), vision=vision),
-        forecast=vision_forecast(config(), vision, "h200"),
-        has_model=True,
-    )
-    text = render(answer)
-    assert text == TEXT and max(map(len, text.splitlines())) <= 80
-
-
-TEXT = """\
-part            runs    memory a  time/eager  why
-                        slot
-vision encoder  graphs  4.9 GiB   0.10-0.22   one graph per bucket over the
-                                              whole encoder; buckets chosen from
-                                              what warm-up steps show, up to
-                                              4096 tokens
-language model  eager   -         -           cuda_graph_impl=none
-options: vision_cuda_graph_buckets_max_gb=26.0
-
-Qwen3-VL encoder of 27 layers of 1152, forward and backward of a microbatch:
- case  tokens  time/eager  GiB a slot
-1x448     784        0.10         0.9
-1x768    2304        0.21         2.7
-4x448    3136        0.22         3.7
-Records of docs/benchmarks/vision_bench.jsonl, 2026-11-22, NVIDIA H200. Eager
-  waits for the host: its time depends on how fast and how busy that is."""

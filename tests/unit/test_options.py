@@ -1,23 +1,17 @@
-import dataclasses
 from enum import Enum
-from types import NoneType, SimpleNamespace, UnionType
-from typing import Literal, Union, get_args, get_origin, get_type_hints
+from types import SimpleNamespace
 
 import numpy
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bridge_cg_plugin.options import (
     OFFLOAD_MODULES,
     PROVIDER_FIELDS,
     OptionError,
-    VisionGraphOptions,
     vision_options,
 )
 from bridge_cg_plugin.options.vision import VISION
 
-_PARSERS = {one.name: one.parse for one in VISION.options}
 TUNING = {one.name for one in VISION.tuned}
 
 
@@ -47,21 +41,10 @@ def enabled(**options):
     return read(impl="transformer_engine", **options)
 
 
-def test_unset_fields_take_their_default():
-    assert read(impl=None, scope=None, buckets=None, slots=None) == VisionGraphOptions()
-
-
 def test_upstreams_field_names_are_kept():
     assert PROVIDER_FIELDS["impl"] == "vision_cuda_graph_impl"
     assert PROVIDER_FIELDS["scope"] == "vision_cuda_graph_scope"
     assert PROVIDER_FIELDS["max_seq_length"] == "max_vision_cuda_graph_seq_length"
-
-
-def test_every_option_has_a_field_and_a_parser():
-    pinned = {"grows", "streams"}
-    names = [f.name for f in dataclasses.fields(VisionGraphOptions) if f.name not in pinned]
-    assert sorted(PROVIDER_FIELDS) == sorted(_PARSERS) == sorted(names)
-    assert len(set(PROVIDER_FIELDS.values())) == len(names)
 
 
 # Spellings of each kind of value.
@@ -144,51 +127,3 @@ def test_capacities_follow_the_merge_unit():
     assert read(9, impl="transformer_engine", buckets=[9, 18]).buckets == (9, 18)
     with pytest.raises(OptionError, match="a multiple of 9"):
         read(9, impl="transformer_engine", buckets=[64])
-
-
-def kinds_of(hint):
-    """Yield the classes of the values that an annotation allows, besides None."""
-    if get_origin(hint) in (Union, UnionType):
-        for each in get_args(hint):
-            yield from kinds_of(each)
-    elif get_origin(hint) is Literal:
-        yield from map(type, get_args(hint))
-    elif hint is not NoneType:
-        yield get_origin(hint) or hint
-
-
-KINDS = {name: tuple(kinds_of(hint)) for name, hint in get_type_hints(VisionGraphOptions).items()}
-
-
-@given(
-    st.sampled_from(sorted(_PARSERS)), st.one_of(st.text(max_size=12), st.text("0123456789,[]. -eaunitof", max_size=12))
-)
-def test_any_string_gives_a_typed_value_or_an_option_error(option, text):
-    parse, field = _PARSERS[option], PROVIDER_FIELDS[option]
-    try:
-        value = parse(field, text)
-    except OptionError as error:
-        assert error.field == field
-        return
-    assert parse(field, value) == value
-    assert isinstance(value, KINDS[option])
-
-
-values = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=6),
-    st.lists(st.integers(-2, 300), max_size=4),
-)
-
-
-@given(st.dictionaries(st.sampled_from(sorted(PROVIDER_FIELDS)), values))
-def test_reading_what_was_read_changes_nothing(given_options):
-    try:
-        found = read(**given_options)
-    except OptionError:
-        return
-    again = read(**{name: getattr(found, name) for name in PROVIDER_FIELDS})
-    assert again == found

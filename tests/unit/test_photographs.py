@@ -1,27 +1,12 @@
 import pytest
 import torch
 
-from bridge_cg_plugin.cli.report.runs import compare_to_spread, how_eager_fares
+from bridge_cg_plugin.cli.report.runs import how_eager_fares
 from examples.photographs.images import (
     IMAGE_TOKEN,
     SMALL_SIZES,
     PhotographDataset,
 )
-
-
-def test_a_third_run_beyond_the_spread_is_outside():
-    found = compare_to_spread([[3.0, 2.0, 1.0], [3.0, 2.1, 1.0]], [3.0, 2.3, 1.0])
-    assert not found.inside
-    assert found.step == 1
-    assert found.worst == pytest.approx(0.2 / 0.15)
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_nan_is_outside(place):
-    third = [2.0, 2.0]
-    third[place] = float("nan")
-    found = compare_to_spread([[2.0, 2.0], [2.0, 2.0]], third)
-    assert not found.inside and found.step == place
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def python(script, **environment):
 def test_importing_and_activating_imports_neither_torch_nor_megatron():
     python("""
 import sys
-import bridge_cg_plugin
+import bridge_cg_plugin, bridge_cg_plugin.options.explain, bridge_cg_plugin.options.flags
 assert bridge_cg_plugin.status() == {"active": False, "patches": {}}, bridge_cg_plugin.status()
 for _ in range(2):
     bridge_cg_plugin.activate()

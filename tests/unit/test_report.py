@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bridge_cg_plugin.cli import main as cli
 from bridge_cg_plugin.cli.report.page import make_page, to_json, to_markdown
 from bridge_cg_plugin.cli.report.runs import GIB, KINDS, Run, counts_of, verdicts
-from bridge_cg_plugin.cli.report.sources import read_graphs, read_runs, runs_in
+from bridge_cg_plugin.cli.report.sources import read_graphs, read_runs
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.reports.report import render, render_steps
@@ -25,33 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 LOG = Path(__file__).parent / "report_inputs" / "training.log"
 PRETRAIN = ROOT / "docs/benchmarks/pretrain.jsonl"
 RECORDS = [json.loads(line) for line in PRETRAIN.read_text().splitlines()]
-
-
-# The plugin's report
-
-
-def test_what_happened_between_two_looks_is_two_lines():
-    before, now = statistics(), statistics()
-    now.buckets[Bucket(1024, (32, 1024))].replays += 30
-    now.buckets[Bucket(1024, (32, 1024))].tokens += 900
-    now.buckets[Bucket(1024, (32, 1024))].padding += 100
-    now.fell_back("vision_encoder", Fallback.TOO_MANY_TOKENS, 9000)
-    for _ in range(2):
-        now.fell_back("vision_encoder", Fallback.NO_FREE_SLOT)
-    other = RegionStatistics(static_bytes=5 * GIB)
-    first, second = render_steps([now, other], before, "vision, steps 101 to 200").splitlines()
-    assert first == ("vision, steps 101 to 200: 30 of 33 microbatches replayed (90.9%), padding 10.0%, 5.00 GiB")
-    assert second.startswith("  ran eager: no_free_slot 2, too_many_tokens 1. Remedy of no_free_slot: raise")
-
-
-def test_the_report_has_the_last_fallbacks_and_the_remedy_of_the_most_frequent():
-    lines = render(statistics(), "vision CUDA graphs").splitlines()
-    place = lines.index("eager fallbacks: no_free_slot 1, too_many_tokens 3")
-    last = [f"step 7 too_many_tokens ({tokens} tokens)" for tokens in (5000, 6000, 7000)]
-    assert lines[place + 1] == f"last fallbacks: {', '.join(last)}, step 7 no_free_slot"
-    remedy = "raise max_vision_cuda_graph_seq_length, or add a bucket (vision_cuda_graph_buckets"
-    assert lines[place + 2].startswith(f"remedy of too_many_tokens: {remedy}")
-    assert "last fallbacks" not in render(RegionStatistics(), "vision CUDA graphs")
 
 
 regions = st.builds(
@@ -102,16 +75,6 @@ def test_a_log_has_what_the_loop_and_the_plugin_reported(tmp_path):
     counts = found.graphs["vision"]
     assert (counts.replays, counts.warmup_microbatches, counts.capture_s, counts.memory_gb) == (29, 12, 3.2, 1.25)
     assert counts.fallbacks == {"too_many_tokens": 3, "no_free_slot": 1}
-
-
-def test_the_committed_records_make_a_page_per_release():
-    page = make_page(runs_in(PRETRAIN))
-    assert {"mixed 0.6.2", "mixed 0.4.2"} <= {run.case for run in page.runs}
-    wanted = ("mixed", "plugin", "0.6.2")
-    record = next(r for r in RECORDS if (r["case"], r["mode"], r["versions"]["megatron-bridge"]) == wanted)
-    text = to_markdown(page)
-    assert f"| mixed 0.6.2: plugin | {record['ms']:.1f} | {record['ratio']:.2f} |" in text
-    assert "## Graphs" in text and str(record["graphs"]["replays"]) in text
 
 
 @pytest.mark.parametrize(
@@ -222,16 +185,3 @@ def test_the_folder_of_the_published_measurements_has_a_page(capsys):
     assert cli.main(["report", str(ROOT / "docs/benchmarks"), "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert len(runs) > 50 and not any("compile" in run["mode"] for run in runs)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["nowhere"], "Cannot read nowhere: it does not exist"),
-        ([str(LOG), "--markdown", str(LOG / "below")], "Cannot write "),
-    ],
-)
-def test_refused_input_is_status_2_and_one_line(words, says, capsys):
-    assert cli.main(["report", *words]) == 2
-    said = capsys.readouterr()
-    assert says in said.err and not said.out and len(said.err.splitlines()) == 1
