@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bridge_cg_plugin.attention_bounds import frame_limits, scanned_limits
 from bridge_cg_plugin.cli.planner.plan import LARGEST_STEP, _least_padding, plan_buckets
-from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY, Bucket
+from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY
 
 sizes = st.lists(st.integers(1, 3000).map(lambda n: 4 * n), min_size=1, max_size=60)
 
@@ -89,7 +89,3 @@ def test_deterministic_bounds_stay_under_the_fused_kernels_wall(monkeypatch, tok
     assert all(frames * 16 * largest**2 < 2**30 for frames, largest in limits)
     assert all(frames <= most and largest <= tokens for frames, largest in limits)
     assert accepts(limits, 1, min(tokens, 4096))
-
-
-def test_a_bucket_names_its_limits():
-    assert (str(Bucket(64)), str(Bucket(64, (32, 64)))) == ("64", "64/32/64")

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.cli.runs.results import ROOT, read_records
 from bridge_cg_plugin.options import (
     LanguageModelGraphOptions,
     OptionError,
@@ -21,33 +20,12 @@ def chosen(*sources):
     return options, {part.name: part for part in options.chosen}
 
 
-def test_packed_data_put_all_layers_as_one_region_on_graphs():
-    options, _ = chosen(PACKED)
-    assert options.packed.max_packed_seqs == "auto"
-    assert (options.language_model.impl, options.language_model.modules) == ("transformer_engine", ())
-
-
-def test_exact_takes_kernels_that_round_as_eagers_do():
-    assert chosen({**DENSE, "cuda_graphs": "exact"})[0].vision.kernels == "exact"
-    assert chosen(DENSE)[0].vision.kernels == "auto"
-
-
 @pytest.mark.parametrize("how", ["exact", "fastest"])
-def test_attention_keeps_eagers_outputs_unless_a_person_asks_for_other_ones(how):
+def test_kernels_and_attention_keep_eagers_outputs_unless_a_person_asks_for_other_ones(how):
     setting = {**DENSE, "cuda_graphs": how}
+    assert chosen(setting)[0].vision.kernels == ("exact" if how == "exact" else "auto")
     assert chosen(setting)[0].vision.attention == "auto"
     assert chosen(setting, {"vision_cuda_graph_tuning": {"attention": "flash"}})[0].vision.attention == "flash"
-
-
-def test_why_flash_attention_is_left_off_is_what_was_recorded():
-    records = [r for r in read_records(ROOT / "docs/benchmarks/vision_bench.jsonl") if "grad_noise" in r]
-    of_flash = max(r["grad_rel"] for r in records if r["mode"].startswith("plugin_flash"))
-    of_eager = max(r["grad_noise"] for r in records)
-    said = f"by up to {of_flash:.1e} (two eager runs: {of_eager:.1e})".replace("e-0", "e-")
-    assert said in " ".join((ROOT / "docs/options.md").read_text().split())
-    # Where there is one, decide again.
-    precision = read_records(ROOT / "docs/benchmarks/vision_precision.jsonl")
-    assert not any("flash" in r["mode"] for r in precision)
 
 
 def test_a_bare_off_in_yaml_which_reads_it_as_false_is_off(tmp_path):

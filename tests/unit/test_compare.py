@@ -108,10 +108,11 @@ def dry(capsys, *words):
 
 
 def test_a_dry_run_prints_the_commands(capsys):
-    commands = dry(capsys, "--steps", "12", "optimizer.lr=1e-5")
+    commands = dry(capsys, "--steps", "12", "--gpus_per_node", "4", "optimizer.lr=1e-5")
     assert list(commands) == ["eager1", "eager2", "eager3", "plugin"]
     for command in commands.values():
-        assert command[1].endswith("train.py") and command[-2:] == ["optimizer.lr=1e-5", "train.train_iters=12"]
+        assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+        assert command[5].endswith("train.py") and command[-2:] == ["optimizer.lr=1e-5", "train.train_iters=12"]
     assert commands["eager1"] == commands["eager2"]
 
 
@@ -136,11 +137,6 @@ def test_graphs_that_the_setting_of_a_recipe_would_choose_are_off_in_eager_runs(
     packing = {"cuda_graphs": "exact", "cuda_graph_max_packed_seqs": 8, "pack_sequences_in_batch": True}
     options = normalize(packing, given_flags(parsed), graph_words(rest))[0]
     assert not options.enabled and not options.packed.enabled
-
-
-def test_several_gpus_run_under_torchrun(capsys):
-    command = dry(capsys, "--gpus_per_node", "4")["plugin"]
-    assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
 
 
 @pytest.mark.parametrize(

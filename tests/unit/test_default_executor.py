@@ -1,7 +1,5 @@
 """What graphs are recorded by: streams of their own for those that offload, memory that all sizes share."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -14,18 +12,6 @@ from ..executors import new_executor
 from .packs import DEFAULTS as PACKED
 from .packs import new_model
 from .towers import DEFAULTS, new_tower
-
-
-@pytest.mark.parametrize("aside", [False, True])
-def test_a_stream_comes_with_the_event_that_leads_back(monkeypatch, aside):
-    given = {}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: "stream")
-    monkeypatch.setattr(torch.cuda, "Event", lambda external: SimpleNamespace(external=external))
-    monkeypatch.setattr(graph_helper, "CudaGraphExecutor", lambda **kwargs: given.update(kwargs))
-    graph_helper.default_executor(replays_aside=aside)
-    stream, event = given["cuda_graph_stream"], given["cuda_graph_event"]
-    assert (stream, event and event.external) == (("stream", True) if aside else (None, None))
 
 
 def keeping(asked):

@@ -66,12 +66,6 @@ def test_padding_of_a_larger_model_is_worth_a_recording_sooner(weights, buckets)
     assert [bucket.tokens for bucket in demand.begin(3)] == buckets
 
 
-def test_only_capacities_that_the_user_named():
-    demand = shown(Demand(plain_menu(capacities=(1024, 4096))), 300, 300, 3000, 9000, 9000)
-    assert {bucket.tokens for bucket in demand.begin(5)} == {1024, 4096}
-    assert demand.missed(Rows(9000)) is Fallback.TOO_MANY_TOKENS and waits(demand, 4096)
-
-
 def test_a_bucket_that_failed_is_not_waited_for():
     shape = Shape(2048, 20, 1024)
     demand = shown(Demand(image_menu()), *[Shape(4096, 1, 4096)] * 8)

@@ -7,11 +7,7 @@ import ast
 import re
 from pathlib import Path
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.explain import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,12 +29,6 @@ INTERNAL = {
     "NotMeasured",
     "NoSourceError",
 }
-
-
-def calls(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
-            yield getattr(node.func, "id", getattr(node.func, "attr", "")), node
 
 
 def test_every_kind_of_error_is_on_the_page():
@@ -73,50 +63,3 @@ def test_every_reason_is_given_somewhere_and_none_by_its_word():
 
 if __name__ == "__main__":
     FILE.write_text(FALLBACKS.sub(lambda found: fallbacks(), PAGE))
-
-
-def texts():
-    """Yield every text in the code that people run and every line of the pages, with its place."""
-    for folder in ("bridge_cg_plugin", "recipes", "scripts", "examples"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        yield from ((f"{path.relative_to(ROOT)}:{n}", line) for n, line in enumerate(path.read_text().splitlines(), 1))
-
-
-def messages():
-    """Yield every text of command lines in one piece, with its place, where values are put in as `{}`."""
-    for folder in ("bridge_cg_plugin/cli", "scripts", "examples"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.JoinedStr | ast.Constant):
-                    pieces = node.values if isinstance(node, ast.JoinedStr) else [node]
-                    yield f"{path.relative_to(ROOT)}:{node.lineno}", "".join(map(piece_of, pieces))
-
-
-def piece_of(node):
-    return str(node.value) if isinstance(node, ast.Constant) else "{}"
-
-
-def test_a_message_of_a_command_line_begins_with_what_cannot_be_done():
-    said = [(place, text) for place, text in messages() if re.search(r"^(--|\{\}).*: (it|they) must ", text)]
-    assert said == []
-
-
-def test_what_argparse_writes_behind_a_flag_says_what_it_must_be():
-    """argparse puts "argument --flag: " in front."""
-    refused = [node for path in SOURCES for name, node in calls(path) if name == "ArgumentTypeError"]
-    texts = ["".join(map(piece_of, getattr(node.args[0], "values", [node.args[0]]))) for node in refused]
-    assert texts and [text for text in texts if not text.startswith("must be ")] == []
-
-
-@given(st.text(max_size=20), st.one_of(st.none(), st.integers(), st.text(max_size=20)), st.text(max_size=20))
-def test_an_error_of_an_option_begins_with_what_cannot_be_done(field, value, allowed):
-    for error in (
-        OptionError(field, value, allowed, "Do it."),
-        OptionError.unknown(field, "option"),
-        OptionError.unknown(field, "option", "other"),
-    ):
-        assert str(error).startswith("Cannot use ") and ": allowed" not in str(error).replace(allowed, "")

@@ -2,7 +2,6 @@
 
 import importlib
 from collections import Counter
-from inspect import isfunction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -155,26 +154,3 @@ def test_measured_modules_are_there():
     from tests.gpu.parts import SECONDS
 
     assert set(SECONDS) <= set(MODULES)
-
-
-def test_training_runs_are_waited_for_last(collected):
-    from tests.gpu.conftest import turn_of
-
-    turns = [turn_of(each) for each in collected]
-    assert turns == sorted(turns) and set(turns) == {0, 1, 2}
-
-
-def test_what_measures_eagers_noise_comes_before_training_runs(collected):
-    from tests.gpu.conftest import turn_of
-
-    turns = [turn_of(each) for each in collected if "assert_within_noise" in names_called(each)]
-    assert len(turns) == 3 and not any(turns)
-
-
-def names_called(item):
-    """Return the functions that a test calls, itself or through another one of `packs`."""
-    from tests.gpu import packs
-
-    names = set(item.function.__code__.co_names)
-    helpers = [helper for name in names if isfunction(helper := vars(packs).get(name))]
-    return names.union(*(helper.__code__.co_names for helper in helpers))

@@ -1,21 +1,11 @@
 """What importing Bridge in a command line spares, and what it shows."""
 
-import gc
 import logging
 import warnings
 
-import pytest
-
 from bridge_cg_plugin.announce import LOGGER, warn
-from bridge_cg_plugin.cli.runs.recipe import quick_imports, quiet
+from bridge_cg_plugin.cli.runs.recipe import quiet
 from bridge_cg_plugin.options import GraphOptionWarning
-
-
-def test_imports_are_without_collections_even_where_they_fail():
-    with pytest.raises(ZeroDivisionError), quick_imports():
-        assert not gc.isenabled()
-        raise ZeroDivisionError
-    assert gc.isenabled()
 
 
 def test_other_libraries_are_quiet_and_the_plugin_is_not(caplog):

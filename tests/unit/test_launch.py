@@ -43,18 +43,3 @@ def test_what_would_not_start_is_refused(monkeypatch, capsys, words, said):
     monkeypatch.setattr(run_recipe, "prepare", lambda *_: pytest.fail("went on"))
     assert run_recipe.main([*words, "--dry-run", *RECIPE]) == 2
     assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["--cuda_graph_imp", "none"], "Did you mean --cuda_graph_impl"),
-        (["--recpie", "x"], "Did you mean --recipe"),
-        (["--cuda-graph-impl", "cuda"], "Cannot use --cuda-graph-impl cuda: it must"),
-        (["--vision_cuda_graph_buckets", "64,32"], "Sort the list"),
-    ],
-)
-def test_flags_are_refused_before_anything_is_imported(capsys, monkeypatch, words, said):
-    monkeypatch.setattr(run_recipe, "prepare", lambda *_: pytest.fail("went on"))
-    assert run_recipe.main([*RECIPE, *words]) == 2
-    assert said in capsys.readouterr().err

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ..leaving import LeavingExecutor
-from . import packs
 from .changes import GraphedAndEager
 from .growing import grown
 from .towers import assert_close, forward, graphs_on, new_tower, results
@@ -33,19 +32,6 @@ def test_a_tower_replays_what_eager_computes_after_every_return(executor):
                 assert graphs.release_memory() == 100
         assert executor.left == 6 and executor.returned == 5 and executor.away
         assert not graphs.statistics().fallbacks
-
-
-def test_packed_layers_replay_what_eager_computes_after_every_return(executor):
-    model = packs.new_model()
-    arguments = packs.pack((120, 150))
-    with packs.graphs_on(model, packs.pack((160, 300)), executor=executor) as graphs:
-        for _ in range(2):
-            losses, gradients = packs.losses_and_gradients(model, arguments)
-            with graphs.paused():
-                expected, expected_gradients = packs.losses_and_gradients(model, arguments)
-            assert_close([losses, *gradients], [expected, *expected_gradients])
-            graphs.release_memory()
-        assert executor.returned == 1 and graphs.statistics().replays > 0
 
 
 def test_nothing_leaves_between_a_forward_and_its_backward_or_in_a_step(executor, caplog):

@@ -1,6 +1,6 @@
 import pytest
 
-from examples.photographs import comparison, gpu
+from examples.photographs import gpu
 
 
 def run_of(losses, replays=4):
@@ -62,12 +62,3 @@ def test_other_losses_or_no_replay_end_with_one(runs, graphs, replays, capsys):
     said = capsys.readouterr().out
     assert "verdict: DIFFERENT" in said
     assert ("2 eager runs say little" in said) == (replays > 0)
-
-
-@pytest.mark.parametrize("replayed, encoder, same", [(6, 4, True), (0, 4, False), (6, 0, False), (6, None, True)])
-def test_full_iteration_says_how_many_steps_were_replays(capsys, replayed, encoder, same):
-    eager = [{**run_of(losses, None), "language_model_graphs": None} for losses in EAGER]
-    whole = {"replays": 4 * replayed, "replayed_steps": replayed}
-    graphs = {**run_of([2.05] * 8, encoder), "language_model_graphs": whole}
-    assert comparison.compare(eager, graphs, 8) is same
-    assert f"replayed the whole language model: {replayed} of 8" in capsys.readouterr().out

@@ -57,19 +57,6 @@ def test_too_little_memory_is_refused_with_what_to_do(host, monkeypatch):
         memory.check(7 * GIB)
 
 
-def test_a_slots_buckets_share_its_memory_and_slots_share_none(host):
-    host(10 * 2**20)
-    memory = PinnedMemory(page_locked=False)
-    large = memory.reserve(0, {0: 3000, 1: 5000})
-    held = memory.nbytes
-    small = memory.reserve(0, {0: 100})
-    assert memory.nbytes == held and small[0].data_ptr() == large[0].data_ptr()
-    other = memory.reserve(1, {0: 100})
-    assert other[0].untyped_storage().data_ptr() != large[0].untyped_storage().data_ptr()
-    memory.release()
-    assert memory.nbytes == 0
-
-
 @given(
     st.lists(st.lists(st.integers(1, 5000), max_size=8), min_size=1, max_size=4),
     st.sampled_from([512, 1024, 4096]),

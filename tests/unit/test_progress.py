@@ -4,35 +4,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.reports import ranges
-from bridge_cg_plugin.graphs.reports.statistics import EVERY_S, Progress, RegionStatistics
+from bridge_cg_plugin.graphs.reports.statistics import RegionStatistics
 
 from .towers import forward, graphs_on, loss_of, new_tower
-
-BUCKETS = (Bucket(256), Bucket(1024))
 
 
 def lines(capsys):
     return capsys.readouterr().out.splitlines()
-
-
-def test_a_long_capture_says_how_far_it_is(capsys):
-    now = 0.0
-    progress = Progress("vision CUDA graphs", 3, lambda: now)
-    for _ in range(3):
-        progress.starts(4, BUCKETS, 2)
-        for _ in range(4):
-            now += EVERY_S / 2
-            progress.recorded()
-    assert lines(capsys) == [
-        "[bridge-cg] vision CUDA graphs: 12 recordings begin: 2 bucket(s), the largest 1024; 2 slot(s) for each of 3 "
-        "parts",
-        *(
-            f"[bridge-cg] vision CUDA graphs: {done} of 12 recordings made in {done * EVERY_S / 2:.0f} s"
-            for done in (2, 4, 6, 8, 10)
-        ),
-    ]
 
 
 def test_the_first_fallback_of_each_reason_is_announced(capsys):

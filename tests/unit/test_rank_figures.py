@@ -143,7 +143,7 @@ def test_the_rank_with_loggers_writes_figures_of_all(tmp_path):
     assert last["vision_cuda_graph/smallest_replayed_share"] == 0.5
 
 
-def fail_in(step_of):
+def fail_in_a_step():
     heard = []
     handler = logging.Handler()
     handler.emit = lambda entry: heard.append(entry.getMessage())
@@ -155,32 +155,18 @@ def fail_in(step_of):
 
     model = new_tower()
     helper = helper_on(model)
-    if step_of == "capture":
-        new_memory = helper.graphs.executor.new_memory
-        helper.graphs.executor.new_memory = lambda: (train_step(model, None), new_memory())[1]
-        step = helper.create_cudagraphs
-    else:
-        helper.create_cudagraphs()
-        state = state_of(distributed.get_rank(), 6)
-        step = lambda: patched("train_step", train_step)(model, state)  # noqa: E731
+    helper.create_cudagraphs()
     try:
-        step()
+        patched("train_step", train_step)(model, state_of(distributed.get_rank(), 6))
     except RuntimeError as error:
         heard.append(str(error))
     return heard
 
 
 def test_a_rank_that_an_error_ends_says_what_it_was_doing(tmp_path):
-    first, second = run_ranks(2, fail_in, tmp_path, "with graphs")
+    first, second = run_ranks(2, fail_in_a_step, tmp_path)
     assert first == []
     assert second == ["[rank 1] this rank ends in step 7, with graphs: RuntimeError: no more", "no more\nof it"]
-
-
-def test_a_rank_that_a_strict_capture_ends_says_so(tmp_path):
-    first, second = run_ranks(2, fail_in, tmp_path, "capture")
-    why = "vision CUDA graphs could not be captured: RuntimeError: no more."
-    assert first == []
-    assert second == [f"[rank 1] this rank ends in capture: CaptureError: {why}", why]
 
 
 def look(replays, eager=0):

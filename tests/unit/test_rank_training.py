@@ -220,8 +220,3 @@ def test_an_eager_pass_beside_a_replay_in_the_last_backward(tmp_path):
         assert graphed[1][1] == plain[1][1] == list(range(len(plain[1][1])))
         for (expected, _), (gradients, _) in zip(plain, graphed, strict=True):
             assert_close(gradients, expected, 1e-4)
-
-
-def test_every_reduction_starts_inside_the_last_backward(tmp_path):
-    for (plain, _), (graphed, _) in run_ranks(2, data_parallel, tmp_path, True):
-        assert graphed[1][1] == plain[1][1] == list(range(len(plain[1][1])))

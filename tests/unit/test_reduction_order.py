@@ -91,15 +91,6 @@ def test_the_first_batch_starts_and_finishes_one_after_the_other():
     assert log == [(0, True), (1, True), (2, True)]
 
 
-def test_what_was_there_comes_back():
-    groups, order, log = in_order(2)
-    assert all("start_grad_sync" in group.__dict__ for group in groups)
-    order.remove()
-    assert not any({"start_grad_sync", "finish_grad_sync"} & group.__dict__.keys() for group in groups)
-    groups[1].start_grad_sync()
-    assert log == [(1, False)]
-
-
 def test_what_somebody_put_around_it_stays_without_effect():
     groups, order, log = in_order(2)
     ours = groups[1].start_grad_sync

@@ -33,7 +33,7 @@ def test_a_slot_comes_back_when_its_autograd_graph_is_freed():
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=16), st.integers(1, 3))
 def test_any_schedule_of_forwards_and_backwards_equals_eager(choices, slots):
     """A choice beyond the microbatches in flight is a forward, else the backward of that one."""
-    region, flight = toy_region(slots=slots), []
+    region, flight, ended = toy_region(slots=slots), [], []
     for seed, choice in enumerate(choices):
         if choice >= len(flight):
             batch = toy_batch([(2,), (2, 4), (8, 2), (4, 4, 4)][seed % 4], seed)
@@ -46,7 +46,9 @@ def test_any_schedule_of_forwards_and_backwards_equals_eager(choices, slots):
         expected = eager_results(region.program.model, batch)
         assert_same(outputs, expected[0])
         wanted = [*region.program.model.parameters(), batch.x]
-        assert_same(torch.autograd.grad(loss_of(outputs), wanted), expected[1])
+        ended.append(([*outputs, *torch.autograd.grad(loss_of(outputs), wanted)], [*expected[0], *expected[1]]))
+    for found, expected in ended:  # later replays of the slot leave them
+        assert_same(found, expected)
 
 
 def test_gradients_that_are_differentiated_are_refused():
@@ -87,12 +89,3 @@ def test_an_autograd_graph_that_outlives_its_backward_keeps_no_recording():
     del region
     gc.collect()
     assert slot() is None
-
-
-def test_outputs_and_gradients_outlive_later_replays_of_the_slot():
-    region, batch = toy_region(), toy_batch((2, 4))
-    expected = eager_results(region.program.model, batch)
-    outputs = region.run(batch)
-    gradients = torch.autograd.grad(loss_of(outputs), [*region.program.model.parameters(), batch.x])
-    assert_equals_eager(region, toy_batch((2, 4), seed=9))
-    assert_same([*outputs, *gradients], [*expected[0], *expected[1]])

@@ -179,6 +179,8 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "Step time" in said and "SAME mixed 0.6.2: plugin" in said
     assert text.read_text().startswith("# pretrain.jsonl")
+    assert cli.main(["report", str(PRETRAIN), "--markdown", str(text / "below")]) == 2
+    assert "Cannot write " in capsys.readouterr().err
 
 
 def test_the_folder_of_the_published_measurements_has_a_page(capsys):

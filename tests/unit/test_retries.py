@@ -1,22 +1,10 @@
 """When what failed is tried again."""
 
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.retries import Failures, Retry
+from bridge_cg_plugin.graphs.retries import Failures
 
 from ..tape import TapeExecutor
 from .towers import draw, graphs_on, new_tower
-
-
-def test_many_turns_see_few_tries_and_none_is_the_last():
-    first = 3
-    retry, tries = Retry(first), []
-    for turn in range(1000):
-        if retry.due:
-            tries.append(turn)
-            retry.failed()
-        retry.turn()
-    waits = [later - earlier for earlier, later in zip(tries, tries[1:], strict=False)]
-    assert waits == [first << number for number in range(len(waits))] and tries[-1] > 400
 
 
 def test_a_recording_that_failed_is_asked_for_again_less_and_less_often():

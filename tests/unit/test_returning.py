@@ -172,14 +172,6 @@ def test_without_room_at_home_a_storage_gets_memory_of_pytorchs(storages, fails,
     assert storages._homes[storage].filled == 1
 
 
-def test_a_dead_storage_and_those_that_are_no_longer_followed_have_no_home(storages):
-    storage = torch.zeros(64, dtype=torch.uint8).untyped_storage()
-    storages.follow([storage, torch.zeros(64).untyped_storage()])
-    assert len(storages._homes) == 1
-    storages.stop()
-    assert not storages._homes
-
-
 # Tensors that are given other memory.
 
 

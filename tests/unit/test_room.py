@@ -35,26 +35,16 @@ def steps(tower, graphs, *microbatches, count=1):
 
 def test_a_bucket_that_takes_more_than_the_limit_is_left_out(tower, caplog):
     graphs, stack = grown(tower, SMALL)
-    with stack, caplog.at_level(logging.WARNING):
+    with stack:
         before = slot_bytes(graphs)
-        limit(graphs, before * 1.5)
+    graphs, stack = grown(tower, SMALL, buckets_max_gb=1.5 * before / GIB)
+    with stack, caplog.at_level(logging.WARNING):
         steps(tower, graphs, SMALL, LARGE, count=4)
         assert capacities(graphs) == [64] and slot_bytes(graphs) == before
         assert sum("does not fit the memory limit" in record.message for record in caplog.records) == 1
         replays = graphs.statistics().replays
         steps(tower, graphs, SMALL, LARGE)
         assert graphs.statistics().replays == replays + len(graphs._regions)
-
-
-def test_the_option_is_the_limit(tower):
-    graphs, stack = grown(tower, SMALL)
-    with stack:
-        small = slot_bytes(graphs)
-    for factor, found in ((1.5, [64]), (100, [64, 384])):
-        graphs, stack = grown(tower, SMALL, buckets_max_gb=factor * small / GIB)
-        with stack:
-            steps(tower, graphs, LARGE, count=2)
-            assert capacities(graphs) == found
 
 
 def grow_where_one_rank_has_less_memory():
