@@ -9,11 +9,9 @@ from ..executors import choose
 
 IN_POOLS = ("test_chain",)
 ON_TAPE = (
-    "test_capture_pauses",
     "test_encoder_plugins",
     "test_encoders",
     "test_growing",
-    "test_growing_names",
     "test_moonvit",
     "test_offload_store",
     "test_packed",

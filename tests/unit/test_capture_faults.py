@@ -1,32 +1,36 @@
 """Errors of any type, anywhere in a capture: the module goes on eager, as it was, with one warning."""
 
 import logging
-from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import cache, partial
+from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.errors import CaptureError, Refused, reason_of
+from bridge_cg_plugin.graphs.errors import CaptureError, Refused, reason_of, release_frames
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.manager import GraphManager
 from bridge_cg_plugin.graphs.parts import Parts
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor, ReferenceExecutor
 from bridge_cg_plugin.graphs.region import Region
+from bridge_cg_plugin.graphs.retries import Failures
 from bridge_cg_plugin.language.packed.plan import PackPlan
 from bridge_cg_plugin.language.packed.workload import PackedWorkload
+from bridge_cg_plugin.options import OFFLOAD_MODULES
 from bridge_cg_plugin.vision.encoder import RecordedKernels
 from bridge_cg_plugin.vision.plan import EncoderPlan
 from bridge_cg_plugin.vision.workload import VisionWorkload
 
+from ..tape import TapeExecutor
 from . import packs
 from .mixes import MIXED
-from .towers import assert_close, graphs_on, new_tower, results
+from .packed_parts import on_parts
+from .towers import assert_close, draw, graphs_on, new_tower, results
 
 LEAST_BYTES = 1024
-
-METHODS = ("new_memory", "warm_up", "observe", "side_stream", "record_forward")
 
 
 class Strange(Exception):
@@ -37,62 +41,38 @@ KINDS = (CaptureError, partial(Refused, Fallback.MODEL_CHANGED), torch.OutOfMemo
 ERRORS = [kind("made to fail") for kind in (*KINDS, Strange)]
 
 
-class FaultyExecutor(ReferenceExecutor):
-    """Raises an error from the n-th call of one of its methods on; counts the calls of all.
-
-    Args:
-        method: The method.
-        call: The first of its calls that fails, from 0.
-        error: What it raises.
-    """
-
-    def __init__(self, method="", call=0, error=None):
-        super().__init__()
-        self.calls = Counter()
-        self._fault = method, call, error
-
-    def _called(self, method):
-        due = method == self._fault[0] and self.calls[method] >= self._fault[1]
-        self.calls[method] += 1
-        if due:
-            raise self._fault[2]
-
-
-def _counted(name):
-    original = getattr(ReferenceExecutor, name)
-
-    def method(self, *args, **settings):
-        self._called(name)
-        return original(self, *args, **settings)
-
-    return method
-
-
-for _name in METHODS:
-    setattr(FaultyExecutor, _name, _counted(_name))
-
-
 @contextmanager
-def tower_graphs(model, executor, strict, **options):
-    settings = {"buckets": (64, 128), "executor": executor, "strict": strict, **options}
-    with graphs_on(model, capture=False, **settings) as graphs:
-        yield graphs
+def faults(owner, method, call, error):
+    """Raise an error behind the n-th call of a method, from 0, and all later ones; yields a list of the calls."""
+    original, calls = getattr(owner, method), []
+
+    def broken(self, *args, **kwargs):
+        calls.append(method)
+        made = original(self, *args, **kwargs)
+        if error is not None and len(calls) > call:
+            raise error
+        return made
+
+    with mock.patch.object(owner, method, broken):
+        yield calls
 
 
-@contextmanager
-def decoder_graphs(model, executor, strict, modules):
-    warmup = packs.pack((100, 150, 50))
-    options = {"cuda_graph_modules": modules, "cuda_graph_packed_strict": strict, "cuda_graph_packed_buckets": [288]}
-    with packs.graphs_on(model, warmup, capture=False, executor=executor, **options) as graphs:
-        yield graphs
+def tower_graphs(model, strict=False):
+    options = {"buckets": (64, 128), "streams": 2, "offload": ("attention", "mlp")}
+    return graphs_on(model, capture=False, executor=ReferenceExecutor(), strict=strict, **options)
 
 
-class Case:
+def decoder_graphs(model, strict=False):
+    options = {"offload": OFFLOAD_MODULES, "buckets": [288], "slots": 2, "strict": strict}
+    return on_parts(model, capture=False, executor=ReferenceExecutor(), **options)
+
+
+class Case(NamedTuple):
     """A graphed module: how it is made, put on graphs that are not captured yet, and run."""
 
-    def __init__(self, new, graphs, run, **options):
-        self.new, self.run = new, run
-        self.graphs = lambda model, executor, strict=False: graphs(model, executor, strict, **options)
+    new: Callable
+    graphs: Callable
+    run: Callable
 
 
 def run_tower(model):
@@ -109,10 +89,9 @@ def new_small_tower():
     return new_tower(layers=2)
 
 
-OFFLOADED = {"offload": ("attention", "mlp")}
 CASES = {
-    "encoder": Case(new_small_tower, tower_graphs, run_tower, streams=2, **OFFLOADED),
-    "parts of a decoder": Case(packs.new_model, decoder_graphs, run_decoder, modules=["attn"]),
+    "encoder": Case(new_small_tower, tower_graphs, run_tower),
+    "parts of a decoder": Case(packs.new_model, decoder_graphs, run_decoder),
 }
 every_case = pytest.mark.parametrize("name", CASES)
 
@@ -140,63 +119,52 @@ def warnings(caplog):
 
 
 @cache
-def calls_of(case):
-    """Return how often a capture without a fault calls each method."""
-    executor = FaultyExecutor()
-    with case.graphs(case.new(), executor) as graphs:
+def calls_of(name, owner, method):
+    """Return how often a capture without a fault calls a method."""
+    case = CASES[name]
+    with case.graphs(case.new()) as graphs, faults(owner, method, 0, None) as calls:
         assert graphs.capture()
-        return dict(executor.calls)
+        return len(calls)
 
 
-def assert_left_as_it_was(case, model, graphs, before, expected, reason=Fallback.CAPTURE_FAILED):
+def assert_left_as_it_was(case, model, graphs, before, expected, reason):
     """The failed capture is reported, the model is as before and computes what it did."""
-    assert not graphs.captured and "made to fail" in graphs.failure
+    assert not graphs.captured and "made to fail" in graphs.failure and graphs.statistics().pinned_bytes == 0
     assert state_of(model) == before
     assert_close(case.run(model), expected, 0.0)
     assert graphs.statistics().fallbacks[reason] == 1
 
 
-def fail_at(case, method, call, error):
-    """Capture with a fault, then without; returns how many calls there were before."""
+def fail_at(case, owner, method, call, error):
+    """Capture with a fault, then without."""
     model = case.new()
     expected = case.run(model)
-    with case.graphs(model, FaultyExecutor(method, call, error)) as graphs:
+    with case.graphs(model) as graphs:
         before = state_of(model)
-        assert graphs.capture() is False
+        with faults(owner, method, call, error):
+            assert graphs.capture() is False
         assert_left_as_it_was(case, model, graphs, before, expected, reason_of(error))
-        graphs.executor = ReferenceExecutor()
         assert graphs.capture() and graphs.failure is None
         assert_close(case.run(model), expected)
         assert graphs.statistics().replays > 0
 
 
-@every_case
-@pytest.mark.parametrize("method", METHODS)
-def test_an_error_in_any_call_of_the_executor_leaves_the_module_eager(name, method, warnings):
-    case = CASES[name]
-    total = calls_of(case).get(method, 0)
-    assert total or name != "encoder"
-    warnings()
-    for call in sorted({0, total - 1} & set(range(total))):
-        fail_at(case, method, call, Strange("made to fail"))
-        (said,) = warnings()
-        assert "made to fail" in said
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_of_any_type_leaves_the_module_eager(error):
-    fail_at(CASES["parts of a decoder"], "record_forward", 0, error)
-
-
-# Pieces of planning and capturing outside the executor, by what is put on graphs.
+# Pieces of planning and capturing, by what is put on graphs.
+EXECUTOR = ("new_memory", "warm_up", "observe", "record_forward")
 VISION = {
+    ReferenceExecutor: (*EXECUTOR, "side_stream"),
     RecordedKernels: ("choose_attention",),
     EncoderPlan: ("named",),
     GraphManager: ("record",),
     VisionWorkload: ("_piece", "_check_tensor_ranks", "captured"),
     Region: ("capture",),
 }
-PACKED = {PackPlan: ("kind", "buckets"), PackedWorkload: ("_digest", "_program", "captured"), Parts: ("install",)}
+PACKED = {
+    ReferenceExecutor: EXECUTOR,
+    PackPlan: ("kind", "buckets"),
+    PackedWorkload: ("_digest", "_program", "captured"),
+    Parts: ("install",),
+}
 PLACES = [
     pytest.param(name, owner, method, id=f"{name}: {owner.__name__}.{method}")
     for name, places in {"encoder": VISION, "parts of a decoder": PACKED}.items()
@@ -205,38 +173,27 @@ PLACES = [
 ]
 
 
-def breaking(owner, method, error):
-    """Return a method that fails after it did its work."""
-    original = getattr(owner, method)
-
-    def broken(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        raise error
-
-    return broken
-
-
 @pytest.mark.parametrize(("name", "owner", "method"), PLACES)
-def test_an_error_anywhere_in_planning_leaves_the_module_eager(name, owner, method, warnings, monkeypatch):
-    case, error = CASES[name], KeyError("made to fail")
-    model = case.new()
-    expected = case.run(model)
-    with case.graphs(model, ReferenceExecutor()) as graphs:
-        before = state_of(model)
-        warnings()
-        with monkeypatch.context() as patched:
-            patched.setattr(owner, method, breaking(owner, method, error))
-            assert graphs.capture() is False
+def test_an_error_anywhere_in_a_capture_leaves_the_module_eager(name, owner, method, warnings):
+    total = calls_of(name, owner, method)
+    assert total
+    warnings()
+    for call in {0, total - 1}:
+        fail_at(CASES[name], owner, method, call, Strange("made to fail"))
         (said,) = warnings()
-        assert "KeyError" in said
-        assert_left_as_it_was(case, model, graphs, before, expected)
+        assert "Strange" in said and "made to fail" in said
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_of_any_type_leaves_the_module_eager(error):
+    fail_at(CASES["parts of a decoder"], ReferenceExecutor, "record_forward", 0, error)
 
 
 @every_case
 def test_strict_raises_one_type_for_every_error(name):
     case, error = CASES[name], Strange("made to fail")
     model = case.new()
-    with case.graphs(model, FaultyExecutor("new_memory", 0, error), strict=True) as graphs:
+    with case.graphs(model, strict=True) as graphs, faults(ReferenceExecutor, "new_memory", 0, error):
         before = state_of(model)
         with pytest.raises(CaptureError, match="made to fail") as raised:
             graphs.capture()
@@ -255,9 +212,10 @@ def test_an_interrupt_passes_through_and_leaves_the_module_as_it_was(name, metho
     case = CASES[name]
     model = case.new()
     expected = case.run(model)
-    with case.graphs(model, FaultyExecutor(method, calls_of(case)[method] - 1, error)) as graphs:
+    last = calls_of(name, ReferenceExecutor, method) - 1
+    with case.graphs(model) as graphs:
         before = state_of(model)
-        with pytest.raises(type(error)) as raised:
+        with faults(ReferenceExecutor, method, last, error), pytest.raises(type(error)) as raised:
             graphs.capture()
         assert raised.value is error and graphs.failure is None and not graphs.captured
         assert state_of(model) == before
@@ -282,3 +240,54 @@ def test_another_allocator_is_refused_before_anything_is_recorded(backend, monke
     executor = CudaGraphExecutor.__new__(CudaGraphExecutor)  # its constructor needs a GPU
     with pytest.raises(CaptureError, match=f"{backend}.*PYTORCH_CUDA_ALLOC_CONF"):
         executor.new_memory()
+
+
+def test_a_recording_that_failed_is_asked_for_again_less_and_less_often():
+    failures, tries = Failures(2), 0
+    for _ in range(100):
+        failures.ask("bucket")
+        if failures.reason("bucket") is None:
+            tries += 1
+            failures.note("bucket", Fallback.CAPTURE_FAILED)
+            failures.note("bucket", Fallback.MODEL_CHANGED)  # the same failure, seen by another part
+            assert failures.reason("bucket") is Fallback.CAPTURE_FAILED
+    assert tries == 6
+
+
+def test_a_capture_refused_for_a_hook_is_due_once_the_hook_is_gone():
+    tower = new_tower()
+    handle = tower.decoder.layers[0].register_forward_hook(lambda *_: None)
+    with graphs_on(tower, buckets=(16,), capture=False, strict=False, executor=TapeExecutor()) as graphs:
+        for _ in range(5):
+            assert graphs.capture_due
+            assert not graphs.capture() and not graphs.capture_due
+            tower(*draw([[1, 4, 4]]))
+            for _ in range(64):
+                if not graphs.capture_due:
+                    graphs.begin_step()
+        graphs.capture()
+        handle.remove()
+        assert graphs.capture_due and graphs.capture() and not graphs.capture_due
+        tower(*draw([[1, 4, 4]]))
+        assert graphs.statistics().fallbacks == {"forward_hooks": 5} and graphs.statistics().replays == 1
+
+
+def raised(error):
+    """Return an error whose frame holds a list, and that list."""
+    held = [object()]
+    try:
+        raise error
+    except type(error) as caught:
+        return caught, held
+
+
+def held_by(error):
+    return error.__traceback__.tb_frame.f_locals.get("held")
+
+
+def test_errors_that_are_each_others_cause_are_released_once():
+    (first, _), (second, _) = raised(ValueError()), raised(KeyError())
+    first.__cause__, second.__cause__ = second, first
+    assert held_by(first) and held_by(second)
+    release_frames(first)
+    assert held_by(first) is held_by(second) is None

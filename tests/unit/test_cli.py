@@ -1,8 +1,21 @@
+"""Command lines: words, flags, launchers, what importing Bridge spares; docs/recipes.md against the parser."""
+
 import json
+import logging
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
 
 import pytest
 
+from bridge_cg_plugin.announce import LOGGER, warn
 from bridge_cg_plugin.cli.main import main
+from bridge_cg_plugin.cli.runs import train as run_recipe
+from bridge_cg_plugin.cli.runs.recipe import build_parser, quiet
+from bridge_cg_plugin.options import GraphOptionWarning
+from bridge_cg_plugin.options.flags import FLAGS
 
 
 @pytest.mark.parametrize(
@@ -49,3 +62,68 @@ def test_commands_with_a_parser_of_their_own(capsys, command):
     except SystemExit as ended:
         status = ended.code
     assert status == 2 and "--recipe" in capsys.readouterr().err
+
+
+RECIPE = ["--recipe", "qwen3_vl_8b_sft_config", "--vision_cuda_graph_impl", "transformer_engine", "train.train_iters=5"]
+
+
+def test_torchrun_gets_the_script_without_launcher_flags(monkeypatch):
+    class Started(Exception):
+        pass
+
+    def start(*words):
+        raise Started(*words)
+
+    monkeypatch.setattr(os, "execvp", start)
+    monkeypatch.setattr(run_recipe.first_look, "refusal", lambda *_: "")
+    with pytest.raises(Started) as started:
+        run_recipe.main(["--launcher", "torchrun", "--gpus-per-node=4", "--nodes", "1", *RECIPE])
+    program, command = started.value.args
+    assert program == command[0] == sys.executable and "--nproc_per_node=4" in command
+    assert command[command.index(run_recipe.__file__) + 1 :] == RECIPE
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--launcher", "torchrun", "--nodes", "2"], "Cannot use --nodes 2: it must be 1 with --launcher torchrun"),
+        (["--launcher", "mpirun"], "Cannot use --launcher mpirun: it must be none or torchrun"),
+        (["--launcher", "slurm", "--account", "a"], "Cannot use --account: it has gone with --launcher slurm. Start"),
+        (["--launcher", "slurm"], "Cannot use --launcher slurm: it has gone"),
+        (["--container-image=i.sqsh"], "Cannot use --container_image: it has gone"),
+    ],
+)
+def test_what_would_not_start_is_refused(monkeypatch, capsys, words, said):
+    monkeypatch.setattr(run_recipe, "prepare", lambda *_: pytest.fail("went on"))
+    assert run_recipe.main([*words, "--dry-run", *RECIPE]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_other_libraries_are_quiet_and_the_plugin_is_not(caplog):
+    with warnings.catch_warnings(record=True) as shown, quiet():
+        warnings.warn("Apex is not installed", stacklevel=1)
+        warnings.warn("pynvml is deprecated", FutureWarning, stacklevel=1)
+        warnings.warn("write another field", GraphOptionWarning, stacklevel=1)
+        logging.getLogger("other").warning("No CUDA runtime is found")
+        warn("a seam does not fit")
+    assert [record.message for record in caplog.records] == ["[rank 0] a seam does not fit"]
+    logging.getLogger("other").warning("afterwards")
+    assert caplog.messages[-1] == "afterwards" and LOGGER.isEnabledFor(logging.WARNING)
+    assert [str(one.message) for one in shown] == ["write another field"]
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
+# docs/options.md has the options.
+OPTIONS = {spelling for flag in FLAGS for spelling in flag.spellings}
+
+
+def test_the_page_has_every_flag_that_is_no_option_and_no_other():
+    section = PAGE.read_text().partition("## From a command line\n")[2].partition("\n## ")[0]
+    spellings = [
+        set(action.option_strings) for action in build_parser()._actions if "--help" not in action.option_strings
+    ]
+    own = [names for names in spellings if not names & OPTIONS]
+    named = set(re.findall(r"`(--[\w-]+)", section))
+    assert len(own) > 8 and [names for names in own if not names & named] == []
+    assert named <= {name for names in spellings for name in names} | {"--help"}
+    assert {name for names in spellings for name in names} >= OPTIONS

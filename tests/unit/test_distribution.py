@@ -1,4 +1,4 @@
-"""The source distribution and the wheel that is built from it: what they hold, and what a package index shows."""
+"""What is installed: the source distribution, the wheel built from it, a checkout; what a package index shows."""
 
 import email
 import json
@@ -65,10 +65,17 @@ def build(kind, source, folder):
     return made
 
 
+def presets_in(folder, cwd):
+    """Return the file of the presets as found in a folder alone, whose package works."""
+    presets, state, file = python("-I", "-S", "-c", SCRIPT, folder, cwd=cwd).split()
+    assert (presets, state) == ("7", "audited")
+    return Path(file)
+
+
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory):
-    """The source distribution, unpacked; it is built in a copy, since builds write beside the sources."""
-    copy, folder = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("sdist")
+def copy(tmp_path_factory):
+    """A copy of the checkout, since builds write beside the sources."""
+    copy = tmp_path_factory.mktemp("copy")
     for name in FOLDERS:
         # Other processes write bytecode meanwhile.
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__"))
@@ -76,6 +83,13 @@ def sdist(tmp_path_factory):
         (copy / name / "__pycache__" / "stale.pyc").touch()
     for name in FILES:
         shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(copy, tmp_path_factory):
+    """The source distribution, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
     with tarfile.open(build("sdist", copy, folder / "made")) as archive:
         archive.extractall(folder, filter="data")
     (unpacked,) = folder.glob("bridge_cg_plugin-*")
@@ -123,11 +137,16 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
 def test_the_wheel_works_alone(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
-    presets, state, file = python("-I", "-S", "-c", SCRIPT, tmp_path, cwd=tmp_path).split()
-    assert (presets, state) == ("7", "audited")
-    assert file == str(tmp_path / "bridge_cg_plugin" / "recipes" / "__init__.py")
+    assert presets_in(tmp_path, tmp_path) == tmp_path / "bridge_cg_plugin" / "recipes" / "__init__.py"
     explained = json.loads(python("-I", "-S", "-c", EXPLAIN, tmp_path, *STACK, cwd=tmp_path))
     assert explained["vision"]["impl"] != "none" and explained["forecast"]["measured"]["gpu"]
+
+
+def test_a_checkout_on_the_path_and_an_editable_install_have_the_presets(copy, tmp_path):
+    assert presets_in(ROOT, tmp_path).resolve() == ROOT / "recipes" / "__init__.py"
+    with zipfile.ZipFile(build("editable", copy, tmp_path / "made")) as archive:
+        archive.extractall(tmp_path / "site")
+    assert presets_in(tmp_path / "site", tmp_path).resolve() == copy / "recipes" / "__init__.py"
 
 
 def test_the_metadata_is_complete(metadata):

@@ -5,6 +5,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from bridge_cg_plugin.graphs.fallback import Fallback
@@ -31,11 +32,16 @@ INTERNAL = {
 }
 
 
+@cache
+def nodes_of(path):
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def test_every_kind_of_error_is_on_the_page():
     kinds = {
         node.name
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.ClassDef) and any(ast.unparse(b).endswith(("Error", "Exception")) for b in node.bases)
     }
     assert {"OptionError", "BatchError"} <= kinds
@@ -53,11 +59,11 @@ def test_the_table_of_fallbacks_is_the_enumerations():
 
 def test_every_reason_is_given_somewhere_and_none_by_its_word():
     """Whoever gives one names the member, so that there is no reason without a meaning and a remedy."""
-    nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
-    named = {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "Fallback"}
+    used = [node for path in SOURCES for node in nodes_of(path) if isinstance(node, ast.Attribute)]
+    named = {node.attr for node in used if getattr(node.value, "id", "") == "Fallback"}
     assert named == set(Fallback.__members__)
     package = [path for path in SOURCES if path.is_relative_to(ROOT / "bridge_cg_plugin") and path.stem != "fallback"]
-    words = [n.value for path in package for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+    words = [node.value for path in package for node in nodes_of(path) if isinstance(node, ast.Constant)]
     assert not {word for word in words if isinstance(word, str)} & set(Fallback)
 
 

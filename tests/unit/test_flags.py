@@ -1,19 +1,25 @@
+"""Flags, fields and options that have gone, as people write them on a command line or in a recipe."""
+
 import argparse
 import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Literal, Optional
 
 import pytest
 
-from bridge_cg_plugin.options import OptionError, normalize
+from bridge_cg_plugin.options import OptionError, graph_options, normalize
+from bridge_cg_plugin.options.declaration import GONE
 from bridge_cg_plugin.options.flags import (
     FLAGS,
     add_flags,
-    as_typed,
     given_flags,
     take_flags,
     unknown_flag,
 )
 from bridge_cg_plugin.options.graph_options import TUNING
 from bridge_cg_plugin.options.sources import FIELDS
+from bridge_cg_plugin.upstream.hooks.overrides import check_value, check_word
 
 
 def parse(*words):
@@ -75,23 +81,89 @@ def test_a_word_under_a_misspelt_mapping_is_refused(word, said):
 
 
 @pytest.mark.parametrize(
-    "words, field, value, said",
+    "annotation, held, text",
     [
-        ("--max-packed-seqs x", "cuda_graph_max_packed_seqs", "x", "--max-packed-seqs x"),
-        ("--cuda_graph_impl=foo", "cuda_graph_impl", "foo", "--cuda_graph_impl foo"),
-        ("--vision_cuda_graph_buckets 3,8", "vision_cuda_graph_buckets", 3, "--vision_cuda_graph_buckets 3"),
-        (
-            "--vision_cuda_graph_tuning slots=0",
-            "vision_cuda_graph_tuning.slots",
-            0,
-            "--vision_cuda_graph_tuning slots=0",
-        ),
-        ("--mock-data", "mock_data", True, "--mock-data"),
-        ("cuda_graph_impl=foo", "cuda_graph_impl", "foo", "cuda_graph_impl='foo'"),
-        ("--cuda_graph_impl local model.cuda_graph_impl=foo", "cuda_graph_impl", "foo", "cuda_graph_impl='foo'"),
-        ("--cuda_graph_impl local", "rng.te_rng_tracker", False, "rng.te_rng_tracker=False"),
+        (int, 4, "8"),
+        (int | None, None, "null"),
+        (int, 4, "${train.train_iters}"),
+        (int, 0.02, "0.5"),  # upstream's annotation is wrong, as the value shows
+        (int, [1, 2], "[3]"),
+        (float, 1.0, "1e-5"),
+        (bool, True, "False"),
+        (int | str, 1, "auto"),
+        ("torch.dtype", None, "bf16"),
+        (Literal["full"], "full", "some"),
     ],
 )
-def test_an_error_names_a_value_as_it_was_typed(words, field, value, said):
-    error = OptionError(field, value, "another", "Correct it.")
-    assert as_typed(error, words.split()) == f"Cannot use {said}: it must be another. Correct it."
+def test_values_that_are_set(annotation, held, text):
+    check_value("section.field", annotation, held, text)
+
+
+@pytest.mark.parametrize(
+    "annotation, held, text, allowed",
+    [
+        (int, 4, "foo", "a whole number"),
+        (int, 4, "1.5", "a whole number"),
+        (int | None, None, "true", "a whole number"),
+        (Optional[int], None, "true", "a whole number"),  # noqa: UP045
+        ("typing.Optional[bool]", None, "1.5", "true or false"),
+        (int | float, None, "[1]", "a number or a whole number"),
+        (bool, True, "maybe", "true or false"),
+    ],
+)
+def test_values_that_are_refused(annotation, held, text, allowed):
+    with pytest.raises(OptionError) as refused:
+        check_value("section.field", annotation, held, text)
+    assert str(refused.value) == f"Cannot use section.field={text!r}: it must be {allowed}. Correct the value."
+
+
+def test_words_of_a_configuration_are_checked():
+    @dataclass
+    class Train:
+        steps: int = 5
+
+    @dataclass
+    class Config:
+        train: Train
+
+    config = Config(Train())
+    for word in ("train.steps=7", "+train.steps=7", "~train.steps"):
+        check_word(config, word)
+    with pytest.raises(OptionError, match="train.steps='x'"):
+        check_word(config, "++train.steps=x")
+
+
+def nested(name, value):
+    *path, field = ("model", *name.split("."))
+    found = {field: value}
+    for section in reversed(path):
+        found = {section: found}
+    return found
+
+
+def on_an_object(name, value):
+    found = nested(name, value)["model"]
+    return SimpleNamespace(**found)
+
+
+SPELLINGS = {
+    "word": lambda name, value: [f"model.{name}={value}"],
+    "flag": lambda name, value: [f"--{name}={value}"],
+    "mapping": nested,
+    "object": on_an_object,
+}
+
+
+@pytest.mark.parametrize("name", GONE)
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+def test_a_value_of_an_option_that_has_gone_is_refused_in_one_line(name, spelling):
+    with pytest.raises(OptionError) as caught:
+        graph_options(spelling(name, 0.1))
+    said = str(caught.value)
+    assert caught.value.field == name and "has gone" in said and GONE[name] in said and "\n" not in said
+
+
+@pytest.mark.parametrize("name", GONE)
+@pytest.mark.parametrize("spelling", [nested, on_an_object])
+def test_a_field_that_holds_nothing_is_let_pass(name, spelling):
+    assert graph_options(spelling(name, None)) == graph_options({})

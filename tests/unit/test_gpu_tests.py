@@ -1,13 +1,9 @@
 """What CI can know of the tests that need a GPU: that they import what is there, and which GPU takes which of them."""
 
 import importlib
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bridge_cg_plugin.upstream.seams.seam import Feature as F
 from bridge_cg_plugin.upstream.seams.states import FEATURES
@@ -18,26 +14,6 @@ MODULES = sorted(path.stem for path in (Path(__file__).parents[1] / "gpu").glob(
 @pytest.mark.parametrize("name", MODULES)
 def test_module_imports(name):
     importlib.import_module(f"tests.gpu.{name}")
-
-
-def item(module, *trainings):
-    values = {str(number): training for number, training in enumerate(trainings)}
-    return SimpleNamespace(path=Path(f"{module}.py"), callspec=SimpleNamespace(params={"other": 1, **values}))
-
-
-@st.composite
-def sessions(draw):
-    """Draw tests of modules, known ones and others, and tests of training runs that others share or wait for."""
-    from tests.gpu.parts import SECONDS
-    from tests.gpu.trainings import Training
-
-    names = st.sampled_from([*SECONDS, "test_new", "test_newer"])
-    items = [item(draw(names)) for _ in range(draw(st.integers(0, 40)))]
-    runs = [Training("eager", number=number) for number in range(6)]
-    runs += [Training("graphs", after=run) for run in runs]
-    waiting = st.lists(st.sampled_from(runs), min_size=1, max_size=3)
-    items += [item("test_pretrain", *draw(waiting)) for _ in range(draw(st.integers(0, 20)))]
-    return draw(st.permutations(items))
 
 
 def seconds(items):
@@ -54,19 +30,6 @@ def assert_balanced(items, parts):
     times = [seconds(part) for part in parts]
     longest = max((sum(needs_of(each).values()) for each in items), default=0.0)
     assert max(times) <= sum(times) / len(parts) + longest + 1e-6
-
-
-@given(items=sessions(), count=st.integers(1, 8))
-def test_each_test_is_in_one_part_and_parts_take_as_long(items, count):
-    from tests.gpu.parts import part_of
-
-    parts = [part_of(items, f"{number}/{count}") for number in range(count)]
-    assert Counter(map(id, items)) == Counter(id(each) for part in parts for each in part)
-    place = {id(each): number for number, each in enumerate(items)}
-    assert all(sorted(part, key=lambda each: place[id(each)]) == part for part in parts)
-    modules = Counter(name for part in parts for name in {each.path.stem for each in part} - {"test_pretrain"})
-    assert all(times == 1 for times in modules.values())
-    assert_balanced(items, parts)
 
 
 class Collected:

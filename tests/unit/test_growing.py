@@ -1,4 +1,4 @@
-"""Buckets that are recorded on demand: what microbatches ask for, one a step, each equal to eager."""
+"""Buckets that are recorded on demand: what microbatches ask for, one a step, each equal to eager, within a limit."""
 
 import gc
 import logging
@@ -6,17 +6,23 @@ import weakref
 
 import pytest
 import torch
+from torch import distributed
 
 from bridge_cg_plugin.graphs.errors import CaptureError, Refused
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.joint_step import before_evaluation
+from bridge_cg_plugin.graphs.memory.pools import PlainMemory
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.region import Region
-from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
+from bridge_cg_plugin.graphs.reports.report import GIB
+from bridge_cg_plugin.options import vision_options
+from bridge_cg_plugin.upstream.hooks.vision_helper import VisionTECudaGraphHelper
 
+from ..executors import new_executor
 from ..ranks import run_ranks
 from . import packs
 from .growing import LARGE, ON_DEMAND, OTHER, SMALL, assert_equals_eager, capacities, grown
-from .towers import DEFAULTS, VisionGraphOptions, assert_close, draw, forward, new_tower
+from .towers import DEFAULTS, VisionGraphOptions, assert_close, draw, forward, graphs_on, new_tower
 
 LEAST_BYTES = 1024
 
@@ -215,31 +221,208 @@ def test_packs():
         assert graphs.statistics().replays >= 4 * len(graphs._regions)
 
 
-def grow_with_other_ranks(fails_on_rank):
-    from torch import distributed
+def limit(graphs, bytes_per_slot):
+    graphs._growing._limit = bytes_per_slot
 
+
+def slot_bytes(graphs):
+    return sum(region.slot_bytes() for region in graphs._regions)
+
+
+def fails(graphs):
+    Region.record = lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError("none left"))
+
+
+def has_less_memory(graphs):
+    limit(graphs, slot_bytes(graphs) * 1.5)
+
+
+SEEN = (SMALL, LARGE, LARGE, OTHER, LARGE, SMALL)
+
+
+def grow_with_other_ranks(hinder):
+    """Grow on several ranks, of which one is hindered."""
     model = new_tower()
-    helper = VisionTECudaGraphHelper(
-        model, model.config, options=VisionGraphOptions(**{**DEFAULTS, **ON_DEMAND, "strict": False})
-    )
+    options = VisionGraphOptions(**{**DEFAULTS, **ON_DEMAND, "strict": False})
+    helper = VisionTECudaGraphHelper(model, model.config, options=options)
     forward(model, SMALL)
     helper.create_cudagraphs()
     graphs, found = helper.graphs, []
-    if distributed.get_rank() == fails_on_rank:
-        Region.record = lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError("none left"))
-    for seed, rows in enumerate((SMALL, LARGE, LARGE, OTHER, LARGE, SMALL)):
+    limit(graphs, slot_bytes(graphs) * 100)
+    if hinder is not None and distributed.get_rank() == 1:
+        hinder(graphs)
+    for seed, rows in enumerate(SEEN):
         with graphs.step():
             found.append([o.detach() for o in forward(model, rows, seed)])
     return found, capacities(graphs), dict(graphs.statistics().fallbacks)
 
 
 @pytest.mark.reference_executor
-@pytest.mark.parametrize("fails_on_rank", [None, 1])
-def test_ranks_that_share_layers_record_alike(tmp_path, fails_on_rank):
-    ranks = run_ranks(2, grow_with_other_ranks, tmp_path, fails_on_rank, tensor_model_parallel_size=2)
+@pytest.mark.parametrize("hinder", [None, fails, has_less_memory])
+def test_ranks_that_share_layers_record_alike(tmp_path, hinder):
+    ranks = run_ranks(2, grow_with_other_ranks, tmp_path, hinder, tensor_model_parallel_size=2)
     assert ranks[0][1:] == ranks[1][1:]
-    assert ranks[0][1] == [64] if fails_on_rank == 1 else len(ranks[0][1]) > 1
+    assert max(ranks[0][1]) >= 384 if hinder is None else max(ranks[0][1]) < 384
     whole = new_tower()
-    for seed, rows in enumerate((SMALL, LARGE, LARGE, OTHER, LARGE, SMALL)):
+    for seed, rows in enumerate(SEEN):
         for found, _, _ in ranks:
             assert_close(found[seed], [o.detach() for o in forward(whole, rows, seed)], 1e-4)
+
+
+def options_again(graphs):
+    """Return what the report says to write for the same buckets, by field."""
+    (line,) = (line for line in graphs.report().splitlines() if line.startswith("next run: "))
+    field, _, buckets = line.removeprefix("next run: ").split(" captures ")[0].partition("=")
+    return {field: buckets}
+
+
+def buckets_of(graphs):
+    return sorted(graphs._regions[0].buckets)
+
+
+def test_another_run_records_the_buckets_that_the_report_names_and_no_others(tower):
+    graphs, stack = grown(tower, SMALL)
+    with stack:
+        for _ in range(4):
+            with graphs.step():
+                forward(tower, OTHER)
+                forward(tower, LARGE)
+        found, written = buckets_of(graphs), options_again(graphs)
+        assert len(found) == 2
+    named = vision_options({"vision_cuda_graph_impl": "transformer_engine", **written}).buckets
+    with graphs_on(tower, buckets=named) as graphs:
+        assert capacities(graphs) == sorted({bucket.tokens for bucket in found})
+        assert_equals_eager(tower, graphs, LARGE)
+        assert not graphs.statistics().fallbacks
+    graphs, stack = grown(tower, LARGE, **{**ON_DEMAND, "buckets": named})
+    with stack:
+        for _ in range(4):
+            with graphs.step():
+                forward(tower, OTHER)
+                forward(tower, SMALL)
+        assert set(capacities(graphs)) <= set(named)
+
+
+def test_packs_are_named_for_another_run():
+    model, seen = packs.new_model(), [(300,), (100, 150, 50), (400, 200), (500, 90, 10), (400, 190)]
+    common = {"cuda_graph_modules": ["attn"], "cuda_graph_impl": "transformer_engine"}
+    with packs.graphs_on(model, packs.pack(seen[0]), **common, cuda_graph_packed_buckets="auto") as graphs:
+        for seed, lengths in enumerate(seen):
+            with graphs.step():
+                packs.losses_and_gradients(model, packs.pack(lengths, seed))
+        found, written = buckets_of(graphs), options_again(graphs)
+    with packs.graphs_on(model, packs.pack(seen[0]), **common, **written) as graphs:
+        assert len(found) > 1 and capacities(graphs) == sorted({bucket.tokens for bucket in found})
+
+
+NAMED = {"buckets": (64, 320), "exact_below": 256}
+
+
+def assert_runs_eager(model, graphs, rows, reason):
+    for _ in range(3):
+        with graphs.step():
+            forward(model, rows)
+    assert dict(graphs.statistics().fallbacks) == {reason: 3 * len(graphs._regions)}
+
+
+@pytest.mark.parametrize(
+    "rows, reason, options", [([[17, 4, 4]], "too_many_frames", {}), ([[1, 16, 8]], "too_few_tokens", NAMED)]
+)
+def test_what_no_bucket_will_take_is_told_by_what_speaks_against_those_that_could_be_recorded(
+    tower, rows, reason, options
+):
+    graphs, stack = grown(tower, SMALL, **options)
+    with stack:
+        assert_runs_eager(tower, graphs, rows, reason)
+
+
+def test_frames_that_no_deterministic_bucket_takes_are_told(tower, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    large = [[1, 32, 42]] * 2
+    graphs, stack = grown(tower, large)
+    with stack:
+        assert not capacities(graphs)
+        assert_runs_eager(tower, graphs, large, "frame_too_large")
+
+
+@pytest.mark.parametrize("modules", [[], ["attn"]])
+def test_packs_that_no_bucket_will_take_are_told_why(modules):
+    model = packs.new_model()
+    options = {
+        "cuda_graph_packed_buckets": "auto",
+        "cuda_graph_modules": modules,
+        "cuda_graph_impl": "transformer_engine",
+    }
+    with packs.graphs_on(model, packs.pack((300,)), **options) as graphs:
+        for seed in range(2):
+            with graphs.step():
+                packs.losses_and_gradients(model, packs.pack((60,) * 7, seed))
+        assert graphs.statistics().fallbacks == {"too_many_documents": 2}
+
+
+def steps(tower, graphs, *microbatches, count=1):
+    for seed in range(count):
+        with graphs.step():
+            for rows in microbatches:
+                assert_equals_eager(tower, graphs, rows, seed)
+
+
+def test_a_bucket_that_takes_more_than_the_limit_is_left_out(tower, caplog):
+    graphs, stack = grown(tower, SMALL)
+    with stack:
+        before = slot_bytes(graphs)
+    graphs, stack = grown(tower, SMALL, buckets_max_gb=1.5 * before / GIB)
+    with stack, caplog.at_level(logging.WARNING):
+        steps(tower, graphs, SMALL, LARGE, count=4)
+        assert capacities(graphs) == [64] and slot_bytes(graphs) == before
+        assert sum("does not fit the memory limit" in record.message for record in caplog.records) == 1
+        replays = graphs.statistics().replays
+        steps(tower, graphs, SMALL, LARGE)
+        assert graphs.statistics().replays == replays + len(graphs._regions)
+
+
+class Plain(PlainMemory):
+    """Memory as a pool of PyTorch's: what one recording had stays while another one is left."""
+
+    nbytes = 0
+
+    def __init__(self): ...
+
+    def settle(self):
+        self.nbytes += 2**20
+        return self.nbytes
+
+    def keep(self, nbytes):
+        self.nbytes = self.nbytes if nbytes else 0
+
+
+def test_where_memory_stays_with_others_no_more_than_one_bucket_is_dropped(tower, monkeypatch):
+    executor = new_executor()
+    monkeypatch.setattr(executor, "new_memory", Plain)
+    graphs, stack = grown(tower, SMALL, executor=executor)
+    with stack:
+        limit(graphs, slot_bytes(graphs) + 2**19)
+        steps(tower, graphs, SMALL, LARGE, count=4)
+        assert capacities(graphs) == [64]
+
+
+def test_no_garbage_is_collected_while_a_step_waits_for_a_capture(tower, monkeypatch):
+    collecting = []
+
+    def noted(*args):
+        collecting.append(gc.isenabled())
+        warm_up(*args)
+
+    warm_up = ReferenceExecutor.warm_up
+    monkeypatch.setattr(ReferenceExecutor, "warm_up", noted)
+    graphs, stack = grown(tower, SMALL)
+    with stack:
+        assert collecting == [False] and gc.isenabled()
+        for _ in range(2):
+            with graphs.step():
+                assert_equals_eager(tower, graphs, LARGE)
+        assert collecting == [False, False] and gc.isenabled()
+        monkeypatch.setattr(ReferenceExecutor, "warm_up", lambda *args: 1 / 0)
+        with pytest.raises(CaptureError):
+            graphs.capture()
+        assert gc.isenabled()

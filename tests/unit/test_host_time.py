@@ -6,14 +6,10 @@ from unittest import mock
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bridge_cg_plugin.graphs.parts import Parts
-from bridge_cg_plugin.graphs.replays.replay import _Replay
 from examples.photographs.small_tower import build_tower
 from tests.models.tower import MainGrads, make_batch, step
 
-from ..pooled import PooledExecutor
 from ..python_calls import python_calls
-from . import packs
 from .towers import graphs_on
 
 LEAST_BYTES = 1024
@@ -97,50 +93,3 @@ def test_pythons_work_does_not_grow_with_images_or_parameters(awaited):
     assert deeper == one
     assert eight <= one + 4 * len(EIGHT)
     assert one <= 300
-
-
-def calls_of_a_part(layers: int, **options) -> tuple[int, int]:
-    """Return Python's calls in the forward of the last part of layers with experts, and in the first's backward.
-
-    Experts run eager between the parts. The first part's forward also loads what all of them share.
-    """
-    model, batch = packs.new_model(layers=layers, **packs.EXPERTS), packs.pack((30, 180, 77))
-    modules = {"cuda_graph_modules": ["attn", "moe_router"], "cuda_graph_packed_buckets": [320]}
-    values = {**modules, **options}
-    counts = []
-
-    def counted(function):
-        def run(*args, **kwargs):
-            returned = []
-            counts.append(python_calls(lambda: returned.append(function(*args, **kwargs))))
-            return returned[0]
-
-        return run
-
-    grads = MainGrads(model)
-    with (
-        packs.ON_CPU(),
-        packs.graphs_on(model, packs.pack(packs.WARMUP), executor=PooledExecutor(), **values) as graphs,
-    ):
-        for region in graphs._regions:
-            source = region.sources.current
-            source.sinks._reduction = grads
-            for recorded in source.recordings.values():
-                recorded.recording = Idle(recorded.recording)
-        with graphs.step():
-            for _ in range(3):
-                model(**batch).sum().backward()
-            replays = graphs.statistics().replays
-            with mock.patch.object(Parts, "replay", counted(Parts.replay)):
-                loss = model(**batch).sum()
-            with mock.patch.object(_Replay, "backward", staticmethod(counted(_Replay.backward))):
-                loss.backward()
-            assert graphs.statistics().replays == replays + layers and len(counts) == 2 * layers
-    return counts[layers - 1], counts[-1]
-
-
-def test_parts_that_share_memory_cost_pythons_work_of_a_few_calls_more():
-    apart, shared = (calls_of_a_part(2, **options) for options in ({}, {"cuda_graph_packed_offload": "all"}))
-    assert apart[0] <= 80 and shared[0] <= apart[0] + 6, (apart, shared)
-    assert apart[1] <= 75 and shared[1] <= apart[1] + 2, (apart, shared)
-    assert calls_of_a_part(4, cuda_graph_packed_offload="all") == shared, "it does not grow with the number of parts"

@@ -36,8 +36,13 @@ def modules():
     return found
 
 
+@functools.cache
 def imported(name):
-    """Yield the dotted names that a module imports, wherever in it."""
+    """Return the dotted names that a module imports, wherever in it."""
+    return set(_imported(name))
+
+
+def _imported(name):
     path = modules()[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):

@@ -81,7 +81,10 @@ def test_memory_that_moves_between_forward_and_backward_is_an_error_and_is_not_w
     tower = new_tower()
     assert len(list(tower.parameters())) > SAMPLE
     flat = with_main_grads(tower)
-    with graphs_on(tower, executor=TapeExecutor()) as graphs, graphs.step() if in_step else nullcontext():
+    with (
+        graphs_on(tower, buckets=(16,), executor=TapeExecutor()) as graphs,
+        graphs.step() if in_step else nullcontext(),
+    ):
         loss_of(forward(tower, [[1, 4, 4]])).backward()
         outputs = forward(tower, [[1, 4, 4]])
         others = change(tower, flat)
@@ -95,7 +98,7 @@ def test_memory_that_moves_between_forward_and_backward_is_an_error_and_is_not_w
 def test_gradients_without_main_grad_lie_in_memory_that_all_recordings_share():
     tower, executor, counts = new_tower(), CountingTape(), []
     memory = [[p.detach().clone() for p in tower.parameters()] for _ in range(2)]
-    with graphs_on(tower, slots=2, executor=executor) as graphs:
+    with graphs_on(tower, buckets=(16, 32), slots=2, executor=executor) as graphs:
         for number in range(4):
             for parameter, data in zip(tower.parameters(), memory[number % 2], strict=True):
                 parameter.data = data

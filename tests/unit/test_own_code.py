@@ -123,7 +123,7 @@ def assert_on_graphs(tower, **options):
     for parameter in tower.parameters():
         parameter.requires_grad_(True)
     expected = results(tower, GRID)
-    with graphs_on(tower, executor=TapeExecutor(), **options) as graphs:
+    with graphs_on(tower, buckets=(64,), executor=TapeExecutor(), **options) as graphs:
         actual = results(tower, GRID)
         assert graphs.statistics().replays == 1 and not graphs.statistics().fallbacks
     assert_close(actual[0], expected[0])
@@ -142,7 +142,10 @@ def test_a_patch_after_the_capture_is_noticed_and_graphs_return_without_it(owner
     if not hasattr(owner, name):
         pytest.skip("this release has none")
     tower = new_tower()
-    with graphs_on(tower, executor=TapeExecutor(), strict=False) as graphs, monkeypatch.context() as patched:
+    with (
+        graphs_on(tower, buckets=(64,), executor=TapeExecutor(), strict=False) as graphs,
+        monkeypatch.context() as patched,
+    ):
         kept = getattr(owner, name)
         patched.setattr(owner, name, lambda *args, **kwargs: kept(*args, **kwargs))
         for _ in range(3):
@@ -176,7 +179,7 @@ def test_adapters_on_every_linear_of_a_tower_are_on_graphs():
     tower, batch = towers.new_qwen25(), towers.draw_windows([[1, 8, 8]])
     lora("qkv", "proj", "gate_proj", "up_proj", "down_proj", "mlp.0", "mlp.2")(tower)
     expected = tower(batch[0], grid_thw=batch[1]).pooler_output
-    with graphs_on(tower, executor=TapeExecutor()) as graphs:
+    with graphs_on(tower, buckets=(64,), executor=TapeExecutor()) as graphs:
         assert_close([tower(batch[0], grid_thw=batch[1]).pooler_output], [expected])
         assert graphs.statistics().replays == 1
 
@@ -264,6 +267,6 @@ def test_what_is_around_a_region_leaves_it_on_graphs(wrapped):
     tower, (pixels, grid) = new_tower(), draw(GRID)
     model = wrapped(tower)
     expected = model(pixels, grid)[0].float()
-    with graphs_on(model) as graphs:
+    with graphs_on(model, buckets=(64,)) as graphs:
         assert_close([model(pixels, grid)[0].float()], [expected], 1e-2)
         assert graphs.statistics().replays == 1 and not graphs.statistics().fallbacks

@@ -1,4 +1,4 @@
-"""The planner: layouts, output, the command. Its inputs and packs have files of their own."""
+"""The planner: files of lengths, packs, layouts, the best choice of bounds and buckets, the command."""
 
 import json
 import random
@@ -9,12 +9,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.cli.main import main
-from bridge_cg_plugin.cli.planner.documents import padded_documents, padded_packs, read_documents
-from bridge_cg_plugin.cli.planner.plan import parse_layout, plan_packs
+from bridge_cg_plugin.cli.planner.command import costs_of_packs
+from bridge_cg_plugin.cli.planner.documents import (
+    PlanError,
+    first_fit,
+    first_fit_decreasing,
+    padded_documents,
+    padded_packs,
+    read_documents,
+)
+from bridge_cg_plugin.cli.planner.plan import expect, plan_packs
 from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
+from bridge_cg_plugin.options.packed import RankLayout, parse_layout
 
-from .plan_inputs import COSTS, packs, write
+COSTS = costs_of_packs(RankLayout())
+documents = st.lists(st.integers(1, 500), min_size=1, max_size=80)
+packs = st.lists(st.lists(st.integers(1, 700), min_size=1, max_size=40).map(tuple), min_size=1, max_size=30)
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
 
 
 @pytest.fixture
@@ -130,3 +146,95 @@ def test_the_command_refuses(histogram, capsys, arguments, message):
 def test_a_histogram_of_any_size_takes_seconds(tmp_path):
     lengths = read_documents(write(tmp_path / "l.json", '{"300": 300000000000, "100": 100000000000, "7": 0}')).lengths
     assert Counter(lengths) == {300: 150_000, 100: 50_000}
+
+
+def test_lengths_from_every_kind_of_file(tmp_path):
+    pyarrow, ipc, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.ipc", "pyarrow.parquet"))
+    expected = (3, 5, 5)
+    table = pyarrow.table({"input_ids": [[1] * 3, [1] * 5, [1] * 5], "text": ["a", "b", "c"]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    for name, opener in (("file.arrow", ipc.new_file), ("stream.arrow", ipc.new_stream)):
+        with opener(str(tmp_path / name), table.schema) as writer:
+            writer.write_table(table)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    parquet.write_table(table.slice(0, 1), folder / "0.parquet")
+    parquet.write_table(table.slice(1), folder / "1.parquet")
+    files = [
+        write(tmp_path / "h.json", '{"3": 1, "5": 2}'),
+        write(tmp_path / "l.json", "[3, 5, 5]"),
+        write(tmp_path / "a.jsonl", '{"length": 3}\n\n{"input_ids": [1, 2, 3, 4, 5]}\n5\n'),
+        *(tmp_path / name for name in ("a.parquet", "file.arrow", "stream.arrow", "folder")),
+    ]
+    for file in files:
+        assert read_documents(file).lengths == expected, file
+    assert read_documents(write(tmp_path / "b.jsonl", '{"n": 7}'), "n").lengths == (7,)
+
+
+def test_bridges_packed_files(tmp_path):
+    numpy, pyarrow, parquet = (pytest.importorskip(name) for name in ("numpy", "pyarrow", "pyarrow.parquet"))
+    rows = [{"input_ids": [1] * 9, "seq_start_id": [0, 4], "loss_mask": [1] * 9}]
+    numpy.save(tmp_path / "a.npy", numpy.array(rows, dtype=object), allow_pickle=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for name in ("a.npy", "a.parquet"):
+        assert read_documents(tmp_path / name).packs == ((3, 4),), name
+
+
+BAD_FILES = {
+    "missing.json": (None, "does not exist"),
+    "a.txt": ("3", r"it must be \.json"),
+    "broken.json": ("{", "^Cannot read"),
+    "a.json": ('{"x": 3}', "whole numbers"),
+    "c.json": ("[]", "no documents"),
+    "e.json": ("[3, 0]", "row 1: 0 must be"),
+    "a.jsonl": ('{"words": 3}', "row 0: it must have a field of length.*and has words. Use --field"),
+    "b.jsonl": ('{"length": 3}\n{"input_ids": [1, 2], "seq_start_id": [0]}', "packs and single documents"),
+    "c.jsonl": ('{"input_ids": [1, 2], "seq_start_id": [0, 5]}', "must ascend to its 2 tokens"),
+    "f.jsonl": ('{"seq_start_id": [0]}', "row 0: seq_start_id must list whole numbers, beside input_ids"),
+    "bad.parquet": ("no parquet", "^Cannot read"),
+    "empty.npy": ("", "^Cannot read .*empty.npy: No data left in file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_files_that_cannot_be_planned_from(tmp_path, name):
+    text, message = BAD_FILES[name]
+    if text is not None:
+        write(tmp_path / name, text)
+    with pytest.raises(PlanError, match=message):
+        read_documents(tmp_path / name)
+
+
+@given(documents)
+def test_first_fit_is_bridges(lengths):
+    from megatron.bridge.data.packing import algorithms
+
+    assert first_fit(lengths, 500) == [tuple(pack) for pack in algorithms.first_fit(lengths, 500)]
+    assert first_fit_decreasing(lengths, 500) == [tuple(p) for p in algorithms.first_fit_decreasing(lengths, 500)]
+
+
+@given(packs, st.integers(1, 128))
+def test_padding_is_a_document_of_its_own(found, multiple):
+    for pack, padded in zip(found, padded_packs(found, multiple), strict=True):
+        assert sum(padded) % multiple == 0 and 0 <= sum(padded) - sum(pack) < multiple
+        assert padded[: len(pack)] == pack and len(padded) - len(pack) in (0, 1)
+
+
+@given(packs, st.integers(1, 50))
+def test_a_choice_accounts_for_every_pack(found, bound):
+    tokens = max(map(sum, found))
+    choice = expect(Counter(found), COSTS, bound, (tokens,)).expected
+    eager = sum(count for _, count in choice.fallbacks)
+    assert choice.on_graphs == pytest.approx(1 - eager / len(found))
+    many = sum(len(pack) > bound for pack in found)
+    assert dict(choice.fallbacks).get("too_many_documents", 0) <= many <= eager
+    assert 0 <= choice.padding < 1
+
+
+@given(packs)
+def test_the_best_choice_is_the_best_of_all_that_were_looked_at(found):
+    plan = plan_packs(found, COSTS)
+    assert plan.best in plan.choices
+    assert plan.best.expected.ratio <= min(choice.expected.ratio for choice in plan.choices) * 1.001
+    assert [c.max_packed_seqs for c in plan.choices] == sorted({c.max_packed_seqs for c in plan.choices})
+    assert plan.documents.max == max(map(len, found)) and plan.packs == len(found)

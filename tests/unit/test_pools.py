@@ -11,7 +11,7 @@ from bridge_cg_plugin.graphs.recordings import executor as executor_module
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor
 
 from ..fake_device import FakeVirtualMemory
-from .test_ranges import allocate, give_back
+from .test_ranges import allocate
 
 CPU = torch.device("cpu")
 
@@ -171,19 +171,6 @@ def test_without_arenas_pools_are_plain_and_nothing_leaves(executor):
     assert made.release_memory() == 0 and not made.memory_away and made.home() is None
 
 
-def test_memory_leaves_and_returns_with_what_was_static(executor, device):
-    made = executor(releasable=True)
-    memory = made.new_memory()
-    allocate(memory.begin()._addresses, 80)
-    allocate(made._statics, 16)
-    device.write(made._statics.first, torch.full((16,), 5, dtype=torch.uint8))
-    assert made.release_memory() == 96 and made.memory_away and not device.mapped
-    assert made.release_memory() == 0
-    made.restore_memory()
-    assert not made.memory_away and memory.nbytes == 80
-    assert device.content(made._statics.first, 16) == bytes([5]) * 16
-
-
 def test_without_room_for_all_nothing_returns(executor, device):
     made = executor(releasable=True)
     memories = [made.new_memory() for _ in range(3)]
@@ -215,16 +202,3 @@ def test_memory_that_left_in_part_returns(executor, device):
     assert made.memory_away
     made.restore_memory()
     assert not made.memory_away and [memory.nbytes for memory in memories] == [80] * 2
-
-
-def test_memory_that_nobody_has_goes_with_the_next_look(executor, device):
-    made = executor()
-    memory = made.new_memory()
-    pool = memory.begin()
-    address = allocate(pool._addresses, 80)
-    del memory, pool
-    made.tidy()
-    assert device.mapped_bytes == 80  # PyTorch still has it
-    give_back(address)
-    made.tidy()
-    assert not device.mapped and not device.reserved

@@ -74,66 +74,24 @@ class Items(Dataset):
         return 2
 
     def __getitem__(self, index):
-        check(ACTIVE)
+        check()
         return index
 
 if __name__ == "__main__":
     if BEFORE:
-        check(ACTIVE)
+        check()
     found = [int(i) for i in DataLoader(Items(), num_workers=1, multiprocessing_context=CONTEXT)]
     assert found == [0, 1]
-    check(ACTIVE)
+    check()
 """
 
 
-@pytest.mark.parametrize("context, switch, before", [("fork", "1", True), ("spawn", "0", False)])
-def test_dataloader_workers(upstream, context, switch, before):
-    script = LOADER.replace("CONTEXT", repr(context)).replace("ACTIVE", str(switch == "1"))
+@pytest.mark.parametrize("context, before", [("fork", True), ("spawn", False)])
+def test_dataloader_workers(upstream, context, before):
+    script = LOADER.replace("CONTEXT", repr(context))
     script = script.replace("BEFORE", str(before))
-    printed = run(script, path=[upstream, ROOT], file=upstream / "job.py", BRIDGE_CG_PLUGIN=switch)
+    printed = run(script, path=[upstream, ROOT], file=upstream / "job.py")
     assert printed == ""
-
-
-def test_a_fork_has_a_state_of_its_own(upstream):
-    run(
-        """
-import os, torch, bridge_cg_plugin
-from checks import check
-check()
-child = os.fork()
-if child == 0:
-    check()
-    bridge_cg_plugin.deactivate()
-    check(False)
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-check()
-""",
-        path=[upstream, ROOT],
-    )
-
-
-def test_switching_off_by_a_call_does_not_reach_a_spawned_process(upstream):
-    run(
-        """
-import multiprocessing, torch, bridge_cg_plugin
-from checks import check
-
-def child():
-    import torch
-    check()
-
-if __name__ == "__main__":
-    bridge_cg_plugin.deactivate()
-    check(False)
-    process = multiprocessing.get_context("spawn").Process(target=child)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-""",
-        path=[upstream, ROOT],
-        file=upstream / "job.py",
-    )
 
 
 def test_python_without_site_finds_the_entry_point_on_the_path(upstream):

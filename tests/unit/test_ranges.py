@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from bridge_cg_plugin.graphs.memory import ranges
 from bridge_cg_plugin.graphs.memory.ranges import AddressRange, close_left, driver_of
-from bridge_cg_plugin.graphs.memory.virtual_memory import DeviceMemoryError, NoDeviceMemory
+from bridge_cg_plugin.graphs.memory.virtual_memory import NoDeviceMemory
 
 from ..fake_device import FakeVirtualMemory
 
@@ -171,16 +171,6 @@ def test_a_driver_that_fails_leaves_nothing_behind(call):
     device.fails = None
     assert allocate(addresses, 64) == addresses.first + 16
     assert device.mapped_bytes == 80 == CAPACITY - device.free_bytes
-
-
-def test_a_driver_that_takes_no_memory_back_is_named():
-    device = FakeVirtualMemory(CAPACITY)
-    addresses = AddressRange(device, ADDRESSES)
-    allocate(addresses, 16)
-    device.fails = "unmap"
-    with pytest.raises(DeviceMemoryError, match="failed"):
-        addresses.release()
-    device.fails = None
 
 
 @pytest.fixture

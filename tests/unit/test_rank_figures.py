@@ -14,7 +14,6 @@ from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.reports.report import (
     metrics_of_ranks,
     pause_metrics,
-    render_ranks,
 )
 from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, RegionStatistics
 from bridge_cg_plugin.upstream.hooks import train_loop
@@ -56,21 +55,6 @@ def test_figures_of_ranks_are_sums_and_how_far_they_are_apart():
             "v/longest_pause_s": 2.0,
         }
     )
-
-
-def test_the_table_of_ranks_names_those_that_the_others_wait_for():
-    ranks = {0: statistics(30, 10, 2**30), 3: statistics(90, 0, 2**31, too_many_tokens=2)}
-    ranks[0].step_tokens, ranks[3].step_tokens = [9, 40, 20, 0], [40, 30, 0]
-    ranks[0].pauses.update({3: 0.5, 4: 1.0})
-    ranks[3].pauses.update({4: 2.0})
-    lines = render_ranks(ranks, "title").splitlines()
-    assert lines[0] == "title" and len(lines) == 4
-    assert lines[2].split() == ["0", "2", "0", "25.0%", "1.00", "20", "33%", "1.5", "1.0"]
-    assert lines[3].split() == ["3", "2", "2", "0.0%", "2.00", "23", "67%", "2.0", "0.5"]
-    many = {n: RegionStatistics(step_tokens=[n % 37]) for n in range(40)}
-    table = render_ranks(many, "title").splitlines()
-    assert [int(line.split()[0]) for line in table[2:-1]] == list(range(21, 37))
-    assert table[-1] == "and 24 ranks with fewer tokens a step"
 
 
 def test_a_step_waits_for_the_recordings_of_all_modules_of_a_rank():

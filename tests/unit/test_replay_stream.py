@@ -1,9 +1,5 @@
-"""Which replays leave the main stream, and that work is in order whichever do, on streams that note their waits.
+"""Which replays leave the main stream, and that work is in order whichever do, on streams that note their waits."""
 
-A stream is what has happened before the next thing it is given: waiting for another adds what has happened there.
-"""
-
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -24,59 +20,8 @@ from bridge_cg_plugin.offload.registry import OTHER, derive
 from bridge_cg_plugin.offload.store import CudaTransfers
 from tests.saving import WIDTH, SaverProgram
 
+from ..fake_streams import CPU, Event, Stream, fake_streams
 from ..regions import new_region
-
-CPU = torch.device("cpu")
-
-
-class Event:
-    """What had happened on a stream where it was recorded last."""
-
-    def __init__(self) -> None:
-        self.past: set = set()
-        self.records = 0
-
-    def record(self, stream) -> None:
-        self.past, self.records = set(stream.past), self.records + 1
-
-
-class Stream:
-    """A stream."""
-
-    def __init__(self, device=CPU) -> None:
-        self.device, self.past, self.waits = device, set(), 0
-
-    def wait_stream(self, other) -> None:
-        self.waits, self.past = self.waits + 1, self.past | other.past
-
-    def wait_event(self, event) -> None:
-        self.waits, self.past = self.waits + 1, self.past | event.past
-
-
-class Device:
-    """Streams of a device, of which one is current."""
-
-    def __init__(self) -> None:
-        self.current = Stream()
-
-    @contextmanager
-    def on(self, stream):
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-
-@contextmanager
-def fake_streams():
-    """Yield a device whose streams are PyTorch's inside."""
-    device = Device()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "current_stream", lambda *unused: device.current)
-        patch.setattr(torch.cuda, "stream", device.on)
-        patch.setattr(torch.cuda, "Stream", Stream)
-        patch.setattr(torch.cuda, "Event", Event)
-        yield device
-
 
 LAUNCHES = st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=12)
 

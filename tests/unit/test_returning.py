@@ -209,17 +209,6 @@ def settled(returning, tensors, scale=1.0):
     return places(tensors)
 
 
-def test_values_return_to_the_same_addresses_whose_memory_leaves_meanwhile(returning, homes, parameters):
-    home = settled(returning, parameters)
-    for scale in (2.0, 3.0):
-        assert release_homes() == 0
-        load(parameters[:1])
-        assert release_homes() == 0 and not homes.away
-        load(parameters)
-        assert release_homes() == 100 and homes.away
-        assert settled(returning, parameters, scale) == home
-
-
 def test_what_a_loop_keeps_stays(returning, homes, parameters):
     home = settled(returning, parameters)
     kept = [parameter.detach() for parameter in parameters]  # of one model, while the loop has another one there

@@ -290,18 +290,6 @@ def test_a_parameter_that_takes_the_identity_of_one_that_is_gone_is_another():
         torch.testing.assert_close(region.run(x)[0], model(x))
 
 
-def test_no_parameter_has_a_weak_reference():
-    """`torch.utils.swap_tensors` refuses those that have."""
-    model = with_main_grads(two_layers())
-    region, x, kept = region_of(model), batch(), list(model.parameters())
-    for turn in range(4):
-        model[0].linear.weight = nn.Parameter(torch.full((WIDTH, WIDTH), float(turn)))
-        kept.append(model[0].linear.weight)
-        for _ in range(3):
-            region.run(x)
-    assert not any(map(weakref.getweakrefs, kept))
-
-
 def test_parameters_that_come_back_in_turn_keep_their_graphs():
     """Averaged weights that take the place of the trained ones for evaluations, with and without autocast."""
     model = two_layers()

@@ -11,7 +11,6 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
 from ..pooled import PooledExecutor
 from ..regions import new_region
-from ..tape import TapeExecutor
 from .towers import loss_of
 from .toy import WIDTH, ToyProgram, assert_same, toy_batch
 
@@ -49,7 +48,7 @@ def gradients_through(outputs, model, x, read):
     return [tensor.grad for tensor in (*model.parameters(), x)]
 
 
-@pytest.mark.parametrize("executor", [ReferenceExecutor, TapeExecutor, PooledExecutor])
+@pytest.mark.parametrize("executor", [ReferenceExecutor, PooledExecutor])
 @given(
     steps=st.lists(st.tuples(st.integers(0, CUT), PLACES), max_size=6),
     outputs=st.lists(PLACES, max_size=3),

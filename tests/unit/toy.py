@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.program import TensorSpec
-from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.recordings.recording import Gradients
 from bridge_cg_plugin.graphs.region import Region
 
 from ..regions import new_region
+from ..tape import TapeExecutor
 
 WIDTH = 6
 SEGMENTS = 4
@@ -97,48 +96,9 @@ class ToyProgram:
         return (batch.x,)
 
 
-class _StaticGradients:
-    """Leaves gradients where a CUDA graph does: in memory that the next backward overwrites."""
-
-    def __init__(self, recording) -> None:
-        self._recording = recording
-        self._kept: Gradients | None = None
-
-    @property
-    def outputs(self):
-        return self._recording.outputs
-
-    def forward(self) -> None:
-        self._recording.forward()
-
-    def record_backward(self) -> None:
-        self._recording.record_backward()
-
-    def backward(self) -> Gradients:
-        fresh = self._recording.backward()
-        if self._kept is None:
-            kept = {name: tuple(map(_copy, getattr(fresh, name))) for name in ("inputs", "parameters")}
-            self._kept = replace(fresh, **kept)
-        for kept, new in zip(self._kept.inputs + self._kept.parameters, fresh.inputs + fresh.parameters, strict=True):
-            if kept is not None:
-                kept.copy_(new)
-        return self._kept
-
-
-def _copy(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.clone()
-
-
-class StaticExecutor(ReferenceExecutor):
-    """The reference executor with a graph's static gradient memory."""
-
-    def record_forward(self, body, pool):
-        return _StaticGradients(super().record_forward(body, pool))
-
-
 def toy_region(model: Toy | None = None, capacities=(4, 8, 16), **settings) -> Region:
     """Build and capture a region; `region.program.model` is the toy."""
-    executor = settings.pop("executor", None) or StaticExecutor()
+    executor = settings.pop("executor", None) or TapeExecutor()
     region = new_region(ToyProgram(model or Toy()), executor, [Bucket(c) for c in capacities], **settings)
     region.capture()
     return region

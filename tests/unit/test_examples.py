@@ -1,0 +1,182 @@
+"""Examples without a GPU: photographs, the main job, layouts and processes of its runs, upstream's graphs."""
+
+import sys
+import time
+
+import pytest
+import torch
+
+from bridge_cg_plugin.cli.report.runs import how_eager_fares
+from examples.photographs import gpu
+from examples.photographs.images import (
+    IMAGE_TOKEN,
+    SMALL_SIZES,
+    PhotographDataset,
+)
+from examples.photographs.layout import Layout
+from examples.photographs.processes import TrainingFailed, TrainingProcess
+from examples.upstream_vision_graphs import distance, without_positions_and_boundaries
+from tests.unit.stand_in_ranks import FAILING_STEPS
+
+from .towers import draw, new_tower
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([[[2.0], [2.1], [2.2]]], "0 of 3 eager runs are outside."),
+        ([[[2.0], [2.1], [2.9]]], "1 of 3 eager runs are outside as well: give more."),
+        ([[[2.0, 2.0], [2.1, 2.0], [2.2, 2.0]], [[1.0], [1.1], [1.9]]], "1 of 3"),
+        ([[[2.0], [2.0], [float("nan")]]], "1 of 3"),
+    ],
+)
+def test_eager_runs_are_judged_by_the_others(values, said):
+    assert said in how_eager_fares(*values)
+
+
+def dataset(text_only_every=0):
+    return PhotographDataset(8, 512, 2, SMALL_SIZES, 1, text_only_every)
+
+
+def test_a_sample_has_a_placeholder_for_every_merged_patch():
+    item = dataset()[0]
+    assert (item["tokens"] == IMAGE_TOKEN).sum() == int(item["images"].grid.prod(1).sum()) // 4
+    assert torch.equal(item["tokens"][1:], item["labels"][:-1])
+    assert item["loss_mask"].sum() == 32 * len(item["images"].names)
+    assert not (item["loss_mask"].bool() & (item["labels"] == IMAGE_TOKEN)).any()
+
+
+def run_of(losses, replays=4):
+    graphs = {"replays": replays} if replays is not None else None
+    steps = len(losses)
+    return {
+        "losses": losses,
+        "grad_norms": [1.0] * steps,
+        "step_ms": [100.0] * steps,
+        "peak_gb": 1.0,
+        "graphs": graphs,
+    }
+
+
+EAGER = [2.0] * 8, [2.1] * 8
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Return a function that sets what the three processes of the main job give."""
+
+    def give(graphs, replays=4):
+        eager = iter([run_of(EAGER[0], None), run_of(EAGER[1], None)])
+        modes = []
+
+        class Process:
+            def __init__(self, ranks):
+                modes.append(f"{ranks} GPU")
+
+            def wait_until_ready(self):
+                modes.append("ready")
+
+            def train(self, mode, arguments):
+                modes.append(mode)
+                if mode == "eager":
+                    return next(eager)
+                return run_of(graphs, replays)
+
+            def close(self):
+                modes.append("closed")
+
+        monkeypatch.setattr(gpu, "TrainingProcess", Process)
+        return modes
+
+    return give
+
+
+def test_graphs_inside_the_spread_end_with_zero(runs, capsys):
+    modes = runs([2.05] * 8)
+    assert gpu.main(8, 2, []) == 0
+    assert modes == ["1 GPU"] * 3 + ["ready"] * 3 + ["eager", "eager", "graphs"] + ["closed"] * 3
+    assert "verdict: SAME" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("graphs, replays", [([2.05] * 7 + [2.5], 4), ([2.05] * 8, 0), ([float("nan")] * 8, 4)])
+def test_other_losses_or_no_replay_end_with_one(runs, graphs, replays, capsys):
+    runs(graphs, replays)
+    assert gpu.main(8, 2, []) == 1
+    said = capsys.readouterr().out
+    assert "verdict: DIFFERENT" in said
+    assert ("2 eager runs say little" in said) == (replays > 0)
+
+
+STAND_IN = "tests.unit.stand_in_ranks"
+
+
+def test_other_processes_than_the_layout_has_are_refused(monkeypatch):
+    from examples.photographs.__main__ import main
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(sys, "argv", ["photographs", "--tensor-parallel", "2"])
+    with pytest.raises(ValueError, match="Cannot train in 4 processes: the layout TP2 has 2 ranks"):
+        main()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(tensor=2), Layout(pipeline=2), Layout(pipeline=2, chunks=2), Layout(context=2), Layout(data=2)],
+    ids=str,
+)
+def test_bridge_accepts_the_configuration_of_a_layout(layout):
+    from examples.photographs import training
+
+    depth = layout.fitting_layers(4)
+    config = training.training_config(training.Run(layout=layout, small=True, language_model=(depth, 2048)))
+    config.model.finalize()
+    assert config.model.sequence_parallel is (layout.tensor > 1)
+    assert config.ddp.average_in_collective is (layout.context == 1)
+    assert config.model.calculate_per_token_loss is (layout.context > 1)
+
+
+def processes(log, ranks, devices, **further):
+    return TrainingProcess(log, ranks, devices, f"{STAND_IN}:start_a_thread", STAND_IN, **further)
+
+
+@pytest.fixture
+def two_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr("examples.photographs.processes.GRACE_S", 1.0)
+    process = processes(tmp_path / "run.log", 2, (2, 3))
+    process.wait_until_ready()
+    yield process
+    process.close()
+
+
+def test_every_process_knows_its_place(two_processes):
+    first, second = two_processes.train("eager", ["--steps", "1"])
+    assert (first["RANK"], second["RANK"]) == (first["LOCAL_RANK"], second["LOCAL_RANK"]) == ("0", "1")
+    assert first["workers"] == second["workers"] == "fork"  # some of Bridge's data sets cannot be pickled
+    assert first["WORLD_SIZE"] == second["WORLD_SIZE"] == "2"
+    assert first["CUDA_VISIBLE_DEVICES"] == second["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert first["threads"] == second["threads"] > 1, "they were prepared"
+
+
+def test_one_process_that_fails_ends_the_others_and_is_named(two_processes):
+    began = time.monotonic()
+    with pytest.raises(TrainingFailed, match="process 1 of 2 ended with status 1(.|\n)*rank 1 is out of memory"):
+        two_processes.train("eager", ["--steps", str(FAILING_STEPS)])
+    assert time.monotonic() - began < 30
+
+
+TWO, ONE = [(1, 4, 4), (1, 4, 4)], [(1, 4, 4)]
+
+
+def test_positions_and_boundaries_are_left_out_once():
+    model = new_tower()
+    pixels, grid = draw(TWO)
+    eager = model(pixels, grid)[0].detach()
+    changed = without_positions_and_boundaries(model, pixels, grid)
+    assert distance(changed, eager) > 1e-3
+    assert distance(model(pixels, grid)[0].detach(), eager) == 0
+    # Every patch attends to both images: another second image changes the first one's embeddings.
+    other = pixels.clone()
+    other[len(pixels) // 2 :] += 1
+    half = len(eager) // 2
+    assert distance(model(other, grid)[0].detach()[:half], eager[:half]) == 0
+    assert distance(without_positions_and_boundaries(model, other, grid)[:half], changed[:half]) > 1e-3
