@@ -1,12 +1,11 @@
 import operator
-from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.attention_bounds import frame_limits, scanned_limits
-from bridge_cg_plugin.cli.planner.plan import LARGEST_STEP, _least_padding, plan_buckets
+from bridge_cg_plugin.cli.planner.plan import LARGEST_STEP, plan_buckets
 from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY
 
 sizes = st.lists(st.integers(1, 3000).map(lambda n: 4 * n), min_size=1, max_size=60)
@@ -23,25 +22,6 @@ def test_every_observed_size_fits_a_bucket_near_it(observed, exact_below):
     assert all(
         larger <= smaller * LARGEST_STEP + GRANULARITY for smaller, larger in zip(above, above[1:], strict=False)
     )
-
-
-@given(
-    st.lists(st.integers(1, 30).map(lambda n: 64 * n), min_size=1, max_size=9, unique=True),
-    st.lists(st.integers(1, 1920), min_size=1, max_size=20),
-    st.integers(1, 4),
-)
-def test_least_padding_equals_brute_force(candidates, observed, most):
-    candidates = sorted(candidates)
-    fitting = [s for s in observed if s <= candidates[-1]]
-
-    def cost(chosen):
-        return sum(min(c for c in chosen if c >= s) for s in fitting)
-
-    others = candidates[:-1]
-    choices = [(*c, candidates[-1]) for n in range(min(most, len(candidates))) for c in combinations(others, n)]
-    found = _least_padding(candidates, fitting, most)
-    assert len(found) <= most and found[-1] == candidates[-1]
-    assert cost(found) == min(map(cost, choices))
 
 
 def accepts(limits, frames, largest):

@@ -7,8 +7,8 @@ import torch
 
 from bridge_cg_plugin.graphs.errors import OtherRankFailed
 from bridge_cg_plugin.graphs.rank_consensus import Agreed
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
-from ..pooled import PooledExecutor
 from .packed_parts import APART, CHAIN, LARGE, SMALL, losses, new_model, on_parts, results
 from .towers import move
 
@@ -38,7 +38,7 @@ class Counted:
 @contextmanager
 def on_a_rank(model, offload, consensus, **options):
     """Put graphs of attention on a model, as on one of several ranks."""
-    with on_parts(model, offload=offload, capture=False, executor=PooledExecutor(), **options) as graphs:
+    with on_parts(model, offload=offload, capture=False, executor=ReferenceExecutor(), **options) as graphs:
         graphs.bucket_consensus = consensus
         graphs.capture()
         yield graphs
@@ -155,7 +155,7 @@ def second_slot_failed(offload, monkeypatch):
         assert all(region.wishes for region in graphs._regions)
         with monkeypatch.context() as failing:
             failing.setattr(
-                PooledExecutor, "record_forward", lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError())
+                ReferenceExecutor, "record_forward", lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError())
             )
             with graphs.step():
                 results(model, LARGE)

@@ -1,3 +1,5 @@
+"""Gradients of replays: what reaches `main_grad`, what autograd, hooks and a reduction get to know of."""
+
 import itertools
 from functools import partial
 
@@ -9,10 +11,14 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from bridge_cg_plugin.graphs.errors import ReplayError
+from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.replays.gradients import SMALL, GradientSinks, ParameterHooks, SmallGradients
 
 from ..main_grads import hook_main_grads
-from .toy import Toy, assert_same, loss_of, poison, toy_batch, toy_region
+from ..pooled import PooledExecutor
+from ..regions import new_region
+from .toy import WIDTH, Toy, ToyProgram, assert_same, loss_of, poison, toy_batch, toy_region
 
 
 class DataParallel:
@@ -348,3 +354,182 @@ def test_parameters_can_be_swapped(parallel):
         torch.utils.swap_tensors(parameter, other)
     expected = model(toy_batch().x, toy_batch().offsets)
     assert_same([loss_of(region.run(toy_batch()) or expected)], [loss_of(expected)])
+
+
+class Waiting:
+    """A reduction that waits when told to."""
+
+    def __init__(self) -> None:
+        self.now = False
+        self.told: list[set[nn.Parameter]] = []
+        self.then = lambda: None
+
+    def waits(self) -> bool:
+        return self.now
+
+    def arrived(self, parameters) -> None:
+        self.told.append(set(parameters))
+        self.then()
+
+
+def setup(only=None):
+    eager, model = Toy(), Toy()
+    model.load_state_dict(eager.state_dict())
+    reference, parallel, reduction = DataParallel(eager, only), DataParallel(model, only), Waiting()
+    return reference, parallel, reduction, toy_region(model, slots=3, reduction=reduction)
+
+
+def test_recordings_of_two_states_tell_a_reduction_once_in_a_backward_of_both():
+    _, parallel, reduction, region = setup()
+    model = region.program.model
+    region_loss(region, toy_batch(FITTING)).backward()
+    model.note = 1
+    for _ in range(2):
+        region_loss(region, toy_batch(FITTING)).backward()
+    reduction.now, seen = True, []
+    reduction.told.clear()
+    reduction.then = lambda: seen.append([gradient.clone() for gradient in parallel.main_grads])
+    loss = region_loss(region, toy_batch(FITTING, 0))
+    del model.note
+    (loss + region_loss(region, toy_batch(FITTING, 1))).backward()
+    assert region.statistics.fallbacks == {"model_changed": 1}
+    assert reduction.told == [set(model.parameters())]
+    assert_same(parallel.main_grads, seen[0])
+
+
+def test_a_reduction_is_told_when_the_last_replay_of_a_backward_has_added_its_gradients():
+    reference, parallel, reduction, region = setup()
+    reduction.now = True
+    sum(eager_loss(reference, toy_batch(FITTING, seed)) for seed in range(3)).backward()
+    reduction.then = lambda: assert_same(parallel.main_grads, reference.main_grads)
+    sum(region_loss(region, toy_batch(FITTING, seed)) for seed in range(3)).backward()
+    assert reduction.told == [set(parallel.model.parameters())]
+
+
+def test_replays_of_other_backwards_are_not_waited_for():
+    """Under pipeline parallelism, where forwards run ahead; and where a microbatch never gets a backward."""
+    _, parallel, reduction, region = setup()
+    reduction.now = True
+    losses = [region_loss(region, toy_batch(FITTING, seed)) for seed in range(3)]
+    for count, loss in enumerate(losses[:2], 1):
+        loss.backward()
+        assert reduction.told == [set(parallel.model.parameters())] * count
+    reduction.now = False
+    losses[2].backward()
+    assert len(reduction.told) == 2 and parallel.fired == []
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_what_an_eager_pass_reaches_is_left_to_autograd(flip):
+    """Data parallelism counts the gradients of a parameter: twice would be one too many."""
+    (reference, parallel, reduction, region), order = setup(), (FITTING, TOO_LARGE, FITTING)
+    reduction.now = True
+    sum(eager_loss(reference, toy_batch(item, seed)) for seed, item in enumerate(order)).backward()
+    losses = [region_loss(region, toy_batch(item, seed)) for seed, item in enumerate(order)]
+    sum(reversed(losses) if flip else losses).backward()
+    assert_same(parallel.main_grads, reference.main_grads)
+    assert sorted(parallel.fired) == sorted(n for n, _ in parallel.model.named_parameters())
+    assert reduction.told == [set()]
+
+
+@pytest.mark.parametrize("order", [(FITTING, TOO_LARGE), (TOO_LARGE, FITTING)])
+@pytest.mark.parametrize("flip", [False, True])
+def test_hooks_of_an_eager_pass_learn_of_a_replay_to_come(order, flip):
+    _, parallel, _, region = setup()
+    later, replayed, parameter = [], [], parallel.model.out.weight
+    node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *unused: later.append((region.adds_later({parameter}), bool(replayed))))
+    batches = [toy_batch(item, seed) for seed, item in enumerate(order)]
+    batches[order.index(FITTING)].x.register_hook(lambda gradient: replayed.append(1))
+    losses = [region_loss(region, batch) for batch in batches]
+    sum(reversed(losses) if flip else losses).backward()
+    assert [to_come for to_come, _ in later] == [not done for _, done in later]
+    assert not region.sources._hooks.pending.to_come()
+
+
+def test_a_users_hook_put_on_after_capture_fires():
+    _, parallel, _, region = setup()
+    seen = []
+    parameter = parallel.model.out.weight
+    handle = parameter.register_hook(lambda *_: seen.append(1))
+    for _ in range(3):  # eager, then on graphs
+        parallel.fired.clear()
+        region_loss(region, toy_batch(FITTING)).backward()
+    assert seen == [1] * 3 and parallel.fired == ["out.weight"]
+    assert region.statistics.fallbacks == {"parameter_hooks": 1}
+    handle.remove()
+    region_loss(region, toy_batch(FITTING)).backward()
+    assert len(seen) == 3 and parallel.fired == ["out.weight"]
+    assert region.statistics.replays == 3
+
+
+@pytest.mark.parametrize("reduction", [None, Waiting()], ids=["alone", "reduced"])
+@pytest.mark.parametrize("parallel", [False, True], ids=["plain", "parallel"])
+def test_users_hooks_get_zeros_where_eager_does_not_call_them(parallel, reduction):
+    """Of weights that only an unread output needs, and of those that nothing needs."""
+    model, batch = Toy(), toy_batch(FITTING)
+    model.unused = nn.Linear(2, 2)
+    side = DataParallel(model) if parallel else None
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 2)
+    (expected,) = torch.autograd.grad(loss_of(model(batch.x, batch.offsets)[:1]), [model.mix.weight])
+    region = toy_region(model, reduction=reduction)
+    loss_of(region.run(batch)[:1]).backward()
+    found = {name: p.main_grad if side else p.grad for name, p in model.named_parameters()}
+    assert not any(gradient.any() for name, gradient in found.items() if name.startswith(("pair", "unused")))
+    assert_same([found["mix.weight"]], [expected])
+
+
+CUT = 3  # a step that no gradient passes
+PLACES = st.integers(0, 5)
+
+
+class Web(nn.Module):
+    """Steps that each take an earlier value; outputs may be the input, the same tensor twice, or need no gradient."""
+
+    def __init__(self, steps, outputs, frozen) -> None:
+        super().__init__()
+        self.steps, self.outputs = steps, outputs
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(CUT))
+        for layer in frozen:
+            self.layers[layer].requires_grad_(False)
+
+    def forward(self, x, offsets):
+        values = [x]
+        for layer, place in self.steps:
+            value = values[place % len(values)]
+            values.append(value.detach() if layer == CUT else torch.tanh(self.layers[layer](value)))
+        return self.layers[0](values[-1]), values[-1], *(values[place % len(values)] for place in self.outputs)
+
+
+class WebProgram(ToyProgram):
+    def output_rows(self, batch):
+        return (len(batch.x),) * (2 + len(self.model.outputs))
+
+
+def gradients_through(outputs, model, x, read):
+    model.zero_grad()
+    x.grad = None
+    loss_of([outputs[i] for i in read]).backward()
+    return [tensor.grad for tensor in (*model.parameters(), x)]
+
+
+@pytest.mark.parametrize("executor", [ReferenceExecutor, PooledExecutor])
+@given(
+    steps=st.lists(st.tuples(st.integers(0, CUT), PLACES), max_size=6),
+    outputs=st.lists(PLACES, max_size=3),
+    frozen=st.sets(st.integers(0, CUT - 1), max_size=2),
+    requires_grad=st.booleans(),
+    data=st.data(),
+)
+def test_gradients_and_their_absence_are_eagers(executor, steps, outputs, frozen, requires_grad, data):
+    model, batch = Web(steps, outputs, frozen), toy_batch(requires_grad=requires_grad)
+    region = new_region(WebProgram(model), executor(), [Bucket(8)])
+    region.capture()
+    for _ in range(2):
+        made = model(batch.x, batch.offsets)
+        differentiable = [i for i, output in enumerate(made) if output.requires_grad]
+        read = data.draw(st.sets(st.sampled_from(differentiable), min_size=1)) if differentiable else ()
+        if read:
+            expected = gradients_through(made, model, batch.x, read)
+            assert_same(gradients_through(region.run(batch), model, batch.x, read), expected)

@@ -345,21 +345,6 @@ def test_frames_that_no_deterministic_bucket_takes_are_told(tower, monkeypatch):
         assert_runs_eager(tower, graphs, large, "frame_too_large")
 
 
-@pytest.mark.parametrize("modules", [[], ["attn"]])
-def test_packs_that_no_bucket_will_take_are_told_why(modules):
-    model = packs.new_model()
-    options = {
-        "cuda_graph_packed_buckets": "auto",
-        "cuda_graph_modules": modules,
-        "cuda_graph_impl": "transformer_engine",
-    }
-    with packs.graphs_on(model, packs.pack((300,)), **options) as graphs:
-        for seed in range(2):
-            with graphs.step():
-                packs.losses_and_gradients(model, packs.pack((60,) * 7, seed))
-        assert graphs.statistics().fallbacks == {"too_many_documents": 2}
-
-
 def steps(tower, graphs, *microbatches, count=1):
     for seed in range(count):
         with graphs.step():

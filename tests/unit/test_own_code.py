@@ -1,6 +1,5 @@
 """Other people's code in a model: on graphs as it is, or eager with the reason; never ignored."""
 
-import copy
 import functools
 import sys
 from types import MethodType
@@ -10,7 +9,6 @@ import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import attention as qwen_attention
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model import Qwen3VLVisionModel
 from megatron.core.transformer import attention as core_attention
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
@@ -236,37 +234,16 @@ class Annotated(nn.Module):
             return self.module(*args, **kwargs)
 
 
-def in_float16_module(tower):
-    tower.config.fp16, tower.config.bf16 = False, False
-    config = copy.copy(tower.config)
-    config.bf16 = True
-    return Float16Module(config, tower.bfloat16())
-
-
 def compiled(tower):
     tower.compile(backend="eager")
     return tower
 
 
-def with_hooks_of_a_profiler(tower):
-    tower.register_forward_pre_hook(lambda module, args: None)
-    tower.register_forward_hook(lambda module, args, output: None)
-    return tower
-
-
-WRAPPERS = {
-    "Float16Module": in_float16_module,
-    "compile()": compiled,
-    "a module with a range": Annotated,
-    "hooks with a range": with_hooks_of_a_profiler,
-}
-
-
-@pytest.mark.parametrize("wrapped", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("wrapped", [compiled, Annotated])
 def test_what_is_around_a_region_leaves_it_on_graphs(wrapped):
     tower, (pixels, grid) = new_tower(), draw(GRID)
     model = wrapped(tower)
-    expected = model(pixels, grid)[0].float()
+    expected = model(pixels, grid)[0]
     with graphs_on(model, buckets=(64,)) as graphs:
-        assert_close([model(pixels, grid)[0].float()], [expected], 1e-2)
+        assert_close([model(pixels, grid)[0]], [expected])
         assert graphs.statistics().replays == 1 and not graphs.statistics().fallbacks

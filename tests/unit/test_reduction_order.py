@@ -100,19 +100,6 @@ def test_what_somebody_put_around_it_stays_without_effect():
     assert log == [(1, False)]
 
 
-def test_a_group_waits_for_a_replay_that_adds_to_it_later_in_the_backward():
-    later = {1}
-    groups, order, log = in_order(3, later=later)
-    for group in groups:
-        group.start_grad_sync()
-    assert [n for n, _ in log] == [0]
-    order.go_on()
-    assert [n for n, _ in log] == [0]
-    later.clear()
-    order.go_on()
-    assert [n for n, _ in log] == [0, 1, 2]
-
-
 def test_a_replay_that_never_comes_holds_no_reduction_beyond_the_step():
     groups, _, log = in_order(2, later={0, 1})
     for group in groups:

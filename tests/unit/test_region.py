@@ -1,3 +1,5 @@
+"""A region: batches, evaluations and schedules equal eager; slots, what outlives them, and what is refused."""
+
 import gc
 import logging
 import weakref
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
@@ -127,11 +129,16 @@ def test_memory_that_runs_out_for_static_buffers_is_a_capture_error(monkeypatch)
 
 def test_reset_drops_everything():
     region = toy_region(slots=2)
-    slots = [weakref.ref(slot.static) for slot in region._slots]
     assert_equals_eager(region, toy_batch())
-    region.reset()
+    held = [weakref.ref(made.recording) for made in region.sources.current.recordings.values()]
+    held += [weakref.ref(slot.static) for slot in region._slots]
     gc.collect()
-    assert [s() for s in slots] == [None, None]
+    gc.disable()  # recordings are not left to a collection
+    try:
+        region.reset()
+        assert len(held) == 2 + 2 * 3 and not any(each() for each in held)
+    finally:
+        gc.enable()
     assert not region.captured and region.free_slots() == 0
     with pytest.raises(RuntimeError, match="not captured"):
         _ = region.sources
@@ -226,3 +233,74 @@ def test_a_slot_is_recorded_again_with_all_its_buckets_until_it_is_accepted():
     assert len(set(offloading.shown)) == 1
     assert statistics.static_bytes == 2 * (offloading.shown[0] - statistics.gradient_bytes)
     assert_equals_eager(region, toy_batch((2, 4)))
+
+
+def test_a_slot_comes_back_when_its_autograd_graph_is_freed():
+    region = toy_region()
+    outputs = region.run(toy_batch())
+    assert region.free_slots() == 0
+    del outputs
+    gc.collect()
+    assert region.free_slots() == 1
+    assert_equals_eager(region, toy_batch((4,)))
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=16), st.integers(1, 3))
+def test_any_schedule_of_forwards_and_backwards_equals_eager(choices, slots):
+    """A choice beyond the microbatches in flight is a forward, else the backward of that one."""
+    region, flight, ended = toy_region(slots=slots), [], []
+    for seed, choice in enumerate(choices):
+        if choice >= len(flight):
+            batch = toy_batch([(2,), (2, 4), (8, 2), (4, 4, 4)][seed % 4], seed)
+            outputs = region.run(batch)
+            assert (outputs is None) == (len(flight) == slots)
+            if outputs is not None:
+                flight.append((batch, outputs))
+            continue
+        batch, outputs = flight.pop(choice)
+        expected = eager_results(region.program.model, batch)
+        assert_same(outputs, expected[0])
+        wanted = [*region.program.model.parameters(), batch.x]
+        ended.append(([*outputs, *torch.autograd.grad(loss_of(outputs), wanted)], [*expected[0], *expected[1]]))
+    for found, expected in ended:  # later replays of the slot leave them
+        assert_same(found, expected)
+
+
+def test_gradients_that_are_differentiated_are_refused():
+    region, other = toy_region(), toy_region()
+    parameters = list(region.program.model.parameters())
+    expected = eager_results(region.program.model, toy_batch())[1][:-1]
+    gradients = torch.autograd.grad(loss_of(region.run(toy_batch())), parameters, create_graph=True)
+    assert_same(gradients, expected)
+    penalty = sum(gradient.square().sum() for gradient in gradients)
+    with pytest.raises(ReplayError, match="create_graph"):
+        (penalty + loss_of(other.run(toy_batch()))).backward()
+
+
+def test_a_backward_for_a_batch_of_gradients_is_refused():
+    region = toy_region()
+    losses = loss_of(region.run(toy_batch())) * torch.ones(2)
+    with pytest.raises(ReplayError, match="is_grads_batched"):
+        torch.autograd.grad(losses, list(region.program.model.parameters()), torch.eye(2), is_grads_batched=True)
+
+
+def test_a_late_second_backward_is_refused_and_harms_no_one():
+    region, batch = toy_region(), toy_batch((4, 4), 5)
+    expected = eager_results(region.program.model, batch)[1]
+    stale = loss_of(region.run(toy_batch()))
+    stale.backward(retain_graph=True)
+    outputs = region.run(batch)
+    with pytest.raises(ReplayError, match="ran twice"):
+        stale.backward()
+    wanted = [*region.program.model.parameters(), batch.x]
+    assert_same(torch.autograd.grad(loss_of(outputs), wanted), expected)
+
+
+def test_an_autograd_graph_that_outlives_its_backward_keeps_no_recording():
+    region = toy_region()
+    slot = weakref.ref(region._slots[0])
+    kept = loss_of(region.run(toy_batch()))
+    kept.backward()
+    del region
+    gc.collect()
+    assert slot() is None

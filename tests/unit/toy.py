@@ -1,7 +1,7 @@
 """A small piece of a model with packed segments, as a region program, and what tests need around it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from bridge_cg_plugin.graphs.program import TensorSpec
 from bridge_cg_plugin.graphs.region import Region
 
 from ..regions import new_region
+from ..rows_program import RowsProgram
 from ..tape import TapeExecutor
 
 WIDTH = 6
@@ -46,16 +47,13 @@ class Toy(nn.Module):
         return self.out(hidden - mean), self.pair(mean.reshape(-1, 2 * WIDTH))
 
 
-class ToyProgram:
+class ToyProgram(RowsProgram):
+    """The toy, whose second output has half as many rows."""
+
     name = "toy"
 
     def __init__(self, model: Toy) -> None:
-        self.model = model
-        self.fails_at: int | None = None
-        self.error: type[Exception] = RuntimeError
-
-    def modules(self):
-        return (self.model,)
+        super().__init__(model, (WIDTH,))
 
     def input_specs(self, bucket):
         return {
@@ -70,24 +68,18 @@ class ToyProgram:
         return Fallback.TOO_MANY_FRAMES if len(batch.offsets) > SEGMENTS + 1 else None
 
     def load(self, buffers, batch):
-        tokens, count = len(batch.x), len(batch.offsets)
-        buffers["x"][:tokens].copy_(batch.x.detach())
-        buffers["x"][tokens:].zero_()
+        super().load(buffers, batch.x)
+        count = len(batch.offsets)
         buffers["offsets"][:count].copy_(batch.offsets)
         buffers["offsets"][count:].fill_(int(batch.offsets[-1]))
 
     def load_example(self, buffers, bucket):
-        buffers["x"].zero_()
+        super().load_example(buffers, bucket)
         buffers["offsets"].fill_(bucket.tokens)
         buffers["offsets"][0] = 0
 
     def forward(self, buffers, bucket):
-        if bucket.tokens == self.fails_at:
-            raise self.error("made to fail")
         return self.model(buffers["x"], buffers["offsets"])
-
-    def recording(self):
-        return nullcontext()
 
     def output_rows(self, batch):
         return len(batch.x), len(batch.x) // 2
