@@ -12,11 +12,10 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
-from torch.nn import functional
 
 from examples.photographs.small_tower import vision_config
 
-from .vlm import HEADS, HIDDEN, IMAGE, SEQUENCE, START, VIDEO, VOCABULARY, WIDTH, language_layers, on_cpu, sample, state
+from .vlm import FIELDS, HEADS, HIDDEN, SEQUENCE, WIDTH, language_layers, on_cpu, sample, state
 
 LAYERS = 8
 IMAGES = ([(4, 4)], [(4, 8), (4, 4)], [(8, 8)], [(4, 4), (4, 4)])
@@ -26,34 +25,18 @@ def provider_of(stages: int, virtual: int | None = None, **changes):
     """Return the provider of a small model in fp32."""
     made = qwen3_vl_provider.Qwen3VLModelProvider(
         num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=2 * HIDDEN,
-        num_attention_heads=HEADS,
+        **FIELDS,
         num_query_groups=HEADS,
-        kv_channels=WIDTH,
-        vocab_size=VOCABULARY,
         make_vocab_size_divisible_by=1,
         seq_length=SEQUENCE,
-        language_max_sequence_length=SEQUENCE,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=functional.silu,
         hidden_dropout=0.0,
         qk_layernorm=False,
-        mrope_section=[4, 2, 2],
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
         # One layer in each chunk of four interleaved stages must be enough for all features.
         vision_config=vision_config(layers=2, width=32, heads=2, out=HIDDEN, deepstack_visual_indexes=[1]),
         out_hidden_size=HIDDEN,
         share_embeddings_and_output_weights=False,
-        use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
-        pipeline_dtype=torch.float32,
-        deallocate_pipeline_outputs=True,
         batch_p2p_comm=False,
         pipeline_model_parallel_size=stages,
         virtual_pipeline_model_parallel_size=virtual,

@@ -22,7 +22,7 @@ from ..executors import new_executor
 from ..ranks import run_ranks
 from . import packs
 from .growing import LARGE, ON_DEMAND, OTHER, SMALL, assert_equals_eager, capacities, grown
-from .towers import DEFAULTS, VisionGraphOptions, assert_close, draw, forward, graphs_on, new_tower
+from .towers import DEFAULTS, VisionGraphOptions, assert_close, forward, graphs_on, new_tower
 
 LEAST_BYTES = 1024
 
@@ -159,18 +159,7 @@ def test_a_recording_that_fails_leaves_the_run_on_the_graphs_that_it_has(
         assert sum("could not be captured" in record.message for record in caplog.records) == 1
 
 
-def records_a_larger_bucket(graphs):
-    graphs.begin_step()
-
-
-def records_for_a_changed_model(graphs):
-    with pytest.MonkeyPatch.context() as patch, graphs.step():
-        patch.setattr(graphs.model.decoder.layers[0], "eps", 0.5, raising=False)
-        graphs.model(*draw(SMALL))
-
-
-@pytest.mark.parametrize("records", [records_a_larger_bucket, records_for_a_changed_model])
-def test_memory_of_a_recording_that_fails_goes_back(tower, monkeypatch, records):
+def test_memory_of_a_recording_that_fails_goes_back(tower, monkeypatch):
     """Memory that can leave the device goes back when it is looked at, and nothing may hold it then."""
     graphs, stack = grown(tower, SMALL, strict=False)
     bodies, free = [], []
@@ -190,7 +179,7 @@ def test_memory_of_a_recording_that_fails_goes_back(tower, monkeypatch, records)
         gc.collect()
         gc.disable()
         try:
-            records(graphs)
+            graphs.begin_step()
             assert bodies and free[-1]
         finally:
             gc.enable()

@@ -5,7 +5,7 @@ import torch
 
 from ..leaving import LeavingExecutor
 from .changes import GraphedAndEager
-from .growing import assert_equals_eager, grown
+from .growing import assert_equals_eager
 from .towers import forward, graphs_on, new_tower
 
 ROWS = ([[1, 4, 4]], [[1, 8, 8], [1, 4, 4]])
@@ -61,23 +61,6 @@ def test_without_room_microbatches_run_eager_and_each_step_tries_once(parts, cap
     with pair.graphs.step():
         pair.microbatch()
     assert pair.graphs.statistics().replays > before and executor.returned == 1
-
-
-def test_no_bucket_is_recorded_while_there_is_no_room(executor):
-    model = new_tower()
-    graphs, stack = grown(model, ROWS[0], executor=executor)
-    with stack:
-        graphs.release_memory()
-        executor.room = False
-        for seed in range(4):
-            with graphs.step():
-                assert_equals_eager(model, graphs, [[1, 12, 12]], seed)
-        recorded = executor.recorded
-        executor.room = True
-        for seed in range(8):
-            with graphs.step():
-                assert_equals_eager(model, graphs, [[1, 12, 12]], seed)
-        assert executor.recorded > recorded
 
 
 def test_graphs_are_dropped_while_their_memory_is_away(executor):

@@ -75,18 +75,6 @@ def dropped(config, written):
     return [text for text in normalize(config, written)[0].warnings if "dropped" in text]
 
 
-def test_what_is_dropped_is_announced_in_one_line():
-    config = recipe(cuda_graph_impl="transformer_engine", cuda_graph_modules=["attn", M.mlp])
-    assert dropped(config, FULL_IMPL) == [
-        "cuda_graph_modules=attn,mlp of the recipe is dropped: cuda_graph_impl=full_iteration, as written, "
-        "has no modules"
-    ]
-    assert dropped(config, FULL_SCOPE) == [
-        "cuda_graph_impl=transformer_engine of the recipe is dropped: cuda_graph_scope=full_iteration, as written, "
-        "chooses another implementation"
-    ]
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -34,6 +34,7 @@ from .toy import (
 LENGTHS = st.lists(st.integers(1, 3).map(lambda n: 2 * n), min_size=1, max_size=4).filter(lambda n: sum(n) <= 16)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(LENGTHS, st.booleans()), min_size=1, max_size=6))
 def test_any_sequence_of_batches_equals_eager(sequence):
     """Whatever static memory held before."""

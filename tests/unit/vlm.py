@@ -33,6 +33,26 @@ HIDDEN, LAYERS, HEADS, WIDTH, VOCABULARY = 32, 3, 2, 16, 64
 SEQUENCE = 48
 IMAGE, VIDEO, START = 60, 61, 62
 PATCH = 3 * 2 * 16 * 16
+# Of the language model's configuration and of its provider.
+FIELDS = {
+    "hidden_size": HIDDEN,
+    "ffn_hidden_size": 2 * HIDDEN,
+    "num_attention_heads": HEADS,
+    "kv_channels": WIDTH,
+    "vocab_size": VOCABULARY,
+    "language_max_sequence_length": SEQUENCE,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "activation_func": functional.silu,
+    "mrope_section": [4, 2, 2],
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "use_cpu_initialization": True,
+    "deallocate_pipeline_outputs": True,
+    "pipeline_dtype": torch.float32,
+}
 
 
 class CausalAttention(nn.Module):
@@ -139,27 +159,11 @@ def build(
     torch.manual_seed(seed)
     config = Qwen3VLTransformerConfig(
         num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=2 * HIDDEN,
-        num_attention_heads=HEADS,
-        kv_channels=WIDTH,
-        vocab_size=VOCABULARY,
-        language_max_sequence_length=SEQUENCE,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=functional.silu,
+        **FIELDS,
         hidden_dropout=dropout,
         attention_dropout=0.0,
-        mrope_section=[4, 2, 2],
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
         share_embeddings_and_output_weights=tied,
-        use_cpu_initialization=True,
         calculate_per_token_loss=False,
-        deallocate_pipeline_outputs=True,
-        pipeline_dtype=torch.float32,
         **(full_iteration() if graphs else {}),
         **changes,
     )
