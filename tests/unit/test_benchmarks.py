@@ -6,17 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bridge_cg_plugin.cli.report.runs import WARM_UP
-from bridge_cg_plugin.cli.runs.recipe import read
 from bridge_cg_plugin.cli.runs.results import read_records
-from bridge_cg_plugin.options import normalize
-from bridge_cg_plugin.options.flags import given_flags
-from bridge_cg_plugin.upstream.hooks.overrides import graph_words
-from examples.photographs.processes import TrainingFailed
 from scripts.performance import (
     bench_offload,
     bench_packed,
-    bench_recipe,
     bench_vision,
     parity_encoders,
     records,
@@ -107,46 +100,3 @@ def test_mixes_are_replayed_and_what_misses_its_limit_is_named(tmp_path):
     wrong = [{"forward_rel": 1e-2, "fp32_output": 1.0}, {"forward_rel": float("nan"), "fp32_output": float("nan")}]
     for changes in (*wrong, {"bucket": None, "fallback": "other_batch"}):
         assert failures([eager, {**graphs, "bit_equal": False, **changes}])
-
-
-STEPS = WARM_UP + 2
-
-
-def test_recipes_are_recorded_beside_eager_with_the_same_words(monkeypatch, tmp_path):
-    started = {}
-
-    class Process:
-        def __init__(self, log, ranks, module, environment):
-            assert module == bench_recipe.WORKER and environment["HF_HUB_OFFLINE"] == "1"
-
-        def wait_until_ready(self):
-            pass
-
-        def train(self, mode, words):
-            started[mode] = words
-            if mode == "plugin_fastest":
-                raise TrainingFailed("ended", "its stack\ntorch.OutOfMemoryError: CUDA out of memory.")
-            ms, graphs = (80.0, {"memory_bytes": 2**30, "capture_seconds": 2.5}) if mode == "plugin" else (200.0, None)
-            series = {"step_ms": [ms] * STEPS, "losses": [9.0] * STEPS, "grad_norms": [1.0] * STEPS}
-            kinds = {"graphs": graphs, "language_model_graphs": None, "packed_graphs": graphs}
-            return {"ms": ms, "peak_gb": 30.0, **series, **kinds}
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr(bench_recipe, "TrainingProcess", Process)
-    monkeypatch.setattr(bench_recipe, "refusal", lambda *_: "")
-    monkeypatch.setattr(bench_recipe, "write_files", lambda *_: None)
-    out = tmp_path / "r.jsonl"
-    line = ["--recipe", "qwen3_vl_8b_peft_config", "--modes", "plugin,plugin_fastest", "optimizer.lr=1e-5"]
-    assert bench_recipe.main(["--out", str(out), "--steps", str(STEPS), *line]) == 1
-    found = {one["mode"]: one for one in read_records(out)}
-    assert list(found) == ["eager1", "plugin", "plugin_fastest", "eager2"]
-    assert (found["plugin"]["ratio"], found["plugin"]["memory_gb"], found["plugin"]["capture_s"]) == (0.4, 2.0, 5.0)
-    assert found["plugin"]["inside_spread"] and found["plugin_fastest"]["error"].startswith("out of memory: ")
-    for mode, words in started.items():
-        assert {"rng.seed=1234", "optimizer.lr=1e-5", f"train.train_iters={STEPS}"} <= set(words)
-        parsed, rest = read(words)
-        held = {"cuda_graphs": "exact", "enable_in_batch_packing": True}
-        options = normalize(held, given_flags(parsed), graph_words(rest))[0]
-        assert options.enabled == options.packed.enabled == (not mode.startswith("eager"))

@@ -69,13 +69,6 @@ def test_each_condition_alone_takes_it_away(change):
     assert warned(config(**change)) == ()
 
 
-def test_words_decide_last():
-    assert warned(config(), "model.sequence_parallel=false") == ()
-    assert len(warned(config(sequence_parallel=False), "model.sequence_parallel=true")) == 1
-    assert warned(config(), "freeze_vision_model=true freeze_vision_projection=true") == ()
-    assert warned(experts(), "tensor_model_parallel_size=1") == ()
-
-
 def test_adapters_are_in_the_encoder_too_whatever_is_frozen():
     assert len(warned(adapters(freeze_vision_model=True, freeze_vision_projection=True))) == 1
     assert warned(adapters(["language_model.*.linear_qkv"])) == warned(adapters(None)) == ()

@@ -16,7 +16,6 @@ from examples.photographs.images import (
 from examples.photographs.layout import Layout
 from examples.photographs.processes import TrainingFailed, TrainingProcess
 from examples.upstream_vision_graphs import distance, without_positions_and_boundaries
-from tests.unit.stand_in_ranks import FAILING_STEPS
 
 from .towers import draw, new_tower
 
@@ -107,9 +106,6 @@ def test_other_losses_or_no_replay_end_with_one(runs, graphs, replays, capsys):
     assert ("2 eager runs say little" in said) == (replays > 0)
 
 
-STAND_IN = "tests.unit.stand_in_ranks"
-
-
 def test_other_processes_than_the_layout_has_are_refused(monkeypatch):
     from examples.photographs.__main__ import main
 
@@ -135,32 +131,14 @@ def test_bridge_accepts_the_configuration_of_a_layout(layout):
     assert config.model.calculate_per_token_loss is (layout.context > 1)
 
 
-def processes(log, ranks, devices, **further):
-    return TrainingProcess(log, ranks, devices, f"{STAND_IN}:start_a_thread", STAND_IN, **further)
-
-
-@pytest.fixture
-def two_processes(tmp_path, monkeypatch):
+def test_one_process_that_fails_ends_the_others_and_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("examples.photographs.processes.GRACE_S", 1.0)
-    process = processes(tmp_path / "run.log", 2, (2, 3))
+    process = TrainingProcess(tmp_path / "run.log", 2, (2, 3), module="tests.unit.stand_in_ranks")
     process.wait_until_ready()
-    yield process
-    process.close()
-
-
-def test_every_process_knows_its_place(two_processes):
-    first, second = two_processes.train("eager", ["--steps", "1"])
-    assert (first["RANK"], second["RANK"]) == (first["LOCAL_RANK"], second["LOCAL_RANK"]) == ("0", "1")
-    assert first["workers"] == second["workers"] == "fork"  # some of Bridge's data sets cannot be pickled
-    assert first["WORLD_SIZE"] == second["WORLD_SIZE"] == "2"
-    assert first["CUDA_VISIBLE_DEVICES"] == second["CUDA_VISIBLE_DEVICES"] == "2,3"
-    assert first["threads"] == second["threads"] > 1, "they were prepared"
-
-
-def test_one_process_that_fails_ends_the_others_and_is_named(two_processes):
     began = time.monotonic()
     with pytest.raises(TrainingFailed, match="process 1 of 2 ended with status 1(.|\n)*rank 1 is out of memory"):
-        two_processes.train("eager", ["--steps", str(FAILING_STEPS)])
+        process.train("eager", ["--steps", "1"])
+    process.close()
     assert time.monotonic() - began < 30
 
 

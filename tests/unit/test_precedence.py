@@ -4,12 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.options import CudaGraphModule, InferenceCudaGraphScope, OptionError, graph_options, normalize
+from bridge_cg_plugin.options import InferenceCudaGraphScope, OptionError, graph_options, normalize
 from bridge_cg_plugin.options.language_model import IMPLEMENTATIONS
 
-M, S = CudaGraphModule, InferenceCudaGraphScope
+S = InferenceCudaGraphScope
 FULL_SCOPE = "cuda_graph_scope=full_iteration"
-FULL_IMPL = "cuda_graph_impl=full_iteration"
 
 
 def recipe(**fields):

@@ -3,31 +3,9 @@
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.reports import ranges
-from bridge_cg_plugin.graphs.reports.statistics import RegionStatistics
 
 from .towers import forward, graphs_on, loss_of, new_tower
-
-
-def lines(capsys):
-    return capsys.readouterr().out.splitlines()
-
-
-def test_the_first_fallback_of_each_reason_is_announced(capsys):
-    own, part = RegionStatistics(step=7), RegionStatistics(step=7)
-    part.known = own.known
-    own.fell_back("encoder", Fallback.TOO_MANY_TOKENS, 5000)
-    part.fell_back("encoder, layer 1", Fallback.TOO_MANY_TOKENS, 5000)
-    own.fell_back("encoder", Fallback.TOO_MANY_TOKENS, 6000)
-    part.fell_back("encoder, layer 1", Fallback.NO_FREE_SLOT, 64)
-    first, second = lines(capsys)
-    assert first == (
-        "[bridge-cg] encoder runs eager, step 7 too_many_tokens (5000 tokens): the microbatch is larger than the "
-        "largest bucket. Remedy: raise max_vision_cuda_graph_seq_length, or add a bucket (vision_cuda_graph_buckets, "
-        "cuda_graph_packed_buckets); deterministic algorithms take 4096 patches at most."
-    )
-    assert second.startswith("[bridge-cg] encoder, layer 1 runs eager, step 7 no_free_slot (64 tokens): ")
 
 
 def ranges_of(run):
