@@ -246,18 +246,6 @@ def test_gradients_of_every_size_reach_main_grad():
     assert nodes and all((p.main_grad == 4).all() for p in model.values())
 
 
-def test_placeholders_are_handed_over_without_a_copy():
-    model = Toy()
-    model.mix.weight = nn.Parameter(model.mix.weight.detach().t())  # not contiguous
-    parallel, seen = DataParallel(model), {}
-    for parameter, node in zip(model.parameters(), parallel.nodes, strict=True):
-        node.register_prehook(lambda gradients, p=parameter: seen.update({p: gradients[0]}))
-    region = toy_region(model)
-    loss_of(region.run(toy_batch())).backward()
-    assert all(seen[p].data_ptr() in region.sources._hooks.zeros.addresses for p in model.parameters())
-    assert all(seen[p].stride() == p.stride() and not seen[p].any() for p in model.parameters())
-
-
 @pytest.mark.parametrize("reduction, elements", [(None, 4 * 4), (object(), 1)], ids=["autograd", "reduction"])
 def test_placeholders_take_memory_only_where_autograd_gets_them(reduction, elements):
     """A reduction is notified directly; the largest weight of a tower alone is 40 MiB."""

@@ -2,12 +2,14 @@
 
 import functools
 import sys
+from functools import partial
 from types import MethodType
 
 import pytest
 import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import attention as qwen_attention
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model import Qwen3VLVisionModel
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.transformer import attention as core_attention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from peft import LoraConfig, inject_adapter_in_model
@@ -15,7 +17,10 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import install_output_capuring_hook
 
+from bridge_cg_plugin.upstream.exempt import own_hook
+from bridge_cg_plugin.upstream.hooks.vision_helper import TextOnlyMicrobatches
 from bridge_cg_plugin.upstream.seams.own_code import as_shipped, foreign
 
 from ..tape import TapeExecutor
@@ -247,3 +252,25 @@ def test_what_is_around_a_region_leaves_it_on_graphs(wrapped):
     with graphs_on(model, buckets=(64,)) as graphs:
         assert_close([model(pixels, grid)[0]], [expected])
         assert graphs.statistics().replays == 1 and not graphs.statistics().fallbacks
+
+
+def gathers():
+    """Return the hook that data parallelism puts on every module to gather parameters."""
+    return DistributedDataParallel._make_forward_pre_hook(object.__new__(DistributedDataParallel))
+
+
+def collects():
+    """Return the hook that Hugging Face puts on layers when hidden states are asked for the first time."""
+    layer = nn.Linear(1, 1)
+    install_output_capuring_hook(layer, "hidden_states", 0)
+    return next(iter(layer._forward_hooks.values()))
+
+
+@pytest.mark.parametrize("hook", [gathers(), partial(gathers()), TextOnlyMicrobatches._before_embedding, collects()])
+def test_hooks_of_upstream_and_of_the_plugin_are_their_own(hook):
+    assert own_hook(hook)
+
+
+@pytest.mark.parametrize("hook", [lambda *_: None, partial(lambda *_: None), print, object()])
+def test_hooks_of_anybody_else_are_not(hook):
+    assert not own_hook(hook)

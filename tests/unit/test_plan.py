@@ -20,7 +20,7 @@ from bridge_cg_plugin.cli.planner.documents import (
     padded_packs,
     read_documents,
 )
-from bridge_cg_plugin.cli.planner.plan import expect, plan_packs
+from bridge_cg_plugin.cli.planner.plan import plan_packs
 from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
 from bridge_cg_plugin.options.packed import RankLayout, parse_layout
@@ -209,17 +209,6 @@ def test_padding_is_a_document_of_its_own(found, multiple):
     for pack, padded in zip(found, padded_packs(found, multiple), strict=True):
         assert sum(padded) % multiple == 0 and 0 <= sum(padded) - sum(pack) < multiple
         assert padded[: len(pack)] == pack and len(padded) - len(pack) in (0, 1)
-
-
-@given(packs, st.integers(1, 50))
-def test_a_choice_accounts_for_every_pack(found, bound):
-    tokens = max(map(sum, found))
-    choice = expect(Counter(found), COSTS, bound, (tokens,)).expected
-    eager = sum(count for _, count in choice.fallbacks)
-    assert choice.on_graphs == pytest.approx(1 - eager / len(found))
-    many = sum(len(pack) > bound for pack in found)
-    assert dict(choice.fallbacks).get("too_many_documents", 0) <= many <= eager
-    assert 0 <= choice.padding < 1
 
 
 @given(packs)

@@ -106,17 +106,6 @@ def test_recording_leaves_every_module_in_its_own_mode():
     assert_same(region.run(batch), model(batch.x, batch.offsets))
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_frozen_parameters_leave_the_inputs_gradient_if_it_has_one(requires_grad):
-    model = Toy().requires_grad_(False)
-    region, batch = toy_region(model), toy_batch((2, 4), requires_grad=requires_grad)
-    expected, outputs = eager_results(model, batch), region.run(batch)
-    assert_same(outputs, expected[0])
-    assert all(o.requires_grad == requires_grad for o in outputs) and region.free_slots() == (not requires_grad)
-    if requires_grad:
-        assert_same(torch.autograd.grad(loss_of(outputs), batch.x), expected[1])
-
-
 def test_memory_that_runs_out_for_static_buffers_is_a_capture_error(monkeypatch):
     region = new_region(ToyProgram(Toy()), ReferenceExecutor(), [Bucket(8)])
 
@@ -145,19 +134,6 @@ def test_reset_drops_everything():
         _ = region.sources
     assert region.run(toy_batch()) is None
     assert region.statistics.fallbacks == {"not_captured": 1}
-
-
-def test_before_replay_runs_once_for_each_replay_only():
-    calls = []
-    region = toy_region(before_replay=lambda: calls.append(1))
-    assert calls == []
-    assert_equals_eager(region, toy_batch())
-    region.run(toy_batch((18,)))
-    assert len(calls) == 1
-    with evaluation(region):
-        for _ in range(2):
-            region.run(toy_batch())
-    assert len(calls) == 1 + 1 + 2  # the first one was recorded, too
 
 
 def test_a_recording_that_a_batch_asks_for_waits_for_parameters_first(monkeypatch):
