@@ -521,3 +521,14 @@ def test_gradients_and_their_absence_are_eagers(executor, steps, outputs, frozen
         if read:
             expected = gradients_through(made, model, batch.x, read)
             assert_same(gradients_through(region.run(batch), model, batch.x, read), expected)
+
+
+def test_outputs_that_nothing_trained_leads_to_give_no_gradient():
+    """As where adapters are switched off."""
+    model, batch = Web([(CUT, 0)], [], frozen={0}), toy_batch()
+    region = new_region(WebProgram(model), ReferenceExecutor(), [Bucket(8)])
+    region.capture()
+    outputs = region.run(batch)
+    assert_same(outputs, model(batch.x, batch.offsets))
+    found = gradients_through(outputs, model, batch.x, [0]) if outputs[0].requires_grad else []
+    assert not any(gradient is not None for gradient in found)

@@ -14,7 +14,12 @@ from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings import recording
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.recordings.recording import CudaGraphRecording
-from bridge_cg_plugin.graphs.recordings.side_stream import SideStream, current_side_stream, run_on_side_stream
+from bridge_cg_plugin.graphs.recordings.side_stream import (
+    GROUP_SIZE,
+    SideStream,
+    current_side_stream,
+    run_on_side_stream,
+)
 from bridge_cg_plugin.graphs.replays.streams import ReplayStream
 from bridge_cg_plugin.offload.offloading import RegionOffloading
 from bridge_cg_plugin.offload.plan import Policy
@@ -32,12 +37,12 @@ from .toy import Toy, ToyProgram, toy_batch
 LEAST_BYTES = 1024
 
 
-@given(st.lists(st.sampled_from(["main", "run"]), max_size=80))
+@given(st.lists(st.tuples(st.sampled_from(["main", "run"]), st.integers(1, 2 * GROUP_SIZE)), max_size=9))
 def test_nothing_is_dropped_that_may_still_be_read(steps):
     with fake_streams() as device:
         main, side, kept = device.current, SideStream(Stream()), {}
         with side.active():
-            for number, step in enumerate(steps):
+            for number, step in enumerate(step for step, times in steps for _ in range(times)):
                 work = partial(lambda number: device.current.past.add(number), number)
                 if step == "main":
                     work()
