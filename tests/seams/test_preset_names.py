@@ -11,12 +11,11 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin import recipes
-from bridge_cg_plugin.recipes import DERIVED_RECIPES, PRESETS
+from bridge_cg_plugin.recipes import DERIVED_RECIPES, PRESETS, RECIPES
 from bridge_cg_plugin.recipes.presets import build
 from bridge_cg_plugin.upstream.hooks.recipes import PATCHES, recipe_names
 from bridge_cg_plugin.upstream.seams import patches
 from bridge_cg_plugin.upstream.seams.patches import Additions, bridge_release
-from bridge_cg_plugin.upstream.seams.registry.bridge import RECIPES
 from bridge_cg_plugin.upstream.seams.seam import Seam
 
 from .conftest import with_presets

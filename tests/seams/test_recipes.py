@@ -15,9 +15,8 @@ import pytest
 from bridge_cg_plugin.options import GraphOptionWarning, OptionError, normalize, vision_options
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.normalization import _warned
-from bridge_cg_plugin.recipes import GPUS, PRESETS, with_graphs
+from bridge_cg_plugin.recipes import GPUS, PRESETS, RECIPES, with_graphs
 from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
-from bridge_cg_plugin.upstream.seams.registry.bridge import RECIPES
 
 from .conftest import with_presets
 

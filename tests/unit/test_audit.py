@@ -13,15 +13,24 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.cli.audit import AuditError, audit
+from bridge_cg_plugin.cli.audit import AuditError, audit, audit_record, combination_status
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.options import OptionError, graph_options
 from bridge_cg_plugin.upstream.hooks import graph_fields
 from bridge_cg_plugin.upstream.seams import activation, patches
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
-from bridge_cg_plugin.upstream.seams.releases import NEWEST, RELEASES, RUN_ONCE, is_known, minor, too_old
-from bridge_cg_plugin.upstream.seams.seam import Feature, Found, Seam, drift
-from bridge_cg_plugin.upstream.seams.states import audit_record, combination_status
+from bridge_cg_plugin.upstream.seams.seam import (
+    NEWEST,
+    RELEASES,
+    RUN_ONCE,
+    Feature,
+    Found,
+    Seam,
+    drift,
+    is_known,
+    minor,
+    too_old,
+)
 
 from ..releases import sources_of
 

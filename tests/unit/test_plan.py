@@ -20,10 +20,9 @@ from bridge_cg_plugin.cli.planner.documents import (
     padded_packs,
     read_documents,
 )
-from bridge_cg_plugin.cli.planner.plan import plan_packs
+from bridge_cg_plugin.cli.planner.plan import RankLayout, parse_layout, plan_packs
 from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW
 from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
-from bridge_cg_plugin.options.packed import RankLayout, parse_layout
 
 COSTS = costs_of_packs(RankLayout())
 documents = st.lists(st.integers(1, 500), min_size=1, max_size=80)

@@ -27,10 +27,10 @@ import bridge_cg_plugin
 from bridge_cg_plugin.cli.answers import Tell
 from bridge_cg_plugin.options import GraphOptions, OptionError
 from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, OTHER_FIELDS, SETTINGS
+from bridge_cg_plugin.recipes import RECIPES
 from bridge_cg_plugin.upstream.hooks.overrides import resolve
 from bridge_cg_plugin.upstream.hooks.recipes import PACKAGES, build_recipe, recipe_names
 from bridge_cg_plugin.upstream.seams.activation import patch_other_providers
-from bridge_cg_plugin.upstream.seams.registry.bridge import RECIPES
 
 from . import models
 
