@@ -205,20 +205,6 @@ def test_any_batches_are_upstreams(kinds):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("spoiled", ["wait_stream", "record_stream"])
-def test_a_race_would_be_found(spoiled):
-    kinds = [{**dict.fromkeys(FIELDS, "host"), "images": ("host", "host")}]
-    with device() as seen:
-        owner = Stream if spoiled == "wait_stream" else torch.Tensor
-        with mock.patch.object(owner, spoiled, lambda *_: None):
-            batch = qwen3_vl_step.get_batch_from_iterator(source(kinds, []), **KEYWORDS)
-        if spoiled == "record_stream":
-            assert not seen.used
-        else:
-            with pytest.raises(AssertionError, match="before it was written"):
-                seen.read(tensors_of(batch))
-
-
 def test_the_computing_stream_waits_for_copies_that_an_error_ends():
     with device() as seen:
         before = torch.zeros(3, device=DEVICE)
@@ -263,33 +249,3 @@ def test_what_need_not_be_page_locked_stays_where_it_is(locked, monkeypatch):
     monkeypatch.setattr(batches, "any_on_graphs", lambda: False)
     inputs = GenericVisualInputs(pixel_values=torch.zeros(2))
     assert pin_memory({"visual_inputs": inputs})["visual_inputs"] is inputs
-
-
-def own(self):
-    return self
-
-
-@pytest.fixture
-def patch(active):
-    return batches.PATCHES[-1]
-
-
-def state():
-    return bridge_cg_plugin.status()["patches"]["page_locked_images"]["state"]
-
-
-def test_the_method_goes_with_the_plugin(patch):
-    for _ in range(2):
-        bridge_cg_plugin.activate()
-        assert GenericVisualInputs.pin_memory is batches.pin_memory and state() == "active"
-    bridge_cg_plugin.deactivate()
-    assert not hasattr(GenericVisualInputs, "pin_memory") and state() == "off"
-
-
-def test_a_method_of_upstreams_own_is_kept(patch, monkeypatch):
-    bridge_cg_plugin.deactivate()
-    monkeypatch.setattr(GenericVisualInputs, "pin_memory", own, raising=False)
-    bridge_cg_plugin.activate()
-    assert GenericVisualInputs.pin_memory is own and state() == "native"
-    bridge_cg_plugin.deactivate()
-    assert GenericVisualInputs.pin_memory is own

@@ -53,15 +53,6 @@ def test_sizes_of_padded_images_are_remembered():
     assert GRIDS.values(moved) == (56, 84, 28, 56) and GRIDS.device_reads == before
 
 
-def test_later_batches_have_their_own_grids():
-    step, keywords = PATCHES[0].make(fake_step()), {"is_first_pp_stage": True, "is_last_pp_stage": True}
-    data = iter([batch(image_grid_thw=GRID), batch(image_grid_thw=VIDEO), {"visual_inputs": None}])
-    first, second, third = (step(data, **keywords) for _ in range(3))
-    assert GRIDS.lookup(second["visual_inputs"].image_grid_thw) == ((5, 2, 2),)
-    assert GRIDS.lookup(first["visual_inputs"].image_grid_thw)[0] == (1, 4, 6)
-    assert third["visual_inputs"] is None
-
-
 def test_other_kinds_of_visual_inputs_pass():
     step = PATCHES[0].make(lambda data_iterator: next(data_iterator))
     item = {"visual_inputs": SimpleNamespace(pixels=1)}

@@ -16,7 +16,7 @@ from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.seam import NEWEST
 from bridge_cg_plugin.vision.encoder import OtherAttention, RecordedKernels
 from tests.scripts import interpreted
-from tests.unit.towers import graphs_on, new_tower, poison, results
+from tests.unit.towers import new_tower
 
 pytest.importorskip("triton")
 
@@ -189,10 +189,6 @@ def test_a_shape_without_a_kernel_stays_transformer_engines(attention, monkeypat
     assert found == "packed"
 
 
-def attention_lines(capsys):
-    return [line for line in capsys.readouterr().out.splitlines() if "vision_cuda_graph_tuning.attention" in line]
-
-
 def chosen(attention, direct=None, flash=None):
     family = dataclasses.replace(
         QWEN3_VL,
@@ -205,40 +201,20 @@ def chosen(attention, direct=None, flash=None):
     return kernels.attention
 
 
-def test_auto_attends_directly_where_it_can_and_says_nothing(capsys):
-    assert chosen("auto") == "cudnn" and chosen("auto", direct="there is no GPU") == "transformer_engine"
-    assert not attention_lines(capsys)
-
-
-def test_attention_is_what_was_asked_for():
-    assert [chosen(name) for name in ("transformer_engine", "cudnn", "flash")] == [
-        "transformer_engine",
-        "cudnn",
-        "flash",
-    ]
-    assert chosen("flash", direct="no package") == "flash"
-
-
-@pytest.mark.parametrize(("direct", "instead"), [(None, "cuDNN's, called directly"), ("none", "Transformer Engine's")])
-def test_flash_attention_that_cannot_be_had_is_said(capsys, direct, instead):
-    assert chosen("flash", direct, "no Hopper GPU") == ("transformer_engine" if direct else "cudnn")
-    assert attention_lines(capsys) == [
-        f"[bridge-cg] vision_cuda_graph_tuning.attention=flash: no Hopper GPU; attention stays {instead}"
-    ]
-
-
-def test_a_refusal_is_said_in_one_line_and_graphs_are_as_without(capsys, monkeypatch):
-    model, rows = new_tower(), [[1, 4, 6], [2, 2, 2]]
-    with graphs_on(model) as graphs:
-        plain = [(b.tokens, b.limits) for b in graphs.statistics().buckets]
-        expected = results(model, rows)
-    capsys.readouterr()
-    with graphs_on(model, attention="cudnn") as graphs:
-        poison(graphs, torch.nan)
-        found = results(model, rows)
-        assert [(b.tokens, b.limits) for b in graphs.statistics().buckets] == plain
-    assert attention_lines(capsys) == [
-        f"[bridge-cg] vision_cuda_graph_tuning.attention=cudnn: {QWEN3_VL.direct_attention.refusal()}; attention stays "
-        "Transformer Engine's"
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
+@pytest.mark.parametrize(
+    ("asked", "direct", "flash", "found", "said"),
+    [
+        ("auto", None, None, "cudnn", ""),
+        ("auto", "no GPU", None, "transformer_engine", ""),
+        ("transformer_engine", None, None, "transformer_engine", ""),
+        ("cudnn", None, None, "cudnn", ""),
+        ("cudnn", "no GPU", None, "transformer_engine", "no GPU; attention stays Transformer Engine's"),
+        ("flash", "no package", None, "flash", ""),
+        ("flash", None, "no Hopper GPU", "cudnn", "no Hopper GPU; attention stays cuDNN's, called directly"),
+        ("flash", "none", "no GPU", "transformer_engine", "no GPU; attention stays Transformer Engine's"),
+    ],
+)
+def test_attention_is_what_was_asked_for_or_its_refusal_is_said(capsys, asked, direct, flash, found, said):
+    assert chosen(asked, direct, flash) == found
+    lines = [line for line in capsys.readouterr().out.splitlines() if "vision_cuda_graph_tuning.attention" in line]
+    assert lines == ([f"[bridge-cg] vision_cuda_graph_tuning.attention={asked}: {said}"] if said else [])

@@ -50,14 +50,6 @@ def test_other_options_for_a_model_on_graphs_hold_from_its_next_call():
     assert found == [[((32, 128), 3)], [((64, 128), 3)], [((64, 128), 6)], [], [((64, 128), 3)]]
 
 
-def test_the_environment_says_it_for_every_model(monkeypatch):
-    monkeypatch.setenv("BRIDGE_CG_OPTIONS", "vision_cuda_graph_impl=transformer_engine vision_cuda_graph_buckets=32,64")
-    policy, reference = plain(), plain()
-    for model in (policy, reference):
-        call(model, 1)
-    assert [graphs.workload.options.buckets for graphs in active_graphs()] == [(32, 64)] * 2
-
-
 def test_what_a_model_was_told_wins_over_the_environment(monkeypatch, capsys):
     variable = "vision_cuda_graph_impl=transformer_engine vision_cuda_graph_buckets=32,64 cuda_graph_warmup_steps=2"
     monkeypatch.setenv("BRIDGE_CG_OPTIONS", variable)

@@ -8,7 +8,6 @@ import pytest
 from megatron.core import num_microbatches_calculator as calculator
 from torch import nn
 
-from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.encoders.registry import find_encoders
 from bridge_cg_plugin.upstream.hooks import graph_helper, helpers, train_loop
@@ -76,30 +75,6 @@ def test_slots_follow_the_pipeline_and_the_microbatches(loop, monkeypatch):
     monkeypatch.setattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", SimpleNamespace(get=lambda: 3))
     step(new_model(pipeline_model_parallel_size=8))
     assert graph_helper.active_helpers()[0].graphs.slots == 3
-
-
-def test_a_failed_capture_is_not_tried_at_every_step(loop, monkeypatch):
-    model, tried = new_model(vision_cuda_graph_strict=False), []
-
-    def fail(executor, *args, **kwargs):
-        tried.append(graph_helper.active_graphs()[0].step_number)
-        raise CaptureError("made to fail")
-
-    monkeypatch.setattr(ReferenceExecutor, "record_forward", fail)
-    for _ in range(7):
-        step(model)
-    assert tried == [2, 3, 5]
-
-
-def test_a_run_that_broke_off_leaves_nothing_to_the_next(loop):
-    first, second = new_model(), new_model()
-    step(first)
-    for _ in range(3):
-        step(second)
-    assert [h.graphs.model for h in graph_helper.active_helpers() if h.graphs_created()] == [
-        second[0].module.vision_model
-    ]
-    assert "forward" not in vars(first[0].module.vision_model)
 
 
 def test_the_loop_makes_nothing_where_upstream_drives_this_encoder(loop, monkeypatch):

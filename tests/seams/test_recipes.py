@@ -290,16 +290,6 @@ def test_recompute_that_is_added_later_keeps_the_model_eager_and_refuses_what_wa
         launched(again, 2)
 
 
-@pytest.mark.parametrize("name", GPUS)
-def test_its_options_resolve(bridge, name):
-    config = with_graphs("qwen35_vl_35b_a3b_peft_config", gpu=name)
-    options = normalize(config)[0].vision
-    assert options.enabled and options.kernels == "exact"
-    assert options.max_seq_length == GPUS[name] and options.buckets_max_gb is None
-    assert options.buckets == options.slots == "auto" and options.on_demand
-    assert config.rng.te_rng_tracker and config.model.use_te_rng_tracker
-
-
 @pytest.mark.parametrize("allreduce", [True, False])
 def test_a_launch_without_the_option_warns_of_wrong_gradients_and_bridge_then_divides_sequences(bridge, allreduce):
     base = "qwen3_vl_30b_a3b_pretrain_mock_config"
@@ -343,16 +333,6 @@ def test_full_recompute_of_a_dense_model_is_off_so_that_both_parts_are_on_graphs
     assert "full recompute is off, of the language model too" in capsys.readouterr().out
     options = read_options(config)
     assert options.vision.enabled and options.packed.enabled and config.model.recompute_granularity is None
-
-
-@pytest.mark.parametrize("base", ["qwen3_vl_8b_sft_config", "qwen35_vl_35b_a3b_peft_config"])
-def test_mock_data_are_bridges(bridge, base):
-    from megatron.bridge.data.builders import MockVLMSFTDatasetConfig
-
-    real, dataset = getattr(bridge, base)().dataset, with_graphs(base, mock_data=True).dataset
-    assert type(dataset) is MockVLMSFTDatasetConfig
-    for name in ("seq_length", "hf_processor_path", "num_workers", "enable_in_batch_packing"):
-        assert getattr(dataset, name) == getattr(real, name), name
 
 
 def table(heading):
@@ -400,13 +380,6 @@ def test_the_documented_fields_are_the_fields():
     shown = {path for path in GRAPH_FIELDS | RECOMPUTE_FIELDS if not path.endswith("[0]")}
     others = {"dataset", "model.vision_deepstack_gradient_allreduce"}
     assert documented == shown | others
-
-
-def test_the_documented_script_imports_what_there_is(active):
-    script = DOCS.read_text().split("```python\n")[1].split("```")[0]
-    imports = [line for line in script.splitlines() if line.startswith("from ")]
-    assert len(imports) == 3
-    exec("\n".join(imports), {})
 
 
 @every_packed_base

@@ -35,18 +35,6 @@ def test_megatron_fsdp_wherever_bridge_reads_it(config, section):
     refused(config, "ddp.use_megatron_fsdp")
 
 
-def test_norms_that_an_encoder_would_recompute_by_two_settings_are_refused(config):
-    config.model.recompute_granularity, config.model.recompute_modules = "selective", ["moe", "layernorm"]
-    refused(config, "model.recompute_granularity")
-
-
-@pytest.mark.parametrize("granularity, modules", [("full", None), ("selective", None), ("selective", ["moe_act"])])
-def test_other_recompute_is_done_in_graphs_or_spares_the_encoder(config, granularity, modules):
-    """megatron-core turns None into ["core_attn"] when the configuration is finalized, after this check."""
-    config.model.recompute_granularity, config.model.recompute_modules = granularity, modules
-    check_training_config(config)
-
-
 @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 @pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments: true"])
 def test_expandable_segments_while_nccl_registers_graphs(config, monkeypatch, variable, value):
