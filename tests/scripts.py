@@ -11,7 +11,10 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from typing import Any
 from unittest import mock
+
+import torch
 
 INTERPRET = "TRITON_INTERPRET"
 PLUGIN = "BRIDGE_CG_PLUGIN"
@@ -20,11 +23,31 @@ TOKENIZERS = "TOKENIZERS_PARALLELISM"
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["wandb", "megatron.bridge.recipes"])  # in this order for the reason in `conftest.py`
 LIMIT_S = 300
+# What comes before a script of `computed`.
+BEFORE = """
+import sys
+
+import torch
+
+from tests.interpreted import prepare
+
+prepare()
+cases = torch.load(sys.argv[1])
+"""
 
 
 def interpreted(script: str, *arguments: Path) -> str:
     """Return what a script writes whose kernels run in Triton's interpreter; it must end well."""
     return forked(script, *arguments)
+
+
+def computed(script: str, cases: Any) -> Any:
+    """Return `found` of a script that makes it of `cases`, both of tensors; its kernels run in Triton's interpreter."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder) / "given", Path(folder) / "made"
+        torch.save(cases, given)
+        interpreted(f"{BEFORE}{script}\ntorch.save(found, sys.argv[2])\n", given, made)
+        return torch.load(made)
 
 
 def forked(script: str, *arguments: Path) -> str:
@@ -46,8 +69,6 @@ def forked(script: str, *arguments: Path) -> str:
 
 
 def _run(script: str, arguments: list[str], output: Path, environment: dict[str, str]) -> None:
-    import torch
-
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment | {INTERPRET: "1"})

@@ -24,7 +24,6 @@ ON_TAPE = (
     "test_packed_routers",
     "test_pixtral",
     "test_vision",
-    "test_vision_gradients",
     "test_vision_lifecycle",
     "test_vision_offload",
 )

@@ -9,22 +9,15 @@ from torch.nn import functional as F
 from bridge_cg_plugin.upstream.encoders import glm45v
 from bridge_cg_plugin.vision.kernels import bicubic
 from bridge_cg_plugin.vision.kernels.bicubic import takes
-from tests.scripts import interpreted
+from tests.scripts import computed
 
 SCRIPT = """
-import sys
-
-import torch
-
 from bridge_cg_plugin.vision.kernels.bicubic import bicubic_samples
-from tests.interpreted import prepare
 
-prepare()
 found = []
-for table, points, gradient in torch.load(sys.argv[1]):
+for table, points, gradient in cases:
     out = bicubic_samples(table.requires_grad_(), points)
     found.append((out.detach(), *torch.autograd.grad(out, table, gradient)))
-torch.save(found, sys.argv[2])
 """
 # Sides of the table, points, channels.
 CASES = [((5, 5), 40, 24), ((4, 9), 7, 300), ((24, 24), 33, 8), ((2, 2), 3, 2), ((3, 3), 1, 1)]
@@ -40,22 +33,13 @@ def make_case(sides, points, channels):
     return table, places, torch.randn(1, channels, points, 1)
 
 
-@pytest.fixture(scope="module")
-def computed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bicubic")
+def test_samples_and_gradients_are_pytorchs():
     cases = [make_case(*case) for case in CASES]
-    torch.save(cases, folder / "cases.pt")
-    interpreted(SCRIPT, folder / "cases.pt", folder / "results.pt")
-    return list(zip(cases, torch.load(folder / "results.pt"), strict=True))
-
-
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_samples_and_gradients_are_pytorchs(computed, number):
-    (table, points, gradient), (out, spread) = computed[number]
-    table = table.detach().requires_grad_()
-    expected = F.grid_sample(table, points, mode="bicubic", padding_mode="border", align_corners=False)
-    torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(spread, torch.autograd.grad(expected, table, gradient)[0], rtol=1e-5, atol=1e-5)
+    for (table, points, gradient), (out, spread) in zip(cases, computed(SCRIPT, cases), strict=True):
+        table.requires_grad_()
+        expected = F.grid_sample(table, points, mode="bicubic", padding_mode="border", align_corners=False)
+        torch.testing.assert_close(out, expected.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(spread, torch.autograd.grad(expected, table, gradient)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_only_single_points_of_one_fp32_image_are_taken():

@@ -44,7 +44,8 @@ def test_towers_are_found_where_bridges_models_hold_them():
         assert found.model is model and found.holder is holder
         assert family is None or found.family is family
         assert find_encoder(model).model is model
-        found = find_encoder(Holder("thinker", holder))
-        assert found.model is model and found.holder is holder
+        for deeper in (Holder("thinker", holder), Holder("module", Holder("module", Holder("model", holder)))):
+            found = find_encoder(deeper)
+            assert found.model is model and found.holder is holder
     assert find_encoder(Holder("visual", nn.Linear(2, 2))) is None
     assert find_encoder([]) is None

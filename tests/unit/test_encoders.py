@@ -195,17 +195,6 @@ def test_a_frozen_encoder_replays_without_gradients(case):
         assert graphs.statistics().fallbacks == {} and graphs.statistics().replays == 1
 
 
-@pytest.mark.parametrize("trained", ["merger", "blocks.1", "patch_embed"])
-def test_parts_of_a_windowed_encoder_are_trained(trained):
-    model = new_qwen25()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = name.startswith(trained)
-    expected = WINDOWS.results(model, WINDOWED[6])
-    with graphs_on(model, **WINDOWS.largest) as graphs:
-        poison(graphs, float("nan"))
-        assert_equal_results(WINDOWS.results(model, WINDOWED[6]), expected)
-
-
 @cases({"qwen2.5-vl": WINDOWS, "siglip": IMAGES, "qwen3-omni-audio": AUDIO})
 def test_buckets_come_from_warm_up(case):
     model = case.new()

@@ -7,7 +7,7 @@ from torch.nn import functional
 from bridge_cg_plugin.language.experts.linear import add_weight_gradients, combine, multiply, new_weight_gradients
 from bridge_cg_plugin.language.experts.rows import find_rows
 from bridge_cg_plugin.language.experts.tables import Tables
-from tests.scripts import compiled, interpreted
+from tests.scripts import compiled, computed
 
 # Tokens, of them real, experts, experts of a token, width of the input and of the output.
 CASES = ((24, 24, 4, 2, 32, 64), (40, 29, 5, 3, 48, 40))
@@ -16,18 +16,11 @@ IDS = [f"{tokens}_tokens_{experts}_experts" for tokens, _, experts, *_ in CASES]
 COMPUTED = tuple(zip(CASES, (torch.float32, torch.bfloat16), strict=True))
 
 SCRIPT = """
-import sys
-
-import torch
-
-from tests import interpreted
-
-interpreted.prepare()
 from bridge_cg_plugin.language.experts import kernels
 from bridge_cg_plugin.language.experts.linear import Tables, table_of_slices
 
 TILING = kernels.Tiling(16, 32, 16, 4, 2)
-cases, found = torch.load(sys.argv[1]), []
+found = []
 for case in cases:
     tokens, bounds, x, gradient = case["tokens"], case["bounds"], case["x"], case["gradient"]
     tables = Tables()
@@ -54,7 +47,6 @@ for case in cases:
     products = {"in": rows_in, "out": rows_out, "sums": sums, "made": made, "swapped": swapped, "combined": combined}
     products["wide"] = wide
     found[-1].update(products | {"swiglu": out, "of_inner": of_inner, "of_weights": of_weights})
-torch.save(found, sys.argv[2])
 """
 
 
@@ -89,17 +81,14 @@ def make_case(sizes, dtype):
 
 
 @pytest.fixture(scope="module")
-def computed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("experts")
+def results():
     cases = [make_case(sizes, dtype) for sizes, dtype in COMPUTED]
-    torch.save(cases, folder / "cases.pt")
-    interpreted(SCRIPT, folder / "cases.pt", folder / "found.pt")
-    return list(zip(cases, torch.load(folder / "found.pt"), strict=True))
+    return list(zip(cases, computed(SCRIPT, cases), strict=True))
 
 
 @pytest.fixture(params=range(len(CASES)), ids=IDS)
-def case(request, computed):
-    return computed[request.param]
+def case(request, results):
+    return results[request.param]
 
 
 def assert_near(found, expected):

@@ -1,23 +1,15 @@
 """Backward of norms over heads by Triton's interpreter; that its bits are Transformer Engine's, GPU tests show."""
 
-import pytest
 import torch
 from torch.nn import functional
 
-from tests.scripts import interpreted
+from tests.scripts import computed
 
 SCRIPT = """
-import sys
-
-import torch
-
-from tests.interpreted import prepare
-
-prepare()
 from bridge_cg_plugin.vision.kernels import head_norms
 
 results = []
-for case in torch.load(sys.argv[1]):
+for case in cases:
     given = [case[name] for name in ("gradient", "x", "rstd", "weight")]
     results.append([head_norms.backward(*given, case["zero_centered"], most) for most in (1, 3, 100)])
 
@@ -33,10 +25,10 @@ def other(*arguments):
 cpu = torch.device("cpu")
 head_norms.BLOCKS = range(1, 4)
 matching = [head_norms.matching_blocks(cpu, 2, original) for original in (upstream(4), upstream(6), other)]
-torch.save((results, matching), sys.argv[2])
+found = results, matching
 """
 # Fewer rows than a block takes at once, one more, and more than all blocks at once.
-CASES = [(rows, zero_centered) for rows in (1, 5, 70) for zero_centered in (False, True)]
+CASES = [(1, False), (5, True), (70, False)]
 EPSILON = 1e-6
 
 
@@ -48,27 +40,15 @@ def make_case(rows, zero_centered):
     return {"x": x, "gradient": gradient, "rstd": rstd, "weight": weight, "zero_centered": zero_centered}
 
 
-@pytest.fixture(scope="module")
-def computed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("head_norms")
+def test_gradients_are_rmsnorms_and_the_number_of_blocks_is_found_from_bits():
     cases = [make_case(*case) for case in CASES]
-    torch.save(cases, folder / "in")
-    interpreted(SCRIPT, folder / "in", folder / "out")
-    results, matching = torch.load(folder / "out")
-    return list(zip(cases, results, strict=True)), matching
-
-
-@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
-def test_gradients_are_rmsnorms(computed, index):
-    case, results = computed[0][index]
-    x, weight = (case[name].double().requires_grad_() for name in ("x", "weight"))
-    exact = functional.rms_norm(x, weight.shape, weight + 1 if case["zero_centered"] else weight, EPSILON)
-    expected = torch.autograd.grad(exact, [x, weight], case["gradient"].double())
-    for found in results:
-        for ours, theirs in zip(found, expected, strict=True):
-            assert (ours.double() - theirs).norm() <= 1e-5 * theirs.norm()
-        assert torch.equal(found[0], results[0][0]), "a row's gradient depends on no other row"
-
-
-def test_the_number_of_blocks_is_found_from_bits(computed):
-    assert computed[1] == [4, 6, None]
+    results, matching = computed(SCRIPT, cases)
+    assert matching == [4, 6, None]
+    for case, found in zip(cases, results, strict=True):
+        x, weight = (case[name].double().requires_grad_() for name in ("x", "weight"))
+        exact = functional.rms_norm(x, weight.shape, weight + 1 if case["zero_centered"] else weight, EPSILON)
+        expected = torch.autograd.grad(exact, [x, weight], case["gradient"].double())
+        for one in found:
+            for ours, theirs in zip(one, expected, strict=True):
+                assert (ours.double() - theirs).norm() <= 1e-5 * theirs.norm()
+            assert torch.equal(one[0], found[0][0]), "a row's gradient depends on no other row"

@@ -6,16 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.scripts import compiled, interpreted
+from tests.scripts import compiled, computed
 
 SCRIPT = """
-import sys
-
-import torch
-
-from tests.interpreted import prepare
-
-prepare()
 from bridge_cg_plugin.vision.kernels import bias
 from bridge_cg_plugin.vision.kernels.norms import layernorm_backward
 from bridge_cg_plugin.vision.kernels.reduction import column_sum
@@ -30,10 +23,10 @@ def norm(case, weight, **more):
     found = layernorm_backward(gradient, x, case["mean"], case["rstd"], weight, **more)
     return [found.x, found.weight, found.bias, found.x_sum]
 
-results = []
-for case in torch.load(sys.argv[1]):
+found = []
+for case in cases:
     flat = case["x"].detach().reshape(-1, case["x"].shape[-1])
-    results.append({
+    found.append({
         "residual": differentiated(bias.bias_residual, case, ["x", "bias", "residual"]),
         "gelu": differentiated(bias.bias_gelu, case, ["x", "bias"]),
         "layernorm": norm(case, case["bias"].detach()),
@@ -41,12 +34,11 @@ for case in torch.load(sys.argv[1]):
         "residual_norm": norm(case, case["bias"].detach(), residual=case["residual"].detach()),
         "sum": column_sum(flat, torch.float32),
     })
-torch.save(results, sys.argv[2])
 """
 EPSILON = 1e-6
 # Rows: one, fewer and more than a tile, more than a program's share. Columns: below, above and exactly a tile.
 SHAPES = [(1, 1, 40), (7, 1, 300), (150, 1, 256), (300, 2, 72)]
-CASES = [(shape, dtype) for shape in SHAPES for dtype in (torch.float32, torch.float16)]
+CASES = list(zip(SHAPES, 2 * (torch.float32, torch.float16), strict=True))  # the interpreter takes seconds for a case
 IDS = [f"{'x'.join(map(str, shape))}-{str(dtype).removeprefix('torch.')}" for shape, dtype in CASES]
 
 
@@ -60,17 +52,14 @@ def make_case(shape, dtype):
 
 
 @pytest.fixture(scope="module")
-def computed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kernels")
+def results():
     cases = [make_case(*case) for case in CASES]
-    torch.save(cases, folder / "cases.pt")
-    interpreted(SCRIPT, folder / "cases.pt", folder / "results.pt")
-    return list(zip(cases, torch.load(folder / "results.pt"), strict=True))
+    return list(zip(cases, computed(SCRIPT, cases), strict=True))
 
 
 @pytest.fixture(params=range(len(CASES)), ids=IDS)
-def case(request, computed):
-    return computed[request.param]
+def case(request, results):
+    return results[request.param]
 
 
 def differentiated(function, case, names):

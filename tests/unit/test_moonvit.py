@@ -7,10 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders import registry
 from bridge_cg_plugin.upstream.seams import encoders
-from bridge_cg_plugin.vision.batch import BatchError
 
 from .hugging_face_towers import results
 from .moonvit_towers import PACKAGE, entry_points, new_moonvit, region, run_moonvit
@@ -46,12 +44,6 @@ def assert_equal_results(found, expected):
     assert_close(found[1], expected[1], 10 * TOLERANCE)
 
 
-def test_bridges_provider_brings_it():
-    (name,) = entry_points()
-    assert name.rpartition(".")[2] == "KimiK25VLModelProvider"
-    assert encoders.other_providers() == (tuple(name.rsplit(".", 1)),)
-
-
 def test_the_layers_are_found_where_bridge_holds_the_tower():
     tower = new_moonvit()
     model = torch.nn.Module()
@@ -79,33 +71,6 @@ def test_any_images_and_videos_equal_eager():
         assert graphs.statistics().replays
 
 
-@settings(max_examples=30)
-@given(items)
-def test_rotations_are_those_that_the_remote_code_concatenates(rows):
-    model, grid = new_moonvit(), torch.tensor(rows)
-    expected = model.encoder.rope_2d.get_freqs_cis(grid, "cpu")
-    padded = torch.nn.functional.pad(grid, (0, 0, 0, 2))
-    found = region().MoonViTLayers(model.encoder)._rotation(padded, len(expected) + 5)
-    assert torch.equal(found[: len(expected)], expected)
-
-
-def test_calls_that_no_graph_takes_run_eager():
-    model = new_moonvit()
-    hidden, grid = torch.randn(8, 32), torch.tensor([(1, 2, 4)])
-    with graphs_on(model, **BUCKETS) as graphs:
-        with pytest.raises(AttributeError):
-            model.encoder(hidden, None)
-        with pytest.raises(BatchError, match="513"):
-            model.encoder(torch.randn(1026, 32), torch.tensor([(1, 513, 2)]))
-        with pytest.raises(BatchError, match="7 patches"):
-            model.encoder(hidden[:7], grid)
-        model.encoder(torch.randn(516, 32), torch.tensor([(1, 258, 2)]))
-        fallbacks = graphs.statistics().fallbacks
-        assert fallbacks == {"call_arguments": 1, "other_batch": 2, "too_many_tokens": 1}
-        with pytest.raises(BatchError, match="is on meta"):
-            model.encoder(torch.empty(8, 32, device="meta"), grid)
-
-
 def test_a_grid_that_changed_behind_the_hosts_back_gives_nan():
     model = new_moonvit()
     hidden, grid = torch.randn(8, 32), torch.tensor([(1, 2, 4)])
@@ -119,10 +84,3 @@ def test_a_grid_that_changed_behind_the_hosts_back_gives_nan():
 
         graphs.workload.encoder.read = stale
         assert model.encoder(hidden, grid).isnan().all()
-
-
-def test_another_type_on_a_gpu_is_refused():
-    weight = SimpleNamespace(is_cuda=True, dtype=torch.float32)
-    encoder = SimpleNamespace(final_layernorm=SimpleNamespace(weight=weight))
-    with pytest.raises(OptionError, match="MoonViT"):
-        region().MoonViTLayers(encoder)

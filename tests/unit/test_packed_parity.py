@@ -5,58 +5,12 @@ import math
 import pytest
 import torch
 
-from scripts.performance.loops.padded_packs import decoders_of, padded
 from tests.models.packed_parity import (
     beyond_noise,
-    eager_at,
     spread_of,
     worst_gradient,
 )
 from tests.models.tower import largest_relative
-
-from .packs import graphs_on, losses_and_gradients, new_model, new_qwen, pack, with_images
-from .towers import assert_close
-
-
-@pytest.fixture(scope="module")
-def model():
-    return new_model()
-
-
-@pytest.mark.parametrize("modules", [[], ["attn"], ["mlp"]], ids=["whole", "attn", "mlp"])
-def test_eager_on_a_buckets_rows_gives_eagers_results(model, modules):
-    arguments = pack((30, 180, 77))
-    rows = []
-    mlp = model.decoder.layers[0].mlp
-    with graphs_on(model, arguments, cuda_graph_modules=modules) as graphs:
-        with graphs.paused():
-            expected = losses_and_gradients(model, arguments)
-        hook = mlp.register_forward_hook(lambda module, given, out: rows.append(len(given[0])))
-        with eager_at(graphs, 320):
-            found = losses_and_gradients(model, arguments)
-        hook.remove()
-        assert rows == [287 if modules == ["attn"] else 320]
-        assert graphs.statistics().replays == 0 and graphs.workload.host.device_reads <= 1
-        losses_and_gradients(model, arguments)
-        assert graphs.statistics().replays == len(graphs._regions)
-    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
-
-
-def test_decoders_of_language_models_compute_a_buckets_rows():
-    whole = torch.nn.Module()
-    whole.language_model, whole.vision_model = new_qwen(), torch.nn.Module()
-    whole.vision_model.decoder = torch.nn.Identity()
-    decoder = whole.language_model.decoder
-    assert decoders_of(whole) == [decoder]
-    arguments, rows = with_images(pack((30, 180, 77))), []
-    expected = losses_and_gradients(whole.language_model, arguments)
-    hook = decoder.layers[0].mlp.register_forward_hook(lambda module, given, out: rows.append(len(given[0])))
-    for buckets in ((128, 320), (128,)):
-        with padded([whole], buckets):
-            found = losses_and_gradients(whole.language_model, arguments)
-        assert_close([found[0], *found[1]], [expected[0], *expected[1]])
-    hook.remove()
-    assert rows == [320, 287] and "forward" not in vars(decoder)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -149,38 +149,6 @@ def test_all_ranks_fall_back_together(tmp_path):
     assert ranks == [(counts, 1)] * 2
 
 
-def capture_failing_on_one_rank(sizes, strict):
-    model = new_model(**sizes)
-    arguments = rank_pack(sizes, (320,))
-    executor, calls = executor_of(model), []
-    record = executor.record_forward
-
-    def failing(body, pool):
-        calls.append(body)
-        if distributed.get_rank() == 1 and len(calls) == 2:
-            raise torch.OutOfMemoryError("made to fail")
-        return record(body, pool)
-
-    executor.record_forward = failing
-    options = {"executor": executor, "cuda_graph_packed_strict": strict, "capture": False}
-    with graphs_on(model, arguments, **options) as graphs:
-        if strict:
-            with pytest.raises(Exception, match="made to fail"):
-                graphs.capture()
-            return graphs.failure, None
-        assert not graphs.capture()
-        losses_and_gradients(model, arguments)
-        return graphs.failure, dict(graphs.statistics().fallbacks)
-
-
-@pytest.mark.parametrize("sizes, strict", [(TP2, False), (CP2, True)], ids=["TP2", "CP2, strict"])
-def test_a_rank_that_cannot_capture_makes_all_eager(tmp_path, sizes, strict):
-    first, second = run_ranks(2, capture_failing_on_one_rank, tmp_path, sizes, strict, **sizes)
-    assert first[0].startswith("OtherRankFailed: rank 1 failed: OutOfMemoryInCapture: made to fail")
-    assert second[0].startswith("OutOfMemoryInCapture: made to fail")
-    assert first[1] == second[1] == (None if strict else {"capture_failed": 1})
-
-
 def exchange_in_silence():
     """Return what exchanges give inside a silent group, and one that is not inside it."""
     ranks, rank = distributed.group.WORLD, distributed.get_rank()

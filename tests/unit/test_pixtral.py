@@ -28,16 +28,6 @@ def test_calls_of_pixtral_that_do_not_ask_for_hidden_states_run_eager():
         assert graphs.statistics().replays == 1
 
 
-def test_eager_calls_of_pixtral_before_and_after_a_capture_change_nothing():
-    """The first call that asks for hidden states leaves hooks on the layers."""
-    model = new_pixtral()
-    with graphs_on(model, **PIXTRALS.largest) as graphs:
-        with graphs.paused():
-            expected = PIXTRALS.results(model, PADDED)
-        assert_equal_results(PIXTRALS.results(model, PADDED), expected)
-        assert graphs.statistics().replays == 1 and graphs.statistics().fallbacks == {}
-
-
 def test_of_a_replays_hidden_states_the_last_can_be_had():
     pixels, sizes = draw_padded(PADDED)
     with graphs_on(new_pixtral(), **PIXTRALS.largest) as graphs:

@@ -3,20 +3,18 @@
 import pytest
 import torch
 
-from tests.scripts import interpreted
+from tests.scripts import computed
 
 from .towers import new_tower
 
 TOKENS, HEADS, WIDTH = 12, 3, 20
 SCRIPT = """
-import sys, torch
 from types import SimpleNamespace
 from bridge_cg_plugin.upstream.kernels.layers import _Rotation, fused_rotary
 from bridge_cg_plugin.vision.kernels.rotary import apply_rotary, cos_and_sin, rotate_interleaved, rotate_qkv
 from bridge_cg_plugin.vision.kernels.cudnn_attention import lie_interleaved
 from tests.unit.towers import draw, new_tower
 
-cases = torch.load(sys.argv[1])
 for case in cases:
     source = case["source"]
     x = source[..., : source.shape[-1] // 3] if case["strided"] else source
@@ -98,7 +96,6 @@ def count(*args):
 rotary._launch = count
 train(model, fused_rotary([model]))
 found = {"cases": cases, "fused": fused, "originals": len(calls), "towers": towers, "launches": counted["kernel"]}
-torch.save(found, sys.argv[2])
 """
 
 
@@ -117,16 +114,13 @@ CASES = [(torch.float32, True, True), (torch.float32, False, False), (torch.bflo
 
 
 @pytest.fixture(scope="module")
-def computed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rotary")
-    torch.save([make_case(*case, seed) for seed, case in enumerate(CASES)], folder / "in")
-    interpreted(SCRIPT, folder / "in", folder / "out")
-    return torch.load(folder / "out")
+def found():
+    return computed(SCRIPT, [make_case(*case, seed) for seed, case in enumerate(CASES)])
 
 
-def rotate_half(x):
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+@pytest.fixture(params=range(len(CASES)), ids=lambda i: str(CASES[i]))
+def case(request, found):
+    return found["cases"][request.param]
 
 
 def as_stored(value, dtype):
@@ -145,42 +139,41 @@ def taken_part(case):
     return source[..., : source.shape[-1] // 3] if case["strided"] else source
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
-def test_forward_and_backward_equal_the_eager_formula_bit_for_bit(computed, index):
-    case = computed["cases"][index]
-    x = taken_part(case).detach().requires_grad_()
-    angles = case["angles"][:, 0]
-    single = x.float().detach().requires_grad_()
-    expected = single * torch.cos(angles) + rotate_half(single) * torch.sin(angles)
+def rotated(x, case, back=False):
+    """Rotate in fp32; `back` is the gradient's way."""
+    angles = case["angles"][:, 0] * (-1 if back else 1)
+    first, second = x.float().chunk(2, dim=-1)
+    turned = x.float() * torch.cos(angles) + torch.cat((-second, first), dim=-1) * torch.sin(angles)
+    return as_stored(turned, x.dtype)
+
+
+def rounded(x, case, back=False, tables=lambda table: table):
+    """Rotate in fp32, with everything rounded that a kernel would store in the input's type."""
+    half = case["angles"][:, 0, :, : WIDTH // 2] * (-1 if back else 1)
+    cosines, sines = tables(torch.cos(half)), tables(torch.sin(half))
+    first, second = (part * cosines for part in x.float().chunk(2, dim=-1))
+    other, another = (part * sines for part in x.float().chunk(2, dim=-1))
+    first, second, other, another = (as_stored(t, x.dtype).float() for t in (first, second, other, another))
+    return as_stored(torch.cat((first - another, second + other), dim=-1), x.dtype)
+
+
+def test_forward_and_backward_equal_the_eager_formula_bit_for_bit(case):
+    x, gradient = taken_part(case), case["gradient"]
     assert case["out"].dtype == x.dtype and case["contiguous"]
-    assert torch.equal(case["out"], as_stored(expected, x.dtype))
-    (gradient,) = torch.autograd.grad(expected, single, case["gradient"].float())
-    assert torch.equal(case["input_gradient"], as_stored(gradient, x.dtype))
-
-
-def turned(x, cosines, sines, dtype):
-    """Rotate in fp32, with everything rounded to `dtype` that a kernel would store."""
-    first, second = (half * cosines for half in x.chunk(2, dim=-1))
-    other, another = (half * sines for half in x.chunk(2, dim=-1))
-    first, second, other, another = (as_stored(t, dtype).float() for t in (first, second, other, another))
-    return as_stored(torch.cat((first - another, second + other), dim=-1), dtype)
-
-
-@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
-def test_products_are_rounded_where_eager_computes_in_the_inputs_dtype(computed, index):
-    case = computed["cases"][index]
-    out, gradient = case["rounded"]
-    half = case["angles"][:, 0, :, : WIDTH // 2]
-    cosines, sines = torch.cos(half), torch.sin(half)
-    assert torch.equal(out, turned(taken_part(case).float(), cosines, sines, out.dtype))
-    assert torch.equal(gradient, turned(case["gradient"].float(), cosines, -sines, out.dtype))
+    assert torch.equal(case["out"], rotated(x, case))
+    assert torch.equal(case["input_gradient"], rotated(gradient, case, back=True))
+    assert torch.equal(case["rounded"][0], rounded(x, case))
+    assert torch.equal(case["rounded"][1], rounded(gradient, case, back=True))
+    packed, unpacked = case["shimmed"]
+    assert torch.equal(packed, rounded(x, case, tables=lambda table: table.to(x.dtype).float()))
+    assert torch.equal(unpacked, by_batch(packed))
 
 
 @pytest.mark.parametrize("index", [i for i, case in enumerate(CASES) if case[0] == torch.float32])
-def test_forward_equals_bridges_own_function_bit_for_bit(computed, index):
+def test_forward_equals_bridges_own_function_bit_for_bit(found, index):
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import apply_rotary_pos_emb_absolute
 
-    case, config = computed["cases"][index], new_tower().config
+    case, config = found["cases"][index], new_tower().config
     config.apply_rotary_pos_emb_in_fp32 = True
     offsets = torch.tensor([0, 4, TOKENS], dtype=torch.int32)
     expected = apply_rotary_pos_emb_absolute(taken_part(case), case["angles"], config, offsets)
@@ -189,64 +182,32 @@ def test_forward_equals_bridges_own_function_bit_for_bit(computed, index):
     assert torch.equal(case["shimmed"][1], apply_rotary_pos_emb_absolute(unpacked, angles, config))
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: str(CASES[i]))
-def test_packed_and_unpacked_rows_are_rounded_where_eager_computes_in_their_dtype(computed, index):
-    case = computed["cases"][index]
-    packed, unpacked = case["shimmed"]
-    half = case["angles"][:, 0, :, : WIDTH // 2]
-    tables = (table.to(packed.dtype).float() for table in (torch.cos(half), torch.sin(half)))
-    assert torch.equal(packed, turned(taken_part(case).float(), *tables, packed.dtype))
-    assert torch.equal(unpacked, by_batch(packed))
+def test_the_kernel_is_used_where_it_fits_only(found):
+    assert found["fused"] and found["originals"] == 5
 
 
-def test_the_kernel_is_used_where_it_fits_only(computed):
-    assert computed["fused"]
-    assert computed["originals"] == 5
+def test_queries_keys_and_values_of_projections_equal_the_eager_formula_bit_for_bit(case):
+    """Of one projection or three, interleaved by part or by head, with gradients interleaved or apart."""
+    if not case["strided"]:
+        return
+    for way, (values, gradients, lie) in case["interleaved"].items():
+        turn = rounded if way.endswith("True") else rotated
+        assert lie == (True, True)
+        for ours, given, back in (
+            (values, case["source"].chunk(3, -1), False),
+            (gradients, case["gradients"].unbind(2), True),
+        ):
+            expected = [*(turn(each, case, back) for each in given[:2]), given[2]]
+            assert all(map(torch.equal, ours, expected)), way
+    for apart, (values, gradient, in_place) in enumerate(case["projected"]):
+        query, key, value = case["source"].chunk(3, dim=-1)
+        assert all(map(torch.equal, values, (rotated(query, case), rotated(key, case), value)))
+        query, key, value = case["gradients"].unbind(2)
+        expected = torch.cat((rotated(query, case, back=True), rotated(key, case, back=True), value), dim=-1)
+        assert torch.equal(gradient, expected) and in_place is not bool(apart)
 
 
-@pytest.mark.parametrize("joint", [False, True], ids=["three", "one"])
-@pytest.mark.parametrize("rounds", [False, True], ids=["fp32", "rounds"])
-@pytest.mark.parametrize("index", [i for i, case in enumerate(CASES) if case[1]], ids=lambda i: str(CASES[i]))
-def test_what_is_interleaved_equals_the_eager_formula_bit_for_bit(computed, index, rounds, joint):
-    case = computed["cases"][index]
-    values, gradients, lie = case["interleaved"][f"{joint} {rounds}"]
-    assert lie == (True, True)
-    angles, dtype = case["angles"][:, 0], case["source"].dtype
-    half = angles[..., : WIDTH // 2]
-    for found, given, sign in (
-        (values, case["source"].chunk(3, dim=-1), 1),
-        (gradients, case["gradients"].unbind(2), -1),
-    ):
-        for ours, each in zip(found[:2], given[:2], strict=True):
-            each, sines = each.float(), sign * torch.sin(half)
-            if rounds:
-                expected = turned(each, torch.cos(half), sines, dtype)
-            else:
-                whole = torch.cat((sines, sines), dim=-1)
-                expected = as_stored(each * torch.cos(angles) + rotate_half(each) * whole, dtype)
-            assert torch.equal(ours, expected)
-        assert torch.equal(found[2], given[2])
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["gradients-interleaved", "gradients-apart"])
-@pytest.mark.parametrize("index", [i for i, case in enumerate(CASES) if case[1]], ids=lambda i: str(CASES[i]))
-def test_queries_keys_and_values_equal_the_eager_formula_bit_for_bit(computed, index, apart):
-    case = computed["cases"][index]
-    values, gradient, in_place = case["projected"][apart]
-    angles, dtype = case["angles"][:, 0], case["source"].dtype
-    single = case["source"].float().detach().requires_grad_()
-    query, key, value = single.chunk(3, dim=-1)
-    turned = [x * torch.cos(angles) + rotate_half(x) * torch.sin(angles) for x in (query, key)]
-    for ours, expected in zip(values, (*turned, value), strict=True):
-        assert torch.equal(ours, as_stored(expected, dtype))
-    (expected,) = torch.autograd.grad((*turned, value), single, [g.float() for g in case["gradients"].unbind(2)])
-    assert torch.equal(gradient, as_stored(expected, dtype))
-    assert in_place is not apart
-
-
-def test_a_tower_computes_the_same_with_rotation_at_the_projection(computed):
-    (hidden, gradients), (rotated, rotated_gradients) = computed["towers"]
-    assert torch.equal(rotated, hidden)
-    for ours, expected in zip(rotated_gradients, gradients, strict=True):
-        assert torch.equal(ours, expected)
-    assert computed["launches"] == 2 * 3
+def test_a_tower_computes_the_same_with_rotation_at_the_projection(found):
+    (hidden, gradients), (rotated_hidden, rotated_gradients) = found["towers"]
+    assert torch.equal(rotated_hidden, hidden) and all(map(torch.equal, rotated_gradients, gradients))
+    assert found["launches"] == 2 * 3

@@ -3,25 +3,18 @@
 import pytest
 import torch
 
-from tests.scripts import interpreted
+from tests.scripts import computed
 
 SCRIPT = """
-import sys
-
-import torch
-
-from tests.interpreted import prepare
 from tests.segment_plans import use_reference_plans
 
-prepare()
 use_reference_plans()
 from bridge_cg_plugin.vision.kernels.padding import clear_padding
 from bridge_cg_plugin.vision.kernels.cudnn_attention import (
     lie_interleaved, locate_segments, plans_for, segment_attention
 )
 
-empty = torch.empty
-results, cases = [], torch.load(sys.argv[1])
+empty, found = torch.empty, []
 # What nothing wrote is seen.
 torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan)
 for case in cases:
@@ -32,12 +25,11 @@ for case in cases:
     gradients = torch.autograd.grad(out, parts, case["gradient"])
     cleared = torch.full_like(case["gradient"], 7.0)
     clear_padding(cleared, case["offsets"])
-    results.append({
+    found.append({
         "out": out.detach(), "gradients": [g.clone() for g in gradients], "interleaved": lie_interleaved(*gradients),
         "cleared": cleared,
     })
 torch.empty = empty
-torch.save(results, sys.argv[2])
 """
 # Segments, how many places for segments, rows: no padding, padding inside and over whole tiles, no segment at all.
 LAYOUTS = {
@@ -79,35 +71,17 @@ def expected(case, lengths):
     return out.detach(), torch.autograd.grad(out, parts, case["gradient"].float())
 
 
-@pytest.fixture(scope="module")
-def computed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("segments")
-    cases = [make_case(*layout) for layout in LAYOUTS.values()]
-    torch.save(cases, folder / "cases.pt")
-    interpreted(SCRIPT, folder / "cases.pt", folder / "results.pt")
-    return dict(zip(LAYOUTS, zip(cases, torch.load(folder / "results.pt"), strict=True), strict=True))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_segments_attend_to_themselves(computed, layout):
-    case, found = computed[layout]
-    out, gradients = expected(case, LAYOUTS[layout][0])
-    for a, b in zip([found["out"], *found["gradients"]], [out, *gradients], strict=True):
-        torch.testing.assert_close(a.float(), b, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_behind_the_segments_are_zero(computed, layout):
-    case, found = computed[layout]
-    used = int(case["offsets"][-1])
-    for x in (found["out"], *found["gradients"], found["cleared"]):
-        assert not x[used:].count_nonzero()
-    assert (found["cleared"][:used] == 7).all()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_lie_as_the_projections_output(computed, layout):
-    assert computed[layout][1]["interleaved"]
+def test_segments_attend_to_themselves_and_rows_behind_them_are_zero():
+    cases = {name: make_case(*layout) for name, layout in LAYOUTS.items()}
+    for (name, case), found in zip(cases.items(), computed(SCRIPT, list(cases.values())), strict=True):
+        out, gradients = expected(case, LAYOUTS[name][0])
+        for a, b in zip([found["out"], *found["gradients"]], [out, *gradients], strict=True):
+            torch.testing.assert_close(a.float(), b, rtol=2e-2, atol=2e-2)
+        used = int(case["offsets"][-1])
+        for x in (found["out"], *found["gradients"], found["cleared"]):
+            assert not x[used:].count_nonzero()
+        assert (found["cleared"][:used] == 7).all()
+        assert found["interleaved"], "gradients lie as the projection's output"
 
 
 def test_only_one_tensor_taken_apart_is_interleaved():

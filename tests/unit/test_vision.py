@@ -108,6 +108,17 @@ def test_some_parts_are_frozen(trained):
         assert graphs.statistics().fallbacks == {}
 
 
+def test_an_eager_fallback_after_a_replay_is_no_first_microbatch():
+    """A linear module that adds weight gradients to main_grad itself overwrites it in the first one that it sees."""
+    model = new_tower()
+    linear = model.decoder.layers[0].self_attention.linear_qkv
+    with graphs_on(model, max_frames=4):
+        for rows, stays in ((IMAGES, True), (TOO_MANY_FRAMES, False)):
+            linear.is_first_microbatch = True
+            forward(model, rows)
+            assert linear.is_first_microbatch is stays
+
+
 @pytest.mark.both_executors
 def test_evaluation_equals_eager_and_is_counted():
     model = new_tower()

@@ -5,15 +5,14 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.encoders.registry import find_encoder
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.hooks.helpers import (
     VisionTECudaGraphHelper,
     get_vision_cuda_graph_seq_length,
 )
 
-from .mixes import IMAGES, MIXED
-from .towers import DEFAULTS, assert_close, forward, new_tower, results
+from .mixes import MIXED
+from .towers import DEFAULTS, assert_close, new_tower, results
 
 
 def test_slots_follow_the_pipeline_unless_given():
@@ -49,22 +48,6 @@ def test_a_model_without_an_encoder_is_left_alone():
         helper.delete_cuda_graphs()
         helper.delete_cuda_graphs()
         assert len(active_helpers()) == before
-
-
-def test_the_encoder_is_found_under_any_wrapper():
-    tower = new_tower()
-    holder = Holder("vision_model", tower)
-    deeper = Holder("model", holder)
-    for model, expected in [
-        (tower, tower),
-        (holder, holder),
-        (deeper, holder),
-        (Holder("module", holder), holder),
-        (Holder("module", Holder("module", deeper)), holder),
-        (Holder("module", tower), tower),
-        ([nn.Linear(2, 2), Holder("module", deeper)], holder),
-    ]:
-        assert find_encoder(model)[:2] == (tower, expected)
 
 
 @pytest.mark.parametrize("with_config", [True, False])
@@ -119,23 +102,3 @@ def test_an_encoder_is_released_whose_helper_went_with_the_run(capsys):
     assert not first.captured and again in active_helpers() and "CUDA graphs" in capsys.readouterr().out
     again.delete_cuda_graphs()
     assert "forward" not in vars(model) and not model._forward_pre_hooks
-
-
-@pytest.mark.parametrize("first_out", [0, 1])
-def test_two_helpers_on_one_encoder_leave_it_as_it_was(first_out):
-    """A training run that ended with an error leaves its helper behind; the next run makes another."""
-    model = new_tower()
-    expected = results(model, MIXED)
-    made = [
-        VisionTECudaGraphHelper(
-            model, model.config, options=VisionGraphOptions(**DEFAULTS), executor=ReferenceExecutor()
-        )
-        for _ in range(2)
-    ]
-    made[1].create_cudagraphs()
-    forward(model, IMAGES)
-    assert made[1].graphs.statistics().replays == 1
-    made[first_out].delete_cuda_graphs()
-    made[1 - first_out].delete_cuda_graphs()
-    assert "forward" not in model.__dict__
-    assert_close(results(model, MIXED)[0], expected[0], 0.0)

@@ -9,10 +9,9 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.reports.report import metrics
 from bridge_cg_plugin.offload import host, offloading
 from bridge_cg_plugin.offload.plan import Fate
-from bridge_cg_plugin.options import OFFLOAD_MODULES, VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
+from bridge_cg_plugin.options import OFFLOAD_MODULES
 
-from .towers import DEFAULTS, graphs_on, new_tower, results
+from .towers import graphs_on, new_tower, results
 
 LEAST_BYTES = 1024
 
@@ -72,19 +71,6 @@ def test_host_memory_for_all_slots_is_looked_for_before_the_first_capture(monkey
     assert not recorded
 
 
-def test_too_little_host_memory_leaves_the_encoder_eager_with_one_warning(monkeypatch, caplog):
-    monkeypatch.setattr(host, "available_bytes", lambda: 1 << 10)
-    tower = new_tower()
-    options = VisionGraphOptions(**{**DEFAULTS, **SETTINGS, "strict": False, "offload": ("attention",)})
-    helper = VisionTECudaGraphHelper(tower, tower.config, options=options, executor=ReferenceExecutor())
-    helper.create_cudagraphs()
-    assert not helper.graphs_created()
-    assert "HostMemoryError" in helper.graphs.failure
-    assert len([r for r in caplog.records if "could not be captured" in r.message]) == 1
-    results(tower, ROWS)
-    helper.graphs.detach()
-
-
 class Filled(SlotMemory):
     """The memory of a slot."""
 
@@ -131,16 +117,6 @@ def test_memory_with_gaps_is_recorded_again_with_less_in_it():
     assert executor.dropped == 1
     assert all(map(torch.equal, outputs, expected[0]))
     assert all(map(torch.equal, gradients, expected[1]))
-
-
-def test_memory_that_never_fits_its_target_is_an_error():
-    tower, target = new_tower(), target_of(0.7)
-    executor = FilledMemory(gaps=0, least=int(1.1 * target * 2**30))
-    with (
-        pytest.raises(CaptureError, match="offload_above_gb=.* needs at least"),
-        graphs_on(tower, executor=executor, offload_above_gb=target, **SETTINGS),
-    ):
-        pass
 
 
 def test_a_part_that_saves_nothing_is_said(capsys, monkeypatch):

@@ -4,8 +4,6 @@ Structure, names and interface are those of the published model, the code is not
 embeddings, layers over packed items with rotated queries and keys, pooling over time and merged patches.
 """
 
-import math
-
 import torch
 from torch import nn
 from torch.nn import functional
@@ -23,16 +21,6 @@ class VisionTowerConfig:
         self.intermediate_size = config.vt_intermediate_size
         self.merge_kernel_size = tuple(config.merge_kernel_size)
         self._attn_implementation = getattr(config, "_attn_implementation", "eager")
-
-
-class ProjectorConfig:
-    """What the projector is built from."""
-
-    def __init__(self, config):
-        self.mm_hidden_size = config.mm_hidden_size
-        self.hidden_size = config.text_hidden_size
-        self.merge_kernel_size = tuple(config.merge_kernel_size)
-        self.projector_ln_eps = config.projector_ln_eps
 
 
 def apply_rope(xq, xk, freqs_cis):
@@ -186,17 +174,3 @@ class MoonViT3dPretrainedModel(nn.Module):
         """Return the merged patches of every image or video."""
         hidden_states = self.encoder(self.patch_embed(pixel_values, grid_thws), grid_thws)
         return tpool_patch_merger(hidden_states, grid_thws, self.config.merge_kernel_size)
-
-
-class PatchMergerMLP(nn.Module):
-    """From merged patches to embeddings of the text model."""
-
-    def __init__(self, config):
-        super().__init__()
-        width = config.mm_hidden_size * math.prod(config.merge_kernel_size)
-        self.pre_norm = nn.LayerNorm(config.mm_hidden_size, eps=config.projector_ln_eps)
-        self.proj = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, config.hidden_size))
-
-    def forward(self, x):
-        """Return the embeddings of every item."""
-        return [self.proj(self.pre_norm(item).flatten(1)) for item in x]
