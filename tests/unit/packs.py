@@ -26,7 +26,8 @@ from examples.photographs.small_tower import start_single_process
 from tests.models.language_model import held
 
 from ..executors import new_executor
-from .towers import loss_of
+from ..main_grads import hook_main_grads
+from .towers import assert_close, loss_of
 
 bridge_cg_plugin.activate()
 
@@ -342,6 +343,24 @@ def graphs_on(model, *warmup, capture=True, executor=None, num_microbatches=1, g
                 chunk.graphs.detach()
                 chunk.graphs = None
         vars(model.config).update(before)
+
+
+def assert_same(found, expected):
+    """Compare losses and gradients."""
+    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+
+
+def assert_adds_to_main_grads(model, batches, put_on_graphs):
+    """Compare `main_grad` in the decoder, and `grad` elsewhere, after replays of batches with eager's gradients."""
+    expected = [losses_and_gradients(model, batch)[1] for batch in batches]
+    model.nodes = hook_main_grads(model.decoder.parameters())
+    with put_on_graphs() as graphs:
+        for batch in batches:
+            loss_of([model(**batch)]).backward()
+        assert replayed(graphs) == len(batches)
+    inside = set(model.decoder.parameters())
+    for parameter, *parts in zip(model.parameters(), *expected, strict=True):
+        assert_close([parameter.main_grad if parameter in inside else parameter.grad], [sum(parts)])
 
 
 def eager(model, graphs, arguments):

@@ -9,12 +9,20 @@ from bridge_cg_plugin.upstream.decoder import block as packed_decoder
 from bridge_cg_plugin.upstream.hooks import between as pack_indices
 from bridge_cg_plugin.upstream.hooks.helpers import PackedCudaGraphHelper
 
-from ..main_grads import hook_main_grads
 from .hybrids import hybrid_pack, new_hybrid, stand_ins
-from .packs import EXPERTS, ends, graphs_on, losses_and_gradients
+from .packs import (
+    EXPERTS,
+    WARMUP,
+    assert_adds_to_main_grads,
+    assert_same,
+    eager,
+    ends,
+    graphs_on,
+    losses_and_gradients,
+    replayed,
+)
 from .towers import assert_close
 
-WARMUP = (100, 150, 50)
 PACKS = {
     "as many as captured": hybrid_pack((1, 90, 30, 100, 60, 20)),
     "a document of no tokens": hybrid_pack((40, 0, 250)),
@@ -46,21 +54,12 @@ def bare():
     return new_hybrid()
 
 
-def eager(model, graphs, arguments):
-    with graphs.paused():
-        return losses_and_gradients(model, arguments)
-
-
-def replayed(graphs):
-    return graphs.statistics().replays
-
-
 def assert_replays_are_eagers(model, graphs, arguments):
     expected = eager(model, graphs, arguments)
     before = replayed(graphs)
     found = losses_and_gradients(model, arguments)
     assert replayed(graphs) == before + len(graphs._regions)
-    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+    assert_same(found, expected)
 
 
 def test_the_stand_in_keeps_documents_apart_and_has_a_state(bare):
@@ -91,7 +90,7 @@ def test_parts_of_layers(bare, modules, regions):
     with graphs_on(bare, hybrid_pack(WARMUP), cuda_graph_modules=modules) as graphs:
         found = losses_and_gradients(bare, hybrid_pack((30, 180, 77)))
         assert len(graphs._regions) == replayed(graphs) == regions
-    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+    assert_same(found, expected)
     assert not any("forward" in vars(layer) for layer in bare.decoder.layers)
 
 
@@ -102,7 +101,7 @@ def test_layers_of_experts(modules, regions):
     with graphs_on(model, hybrid_pack(WARMUP), cuda_graph_modules=modules) as graphs:
         found = losses_and_gradients(model, hybrid_pack((30, 180, 77)))
         assert len(graphs._regions) == replayed(graphs) == regions
-    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
+    assert_same(found, expected)
 
 
 def test_layers_that_are_not_there_are_no_parts(bare):
@@ -116,16 +115,8 @@ def test_layers_that_are_not_there_are_no_parts(bare):
 def test_gradients_are_added_to_main_grad():
     """Also those of the parameters that a mixer keeps outside of its modules."""
     model = new_hybrid()
-    with graphs_on(model, hybrid_pack(WARMUP)) as graphs:
-        expected = eager(model, graphs, hybrid_pack((100, 180)))[1]
-    model.nodes = hook_main_grads(model.decoder.parameters())
-    with graphs_on(model, hybrid_pack(WARMUP)):
-        losses = model(**hybrid_pack((100, 180)))
-        (losses * torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)).sum().backward()
-    inside = set(model.decoder.parameters())
-    for parameter, total in zip(model.parameters(), expected, strict=True):
-        assert_close([parameter.main_grad if parameter in inside else parameter.grad], [total])
-    mixer = model.decoder.layers[0].mixer
+    assert_adds_to_main_grads(model, [hybrid_pack((100, 180))], lambda: graphs_on(model, hybrid_pack(WARMUP)))
+    mixer, inside = model.decoder.layers[0].mixer, set(model.decoder.parameters())
     assert all(held in inside for held in vars(mixer.cp).values() if isinstance(held, torch.nn.Parameter))
 
 
