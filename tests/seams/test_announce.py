@@ -5,7 +5,7 @@ import logging
 import pytest
 from megatron.bridge.training.utils.log_utils import setup_logging
 
-from bridge_cg_plugin.announce import announce, warn
+from bridge_cg_plugin.announce import warn
 
 
 @pytest.fixture
@@ -24,8 +24,3 @@ def test_bridge_does_not_drop_warnings_of_the_plugin(bridges_logging, caplog):
     logging.getLogger("bridge_cg_plugin").warning("dropped")
     warn("the encoder runs eager")
     assert [record.getMessage() for record in caplog.records] == ["[rank 0] the encoder runs eager"]
-
-
-def test_lines_are_printed(bridges_logging, capsys):
-    announce("one\ntwo")
-    assert capsys.readouterr().out == "[bridge-cg] one\n[bridge-cg] two\n"

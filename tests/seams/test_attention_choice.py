@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.upstream.encoders import direct_attention
-from bridge_cg_plugin.upstream.encoders.direct_attention import direct_attention_refusal, flash_attention_refusal
+from bridge_cg_plugin.upstream.encoders.direct_attention import direct_attention_refusal
 from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
 from bridge_cg_plugin.upstream.kernels.transformer_engine import fused_attention_refusal
 from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_UTILS
@@ -97,11 +97,6 @@ def test_cudnn_is_not_called_directly_where_eager_attends_otherwise(able, monkey
     assert direct_attention_refusal() is None
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     assert direct_attention_refusal() == "NVTE_FUSED_ATTN=0 or attention_backend keeps eager from cuDNN's attention"
-
-
-def test_flash_attention_is_the_users_word(able, monkeypatch):
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-    assert flash_attention_refusal() is None
 
 
 @pytest.mark.parametrize("fused", [None, "0", "1"])

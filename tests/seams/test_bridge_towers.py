@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.options import OptionError, VisionGraphOptions
+from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders.glm45v import GLM45V
 from bridge_cg_plugin.upstream.encoders.pixtral import PIXTRAL
 from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI
@@ -126,14 +126,6 @@ def test_bridges_train_loop_passes_a_model_without_a_vision_model(active):
         train.get_attr_wrapped_model(model, "nothing")
     inner.vision_model = None
     assert train.get_attr_wrapped_model(model, "vision_model", **arguments) is inner
-
-
-@pytest.mark.parametrize(("build", "sample", "sizes", "family", "attribute"), [QWEN, GEMMA])
-def test_capacities_must_be_whole_embeddings_or_images(build, sample, sizes, family, attribute):
-    model = build(vision_cuda_graph_buckets=[63 if family is SIGLIP else 62])
-    what = "64, the patches of one image" if family is SIGLIP else "4, the patches of one embedding"
-    with pytest.raises(OptionError, match=f"a multiple of {what}"):
-        VisionTECudaGraphHelper([model], find_encoder(model).model.config, executor=ReferenceExecutor())
 
 
 # Frames of the audio clip and images of every microbatch.

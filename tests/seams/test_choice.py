@@ -5,10 +5,10 @@ import torch
 
 from bridge_cg_plugin.cli.explain.recipes import set_words
 from bridge_cg_plugin.options import OptionError, normalize
-from bridge_cg_plugin.upstream.hooks.overrides import apply_flags, apply_overrides
+from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 
-from .test_features import GPT, QWEN3_VL, config_of
+from .test_features import QWEN3_VL, config_of
 
 
 @pytest.mark.parametrize("how", ["exact", "fastest"])
@@ -41,24 +41,9 @@ def test_only_rank_0_prints_before_the_ranks_are_connected(active, capsys, monke
     assert "vision encoder" in capsys.readouterr().out
 
 
-def test_graphs_that_were_set_by_hand_have_no_table(active, capsys):
-    config = config_of(QWEN3_VL, vision_cuda_graph_impl="transformer_engine")
-    config.rng.te_rng_tracker = True
-    check_training_config(config)
-    assert not capsys.readouterr().out
-    apply_flags(config, {"cuda_graphs": "off"})
-    assert capsys.readouterr().out == "[bridge-cg] cuda_graphs: all: eager (cuda_graphs=off)\n"
-
-
 def test_a_word_for_another_tracker_is_refused(active):
     config = config_of(QWEN3_VL)
     with pytest.raises(OptionError, match="cuda_graphs=exact with rng.te_rng_tracker=false"):
         apply_overrides(config, {"cuda_graphs": "exact"}, ["rng.te_rng_tracker=false"], set_words)
     apply_overrides(config, {"cuda_graphs": "exact"}, ["rng.te_rng_tracker=true"], set_words)
     assert config.rng.te_rng_tracker and normalize(config)[0].vision.enabled
-
-
-def test_vision_graphs_of_a_language_model_are_refused_for_its_missing_encoder(active):
-    config = config_of(GPT, recompute_granularity="full")
-    with pytest.raises(OptionError, match="whose configuration has no such field"):
-        apply_overrides(config, {}, ["model.vision_cuda_graph_impl=transformer_engine"], set_words)

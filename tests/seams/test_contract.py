@@ -14,7 +14,7 @@ from tests.scripts import interpreted
 from tests.traced import functions_run, place
 from tests.unit import hugging_face_towers as towers
 from tests.unit import packs, radio_towers
-from tests.unit.towers import draw, graphs_on, new_tower
+from tests.unit.towers import forward, graphs_on, new_tower
 
 IMAGES = [[1, 8, 8], [1, 4, 8]]
 # What runs around a model's computation and changes nothing of it: how Hugging Face's modules are called and collect
@@ -63,61 +63,25 @@ def gone_around(run, on_graphs):
     return eager - again
 
 
-def grid_call(new, width=None):
-    model, (pixels, grid) = new(), towers.draw_windows(IMAGES, **({} if width is None else {"width": width}))
-    return model, lambda: model(pixels, grid_thw=grid)
-
-
-def glm_call():
-    model, (pixels, grid) = towers.new_glm45v(), towers.draw_windows([[1, 4, 4], [1, 4, 8]])
-    return model, lambda: model(pixels, grid_thw=grid)
-
-
-def pixtral_call():
-    model, (pixels, sizes) = towers.new_pixtral(), towers.draw_padded([[1, 4, 4], [1, 6, 4]])
-    return model, lambda: model(pixels, image_sizes=sizes, output_hidden_states=True)
-
-
-def siglip_call():
-    model, images = towers.new_siglip(), towers.draw_images(3)
-    return model, lambda: model(images, return_dict=True)
-
-
-def audio_call():
-    model = towers.new_qwen3_omni_audio()
-    return model, lambda: towers.run_qwen3_omni_audio(model, [250, 130])
-
-
-def bridge_call():
-    model, batch = new_tower(), draw([[1, 4, 4], [1, 6, 8]])
-    return model, lambda: model(*batch)
-
-
-def tiles_call():
-    model = radio_towers.new_radio()
-    return model, lambda: radio_towers.run_tiles(model, 2)
-
-
+# How each is built, called, and with what.
 ENCODERS = {
-    "Qwen3-VL": bridge_call,
-    "Qwen2.5-VL": lambda: grid_call(towers.new_qwen25),
-    "Qwen2.5-Omni": lambda: grid_call(towers.new_qwen25_omni),
-    "Qwen3-Omni": lambda: grid_call(towers.new_qwen3_omni, towers.OMNI_PATCH),
-    "GLM-4.5V": glm_call,
-    "Pixtral": pixtral_call,
-    "SigLIP": siglip_call,
-    "Qwen3-Omni's audio": audio_call,
-    "RADIO": tiles_call,
+    "Qwen3-VL": (new_tower, forward, [[1, 4, 4], [1, 6, 8]]),
+    "Qwen2.5-VL": (towers.new_qwen25, towers.run_qwen25, IMAGES),
+    "Qwen2.5-Omni": (towers.new_qwen25_omni, towers.run_qwen25, IMAGES),
+    "Qwen3-Omni": (towers.new_qwen3_omni, towers.run_qwen3_omni, IMAGES),
+    "GLM-4.5V": (towers.new_glm45v, towers.run_qwen25, IMAGES),
+    "Pixtral": (towers.new_pixtral, towers.run_pixtral, IMAGES),
+    "SigLIP": (towers.new_siglip, towers.run_siglip, 3),
+    "Qwen3-Omni's audio": (towers.new_qwen3_omni_audio, towers.run_qwen3_omni_audio, [250, 130]),
+    "RADIO": (radio_towers.new_radio, radio_towers.run_tiles, 2),
 }
-BUCKETS = {"Qwen3-Omni's audio": (4 * 16, 16 * 16), "RADIO": (64, 128)}
 
 
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_an_encoder(encoder):
-    model, run = ENCODERS[encoder]()
-    gone = gone_around(
-        run, lambda: graphs_on(model, executor=ReferenceExecutor(), buckets=BUCKETS.get(encoder, (64, 128)))
-    )
+    new, run, size = ENCODERS[encoder]
+    model, executor = new(), ReferenceExecutor()
+    gone = gone_around(lambda: run(model, size), lambda: graphs_on(model, executor=executor, buckets=(64, 128, 256)))
     assert missing(gone) == []
 
 

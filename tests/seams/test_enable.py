@@ -152,8 +152,3 @@ def test_enable_refuses_graphs_that_bridges_loop_alone_drives(impl):
     with pytest.raises(OptionError, match="in a loop other than Bridge's"):
         bridge_cg_plugin.enable(model, f"vision_cuda_graph_impl=transformer_engine cuda_graph_impl={impl}")
     bridge_cg_plugin.enable(model, "cuda_graph_impl=transformer_engine cuda_graph_max_packed_seqs=4")
-
-
-def test_enable_wants_a_model_with_a_config():
-    with pytest.raises(OptionError, match="config"):
-        bridge_cg_plugin.enable(nn.Linear(2, 2), "vision_cuda_graph_impl=transformer_engine")

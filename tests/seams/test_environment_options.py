@@ -79,14 +79,6 @@ def test_each_field_is_the_configurations_or_else_the_environments(configured, e
         assert getattr(config.model, name) == (own if own != default else said.get(name, default)), name
 
 
-def test_a_model_without_a_field_is_left_as_it_is(configured, monkeypatch):
-    config = configured()
-    monkeypatch.setenv(VARIABLE, f"{ON} vision_cuda_graph_buckets=64")
-    plain = type("Plain", (), {"model": type("Text", (), {})(), "rng": config.rng})()
-    assert not apply_environment(plain)
-    assert not vars(plain.model)
-
-
 def test_a_command_line_sees_it_and_wins(configured, monkeypatch):
     monkeypatch.setenv(VARIABLE, f"{ON} vision_cuda_graph_buckets=64")
     assert resolve(configured(), {}).vision.buckets == (64,)

@@ -15,12 +15,14 @@ from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.upstream.hooks import training_config
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from bridge_cg_plugin.upstream.seams import states
+from bridge_cg_plugin.upstream.seams.features import FEATURES
 from bridge_cg_plugin.upstream.seams.patches import DriftError, arguments_of, bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS, seam
-from bridge_cg_plugin.upstream.seams.registry.bridge import LANGUAGE_MODELS, PROVIDERS, TRAIN
+from bridge_cg_plugin.upstream.seams.registry.models import LANGUAGE_MODELS, PROVIDERS
+from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
 from bridge_cg_plugin.upstream.seams.seam import Feature as F
 from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
-from bridge_cg_plugin.upstream.seams.states import FEATURES, broken_seams, feature_states, seam_states
+from bridge_cg_plugin.upstream.seams.states import broken_seams, seam_states
 
 from .conftest import is_importable
 
@@ -34,6 +36,7 @@ VISION = {"vision_cuda_graph_impl": "transformer_engine"}
 EXACT = {**VISION, "vision_cuda_graph_tuning": {"kernels": "exact"}}
 PACKED = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": 16}
 LANGUAGE_MODEL = {"cuda_graph_impl": "transformer_engine"}
+OFFLOADING = {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}
 QWEN3_VISION = {F.OPTIONS, F.VISION, F.VISION_QWEN3_VL}
 ANY_PACKED = {F.OPTIONS, F.PACKED}
 # Configuration -> provider, its fields, the features that these ask for.
@@ -98,6 +101,11 @@ CONFIGURATIONS = {
         MAMBA,
         {**PACKED, "hybrid_layer_pattern": "M*-M", "num_layers": 4},
         {*ANY_PACKED, F.PACKED_HYBRIDS},
+    ),
+    "offloading by megatron-core": (
+        GPT,
+        {**LANGUAGE_MODEL, "cuda_graph_modules": ["moe_router"], "num_moe_experts": 8, **OFFLOADING},
+        {F.LANGUAGE_MODEL, F.CORE_OFFLOAD},
     ),
     "no graphs": (QWEN3_VL, {}, set()),
 }
@@ -194,15 +202,16 @@ def test_seams_of_other_features_leave_vision_graphs_alone(configs, monkeypatch,
     assert all(feature in said for feature in seam(name).features)
 
 
-def test_sums_of_deepstack_gradients_without_graphs_need_their_own_seams_alone(active, monkeypatch):
+@pytest.mark.parametrize("name", ["vlm_stage", "offload_marks"])
+def test_sums_of_deepstack_gradients_without_graphs_need_their_own_seams_alone(active, monkeypatch, name):
     fields = {**CONFIGURATIONS["sums of deepstack gradients alone"][1], "pipeline_model_parallel_size": 2}
     config = config_of(QWEN3_VL, **fields, virtual_pipeline_model_parallel_size=2)
-    monkeypatch.setattr(training_config, "broken_seams", lambda: {"vlm_stage": "it moved"})
+    config.model.fine_grained_activation_offloading = True
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it moved"})
     check_training_config(config)
-    broken = dict.fromkeys(("vlm_stage", "deepstack_forward"), "it moved")
-    monkeypatch.setattr(training_config, "broken_seams", lambda: broken)
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it moved", "deepstack_forward": "it moved"})
     reason = refused(config)
-    assert "needs sums of deepstack gradients" in reason and "vlm_stage: " not in reason
+    assert "needs sums of deepstack gradients" in reason and f"{name}: " not in reason
 
 
 @pytest.mark.parametrize("name", ["config_sections", "config_check"])
@@ -285,12 +294,6 @@ def test_arguments_are_found_by_place_and_name():
     assert find("global_state", tuple(taken[:2]), {"global_state": 5}) == 5 and find("model", (), {}) is None
 
 
-def test_a_wrapper_over_a_function_without_source_is_drift():
-    entry = replace(seam("train_step"), module="made_up_upstream")
-    with pytest.raises(DriftError, match=r"made_up_upstream.train_step .* where model, global_state stands"):
-        arguments_of(entry, lambda *args: None)
-
-
 # What `bridge-cg doctor` and warnings say of features whose seams are broken
 
 quick = pytest.mark.usefixtures("libraries_that_import")
@@ -312,19 +315,6 @@ def test_doctor_shows_each_feature(active, break_seam, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    "broken, name, state",
-    [
-        (("Qwen3VLModelProvider.provide",), F.PIPELINES, "partly"),
-        (("Qwen3VLModelProvider.provide", "Qwen3VLMoEModelProvider.provide"), F.PIPELINES, "not available"),
-        (("language_model_length",), F.LANGUAGE_MODEL, "partly"),  # models that no seam names have these graphs too
-        (("Gemma3VLModelProvider.config",), F.VISION, "partly"),
-    ],
-)
-def test_a_feature_is_partly_there_while_a_model_has_it(broken, name, state):
-    assert feature_states(broken)[name].state == state
-
-
 @quick
 def test_messages_name_the_models_that_a_seam_concerns(active, break_seam, caplog):
     """A run of another model does ask for the feature."""
@@ -335,14 +325,3 @@ def test_messages_name_the_models_that_a_seam_concerns(active, break_seam, caplo
     assert f"This run asks for none of: {concerned}" in caplog.text
     (problem,) = doctor.diagnose(wants_gpu=False).problems
     assert problem.remedy.startswith(f"not available: {concerned}. Runs that ask for one of these are refused")
-
-
-@quick
-def test_doctor_shows_features_of_a_plugin_that_is_off(active, break_seam):
-    bridge_cg_plugin.deactivate()
-    found = doctor.diagnose(wants_gpu=False)
-    states = {name: feature["state"] for name, feature in found.features.items()}
-    assert states == {str(f): "ready" if f in (F.PLANNER, F.SCRIPTS) else "off" for f in FEATURES}
-    assert "  off           vision graphs\n" in doctor.render(found, details=True)
-    break_seam(seam("siglip_forward"))
-    assert doctor.diagnose(wants_gpu=False).features["vision graphs of Gemma 3"]["state"] == "not available"

@@ -14,9 +14,9 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.language.whole_model import workload as workload_module
 from bridge_cg_plugin.language.whole_model.program import dense_order
-from bridge_cg_plugin.upstream.hooks import helpers
-from bridge_cg_plugin.upstream.hooks.helpers import CURRENT, find_model
-from bridge_cg_plugin.upstream.hooks.qwen3_vl import replays_one_length
+from bridge_cg_plugin.upstream.decoder.per_layer_graphs import replays_one_length
+from bridge_cg_plugin.upstream.hooks import full_iteration
+from bridge_cg_plugin.upstream.hooks.full_iteration import CURRENT
 
 from ..unit.towers import assert_close, graphs_on
 from ..unit.vlm import Trainer, build, on_cpu, sample, wrapper
@@ -33,7 +33,7 @@ def _no_graphs_afterwards(active):
 
 
 def pair(**changes):
-    """Return trainers of equal models: eager, and under helpers."""
+    """Return trainers of equal models: eager, and under full_iteration."""
     with on_cpu():
         return Trainer(build(graphs=False, **changes), graphs=False), Trainer(build(**changes), graphs=True)
 
@@ -132,23 +132,6 @@ def test_a_microbatch_of_another_shape_runs_eager_and_is_counted():
     assert CURRENT.graphs.workload.replayed_steps == 0
 
 
-@pytest.mark.parametrize("count, replayed", [(1, 2), (3, 1)], ids=["fewer", "more"])
-def test_features_for_another_number_of_layers(count, replayed):
-    eager, graphs = pair()
-    assert_steps_equal(eager, graphs, [samples(MIX), samples([ONE])])
-    for trainer in (eager, graphs):
-        encode = trainer.model.vision_model.forward
-
-        def encode_otherwise(*args, encode=encode, **kwargs):
-            embeddings, features = encode(*args, **kwargs)
-            return embeddings, (features * 2)[:count]
-
-        trainer.model.vision_model.forward = encode_otherwise
-    assert_steps_equal(eager, graphs, [samples([ONE], 5)])
-    assert CURRENT.graphs.statistics().replays == replayed
-    assert CURRENT.graphs.statistics().fallbacks == ({} if replayed == 2 else {"call_arguments": 1})
-
-
 def test_a_shape_that_comes_often_gets_graphs_of_its_own():
     eager, graphs = pair()
     steps = [[sample(TWO, 4 + seed), double_batch(seed), sample(TEXT, 5 + seed)] for seed in range(7)]
@@ -178,7 +161,7 @@ def test_a_shape_that_finds_no_memory_runs_eager(caplog):
 
 def test_ranks_that_share_layers_record_one_shape():
     eager, graphs = pair()
-    with mock.patch.object(helpers, "sharing_groups", lambda model: (object(),)):
+    with mock.patch.object(full_iteration, "sharing_groups", lambda model: (object(),)):
         assert_steps_equal(eager, graphs, [samples(MIX), *[[sample(TWO, 4), double_batch()]] * 5])
     assert CURRENT.graphs.statistics().fallbacks == {"other_shapes": 5}
 
@@ -197,15 +180,6 @@ def test_a_failed_capture_leaves_the_run_eager(caplog):
     assert CURRENT.graphs.statistics().fallbacks == {"capture_failed": 8}
     assert "not captured: CaptureError: made to fail" in CURRENT.graphs.report()
     assert sum("runs eager" in record.message for record in caplog.records) == 1
-
-
-@pytest.mark.parametrize("field", ["qk_clip", "log_max_attention_logit"])
-def test_statistics_that_attention_leaves_in_attributes_keep_the_language_model_eager(field, caplog):
-    eager, graphs = pair(**{field: True})
-    assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(2)])
-    assert CURRENT.graphs.statistics().fallbacks == {"capture_failed": 4}
-    assert f"not captured: CaptureError: {field}=true" in CURRENT.graphs.report()
-    assert sum(field in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("warmup_steps, replayed", [(0, 3), (1, 3), (2, 2), (9, 0)])
@@ -230,15 +204,6 @@ def test_deactivate_gives_everything_back():
     assert [p.data_ptr() for p in language_model.parameters()] == before
 
 
-def test_another_model_gets_graphs_of_its_own():
-    _, first = pair()
-    first.step(samples([ONE]))
-    _, second = pair()
-    second.step(samples([ONE]))
-    assert CURRENT.graphs.model is second.model.language_model
-    assert "forward" not in vars(first.model.language_model)
-
-
 def test_a_model_without_images_or_with_another_encoder_is_upstreams():
     schedule = mock.MagicMock()
     another = nn.Module()
@@ -250,18 +215,6 @@ def test_a_model_without_images_or_with_another_encoder_is_upstreams():
             with pytest.raises(RuntimeError, match="upstream's own"):
                 captured(model=model, data_iterator=[], num_microbatches=1, seq_length=4, forward_only=False)
     schedule.assert_not_called()
-
-
-def test_the_model_is_found_under_wrappers():
-    inner = nn.Module()
-    inner.language_model, inner.vision_model = nn.Linear(2, 2), nn.Linear(2, 2)
-    inner.vision_model.config = SimpleNamespace(deepstack_visual_indexes=[])
-    outer = nn.Module()
-    outer.module = nn.Module()
-    outer.module.module = inner
-    assert find_model([outer]) is inner and find_model(outer) is inner
-    inner.vision_model = None
-    assert find_model([outer]) is None
 
 
 @pytest.mark.parametrize(

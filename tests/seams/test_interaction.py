@@ -92,18 +92,6 @@ def test_a_replacement_that_calls_nobody_is_seen(module, patch):
     assert module.function is theirs
 
 
-def test_they_put_the_original_back_over_ours(module, patch):
-    original = module.function
-    patch.apply(module)
-    module.function = original
-    patch.look()
-    assert patch.state == "broken"
-    patch.apply(module)
-    assert module.function() == ["ours", "upstream"]
-    patch.revert()
-    assert module.function is original
-
-
 RELOADED = """
 class Config:
     def validate(self):

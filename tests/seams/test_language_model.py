@@ -71,11 +71,6 @@ def test_upstream_alone_captures_them_without(active, on_cpu):
     assert "attention_mask" in kwargs and "rotary_pos_emb" not in kwargs
 
 
-def test_microbatches_in_flight_do_not_share_the_embedding(active, on_cpu):
-    first, second = captured(layer_config(), microbatches=2)
-    assert first["rotary_pos_emb"].data_ptr() != second["rotary_pos_emb"].data_ptr()
-
-
 def test_the_stand_in_has_the_shape_that_the_model_computes(active, monkeypatch):
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import Qwen3VLMultimodalRotaryEmbedding
 
@@ -125,8 +120,3 @@ def test_padded_tokens_stay_known_on_the_host(active):
     assert TOKENS.known(padded).equal(language_model.padded((host, *others), SEQUENCE)[0])
     unknown = language_model.padded((host.to("meta"), *others), SEQUENCE)[0]
     assert TOKENS.known(unknown) is None
-
-
-def test_a_stage_without_tokens_keeps_its_empty_batch():
-    empty = (None, None, None, None, None, {})
-    assert language_model.padded(empty, 16) is empty

@@ -117,15 +117,6 @@ def test_a_model_that_leaves_inside_a_call_keeps_its_graphs_there(leaving, param
     assert not leaving[0].left
 
 
-def test_memory_of_graphs_stays_unless_the_environment_says_that_it_may_leave(leaving, monkeypatch):
-    monkeypatch.delenv("BRIDGE_CG_RELEASE_MEMORY")
-    before, model = torch.cuda.empty_cache, Policy()
-    for _ in range(3):
-        call(model, 2)
-    assert torch.cuda.empty_cache is before and bridge_cg_plugin.release_memory() == 0
-    assert isinstance(leaving[0], ReferenceExecutor) and "resize_" not in vars(torch.UntypedStorage)
-
-
 def test_its_switch_is_spelled_as_the_plugins_own(monkeypatch):
     for value, may_leave in {"true": True, " ON ": True, "off": False, "": False}.items():
         monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", value)
@@ -133,20 +124,6 @@ def test_its_switch_is_spelled_as_the_plugins_own(monkeypatch):
     monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", "yes")
     with pytest.raises(OptionError, match="BRIDGE_CG_RELEASE_MEMORY=.*0, false, off .off. or 1, true, on .on."):
         call(Policy(), 1)
-
-
-def test_listeners_that_empty_the_cache_are_called_once(asked_for, monkeypatch):
-    """As executors do before memory leaves."""
-    called = []
-    monkeypatch.setattr(LOOPS, "follow_models", lambda: (called.append(True), torch.cuda.empty_cache()))
-    model = Policy()
-    call(model, 1)
-    (driver,) = LOOPS._drivers
-    monkeypatch.setattr(driver, "release_memory", lambda: (torch.cuda.empty_cache(), 7)[1])
-    assert bridge_cg_plugin.release_memory() == 7 and not called
-    for _ in range(2):
-        torch.cuda.empty_cache()
-    assert len(called) == 2
 
 
 @pytest.fixture

@@ -107,15 +107,6 @@ def test_a_row_that_upstream_takes_several_times_is_its_own(modelling):
     assert given[0].grad.equal(given[1].grad)
 
 
-def test_rows_that_inference_made_are_made_anew_for_training(modelling, on_a_device):
-    mask, values = mask_of("padding behind"), torch.randn(2, 16, requires_grad=True)
-    KEPT.remember(mask, mask)
-    with torch.inference_mode():
-        modelling.preprocess_packed_seqs(values, mask, True, groups(2))
-    modelling.preprocess_packed_seqs(values, mask, True, groups(2))[0].sum().backward()
-    assert values.grad.equal(mask.float())
-
-
 @every_layout
 def test_a_padded_batch_that_the_host_knows_is_packed_without_the_device(modelling, ranks):
     host, old = mask_of("padding that leaves uneven lengths"), modelling.preprocess_packed_seqs.__wrapped__

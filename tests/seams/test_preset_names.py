@@ -1,7 +1,6 @@
 """Presets by name: where Bridge's launchers look for recipes, and what the plugin adds to upstream's modules."""
 
 import importlib
-import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +9,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import bridge_cg_plugin
-from bridge_cg_plugin import recipes
 from bridge_cg_plugin.recipes import DERIVED_RECIPES, PRESETS, RECIPES
 from bridge_cg_plugin.recipes.presets import build
 from bridge_cg_plugin.upstream.hooks.recipes import PATCHES, recipe_names
@@ -35,17 +33,6 @@ def test_names_that_upstream_has_stay_upstreams(held, taken):
     assert names.state == "active" and (A in names.reason) == taken and B not in names.reason
     names.revert()
     assert vars(module) == {"base": len, **({A: held} if taken else {})}
-
-
-def test_what_somebody_put_in_a_names_place_stays():
-    module = SimpleNamespace(base=len)
-    names = Additions(SEAM, {A: RECIPES[A], B: RECIPES[B]})
-    names.apply(module)
-    setattr(module, A, print)
-    names.look()
-    assert names.state == "broken" and A in names.reason
-    names.revert()
-    assert vars(module) == {"base": len, A: print}
 
 
 @pytest.mark.parametrize("always", [{}, {B: RECIPES[B]}], ids=["derived", "and others"])
@@ -114,9 +101,3 @@ def test_the_names_go_away_with_the_plugin_and_are_not_upstreams(bridge, active)
         assert all(set(DERIVED_RECIPES) <= set(vars(package)) for package in packages)
         bridge_cg_plugin.deactivate()
         assert [list(vars(package).items()) for package in packages] == before
-
-
-def test_presets_are_functions_of_their_package():
-    for name, recipe in RECIPES.items():
-        assert getattr(recipes, name) is recipe and name in recipes.__all__
-        assert pickle.loads(pickle.dumps(recipe)) is recipe

@@ -1,28 +1,12 @@
-import dataclasses
-import importlib
 import re
 
 import pytest
 
-import bridge_cg_plugin
 from bridge_cg_plugin.options import PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions, vision_options
 from bridge_cg_plugin.options.vision import VISION
 
 DEFAULTS = VISION.added
 
-MODULES = "megatron.bridge.models.qwen_vl"
-CLASSES = [
-    (f"{MODULES}.qwen3_vl_provider", "Qwen3VLModelProvider"),
-    (f"{MODULES}.qwen3_vl_provider", "Qwen3VLMoEModelProvider"),
-    (f"{MODULES}.qwen35_vl_provider", "Qwen35VLModelProvider"),
-    (f"{MODULES}.qwen35_vl_provider", "Qwen35VLMoEModelProvider"),
-    (f"{MODULES}.qwen25_vl_provider", "Qwen25VLModelProvider"),
-    ("megatron.bridge.models.gemma_vl.gemma3_vl_provider", "Gemma3VLModelProvider"),
-    ("megatron.bridge.models.glm_vl.glm_45v_provider", "GLM45VModelProvider"),
-    ("megatron.bridge.models.ministral3.ministral3_provider", "Ministral3ModelProvider"),
-    ("megatron.bridge.models.qwen_omni.qwen25_omni_provider", "Qwen25OmniModelProvider"),
-    ("megatron.bridge.models.qwen_omni.qwen3_omni_provider", "Qwen3OmniModelProvider"),
-]
 VALUES = {
     "impl": "transformer_engine",
     "scope": ["attn", "mlp"],
@@ -48,41 +32,9 @@ TYPED = {name: tuple(v) if isinstance(v, list) else v for name, v in VALUES.item
 OPTIONS = VisionGraphOptions(**TYPED)
 
 
-@pytest.fixture(params=CLASSES, ids=lambda c: c[1])
-def provider(request, active):
-    module, name = request.param
-    return getattr(importlib.import_module(module), name)
-
-
 def test_the_values_cover_every_field():
     assert {*FIELDS, SCOPE_FIELD} == set(DEFAULTS) and VALUES.keys() >= TUNING
     assert all(DEFAULTS[name] != value for name, value in FIELDS.items())
-
-
-def test_defaults_are_the_options_defaults(provider):
-    made = provider()
-    for name, default in DEFAULTS.items():
-        found = getattr(made, name)
-        assert (tuple(found) if isinstance(found, list) else found) == default, name
-    assert vision_options(made) == VisionGraphOptions()
-
-
-def test_an_unknown_keyword_is_still_refused(provider):
-    with pytest.raises(TypeError, match="vision_cuda_graph_bukets"):
-        provider(vision_cuda_graph_bukets=[64])
-
-
-def test_fields_go_away_with_the_plugin(provider):
-    bridge_cg_plugin.deactivate()
-    names = {f.name for f in dataclasses.fields(provider)}
-    added = [name for name in FIELDS if name not in names]
-    assert "vision_cuda_graph_buckets" in added
-    for name in added:
-        with pytest.raises(TypeError, match=name):
-            provider(**{name: FIELDS[name]})
-        assert not hasattr(provider(), name)
-    bridge_cg_plugin.activate()
-    assert vision_options(provider(**FIELDS)) == OPTIONS
 
 
 @pytest.fixture

@@ -56,13 +56,6 @@ def test_states_that_a_graph_can_use_are_forked(tracker, monkeypatch):
         assert tracker.forks == 1
 
 
-def test_before_anybody_made_a_tracker_there_are_no_states(tracker, monkeypatch):
-    monkeypatch.setattr(random, "get_all_rng_states", lambda: (_ for _ in ()).throw(AssertionError))
-    assert random_states() == ()
-    with usable_random_states([layer(attention_dropout=0.1)]), tracker.fork():
-        assert tracker.forks == 1
-
-
 @pytest.mark.parametrize("option", ["attention_dropout", "hidden_dropout"])
 def test_a_draw_is_refused_with_what_to_do(tracker, option):
     with (

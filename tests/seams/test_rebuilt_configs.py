@@ -136,7 +136,7 @@ def test_rebuilt_providers_keep_every_option(carrier, caplog):
     assert "Dropping" not in caplog.text
 
 
-def test_options_are_keywords_of_the_signature(carrier):
+def test_options_are_keywords_of_the_signature_while_the_plugin_is_on(carrier):
     provider, options = carrier
     parameters = inspect.signature(provider).parameters
     fields = {f.name: f for f in dataclasses.fields(provider)}
@@ -148,6 +148,21 @@ def test_options_are_keywords_of_the_signature(carrier):
         assert parameter.kind is inspect.Parameter.KEYWORD_ONLY or name.startswith(("vision_cuda_graph_", "max_"))
     assert list(inspect.signature(provider.__init__).parameters)[1:] == list(parameters)
     assert set(parameters) == {f.name for f in fields.values() if f.init}
+    with pytest.raises(TypeError, match="vision_cuda_graph_bukets"):
+        provider(vision_cuda_graph_bukets=[64])
+    assert vision_options(provider(**SIZES)) == VisionGraphOptions()
+
+
+@every_kind
+def test_options_go_away_with_the_plugin(carrier):
+    provider, options = carrier
+    bridge_cg_plugin.deactivate()
+    added = options.keys() - {f.name for f in dataclasses.fields(provider)}
+    made = provider(**SIZES)
+    for name in added:
+        assert not hasattr(made, name)
+        with pytest.raises(TypeError, match=name):
+            provider(**SIZES, **{name: options[name]})
 
 
 def derived_from(provider):

@@ -52,14 +52,6 @@ def test_the_helper_has_upstreams_interface():
         assert callable(getattr(upstreams, name)) and callable(getattr(VisionTECudaGraphHelper, name))
 
 
-def test_every_step_is_counted_once(helper):
-    step = make("train_step")(lambda model, global_state, two=0: (model, global_state, two))
-    state = SimpleNamespace(cfg=SimpleNamespace(model=None))
-    assert step([], state, two=2) == ([], state, 2)
-    step([], global_state=state)
-    assert helper.graphs.step_number == 2
-
-
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_run_whose_loop_skips_the_iteration_of_the_capture_is_captured(active, skips):
     """The loop captures before one iteration only, which `train.iterations_to_skip` may skip."""
@@ -208,10 +200,3 @@ def test_the_reduction_waits_for_the_last_microbatch(overlap, last, waits):
     for group in chunk.param_to_bucket_group.values():
         group.is_last_microbatch = last
     assert megatron_reduction([nn.Linear(2, 2), chunk], model).waits() is waits
-
-
-def test_no_reduction_without_data_parallelism():
-    model = nn.Linear(4, 4)
-    assert megatron_reduction([model], model) is None
-    assert megatron_reduction([gathered_chunk(nn.Linear(4, 4))[0]], model) is None
-    assert megatron_reduction([model], nn.Identity()) is None

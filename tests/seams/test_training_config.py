@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 
 import bridge_cg_plugin
@@ -54,10 +52,6 @@ def test_nothing_is_checked_while_graphs_are_off(config, monkeypatch):
     config.model.recompute_granularity = "full"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     check_training_config(config)
-
-
-def test_a_model_without_vision_is_not_checked():
-    check_training_config(SimpleNamespace(model=SimpleNamespace()))
 
 
 def test_a_patch_that_failed_stops_training_with_vision_graphs_only(active, config, monkeypatch, caplog):
@@ -123,8 +117,3 @@ def test_what_upstream_runs_is_left_alone(config, fields):
     language_model_graphs(config, **fields)
     check_training_config(config)
     assert all(getattr(config.model, name) == value for name, value in fields.items() if name != "impl")
-
-
-def test_a_provider_that_is_no_gpt_model_keeps_its_tracker():
-    model = SimpleNamespace(cuda_graph_impl="transformer_engine", cuda_graph_modules=[], use_te_rng_tracker=False)
-    check_training_config(SimpleNamespace(model=model, rng=SimpleNamespace(te_rng_tracker=False)))
