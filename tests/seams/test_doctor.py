@@ -54,48 +54,47 @@ def test_a_renamed_parameter_is_named(monkeypatch, active, capsys):
     assert "use a release of the version table" in out
 
 
-def test_variables_that_do_not_go_together_are_a_problem(monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+@pytest.mark.parametrize(
+    ("variables", "problem", "remedy"),
+    [
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            "NCCL_GRAPH_REGISTER",
+            "Export NCCL_GRAPH_REGISTER=0",
+        ),
+        (
+            {"TORCH_DEVICE_BACKEND_AUTOLOAD": "false"},
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=false: PyTorch loads no plugins",
+            "",
+        ),
+        ({plugin.SWITCH: "banana"}, "banana", "set it to 0, false, off"),
+        ({RELEASE_MEMORY: "banana"}, "banana", "Correct it, or unset it"),
+        ({OPTIONS: "vision_cuda_graph_imp=none"}, "vision_cuda_graph_imp", "Did you mean vision_cuda_graph_impl?"),
+    ],
+)
+def test_variables_that_cannot_be_read_or_do_not_go_together_are_one_problem(monkeypatch, variables, problem, remedy):
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
-    assert diagnose().environment["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    assert any("NCCL_GRAPH_REGISTER" in p and "-> Export NCCL_GRAPH_REGISTER=0" in p for p in problems())
+    if "TORCH_DEVICE_BACKEND_AUTOLOAD" in variables:
+        bridge_cg_plugin.deactivate()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+        assert diagnose().environment[name] == value
+    (said,) = problems()
+    assert problem in said and remedy in said.partition(" -> ")[2]
 
 
 def test_a_missing_package_is_a_problem(monkeypatch):
+    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [])
+    assert any("is not installed" in p and "pip install" in p for p in problems())
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "megatron-bridge" else "1")
     assert "megatron-bridge not installed" in problems()[0]
 
 
-def test_a_pytorch_that_loads_no_plugins_is_one_problem(monkeypatch):
-    bridge_cg_plugin.deactivate()
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "false")
-    (problem,) = problems()
-    assert problem.startswith("TORCH_DEVICE_BACKEND_AUTOLOAD=false: PyTorch loads no plugins")
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "remedy"),
-    [
-        (plugin.SWITCH, "banana", "set it to 0, false, off"),
-        (RELEASE_MEMORY, "banana", "Correct it, or unset it"),
-        (OPTIONS, "vision_cuda_graph_imp=none", "Did you mean vision_cuda_graph_impl?"),
-    ],
-)
-def test_a_value_of_the_plugins_own_variables_that_cannot_be_read_is_a_problem(monkeypatch, variable, value, remedy):
-    monkeypatch.setenv(variable, value)
-    assert diagnose().environment[variable] == value
-    (problem,) = problems()
-    assert value.split("=")[0] in problem and remedy in problem
-
-
-def test_an_uninstalled_plugin_is_a_problem(monkeypatch):
-    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [])
-    assert any("is not installed" in p and "pip install" in p for p in problems())
-
-
-def test_no_gpu_is_a_problem_unless_told(monkeypatch):
+def test_no_gpu_is_a_problem_unless_told_and_the_verdict_comes_first(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert any("no NVIDIA GPU" in p.what for p in doctor.diagnose().problems)
+    lines = doctor.render(doctor.diagnose()).splitlines()
+    assert lines[0] == "1 problem" and "PyTorch sees no NVIDIA GPU" in lines[1] and "--no-gpu" in lines[2]
+    assert len(lines) < 20 and "--details" in lines[-1]
     assert diagnose().problems == [] and diagnose().gpu is None
 
 
@@ -155,22 +154,6 @@ def test_encoders_are_named_those_of_other_packages_too(monkeypatch):
     assert set(found.encoders["built_in"]) >= {"Qwen3-VL", "Gemma 3", "Nemotron VL", "Qwen3-Omni (audio)"}
     text = " ".join(doctor.render(found).split())
     assert "of other packages: PaintingProvider by painting:ENCODER" in text and "Qwen3-VL, " in text
-
-
-def test_the_verdict_and_what_to_do_come_first(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    lines = doctor.render(doctor.diagnose()).splitlines()
-    assert lines[0] == "1 problem" and "PyTorch sees no NVIDIA GPU" in lines[1] and "--no-gpu" in lines[2]
-    assert len(lines) < 20 and "--details" in lines[-1]
-
-
-def test_a_library_that_is_missing_is_diagnosed(monkeypatch):
-    def broken():
-        raise RuntimeError("libcudnn.so.9: cannot open shared object file")
-
-    monkeypatch.setattr("torch.cuda.is_available", broken)
-    assert [p.split(": cannot")[0] for p in problems()] == ["PyTorch does not work: RuntimeError: libcudnn.so.9"]
-    assert "install the library" in problems()[0]
 
 
 def test_a_fact_that_a_broken_library_keeps_is_named(monkeypatch):

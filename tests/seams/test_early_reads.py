@@ -80,18 +80,6 @@ def test_a_loop_without_host_copies_waits_before_its_encoder_alone(model, sample
         padded(model, make(samples, seed=1), lengths, no_host_waits())
 
 
-def test_what_was_read_is_forgotten_and_read_anew(on_a_device):
-    call = make(BATCHES["one image"])
-    tokens = call["input_ids"]
-    for _ in range(2):
-        tokens.data[0, 0] += 1  # which PyTorch does not count
-        forget = between.read_ahead(call)
-        assert TOKENS.known(tokens).equal(tokens)
-        for each in forget:
-            each()
-        assert TOKENS.known(tokens) is None
-
-
 @pytest.mark.parametrize("change", ["graphs", "samples", "images"])
 def test_nothing_is_read_that_upstream_does_not_read(change, on_a_device, monkeypatch):
     call = {**make(BATCHES["one image"]), "attention_mask": None, "packed_seq_params": None}

@@ -2,7 +2,6 @@
 
 import pytest
 
-from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.cli.measured import TOWER, of_encoder
 
 from .explained import explain, found
@@ -78,12 +77,3 @@ def test_gpus_that_do_not_fit_are_refused_as_a_dry_run_refuses_them(capsys, mixt
 def test_a_place_needs_a_recipe(capsys, flag):
     status, out, err = explain(capsys, *flag, "cuda_graph_impl=local")
     assert (status, out) == (2, "") and "without a recipe" in err
-
-
-def test_flags_of_a_place_are_checked(capsys):
-    for words in (["--nodes", "0"], ["--gpus_per_node", "1e3"], ["--nodes", "-1"]):
-        with pytest.raises(SystemExit) as ended:
-            main(["explain", "some_config", *words])
-        assert ended.value.code == 2 and "whole number of at least 1" in capsys.readouterr().err
-    status, _, err = explain(capsys, "some_config", "--node", "2")
-    assert status == 2 and "Did you mean --nodes?" in err

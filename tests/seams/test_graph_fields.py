@@ -151,11 +151,6 @@ def test_agreement_with_megatron_cores_own_normalization():
     assert compared > 300
 
 
-def test_every_correction_is_met_by_an_input_that_core_accepts():
-    met = {correction(fields) for fields, _ in accepted()} - {None}
-    assert met == {name for name, (accepts, _) in CORRECTIONS.items() if accepts}
-
-
 @pytest.mark.parametrize(
     "fields, ours, cores",
     [
@@ -276,13 +271,6 @@ def test_inference_with_full_iteration_makes_no_warm_up_passes():
         assert not options.language_model.enabled
         assert create(inference_engine(config)) is None
     assert read_options(config).language_model.impl == "full_iteration"
-
-
-def test_inference_keeps_graphs_of_impl_local():
-    config = core_config()
-    apply_options(graph_options("cuda_graph_impl=local inference_cuda_graph_scope=block"), config)
-    with inference_graphs(config) as options:
-        assert options.language_model.inference_scope.name == "block"
 
 
 def test_every_field_of_upstream_is_known_or_not_ours(provider):

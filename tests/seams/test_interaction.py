@@ -36,18 +36,6 @@ def wrap(module, polite=True):
     return lambda: setattr(module, "function", before)
 
 
-def test_theirs_below_ours(module, patch):
-    original = module.function
-    undo = wrap(module)
-    theirs = module.function
-    patch.apply(module)
-    assert module.function() == ["ours", "theirs", "upstream"]
-    patch.revert()
-    assert module.function is theirs
-    undo()
-    assert module.function is original
-
-
 @pytest.mark.parametrize("polite", [True, False])
 def test_ours_below_theirs_undone_in_reverse_order(module, patch, polite):
     original = module.function

@@ -150,13 +150,6 @@ def test_a_target_that_lost_a_parameter_is_left_alone(patch):
         assert raw(patch, module) is drifted
 
 
-def test_a_target_of_another_kind_is_left_alone():
-    patch = next(p for p in PATCHES if p.name == "train_helper")
-    other, module = fresh(patch), fake_module(patch, callable_with("function", patch.seam.parameters))
-    other.apply(module)
-    assert other.state == "broken" and "is a function, not a class" in other.reason
-
-
 # Every class has some `__init__`.
 @pytest.mark.parametrize("patch", [p for p in PATCHES if not p.target.endswith("__init__")], ids=lambda p: p.name)
 @pytest.mark.parametrize("release", ["0.5.1", "0.9.0"])

@@ -43,20 +43,10 @@ def by_words(config, name, value, tmp_path):
     apply_overrides(config, {}, [f"model.{name}={value}"])
 
 
-def by_short_words(config, name, value, tmp_path):
-    apply_overrides(config, {}, [f"{name}={value}", "train.train_iters=5"])
-
-
 def by_bridges_words(config, name, value, tmp_path, more=()):
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
     process_config_with_overrides(config, cli_overrides=[f"model.{name}={value}", "train.train_iters=5", *more])
-
-
-def by_flags_among_bridges_words(config, name, value, tmp_path):
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
-
-    process_config_with_overrides(config, cli_overrides=["train.train_iters=5", f"--{name}", value])
 
 
 def by_bridges_yaml(config, name, value, tmp_path, more=()):
@@ -67,7 +57,7 @@ def by_bridges_yaml(config, name, value, tmp_path, more=()):
     process_config_with_overrides(config, config_filepath=str(path), cli_overrides=list(more))
 
 
-WAYS = (by_flags, by_words, by_short_words, by_bridges_words, by_flags_among_bridges_words, by_bridges_yaml)
+WAYS = (by_flags, by_words, by_bridges_words, by_bridges_yaml)
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: w.__name__)
 FULL_BOTH = pytest.mark.parametrize("name", [IMPL, SCOPE])
 
@@ -104,13 +94,6 @@ def test_bridges_words_and_flags_of_one_command_line_are_one_persons(with_module
     words = [f"model.{IMPL}=transformer_engine", f"--{SCOPE}", "full_iteration"]
     with pytest.raises(OptionError, match=f"{IMPL}=transformer_engine"):
         process_config_with_overrides(with_modules, cli_overrides=words)
-
-
-def test_bridges_words_that_contradict_nothing_are_bridges_alone(recipe):
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
-
-    process_config_with_overrides(recipe, cli_overrides=[f"model.{IMPL}=local", "train.train_iters=5"])
-    assert recipe.model.cuda_graph_impl == "local" and recipe.model.use_te_rng_tracker is False
 
 
 # What Bridge makes of its own overrides
@@ -153,10 +136,6 @@ def test_a_saved_model_in_bridges_yaml_is_a_recipe(with_modules, tmp_path):
 # What graphs switch on and off beside themselves
 
 
-def with_more_words(config, settings, tmp_path):
-    by_bridges_words(config, IMPL, "full_iteration", tmp_path, [f"{n}={str(v).lower()}" for n, v in settings.items()])
-
-
 def with_a_flag_and_words(config, settings, tmp_path):
     words = {IMPL: "full_iteration"}, [f"{name}={str(value).lower()}" for name, value in settings.items()]
     apply_overrides(config, *words)
@@ -174,9 +153,7 @@ def with_yaml(config, settings, tmp_path):
     process_config_with_overrides(config, config_filepath=str(path))
 
 
-every_writing = pytest.mark.parametrize(
-    "write", [with_more_words, with_a_flag_and_words, with_yaml], ids=lambda w: w.__name__
-)
+every_writing = pytest.mark.parametrize("write", [with_a_flag_and_words, with_yaml], ids=lambda w: w.__name__)
 NAN_CHECK, TRACKER = "rerun_state_machine.check_for_nan_in_loss", ("rng.te_rng_tracker", "model.use_te_rng_tracker")
 
 

@@ -89,11 +89,6 @@ def test_a_run_is_recorded(calls, tmp_path, capsys):
     assert f"[compare] step {STEPS} of {STEPS}" in capsys.readouterr().out
 
 
-def test_the_plugins_run_has_it_on(calls, tmp_path):
-    assert run(tmp_path, "--vision_cuda_graph_impl", "transformer_engine")[0] == 0
-    assert calls[0].on and calls[0].config.model.vision_cuda_graph_impl == "transformer_engine"
-
-
 def test_refused_input_is_one_line_that_compare_finds(calls, tmp_path, capsys):
     status, record = run(tmp_path, "train.train_itres=5")
     said = capsys.readouterr().err

@@ -164,12 +164,6 @@ def test_a_large_bias_is_added_at_once_and_so_stays_on_the_main_stream(gemm):
     assert not side.ran
 
 
-def test_without_a_side_stream_nothing_is_replaced(gemm):
-    before = [owner.general_gemm for owner in OWNERS], GEMM.get_cublas_workspace
-    with side_weight_gradients([Linear()]):
-        assert ([owner.general_gemm for owner in OWNERS], GEMM.get_cublas_workspace) == before
-
-
 @pytest.mark.parametrize("family", [QWEN3_VL, RADIO, PACKED_RADIO], ids=lambda family: family.name)
 def test_products_beside_write_to_no_workspace_of_the_main_stream(gemm, family):
     """Products that run at the same time in one workspace write to each other's intermediate results."""
