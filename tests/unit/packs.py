@@ -21,7 +21,8 @@ from torch import distributed
 from torch.nn import functional
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks.helpers import PackedCudaGraphHelper, checked_options
+from bridge_cg_plugin.language.packed import plan, workload
+from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper, checked_options
 from examples.photographs.small_tower import start_single_process
 from tests.models.language_model import held
 
@@ -343,6 +344,13 @@ def graphs_on(model, *warmup, capture=True, executor=None, num_microbatches=1, g
                 chunk.graphs.detach()
                 chunk.graphs = None
         vars(model.config).update(before)
+
+
+@contextmanager
+def small_packs():
+    """Let buckets take packs of more than 64 tokens of a rank with padding, so that tests need no larger ones."""
+    with mock.patch.object(plan, "EXACT_BELOW", 64), mock.patch.object(workload, "EXACT_BELOW", 64):
+        yield
 
 
 def assert_same(found, expected):

@@ -54,15 +54,10 @@ def pixel_forms(width, side):
     return {
         "plain": plain,
         "[1, N, C]": plain[None],
-        "[N, 1, C]": plain[:, None],
-        "[1, 1, N, C]": plain[None, None],
-        "[N, 3, T, P, P]": plain.view(TOKENS, 3, 2, side, side),
         "[1, N, 3, T, P, P]": plain.view(1, TOKENS, 3, 2, side, side),
         "[N / 2, 2 C]": plain.view(TOKENS // 2, -1),
-        "[2 N, C / 2]": plain.view(TOKENS * 2, -1),
         "[N C]": plain.view(-1),
         "channels last": plain.view(TOKENS, 3, 2, side, side).contiguous(memory_format=torch.channels_last_3d),
-        "first columns": random(TOKENS, 2 * width)[:, :width],
         "every other row": random(2 * TOKENS, width)[::2],
         "every other column": random(TOKENS, 2 * width)[:, ::2],
         "transposed": random(width, TOKENS).t(),
@@ -70,15 +65,10 @@ def pixel_forms(width, side):
         "cannot be viewed": random(width, 2, TOKENS // 2).permute(2, 1, 0)[:, :, ::1].transpose(0, 1),
         "fp64": plain.double(),
         "bf16": plain.bfloat16(),
-        "fp16": plain.half(),
         "uint8": (plain * 40).abs().byte(),
-        "int32": (plain * 40).int(),
-        "bool": plain > 0,
         "one patch": random(1, width),
         "half the patches": random(TOKENS // 2, width),
-        "twice the patches": random(2 * TOKENS, width),
         "no patch": random(0, width),
-        "no patch [1, 0, C]": random(1, 0, width),
         "a wider patch": random(TOKENS, width + 1),
         "a number": torch.tensor(1.0),
         "on another device": torch.empty(TOKENS, width, device="meta"),
@@ -91,20 +81,16 @@ def grid_forms(grid):
         "int32": grid.int(),
         "column by column": grid.t().contiguous().t(),
         "part of a larger one": torch.cat((grid, grid), 1)[:, 3:],
-        **{str(dtype): grid.to(dtype) for dtype in (torch.int8, torch.uint8, torch.int16, torch.float32, torch.bool)},
+        **{str(dtype): grid.to(dtype) for dtype in (torch.int8, torch.float32)},
         "[1, n, 3]": grid[None],
-        "[1, 3, 3]": torch.cat((grid, torch.tensor([[1, 2, 2]])))[None],
         "[3]": torch.tensor([1, 4, 8]),
-        "[n, 3, 1]": grid[:, :, None],
         "[n, 4]": torch.cat((grid, torch.ones(2, 1, dtype=torch.int64)), 1),
-        "[n, 2]": grid[:, :2],
         "none": None,
         "a list": grid.tolist(),
         "no image": torch.zeros(0, 3, dtype=torch.int64),
     }
     for row in ([0, 2, 2], [-1, 2, -2]):  # others: any rows at all, below
         forms[f"{row} behind"] = torch.cat((grid, torch.tensor([row])))
-        forms[f"{row} first"] = torch.cat((torch.tensor([row]), grid))
         forms[f"{row} alone"] = torch.tensor([row])
     return forms
 
@@ -122,23 +108,17 @@ def image_forms():
         "plain": (images,),
         "channels last": (images.contiguous(memory_format=torch.channels_last),),
         "every other column": (random(2, 3, SIDE, 2 * SIDE)[..., ::2],),
-        "one image expanded": (random(1, 3, SIDE, SIDE).expand(2, -1, -1, -1),),
         **{str(dtype): (images.to(dtype),) for dtype in (torch.float64, torch.bfloat16, torch.int32)},
-        "uint8": ((images * 40).abs().byte(),),
         "as many patches": (random(2, 3, TILE, 4 * TILE),),
         "a border": (random(2, 3, SIDE + 1, SIDE + 9),),
-        "one patch": (random(2, 3, TILE, TILE),),
         "more patches": (random(2, 3, 2 * SIDE, 2 * SIDE),),
         "smaller than a patch": (random(2, 3, TILE - 1, TILE),),
         "no image": (random(0, 3, SIDE, SIDE),),
-        "one dimension less": (images[0],),
-        "[1, N, 3, S, S]": (images[None],),
         "one channel": (random(2, 1, SIDE, SIDE),),
         "a number": (torch.tensor(1.0),),
         "on another device": (torch.empty(2, 3, SIDE, SIDE, device="meta"),),
         "interpolated": (random(2, 3, 2 * SIDE, SIDE), True),
         "interpolated to its own size": (images, True),
-        "not interpolated": (images, None),
     }
 
 
@@ -150,18 +130,14 @@ def padded_forms():
         "none": None,
         "a list": sizes.tolist(),
         "int32": sizes.int(),
-        "uint8": sizes.to(torch.uint8),
         "fp32": sizes.float(),
         "column by column": sizes.t().contiguous().t(),
         "rounded down": sizes + 5,
         "one less": sizes[:1],
         "one more": torch.cat((sizes, sizes[:1])),
-        "[n, 3]": torch.cat((sizes, sizes[:, :1]), 1),
         "[2 n]": sizes.flatten(),
         "larger": sizes * 2,
         "zero": sizes * 0,
-        "negative": -sizes,
-        "one zero": sizes * torch.tensor([[1], [0]]),
         "one side zero": sizes * torch.tensor([[1, 1], [1, 0]]),
         "smaller than a patch": sizes // 100,
     }
@@ -169,12 +145,9 @@ def padded_forms():
         "plain": (pixels, sizes),
         "channels last": (pixels.contiguous(memory_format=torch.channels_last), sizes),
         "every other column": (random(2, 3, height, 2 * width)[..., ::2], sizes),
-        "one image expanded": (random(1, 3, height, width).expand(2, -1, -1, -1), sizes),
         **{str(dtype): (pixels.to(dtype), sizes) for dtype in (torch.float64, torch.bfloat16, torch.int32)},
         "a border": (random(2, 3, height + 30, width + 9), sizes),
         "no image": (pixels[:0], sizes[:0]),
-        "one dimension less": (pixels[0], sizes[:1]),
-        "[1, N, 3, H, W]": (pixels[None], sizes),
         "one channel": (pixels[:, :1], sizes),
         "a number": (torch.tensor(1.0), sizes),
         "on another device": (torch.empty(2, 3, height, width, device="meta"), sizes),
@@ -256,6 +229,12 @@ def assert_same(found, expected):
         assert_close([t.nan_to_num() for t in found], [t.nan_to_num() for t in expected])
 
 
+REPLAYED = {
+    "plain", "[1, N, C]", "[1, N, 3, T, P, P]", "[N / 2, 2 C]", "[N C]", "fp64", "bf16", "uint8", "grid int32",
+    "every other row",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("family", "name", "capture"),
     [
@@ -270,25 +249,10 @@ def test_a_batch_is_taken_as_eager_takes_it(graphs_of, family, name, capture):
     assert_same(tried(graphs.model, run, forms[name]), expected)
     if capture and not isinstance(expected, Exception):
         assert sum(counts(graphs)) == sum(before) + 1
+        assert family not in ("qwen3-vl", "qwen2.5-vl") or name not in REPLAYED or counts(graphs)[0] == before[0] + 1
     before = counts(graphs)
     assert_same(tried(graphs.model, run, forms["plain"]), expected_of(family, "plain"))
     assert counts(graphs) == (before[0] + capture, before[1], before[2] + (not capture))
-
-
-REPLAYED = {
-    "plain", "[1, N, C]", "[N, 1, C]", "[1, 1, N, C]", "[N, 3, T, P, P]", "[1, N, 3, T, P, P]", "[N / 2, 2 C]",
-    "[2 N, C / 2]", "[N C]", "fp64", "bf16", "uint8", "grid int32", "first columns", "every other row",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", sorted(REPLAYED))
-@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl"])
-def test_forms_that_are_replayed(graphs_of, family, name):
-    _, run, forms, _ = FAMILIES[family]
-    graphs = graphs_of(family, True)
-    before = counts(graphs)
-    run(graphs.model, *forms[name])
-    assert counts(graphs) == (before[0] + 1, *before[1:])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tests.ranks import run_ranks
 from tests.routers import take_statistics
 
 from .dispatching import dispatching_on_cpu
-from .packs import EXPERTS, graphs_on, losses_and_gradients, new_model, pack, part_of, unpacked
+from .packs import EXPERTS, graphs_on, losses_and_gradients, new_model, pack, part_of, small_packs, unpacked
 from .towers import assert_close, poison
 
 EP2 = {"expert_model_parallel_size": 2}
@@ -45,16 +45,16 @@ def executor_of(model):
 
 
 def on_graphs(model, *warmup, **options):
-    given = {"executor": executor_of(model), "cuda_graph_modules": [], **options}
-    return graphs_on(model, *(warmup or (pack((100, 150, 50)),)), **given)
+    given = {"executor": executor_of(model), "cuda_graph_modules": [], "cuda_graph_packed_buckets": [80, 128]}
+    return graphs_on(model, *(warmup or (pack((25, 40, 12)),)), **given | options)
 
 
 def drawn(generator):
     """Return the lengths of a pack that a bucket takes."""
-    lengths = [generator.randint(1, 200) for _ in range(generator.randint(1, 5))]
-    while sum(lengths) > 500:
+    lengths = [generator.randint(1, 50) for _ in range(generator.randint(1, 5))]
+    while sum(lengths) > 125:
         lengths.pop()
-    return (*lengths, max(257 - sum(lengths), 1))
+    return (*lengths, max(65 - sum(lengths), 1))
 
 
 def own_packs(count, seed=0):
@@ -70,15 +70,16 @@ def compare(found, expected):
 
 
 @dispatching_on_cpu()
+@small_packs()
 def replay(changes, count=4, seed=0):
     model, packs = rank_model(**changes), own_packs(count, seed)
     if changes.get("context_parallel_size"):
-        packs = [part_of(pack((640 - 4 * n, 4 * n), n), 2, distributed.get_rank()) for n in (1, 40, 70, 100)]
+        packs = [part_of(pack((160 - 4 * n, 4 * n), n), 2, distributed.get_rank()) for n in (1, 10, 18, 25)]
     routers = [layer.mlp.router for layer in model.decoder.layers if layer.is_moe_layer]
     take_statistics(routers)
     expected = [losses_and_gradients(model, arguments) for arguments in packs]
     counted = take_statistics(routers)
-    with on_graphs(model, packs[0], cuda_graph_packed_buckets=[512, 640]) as graphs:
+    with on_graphs(model, packs[0], cuda_graph_packed_buckets=[128, 160]) as graphs:
         take_statistics(routers)
         found = []
         for arguments in packs:
@@ -106,6 +107,7 @@ def test_replays_equal_eagers_dispatcher(tmp_path, changes):
 
 
 @dispatching_on_cpu()
+@small_packs()
 def replay_moved():
     """Graphs whose activations leave give on every rank what those give that keep all."""
     model, packs = rank_model(), own_packs(2)
@@ -135,12 +137,13 @@ def test_ranks_that_share_a_pack_ask_nobody(tmp_path):
 
 # What one rank is given while the other has a pack that fits: its pack, and what both count.
 BEYOND = {
-    "documents": (((40,) * 8,), ["too_many_documents"] * 2),
+    "documents": (((10,) * 8,), ["too_many_documents"] * 2),
     "unpacked": (None, ["unpacked_batch", "other_rank"]),
 }
 
 
 @dispatching_on_cpu()
+@small_packs()
 def fall_back(lengths, odd):
     model, rank = rank_model(), distributed.get_rank()
     packs = own_packs(3)
@@ -161,6 +164,7 @@ def test_all_ranks_run_eager_where_one_must(tmp_path, lengths, reasons, odd):
 
 
 @dispatching_on_cpu()
+@small_packs()
 def differ_on_one_rank():
     """Have a hook on one rank for a microbatch, then keep what a pass without a backward returned, as for a log."""
     model, packs, differs = rank_model(), own_packs(4), distributed.get_rank()
@@ -188,7 +192,7 @@ def test_a_rank_whose_model_or_slots_differ_makes_all_eager(tmp_path):
 def grow():
     """Return the buckets of a run with small and large packs in turn, other ones on each rank, and what it counts."""
     model, rank = rank_model(), distributed.get_rank()
-    sizes = [(270 + 60 * ((step + rank) % 3), 960 - 40 * rank)[step % 2] for step in range(24)]
+    sizes = [(270 + 60 * ((step + rank) % 3), 960 - 40 * rank)[step % 2] for step in range(16)]
     packs = [pack((size - 90, 90), seed=2 * number + rank) for number, size in enumerate(sizes)]
     expected = [losses_and_gradients(model, arguments) for arguments in packs]
     options = {"cuda_graph_packed_buckets": "auto"}
@@ -205,16 +209,18 @@ def grow():
 def test_buckets_on_demand_are_those_of_all_ranks(tmp_path):
     first, second = run_ranks(2, grow, tmp_path, **EP2)
     assert first == second
-    assert len(first[0]) > 1 and first[1] > 12
+    assert len(first[0]) > 1 and first[1] > 8
 
 
 @dispatching_on_cpu()
+@small_packs()
 def stay_in_parts():
     """Return what ranks replay where experts stay eager: packs that differ are no business of the other rank."""
     model, rank = rank_model(), distributed.get_rank()
-    packs = [pack((40,) * 8), pack((300,))] if rank else [pack((300,)), pack((300,))]
+    packs = [pack((10,) * 8), pack((75,))] if rank else [pack((75,)), pack((75,))]
     expected = [losses_and_gradients(model, arguments) for arguments in packs]
-    with graphs_on(model, pack((300,)), cuda_graph_modules=["attn", "moe_router"]) as graphs:
+    options = {"cuda_graph_modules": ["attn", "moe_router"], "cuda_graph_packed_buckets": [80]}
+    with graphs_on(model, pack((75,)), **options) as graphs:
         compare([losses_and_gradients(model, arguments) for arguments in packs], expected)
         return dict(graphs.statistics().fallbacks)
 

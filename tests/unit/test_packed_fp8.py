@@ -203,16 +203,14 @@ def test_without_transposes_that_are_kept_every_microbatch_quantizes(contexts):
     assert seen and set(map(type, seen)) == {type(None)}
 
 
-@pytest.mark.parametrize(
-    "modules, layers", [([], {0, 1}), (["attn"], {0, 1}), (["mlp"], {0, 1})], ids=lambda v: ",".join(map(str, v))
-)
-def test_layers_are_recorded_in_their_precision(contexts, modules, layers):
+@pytest.mark.parametrize("modules", [[], ["attn"], ["mlp"]], ids=",".join)
+def test_layers_are_recorded_in_their_precision(contexts, modules):
     model = quantizing_model(contexts)
     with graphs_on(model, FULL, cuda_graph_modules=modules, capture=False) as graphs:
         model(**FULL)
         contexts.layers.clear()
         assert graphs.capture()
-        assert set(contexts.layers) == layers
+        assert set(contexts.layers) == {0, 1}
 
 
 def test_copies_that_modules_replaced_run_eager(contexts):
@@ -234,7 +232,7 @@ def test_scales_that_lie_elsewhere_run_eager(contexts, updates, caplog):
     with graphs_on(model, FULL) as graphs:
         losses_and_gradients(model, FULL)
         kept = products(model)[1].quantizers["scaling_fwd"]
-        TransformerEngineBaseModule.adjust_amax_history_length(products(model)[1], 4, fwd=True)
+        longer_histories(products(model)[1])
         for _ in range(2):
             losses_and_gradients(model, FULL)
         assert replayed(graphs) == 1 and graphs.statistics().fallbacks == {"model_changed": 2}
@@ -244,15 +242,26 @@ def test_scales_that_lie_elsewhere_run_eager(contexts, updates, caplog):
         assert replayed(graphs) == 2
 
 
-def test_scales_of_earlier_recordings_must_be_there(contexts):
-    model = quantizing_model(contexts, "delayed")
+def longer_histories(module):
+    TransformerEngineBaseModule.adjust_amax_history_length(module, 4, fwd=True)
+
+
+@pytest.mark.parametrize(
+    "recipe, change, said",
+    [
+        ("delayed", longer_histories, "scales lie elsewhere"),
+        ("tensorwise", lambda module: module._fp8_workspaces.clear(), "other quantized copies"),
+    ],
+)
+def test_what_earlier_recordings_read_must_be_there(contexts, recipe, change, said):
+    model = quantizing_model(contexts, recipe)
     weights = fp8.QuantizedWeights(lambda: [model.decoder], model.config)
     with weights.recorded(torch.zeros(1)):
         model(**FULL)
     assert not weights.replaced
-    TransformerEngineBaseModule.adjust_amax_history_length(products(model)[0], 4, fwd=True)
+    change(products(model)[0])
     assert weights.replaced
-    with pytest.raises(CaptureError, match="scales lie elsewhere"), weights.recorded(torch.zeros(1)):
+    with pytest.raises(CaptureError, match=said), weights.recorded(torch.zeros(1)):
         model(**FULL)
 
 
@@ -280,17 +289,6 @@ def test_copies_that_come_during_a_capture_are_refused(contexts, monkeypatch):
     with weights.recorded(torch.zeros(1)):
         model(**FULL)
     assert not weights.replaced
-
-
-def test_copies_of_earlier_recordings_must_be_there(contexts):
-    model = quantizing_model(contexts)
-    weights = fp8.QuantizedWeights(lambda: [model.decoder], model.config)
-    with weights.recorded(torch.zeros(1)):
-        model(**FULL)
-    products(model)[0]._fp8_workspaces.clear()
-    assert weights.replaced
-    with pytest.raises(CaptureError, match="other quantized copies"), weights.recorded(torch.zeros(1)):
-        model(**FULL)
 
 
 def test_copies_are_made_fit_for_a_backward(contexts):
@@ -352,18 +350,6 @@ def test_fp8_around_the_layers_runs_eager(contexts, monkeypatch):
         monkeypatch.setattr(FP8GlobalStateManager.quantization_state, "fp8_enabled", True)
         losses_and_gradients(model, FULL)
         assert graphs.statistics().fallbacks == {"autocast_changed": 1}
-
-
-def test_fp8_that_is_switched_off_runs_eager_at_first(contexts):
-    model = quantizing_model(contexts)
-    with graphs_on(model, FULL) as graphs:
-        model.config.fp8 = None
-        found = [losses_and_gradients(model, FULL) for _ in range(2)]
-        assert replayed(graphs) == 1 and graphs.statistics().fallbacks == {"model_changed": 1}
-        torch.testing.assert_close(found[0], found[1])
-        model.config.fp8 = "hybrid"
-        losses_and_gradients(model, FULL)
-        assert replayed(graphs) == 2
 
 
 def test_fp8_that_is_switched_on_after_capture_is_refused(contexts):

@@ -239,18 +239,6 @@ def test_a_parameter_that_is_not_in_fp8_any_more_was_replaced():
     assert not found.are_there()
 
 
-def test_scales_of_blocks_are_followed():
-    held = SimpleNamespace(_rowwise_data=torch.zeros(2), _rowwise_scale_inv=torch.zeros(2), update_usage=None)
-    held._columnwise_data, held._columnwise_scale_inv = torch.zeros(2), torch.zeros(2)
-    module = nn.Module()
-    module._parameters["weight"] = held
-    found = known(module)
-    found.refresh()
-    assert found.are_there()
-    held._columnwise_scale_inv = None
-    assert not found.are_there()
-
-
 def test_parameters_of_several_classes_are_followed_together():
     """Of blocks some have their columns, others none; with one scale, each may be transposed or not."""
     blocks, transposed, alone = nn.Module(), LinearInFp8(torch.randn(16, 32)), LinearInFp8(torch.randn(16, 32))

@@ -14,13 +14,13 @@ from tests.ranks import run_ranks
 
 from .dispatching import dispatching_on_cpu
 from .hybrids import hybrid_pack, new_hybrid, stand_ins
-from .packs import EXPERTS, graphs_on, losses_and_gradients, part_of
+from .packs import EXPERTS, graphs_on, losses_and_gradients, part_of, small_packs
 from .towers import assert_close
 
 TP2, CP2, EP2 = ({f"{name}_parallel_size": 2} for name in ("tensor_model", "context", "expert_model"))
-PACKS = ((640,), (200, 380, 60), (140, 120, 260, 60, 60), (600, 300))
-ROOM = ((196, 388), (200, 440))
-BUCKETS = {"cuda_graph_packed_buckets": [640, 1024]}
+PACKS = ((160,), (52, 92, 16), (36, 32, 64, 12, 16), (148, 76))
+ROOM = ((48, 96), (52, 108))
+BUCKETS = {"cuda_graph_packed_buckets": [160, 256]}
 
 
 def rank_pack(sizes, *args, **kwargs):
@@ -41,6 +41,7 @@ def rank_pack(sizes, *args, **kwargs):
     return part
 
 
+@small_packs()
 def replay(sizes, room=None, modules=(), **config):
     with stand_ins():
         model = new_hybrid(**sizes, **config)

@@ -16,13 +16,24 @@ from bridge_cg_plugin.upstream.parallel.process_groups import without_collective
 from tests.models.language_model import held
 from tests.ranks import run_ranks
 
-from .packs import EXPERTS, ON_CPU, graphs_on, losses_and_gradients, new_model, new_qwen, pack, part_of, with_images
+from .packs import (
+    EXPERTS,
+    ON_CPU,
+    graphs_on,
+    losses_and_gradients,
+    new_model,
+    new_qwen,
+    pack,
+    part_of,
+    small_packs,
+    with_images,
+)
 from .towers import assert_close
 
 TP2, CP2 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}
-BUCKETS = {"cuda_graph_packed_buckets": [640, 1024, 1280]}
-PACKS = ((640,), (200, 380, 4), (140, 120, 260, 60, 24), (600, 300))
-ROOM = ((196, 388), (200, 400))
+BUCKETS = {"cuda_graph_packed_buckets": [160, 256, 320]}
+PACKS = ((160,), (52, 92, 4), (36, 32, 64, 12, 8), (148, 76))
+ROOM = ((48, 96), (52, 100))
 
 
 def executor_of(model):
@@ -35,6 +46,7 @@ def rank_pack(sizes, *args, **kwargs):
     return part_of(arguments, ranks, distributed.get_rank()) if ranks > 1 else arguments
 
 
+@small_packs()
 def replay(sizes, room=None, modules=(), packs=PACKS, **config):
     model = new_model(**sizes, **config)
     gives_heads = model.decoder.layers[0].self_attention.core_attention._heads is not None
@@ -69,11 +81,12 @@ def test_ranks_that_give_tokens_for_heads(tmp_path, modules, room):
 
 def test_ranks_that_give_tokens_for_heads_in_rings(tmp_path):
     levels = {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]}
-    packs = ((640,), (200, 376, 64), (136, 120, 264, 56, 64), (600, 504))
+    packs = ((320,), (104, 176, 8), (64, 56, 128, 24, 32), (200, 104))
     work = partial(replay, packs=packs, cp_comm_type="a2a+p2p")
     run_ranks(4, work, tmp_path, levels, **levels)
 
 
+@small_packs()
 def replay_images():
     """Replay Qwen3-VL's language model: angles and image features are those of a rank's own tokens."""
     model = new_qwen(**CP2)
@@ -134,11 +147,12 @@ def test_two_context_parallel_ranks_equal_one(tmp_path):
         assert_close(summed, list(gradients))
 
 
+@small_packs()
 def fall_back(sizes):
     """Return what a rank counts of packs that no graph takes, among others that one takes."""
     model = new_model(**sizes)
-    with graphs_on(model, rank_pack(sizes, (640,)), executor=executor_of(model), **BUCKETS) as graphs:
-        for lengths in ((80,) * 8, (800, 484), (640,), (100, 60)):
+    with graphs_on(model, rank_pack(sizes, (160,)), executor=executor_of(model), **BUCKETS) as graphs:
+        for lengths in ((20,) * 8, (200, 124), (160,), (24, 16)):
             losses_and_gradients(model, rank_pack(sizes, lengths))
         return dict(graphs.statistics().fallbacks), graphs.statistics().replays
 
@@ -178,13 +192,14 @@ def test_exchanges_of_other_groups_go_on_in_silence(tmp_path):
         assert waited == [True] * 3 and restored == [True]
 
 
+@small_packs()
 def see_other_packs(sizes):
     model = new_model(**sizes)
     with graphs_on(model, capture=False, cuda_graph_packed_buckets="auto", cuda_graph_packed_strict=False) as graphs:
-        model(**rank_pack(sizes, (320,)))
+        model(**rank_pack(sizes, (80,)))
         if distributed.get_rank() == 1:  # as if it had seen another pack: attention would wait for the other rank
             observed = graphs.workload.plan.observed
-            observed[0] = replace(observed[0], shape=observed[0].shape._replace(tokens=640))
+            observed[0] = replace(observed[0], shape=observed[0].shape._replace(tokens=160))
         graphs.capture()
         return graphs.failure
 
