@@ -20,7 +20,7 @@ for table, points, gradient in cases:
     found.append((out.detach(), *torch.autograd.grad(out, table, gradient)))
 """
 # Sides of the table, points, channels.
-CASES = [((5, 5), 40, 24), ((4, 9), 7, 300), ((24, 24), 33, 8), ((2, 2), 3, 2), ((3, 3), 1, 1)]
+CASES = [((5, 5), 20, 24), ((4, 9), 2, 300), ((24, 24), 9, 8), ((3, 3), 1, 1)]
 
 
 def make_case(sides, points, channels):
@@ -47,7 +47,7 @@ def test_only_single_points_of_one_fp32_image_are_taken():
     assert takes(table, points)
     assert not takes(table.bfloat16(), points)
     assert not takes(table.expand(2, -1, -1, -1), points.expand(2, -1, -1, -1))
-    assert not takes(table, points.view(1, 20, 2, 2))
+    assert not takes(table, points.view(1, 10, 2, 2))
     assert not takes(table[:, :, :1], points)
 
 
