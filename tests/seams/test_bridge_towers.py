@@ -30,18 +30,13 @@ MINISTRAL = (towers.build_ministral3, towers.ministral3_sample, [*IMAGES[:3], [(
 GEMMA = (towers.build_gemma3_vl, towers.gemma3_sample, [1, 2, 0, 3], SIGLIP, "vision_tower")
 BUCKETS = (64, 128, 192)
 
-with_qwen3_omni = pytest.mark.skipif(not towers.has_qwen3_omni(), reason="this release has no such model")
 MODELS = [
     pytest.param(*QWEN, id="qwen2.5-vl"),
     pytest.param(*GEMMA, id="gemma3-vl"),
     pytest.param(*GLM, id="glm-4.5v"),
     pytest.param(*MINISTRAL, id="ministral-3"),
     pytest.param(*OMNI_25, id="qwen2.5-omni"),
-    pytest.param(
-        *OMNI_3,
-        id="qwen3-omni",
-        marks=with_qwen3_omni,
-    ),
+    pytest.param(*OMNI_3, id="qwen3-omni"),
 ]
 # Fields of a model that the train loop drives.
 DRIVEN = {
@@ -139,7 +134,6 @@ def heard_samples():
     ]
 
 
-@with_qwen3_omni
 @pytest.mark.parametrize("frozen", [False, True])
 def test_losses_and_gradients_with_both_encoders_on_graphs_are_eagers(frozen):
     model, samples = towers.build_qwen3_omni(freeze_audio_model=frozen), heard_samples()

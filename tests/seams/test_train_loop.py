@@ -118,22 +118,6 @@ def test_metrics_reach_the_loggers_at_their_interval(helper, positional):
         assert ("vision_cuda_graph/replays", 1.0, 5) in board.scalars
 
 
-def test_logging_reports_many_steps_at_once_on_the_console(helper, capsys, monkeypatch):
-    monkeypatch.setattr(train_loop, "FIGURES", train_loop.Figures())
-    monkeypatch.setattr(train_loop.Figures, "EVERY", 10)
-    log = make("train_log")(lambda losses, global_state: None)
-    capsys.readouterr()
-    for step in range(1, 26):
-        helper.graphs.model(*draw([[1, 4, 4]]))
-        log({}, global_state=state_at(step))
-    said = [line for line in capsys.readouterr().out.splitlines() if "microbatches replayed" in line]
-    assert [line.partition(", padding")[0] for line in said] == [
-        "[bridge-cg] vision_cuda_graph, steps 1 to 5: 5 of 5 microbatches replayed (100.0%)",
-        "[bridge-cg] vision_cuda_graph, steps 6 to 15: 10 of 10 microbatches replayed (100.0%)",
-        "[bridge-cg] vision_cuda_graph, steps 16 to 25: 10 of 10 microbatches replayed (100.0%)",
-    ]
-
-
 def test_the_end_of_training_reports_and_frees(helper, capsys):
     order = []
     model = helper.graphs.model

@@ -1,7 +1,6 @@
-"""Bridge's own models around Hugging Face's towers, small, on a CPU in fp32 or on a GPU in bf16."""
+"""Bridge's own models around Hugging Face's towers, small, in fp32 on a CPU."""
 
 import copy
-import importlib.util
 import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from megatron.bridge.models.gemma_vl import modeling_gemma3_vl
 from megatron.bridge.models.gemma_vl.gemma3_vl_provider import Gemma3VLModelProvider
 from megatron.bridge.models.glm_vl.glm_45v_provider import GLM45VModelProvider
 from megatron.bridge.models.ministral3.ministral3_provider import Ministral3ModelProvider
-from megatron.bridge.models.qwen_omni import qwen25_omni_provider
+from megatron.bridge.models.qwen_omni import qwen3_omni_provider, qwen25_omni_provider
 from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -38,7 +37,6 @@ from .vlm import language_layers, on_cpu
 
 VOCABULARY, IMAGE, VIDEO, START, AUDIO_TOKEN = 128, 120, 121, 122, 123
 LENGTHS = 64
-OMNI = "megatron.bridge.models.qwen_omni"
 # An image of Gemma's: 8 x 8 patches, pooled to 2 x 2 embeddings.
 GEMMA_SIDE, GEMMA_EMBEDDINGS = 112, 4
 
@@ -84,16 +82,15 @@ def glm45v_sample(images, seed: int = 0) -> Sample:
     return Sample(sample.tokens, {**sample.visual, "mm_token_type_ids": kinds})
 
 
-def qwen25_omni_sample(images, seed: int = 0) -> Sample:
+def qwen25_omni_sample(images, seed: int = 0, width: int = WINDOW_PATCH) -> Sample:
     """Return a sample as `qwen25_sample` does; the model finds positions itself."""
-    sample = qwen25_sample(images, seed)
+    sample = qwen25_sample(images, seed, width)
     return Sample(sample.tokens, {**sample.visual, "position_ids": None})
 
 
 def qwen3_omni_sample(images, seed: int = 0) -> Sample:
-    """Return a sample as `qwen25_sample` does; the model finds positions itself."""
-    sample = qwen25_sample(images, seed, OMNI_PATCH)
-    return Sample(sample.tokens, {**sample.visual, "position_ids": None})
+    """Return a sample as `qwen25_omni_sample` does."""
+    return qwen25_omni_sample(images, seed, OMNI_PATCH)
 
 
 def qwen3_omni_heard(frames: int, images=(), seed: int = 0) -> Sample:
@@ -127,81 +124,38 @@ def gemma3_sample(images: int, seed: int = 0) -> Sample:
 
 def loss_of(model: nn.Module, sample: Sample) -> Tensor:
     """Run a model as Bridge's step does; returns the mean loss."""
-    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
-    there = {name: value for name, value in sample.visual.items() if value is not None}
-    visual = {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in there.items()}
-    tokens = sample.tokens.to(device)
-    positions = {"position_ids": torch.arange(tokens.shape[1], device=device)[None]}
+    tokens, positions = sample.tokens, torch.arange(sample.tokens.shape[1])[None]
     with everywhere():
-        returned = model(
-            input_ids=tokens,
-            attention_mask=None,
-            labels=tokens.roll(-1, 1),
-            **{**positions, **dict.fromkeys(sample.visual), **visual},
-        )
+        arguments = {"position_ids": positions, **sample.visual}
+        returned = model(input_ids=tokens, attention_mask=None, labels=tokens.roll(-1, 1), **arguments)
     return (returned[0] if isinstance(returned, tuple) else returned).float().mean()
 
 
 @contextmanager
 def everywhere():
-    """Let Bridge's models be built and run here: without a GPU, what they take from Transformer Engine is replaced."""
-    if torch.cuda.is_available():
-        yield
-        return
+    """Let Bridge's models be built and run here: what they take from Transformer Engine is replaced."""
     with ExitStack() as stack:
         stack.enter_context(on_cpu())
         stack.enter_context(mock.patch.object(modeling_gemma3_vl, "TENorm", WrappedTorchNorm))
-        for module in _omni_providers():
+        for module in (qwen25_omni_provider, qwen3_omni_provider):
             made = mock.patch.object(module, "get_gpt_layer_with_transformer_engine_spec", _local_layers)
             stack.enter_context(made)
         yield
-
-
-def _omni_providers() -> list[Any]:
-    """Return the modules of the omni models' providers that this release has."""
-    return [qwen25_omni_provider, *([qwen3_omni_provider()] if has_qwen3_omni() else [])]
-
-
-def has_qwen3_omni() -> bool:
-    """Whether this release has the model."""
-    return importlib.util.find_spec(f"{OMNI}.qwen3_omni_provider") is not None
-
-
-def qwen3_omni_provider() -> Any:
-    """Return the module of Qwen3-Omni's provider."""
-    return importlib.import_module(f"{OMNI}.qwen3_omni_provider")
 
 
 def _local_layers(*args: Any, **kwargs: Any) -> Any:
     return language_layers()
 
 
-def _sizes(width: int = 64) -> dict:
-    sizes = {
-        "num_layers": 2,
-        "hidden_size": width,
-        "ffn_hidden_size": 2 * width,
-        "num_attention_heads": 2,
-        "num_query_groups": 2,
-        "kv_channels": width // 2,
-        "vocab_size": VOCABULARY,
-        "should_pad_vocab": False,
-        "seq_length": 256,
-        "image_token_id": IMAGE,
-        "gradient_accumulation_fusion": False,
-        "vision_cuda_graph_impl": "transformer_engine",
-    }
-    if torch.cuda.is_available():
-        return {**sizes, "bf16": True, "params_dtype": torch.bfloat16}
-    fusions = ("bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "persist_layer_norm")
-    return {
-        **sizes,
-        **dict.fromkeys(fusions, False),
-        "bf16": False,
-        "params_dtype": torch.float32,
-        "autocast_dtype": torch.float32,
-        "use_cpu_initialization": True,
-    }
+SIZES = {
+    **{"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 2, "num_query_groups": 2},
+    **{"kv_channels": 32, "vocab_size": VOCABULARY, "should_pad_vocab": False, "seq_length": 256},
+    **{"image_token_id": IMAGE, "vision_cuda_graph_impl": "transformer_engine"},
+    **dict.fromkeys(("params_dtype", "autocast_dtype"), torch.float32),
+    **dict.fromkeys(("bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion"), False),
+    **dict.fromkeys(("persist_layer_norm", "gradient_accumulation_fusion", "bf16"), False),
+    "use_cpu_initialization": True,
+}
 
 
 def _provided(provider, seed: int) -> nn.Module:
@@ -212,8 +166,6 @@ def _provided(provider, seed: int) -> nn.Module:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("NVTE_")}
     with everywhere(), mock.patch.dict(os.environ, kept, clear=True):
         model = provider.provide(pre_process=True, post_process=True)
-    if torch.cuda.is_available():
-        model = model.cuda().bfloat16()
     return model.train()
 
 
@@ -234,129 +186,77 @@ WITHOUT_EXPERTS = {
 }
 
 
+# Sizes of a vision tower in the words of most.
+TOWER = {"hidden_size": 64, "num_heads": 4, "out_hidden_size": 64}
+QWEN = {**DENSE, "mrope_section": [8, 4, 4], "video_token_id": VIDEO, "vision_start_token_id": START}
+
+
+def _build(provider, seed: int, local: bool = True, **fields) -> nn.Module:
+    """Build a model as a recipe's provider does; layers that need no kernels are its own, or `local`."""
+    layers = {"transformer_layer_spec": language_layers()} if local else {}
+    return _provided(provider(**{**SIZES, **layers, **fields}), seed)
+
+
 def build_qwen25_vl(seed: int = 0, **changes) -> nn.Module:
-    """Build Bridge's Qwen2.5-VL as a recipe's provider does."""
-    sizes = _sizes()
-    local = {} if torch.cuda.is_available() else {"transformer_layer_spec": language_layers()}
-    provider = Qwen25VLModelProvider(
-        **sizes,
-        **local,
-        **DENSE,
-        mrope_section=[8, 4, 4],
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_config=qwen25_config(hidden_size=64, num_heads=4, out_hidden_size=sizes["hidden_size"]),
-        **changes,
-    )
-    return _provided(provider, seed)
+    """Build Bridge's Qwen2.5-VL."""
+    return _build(Qwen25VLModelProvider, seed, **QWEN, vision_config=qwen25_config(**TOWER), **changes)
 
 
 def build_gemma3_vl(seed: int = 0, **changes) -> nn.Module:
-    """Build Bridge's Gemma 3 as a recipe's provider does."""
-    sizes = _sizes()
+    """Build Bridge's Gemma 3."""
     vision = SiglipVisionConfig(
-        num_hidden_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        intermediate_size=96,
-        image_size=GEMMA_SIDE,
-        patch_size=14,
+        **{"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96},
+        **{"image_size": GEMMA_SIDE, "patch_size": 14},
     )
     projector = modeling_gemma3_vl.Gemma3VLMultimodalProjectorConfig(
-        input_size=64,
-        hidden_size=sizes["hidden_size"],
-        image_size=GEMMA_SIDE,
-        tokens_per_image=GEMMA_EMBEDDINGS,
-        layernorm_zero_centered_gamma=torch.cuda.is_available(),
-        use_cpu_initialization=not torch.cuda.is_available(),
+        **{"input_size": 64, "hidden_size": 64, "image_size": GEMMA_SIDE, "tokens_per_image": GEMMA_EMBEDDINGS},
+        **{"layernorm_zero_centered_gamma": False, "use_cpu_initialization": True},
         gradient_accumulation_fusion=False,
     )
-    local = {}
-    if not torch.cuda.is_available():
-        spec = copy.deepcopy(language_layers())
-        spec.submodules.self_attention.module = gemma3_provider.Gemma3SelfAttention
-        local = {"transformer_layer_spec": spec, "qk_layernorm": False, "layernorm_zero_centered_gamma": False}
-    provider = Gemma3VLModelProvider(
-        **sizes, **local, vision_config=vision, vision_projector_config=projector, **changes
-    )
-    return _provided(provider, seed)
+    spec = copy.deepcopy(language_layers())
+    spec.submodules.self_attention.module = gemma3_provider.Gemma3SelfAttention
+    local = {"transformer_layer_spec": spec, "qk_layernorm": False, "layernorm_zero_centered_gamma": False}
+    fields = {**local, "vision_config": vision, "vision_projector_config": projector, **changes}
+    return _build(Gemma3VLModelProvider, seed, **fields)
 
 
 def build_glm45v(seed: int = 0, **changes) -> nn.Module:
-    """Build Bridge's GLM-4.5V as a recipe's provider does, without experts."""
-    sizes = _sizes()
-    local = {} if torch.cuda.is_available() else {"transformer_layer_spec": language_layers()}
-    shared = {
-        "moe_shared_expert_overlap": False,
-        "moe_shared_expert_intermediate_size": None,
-        "moe_ffn_hidden_size": None,
-    }
-    provider = GLM45VModelProvider(
-        **sizes,
-        **local,
-        **DENSE,
+    """Build Bridge's GLM-4.5V without experts."""
+    fields = {
         **WITHOUT_EXPERTS,
-        **shared,
-        moe_router_enable_expert_bias=False,
-        moe_layer_freq=[0, 0],
-        mtp_num_layers=None,
-        mrope_section=[2, 3, 3],
-        video_token_id=VIDEO,
-        image_start_token_id=START,
-        vision_config=glm45v_config(hidden_size=64, num_heads=4, out_hidden_size=sizes["hidden_size"]),
-        **changes,
-    )
-    return _provided(provider, seed)
+        **{"moe_shared_expert_overlap": False, "moe_shared_expert_intermediate_size": None},
+        **{"moe_ffn_hidden_size": None, "moe_router_enable_expert_bias": False, "moe_layer_freq": [0, 0]},
+        **{"mtp_num_layers": None, "mrope_section": [2, 3, 3], "video_token_id": VIDEO, "image_start_token_id": START},
+    }
+    return _build(GLM45VModelProvider, seed, **DENSE, **fields, vision_config=glm45v_config(**TOWER), **changes)
 
 
 AUDIO = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "d_model": 32, "output_dim": 64}
-OMNI_TOKENS = {"video_token_id": VIDEO, "vision_start_token_id": START, "audio_token_id": AUDIO_TOKEN}
 
 
 def build_qwen25_omni(seed: int = 0, **changes) -> nn.Module:
-    """Build Bridge's Qwen2.5-Omni as a recipe's provider does."""
-    sizes = _sizes()
-    vision = qwen25_omni_config(hidden_size=64, num_heads=4, out_hidden_size=sizes["hidden_size"])
-    provider = qwen25_omni_provider.Qwen25OmniModelProvider(
-        **sizes,
-        **DENSE,
-        **OMNI_TOKENS,
-        mrope_section=[8, 4, 4],
-        thinker_config=Qwen2_5OmniThinkerConfig(vision_config=vision.to_dict(), audio_config=AUDIO),
-        **changes,
-    )
-    return _provided(provider, seed)
+    """Build Bridge's Qwen2.5-Omni."""
+    thinker = Qwen2_5OmniThinkerConfig(vision_config=qwen25_omni_config(**TOWER).to_dict(), audio_config=AUDIO)
+    fields = {**QWEN, "audio_token_id": AUDIO_TOKEN, "thinker_config": thinker, **changes}
+    return _build(qwen25_omni_provider.Qwen25OmniModelProvider, seed, local=False, **fields)
 
 
 def build_qwen3_omni(seed: int = 0, **changes) -> nn.Module:
-    """Build Bridge's Qwen3-Omni as a recipe's provider does, without experts."""
-    sizes = _sizes()
-    vision = qwen3_omni_config(hidden_size=64, num_heads=4, out_hidden_size=sizes["hidden_size"])
-    norms = {} if torch.cuda.is_available() else {"qk_layernorm": False}
-    provider = qwen3_omni_provider().Qwen3OmniModelProvider(
-        **sizes,
-        **DENSE,
-        **WITHOUT_EXPERTS,
-        **OMNI_TOKENS,
-        **norms,
-        mrope_section=[8, 4, 4],
-        thinker_config=Qwen3OmniMoeThinkerConfig(
-            vision_config=vision.to_dict(),
-            audio_config={**AUDIO, "downsample_hidden_size": 16, "n_window": 50, "n_window_infer": 400},
-        ),
-        **changes,
-    )
-    return _provided(provider, seed)
+    """Build Bridge's Qwen3-Omni without experts."""
+    audio = {**AUDIO, "downsample_hidden_size": 16, "n_window": 50, "n_window_infer": 400}
+    vision = qwen3_omni_config(**TOWER).to_dict()
+    thinker = Qwen3OmniMoeThinkerConfig(vision_config=vision, audio_config=audio)
+    fields = {**QWEN, **WITHOUT_EXPERTS, "qk_layernorm": False, "audio_token_id": AUDIO_TOKEN, **changes}
+    fields["thinker_config"] = thinker
+    return _build(qwen3_omni_provider.Qwen3OmniModelProvider, seed, local=False, **fields)
 
 
 def build_ministral3(seed: int = 0, **changes) -> nn.Module:
-    """Build Bridge's Ministral 3 as a recipe's provider does."""
-    sizes = _sizes()
-    local = {} if torch.cuda.is_available() else {"transformer_layer_spec": language_layers()}
+    """Build Bridge's Ministral 3."""
     rope = {"rope_type": "default", "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}
-    text = {"model_type": "ministral3", "hidden_size": sizes["hidden_size"], "num_attention_heads": 2}
+    text = {"model_type": "ministral3", "hidden_size": 64, "num_attention_heads": 2}
     config = Mistral3Config(
         vision_config=pixtral_config(hidden_size=64, num_attention_heads=4, image_size=32 * PIXTRAL_PATCH).to_dict(),
         text_config={**text, "rope_parameters": {**rope, "original_max_position_embeddings": 256}},
     )
-    return _provided(Ministral3ModelProvider(**sizes, **local, **DENSE, hf_config=config, **changes), seed)
+    return _build(Ministral3ModelProvider, seed, **DENSE, hf_config=config, **changes)

@@ -89,14 +89,6 @@ def test_windows_and_convolutions_of_other_sizes_equal_eager(attention, changes)
         assert graphs.statistics().replays == 1
 
 
-def test_windows_keep_clips_and_parts_of_clips_apart():
-    """The same frames as one clip and as two, and in windows of other sizes, give other embeddings."""
-    model, others = new_qwen3_omni_audio(), new_qwen3_omni_audio(n_window_infer=800)
-    with graphs_on(model, buckets=BUCKETS), graphs_on(others, buckets=BUCKETS):
-        found = [run(*given)[0][0] for given in ((model, [800]), (model, [300, 500]), (others, [800]))]
-    assert min((each - found[0]).norm() for each in found[1:]) > 0.1 * found[0].norm()
-
-
 def test_clips_without_a_full_chunk_run_eager():
     """Upstream pads chunks to the longest of the batch, which its convolutions see."""
     model = new_qwen3_omni_audio()
@@ -160,14 +152,3 @@ def test_lengths_that_changed_behind_the_hosts_back_give_nan():
 
         graphs.workload.encoder.read = stale
         assert model(features, feature_lens=lengths).last_hidden_state.isnan().all()
-
-
-def test_buckets_that_are_captured_on_demand_pad_seconds():
-    """A capacity is a multiple of 4 chunks, whatever a chunk's tokens divide by."""
-    model = new_qwen3_omni_audio()
-    with graphs_on(model, capture=False, buckets="auto", max_frames="auto") as graphs:
-        for _ in range(4):
-            run(model, [950])
-        assert graphs.capture()
-        run(model, [950])
-        assert graphs.workload.buckets == (12 * ROOM,) and graphs.statistics().replays == 1

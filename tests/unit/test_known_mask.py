@@ -43,14 +43,6 @@ def test_elements_and_gradients_are_those_of_the_plain_mask(shape, share, dtype,
     assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
 
 
-def test_the_plain_mask_would_wait():
-    plain, _ = masks((2, 5))
-    with no_host_waits(), pytest.raises(HostWait):
-        torch.zeros(2, 5, 3)[plain]
-    with no_host_waits(), pytest.raises(HostWait):
-        torch.zeros(2, 5, 3)[plain] = 1.0
-
-
 def test_a_mask_behind_other_dimensions():
     plain, mask = masks((2, 5))
     values = torch.randn(4, 2, 5)

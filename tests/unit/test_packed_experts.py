@@ -45,28 +45,6 @@ def test_losses_and_gradients_are_eagers(changes):
     assert not any("forward" in vars(layer.mlp) for layer in model.decoder.layers)
 
 
-def test_experts_without_tokens():
-    """A pack of two words leaves many experts without tokens, before and after a pack that gives all of them some."""
-    model = new_model(**{**EXPERTS, "num_moe_experts": 16})
-    packs = (of_two_words(PACKS[2], 5), PACKS[0], of_two_words(PACKS[3], 9), PACKS[1], of_two_words(PACKS[0], 5))
-    expected = [losses_and_gradients(model, arguments) for arguments in packs]
-    counts = [busy(model, gradients) for _, gradients in expected]
-    assert max(map(max, counts[::2])) < 12 and min(map(min, counts[1::2])) == 16
-    assert_replays_are_eagers(model, packs, expected)
-
-
-def of_two_words(arguments, word):
-    """Return a pack whose tokens are a word and the next one."""
-    return {**arguments, "input_ids": arguments["input_ids"] % 2 + word}
-
-
-def busy(model, gradients):
-    """Return how many experts of each layer have a gradient other than zero."""
-    found = dict(zip(model.parameters(), gradients, strict=True))
-    layers = (layer.mlp.experts.local_experts for layer in model.decoder.layers)
-    return [sum(any(found[p].any() for p in expert.parameters()) for expert in experts) for experts in layers]
-
-
 def assert_replays_are_eagers(model, packs, expected):
     """Compare losses and gradients of packs on graphs with those of eager."""
     with ON_CPU(), on_graphs(model) as graphs:

@@ -1,7 +1,5 @@
 """Parts of a decoder's layers on graphs of packed documents, against eager."""
 
-import gc
-import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -46,25 +44,6 @@ def test_parts_of_layers(bare, modules):
     assert not any(
         "_forward_attention" in vars(layer) or "_forward_mlp" in vars(layer) for layer in bare.decoder.layers
     )
-
-
-def test_both_parts_of_every_layer_apart(bare):
-    expected = losses_and_gradients(bare, pack((30, 180, 77)))
-    with graphs_on(bare, pack(WARMUP), capture=False, cuda_graph_modules=["attn", "mlp"]) as graphs:
-        graphs.workload.family.parts = graphs.workload.family.layer_parts
-        graphs.capture()
-        found = losses_and_gradients(bare, pack((30, 180, 77)))
-        assert replayed(graphs) == len(graphs._regions) == 4
-    assert_close([found[0], *found[1]], [expected[0], *expected[1]])
-
-
-def test_a_choice_holds_for_all_parts_of_layers(bare):
-    with graphs_on(bare, pack(WARMUP), cuda_graph_modules=["attn"], cuda_graph_packed_tuning={"slots": 1}) as graphs:
-        first = bare(**pack((300,)))
-        second = bare(**pack((280,)))
-        assert replayed(graphs) == 2 and graphs.statistics().fallbacks == {"no_free_slot": 1}
-        del first, second
-        gc.collect()
 
 
 PARTS = pytest.mark.parametrize("modules", [["attn"], ["attn", "mlp"]], ids=",".join)
@@ -152,17 +131,6 @@ def test_parts_use_a_slot_that_is_free_in_all_of_them(bare):
         assert graphs.statistics().fallbacks == {"no_free_slot": 1} and replayed(graphs) == len(graphs._regions)
         held.release()
         other.release()
-
-
-def test_regions_of_parts_are_given_back_without_a_collection(bare):
-    with graphs_on(bare, pack(WARMUP), cuda_graph_modules=["attn"]) as graphs:
-        regions = [weakref.ref(region) for region in graphs._regions]
-        gc.disable()
-        try:
-            graphs.reset()
-            assert [region for region in regions if region() is not None] == []
-        finally:
-            gc.enable()
 
 
 def test_mlp_is_a_part_of_dense_layers_alone():

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from bridge_cg_plugin.upstream.encoders.radio import PACKED_RADIO, RADIO
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
 
 from .hugging_face_towers import results
-from .radio_towers import CLASS_TOKENS, PATCH, TOKENS, draw_tiles, new_radio, run_images, run_tiles, segments_of
+from .radio_towers import CLASS_TOKENS, PATCH, TOKENS, new_radio, run_images, run_tiles, segments_of
 from .towers import assert_close, graphs_on, poison
 
 TOLERANCE, ROOM = 1e-6, 64
@@ -167,21 +166,6 @@ def test_layers_that_no_graph_takes_are_refused(setting, value, said):
     setattr(model.decoder.config, setting, value)
     with pytest.raises(OptionError, match=said), graphs_on(model, **TILES):
         pass
-
-
-def test_no_other_tower_is_taken():
-    holder = torch.nn.Module()
-    holder.vision_model = torch.nn.Linear(2, 2)
-    assert find_encoder(holder) is None and RADIO.find(SimpleNamespace()) is None
-
-
-def test_draws_of_tiles_are_new_in_every_microbatch():
-    model = new_radio(has_cpe=True)
-    with graphs_on(model, **TILES) as graphs, torch.no_grad():
-        torch.manual_seed(1)
-        first, second = (model(draw_tiles(2)) for _ in range(2))
-        assert graphs.statistics().replays == 2 or graphs.statistics().fallbacks
-        assert not torch.equal(first, second)
 
 
 def test_images_of_any_size_attend_as_cudnn_is_called_directly():

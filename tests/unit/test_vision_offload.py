@@ -7,7 +7,7 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.memory.pools import SlotMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.reports.report import metrics
-from bridge_cg_plugin.offload import host, offloading
+from bridge_cg_plugin.offload import host
 from bridge_cg_plugin.offload.plan import Fate
 from bridge_cg_plugin.options import OFFLOAD_MODULES
 
@@ -117,12 +117,3 @@ def test_memory_with_gaps_is_recorded_again_with_less_in_it():
     assert executor.dropped == 1
     assert all(map(torch.equal, outputs, expected[0]))
     assert all(map(torch.equal, gradients, expected[1]))
-
-
-def test_a_part_that_saves_nothing_is_said(capsys, monkeypatch):
-    tower = new_tower()
-    monkeypatch.setattr(offloading, "LEAST_BYTES", 1 << 30)
-    with graphs_on(tower, offload=("attention",), **SETTINGS) as graphs:
-        assert graphs.statistics().pinned_bytes == 0
-    said = capsys.readouterr().out
-    assert said.count("vision_cuda_graph_offload and vision_cuda_graph_recompute move nothing") == 1
