@@ -151,33 +151,6 @@ def test_agreement_with_megatron_cores_own_normalization():
     assert compared > 300
 
 
-@pytest.mark.parametrize(
-    "fields, ours, cores",
-    [
-        ({"cuda_graph_impl": "none", "cuda_graph_scope": FULL}, ("none", [], "none"), (FULL, [])),
-        ({"cuda_graph_scope": FULL}, (FULL, [], "none"), None),
-        ({"cuda_graph_scope": INFERENCE}, ("local", [], "block"), ("none", [])),
-        ({"enable_cuda_graph": True, "cuda_graph_impl": "none"}, "cuda_graph_impl=none", ("local", [])),
-        (
-            {**TE, "cuda_graph_scope": ["attn", "attn"]},
-            ("transformer_engine", ["attn"], "none"),
-            (TE_IMPL, ["attn"] * 2),
-        ),
-        ({**TE, "cuda_graph_scope": INFERENCE}, "cuda_graph_impl=transformer_engine", None),
-        ({"cuda_graph_impl": "local", "cuda_graph_scope": [FULL, INFERENCE]}, INFERENCE, None),
-    ],
-    ids=str,
-)
-def test_a_correction_of_what_megatron_core_makes_of_fields(fields, ours, cores):
-    if isinstance(ours, str):
-        with pytest.raises(OptionError, match=ours):
-            graph_options(fields)
-    else:
-        found = graph_options(fields).language_model
-        assert (found.impl, [module.name for module in found.modules], found.inference_scope.name) == ours
-    assert cores is None or as_core_says(core_config(**fields))[:2] == cores
-
-
 def series_of(release):
     return [minor(word) for word in re.findall(r"[\d.]+", release.name)]
 

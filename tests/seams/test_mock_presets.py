@@ -7,14 +7,11 @@ import pytest
 from huggingface_hub import constants
 from transformers.utils import hub
 
-from bridge_cg_plugin.cli.runs.recipe import prepare, read
 from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.recipes import with_graphs
-from tests.gpu import test_presets
 from tests.models import local_hub
 
 from .conftest import with_presets
-from .test_recipes import gpus_of
 
 pytestmark = with_presets
 TASKS = "pretrain_mock", "sft", "peft"
@@ -53,20 +50,3 @@ def test_a_microbatch_fits_the_sequence_and_the_graphs(offline, name):
     assert batch["loss_mask"].sum() > 0
     options = vision_options(config.model)
     assert options.exact_below < patches <= options.max_seq_length
-
-
-@pytest.mark.parametrize("name", test_presets.RECIPES)
-def test_what_the_gpu_tests_override_is_taken(offline, name):
-    words = [
-        "--recipe",
-        name,
-        "--dry-run",
-        *test_presets.GRAPHS,
-        *test_presets.WORDS,
-        *test_presets.RECIPES[name].words,
-    ]
-    config = prepare(*read(words)).config
-    assert test_presets.RECIPES[name].own == gpus_of(offline, name)
-    assert config.train.train_iters == test_presets.STEPS
-    assert config.train.global_batch_size % config.train.micro_batch_size == 0
-    assert vision_options(config.model).check_interval < test_presets.STEPS

@@ -1,5 +1,6 @@
 """Padded batches are packed as upstream packs them, to the bit and without a read of the device."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,24 +29,8 @@ LAYOUT_NAMES = ["one rank", "tensor", "context, first", "context, last", "both"]
 every_layout = pytest.mark.parametrize("ranks", LAYOUTS, ids=LAYOUT_NAMES)
 
 
-@every_layout
-def test_batches_are_packed_as_upstream_packs_them(modelling, ranks):
-    new, old = modelling.preprocess_packed_seqs, modelling.preprocess_packed_seqs.__wrapped__
-    given = [torch.randn(3, 16, 3, requires_grad=True) for _ in range(2)]
-    given[1].data.copy_(given[0].data)
-    mask = torch.ones(3, 16, dtype=torch.bool)
-    expected, params = old(given[0], mask, True, ranks)
-    with no_host_waits():
-        found, described = new(given[1], mask, True, ranks)
-    assert found.equal(expected)
-    for packed in (found, expected):
-        (packed * torch.arange(packed.numel()).view_as(packed)).sum().backward()
-    assert given[1].grad.equal(given[0].grad)
-    for name, value in vars(params).items():
-        assert same(getattr(described, name), value) or getattr(described, name) == value
-
-
 MASKS = {
+    "no padding": [16, 16, 16],
     "padding behind": [16, 11],
     "padding that leaves uneven lengths": [13, 7, 6],
     "rows that fit no layout": [15, 15],
@@ -61,13 +46,15 @@ def mask_of(name):
 
 
 @every_layout
-@pytest.mark.parametrize("name, width", zip(MASKS, [(), (3,), (), (3,)], strict=True))
+@pytest.mark.parametrize("name, width", zip(MASKS, [(3,), (), (3,), (), (3,)], strict=True))
 def test_padded_batches_are_packed_as_upstream_packs_them(modelling, ranks, name, width):
     new, old = modelling.preprocess_packed_seqs, modelling.preprocess_packed_seqs.__wrapped__
     mask = mask_of(name)
     values = torch.randn(*mask.shape, *width)
     given = [values.clone().requires_grad_() for _ in range(2)]
-    (expected, params), (found, described) = old(given[0], mask, True, ranks), new(given[1], mask, True, ranks)
+    expected, params = old(given[0], mask, True, ranks)
+    with no_host_waits() if name == "no padding" else nullcontext():
+        found, described = new(given[1], mask, True, ranks)
     assert found.equal(expected) and vars(described).keys() == vars(params).keys()
     for packed in (found, expected):
         (packed * torch.arange(packed.numel()).view_as(packed)).sum().backward()

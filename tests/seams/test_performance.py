@@ -29,7 +29,6 @@ PERMISSIVE = PARSER.replace('"local", "transformer_engine"]', '"local", "transfo
 BENCHMARK = shlex.split(
     "--domain qwen3vl -m qwen_vl -mr qwen3_vl_30b_a3b --task pretrain -ng 16 -g h100 -c bf16 --max_steps 5"
 )
-LIBRARY = shlex.split("-m qwen_vl -mr qwen3_vl_8b --use_recipes --task sft -ng 8 -g h100 -wdj experiment")
 
 
 def forget():

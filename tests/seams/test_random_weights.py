@@ -1,7 +1,6 @@
 """Recipes trained on the weights that they begin with, as bench_recipe.py has them: built, validated, not loaded."""
 
 import importlib
-import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from .test_mock_presets import cache, offline  # noqa: F401
 from .test_recipes import launched
 
 pytestmark = with_presets
-WIDTH, HEIGHT = 1024, 768
 
 
 @pytest.fixture
@@ -40,23 +38,6 @@ def test_eager_and_graphs_train_the_same_configuration_but_for_graphs(prepared):
     assert not read_options(runs["eager1"]).enabled
     options = read_options(runs["plugin"])
     assert options.vision.enabled and options.packed.enabled and options.vision.kernels == "exact"
-
-
-@pytest.mark.parametrize(
-    "name, mode", zip(bench_recipe.CASES, itertools.cycle(("plugin", "eager1", *bench_recipe.GRAPHS)), strict=False)
-)
-def test_every_case_resolves_in_every_mode(offline, tmp_path, name, mode):  # noqa: F811
-    args, rest = bench_recipe.parse(["--case", name])
-    config = prepare(*read(bench_recipe.words(args, rest, mode, write_checkpoint(tmp_path)))).config
-    launched(config, args.gpus)
-    options = read_options(config)
-    assert config.train.micro_batch_size == 2 and config.train.train_iters == args.steps
-    assert options.vision.enabled == (mode != "eager1") and options.packed.enabled == (
-        mode not in ("eager1", "plugin_vision")
-    )
-    if name.startswith("30b"):
-        layers = {2: 8, 4: 24, 8: 48}[args.gpus]
-        assert (config.model.num_layers, config.model.expert_model_parallel_size) == (layers, args.gpus)
 
 
 def test_adapters_get_the_initial_weights_and_nothing_is_loaded(prepared, active, monkeypatch):
