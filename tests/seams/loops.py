@@ -44,6 +44,21 @@ class Policy(nn.Module):
         return loss_of([hidden, *deepstack])
 
 
+def gathers(chunk, model, waits, align=False):
+    """Let a chunk look as data parallelism does that gathers a model's parameters while it computes.
+
+    Args:
+        chunk: A module around the model.
+        model: The model.
+        waits: What is called, with `skip_next_bucket_dispatch`, to wait for each group of parameters.
+        align: Whether groups are dispatched by the pipeline's schedule.
+    """
+    parameters, groups = list(model.parameters()), [SimpleNamespace(finish_param_sync=wait) for wait in waits]
+    chunk.param_to_bucket_group = {p: groups[i * len(groups) // len(parameters)] for i, p in enumerate(parameters)}
+    chunk.ddp_config = SimpleNamespace(align_param_gather=align, overlap_grad_reduce=False)
+    chunk.remove_forward_pre_hook_handles = {"module": "handle"}
+
+
 def on_cpu(*args, device=None, **kwargs):
     return ZEROS(*args, **kwargs)
 

@@ -7,7 +7,6 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from tests.python_calls import python_calls
 from tests.unit.towers import new_tower
 
-from .loops import Policy, assert_equal, call, in_one_process, on_cpu
+from .loops import Policy, assert_equal, call, gathers, in_one_process, on_cpu
 
 
 @pytest.fixture(autouse=True)
@@ -161,41 +160,30 @@ def test_a_model_has_one_driver_under_all_wrappers():
     assert (graphs.step_number, graphs.statistics().replays) == (5, 8)
 
 
-class Group:
-    """Parameters that arrive when they are waited for."""
-
-    def __init__(self, parameters):
-        self._parameters, self.arrives = parameters, False
-
-    def finish_param_sync(self, skip_next_bucket_dispatch):
-        if self.arrives:
-            with torch.no_grad():
-                torch._foreach_mul_(self._parameters, 1.5)
-        self.arrives = False
-
-
 class DataParallel(Wrapper):
-    """Data parallelism with overlapped gathers, as far as the plugin looks at it."""
+    """Data parallelism with overlapped gathers, as far as the plugin looks at it: parameters arrive in a wait."""
 
     def __init__(self, model):
         super().__init__(model)
-        self.group = Group(list(model.parameters()))
-        self.param_to_bucket_group = dict.fromkeys(model.parameters(), self.group)
-        self.ddp_config = SimpleNamespace(align_param_gather=False, overlap_grad_reduce=False)
-        self.remove_forward_pre_hook_handles = {"module": "handle"}
+        self.arrives = False
+        gathers(self, model, [self.wait])
+
+    def wait(self, skip_next_bucket_dispatch=False):
+        if self.arrives:
+            with torch.no_grad():
+                torch._foreach_mul_(list(self.module.parameters()), 1.5)
+        self.arrives = False
 
 
-@pytest.mark.parametrize("around", [lambda model: model, Wrapper], ids=["outermost", "under a wrapper"])
-def test_replays_wait_for_data_parallelism_that_comes_later(around):
+def test_replays_wait_for_data_parallelism_that_comes_later():
     model, eager = Policy(), Policy(vision_cuda_graph_impl="none")
     for seed in range(3):
         assert_equal(call(model, 2, seed=seed), call(eager, 2, seed=seed))
     parallel, reference = DataParallel(model), DataParallel(eager)
-    outer = around(parallel)
+    outer = Wrapper(parallel)
     for seed in range(3):
-        for each in (parallel, reference):
-            each.group.arrives = True
-        reference.group.finish_param_sync(False)  # as eager's hooks do
+        parallel.arrives = reference.arrives = True
+        reference.wait()  # as eager's hooks do
         assert_equal(call(outer, 2, seed=seed), call(reference, 2, seed=seed))
     call(model, 2)
     (graphs,) = active_graphs()

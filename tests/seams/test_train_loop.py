@@ -14,6 +14,7 @@ from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.parallel.data_parallel import megatron_reduction
 
 from ..unit.towers import DEFAULTS, draw, new_tower
+from .loops import gathers
 
 TRAIN = "megatron.bridge.training.train"
 
@@ -144,43 +145,25 @@ def test_upstreams_own_padding_is_never_used(active):
         model(*draw([[1, 4, 4]]))
 
 
-class Group:
-    def __init__(self, log, name):
-        self.log, self.name = log, name
-
-    def finish_param_sync(self, skip_next_bucket_dispatch=False):
-        self.log.append((self.name, skip_next_bucket_dispatch))
-
-
-def gathered_chunk(model, align=False, hooks=True):
-    """A chunk under data parallelism with overlapped gathers, as far as the plugin looks at it."""
-    log, chunk = [], nn.Module()
-    chunk.module = model
-    groups = [Group(log, "first"), Group(log, "second")]
-    parameters = list(model.parameters())
-    chunk.param_to_bucket_group = {p: groups[i >= len(parameters) // 2] for i, p in enumerate(parameters)}
-    chunk.ddp_config = SimpleNamespace(align_param_gather=align, overlap_grad_reduce=True)
-    chunk.remove_forward_pre_hook_handles = {"module": "handle"} if hooks else {}
-    return chunk, log
-
-
 @pytest.mark.parametrize("align", [False, True])
 def test_a_replay_waits_once_for_each_group_of_parameters(align):
-    model = nn.Linear(4, 4)
-    chunk, log = gathered_chunk(model, align)
+    model, chunk, log = nn.Linear(4, 4), nn.Module(), []
+    waits = [lambda name=name, **kwargs: log.append((name, *kwargs.values())) for name in ("first", "second")]
+    gathers(chunk, model, waits, align)
     reduction = megatron_reduction([nn.Linear(2, 2), chunk], model)
     assert log == []
     reduction.gather()
     assert log == [("first", align), ("second", align)]
+    assert megatron_reduction([nn.Linear(2, 2)], model) is None
 
 
 @pytest.mark.parametrize(
     "overlap, last, waits", [(False, True, False), (False, False, False), (True, False, False), (True, True, True)]
 )
 def test_the_reduction_waits_for_the_last_microbatch(overlap, last, waits):
-    model = nn.Linear(4, 4)
-    chunk, _ = gathered_chunk(model)
+    model, chunk = nn.Linear(4, 4), nn.Module()
+    gathers(chunk, model, [None])
     chunk.ddp_config.overlap_grad_reduce = overlap
     for group in chunk.param_to_bucket_group.values():
         group.is_last_microbatch = last
-    assert megatron_reduction([nn.Linear(2, 2), chunk], model).waits() is waits
+    assert megatron_reduction([chunk], model).waits() is waits

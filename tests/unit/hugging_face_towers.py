@@ -19,13 +19,14 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 )
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
-from .towers import loss_of
+from .towers import assert_close, loss_of
 
 WINDOW_PATCH = 3 * 2 * 14 * 14
 OMNI_PATCH = 3 * 2 * 16 * 16
 SIDE, SIGLIP_PATCH = 28, 14
 PIXTRAL_PATCH = 14
 MEL = 16
+TOLERANCE = 1e-6  # of outputs
 SMALL = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24}
 
 
@@ -194,6 +195,24 @@ def run_siglip(model, count, seed: int = 0):
     """Return the hidden states, and with a head the pooled ones, called as Bridge's model calls the tower."""
     returned = model(pixel_values=draw_images(count, seed), return_dict=True)
     return [t for t in (returned.last_hidden_state, returned.pooler_output) if t is not None]
+
+
+def assert_equal_results(found, expected):
+    """Compare outputs, and gradients less closely."""
+    assert_close(found[0], expected[0], TOLERANCE)
+    assert_close(found[1], expected[1], 10 * TOLERANCE)
+
+
+def change_behind_the_hosts_back(graphs, change):
+    """Have something done whenever the encoder's call was read, as another stream's work may."""
+    read = graphs.workload.encoder.read
+
+    def stale(*args, **kwargs):
+        call = read(*args, **kwargs)
+        change()
+        return call
+
+    graphs.workload.encoder.read = stale
 
 
 def results(run, model, size, seed: int = 0):

@@ -16,7 +16,9 @@ from bridge_cg_plugin.vision.batch import BatchError
 from .hugging_face_towers import (
     OMNI_PATCH,
     SIDE,
+    TOLERANCE,
     WINDOW_PATCH,
+    assert_equal_results,
     draw_clips,
     draw_images,
     draw_padded,
@@ -39,7 +41,6 @@ from .towers import assert_close, graphs_on, loss_of, poison
 
 LEAST_BYTES = 1024
 
-TOLERANCE = 1e-6
 # Rows of grid_thw: windows are squares of 8 x 8 patches, so frames have 1 to 9 of them.
 WINDOWED = [
     [[1, 2, 2]],
@@ -103,11 +104,6 @@ AUDIO = Case(
 )
 every_encoder = cases({**OF_ANY_SIZE, "siglip": IMAGES, "qwen3-omni-audio": AUDIO})
 every_size = cases(OF_ANY_SIZE)
-
-
-def assert_equal_results(found, expected):
-    assert_close(found[0], expected[0], TOLERANCE)
-    assert_close(found[1], expected[1], 10 * TOLERANCE)
 
 
 @every_encoder

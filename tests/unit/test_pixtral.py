@@ -8,8 +8,8 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders.pixtral import PixtralEncoder
 from bridge_cg_plugin.vision.batch import BatchError, HostGrids
 
-from .hugging_face_towers import draw_padded, new_pixtral, run_pixtral
-from .test_encoders import PIXTRALS, TOLERANCE, assert_equal_results
+from .hugging_face_towers import TOLERANCE, assert_equal_results, draw_padded, new_pixtral, run_pixtral
+from .test_encoders import PIXTRALS
 from .towers import assert_close, graphs_on
 
 PADDED = [[1, 4, 6], [1, 8, 2]]
