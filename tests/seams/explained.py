@@ -13,9 +13,7 @@ def explain(capsys, *words):
 
 def table(capsys, *words):
     """Return the lines of the table by their parts."""
-    status, out, err = explain(capsys, "--json", *words)
-    assert status == 0, err
-    return {line["part"]: line for line in json.loads(out)["table"]}
+    return {line["part"]: line for line in found(capsys, *words)["table"]}
 
 
 def found(capsys, *words):

@@ -19,7 +19,7 @@ from tests.scripts import output
 from tests.unit.option_words import told
 
 from ..unit.moonvit_towers import entry_points
-from .explained import explain, table
+from .explained import explain, found, table
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESET = "qwen3_vl_8b_vision_graphs_h200_sft_config"
@@ -103,13 +103,13 @@ def stands_in(tmp_path_factory):
 
 def test_one_object_with_a_key_for_each_part(capsys):
     status, out, err = explain(capsys, "--json", "cuda_graph_scope=full_iteration")
-    found = json.loads(out)
+    answer = json.loads(out)
     assert (status, err) == (0, "")
     parts = ["encoder", "language_model", "vision", "packed", "chosen", "warnings"]
-    assert list(found) == [*parts, "table", "forecast", "language_model_forecast", "whole_step", "layout", "notes"]
-    assert found["encoder"] == ""
-    assert found["language_model"] == {"impl": "full_iteration", "modules": [], "inference_scope": "none"}
-    assert "write cuda_graph_impl=full_iteration instead" in found["warnings"][0]
+    assert list(answer) == [*parts, "table", "forecast", "language_model_forecast", "whole_step", "layout", "notes"]
+    assert answer["encoder"] == ""
+    assert answer["language_model"] == {"impl": "full_iteration", "modules": [], "inference_scope": "none"}
+    assert "write cuda_graph_impl=full_iteration instead" in answer["warnings"][0]
 
 
 def test_in_words(capsys):
@@ -155,6 +155,19 @@ def some_recipe_config():
 
 
 @pytest.fixture
+def recipe_of(monkeypatch):
+    """Return a function that lets `seen_config` be the only recipe, of a model."""
+
+    def only(model, make=None):
+        config = SimpleNamespace(model=model, rng=SimpleNamespace(te_rng_tracker=True))
+        module = SimpleNamespace(seen_config=make or (lambda: config))
+        monkeypatch.setattr(recipes, "_modules", lambda: iter([module]))
+        return "seen_config"
+
+    return only
+
+
+@pytest.fixture
 def one_recipe(monkeypatch):
     module = SimpleNamespace(some_recipe_config=some_recipe_config)
     monkeypatch.setattr(recipes, "_modules", lambda: iter([module]))
@@ -175,16 +188,10 @@ def test_a_recipe_and_overrides(capsys, one_recipe):
         ([], "eager", "vision_cuda_graph_impl=none"),
     ],
 )
-def test_an_audio_encoder_has_a_line(capsys, monkeypatch, words, runs, why):
+def test_an_audio_encoder_has_a_line(capsys, recipe_of, words, runs, why):
     model = object.__new__(type("Qwen3OmniModelProvider", (Qwen25VLModelProvider,), {}))
     model.cuda_graph_impl = "none"
-    module = SimpleNamespace(
-        heard_config=lambda: SimpleNamespace(model=model, rng=SimpleNamespace(te_rng_tracker=True))
-    )
-    monkeypatch.setattr(recipes, "_modules", lambda: iter([module]))
-    status, out, err = explain(capsys, "--json", "heard_config", *words)
-    assert status == 0, err
-    (line,) = [line for line in json.loads(out)["table"] if line["part"] == "audio encoder"]
+    line = table(capsys, recipe_of(model), *words)["audio encoder"]
     assert line["runs"] == runs and line["why"].endswith(why)
 
 
@@ -201,27 +208,24 @@ class PaintingModelProvider:
         (type("Unknown", (), {"freeze_vision_model": True}), "of a kind that only the hub tells; docs/"),
     ],
 )
-def test_the_encoder_of_a_recipe_is_named(capsys, one_recipe, monkeypatch, kind, said):
+def test_the_encoder_of_a_recipe_is_named(capsys, recipe_of, kind, said):
     model = object.__new__(kind)
     model.cuda_graph_impl = "none"
-    module = SimpleNamespace(seen_config=lambda: SimpleNamespace(model=model, rng=SimpleNamespace(te_rng_tracker=True)))
-    monkeypatch.setattr(recipes, "_modules", lambda: iter([module]))
-    status, out, err = explain(capsys, "seen_config")
+    status, out, err = explain(capsys, recipe_of(model))
     assert status == 0, err
     assert f"vision encoder: {said}" in " ".join(out.split())
-    status, out, _ = explain(capsys, "--json", "seen_config")
-    assert json.loads(out)["encoder"].startswith(said)
+    assert found(capsys, "seen_config")["encoder"].startswith(said)
 
 
 @newest
 def test_a_process_without_bridge_answers_for_models_that_only_the_hub_describes(stands_in):
-    found = stands_in["answers"]
-    first = {recipe: answer["table"][0] for recipe, answer in found.items()}
-    assert found[GEMMA4]["encoder"].startswith("of Gemma4VLModelProvider, without an adapter for vision graphs: it")
+    answers = stands_in["answers"]
+    first = {recipe: answer["table"][0] for recipe, answer in answers.items()}
+    assert answers[GEMMA4]["encoder"].startswith("of Gemma4VLModelProvider, without an adapter for vision graphs: it")
     assert (first[GEMMA4]["runs"], first[GEMMA4]["why"]) == ("eager", "no adapter for it is known")
-    last = found[EXPERTS]["table"][1]  # a router's loss that only the conversion sets
+    last = answers[EXPERTS]["table"][1]  # a router's loss that only the conversion sets
     assert last["part"] == "language model" and "(model.moe_router_fusion=True: it must be false" in last["why"]
-    assert found[KIMI]["encoder"].startswith("of KimiK25VLModelProvider, with an adapter of another package for ")
+    assert answers[KIMI]["encoder"].startswith("of KimiK25VLModelProvider, with an adapter of another package for ")
     assert first[KIMI]["runs"] == "graphs" and first[WAN]["runs"] == "none"
 
 
@@ -231,11 +235,9 @@ def test_a_recipe_as_bridge_ships_it_is_refused_only_where_training_refuses_it(s
     assert {name: why for name, why in refused.items() if not any(re.search(right, why) for right in RIGHTLY)} == {}
 
 
-def test_a_recipe_with_upstreams_own_graphs_is_told(capsys, one_recipe, monkeypatch):
+def test_a_recipe_with_upstreams_own_graphs_is_told(capsys, recipe_of):
     model = SimpleNamespace(cuda_graph_impl="none", vision_cuda_graph_impl="transformer_engine")
-    config = SimpleNamespace(model=model, rng=SimpleNamespace(te_rng_tracker=True))
-    monkeypatch.setattr(recipes, "_modules", lambda: iter([SimpleNamespace(seen_config=lambda: config)]))
-    status, out, err = explain(capsys, "seen_config")
+    status, out, err = explain(capsys, recipe_of(model))
     assert status == 0, err
     assert "This recipe switches upstream's own vision graphs on." in " ".join(out.split())
 
@@ -249,9 +251,9 @@ def test_a_recipe_with_upstreams_own_graphs_is_told(capsys, one_recipe, monkeypa
     ],
 )
 def test_what_the_one_setting_cannot_have_is_eager_with_its_reason(capsys, sft, words, graphs, why):
-    found = table(capsys, sft, "cuda_graphs=exact", *words)
-    assert found["vision encoder"]["runs"] == "graphs"
-    assert found["language model"]["runs"] == graphs and why in found["language model"]["why"]
+    lines = table(capsys, sft, "cuda_graphs=exact", *words)
+    assert lines["vision encoder"]["runs"] == "graphs"
+    assert lines["language model"]["runs"] == graphs and why in lines["language model"]["why"]
 
 
 def test_graphs_on_a_recipe(capsys, sft):
@@ -300,22 +302,23 @@ def test_what_is_missing_or_has_no_effect_is_said(capsys, words, said):
     assert status == 0 and f"warning: {said}" in " ".join(out.split()).replace("cuda_graph_packed_strict=true: ", "")
 
 
-@pytest.mark.parametrize("error", [OSError("libcudnn.so.9: cannot open"), ModuleNotFoundError("no", name="einops")])
-def test_packages_of_recipes_that_do_not_import_are_named(monkeypatch, error):
+BROKEN = r"Cannot import megatron\.bridge\.recipes: .*bridge-cg doctor"
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (lambda name: OSError("libcudnn.so.9: cannot open"), BROKEN),
+        (lambda name: ModuleNotFoundError("no", name="einops"), BROKEN),
+        (lambda name: ModuleNotFoundError("a release lacks it", name=name.rpartition(".")[0]), "no such recipe"),
+    ],
+)
+def test_packages_of_recipes_that_do_not_import_are_named(monkeypatch, error, said):
     def broken(name):
-        raise error
+        raise error(name)
 
     monkeypatch.setattr(recipes.importlib, "import_module", broken)
-    with pytest.raises(OptionError, match=r"Cannot import megatron\.bridge\.recipes: .*bridge-cg doctor"):
-        recipes.build_recipe("some_recipe_config")
-
-
-def test_a_package_of_recipes_that_a_release_lacks_is_left_out(monkeypatch):
-    def absent(name):
-        raise ModuleNotFoundError("no", name=name.rpartition(".")[0])
-
-    monkeypatch.setattr(recipes.importlib, "import_module", absent)
-    with pytest.raises(OptionError, match="no such recipe"):
+    with pytest.raises(OptionError, match=said):
         recipes.build_recipe("some_recipe_config")
 
 
@@ -326,7 +329,7 @@ def test_an_unknown_recipe_names_the_nearest(capsys, one_recipe):
 
 NO_HUB = (
     "its Hugging Face configuration is not cached, and the hub cannot be reached. "
-    "`bridge-cg explain hub_config` answers without it."
+    "`bridge-cg explain seen_config` answers without it."
 )
 
 
@@ -338,11 +341,10 @@ NO_HUB = (
         (OSError("no network"), "it stopped with OSError: no network."),
     ],
 )
-def test_a_recipe_that_does_not_build(monkeypatch, error, why):
+def test_a_recipe_that_does_not_build(recipe_of, error, why):
     def hub_config():
         raise error
 
-    monkeypatch.setattr(recipes, "_modules", lambda: iter([SimpleNamespace(hub_config=hub_config)]))
     with pytest.raises(OptionError) as refused:
-        recipes.build_recipe("hub_config")
-    assert str(refused.value) == f"Cannot build recipe hub_config: {why}"
+        recipes.build_recipe(recipe_of(None, hub_config))
+    assert str(refused.value) == f"Cannot build recipe seen_config: {why}"
