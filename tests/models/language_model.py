@@ -282,14 +282,19 @@ def part_of(pack: Pack, ranks: int, rank: int) -> Pack:
     if ranks == 1:
         return pack
     places = held(pack.lengths, ranks, rank)
-    parts = {name: pack.arguments[name][..., places] for name in ("input_ids", "position_ids", "labels")}
-    if "visual_pos_masks" in pack.arguments:
-        mask = pack.arguments["visual_pos_masks"]
+    return replace(pack, arguments=arguments_at(pack.arguments, places), weights=pack.weights[:, places])
+
+
+def arguments_at(arguments: dict[str, Any], places: list[int]) -> dict[str, Any]:
+    """Return a model's arguments for the tokens at some places of a pack."""
+    parts = {name: arguments[name][..., places] for name in ("input_ids", "position_ids", "labels")}
+    if "visual_pos_masks" in arguments:
+        mask = arguments["visual_pos_masks"]
         rows = (mask.cumsum(1) - 1)[0, places][mask[0, places]]
-        embeddings = pack.arguments["deepstack_visual_embeds"]
+        embeddings = arguments["deepstack_visual_embeds"]
         parts["visual_pos_masks"] = mask[:, places]
         parts["deepstack_visual_embeds"] = [each.detach()[rows].requires_grad_() for each in embeddings]
-    return replace(pack, arguments={**pack.arguments, **parts}, weights=pack.weights[:, places])
+    return {**arguments, **parts}
 
 
 def step(model: nn.Module, pack: Pack, between: Callable[[], object] | None = None) -> Tensor:

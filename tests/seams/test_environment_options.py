@@ -9,6 +9,7 @@ from bridge_cg_plugin.upstream.hooks import any_loop
 from bridge_cg_plugin.upstream.hooks.graph_fields import apply_environment, read_options
 from bridge_cg_plugin.upstream.hooks.overrides import resolve
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
+from examples.photographs import training
 
 VARIABLE = any_loop.OPTIONS
 ON = "vision_cuda_graph_impl=transformer_engine"
@@ -17,7 +18,6 @@ ON = "vision_cuda_graph_impl=transformer_engine"
 @pytest.fixture
 def configured(active):
     """Return a function that makes a configuration with eager modules, changed by fields of its model."""
-    from examples.photographs import training
 
     def make(**fields):
         config = training.training_config(training.Run(impl="none"))

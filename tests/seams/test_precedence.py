@@ -4,6 +4,8 @@ import importlib
 import json
 
 import pytest
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.training.utils import omegaconf_utils
 
 from bridge_cg_plugin.options import GraphOptionWarning, LanguageModelGraphOptions, OptionError, graph_options
 from bridge_cg_plugin.options.graph_options import SETTING
@@ -11,6 +13,7 @@ from bridge_cg_plugin.options.language_model import IMPL, MODULES, SCOPE
 from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options, read_options
 from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
+from examples.photographs.training import Run, training_config
 
 FULL = LanguageModelGraphOptions(impl="full_iteration")
 
@@ -18,10 +21,6 @@ FULL = LanguageModelGraphOptions(impl="full_iteration")
 @pytest.fixture
 def recipe(active):
     """A configuration of a language model, without graphs."""
-    from megatron.bridge.models.gpt_provider import GPTModelProvider
-
-    from examples.photographs.training import Run, training_config
-
     config = training_config(Run())
     config.model = GPTModelProvider(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=128)
     config.rng.te_rng_tracker = config.model.use_te_rng_tracker = False
@@ -44,17 +43,15 @@ def by_words(config, name, value, tmp_path):
 
 
 def by_bridges_words(config, name, value, tmp_path, more=()):
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
-
-    process_config_with_overrides(config, cli_overrides=[f"model.{name}={value}", "train.train_iters=5", *more])
+    omegaconf_utils.process_config_with_overrides(
+        config, cli_overrides=[f"model.{name}={value}", "train.train_iters=5", *more]
+    )
 
 
 def by_bridges_yaml(config, name, value, tmp_path, more=()):
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
-
     path = tmp_path / "overrides.yaml"
     path.write_text(f"model:\n  {name}: {value}\ntrain:\n  train_iters: 5\n")
-    process_config_with_overrides(config, config_filepath=str(path), cli_overrides=list(more))
+    omegaconf_utils.process_config_with_overrides(config, config_filepath=str(path), cli_overrides=list(more))
 
 
 WAYS = (by_flags, by_words, by_bridges_words, by_bridges_yaml)
@@ -89,11 +86,9 @@ def test_what_is_dropped_is_announced_once(with_modules, monkeypatch):
 
 
 def test_bridges_words_and_flags_of_one_command_line_are_one_persons(with_modules):
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
-
     words = [f"model.{IMPL}=transformer_engine", f"--{SCOPE}", "full_iteration"]
     with pytest.raises(OptionError, match=f"{IMPL}=transformer_engine"):
-        process_config_with_overrides(with_modules, cli_overrides=words)
+        omegaconf_utils.process_config_with_overrides(with_modules, cli_overrides=words)
 
 
 # What Bridge makes of its own overrides
@@ -102,8 +97,6 @@ def test_bridges_words_and_flags_of_one_command_line_are_one_persons(with_module
 @pytest.fixture
 def with_buckets(active):
     """A configuration with vision buckets, whose dataset has a length that nothing else has."""
-    from examples.photographs.training import Run, training_config
-
     config = training_config(Run(impl="transformer_engine"))
     config.model.vision_cuda_graph_buckets, config.model.max_vision_cuda_graph_seq_length = [64, 1024, 4096], None
     config.dataset.seq_length = 1024
@@ -121,15 +114,13 @@ def test_an_interpolation_means_what_bridge_makes_of_it(with_buckets, way, flags
 
 def test_a_saved_model_in_bridges_yaml_is_a_recipe(with_modules, tmp_path):
     """What it holds was not written by a person, so a flag beside it wins."""
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
-
     kind = type(with_modules.model)
     path = tmp_path / "saved.yaml"
     path.write_text(
         f"model:\n  _target_: {kind.__module__}.{kind.__qualname__}\n  num_layers: 2\n  hidden_size: 64\n"
         f"  num_attention_heads: 2\n  cuda_graph_impl: transformer_engine\n  {MODULES}: [mlp]\n"
     )
-    process_config_with_overrides(with_modules, str(path), [f"--{IMPL}", "full_iteration"])
+    omegaconf_utils.process_config_with_overrides(with_modules, str(path), [f"--{IMPL}", "full_iteration"])
     check_full_iteration(with_modules)
 
 
@@ -142,15 +133,13 @@ def with_a_flag_and_words(config, settings, tmp_path):
 
 
 def with_yaml(config, settings, tmp_path):
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
-
     sections = {"model": {IMPL: "full_iteration"}}
     for place, value in settings.items():
         section, name = place.split(".")
         sections.setdefault(section, {})[name] = value
     path = tmp_path / "overrides.yaml"
     path.write_text(json.dumps(sections))
-    process_config_with_overrides(config, config_filepath=str(path))
+    omegaconf_utils.process_config_with_overrides(config, config_filepath=str(path))
 
 
 every_writing = pytest.mark.parametrize("write", [with_a_flag_and_words, with_yaml], ids=lambda w: w.__name__)

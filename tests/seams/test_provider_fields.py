@@ -1,9 +1,11 @@
 import re
 
 import pytest
+from megatron.bridge.training.utils import omegaconf_utils
 
 from bridge_cg_plugin.options import PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions, vision_options
 from bridge_cg_plugin.options.vision import VISION
+from examples.photographs.training import Run, training_config
 
 DEFAULTS = VISION.added
 
@@ -39,16 +41,12 @@ def test_the_values_cover_every_field():
 
 @pytest.fixture
 def config(active):
-    from examples.photographs.training import Run, training_config
-
     return training_config(Run(impl="transformer_engine"))
 
 
 def test_bridges_overrides_reach_the_fields(config):
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
-
     words = [
         f"model.{name}={re.sub("[ ']", '', str(value)) if isinstance(value, list | dict) else value}"
         for name, value in FIELDS.items()
     ]
-    assert vision_options(process_config_with_overrides(config, cli_overrides=words).model) == OPTIONS
+    assert vision_options(omegaconf_utils.process_config_with_overrides(config, cli_overrides=words).model) == OPTIONS

@@ -10,14 +10,20 @@ import sys
 
 import pytest
 import yaml
+from megatron.bridge.training.checkpointing import get_checkpoint_run_config_filename
+from megatron.bridge.training.config import ConfigContainer, FinetuningDatasetConfig
+from megatron.bridge.training.model_load_save import load_model_config
+from megatron.bridge.utils.instantiate_utils import InstantiationMode, instantiate
+from megatron.bridge.utils.yaml_utils import safe_yaml_representers
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import PackedOptions, VisionGraphOptions, packed_options, vision_options
 from bridge_cg_plugin.options.vision import VISION as VISION_GROUP
-from bridge_cg_plugin.upstream.hooks import graph_fields
-from bridge_cg_plugin.upstream.hooks.graph_fields import LANGUAGE_MODEL_DEFAULTS
+from bridge_cg_plugin.upstream.hooks import provider_fields
+from bridge_cg_plugin.upstream.hooks.provider_fields import LANGUAGE_MODEL_DEFAULTS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from bridge_cg_plugin.upstream.seams.registry.bridge import LANGUAGE_MODELS, PROVIDERS
+from bridge_cg_plugin.upstream.seams.registry.models import LANGUAGE_MODELS, PROVIDERS
+from examples.photographs.training import Run, training_config
 from tests.scripts import forked
 
 from .test_provider_fields import FIELDS as VISION
@@ -66,28 +72,19 @@ def carrier(request, active):
 
 def as_dict(provider):
     """Return what Bridge saves of a provider, without what it leaves out when it reads a configuration again."""
-    from megatron.bridge.training.config import ConfigContainer
-
     computed = {f.name for f in dataclasses.fields(provider) if not f.init}
     return {k: v for k, v in ConfigContainer._convert_value_to_dict(provider).items() if k not in computed}
 
 
 def by_instantiate(provider):
-    from megatron.bridge.utils.instantiate_utils import instantiate
-
     return instantiate(as_dict(provider))
 
 
 def by_strict_instantiate(provider):
-    from megatron.bridge.utils.instantiate_utils import InstantiationMode, instantiate
-
     return instantiate(as_dict(provider), mode=InstantiationMode.STRICT)
 
 
 def by_yaml(provider):
-    from megatron.bridge.utils.instantiate_utils import InstantiationMode, instantiate
-    from megatron.bridge.utils.yaml_utils import safe_yaml_representers
-
     with safe_yaml_representers():
         text = yaml.safe_dump(as_dict(provider))
     return instantiate(yaml.safe_load(text), mode=InstantiationMode.STRICT)
@@ -209,7 +206,7 @@ def test_a_class_derived_before_is_as_it_was_after_the_plugin(carrier, derive):
     classes = (provider, *derive(provider))
     before = [dict(vars(made)) for made in classes]
     lacks = not {f.name for f in dataclasses.fields(provider)} >= set(options)  # else it took them from its own base
-    patched = (provider.__module__, provider.__name__) in graph_fields.PATCHED
+    patched = (provider.__module__, provider.__name__) in provider_fields.PATCHED
     for _ in range(3):
         bridge_cg_plugin.activate()
         bridge_cg_plugin.activate()
@@ -238,10 +235,6 @@ def test_a_provider_made_before_the_plugin_has_the_defaults(carrier):
 @pytest.fixture
 def run(active):
     """A configuration of a run, with options that are not defaults."""
-    from megatron.bridge.training.config import FinetuningDatasetConfig
-
-    from examples.photographs.training import Run, training_config
-
     config = training_config(Run(impl="transformer_engine"))
     config.dataset = FinetuningDatasetConfig(seq_length=1024)
     for name, value in {**VISION, **PACKED}.items():
@@ -250,8 +243,6 @@ def run(active):
 
 
 def test_a_saved_run_comes_back(run, tmp_path):
-    from megatron.bridge.training.config import ConfigContainer
-
     path = str(tmp_path / "run.yaml")
     run.to_yaml(path)
     for found in (ConfigContainer.from_yaml(path), ConfigContainer.from_dict(run.to_dict()), copy.deepcopy(run)):
@@ -259,9 +250,6 @@ def test_a_saved_run_comes_back(run, tmp_path):
 
 
 def test_a_checkpoints_model_comes_back(run, tmp_path):
-    from megatron.bridge.training.checkpointing import get_checkpoint_run_config_filename
-    from megatron.bridge.training.model_load_save import load_model_config
-
     run.to_yaml(get_checkpoint_run_config_filename(str(tmp_path)))
     found, _ = load_model_config(str(tmp_path))
     assert held(found, {**VISION, **PACKED}) == {**VISION, **PACKED}

@@ -1,5 +1,7 @@
 """Hugging Face's towers as Bridge's models build them, small, in fp32 on a CPU."""
 
+from functools import partial
+
 import torch
 from transformers import PixtralVisionConfig, SiglipVisionConfig
 from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
@@ -166,35 +168,46 @@ def draw_images(count: int, seed: int = 0):
     return torch.randn(count, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(seed))
 
 
-def run_qwen25(model, rows, seed: int = 0):
-    """Return the embeddings, called as Bridge's model calls the tower."""
-    pixels, grid = draw_windows(rows, seed)
+# Called as Bridge's models call the towers; each returns what these use.
+
+
+def merged(model, pixels, grid):
+    """Return the embeddings of Qwen's and GLM-4.5V's towers."""
     return [model(pixels, grid_thw=grid, return_dict=True).pooler_output]
 
 
-def run_qwen3_omni(model, rows, seed: int = 0):
-    """Return embeddings and deepstack features, called as Bridge's model calls the tower."""
-    pixels, grid = draw_windows(rows, seed, OMNI_PATCH)
+def with_features(model, pixels, grid):
+    """Return embeddings and deepstack features of Qwen3-Omni's."""
     returned = model(pixels, grid_thw=grid)
     return [returned.pooler_output, *returned.deepstack_features]
 
 
-def run_qwen3_omni_audio(model, lengths, seed: int = 0):
-    """Return the embeddings, called as Bridge's model calls the tower."""
-    features, lens = draw_clips(lengths, seed)
-    return [model(features, feature_lens=lens).last_hidden_state]
-
-
-def run_pixtral(model, rows, seed: int = 0):
-    """Return the last layer's hidden states, called as Bridge's model calls the tower."""
-    pixels, sizes = draw_padded(rows, seed)
+def last_layer(model, pixels, sizes):
+    """Return the last layer's hidden states of Ministral 3's."""
     return [model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True).hidden_states[-1]]
 
 
-def run_siglip(model, count, seed: int = 0):
-    """Return the hidden states, and with a head the pooled ones, called as Bridge's model calls the tower."""
-    returned = model(pixel_values=draw_images(count, seed), return_dict=True)
+def pooled(model, *images):
+    """Return the hidden states of Gemma's, and with a head the pooled ones."""
+    returned = model(*images, return_dict=True)
     return [t for t in (returned.last_hidden_state, returned.pooler_output) if t is not None]
+
+
+def heard(model, features, lengths):
+    """Return the embeddings of Qwen3-Omni's audio tower."""
+    return [model(features, feature_lens=lengths).last_hidden_state]
+
+
+def drawn(call, draw):
+    """Return a function of a model, a size and a seed that calls the model with what is drawn."""
+    return lambda model, size, seed=0: call(model, *draw(size, seed))
+
+
+run_qwen25 = drawn(merged, draw_windows)
+run_qwen3_omni = drawn(with_features, partial(draw_windows, width=OMNI_PATCH))
+run_qwen3_omni_audio = drawn(heard, draw_clips)
+run_pixtral = drawn(last_layer, draw_padded)
+run_siglip = drawn(pooled, lambda count, seed: (draw_images(count, seed),))
 
 
 def assert_equal_results(found, expected):

@@ -24,7 +24,7 @@ import bridge_cg_plugin
 from bridge_cg_plugin.language.packed import plan, workload
 from bridge_cg_plugin.upstream.hooks.packed_helper import PackedCudaGraphHelper, checked_options
 from examples.photographs.small_tower import start_single_process
-from tests.models.language_model import held
+from tests.models.language_model import arguments_at, held
 
 from ..executors import new_executor
 from ..main_grads import hook_main_grads
@@ -293,14 +293,7 @@ def part_of(arguments, ranks, rank):
     """Return what of a pack one context-parallel rank is given."""
     params = arguments["packed_seq_params"]
     padded = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
-    places = held(padded.diff().tolist(), ranks, rank)
-    parts = {name: arguments[name][..., places] for name in ("input_ids", "position_ids", "labels")}
-    if "visual_pos_masks" in arguments:
-        mask = arguments["visual_pos_masks"]
-        rows = (mask.cumsum(1) - 1)[0, places][mask[0, places]]
-        embeddings = [each.detach()[rows].requires_grad_() for each in arguments["deepstack_visual_embeds"]]
-        parts |= {"visual_pos_masks": mask[:, places], "deepstack_visual_embeds": embeddings}
-    return {**arguments, **parts}
+    return arguments_at(arguments, held(padded.diff().tolist(), ranks, rank))
 
 
 def unpacked(tokens=16):

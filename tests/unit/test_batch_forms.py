@@ -16,11 +16,15 @@ from .hugging_face_towers import (
     WINDOW_PATCH,
     draw_images,
     draw_padded,
+    last_layer,
+    merged,
     new_glm45v,
     new_pixtral,
     new_qwen3_omni,
     new_qwen25,
     new_siglip,
+    pooled,
+    with_features,
 )
 from .test_input_gradients import run_qwen3
 from .towers import PATCH, assert_close, graphs_on, loss_of, new_tower
@@ -29,19 +33,6 @@ GRID = torch.tensor([[1, 4, 6], [2, 2, 2]])
 FRAMES = torch.tensor([[1, 4, 6], [1, 2, 4]])  # no video
 TOKENS = 32
 TILE = SIDE // 2
-
-
-def run_qwen25(model, pixels, grid):
-    return [model(pixels, grid_thw=grid, return_dict=True).pooler_output]
-
-
-def run_omni(model, pixels, grid):
-    returned = model(pixels, grid_thw=grid)
-    return [returned.pooler_output, *returned.deepstack_features]
-
-
-def run_padded(model, pixels, sizes):
-    return [model(pixels, image_sizes=sizes, output_hidden_states=True, return_dict=True).hidden_states[-1]]
 
 
 def random(*shape):
@@ -155,10 +146,6 @@ def padded_forms():
     }
 
 
-def run_siglip(model, *arguments):
-    return [model(*arguments, return_dict=True).last_hidden_state]
-
-
 def batches(width, side, grid=GRID):
     """Return every batch of a family whose images have grids, by name."""
     pixels = {name: (form, grid) for name, form in pixel_forms(width, side).items()}
@@ -168,11 +155,11 @@ def batches(width, side, grid=GRID):
 # Small towers: what differs is how a batch is read.
 FAMILIES = {
     "qwen3-vl": (lambda: new_tower(layers=2), run_qwen3, batches(PATCH, 16), {}),
-    "qwen2.5-vl": (lambda: new_qwen25(layers=2), run_qwen25, batches(WINDOW_PATCH, 14), {}),
-    "glm-4.5v": (lambda: new_glm45v(depth=1), run_qwen25, batches(WINDOW_PATCH, 14, FRAMES), {}),
-    "qwen3-omni": (lambda: new_qwen3_omni(depth=2), run_omni, batches(OMNI_PATCH, 16), {}),
-    "ministral-3": (lambda: new_pixtral(num_hidden_layers=1), run_padded, padded_forms(), {}),
-    "siglip": (lambda: new_siglip(num_hidden_layers=1), run_siglip, image_forms(), {"buckets": (8, 16)}),
+    "qwen2.5-vl": (lambda: new_qwen25(layers=2), merged, batches(WINDOW_PATCH, 14), {}),
+    "glm-4.5v": (lambda: new_glm45v(depth=1), merged, batches(WINDOW_PATCH, 14, FRAMES), {}),
+    "qwen3-omni": (lambda: new_qwen3_omni(depth=2), with_features, batches(OMNI_PATCH, 16), {}),
+    "ministral-3": (lambda: new_pixtral(num_hidden_layers=1), last_layer, padded_forms(), {}),
+    "siglip": (lambda: new_siglip(num_hidden_layers=1), pooled, image_forms(), {"buckets": (8, 16)}),
 }
 
 

@@ -11,6 +11,7 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PackedBatchError, pack_batch
 from bridge_cg_plugin.language.packed.fit import pack_buckets
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 
 from ..main_grads import hook_main_grads
 from .packs import (
@@ -185,8 +186,6 @@ def test_a_later_pipeline_stage():
 
 def test_fused_rotary_positions_are_the_documents(model, monkeypatch):
     """With upstream's fused kernel a table of as many rows as tokens goes by the documents, too."""
-    from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
-
     assert TransformerBlockFamily(model.decoder).absolute
     monkeypatch.setattr(model.config, "apply_rope_fusion", True)
     assert not TransformerBlockFamily(model.decoder).absolute
@@ -255,8 +254,6 @@ def test_weight_gradients_are_added_inside_products_of_recorded_work_only(monkey
 
 
 def test_attention_of_another_kind_is_refused(model):
-    from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
-
     other = new_model()
     other.decoder.layers[1].self_attention = torch.nn.Linear(2, 2)
     with pytest.raises(OptionError, match="must have megatron-core's SelfAttention.*one has Linear"):

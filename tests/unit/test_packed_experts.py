@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from bridge_cg_plugin.options import OptionError, facts
+from bridge_cg_plugin.upstream.decoder import experts as packed_experts
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 from bridge_cg_plugin.upstream.decoder.experts import NEEDED
 
@@ -75,8 +76,6 @@ def test_frozen_experts():
 
 @pytest.mark.reference_executor
 def test_padding_goes_to_no_expert(monkeypatch):
-    from bridge_cg_plugin.upstream.decoder import experts as packed_experts
-
     seen = []
     find_rows = packed_experts.find_rows
     monkeypatch.setattr(packed_experts, "find_rows", lambda *args: seen.append(find_rows(*args)) or seen[-1])

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from bridge_cg_plugin.graphs.rows import write_offsets
 from bridge_cg_plugin.language.packed import program
 from bridge_cg_plugin.language.packed.batch import OFFSETS
+from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 
 from .packs import (
     WARMUP,
@@ -134,8 +135,6 @@ def test_parts_use_a_slot_that_is_free_in_all_of_them(bare):
 
 
 def test_mlp_is_a_part_of_dense_layers_alone():
-    from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
-
     model = new_model()
     model.decoder.layers[0].is_moe_layer = True
     family = TransformerBlockFamily(model.decoder)
