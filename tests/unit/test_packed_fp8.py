@@ -138,24 +138,35 @@ def products(model):
     return [module for module in model.modules() if isinstance(module, QuantizingLinear)]
 
 
-def trained(model, number, run):
-    """Train steps of two microbatches; returns losses and gradients of each, and the quantized copies at last."""
+def update(parameter, gradient):
+    parameter -= 0.01 * gradient
+
+
+def trained(model, run, update=update):
+    """Train three steps of two microbatches; returns losses and gradients of each, as plain tensors."""
     found = []
-    for _ in range(number):
+    for _ in range(3):
         model.set_is_first_microbatch()
         for microbatch in (FULL, OTHER):
-            found.append(run(microbatch))
+            losses, gradients = run(microbatch)
+            assert {type(gradient) for gradient in gradients} == {torch.Tensor}
+            found.append([losses, *gradients])
         with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), found[-1][1], strict=True):
-                parameter -= 0.01 * gradient
-    return found, [module._fp8_workspaces["weight"].values.clone() for module in products(model)]
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                update(parameter, gradient)
+    return found
 
 
-def assert_same(found, expected):
-    for (losses, gradients), (other_losses, others) in zip(found[0], expected[0], strict=True):
-        torch.testing.assert_close(losses, other_losses)
-        torch.testing.assert_close(gradients, others)
-    torch.testing.assert_close(found[1], expected[1])
+def trained_on_graphs(model, modules, turn, update=update):
+    """Return the same of a model on graphs, all of whose microbatches replay or every other one."""
+    with graphs_on(model, FULL, cuda_graph_modules=modules) as graphs:
+        found = trained(model, in_turn(model, graphs, turn), update)
+        assert replayed(graphs) == len(graphs._regions) * (6 if turn == "replays" else 3), graphs.statistics().fallbacks
+    return found
+
+
+def copies(model):
+    return [module._fp8_workspaces["weight"].values.clone() for module in products(model)]
 
 
 @pytest.mark.parametrize(
@@ -163,14 +174,10 @@ def assert_same(found, expected):
 )
 def test_steps_equal_eager(contexts, modules, turn):
     """Weights change between steps; within one, eager and replays read what the first microbatch quantized."""
-    model = quantizing_model(contexts)
-    expected = trained(model, 3, lambda microbatch: losses_and_gradients(model, microbatch))
-    model = quantizing_model(contexts)
-    with graphs_on(model, FULL, cuda_graph_modules=modules) as graphs:
-        found = trained(model, 3, in_turn(model, graphs, turn))
-        regions = 1 if modules != ["mlp"] else 2
-        assert replayed(graphs) == regions * (6 if turn == "replays" else 3), graphs.statistics().fallbacks
-    assert_same(found, expected)
+    eager, model = quantizing_model(contexts), quantizing_model(contexts)
+    expected = trained(eager, lambda microbatch: losses_and_gradients(eager, microbatch))
+    torch.testing.assert_close(trained_on_graphs(model, modules, turn), expected)
+    torch.testing.assert_close(copies(model), copies(eager))
 
 
 def test_a_capture_quantizes_nothing(contexts):
@@ -178,14 +185,13 @@ def test_a_capture_quantizes_nothing(contexts):
     with graphs_on(model, FULL, capture=False) as graphs:
         model(**FULL)
         model.set_is_first_microbatch()
-        before = [module._fp8_workspaces["weight"].values.clone() for module in products(model)]
+        before = copies(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.5)
         assert graphs.capture()
         assert all(module.is_first_microbatch for module in products(model))
-        for module, values in zip(products(model), before, strict=True):
-            assert torch.equal(module._fp8_workspaces["weight"].values, values)
+        assert all(map(torch.equal, copies(model), before))
 
 
 def test_without_transposes_that_are_kept_every_microbatch_quantizes(contexts):

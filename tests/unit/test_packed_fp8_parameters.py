@@ -1,9 +1,12 @@
 """Packed-sequence graphs of parameters in fp8: Transformer Engine's tensors on a CPU, its products stood in for."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import fp8_utils
+from megatron.core.transformer import transformer_block
 from torch import nn
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Tensor
@@ -11,12 +14,12 @@ from transformer_engine.pytorch.tensor.storage import float8_tensor_storage as s
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.upstream.decoder import fp8
-from bridge_cg_plugin.upstream.decoder import fp8 as fp8_parameters
 from tests.models.tower import MainGrads
 
-from .packs import graphs_on, in_turn, losses_and_gradients, new_model, pack, replayed
+from .packs import graphs_on, losses_and_gradients, new_model, replayed
+from .test_packed_fp8 import FULL, trained, trained_on_graphs
+from .towers import loss_of
 
-FULL, OTHER = pack((200, 120)), pack((150, 170), seed=1)
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -95,33 +98,22 @@ def model_in_fp8(**config):
 @pytest.fixture(autouse=True)
 def contexts(monkeypatch):
     """Modules here are in fp8 wherever they are called."""
-    from contextlib import nullcontext
-
-    from megatron.core import fp8_utils
-    from megatron.core.transformer import transformer_block
-
     for module in (fp8_utils, transformer_block):
         monkeypatch.setattr(module, "get_fp8_context", lambda *args, **kwargs: nullcontext())
 
 
 def weights(model):
-    return [p for p in model.parameters() if fp8_parameters.is_quantized(p)]
+    return [p for p in model.parameters() if fp8.is_quantized(p)]
 
 
-def trained(model, number, run, stale=False):
-    """Train steps of two microbatches; returns losses and gradients of each, and the parameters at last."""
-    found = []
-    for _ in range(number):
-        model.set_is_first_microbatch()
-        for microbatch in (FULL, OTHER):
-            found.append(run(microbatch))
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), found[-1][1], strict=True):
-                if fp8_parameters.is_quantized(parameter):
-                    write(parameter, parameter.dequantize() - 0.1 * gradient, stale)
-                else:
-                    parameter -= 0.01 * gradient
-    return found, [weight._data.clone() for weight in weights(model)]
+def updating(stale):
+    def update(parameter, gradient):
+        if fp8.is_quantized(parameter):
+            write(parameter, parameter.dequantize() - 0.1 * gradient, stale)
+        else:
+            parameter -= 0.01 * gradient
+
+    return update
 
 
 @pytest.mark.parametrize(
@@ -129,35 +121,22 @@ def trained(model, number, run, stale=False):
     [(False, [], "replays"), (True, [], "eager-first"), (True, ["mlp"], "replays"), (False, ["mlp"], "replay-first")],
 )
 def test_steps_equal_eager(modules, turn, stale):
-    model = model_in_fp8()
-    expected = trained(model, 3, lambda microbatch: losses_and_gradients(model, microbatch), stale)
-    model = model_in_fp8()
-    with graphs_on(model, FULL, cuda_graph_modules=modules) as graphs:
-        found = trained(model, 3, in_turn(model, graphs, turn), stale)
-        regions = 2 if modules else 1
-        assert replayed(graphs) == regions * (6 if turn == "replays" else 3), graphs.statistics().fallbacks
-    for (losses, gradients), (other_losses, others) in zip(found[0], expected[0], strict=True):
-        torch.testing.assert_close(losses, other_losses)
-        assert {type(gradient) for gradient in gradients} == {torch.Tensor}
-        torch.testing.assert_close(gradients, others)
-    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
+    eager, model = model_in_fp8(), model_in_fp8()
+    expected = trained(eager, lambda microbatch: losses_and_gradients(eager, microbatch), updating(stale))
+    torch.testing.assert_close(trained_on_graphs(model, modules, turn, updating(stale)), expected)
+    assert all(torch.equal(one._data, other._data) for one, other in zip(weights(model), weights(eager), strict=True))
 
 
 def test_gradients_are_added_to_main_grad():
     model = model_in_fp8()
     grads = MainGrads(model)
-    losses_and_gradients_in(model, FULL)
+    loss_of([model(**FULL)]).backward()
     expected = grads.copy()
     with graphs_on(model, FULL) as graphs:
         grads.zero()
-        losses_and_gradients_in(model, FULL)
+        loss_of([model(**FULL)]).backward()
         assert replayed(graphs) == 1
     torch.testing.assert_close(grads.copy(), expected)
-
-
-def losses_and_gradients_in(model, arguments):
-    losses = model(**arguments)
-    (losses * torch.linspace(0.5, 1.5, losses.numel()).view(losses.shape)).sum().backward()
 
 
 @pytest.mark.parametrize("names", [("_data",), ("_transpose",), ("_scale_inv",), ("_data", "_transpose")])
@@ -224,7 +203,7 @@ def test_parameters_of_earlier_recordings_must_be_there():
 
 
 def known(*modules):
-    made = fp8_parameters.QuantizedParameters()
+    made = fp8.QuantizedParameters()
     made.keep(modules)
     return made
 
