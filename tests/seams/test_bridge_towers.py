@@ -18,7 +18,7 @@ from bridge_cg_plugin.upstream.seams.registry.bridge import TRAIN
 from examples.photographs.small_tower import start_single_process
 
 from ..unit import bridge_towers as towers
-from ..unit.towers import DEFAULTS, assert_close, bridges_step
+from ..unit.towers import DEFAULTS, assert_close, bridges_step, new_helper
 
 IMAGES = [[(8, 8)], [(4, 6), (10, 8)], [], [(2, 2)]]
 QWEN = (towers.build_qwen25_vl, towers.qwen25_sample, IMAGES, QWEN25_VL, "visual")
@@ -55,10 +55,7 @@ def process(active):
 
 def graphs_on(model, **options):
     """Return a helper whose graphs are captured."""
-    settings = {**DEFAULTS, "buckets": BUCKETS, **options}
-    helper = VisionTECudaGraphHelper(
-        [model], find_encoder(model).model.config, options=VisionGraphOptions(**settings), executor=ReferenceExecutor()
-    )
+    helper = new_helper(find_encoder(model).model, [model], **{"buckets": BUCKETS, **options})
     helper.create_cudagraphs()
     return helper
 

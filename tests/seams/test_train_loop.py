@@ -6,14 +6,12 @@ import pytest
 from torch import nn
 
 import bridge_cg_plugin
-from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks import train_loop
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.parallel.data_parallel import megatron_reduction
 
-from ..unit.towers import DEFAULTS, draw, new_tower
+from ..unit.towers import draw, new_helper, new_tower
 from .loops import gathers
 
 TRAIN = "megatron.bridge.training.train"
@@ -26,9 +24,7 @@ def make(name):
 @pytest.fixture
 def helper(active):
     model = new_tower()
-    made = VisionTECudaGraphHelper(
-        model, model.config, options=VisionGraphOptions(**DEFAULTS), executor=ReferenceExecutor()
-    )
+    made = new_helper(model)
     made.create_cudagraphs()
     yield made
     if made.graphs is not None:
@@ -57,9 +53,7 @@ def test_the_helper_has_upstreams_interface():
 def test_a_run_whose_loop_skips_the_iteration_of_the_capture_is_captured(active, skips):
     """The loop captures before one iteration only, which `train.iterations_to_skip` may skip."""
     model = new_tower()
-    made = VisionTECudaGraphHelper(
-        model, model.config, options=VisionGraphOptions(**DEFAULTS), executor=ReferenceExecutor()
-    )
+    made = new_helper(model)
     step = make("train_step")(lambda model, global_state: model[0](*draw([[1, 4, 4]])))
     state = SimpleNamespace(cfg=SimpleNamespace(model=SimpleNamespace(cuda_graph_warmup_steps=2)))
     for number in range(4):
@@ -79,9 +73,7 @@ def a_step():
 def test_an_encoder_is_off_the_graphs_of_a_run_that_ended_with_an_error(active, then):
     """Nobody holds that run's helper. The next one may have no graphs."""
     model = new_tower()
-    VisionTECudaGraphHelper(
-        model, model.config, options=VisionGraphOptions(**DEFAULTS), executor=ReferenceExecutor()
-    ).create_cudagraphs()
+    new_helper(model).create_cudagraphs()
     then()
     assert "forward" not in vars(model)
 

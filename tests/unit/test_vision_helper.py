@@ -1,10 +1,10 @@
 """The helper that the train loop drives: finding the encoder, slots, options."""
 
+from types import SimpleNamespace
+
 import pytest
 from torch import nn
 
-from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.hooks.helpers import (
     VisionTECudaGraphHelper,
@@ -12,20 +12,14 @@ from bridge_cg_plugin.upstream.hooks.helpers import (
 )
 
 from .mixes import MIXED
-from .towers import DEFAULTS, assert_close, new_tower, results
+from .towers import assert_close, new_helper, new_tower, results
 
 
 def test_slots_follow_the_pipeline_unless_given():
-    model, options = new_tower(), {**DEFAULTS, "slots": "auto"}
+    model = new_tower()
     model.config.pipeline_model_parallel_size = 4
     for given_slots, microbatches, expected in [("auto", 8, 4), ("auto", 2, 2), (3, 8, 3)]:
-        helper = VisionTECudaGraphHelper(
-            model,
-            model.config,
-            num_microbatches=microbatches,
-            options=VisionGraphOptions(**{**options, "slots": given_slots}),
-            executor=ReferenceExecutor(),
-        )
+        helper = new_helper(model, num_microbatches=microbatches, slots=given_slots)
         assert helper.graphs.slots == expected
         helper.graphs.detach()
 
@@ -55,9 +49,7 @@ def test_a_helper_on_wrapped_chunks(with_config):
     tower = new_tower()
     chunk = Holder("module", Holder("vision_model", tower, tower.config if with_config else None))
     expected = results(tower, MIXED)
-    helper = VisionTECudaGraphHelper(
-        [chunk], tower.config, options=VisionGraphOptions(**DEFAULTS), executor=ReferenceExecutor()
-    )
+    helper = new_helper(tower, [chunk])
     helper.create_cudagraphs()
     assert helper in active_helpers()
     assert_close(results(tower, MIXED)[1], expected[1])
@@ -84,8 +76,6 @@ def test_a_helper_reads_the_options_of_the_models_provider():
 
 
 def test_the_seq_length_for_upstreams_log_line():
-    from types import SimpleNamespace
-
     assert get_vision_cuda_graph_seq_length(SimpleNamespace(max_vision_cuda_graph_seq_length=512)) == 512
     assert get_vision_cuda_graph_seq_length(SimpleNamespace(num_position_embeddings=256)) == 256
     assert get_vision_cuda_graph_seq_length(SimpleNamespace(), 77) == 77
@@ -94,11 +84,10 @@ def test_the_seq_length_for_upstreams_log_line():
 def test_an_encoder_is_released_whose_helper_went_with_the_run(capsys):
     """Nobody holds the helper of a run that ended with an error; the encoder is on its graphs still."""
     model = new_tower()
-    settings = {"options": VisionGraphOptions(**DEFAULTS), "executor": ReferenceExecutor()}
-    made = [VisionTECudaGraphHelper(model, model.config, **settings)]
+    made = [new_helper(model)]
     made[0].create_cudagraphs()
     first = made.pop().graphs
-    again = VisionTECudaGraphHelper(model, model.config, **settings)
+    again = new_helper(model)
     assert not first.captured and again in active_helpers() and "CUDA graphs" in capsys.readouterr().out
     again.delete_cuda_graphs()
     assert "forward" not in vars(model) and not model._forward_pre_hooks

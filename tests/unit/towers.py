@@ -61,15 +61,17 @@ def bridges_step(chunks, provider, work):
     return step(chunks, SimpleNamespace(cfg=SimpleNamespace(model=provider)))
 
 
+def new_helper(model, holder=None, executor=None, num_microbatches: int = 1, **options):
+    """Return the train loop's helper for the encoder, with what holds the encoder, before a capture."""
+    options = VisionGraphOptions(**{**DEFAULTS, **options})
+    given = {"num_microbatches": num_microbatches, "options": options, "executor": executor or new_executor()}
+    return VisionTECudaGraphHelper(model if holder is None else holder, model.config, **given)
+
+
 @contextmanager
 def graphs_on(model, capture: bool = True, executor=None, **options):
     """Put graphs on the encoder for the duration; yields the `GraphManager`."""
-    helper = VisionTECudaGraphHelper(
-        model,
-        model.config,
-        options=VisionGraphOptions(**{**DEFAULTS, **options}),
-        executor=executor or new_executor(),
-    )
+    helper = new_helper(model, executor=executor, **options)
     assert helper.graphs is not None, f"{type(model).__name__} holds no encoder that is declared"
     try:
         if capture:
