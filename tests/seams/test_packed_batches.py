@@ -1,5 +1,6 @@
 """Padded batches are packed as upstream packs them, to the bit and without a read of the device."""
 
+import importlib
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_cg_plugin.upstream.hooks import between
-from bridge_cg_plugin.upstream.hooks.batches import KEPT, TOKENS
+from bridge_cg_plugin.upstream.hooks import batches, packs
+from bridge_cg_plugin.upstream.host_batch import KEPT, PACK_OFFSETS, TOKENS
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.upstream.seams.seam import drift
 from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
@@ -60,8 +62,8 @@ def test_padded_batches_are_packed_as_upstream_packs_them(modelling, ranks, name
         (packed * torch.arange(packed.numel()).view_as(packed)).sum().backward()
     assert given[1].grad.equal(given[0].grad)
     for field, value in vars(params).items():
-        assert same(getattr(described, field), value) or getattr(described, field) == value
-    # As between two ranks' between, whose layout is another one.
+        assert same(getattr(described, field), value)
+    # As between two ranks' packs, whose layout is another one.
     assert new(values, mask, True, groups(2, 2, 0))[0].equal(old(values, mask, True, groups(2, 2, 0))[0])
 
 
@@ -84,7 +86,7 @@ def test_rows_are_those_of_the_view_of_a_mask_that_is_given(modelling):
 def test_a_row_that_upstream_takes_several_times_is_its_own(modelling):
     mask = torch.arange(16)[None] < torch.tensor([16, 5])[:, None]
     ranks = groups(4, 2, 1)
-    assert between.packed_rows(modelling.preprocess_packed_seqs.__wrapped__, mask, mask, ranks) is None
+    assert packs.packed_rows(modelling.preprocess_packed_seqs.__wrapped__, mask, mask, ranks) is None
     given = [torch.randn(2, 16, generator=torch.Generator().manual_seed(0), requires_grad=True) for _ in range(2)]
     for packing, values in zip(
         (modelling.preprocess_packed_seqs, modelling.preprocess_packed_seqs.__wrapped__), given, strict=True
@@ -112,7 +114,7 @@ def test_a_padded_batch_that_the_host_knows_is_packed_without_the_device(modelli
 def test_a_batch_of_the_step_is_packed_without_the_device(modelling, ranks):
     host = make(BATCHES["a text-only sample"])["input_ids"]
     tokens, mask = host.to("meta"), torch.ones(host.shape, dtype=torch.bool, device="meta")
-    for known in (TOKENS, between.STEP_TOKENS):
+    for known in (TOKENS, packs.STEP_TOKENS):
         known.remember(tokens, host)
     packed = modelling.preprocess_packed_seqs(tokens, mask, True, ranks)[0]
     expected = modelling.preprocess_packed_seqs.__wrapped__(host, torch.ones_like(host).bool(), True, ranks)[0]
@@ -136,3 +138,69 @@ def test_a_step_with_another_mask_is_drift():
     assert drift(step, found) == []
     for line in ("original_tokens = tokens.clone()", "attention_mask = torch.ones("):
         assert drift(step, replace(found, code=found.code.replace(line, "pass")))
+
+
+# Token ids that the host knows, from Bridge's batch to its model's forward, and a pack's offsets with them.
+
+FIELDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+
+
+@pytest.fixture
+def step(active):
+    """Bridge's step, as it is and with the patch."""
+    if not packs.PATCHES[0].seam.expected_in(bridge_release()):
+        pytest.skip("this release's step has no such packing")
+    patched = importlib.import_module(packs.PATCHES[0].seam.module)._pad_and_pack_qwen3_vl_step
+    return SimpleNamespace(old=patched.__wrapped__, new=patched)
+
+
+def batch(samples=2, length=13):
+    tokens = torch.randint(0, 60, (samples, length), generator=torch.Generator().manual_seed(length))
+    return tokens, tokens.roll(-1, 1), torch.ones(samples, length), None, torch.arange(length).expand(samples, -1)
+
+
+@pytest.mark.parametrize(
+    "sizes, fp8, length",
+    [((1, 1), False, None), ((2, 1), True, 8), ((2, 2), False, 48), ((2, 2), True, None), ((1, 1), False, 8)],
+    ids=str,
+)
+def test_a_padded_batch_is_upstreams(step, sizes, fp8, length):
+    given = (*batch(), groups(*sizes), fp8, length is not None, length)
+    *expected, params = step.old(*given)
+    *found, described = step.new(*given)
+    assert all(same(*pair) for pair in zip(found, expected, strict=True))
+    assert all(same(getattr(described, name), value) for name, value in vars(params).items())
+
+
+@pytest.mark.parametrize("length", [13, 16])
+def test_tokens_and_offsets_of_a_device_are_known(step, length):
+    given = batch(length=length)
+    device = given[0].to("meta")
+    TOKENS.remember(device, given[0])
+    reads = PACK_OFFSETS.device_reads
+    *found, params = step.new(device, *given[1:], groups(), True)
+    *expected, described = step.old(*given, groups(), True)
+    assert params.max_seqlen_q == described.max_seqlen_q == 16
+    for name in FIELDS:
+        offsets = getattr(params, name)
+        assert offsets.device.type == "meta" and PACK_OFFSETS.values(offsets) == (0, 16, 32)
+    assert params.cu_seqlens_q is params.cu_seqlens_kv and params.cu_seqlens_q is not params.cu_seqlens_q_padded
+    assert PACK_OFFSETS.device_reads == reads
+    tokens = found[0]
+    assert tokens.device.type == "meta" and tokens.shape == expected[0].shape
+    made = tokens.clone()
+    assert type(made) is torch.Tensor
+    assert TOKENS.known(made).equal(expected[0]) and packs.STEP_TOKENS.known(made).equal(expected[0])
+    assert type(tokens + 1) is torch.Tensor and packs.STEP_TOKENS.known(tokens + 1) is None
+    assert packs.STEP_TOKENS.known(made.clone()) is None
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("name", ["tokens", "input_ids"])
+def test_a_batch_step_notes_tokens_where_graphs_are_on(graphs, name, monkeypatch):
+    monkeypatch.setattr(batches, "any_on_graphs", lambda: graphs)
+    host = torch.arange(8).view(2, 4)
+    step = batches.PATCHES[0].make(lambda data: {key: value.to("meta") for key, value in next(data).items()})
+    found = step(iter([{name: host}]))[name]
+    assert found.device.type == "meta"
+    assert TOKENS.known(found).equal(host) if graphs else TOKENS.known(found) is None
