@@ -179,6 +179,13 @@ def test_a_failed_capture_leaves_the_run_eager(caplog):
     assert sum("runs eager" in record.message for record in caplog.records) == 1
 
 
+def test_statistics_that_attention_leaves_in_attributes_keep_the_language_model_eager():
+    eager, graphs = pair(qk_clip=True)
+    assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(2)])
+    assert CURRENT.graphs.statistics().fallbacks == {"capture_failed": 4}
+    assert "not captured: CaptureError: qk_clip=true" in CURRENT.graphs.report()
+
+
 @pytest.mark.parametrize("warmup_steps, replayed", [(0, 3), (1, 3), (2, 2), (9, 0)])
 def test_capture_follows_the_warm_up_steps_and_at_least_one(warmup_steps, replayed):
     with on_cpu():
