@@ -8,8 +8,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from bridge_cg_plugin.graphs import host_copies
-from bridge_cg_plugin.upstream.hooks import between, packs
-from bridge_cg_plugin.upstream.host_batch import GRIDS, KEPT, PACK_OFFSETS, TOKENS
+from bridge_cg_plugin.upstream.hooks import between
+from bridge_cg_plugin.upstream.hooks.batches import GRIDS, KEPT, PACK_OFFSETS, TOKENS
 from bridge_cg_plugin.vision.known_mask import KnownMask
 from tests.unit import vlm
 from tests.unit.waits import HostWait, no_host_waits
@@ -234,7 +234,7 @@ def test_a_loop_without_host_copies_waits_before_its_encoder_alone(model, sample
     found = padded(model, call, lengths, no_host_waits())
     reads.remove()
     assert all(same(*pair) for pair in zip(found, expected, strict=True))
-    assert not KEPT._known and not packs._ROWS._known  # a loop may write to its tensors by any means
+    assert not KEPT._known and not between._ROWS._known  # a loop may write to its tensors by any means
     with pytest.raises(HostWait):
         padded(model, make(samples, seed=1), lengths, no_host_waits())
 

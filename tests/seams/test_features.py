@@ -15,14 +15,12 @@ from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.upstream.hooks import training_config
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from bridge_cg_plugin.upstream.seams import states
-from bridge_cg_plugin.upstream.seams.features import FEATURES
 from bridge_cg_plugin.upstream.seams.patches import DriftError, arguments_of, bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS, seam
-from bridge_cg_plugin.upstream.seams.registry.models import LANGUAGE_MODELS, PROVIDERS
-from bridge_cg_plugin.upstream.seams.registry.training import TRAIN
+from bridge_cg_plugin.upstream.seams.registry.bridge import LANGUAGE_MODELS, PROVIDERS, TRAIN
 from bridge_cg_plugin.upstream.seams.seam import Feature as F
 from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
-from bridge_cg_plugin.upstream.seams.states import broken_seams, seam_states
+from bridge_cg_plugin.upstream.seams.states import FEATURES, broken_seams, seam_states
 
 from .conftest import is_importable
 
@@ -36,7 +34,6 @@ VISION = {"vision_cuda_graph_impl": "transformer_engine"}
 EXACT = {**VISION, "vision_cuda_graph_tuning": {"kernels": "exact"}}
 PACKED = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": 16}
 LANGUAGE_MODEL = {"cuda_graph_impl": "transformer_engine"}
-OFFLOADING = {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}
 QWEN3_VISION = {F.OPTIONS, F.VISION, F.VISION_QWEN3_VL}
 ANY_PACKED = {F.OPTIONS, F.PACKED}
 # Configuration -> provider, its fields, the features that these ask for.
@@ -101,11 +98,6 @@ CONFIGURATIONS = {
         MAMBA,
         {**PACKED, "hybrid_layer_pattern": "M*-M", "num_layers": 4},
         {*ANY_PACKED, F.PACKED_HYBRIDS},
-    ),
-    "offloading by megatron-core": (
-        GPT,
-        {**LANGUAGE_MODEL, "cuda_graph_modules": ["moe_router"], "num_moe_experts": 8, **OFFLOADING},
-        {F.LANGUAGE_MODEL, F.CORE_OFFLOAD},
     ),
     "no graphs": (QWEN3_VL, {}, set()),
 }
@@ -202,16 +194,15 @@ def test_seams_of_other_features_leave_vision_graphs_alone(configs, monkeypatch,
     assert all(feature in said for feature in seam(name).features)
 
 
-@pytest.mark.parametrize("name", ["vlm_stage", "offload_marks"])
-def test_sums_of_deepstack_gradients_without_graphs_need_their_own_seams_alone(active, monkeypatch, name):
+def test_sums_of_deepstack_gradients_without_graphs_need_their_own_seams_alone(active, monkeypatch):
     fields = {**CONFIGURATIONS["sums of deepstack gradients alone"][1], "pipeline_model_parallel_size": 2}
     config = config_of(QWEN3_VL, **fields, virtual_pipeline_model_parallel_size=2)
-    config.model.fine_grained_activation_offloading = True
-    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it moved"})
+    monkeypatch.setattr(training_config, "broken_seams", lambda: {"vlm_stage": "it moved"})
     check_training_config(config)
-    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it moved", "deepstack_forward": "it moved"})
+    broken = dict.fromkeys(("vlm_stage", "deepstack_forward"), "it moved")
+    monkeypatch.setattr(training_config, "broken_seams", lambda: broken)
     reason = refused(config)
-    assert "needs sums of deepstack gradients" in reason and f"{name}: " not in reason
+    assert "needs sums of deepstack gradients" in reason and "vlm_stage: " not in reason
 
 
 @pytest.mark.parametrize("name", ["config_sections", "config_check"])

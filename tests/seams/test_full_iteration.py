@@ -14,9 +14,9 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.language.whole_model import workload as workload_module
 from bridge_cg_plugin.language.whole_model.program import dense_order
-from bridge_cg_plugin.upstream.decoder.per_layer_graphs import replays_one_length
-from bridge_cg_plugin.upstream.hooks import full_iteration
-from bridge_cg_plugin.upstream.hooks.full_iteration import CURRENT
+from bridge_cg_plugin.upstream.hooks import helpers
+from bridge_cg_plugin.upstream.hooks.helpers import CURRENT
+from bridge_cg_plugin.upstream.hooks.qwen3_vl import replays_one_length
 
 from ..unit.towers import assert_close, graphs_on
 from ..unit.vlm import Trainer, build, on_cpu, sample, wrapper
@@ -33,7 +33,7 @@ def _no_graphs_afterwards(active):
 
 
 def pair(**changes):
-    """Return trainers of equal models: eager, and under full_iteration."""
+    """Return trainers of equal models: eager, and under helpers."""
     with on_cpu():
         return Trainer(build(graphs=False, **changes), graphs=False), Trainer(build(**changes), graphs=True)
 
@@ -161,7 +161,7 @@ def test_a_shape_that_finds_no_memory_runs_eager(caplog):
 
 @pytest.mark.parametrize(
     "owner, name, value",
-    [(full_iteration, "sharing_groups", lambda model: (object(),)), (workload_module, "MOST_SHAPES", 1)],
+    [(helpers, "sharing_groups", lambda model: (object(),)), (workload_module, "MOST_SHAPES", 1)],
 )
 def test_as_many_shapes_are_recorded_as_may_be_and_one_by_ranks_that_share_layers(monkeypatch, owner, name, value):
     monkeypatch.setattr(owner, name, value)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_cg_plugin.upstream.hooks import batches, packs
-from bridge_cg_plugin.upstream.host_batch import KEPT, PACK_OFFSETS, TOKENS
+from bridge_cg_plugin.upstream.hooks import batches, between
+from bridge_cg_plugin.upstream.hooks.batches import KEPT, PACK_OFFSETS, TOKENS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
 from bridge_cg_plugin.upstream.seams.seam import drift
@@ -86,7 +86,7 @@ def test_rows_are_those_of_the_view_of_a_mask_that_is_given(modelling):
 def test_a_row_that_upstream_takes_several_times_is_its_own(modelling):
     mask = torch.arange(16)[None] < torch.tensor([16, 5])[:, None]
     ranks = groups(4, 2, 1)
-    assert packs.packed_rows(modelling.preprocess_packed_seqs.__wrapped__, mask, mask, ranks) is None
+    assert between.packed_rows(modelling.preprocess_packed_seqs.__wrapped__, mask, mask, ranks) is None
     given = [torch.randn(2, 16, generator=torch.Generator().manual_seed(0), requires_grad=True) for _ in range(2)]
     for packing, values in zip(
         (modelling.preprocess_packed_seqs, modelling.preprocess_packed_seqs.__wrapped__), given, strict=True
@@ -114,7 +114,7 @@ def test_a_padded_batch_that_the_host_knows_is_packed_without_the_device(modelli
 def test_a_batch_of_the_step_is_packed_without_the_device(modelling, ranks):
     host = make(BATCHES["a text-only sample"])["input_ids"]
     tokens, mask = host.to("meta"), torch.ones(host.shape, dtype=torch.bool, device="meta")
-    for known in (TOKENS, packs.STEP_TOKENS):
+    for known in (TOKENS, between.STEP_TOKENS):
         known.remember(tokens, host)
     packed = modelling.preprocess_packed_seqs(tokens, mask, True, ranks)[0]
     expected = modelling.preprocess_packed_seqs.__wrapped__(host, torch.ones_like(host).bool(), True, ranks)[0]
@@ -142,15 +142,16 @@ def test_a_step_with_another_mask_is_drift():
 
 # Token ids that the host knows, from Bridge's batch to its model's forward, and a pack's offsets with them.
 
+PACKING = seam("step_padding")
 FIELDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 
 
 @pytest.fixture
 def step(active):
     """Bridge's step, as it is and with the patch."""
-    if not packs.PATCHES[0].seam.expected_in(bridge_release()):
+    if not PACKING.expected_in(bridge_release()):
         pytest.skip("this release's step has no such packing")
-    patched = importlib.import_module(packs.PATCHES[0].seam.module)._pad_and_pack_qwen3_vl_step
+    patched = importlib.import_module(PACKING.module)._pad_and_pack_qwen3_vl_step
     return SimpleNamespace(old=patched.__wrapped__, new=patched)
 
 
@@ -190,9 +191,9 @@ def test_tokens_and_offsets_of_a_device_are_known(step, length):
     assert tokens.device.type == "meta" and tokens.shape == expected[0].shape
     made = tokens.clone()
     assert type(made) is torch.Tensor
-    assert TOKENS.known(made).equal(expected[0]) and packs.STEP_TOKENS.known(made).equal(expected[0])
-    assert type(tokens + 1) is torch.Tensor and packs.STEP_TOKENS.known(tokens + 1) is None
-    assert packs.STEP_TOKENS.known(made.clone()) is None
+    assert TOKENS.known(made).equal(expected[0]) and between.STEP_TOKENS.known(made).equal(expected[0])
+    assert type(tokens + 1) is torch.Tensor and between.STEP_TOKENS.known(tokens + 1) is None
+    assert between.STEP_TOKENS.known(made.clone()) is None
 
 
 @pytest.mark.parametrize("graphs", [True, False])

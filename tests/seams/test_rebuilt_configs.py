@@ -19,10 +19,10 @@ from megatron.bridge.utils.yaml_utils import safe_yaml_representers
 import bridge_cg_plugin
 from bridge_cg_plugin.options import PackedOptions, VisionGraphOptions, packed_options, vision_options
 from bridge_cg_plugin.options.vision import VISION as VISION_GROUP
-from bridge_cg_plugin.upstream.hooks import provider_fields
-from bridge_cg_plugin.upstream.hooks.provider_fields import LANGUAGE_MODEL_DEFAULTS
+from bridge_cg_plugin.upstream.hooks import graph_fields
+from bridge_cg_plugin.upstream.hooks.graph_fields import LANGUAGE_MODEL_DEFAULTS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from bridge_cg_plugin.upstream.seams.registry.models import LANGUAGE_MODELS, PROVIDERS
+from bridge_cg_plugin.upstream.seams.registry.bridge import LANGUAGE_MODELS, PROVIDERS
 from examples.photographs.training import Run, training_config
 from tests.scripts import forked
 
@@ -206,7 +206,7 @@ def test_a_class_derived_before_is_as_it_was_after_the_plugin(carrier, derive):
     classes = (provider, *derive(provider))
     before = [dict(vars(made)) for made in classes]
     lacks = not {f.name for f in dataclasses.fields(provider)} >= set(options)  # else it took them from its own base
-    patched = (provider.__module__, provider.__name__) in provider_fields.PATCHED
+    patched = (provider.__module__, provider.__name__) in graph_fields.PATCHED
     for _ in range(3):
         bridge_cg_plugin.activate()
         bridge_cg_plugin.activate()

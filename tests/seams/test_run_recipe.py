@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bridge_cg_plugin.cli.explain.command import explain
+from bridge_cg_plugin.cli.explain.command import look
 from bridge_cg_plugin.cli.runs import first_look
 from bridge_cg_plugin.cli.runs import train as run_recipe
 from bridge_cg_plugin.options.explain import in_words
@@ -65,7 +65,7 @@ def test_flags_then_words_reach_training(trained, capsys):
 def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, capsys):
     assert run("--dry-run", *VISION, CHECKPOINT) == 0
     out = capsys.readouterr().out
-    explained = in_words(explain([SFT, *VISION, CHECKPOINT, "rng.te_rng_tracker=true"]))
+    explained = in_words(look([SFT, *VISION, CHECKPOINT, "rng.te_rng_tracker=true"]).options)
     assert out == f"{SFT}: finetune() with qwen3_vl_step\n{explained}\n"
     assert trained == []
 
@@ -89,7 +89,7 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
         (["checkpoint.pretrained_checkpoint=msc://bucket/run"], ""),
         (
             [CHECKPOINT, *BATCH, "--gpus-per-node", "8", "model.tensor_model_parallel_size=2"],
-            "a multiple of train.micro_batch_size=2 times 4 data-parallel replicas, not 6. Write a multiple of 8.",
+            "a multiple of train.micro_batch_size=2 times 4 data-parallel replicas. Write a multiple of 8.",
         ),
         ([CHECKPOINT, *FP8_OVER_TWO], ""),
         ([CHECKPOINT, "model.num_query_groups=3"], f"Cannot start {SFT}: Bridge refuses it. num_query_groups"),
@@ -143,33 +143,11 @@ def imports(monkeypatch):
     [
         (["model.num_layers=abc"], "Cannot use model.num_layers='abc': it must be a whole number. Correct the value."),
         (["--step_func", "qwen_vl_step"], "Did you mean qwen3_vl_step"),
-        (
-            [CHECKPOINT, "--launcher", "torchrun", "--gpus-per-node", "8"],
-            f"`bridge-cg explain {SFT}` answers without it.",
-        ),
     ],
 )
-def test_a_first_look_without_a_network_refuses_before_pytorch_is_imported(
-    sft, imports, monkeypatch, tmp_path, words, said
-):
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    for variable in ("http_proxy", "https_proxy", "all_proxy"):
-        monkeypatch.delenv(variable, raising=False)
-        monkeypatch.delenv(variable.upper(), raising=False)
+def test_a_first_look_refuses_before_pytorch_is_imported(sft, imports, words, said):
     assert said in first_look.refusal(["--recipe", sft, "--dry-run", *words])
     assert "bridge_cg_plugin.cli.explain.recipes" in imports[0] and "torch._C" not in imports[0]
-
-
-def test_a_first_look_lets_pass_what_is_cached(sft, monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    snapshot = tmp_path / "models--Qwen--Qwen3-VL-8B-Instruct" / "snapshots" / "main"
-    snapshot.mkdir(parents=True)
-    command = ["--recipe", sft, "--dry-run", *VISION, CHECKPOINT]
-    assert "hub cannot be reached" in first_look.refusal(command)
-    (snapshot / "config.json").touch()
-    assert first_look.refusal(command) == ""
 
 
 def test_without_flags_the_recipe_is_trained_as_bridge_has_it(trained, bridge):
