@@ -33,3 +33,10 @@ def warn(message: str) -> None:
     As an error: Bridge drops what any logger reports as a warning (`logger.filter_warnings`, on by default).
     """
     LOGGER.error("[rank %d] %s", rank(), message)
+
+
+def warn_once(message: str, said: set[str]) -> None:
+    """Log a warning unless it is among those that were said, and note it there."""
+    if message not in said:
+        said.add(message)
+        warn(message)

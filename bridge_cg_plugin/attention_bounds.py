@@ -1,13 +1,15 @@
-"""The bounds (segments, tokens of the largest) that packed attention is recorded for, by what its kernels cost.
+"""The bounds (segments, tokens of the largest) that packed attention is recorded for, and what fits them.
 
-Imports no torch.
+Runtime and planner ask alike. Imports no torch.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from .graphs.planning.buckets import GRANULARITY, Bucket, round_up
+from .graphs.buckets import GRANULARITY, Bucket, round_up
+from .graphs.fallback import Fallback
 
 # A packed attention backward in cuDNN scans segments x largest segment, each rounded up (segments to at least 32, the
 # largest to a power of two), padding included: over 27 layers on an H200 it takes 4.3 ms for 32 x 4096 and 17 ms for
@@ -133,3 +135,77 @@ def scan_cost(segments: int, largest: int, unpacked_from: int | None = None) -> 
     if unpacked_from is not None and segments == 1 and largest >= unpacked_from:
         return largest
     return max(segments, COMMON_SEGMENTS) << (largest - 1).bit_length()
+
+
+def pack_buckets(capacities: Iterable[int], documents: int) -> list[Bucket]:
+    """Return what is recorded for these capacities, with the limits (documents, tokens of the longest document).
+
+    Args:
+        capacities: Tokens.
+        documents: Most documents of a pack.
+    """
+    limits = {capacity: segment_limits(capacity, min(documents, capacity)) for capacity in capacities}
+    return [Bucket(capacity, bounds) for capacity, every in limits.items() for bounds in every]
+
+
+def refuse_pack(
+    lengths: Sequence[int], tokens: int, exact_below: int, bucket: Bucket, shards: int = 1, ranks: int = 1
+) -> Fallback | None:
+    """Return why a pack may not use a bucket that has room for its tokens, or None if it may.
+
+    Args:
+        lengths: Tokens of every document, with their padding.
+        tokens: Tokens of the pack, at least the sum of `lengths`.
+        exact_below: Packs of up to this many tokens on a rank must fill a bucket exactly.
+        bucket: Has the limits (documents, tokens of the longest document).
+        shards: Ranks that hold a part of the tokens each (sequence parallelism).
+        ranks: Ranks that hold two chunks of every document each (context parallelism): padding is a document there.
+    """
+    documents, longest = bucket.limits
+    if len(lengths) > documents:
+        return Fallback.TOO_MANY_DOCUMENTS
+    padding = bucket.tokens - sum(lengths) if ranks > 1 else 0
+    if max(max(lengths), padding) > longest:
+        return Fallback.DOCUMENT_TOO_LONG
+    if tokens != bucket.tokens:
+        if shards > 1:
+            return Fallback.SHARDED_TOKENS
+        if tokens <= exact_below * ranks:
+            return Fallback.TOO_FEW_TOKENS
+    return None
+
+
+class Shape(NamedTuple):
+    """A microbatch's size. Buckets refuse a shape as they refuse the microbatch.
+
+    Attributes:
+        tokens: Patches.
+        frames: Images and video frames: attention segments.
+        largest_frame: Patches of the largest frame.
+    """
+
+    tokens: int
+    frames: int
+    largest_frame: int
+
+    @property
+    def shape(self) -> "Shape":
+        """Itself."""
+        return self
+
+
+def refuse_images(shape: Shape, exact_below: int, bucket: Bucket) -> Fallback | None:
+    """Return why a microbatch may not use a bucket that has room for its tokens, or None if it may.
+
+    Args:
+        shape: Of its images and video frames.
+        exact_below: Microbatches of up to this many patches must fill a bucket exactly.
+        bucket: Has the limits (frames, patches of the largest frame).
+    """
+    tokens, frames, largest = shape
+    most, bound = bucket.limits
+    if tokens <= exact_below and tokens != bucket.tokens:
+        return Fallback.TOO_FEW_TOKENS
+    if frames > most:
+        return Fallback.TOO_MANY_FRAMES
+    return Fallback.FRAME_TOO_LARGE if largest > bound else None

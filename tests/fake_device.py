@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from bridge_cg_plugin.graphs.memory.virtual_memory import (
+from bridge_cg_plugin.graphs.memory.ranges import (
     ALLOW,
     CREATE,
     MAP,

@@ -2,7 +2,7 @@
 
 from contextlib import contextmanager
 
-from bridge_cg_plugin.graphs.memory.virtual_memory import NoDeviceMemory
+from bridge_cg_plugin.graphs.memory.ranges import NoDeviceMemory
 
 from .pooled import Memory, PooledExecutor, PooledRecording
 

@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from bridge_cg_plugin.graphs.piece import Piece, Surroundings
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.program import RegionProgram
-from bridge_cg_plugin.graphs.recordings.chain import Chain
+from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.graphs.program import Piece, RegionProgram, Surroundings
+from bridge_cg_plugin.graphs.recordings.chain import NOTHING_LEAVES, Chain
 from bridge_cg_plugin.graphs.recordings.executor import Executor
 from bridge_cg_plugin.graphs.region import Region
 
@@ -24,7 +23,7 @@ def new_region(program: RegionProgram, executor: Executor, buckets: Sequence[Buc
         buckets: What to record for.
         settings: Fields of `Piece` and `Surroundings`, `watch` and `strict` of `Region`, and `offloading` of its chain.
     """
-    settings["chain"] = Chain(executor, settings.pop("offloading", None))
+    settings["chain"] = Chain(executor, settings.pop("offloading", None) or NOTHING_LEAVES)
     around = {name: settings.pop(name) for name in AROUND & settings.keys()}
     given = {name: settings.pop(name) for name in OF_REGION if name in settings}
     piece = Piece(program=program, buckets=buckets, **settings)

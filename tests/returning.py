@@ -6,8 +6,8 @@ import numpy
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bridge_cg_plugin.graphs.memory.ranges import NoDeviceMemory
 from bridge_cg_plugin.graphs.memory.returning import Home
-from bridge_cg_plugin.graphs.memory.virtual_memory import NoDeviceMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
 from .leaving import Guarded

@@ -126,8 +126,6 @@ def as_integers(host: Tensor) -> tuple[int, ...]:
 
 def on_device(host: Tensor, device: torch.device) -> Tensor:
     """Return a host tensor on a device, without waiting for what the device is computing."""
-    return host if device.type == "cpu" else _page_locked(host, device).to(device, non_blocking=True)
-
-
-def _page_locked(host: Tensor, device: torch.device) -> Tensor:
-    return host.pin_memory() if device.type == "cuda" else host
+    if device.type == "cpu":
+        return host
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

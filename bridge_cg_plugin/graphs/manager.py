@@ -3,7 +3,7 @@
 import gc
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,29 +12,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..announce import warn
+from ..announce import warn, warn_once
+from . import ranges
+from .buckets import Demand
 from .changes.model_watch import ModelWatch, foreign_hook
-from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, named, reason_of, release_frames
+from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, Retry, named, reason_of, release_frames
 from .fallback import Fallback
+from .growing import Growing
 from .instance import InstanceMethod, every_module
+from .memory.ranges import DeviceMemoryError
 from .memory.returning import release_homes
-from .memory.virtual_memory import DeviceMemoryError
 from .parts import Parts
-from .piece import Piece, Surroundings
-from .planning.demand import Demand
-from .planning.growing import Growing
-from .recordings.capture import collected_later, put_back
-from .recordings.chain import Chain, Offloading
+from .program import Call, Eager, Piece, Surroundings, Workload
+from .ranges import named_range
+from .recordings.capture import collected_later, is_one_graph, put_back
+from .recordings.chain import NOTHING_LEAVES, Chain, Offloading
 from .recordings.executor import Executor
-from .recordings.watched_pass import KeptTensors
+from .recordings.warm_up import KeptTensors
 from .region import Region
-from .reports import ranges
-from .reports.ranges import named_range
-from .reports.report import merge_statistics, render
-from .reports.statistics import Progress, RegionStatistics
-from .retries import Retry
-from .seen_operations import is_one_graph
-from .workload import Call, Eager, Workload
+from .reports import Progress, RegionStatistics, merge_statistics, render
 
 # Training steps whose tokens are kept, to see how far ranks are apart.
 LAST_STEPS = 100
@@ -56,6 +52,7 @@ class GraphManager:
 
     Attributes:
         slots: Microbatches between forward and backward at once, fixed by a capture.
+        captured: Whether graphs exist.
         failure: Why the last capture failed, None if it did not.
         step_number: Number of the training step under way, from 1.
         in_step: Whether a training step is under way.
@@ -73,8 +70,7 @@ class GraphManager:
         self.consensus, self.bucket_consensus = self.surroundings.consensus, self.surroundings.bucket_consensus
         self.failure: str | None = None
         self._failed_for, self._retry = Fallback.CAPTURE_FAILED, Retry(turns=1)
-        self.step_number, self.in_step = 0, False
-        self.turn, self.recorded = 0, False
+        self.step_number, self.in_step, self.turn, self.recorded = 0, False, 0, False
         self.at_detach = ExitStack()
         self._regions: list[Region] = []
         self._parts: Parts | None = None
@@ -82,12 +78,11 @@ class GraphManager:
         # Seconds of recordings of which it is known whether a step waited for them.
         self._noted_seconds = 0.0
         self._step_tokens: deque[int] = deque(maxlen=LAST_STEPS)
-        self._paused = 0
+        self._paused, self._stays_away = 0, False
         self._watch: ModelWatch | None = None
         self._growing: Growing | None = None
-        self._stays_away = False
         self._warned: set[str] = set()
-        workload.attach(self)
+        workload.manager, self.captured = self, False
         self._untraced = torch.compiler.disable(self._forward)
         self._instance = InstanceMethod(model, "forward", self._forward)
         self._traced = self._instance.original  # torch.compile cannot look it up
@@ -143,31 +138,30 @@ class GraphManager:
         if self._growing is not None and call.note is not None and not self._paused:
             self._growing.demand.saw(call.note)
         if not self.captured:
-            self._look_on(call)
+            if self.failure is None:
+                self.workload.observe(call)
+            elif call.counts:
+                self.fell_back(self._failed_for, call.tokens)
         elif self._paused:
             self._note_eager()
         elif self.executor.memory_away and not self._take_back():
             self._refuse(call, Fallback.MEMORY_RELEASED)
             with self.paused():  # nor is it timed
                 return self._run_eager(call, eager)
-        elif self._parts is not None:
-            return self._run_parts(self._parts, call, eager)
         elif call.refusal is not None:
             self._refuse(call, call.refusal)
+        elif self._parts is not None:
+            self._await_parameters()
+            decided = self._parts.decide(call.batch)
+            if not isinstance(decided, Fallback):
+                return self._parts.run(call.batch, decided, eager)
+            self._refuse(call, decided)
+            return self.workload.run_eager(call, eager)
         else:
             outputs = self.workload.replay(self._regions[0], call.batch)
             if outputs is not None:
                 return self.workload.returned(outputs)
         return self._run_eager(call, eager)
-
-    def _run_parts(self, parts: Parts, call: Call, eager: Eager) -> Any:
-        """Run the module's forward, whose parts replay in one slot, or none does."""
-        self._await_parameters()
-        decided = parts.decide(call.batch) if call.refusal is None else call.refusal
-        if not isinstance(decided, Fallback):
-            return parts.run(call.batch, decided, eager)
-        self._refuse(call, decided)
-        return self.workload.run_eager(call, eager)
 
     def _run_eager(self, call: Call, eager: Eager) -> Any:
         self._await_parameters()
@@ -181,13 +175,6 @@ class GraphManager:
         """
         if self.surroundings.before_replay is not None:
             self.surroundings.before_replay()
-
-    def _look_on(self, call: Call) -> None:
-        """Observe a call before capture, or count it as one that a failed capture left eager."""
-        if self.failure is None:
-            self.workload.observe(call)
-        elif call.counts:
-            self.fell_back(self._failed_for, call.tokens)
 
     def _refuse(self, call: Call, reason: Fallback) -> None:
         self._note_eager()
@@ -222,9 +209,7 @@ class GraphManager:
         return not self._stays_away
 
     def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warn(f"{self.workload.title}: {text}")
+        warn_once(f"{self.workload.title}: {text}", self._warned)
 
     def fell_back(self, reason: Fallback, tokens: int | None = None) -> None:
         """Count a microbatch that runs eager in the whole module."""
@@ -233,7 +218,7 @@ class GraphManager:
     def _note_eager(self) -> None:
         """Let gradients of an eager pass reach `main_grad` after replays."""
         for region in self._regions:
-            region.clear()
+            region.sources.hooks.clear()
 
     def capture(self) -> bool:
         """Plan buckets and capture; returns whether graphs exist now.
@@ -248,7 +233,7 @@ class GraphManager:
                 if self.executor.memory_away:
                     self.executor.restore_memory()
                 self.workload.capture()
-                self.workload.captured()
+                self.consensus.agree(self.workload.captured)
         except BaseException as error:
             self.reset()
             if not isinstance(error, Exception):
@@ -280,17 +265,12 @@ class GraphManager:
             self._own.pauses[self.step_number] += pause
         self._noted_seconds = self._seconds()
 
-    def _note_moves(self) -> None:
-        if max((region.sources.moves for region in self._regions if region.captured), default=0) >= MANY_MOVES:
-            where = f"memory of parameters, buffers or gradients was moved {MANY_MOVES} times"
-            self._warn_once(f"{where}, and graphs are captured again each time, for which steps wait")
-
     def record(
         self,
         pieces: Sequence[Piece],
         demand: Demand | None = None,
         bytes_per_slot: float | None = None,
-        offloading: Offloading | None = None,
+        offloading: Offloading = NOTHING_LEAVES,
     ) -> list[Region]:
         """Capture pieces of the module between two steps, and let their call sites replay them.
 
@@ -298,7 +278,7 @@ class GraphManager:
             pieces: One whose call is the module's forward, or parts of it with call sites.
             demand: What microbatches ask for, of pieces that grow.
             bytes_per_slot: What recordings of these may take of one slot; None is all there is.
-            offloading: Where activations are; parts share memory then. None leaves them in the graphs' memory.
+            offloading: Where activations are; where some leave, parts share memory.
 
         Returns:
             Their regions, in their order.
@@ -306,7 +286,7 @@ class GraphManager:
         sites = [(module, name) for piece in pieces if piece.site is not None for module, name in piece.site.patched]
         watch = self._followed(sites)
         around = replace(self.surroundings, slots=self.slots, consensus=self.bucket_consensus)
-        chain = Chain(self.executor, offloading, in_parts=True) if sites and offloading is not None else None
+        chain = Chain(self.executor, offloading, in_parts=True) if sites and offloading is not NOTHING_LEAVES else None
         regions = [
             Region(piece, self.executor, around, watch, self.workload.strict, chain or Chain(self.executor, offloading))
             for piece in pieces
@@ -315,9 +295,9 @@ class GraphManager:
         progress = Progress(self.workload.title, len(regions))
         for region in regions:
             region.statistics.known, region.statistics.step = self._own.known, self.step_number
-            region.capture(progress)
-        if chain is not None:
-            chain.capture(progress.recorded)
+            region.prepare(progress)
+        for each in dict.fromkeys(region.chain for region in regions):
+            each.capture(progress.recorded)
         for region, piece in zip(regions, pieces, strict=True):
             if piece.site is not None:
                 self._parts = self._parts or Parts(self.slots, watch.looked_at_once, chain)
@@ -327,6 +307,7 @@ class GraphManager:
             title, strict = self.workload.title, self.workload.strict
             self._growing = Growing(title, grow, demand, self.bucket_consensus, strict, self._counted, bytes_per_slot)
             self._growing.fit()
+        self.captured = True
         return regions
 
     def _followed(self, sites: Sequence[tuple[nn.Module, str]]) -> ModelWatch:
@@ -341,7 +322,7 @@ class GraphManager:
         if self._parts is not None:
             self._parts.restore()
             self._parts = None
-        self._growing = None
+        self._growing, self.captured = None, False
         for region in self._regions:
             region.reset()
         self._regions = []
@@ -369,14 +350,6 @@ class GraphManager:
         warn(f"{title} could not be captured, the {noun} runs eager: {self.failure}.{remedy}")
 
     @property
-    def captured(self) -> bool:
-        """Whether graphs exist."""
-        for region in self._regions:
-            if not region.captured:
-                return False
-        return self._regions != []
-
-    @property
     def capture_due(self) -> bool:
         """Whether there are no graphs and a capture is worth a try, once warm-up steps have run.
 
@@ -385,12 +358,11 @@ class GraphManager:
         """
         if self.captured:
             return False
-        alone = not (self.consensus.ranks or self.bucket_consensus.ranks)
-        return self._retry.due or (alone and self._failed_for is Fallback.FORWARD_HOOKS and self._hook_is_gone())
-
-    def _hook_is_gone(self) -> bool:
+        if self._retry.due or self._failed_for is not Fallback.FORWARD_HOOKS:
+            return self._retry.due
         bypassed = [(name, module) for name, module in self.model.named_modules() if module is not self.model]
-        return foreign_hook(bypassed, self.surroundings.exempt.own_hook) is None
+        alone = not (self.consensus.ranks or self.bucket_consensus.ranks)
+        return alone and foreign_hook(bypassed, self.surroundings.exempt.own_hook) is None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -447,7 +419,6 @@ class GraphManager:
         self._growing.demand.turn_to(training)
         if may_record and self._growing.before_step(training):
             self.recorded = True
-            self.workload.grown()
 
     @contextmanager
     def step(self, may_record: bool = True) -> Iterator[None]:
@@ -459,24 +430,26 @@ class GraphManager:
         self.begin_step(may_record)
         with ExitStack() as stack:
             for region in self._regions:
-                stack.enter_context(region.memory_kept())
+                stack.enter_context(region.sources.memory_kept())
             self.in_step = True
             try:
                 yield
             finally:
                 self.in_step = False
                 self._note_pause()
-                self._note_moves()
+                if any(region.sources.moves >= MANY_MOVES for region in self._regions if region.captured):
+                    where = f"memory of parameters, buffers or gradients was moved {MANY_MOVES} times"
+                    self._warn_once(f"{where}, and graphs are captured again each time, for which steps wait")
 
     def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
-        return any(region.adds_later(parameters) for region in self._regions)
+        return self.captured and any(each.sources.hooks.pending.adds_later(parameters) for each in self._regions)
 
     def statistics(self) -> RegionStatistics:
         """Return what happened so far, over all regions."""
         self._note_pause()
         total = merge_statistics([self._own, *(region.statistics for region in self._regions)])
-        total.warmup_microbatches = self.workload.warmup_microbatches()
+        total.warmup_microbatches = self.workload.observed
         total.step_tokens = list(self._step_tokens)
         return total
 
@@ -486,3 +459,42 @@ class GraphManager:
         if self.failure is not None:
             notes["not captured"] = self.failure
         return render(self.statistics(), self.workload.title, notes)
+
+
+@contextmanager
+def joint_step(modules: Sequence[GraphManager]) -> Iterator[None]:
+    """Be in a training step of several modules, before which one of them at most records something.
+
+    Args:
+        modules: The modules, in the same order on ranks that share their layers.
+    """
+    with ExitStack() as stack:
+        in_turn(modules, lambda graphs, may_record: stack.enter_context(graphs.step(may_record)))
+        yield
+
+
+def before_evaluation(modules: Sequence[GraphManager]) -> None:
+    """Note that forward passes without a backward follow; one of several modules at most records for the last ones.
+
+    Args:
+        modules: See `joint_step`.
+    """
+    in_turn([graphs for graphs in modules if not graphs.in_step], GraphManager.before_evaluation)
+
+
+def in_turn(modules: Sequence[GraphManager], begin: Callable[[GraphManager, bool], None]) -> None:
+    """Let modules begin, each time with another one first, so that none waits until the others have all they want.
+
+    A module that other ranks share leaves its turn to the next one only where that has the same ranks: these know that
+    it did.
+
+    Args:
+        modules: See `joint_step`.
+        begin: Called with each module and whether it may record.
+    """
+    first = modules[0].turn % len(modules) if modules else 0
+    alike = len({graphs.bucket_consensus.ranks for graphs in modules}) == 1
+    may_record = True
+    for graphs in (*modules[first:], *modules[:first]):
+        begin(graphs, may_record)
+        may_record &= alike and not graphs.recorded

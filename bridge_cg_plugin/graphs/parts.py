@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .fallback import Fallback
 from .instance import InstanceMethod
-from .piece import Answer, CallSite
+from .program import Answer, CallSite
 from .recordings.chain import Chain
 from .region import Region
 from .replays.replay import Replay

@@ -1,35 +1,117 @@
-"""What a model hands to the engine so that a piece of it can become a graph."""
+"""What a model hands to the engine so that a piece of it can become a graph, and what is around it in a run.
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+Some ranks must be on graphs together or not at all. Under tensor parallelism the ranks of a group share every layer: if
+one replayed a padded microbatch while another ran it eager, their collectives would not fit each other. So they
+agree while graphs are made, and no step needs a word.
+"""
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
+from .buckets import Bucket, Demand
+from .changes.state import NOTHING_EXEMPT, Exempt
+from .errors import OtherRankFailed, named
 from .fallback import Fallback
-from .planning.buckets import Bucket
-
-Buffers = dict[str, Tensor]
+from .replays.gradients import Reduction
+from .replays.slot import Buffers, SharedInputs, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Shape and dtype of one static input of a region.
+class Agreed:
+    """The smallest and the largest of all ranks' values."""
+
+    smallest: float
+    largest: float
+
+    @property
+    def same(self) -> bool:
+        """Whether all ranks have one value."""
+        return self.smallest == self.largest
+
+
+def digest(*planned: object) -> float:
+    """Return a number for `RankConsensus.agree` that stands for what a rank planned, by its representation."""
+    return float(zlib.crc32(repr(planned).encode()))
+
+
+class RankConsensus:
+    """The ranks that stay together; each calls `agree` as often as the others. Here this rank is alone.
 
     Attributes:
-        shape: Shape in one bucket.
-        dtype: Element type; the batch's tensor is converted on copy as eager would.
-        differentiable: Whether the region returns a gradient for this input.
+        ranks: Their numbers in the whole job; none where this rank has nobody to agree with.
     """
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    differentiable: bool = False
+    ranks: tuple[int, ...] = ()
+
+    def agree(self, work: Callable[[], float | None]) -> Agreed:
+        """Do this rank's work; returns once every rank did its own.
+
+        Args:
+            work: Must wait for no other rank, except in an agreement of some of these ranks that all of those take part
+                in. Returns a number to compare, None without one. What it raises on this rank is raised again.
+
+        Raises:
+            OtherRankFailed: Another rank's work failed.
+        """
+        value = work() or 0.0
+        return Agreed(value, value)
 
 
-class RegionProgram(Protocol):
+SINGLE_RANK = RankConsensus()
+
+
+class GroupConsensus(RankConsensus):
+    """The ranks of a process group: one reduction of three numbers for each agreement, and names where one failed.
+
+    Args:
+        group: The process group.
+        device: Where its reductions run.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self.ranks = tuple(distributed.get_process_group_ranks(group))
+        # Made here: a rank that runs out of memory must still be able to say so.
+        self._numbers = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def agree(self, work: Callable[[], float | None]) -> Agreed:
+        """See `RankConsensus`."""
+        failure: Exception | None = None
+        value = 0.0
+        try:
+            value = work() or 0.0
+        except Exception as error:
+            failure = error
+        self._numbers.copy_(torch.tensor((float(failure is not None), value, -value), dtype=torch.float64))
+        distributed.all_reduce(self._numbers, distributed.ReduceOp.MAX, group=self._group)
+        failed, largest, negative = self._numbers.tolist()
+        if not failed:
+            return Agreed(-negative, largest)
+        reasons = self._reasons(failure)
+        first = min(reasons)
+        if failure is None or distributed.get_rank() != first:
+            raise OtherRankFailed(f"rank {first} failed: {reasons[first]}") from failure
+        failure.add_note(f"This was rank {first}; ranks {', '.join(map(str, self.ranks))} stay together.")
+        raise failure
+
+    def _reasons(self, failure: Exception | None) -> dict[int, str]:
+        """Return why ranks failed by themselves, by rank of the whole job."""
+        reason = None if failure is None or isinstance(failure, OtherRankFailed) else named(failure)
+        own = (distributed.get_rank(), reason)
+        found: list[Any] = [None] * distributed.get_world_size(self._group)
+        distributed.all_gather_object(found, own, group=self._group)
+        return {rank: reason for rank, reason in found if reason is not None}
+
+
+class RegionProgram(ABC):
     """A piece of a model with inputs of variable size, made static by padding to a bucket's capacity.
 
     `forward` sees buffers and the bucket only, never a batch: a value that changes from batch to batch can reach the
@@ -38,32 +120,223 @@ class RegionProgram(Protocol):
 
     name: str
 
+    @abstractmethod
     def modules(self) -> Sequence[nn.Module]:
         """Return the modules whose parameters `forward` uses."""
 
+    @abstractmethod
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """Return the bucket's static inputs."""
 
     def size(self, batch: Any) -> int:
         """Return the batch's size in tokens, known to the host without reading the device."""
+        tokens: int = batch.tokens
+        return tokens
 
     def refuse(self, batch: Any, bucket: Bucket) -> Fallback | None:
         """Return why this batch, small enough in tokens, may not use the bucket, or None if it may."""
+        return None
 
+    @abstractmethod
     def load(self, buffers: Buffers, batch: Any) -> None:
         """Write the batch into the buffers and zero what it leaves unused, without reading the device."""
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
-        """Write finite values that fill the bucket, for warm-up passes."""
+        """Write finite values that fill the bucket, for warm-up passes: zeros."""
+        for buffer in buffers.values():
+            buffer.zero_()
 
+    @abstractmethod
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """Compute the padded outputs; rows come first in each."""
 
+    @abstractmethod
     def recording(self) -> AbstractContextManager[None]:
         """Return what is entered around each run of `forward` and of its backward that is recorded."""
 
+    @abstractmethod
     def output_rows(self, batch: Any) -> tuple[int, ...]:
         """Return how many leading rows of each output are real."""
 
     def differentiable_inputs(self, batch: Any) -> tuple[Tensor, ...]:
         """Return the batch's tensors that match the differentiable specs, in their order; their rows fill the first."""
+        return ()
+
+
+# Entered around everything that is recorded.
+Around = Callable[[], AbstractContextManager[None]]
+# Turns a part's outputs into what a call returns.
+Answer = Callable[[tuple[Tensor, ...]], Any]
+
+
+def first(outputs: tuple[Tensor, ...]) -> Tensor:
+    """Return the first output."""
+    return outputs[0]
+
+
+# A later call whose answer a replayed part has given already: a module, its attribute that is called, and what turns
+# the part's outputs into what the call returns.
+Follower = tuple[nn.Module, str, Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """Where a part is called.
+
+    Attributes:
+        owner: Module whose attribute is called with the hidden states first.
+        attribute: That attribute.
+        answer: Turns the part's outputs into what the call returns.
+        followers: Calls after that one, each once, which the part answers too.
+    """
+
+    owner: nn.Module
+    attribute: str
+    answer: Answer = first
+    followers: tuple[Follower, ...] = ()
+
+    @property
+    def patched(self) -> list[tuple[nn.Module, str]]:
+        """The modules and attributes of theirs that the part stands in for."""
+        return [(self.owner, self.attribute), *((owner, attribute) for owner, attribute, _ in self.followers)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What is around a module in a run.
+
+    Attributes:
+        slots: Microbatches that may be between their forward and their backward at once.
+        before_replay: Called before each replay and eager pass; waits for parameters that are still being gathered.
+        reduction: What waits for gradients; None hands every gradient over to autograd.
+        exempt: What may change of the module without changing what it computes.
+        consensus: Ranks that are on graphs together with this one or not at all.
+        bucket_consensus: Those of them that see the same microbatches, and so have the same buckets.
+    """
+
+    slots: int = 1
+    before_replay: Callable[[], None] | None = None
+    reduction: Reduction | None = None
+    exempt: Exempt = NOTHING_EXEMPT
+    consensus: RankConsensus = SINGLE_RANK
+    bucket_consensus: RankConsensus = SINGLE_RANK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one region is made of.
+
+    Attributes:
+        program: The piece of the model.
+        buckets: What to record for at once.
+        site: Where a part of the module is called; None where the module's forward is the call.
+        shared: Static inputs that it has in common with other regions.
+        has_side_stream: Whether a bucket's recordings have a side stream.
+        around: Entered around everything that is recorded.
+        growth: What microbatches ask for, where further buckets come while training runs; None where `buckets` are all,
+            recorded in every slot and mode.
+        shape: Returns the shape that `growth` knows a batch by.
+    """
+
+    program: RegionProgram
+    buckets: Sequence[Bucket]
+    site: CallSite | None = None
+    shared: SharedInputs | None = None
+    has_side_stream: Callable[[Bucket], bool] = lambda bucket: False
+    around: Around = nullcontext
+    growth: Demand | None = None
+    shape: Callable[[Any], Any] = attrgetter("shape")
+
+
+class Call(NamedTuple):
+    """A call of the module's forward. A tuple: one is made for every replay.
+
+    Attributes:
+        batch: The microbatch; None where the call is not one that a graph could take.
+        refusal: Why no recording can serve the call, None where one may.
+        tokens: The microbatch's size; None where it is not known.
+        misfit: What is wrong with the batch, None where nothing is. Eager may take it all the same.
+        counts: Whether the call counts as one that a failed capture left eager.
+        note: The shape that a `Demand` remembers of the microbatch; None where nothing is to be recorded for it.
+    """
+
+    batch: Any
+    refusal: Fallback | None = None
+    tokens: int | None = None
+    misfit: str | None = None
+    counts: bool = True
+    note: Hashable = None
+
+
+# Runs a call eager.
+Eager = Callable[[], Any]
+
+
+class Workload(ABC):
+    """One kind of module as its manager sees it: calls as batches, what to record, results.
+
+    Attributes:
+        manager: The `GraphManager`; set when it is made.
+        title: Names the graphs in reports.
+        noun: Names the module in messages.
+        group: Of the figures for loggers.
+        out_of_memory_remedy: What to do where a capture runs out of memory.
+        strict: Whether a failed capture raises instead of leaving the module eager.
+        counts_tokens: Whether the tokens of each training step are counted.
+        observed: Microbatches that were observed before capture.
+        demand: What microbatches ask for; None where all that may come is captured at once.
+        named: Tokens of the buckets that a capture recorded without a demand; None before.
+    """
+
+    manager: Any
+    title: str
+    noun: str
+    group: str
+    out_of_memory_remedy: str
+    strict = False
+    counts_tokens = False
+    observed = 0
+    demand: Demand | None = None
+    named: tuple[int, ...] | None = None
+
+    @abstractmethod
+    def read(self, *args: Any, **kwargs: Any) -> Call:
+        """Return what a call of the module's forward is, without reading the device."""
+
+    @abstractmethod
+    def observe(self, call: Call) -> None:
+        """Look at a call that runs eager before there are graphs."""
+
+    @abstractmethod
+    def capture(self) -> None:
+        """Plan, and have the manager `record` what is planned. Any exception leaves the module eager."""
+
+    @abstractmethod
+    def captured(self) -> None:
+        """Tell what was recorded. Any exception leaves the module eager."""
+
+    def forget(self) -> None:
+        """Forget what is known of recordings: they are gone."""
+        return
+
+    @property
+    def buckets(self) -> tuple[int, ...] | None:
+        """Tokens of the buckets there are; None before a capture."""
+        return self.named if self.demand is None else self.demand.capacities
+
+    def replay(self, region: Any, batch: Any) -> tuple[Tensor, ...] | None:
+        """Replay the module's only region; returns None where the batch is to run eager, with the reason counted."""
+        outputs: tuple[Tensor, ...] | None = region.run(batch)
+        return outputs
+
+    def run_eager(self, call: Call, eager: Eager) -> Any:
+        """Return what eager makes of the call."""
+        return eager()
+
+    def returned(self, outputs: tuple[Tensor, ...]) -> Any:
+        """Return what the module's own forward would return for a replay's outputs: the first, unless overridden."""
+        return outputs[0]
+
+    @abstractmethod
+    def notes(self) -> dict[str, str]:
+        """Return further lines of the report."""

@@ -1,35 +1,29 @@
 """A region: a piece of a model that runs as a graph whenever it can, and reports why when it cannot."""
 
-import time
 from collections import Counter
-from collections.abc import Hashable, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..announce import warn
+from ..announce import warn_once
+from .buckets import Bucket, choose
 from .changes.model_watch import ModelWatch
 from .changes.source import TRIED_AGAIN, Recorded, Source
 from .changes.sources import LASTING, Sources
-from .errors import CaptureError, OtherRankFailed, named, reason_of
+from .errors import CaptureError, Retry, named, reason_of
 from .fallback import Fallback
-from .piece import SINGLE_RANK, Piece, Surroundings
-from .planning.buckets import Bucket, choose
-from .rank_consensus import SingleRank
-from .recordings.capture import is_capturing
-from .recordings.chain import Chain
-from .recordings.executor import Executor, give_back_after
-from .recordings.part import Part
+from .program import SINGLE_RANK, Piece, Surroundings
+from .recordings.capture import in_checkpoint, is_capturing, is_one_graph, operations_are_seen
+from .recordings.chain import Chain, Part
+from .recordings.executor import Executor, give_up
 from .recordings.recording import EVALUATION, TRAINING, Mode
 from .replays.pending import NO_BACKWARD
 from .replays.replay import BackwardObserver, Replay
 from .replays.slot import Slot
-from .reports.statistics import BucketStatistics, Progress
-from .retries import Retry
-from .seen_operations import in_checkpoint, is_one_graph, operations_are_seen
+from .reports import BucketStatistics, Progress
 
 LEAST = Bucket(1)
 # A recording of a region: the slot's number, bucket and mode.
@@ -89,41 +83,48 @@ class Region(Part):
     @property
     def readiness(self) -> tuple[int, list[int]]:
         """Which recorded state the model is in, 0 for none, and the slots that microbatches hold."""
-        state = 0 if self._sources is None else self._sources.recorded_state(torch.is_grad_enabled())
+        state = self.sources.recorded_state(torch.is_grad_enabled()) if self._slots else 0
         return state, [slot.index for slot in self._slots if not slot.free]
 
-    def capture(self, progress: Progress | None = None) -> None:
+    def capture(self) -> None:
         """Record every bucket in every slot, largest first; of a piece that grows in the first, as training asks for.
-
-        What a part of a chain records with a backward, its chain records behind the last part's capture.
-
-        Args:
-            progress: Counts the recordings, of other regions too; None counts this region's.
 
         Raises:
             CaptureError: Recording failed; nothing of it is kept and the process can go on.
         """
-        started = time.perf_counter()
-        progress = progress or Progress(self.name, 1)
-        self.reset()
-        self.statistics.buckets = {bucket: BucketStatistics() for bucket in self.buckets}
-        executor, chain = self.executor, self.chain
+        progress = Progress(self.name, 1)
         try:
-            watch = self._watch = self._given_watch or ModelWatch(self.program.modules())
-            home = executor.home()
-            self._sources = Sources(self.program, watch, executor.device, self._around.reduction, home)
-            self.planned = [self._planned(index) for index in range(self.slot_count)]
-            progress.starts(sum(map(len, self.planned)), self.buckets, self.slot_count)
-            chain.join(self)
-            for index in range(self.slot_count):
-                self._slots.append(self.new_slot(index, chain.common(index), self.buckets))
-            if not chain.in_parts:
-                chain.capture(progress.recorded)
+            with self.statistics.recording():
+                self.prepare(progress)
+                self.chain.capture(progress.recorded)
         except BaseException:
             self.reset()
             raise
+
+    def prepare(self, progress: Progress) -> None:
+        """Plan what the region's chain records behind what its other parts plan, and make slots for it.
+
+        Args:
+            progress: Counts the recordings, of other regions too.
+
+        Raises:
+            CaptureError: The model cannot be recorded as it is, or there is no memory for static inputs.
+        """
+        self.reset()
+        self.statistics.buckets = {bucket: BucketStatistics() for bucket in self.buckets}
+        executor, chain = self.executor, self.chain
+        self.watch = self._given_watch or ModelWatch(self.program.modules())
+        self.sources = Sources(self.program, self.watch, executor.device, self._around.reduction, executor.home())
+        self.planned = [self._planned(index) for index in range(self.slot_count)]
+        progress.starts(sum(map(len, self.planned)), self.buckets, self.slot_count)
+        chain.parts.append(self)
+        self._slots = [self._new_slot(index) for index in range(self.slot_count)]
+        self.add_inputs(self.buckets)
         chain.count(self)
-        self.statistics.capture_seconds += time.perf_counter() - started
+
+    def _new_slot(self, index: int) -> Slot:
+        executor = self.executor
+        return Slot(index, executor.device, self.chain.common(index), self._piece.shared, executor.static_memory())
 
     def add(self, bucket: Bucket, record: bool) -> None:
         """Let batches use one more bucket of a piece that grows.
@@ -135,7 +136,7 @@ class Region(Part):
         Raises:
             CaptureError: It could not be recorded; `drop` it then.
         """
-        self.add_inputs(bucket)
+        self.add_inputs([bucket])
         source = self._source(gradients=True) if record else None
         if isinstance(source, Source):
             self.record(source, 0, bucket, self._training_mode(bucket))
@@ -170,11 +171,10 @@ class Region(Part):
         """Drop all recordings and their memory."""
         self._slots, self.forward_slot = [], None
         self.chain.leave(self)  # both would hold each other's memory until a collection
-        if self._sources is not None:
-            self._sources.release()
-        if self._watch is not None and self._given_watch is None:
-            self._watch.close()
-        self._sources = self._watch = None
+        if (sources := vars(self).pop("sources", None)) is not None:
+            sources.release()
+        if (watch := vars(self).pop("watch", None)) is not None and self._given_watch is None:
+            watch.close()
         self.wishes = {}
         self._forward_slot_failed = Retry(TRIED_AGAIN)
         self._asked: Counter[Hashable] = Counter()
@@ -227,7 +227,7 @@ class Region(Part):
         if not self._slots:
             return Fallback.NOT_CAPTURED
         sources = self.sources
-        sources.clear()
+        sources.hooks.clear()
         gradients = torch.is_grad_enabled()
         source = self._source(gradients, asks=records)
         if not isinstance(source, Source):
@@ -255,7 +255,7 @@ class Region(Part):
         kind = self.executor.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return (
-            decided.slot.free
+            decided.slot.lease is None
             and decided.slot.common.admits(decided.recorded.turn)
             and gradients == decided.gradients
             and autocast == decided.source.numerics.autocast
@@ -282,24 +282,21 @@ class Region(Part):
             source = self.sources.find(gradients, self.is_idle, asks)
         except Exception as error:
             # What the model is, all ranks find alike; what happens to this rank's memory, this one alone.
-            if self._strict or not (self._is_single_rank() or isinstance(error, CaptureError)):
+            if self._strict or not (self._alone or isinstance(error, CaptureError)):
                 raise CaptureError(f"{self.name}: {named(error)}") from error
-            self._warn_once(f"{self.name} cannot be captured as it is now, it runs eager: {named(error)}")
+            warn_once(f"{self.name} cannot be captured as it is now, it runs eager: {named(error)}", self._warned)
             return reason_of(error)
-        if source is Fallback.MEMORY_MOVED and not self._is_single_rank():
+        if source is Fallback.MEMORY_MOVED and not self._alone:
             raise CaptureError(
                 f"{self.name}: memory of parameters or of their main_grad was moved while a microbatch is "
                 "between its forward and its backward. Ranks that share these layers cannot know; move it between steps"
             )
         return source
 
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            warn(text)
-
-    def _is_single_rank(self) -> bool:
-        return isinstance(self._consensus, SingleRank)
+    @property
+    def _alone(self) -> bool:
+        """Whether no other rank stays with this one."""
+        return self._consensus is SINGLE_RANK
 
     def _wants_gradients(self, source: Source, batch: Any) -> bool:
         return bool(source.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
@@ -323,19 +320,6 @@ class Region(Part):
     def is_idle(self) -> bool:
         """Whether no microbatch is between its forward and its backward."""
         return self.free_slots() == len(self._slots)
-
-    def memory_kept(self) -> AbstractContextManager[None]:
-        """Return what a training step runs in: memory stays where its first replay finds it, only that one looks."""
-        return nullcontext() if self._sources is None else self._sources.memory_kept()
-
-    def clear(self) -> None:
-        """Let gradients of an eager pass reach `main_grad` after replays."""
-        if self._sources is not None:
-            self._sources.clear()
-
-    def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
-        """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
-        return self._sources is not None and self._sources.adds_later(parameters)
 
     def _find(
         self, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool
@@ -390,10 +374,9 @@ class Region(Part):
             self._consensus.agree(self._add_forward_only_slot)
         return self.forward_slot
 
-    def _add_forward_only_slot(self) -> float:
-        index = len(self._slots)
-        self.forward_slot = self.new_slot(index, self.chain.common(index), list(self._slots[0].buffers))
-        return 0.0
+    def _add_forward_only_slot(self) -> None:
+        self.forward_slot = self._new_slot(len(self._slots))
+        self.add_inputs(self._slots[0].buffers)
 
     def _record_missing(self, source: Source, slot: Slot, wish: Wish, records: bool) -> Fallback | None:
         """Record what a batch asks for; returns why it cannot be or is not yet."""
@@ -418,7 +401,7 @@ class Region(Part):
             return Fallback.NO_FREE_SLOT
         if self._around.before_replay is not None:
             self._around.before_replay()
-        only_here = others_have_it and not self._is_single_rank()
+        only_here = others_have_it and not self._alone
         try:
             record = partial(self.record, source, slot.index, bucket, mode, only_here)
             (SINGLE_RANK if only_here else self._consensus).agree(record)
@@ -432,7 +415,7 @@ class Region(Part):
             return self._failed(source, bucket, mode, error)
         return None
 
-    def record(self, source: Source, index: int, bucket: Bucket, mode: Mode, only_here: bool = False) -> float:
+    def record(self, source: Source, index: int, bucket: Bucket, mode: Mode, only_here: bool = False) -> None:
         """Record what is missing in a slot.
 
         Args:
@@ -448,12 +431,11 @@ class Region(Part):
         try:
             with self.statistics.recording():
                 if wish not in source.recordings:
-                    self.chain.record(index, [wish[1:]], part=self.chain.asking(self, mode), only_here=only_here)
+                    self.chain.record(index, [wish[1:]], self.chain.asking(self, mode), only_here)
                 if wish not in source.recordings:
                     raise CaptureError(f"{self.name}: the model has changed again since a microbatch asked for it")
         finally:
             self.chain.tidy(self)
-        return 0.0
 
     def _refuse(self, wish: Wish, error: Exception) -> None:
         """Forget what this rank recorded and another one could not."""
@@ -461,7 +443,7 @@ class Region(Part):
 
     def _is_lasting(self, source: Source) -> bool:
         """Whether the model was in this state before; ranks that must ask alike do not count memory that moved."""
-        return source.lasting or (source.moved_here and self._is_single_rank())
+        return source.lasting or (source.moved_here and self._alone)
 
     def _asked_before(self, what: Hashable) -> bool:
         self._asked[what] += 1
@@ -474,22 +456,8 @@ class Region(Part):
             CaptureError: The region is strict.
         """
         source.failed.note((bucket, mode), reason := reason_of(error))
-        said = f"{self.name}: bucket {bucket} could not be captured"
-        if self._strict:
-            raise CaptureError(f"{said}: {named(error)}") from error
-        if not isinstance(error, OtherRankFailed):  # the rank that failed reports it
-            warn(f"{said}, it runs eager: {named(error)}")
-        give_back_after(error, self.executor)
+        give_up(error, f"{self.name}: bucket {bucket}", "it runs eager", self._strict, self.executor)
         return reason
-
-    def record_wish(self, wish: Wish) -> None:
-        """Record what a training step missed.
-
-        Raises:
-            CaptureError: It failed.
-        """
-        del self.wishes[wish]
-        self.record(self.sources.current, *wish)
 
     def take_back(self, wish: Wish) -> None:
         """Forget what was recorded for a wish that not all ranks could record."""

@@ -75,12 +75,6 @@ def write_offsets(buffer: Tensor, offsets: Tensor, end: int | None = None) -> No
         buffer[count:].fill_(end)
 
 
-def fill_one_segment(buffer: Tensor, tokens: int) -> None:
-    """Write the offsets of one segment of `tokens` tokens."""
-    buffer.fill_(tokens)
-    buffer[0].zero_()
-
-
 def fill_segments(buffer: Tensor, tokens: int, largest: int) -> None:
     """Write the offsets of segments of `largest` tokens, the last one shorter, that are `tokens` together."""
     starts = torch.arange(buffer.shape[0], dtype=buffer.dtype, device=buffer.device) * largest

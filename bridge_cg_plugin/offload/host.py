@@ -26,7 +26,8 @@ class HostMemoryError(CaptureError):
 
 def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
     """Return how much memory the host, or this process's control group, can still give, in bytes."""
-    limits = [_from_meminfo(meminfo.read_text())]
+    line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
+    limits = [int(line.split()[1]) * 1024]
     for most, used, statistics in (
         ("memory.max", "memory.current", "memory.stat"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
@@ -35,11 +36,6 @@ def available_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
             in_use = int((cgroup / used).read_text()) - _reclaimable(cgroup / statistics)
             limits.append(int(most_text) - in_use)
     return max(min(limits), 0)
-
-
-def _from_meminfo(text: str) -> int:
-    line = next(line for line in text.splitlines() if line.startswith("MemAvailable:"))
-    return int(line.split()[1]) * 1024
 
 
 def _reclaimable(statistics: Path) -> int:

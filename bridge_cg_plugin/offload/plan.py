@@ -137,7 +137,7 @@ def fixed_plans(parts: Sequence[Inventory], policy: Policy) -> list[Plan]:
         parts: What is saved and used by parts that run one after the other and share memory; a whole region is one.
         policy: What may be done.
     """
-    fates = _all_kept(parts)
+    fates = [[Fate.KEEP] * len(part.seen) for part in parts]
     for part, place, fate in _cheapest_first(parts, 0, policy):
         fates[part][place] = fate
     kept, needed = sum(map(kept_bytes, parts, fates)), max(map(needed_at_once, parts, fates))
@@ -164,10 +164,6 @@ def smallest_window(parts: Sequence[Inventory], hidden: int, policy: Policy) -> 
     return min(least for _, least in _choices(parts, hidden, policy))
 
 
-def _all_kept(parts: Sequence[Inventory]) -> list[list[Fate]]:
-    return [[Fate.KEEP] * len(part.seen) for part in parts]
-
-
 def _plans(parts: Sequence[Inventory], fates: Sequence[Sequence[Fate]], window: int) -> list[Plan]:
     """Return a plan for each part: its window is what is left by activations that parts before it keep."""
     plans = []
@@ -179,7 +175,7 @@ def _plans(parts: Sequence[Inventory], fates: Sequence[Sequence[Fate]], window: 
 
 def _choices(parts: Sequence[Inventory], hidden: int, policy: Policy) -> Iterator[tuple[Sequence[Sequence[Fate]], int]]:
     """Yield fates of every part's storages, of which one more leaves each time, with the window that they need."""
-    fates = _all_kept(parts)
+    fates = [[Fate.KEEP] * len(part.seen) for part in parts]
     kept, needed = [part.nbytes for part in parts], [0] * len(parts)
     yield fates, _least_window(kept, needed)
     for part, place, fate in _cheapest_first(parts, hidden, policy):

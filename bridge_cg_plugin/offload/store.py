@@ -4,7 +4,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,9 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..graphs.errors import CaptureError
-from ..graphs.recordings.activations import Activations, returned_storages
+from ..graphs.recordings.recording import Activations, returned_storages
 from .plan import Fate, Inventory, Plan
-from .registry import Recipe, Record, Registry, Source, View, can_travel, is_marked, raw_bytes, registering, view_of
+from .registry import Recipe, Record, Registry, View, can_travel, is_marked, raw_bytes, registering, view_of
 
 
 class Transfers:
@@ -80,14 +79,6 @@ class CudaTransfers(Transfers):
         return done
 
 
-@dataclass(slots=True)
-class _Stays:
-    """A saved tensor that the store leaves alone."""
-
-    tensor: Tensor
-    version: int
-
-
 class SavedStorage:
     """One storage that autograd saved tensors of; it ends with the last of them."""
 
@@ -117,19 +108,8 @@ class SavedStorage:
         self._ended(self.place)
 
 
-@dataclass(slots=True)
-class _Packed:
-    """A saved tensor as a view of a storage."""
-
-    saved: SavedStorage
-    view: View
-
-
-def is_candidate(tensor: Tensor, registry: Registry, least: int) -> bool:
-    """Whether a saved tensor's storage may leave the device: large, made in this forward, unmarked."""
-    if not can_travel(tensor) or is_marked(tensor) or registry.is_fixed(tensor):
-        return False
-    return tensor.untyped_storage().nbytes() >= max(least, 1) and not registry.record(tensor).pinned
+# What stands for a saved tensor: a view of a storage, or the tensor itself, which stays where it is, with its version.
+_Saved = tuple[SavedStorage, View] | list[tuple[Tensor, int]]
 
 
 class Packing(Activations):
@@ -153,10 +133,16 @@ class Packing(Activations):
             yield
         self._registry = Registry()
 
-    def _pack(self, tensor: Tensor) -> _Stays | _Packed:
-        if not is_candidate(tensor, self._registry, self._least):
+    def _may_leave(self, tensor: Tensor) -> bool:
+        """Whether a saved tensor's storage may leave the device: large, made in this forward, unmarked."""
+        if not can_travel(tensor) or is_marked(tensor) or self._registry.is_fixed(tensor):
+            return False
+        return tensor.untyped_storage().nbytes() >= max(self._least, 1) and not self._registry.record(tensor).pinned
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        if not self._may_leave(tensor):
             self._stays(tensor)
-            return _Stays(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+            return [(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)]
         record = self._registry.record(tensor)
         saved = record.saved() if record.saved is not None else None
         if saved is None:
@@ -166,15 +152,16 @@ class Packing(Activations):
             self._first_saved(saved, record, tensor)
         if saved.storage is not None:
             saved.watched.append((tensor.detach(), tensor._version))
-        return _Packed(saved, view_of(tensor))
+        return saved, view_of(tensor)
 
-    def _unpack(self, packed: _Stays | _Packed) -> Tensor:
-        if isinstance(packed, _Stays):
-            check_unchanged([(packed.tensor, packed.version)])
-            return packed.tensor
-        self._used(packed.saved)
-        check_unchanged(packed.saved.watched)
-        return packed.view.over(packed.saved.on_device)
+    def _unpack(self, packed: _Saved) -> Tensor:
+        if isinstance(packed, list):
+            check_unchanged(packed)
+            return packed[0][0]
+        saved, view = packed
+        self._used(saved)
+        check_unchanged(saved.watched)
+        return view.over(saved.on_device)
 
     def _dropped(self, forward: int, place: int) -> None:
         # What is left of an earlier forward, whose backward never came, is dropped as late as in the next one.
@@ -225,7 +212,7 @@ def rebuilt(recipe: Recipe, sources: Sequence[SavedStorage | None]) -> torch.Unt
 
 
 class ActivationStore(Packing):
-    """Carries out a plan in the forward and backward of one recording; see `graphs.recordings.activations.Activations`.
+    """Carries out a plan in the forward and backward of one recording; see `graphs.recordings.recording.Activations`.
 
     Args:
         inventory: What the pass before the recording saved.
@@ -298,7 +285,10 @@ class ActivationStore(Packing):
             saved.recipe = usable_recipe(record, tensor)
             if saved.recipe is None:
                 raise CaptureError(f"storage {place} cannot be recomputed as in the pass before")
-            saved.sources = tuple(map(_saved_source, saved.recipe.sources))
+            found = [(part.saved(), part.record) for part in saved.recipe.sources]
+            if any(source is None and record is not None for source, record in found):
+                raise CaptureError("a tensor that another is recomputed from was not saved as in the pass before")
+            saved.sources = tuple(source for source, _ in found)
             saved.storage = None
             return
         self._grow(place)
@@ -393,10 +383,3 @@ class ActivationStore(Packing):
             if event.what == "use":
                 need(event.place)
         return {place: None for place in order if self._plan.fates[place] is Fate.OFFLOAD and place in self._saved}
-
-
-def _saved_source(part: Source) -> SavedStorage | None:
-    saved: SavedStorage | None = part.saved()
-    if saved is None and part.record is not None:
-        raise CaptureError("a tensor that another is recomputed from was not saved, other than in the pass before")
-    return saved

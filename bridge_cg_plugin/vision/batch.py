@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attention_bounds import Shape
 from ..graphs.host_copies import HostCopies
-from .fit import Shape
 
 # (frames, height, width) of images or videos, in patches.
 Grid = tuple[tuple[int, int, int], ...]
@@ -103,19 +103,16 @@ def read_patches(
         raise BatchError(f"grid_thw is {found}, the encoder takes an int32 or int64 tensor (images, 3)")
     check_device(pixels, device)
     if pixels.dim() != 2 or pixels.shape[1] != math.prod(patch):
-        pixels = _as_patches(pixels, patch)
+        try:
+            pixels = pixels.view(-1, *patch)
+        except RuntimeError as error:
+            raise BatchError(
+                f"pixel_values has shape {tuple(pixels.shape)} and strides {pixels.stride()}, the encoder takes what "
+                f"can be viewed as (tokens, {', '.join(map(str, patch))}); use the model's processor, or call "
+                "contiguous()"
+            ) from error
     rows = grids.lookup(grid)
     return EncoderBatch(pixels, rows, shape_of(rows)._replace(tokens=pixels.shape[0]), grid)
-
-
-def _as_patches(pixels: Tensor, patch: Sequence[int]) -> Tensor:
-    try:
-        return pixels.view(-1, *patch)
-    except RuntimeError as error:
-        raise BatchError(
-            f"pixel_values has shape {tuple(pixels.shape)} and strides {pixels.stride()}, the encoder takes what can "
-            f"be viewed as (tokens, {', '.join(map(str, patch))}); use the model's processor, or call contiguous()"
-        ) from error
 
 
 def check_device(pixels: Tensor, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """What graphs ask of an encoder: how it is called, what it returns, and how it is computed from static buffers."""
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from ..announce import announce
 from ..attention_bounds import deterministic
 from ..graphs.fallback import Fallback
-from ..graphs.planning.buckets import Bucket
-from ..graphs.program import Buffers, TensorSpec
+from ..graphs.program import Call, RegionProgram
 from ..graphs.replays.replay import want_gradients
-from ..graphs.workload import Call
 from ..options import VisionGraphOptions
 from ..upstream_types import UpstreamModule
 from .batch import EncoderBatch, HostGrids
@@ -43,7 +41,7 @@ def encoder_call(batch: EncoderBatch, usual: bool, misfit: str | None = None, in
     return Call(batch, refusal, batch.tokens, misfit, True, batch.shape if refusal is None else None)
 
 
-class Encoder(ABC):
+class Encoder(RegionProgram):
     """One encoder as its graphs see it: its calls, and as a `RegionProgram` all that is recorded of it.
 
     Args:
@@ -104,42 +102,9 @@ class Encoder(ABC):
         """See `RegionProgram`."""
         return (self.model,)
 
-    @abstractmethod
-    def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
-        """See `RegionProgram`."""
-
-    def size(self, batch: EncoderBatch) -> int:
-        """See `RegionProgram`."""
-        return batch.tokens
-
-    def refuse(self, batch: Any, bucket: Bucket) -> Fallback | None:
-        """See `RegionProgram`. Without an own method, a batch with room for its tokens may use any bucket."""
-        return None
-
-    @abstractmethod
-    def load(self, buffers: Buffers, batch: EncoderBatch) -> None:
-        """See `RegionProgram`."""
-
-    def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
-        """See `RegionProgram`: zeros."""
-        for buffer in buffers.values():
-            buffer.zero_()
-
-    @abstractmethod
-    def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
-        """See `RegionProgram`."""
-
     def recording(self) -> AbstractContextManager[None]:
         """See `RegionProgram`."""
         return self._kernels(self.modules())
-
-    @abstractmethod
-    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
-        """See `RegionProgram`."""
-
-    def differentiable_inputs(self, batch: EncoderBatch) -> tuple[Tensor, ...]:
-        """See `RegionProgram`. Without an own method, what is encoded takes no gradient."""
-        return ()
 
 
 @dataclass(frozen=True, slots=True)

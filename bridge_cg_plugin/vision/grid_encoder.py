@@ -10,17 +10,16 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ..attention_bounds import scanned_limits
+from ..attention_bounds import refuse_images, scanned_limits
+from ..graphs.buckets import Bucket
 from ..graphs.fallback import Fallback
-from ..graphs.planning.buckets import Bucket
 from ..graphs.program import Buffers, TensorSpec
-from ..graphs.recordings.side_stream import run_on_side_stream
+from ..graphs.recordings.streams import run_on_side_stream
 from ..graphs.rows import write_rows
 from ..offload import never_offload
 from ..upstream_types import UpstreamModule
 from .batch import EncoderBatch, HostGrids, patch_shape, patches_misfit, read_patches
 from .encoder import Encoder, RecordingKernels
-from .fit import refuse_images
 from .guard import guarded_shape, write_guarded
 from .layout import TokenPositions, first_frame_patches, position_interpolation
 

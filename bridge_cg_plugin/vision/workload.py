@@ -1,5 +1,8 @@
 """A vision encoder as the graph manager sees it: calls as images, what is observed and captured, results, notes."""
 
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -7,21 +10,89 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import announce
-from ..attention_bounds import SIDE_STREAM_UP_TO
+from ..attention_bounds import SIDE_STREAM_UP_TO, Shape, deterministic, replay_cost
+from ..graphs.buckets import BEGIN_WITH, WINDOW, Bucket, Demand, Menu, names_of, next_run, raised
 from ..graphs.errors import CaptureError
-from ..graphs.piece import Piece
-from ..graphs.planning.buckets import Bucket, names_of, next_run
-from ..graphs.planning.demand import BEGIN_WITH, Demand
-from ..graphs.rank_consensus import digest
+from ..graphs.manager import GraphManager
+from ..graphs.program import Call, Eager, Piece, Workload, digest
 from ..graphs.region import Region
-from ..graphs.reports.report import GIB
-from ..graphs.workload import Call, Eager, Workload
+from ..graphs.reports import GIB
 from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .batch import BatchError, EncoderBatch, HostGrids
 from .check import TOLERANCES, CheckResult, ReplayCheck
-from .encoder import EncoderFamily, RecordedKernels
-from .plan import EncoderPlan
+from .encoder import Encoder, EncoderFamily, RecordedKernels
+
+# Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
+DEFAULT_MAX_FRAMES = 64
+MAX_FRAMES_STEP = 16
+
+
+class EncoderPlan:
+    """Observes an encoder's microbatches and plans buckets for them.
+
+    Args:
+        options: What the user asked for.
+        encoder: The encoder.
+        kernels: What its recordings call.
+
+    Attributes:
+        last: Shapes of the last of them.
+    """
+
+    def __init__(self, options: VisionGraphOptions, encoder: Encoder, kernels: RecordedKernels) -> None:
+        self._options, self._encoder, self._kernels = options, encoder, kernels
+        self.last: deque[Shape] = deque(maxlen=WINDOW)
+        self._frames = 0
+
+    def observe(self, batch: EncoderBatch) -> None:
+        """Take a microbatch of the warm-up steps into account."""
+        self.last.append(batch.shape)
+        self._frames = max(self._frames, batch.shape.frames)
+
+    def named(self) -> tuple[int, ...]:
+        """Return the capacities that the options name; none of automatic buckets."""
+        buckets, longest = self._options.named_buckets, self._options.max_seq_length
+        return buckets if not buckets or longest is None else (*(c for c in buckets if c < longest), longest)
+
+    def buckets_of(self, capacity: int, shapes: Sequence[Shape] = ()) -> list[Bucket]:
+        """Return the useful buckets of a capacity, cheapest first.
+
+        Args:
+            capacity: Tokens.
+            shapes: Microbatches after warm-up.
+        """
+        bounds = self._encoder.bounds(capacity, self.max_frames(shapes), self._kernels.attends_directly)
+        return [Bucket(capacity, limits) for limits in bounds]
+
+    @property
+    def largest(self) -> float:
+        """The most tokens that a bucket may have, infinity where nothing limits it."""
+        limits = [self._encoder.deterministic_tokens] if deterministic() else []
+        return min([*limits, self._options.max_seq_length or math.inf])
+
+    def max_frames(self, shapes: Iterable[Shape] = ()) -> int:
+        """Return how many frames the most permissive bounds take.
+
+        Args:
+            shapes: Microbatches after warm-up.
+        """
+        if self._options.max_frames != "auto":
+            return self._options.max_frames
+        wanted = 2 * self._frames
+        planned = max(DEFAULT_MAX_FRAMES, -(-wanted // MAX_FRAMES_STEP) * MAX_FRAMES_STEP)
+        return raised(planned, max((shape.frames for shape in shapes), default=0))
+
+    def menu(self) -> Menu:
+        """Return what may be captured on demand."""
+        return Menu(
+            buckets_of=self.buckets_of,
+            refuse=self._encoder.refuse,
+            cost=replay_cost,
+            unit=self._encoder.unit,
+            exact_below=self._options.exact_below,
+            capacities=self._options.named_buckets,
+        )
 
 
 class VisionWorkload(Workload):
@@ -39,19 +110,16 @@ class VisionWorkload(Workload):
         encoder: The encoder.
         kernels: What recorded work calls.
         plan: Observes microbatches and plans buckets.
-        buckets: Tokens of the buckets there are; None before.
-        demand: What microbatches ask for; None where all that may come is captured at once.
         checks: Results of the run-time check.
     """
 
+    manager: GraphManager
     noun = "encoder"
     out_of_memory_remedy = (
         "Lower max_vision_cuda_graph_seq_length, vision_cuda_graph_tuning.slots or vision_cuda_graph_buckets_max_gb, "
         "or give vision_cuda_graph_buckets a smaller largest bucket."
     )
     counts_tokens = True
-    demand: Demand | None = None
-    buckets: tuple[int, ...] | None = None
 
     def __init__(
         self, model: nn.Module, options: VisionGraphOptions, family: EncoderFamily, grids: HostGrids | None = None
@@ -79,6 +147,7 @@ class VisionWorkload(Workload):
     def observe(self, call: Call) -> None:
         """See `Workload`."""
         if call.misfit is None:
+            self.observed += 1
             self.plan.observe(call.batch)
 
     def capture(self) -> None:
@@ -99,20 +168,17 @@ class VisionWorkload(Workload):
         self.kernels.choose_attention()
         return digest(self.kernels.attention, self.kernels.attends_directly)
 
-    def _record(self) -> float:
-        """Capture what the options name, or what microbatches have asked for most: others follow while training runs.
-
-        Returns a number for the other ranks.
-        """
+    def _record(self) -> None:
+        """Capture what options name, or what microbatches have asked for most: others follow while training runs."""
         options, plan = self.options, self.plan
         offloading = offloading_of(options, PROVIDER_FIELDS, self.manager)
         self.manager.reset()
         self._regions = []
         if not options.on_demand:
-            self.buckets = plan.named()
-            buckets = [bucket for capacity in self.buckets for bucket in plan.buckets_of(capacity)]
+            self.named = plan.named()
+            buckets = [bucket for capacity in self.named for bucket in plan.buckets_of(capacity)]
             self._regions = self.manager.record([self._piece(buckets)], offloading=offloading)
-            return 0.0
+            return
         self.demand = Demand(plan.menu(), plan.largest)
         for shape in plan.last:
             self.demand.saw(shape)
@@ -121,8 +187,6 @@ class VisionWorkload(Workload):
         limit = (options.buckets_max_gb or 0) * GIB if limited else None
         piece = self._piece(self.demand.buckets, self.demand)
         self._regions = self.manager.record([piece], self.demand, limit, offloading)
-        self.buckets = self.demand.capacities
-        return 0.0
 
     def _piece(self, buckets: list[Bucket], demand: Demand | None = None) -> Piece:
         return Piece(
@@ -132,10 +196,9 @@ class VisionWorkload(Workload):
             growth=demand,
         )
 
-    def _check_tensor_ranks(self) -> float:
+    def _check_tensor_ranks(self) -> None:
         if not self.manager.bucket_consensus.agree(self._digest).same:
             raise CaptureError("tensor-parallel ranks planned different buckets: they saw different images")
-        return 0.0
 
     def _digest(self) -> float:
         """Return a number that stands for the buckets, their order and the slots."""
@@ -150,21 +213,9 @@ class VisionWorkload(Workload):
 
     def captured(self) -> None:
         """See `Workload`."""
-        self.manager.consensus.agree(self._tell)
-
-    def _tell(self) -> float:
         most = f"{self.plan.max_frames()} {'clips' if self.family.encodes == 'audio' else 'frames'}"
         later = "" if self.demand is None else ", others as microbatches ask for them"
         announce(f"{self.title}: {names_of(self.buckets or ())}{later}; {self.manager.slots} slot(s), up to {most}")
-        return 0.0
-
-    def grown(self) -> None:
-        """See `Workload`."""
-        if self.demand is not None:
-            self.buckets = self.demand.capacities
-
-    def forget(self) -> None:
-        """See `Workload`: nothing is known."""
 
     def replay(self, region: Region, batch: Any) -> tuple[Tensor, ...] | None:
         """See `Workload`.
@@ -211,10 +262,6 @@ class VisionWorkload(Workload):
     def returned(self, outputs: tuple[Tensor, ...]) -> Any:
         """See `Workload`."""
         return self.encoder.returned(outputs)
-
-    def warmup_microbatches(self) -> int:
-        """See `Workload`."""
-        return self.plan.microbatches
 
     def notes(self) -> dict[str, str]:
         """See `Workload`."""

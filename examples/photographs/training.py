@@ -29,8 +29,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
 import bridge_cg_plugin
-from bridge_cg_plugin.graphs.reports.report import merge_statistics
-from bridge_cg_plugin.graphs.reports.statistics import RegionStatistics
+from bridge_cg_plugin.graphs.reports import RegionStatistics, merge_statistics
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.recipes.captioned_images import FEW_SIZES

@@ -20,10 +20,10 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
+from bridge_cg_plugin.attention_bounds import pack_buckets
 from bridge_cg_plugin.cli.planner.plan import place
 from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
-from bridge_cg_plugin.language.packed.fit import pack_buckets
 from scripts.performance.measure import GIB, PeakMemory, collect, median_times, profile
 from scripts.performance.records import at_least, first_line, names_of, output_path, put_record
 from tests.models import language_model as lm

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
 from torch import distributed
 
-from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW
+from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity
 from tests.models.reference import without_tf32

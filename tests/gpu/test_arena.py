@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.memory.pools import Arena, ArenaPool
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.recording import RegionBody
 from bridge_cg_plugin.graphs.region import Region
 

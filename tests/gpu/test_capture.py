@@ -70,7 +70,7 @@ def test_after_an_eager_batch_of_the_buckets_own_shape(tower_module, model, grad
     batch = tower_module.make_batch([(1, 28, 28)] + [(1, 2, 2)] * 31, model)
     tower_module.step(model, batch)
     helper = graphs_of(capture=False, buckets=(batch.tokens,), max_frames=32)
-    from bridge_cg_plugin.graphs.planning.buckets import Bucket
+    from bridge_cg_plugin.graphs.buckets import Bucket
 
     program = helper.graphs.workload.encoder
     region = new_region(program, helper.graphs.executor, [Bucket(batch.tokens, (32, 784))])

@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from bridge_cg_plugin.language.experts.device import Tables
 from bridge_cg_plugin.language.experts.linear import dispatch_linear
 from bridge_cg_plugin.language.experts.rows import find_rows
-from bridge_cg_plugin.language.experts.tables import Tables
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity
 from tests.models.reference import without_tf32

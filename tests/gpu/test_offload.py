@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor
 from bridge_cg_plugin.offload.offloading import RegionOffloading
 from bridge_cg_plugin.offload.plan import Policy

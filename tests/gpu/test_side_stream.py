@@ -99,7 +99,7 @@ def test_kernels_run_beside_one_another(tower_module, model, grads, graphs_of):
 def test_a_capture_that_fails_beside_side_work_leaves_the_next_one_possible(
     tower_module, model, grads, graphs_of, monkeypatch
 ):
-    from bridge_cg_plugin.graphs.recordings.side_stream import SideStream
+    from bridge_cg_plugin.graphs.recordings.streams import SideStream
 
     wait = SideStream._wait_for_previous_group
 

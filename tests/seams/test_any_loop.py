@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bridge_cg_plugin.graphs import instance as modules
-from bridge_cg_plugin.graphs.recordings import side_stream
+from bridge_cg_plugin.graphs.recordings import streams as side_stream
 from bridge_cg_plugin.upstream.hooks import any_loop
 from bridge_cg_plugin.upstream.hooks.any_loop import HELD, LOOPS, WARMUP_CALLS, _with_graphs
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs

@@ -32,7 +32,7 @@ from bridge_cg_plugin.upstream.encoders.qwen3_vl import pack_segments
 from bridge_cg_plugin.upstream.kernels.layers import fused_rotary
 from bridge_cg_plugin.vision.batch import EncoderBatch, shape_of
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import Qwen3VLEncoder
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.buckets import Bucket
 from tests.interpreted import prepare
 from tests.segment_plans import use_reference_plans
 from tests.unit.towers import draw, new_tower

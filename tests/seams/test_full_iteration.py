@@ -12,8 +12,8 @@ from torch import nn
 import bridge_cg_plugin
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.language.whole_model import workload as workload_module
-from bridge_cg_plugin.language.whole_model.program import dense_order
+from bridge_cg_plugin.language import whole_model as workload_module
+from bridge_cg_plugin.language.whole_model import dense_order
 from bridge_cg_plugin.upstream.hooks import helpers
 from bridge_cg_plugin.upstream.hooks.helpers import CURRENT
 from bridge_cg_plugin.upstream.hooks.qwen3_vl import replays_one_length

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.graphs.recordings.side_stream import SideStream
+from bridge_cg_plugin.graphs.recordings.streams import SideStream
 from bridge_cg_plugin.graphs.replays.gradients import SMALL
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL
 from bridge_cg_plugin.upstream.encoders.radio import PACKED_RADIO, RADIO

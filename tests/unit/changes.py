@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bridge_cg_plugin.graphs.buckets import Bucket, Demand, Menu
 from bridge_cg_plugin.graphs.manager import GraphManager
-from bridge_cg_plugin.graphs.piece import CallSite, Piece, Surroundings
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.planning.demand import Demand, Menu
-from bridge_cg_plugin.graphs.workload import Call, Workload
+from bridge_cg_plugin.graphs.program import Call, CallSite, Piece, Surroundings, Workload
+from bridge_cg_plugin.graphs.recordings.chain import NOTHING_LEAVES
 from bridge_cg_plugin.offload.offloading import RegionOffloading
 from bridge_cg_plugin.offload.plan import Policy
 from bridge_cg_plugin.offload.registry import OTHER
@@ -156,21 +155,9 @@ class ModelWorkload(Workload):
         ]
         whole = RowsProgram(self._model, (WIDTH,), 1, self.manager.eager_forward)
         pieces = layers or [Piece(program=whole, buckets=buckets, growth=demand, shape=rows_of)]
-        self.manager.record(pieces, demand, offloading=offloading if self._chained else None)
+        self.manager.record(pieces, demand, offloading=offloading if self._chained else NOTHING_LEAVES)
 
     def captured(self) -> None: ...
-
-    def forget(self) -> None: ...
-
-    def detach(self) -> None: ...
-
-    def grown(self) -> None: ...
-
-    def returned(self, outputs: tuple[Tensor, ...]) -> Tensor:
-        return outputs[0]
-
-    def warmup_microbatches(self) -> int:
-        return 0
 
     def notes(self) -> dict[str, str]:
         return {}

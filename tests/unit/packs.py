@@ -21,7 +21,8 @@ from torch import distributed
 from torch.nn import functional
 
 import bridge_cg_plugin
-from bridge_cg_plugin.language.packed import plan, workload
+from bridge_cg_plugin.cli.runs.compare import plan
+from bridge_cg_plugin.language.packed import workload
 from bridge_cg_plugin.upstream.hooks.helpers import PackedCudaGraphHelper, checked_options
 from examples.photographs.small_tower import start_single_process
 from tests.models.language_model import arguments_at, held

@@ -1,9 +1,9 @@
 """Runs as reports show them."""
 
 from bridge_cg_plugin.cli.report.runs import GIB, Run
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, RegionStatistics
+from bridge_cg_plugin.graphs.reports import BucketStatistics, RegionStatistics
 
 
 def statistics():

@@ -10,19 +10,17 @@ from unittest import mock
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.errors import CaptureError, Refused, reason_of, release_frames
+from bridge_cg_plugin.graphs.errors import CaptureError, Failures, Refused, reason_of, release_frames
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.manager import GraphManager
 from bridge_cg_plugin.graphs.parts import Parts
+from bridge_cg_plugin.graphs.recordings.chain import Chain
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor, ReferenceExecutor
 from bridge_cg_plugin.graphs.region import Region
-from bridge_cg_plugin.graphs.retries import Failures
-from bridge_cg_plugin.language.packed.plan import PackPlan
-from bridge_cg_plugin.language.packed.workload import PackedWorkload
+from bridge_cg_plugin.language.packed.workload import PackedWorkload, PackPlan
 from bridge_cg_plugin.options import OFFLOAD_MODULES
 from bridge_cg_plugin.vision.encoder import RecordedKernels
-from bridge_cg_plugin.vision.plan import EncoderPlan
-from bridge_cg_plugin.vision.workload import VisionWorkload
+from bridge_cg_plugin.vision.workload import EncoderPlan, VisionWorkload
 
 from ..tape import TapeExecutor
 from . import packs
@@ -157,7 +155,8 @@ VISION = {
     EncoderPlan: ("named",),
     GraphManager: ("record",),
     VisionWorkload: ("_piece", "_check_tensor_ranks", "captured"),
-    Region: ("capture",),
+    Region: ("prepare",),
+    Chain: ("capture",),
 }
 PACKED = {
     ReferenceExecutor: EXECUTOR,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import OtherRankFailed
-from bridge_cg_plugin.graphs.rank_consensus import Agreed
+from bridge_cg_plugin.graphs.program import Agreed
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
 from .packed_parts import APART, CHAIN, LARGE, SMALL, losses, new_model, on_parts, results

@@ -9,7 +9,7 @@ import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor, ReferenceExecutor, _recording_stream
-from bridge_cg_plugin.graphs.replays.streams import ReplayStream
+from bridge_cg_plugin.graphs.recordings.streams import ReplayStream
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream import environment
 from bridge_cg_plugin.upstream.hooks import graph_helper, helpers

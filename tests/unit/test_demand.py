@@ -7,12 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.attention_bounds import frame_limits, replay_cost, scanned_limits
+from bridge_cg_plugin.attention_bounds import Shape, frame_limits, refuse_images, replay_cost, scanned_limits
 from bridge_cg_plugin.cli.planner.plan import LARGEST_STEP, plan_buckets
+from bridge_cg_plugin.graphs.buckets import (
+    GRANULARITY,
+    LONGEST_WAIT,
+    TRIED_AGAIN,
+    WEIGHTS,
+    WINDOW,
+    Bucket,
+    Demand,
+    Menu,
+)
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY, Bucket
-from bridge_cg_plugin.graphs.planning.demand import LONGEST_WAIT, TRIED_AGAIN, WEIGHTS, WINDOW, Demand, Menu
-from bridge_cg_plugin.vision.fit import Shape, refuse_images
 from tests.models.workloads import coco_microbatches
 
 EXACT_BELOW = 256

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from bridge_cg_plugin.language.experts.device import Tables
 from bridge_cg_plugin.language.experts.linear import add_weight_gradients, combine, multiply, new_weight_gradients
 from bridge_cg_plugin.language.experts.rows import find_rows
-from bridge_cg_plugin.language.experts.tables import Tables
 from tests.scripts import compiled, computed
 
 # Tokens, of them real, experts, experts of a token, width of the input and of the output.

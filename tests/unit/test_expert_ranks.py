@@ -10,12 +10,12 @@ from hypothesis import given, strategies
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import distributed
 
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.attention_bounds import refuse_pack
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.language.experts.exchange import ExpertExchange
 from bridge_cg_plugin.language.packed import workload as shape_exchange
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PADDED_OFFSETS, PackShape
-from bridge_cg_plugin.language.packed.fit import refuse_pack
 from bridge_cg_plugin.offload import offloading
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.parallel.process_groups import (
@@ -90,7 +90,7 @@ def replay(changes, count=4, seed=0):
     assert statistics.replays == count and not statistics.fallbacks, statistics.fallbacks
     compare(found, expected)
     assert_close(take_statistics(routers), counted)
-    return len(graphs.workload.plan.observed[0].shape.each)
+    return len(graphs.workload.plan.shapes[0].each)
 
 
 MODELS = {

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge_cg_plugin.language.experts.device import Tables
 from bridge_cg_plugin.language.experts.linear import combine_linear, dispatch_linear
 from bridge_cg_plugin.language.experts.rows import find_rows, row_weights
-from bridge_cg_plugin.language.experts.tables import Tables
 
 
 @st.composite

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings import capture
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import ReplayError
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.replays.gradients import SMALL, GradientSinks, ParameterHooks, SmallGradients
 

@@ -10,11 +10,11 @@ from torch import distributed
 
 from bridge_cg_plugin.graphs.errors import CaptureError, Refused
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.joint_step import before_evaluation
+from bridge_cg_plugin.graphs.manager import before_evaluation
 from bridge_cg_plugin.graphs.memory.pools import PlainMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.region import Region
-from bridge_cg_plugin.graphs.reports.report import GIB
+from bridge_cg_plugin.graphs.reports import GIB
 from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
 

@@ -1,11 +1,14 @@
 """What a replayed microbatch costs the host, counted: calls of PyTorch and of Python, whatever a machine's speed."""
 
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import bridge_cg_plugin
 from examples.photographs.small_tower import build_tower
 from tests.models.tower import MainGrads, make_batch, step
 
@@ -20,6 +23,13 @@ EIGHT = [(1, h, w) for h, w in ((4, 4), (4, 6), (2, 8), (4, 4), (6, 4), (4, 4), 
 CASES = {"one image": (ONE, None), "four images, padded": (ONE * 4, 128), "eight mixed images": (EIGHT, None)}
 
 
+PACKAGE = str(Path(bridge_cg_plugin.__file__).parent)
+
+
+def launched() -> None:
+    """Stand in for the launch of a forward."""
+
+
 class Idle:
     """A recording in whose place nothing runs."""
 
@@ -27,7 +37,7 @@ class Idle:
         self.outputs = recording.outputs
         recording.forward()
         left = recording.backward()
-        self.forward, self.backward = (lambda: None), (lambda: left)
+        self.forward, self.backward = launched, (lambda: left)
 
 
 # Lets a mode be around replays, which else run eager for it.
@@ -93,3 +103,37 @@ def test_pythons_work_does_not_grow_with_images_or_parameters(awaited):
     assert deeper == one
     assert eight <= one + 4 * len(EIGHT)
     assert one <= 300
+
+
+def way_to(end: str, run) -> tuple[int, int, int]:
+    """Return how many of the plugin's functions, of how many files, are under way at the last call of one.
+
+    The third number is that of all its functions that were called until the first such call.
+    """
+    way, called, came = [], set(), False
+
+    def note(frame, event, argument):
+        nonlocal way, came
+        if event == "call" and frame.f_code.co_qualname == end:
+            way, came, up = [], True, frame
+            while (up := up.f_back) is not None:
+                way += [up.f_code] if up.f_code.co_filename.startswith(PACKAGE) else []
+        elif event == "call" and not came and frame.f_code.co_filename.startswith(PACKAGE):
+            called.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return len(way), len({code.co_filename for code in way}), len(called)
+
+
+def test_a_microbatch_and_a_capture_pass_few_functions():
+    with replaying(ONE) as run:
+        functions, files, called = way_to("launched", run)
+    assert functions <= 7 and files <= 4 and called <= 58, (functions, files, called)
+    model = build_tower(layers=3, width=32, heads=2, out=24)
+    with graphs_on(model, capture=False, buckets=(64,)) as graphs:
+        functions, files, _ = way_to("RegionBody.forward", graphs.capture)
+    assert functions <= 10 and files <= 5, (functions, files)

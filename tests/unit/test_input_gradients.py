@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.language.whole_model.program import Microbatch
+from bridge_cg_plugin.language.whole_model import Microbatch
 
 from . import packs
 from .hugging_face_towers import SIDE, draw_images, new_siglip

@@ -9,7 +9,7 @@ REGION = """
 from contextlib import contextmanager
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.offload.offloading import RegionOffloading
 from bridge_cg_plugin.offload.plan import Policy
 from tests.regions import new_region

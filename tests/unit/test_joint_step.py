@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge_cg_plugin.graphs.joint_step import joint_step
+from bridge_cg_plugin.graphs.manager import joint_step
 
 from .growing import LARGE, SMALL, assert_equals_eager, capacities, grown
 from .towers import new_tower

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.recordings.layer_kinds import one_layer_of_each_kind
+from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.graphs.recordings.warm_up import one_layer_of_each_kind
 
 from ..regions import new_region
 from ..rows_program import RowsProgram

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.changes.source import SAMPLE
 from bridge_cg_plugin.graphs.changes.sources import MOST_SOURCES
 from bridge_cg_plugin.graphs.errors import ReplayError
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.manager import MANY_MOVES
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
 
 from ..main_grads import give_main_grads, hook_main_grads
 from ..other_memory import are_intact, fill_elsewhere

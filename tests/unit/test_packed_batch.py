@@ -55,9 +55,9 @@ def test_bad_offsets_are_refused(case):
 
 def test_what_a_pack_is():
     batch = packed(offsets_of(0, 4, 9), padded=offsets_of(0, 5, 12))
-    assert (batch.documents, batch.lengths, batch.tokens) == (2, (5, 7), 12)
-    assert batch.layout == (*OFFSETS, *PADDED_OFFSETS)
-    assert packed().layout == OFFSETS
+    assert (batch.lengths, batch.tokens) == ((5, 7), 12)
+    assert tuple(batch.offsets) == (*OFFSETS, *PADDED_OFFSETS)
+    assert tuple(packed().offsets) == OFFSETS
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(lambda n: n[-1] > 0), st.integers(0, 6))

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.errors import CaptureError
+from bridge_cg_plugin.offload import offloading
 from bridge_cg_plugin.offload.host import GIB
 from bridge_cg_plugin.offload.plan import Fate, Policy, smallest_window
 from bridge_cg_plugin.offload.store import ActivationStore
@@ -133,7 +134,7 @@ def test_packs_with_experts_keep_any_memory_target(stores):
     with mix.graphs(cuda_graph_packed_offload="all") as graphs:
         inventory = planned(graphs).inventory
         (recorded,) = graphs._regions[0].sources.current.recordings.values()
-        static = recorded.recording._body.static_bytes
+        static = offloading.static_bytes_of([recorded.recording._body])
     least = smallest_window([inventory], 0, Policy(frozenset(OFFLOAD_MODULES), frozenset(RECOMPUTE)))
 
     @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,9 +1,11 @@
 """What the program of packed documents tells the engine."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.replays.slot import StaticTensors
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PackedBatch
 from bridge_cg_plugin.language.packed.program import DecoderPart, PackedProgram, PackLayout
@@ -12,8 +14,8 @@ WIDTH, ROTATED = 4, 6
 
 
 def program(shards=1, additions=0, exact_below=0, run=None, ranks=1, absolute=True, rotated=ROTATED, counted=False):
-    sharing = {"absolute": absolute, "shards": shards, "ranks": ranks}
-    layout = PackLayout(OFFSETS, rotated, WIDTH, torch.float32, **sharing, additions=additions)
+    family = SimpleNamespace(per_position=True, absolute=absolute, shards=shards, ranks=ranks, rank=0)
+    layout = PackLayout(OFFSETS, rotated, WIDTH, torch.float32, family, additions)
     part = DecoderPart("p", torch.nn.Linear(1, 1), (), run, counted=counted)
     return PackedProgram(part, layout, exact_below=exact_below)
 

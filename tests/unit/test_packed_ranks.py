@@ -1,6 +1,5 @@
 """Packed-sequence graphs of ranks that share layers or documents: equal to eager, on graphs together or not at all."""
 
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -198,8 +197,8 @@ def see_other_packs(sizes):
     with graphs_on(model, capture=False, cuda_graph_packed_buckets="auto", cuda_graph_packed_strict=False) as graphs:
         model(**rank_pack(sizes, (80,)))
         if distributed.get_rank() == 1:  # as if it had seen another pack: attention would wait for the other rank
-            observed = graphs.workload.plan.observed
-            observed[0] = replace(observed[0], shape=observed[0].shape._replace(tokens=160))
+            shapes = graphs.workload.plan.shapes
+            shapes[0] = shapes[0]._replace(tokens=160)
         graphs.capture()
         return graphs.failure
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.encoders.pixtral import PixtralEncoder
 from bridge_cg_plugin.vision.batch import BatchError, HostGrids

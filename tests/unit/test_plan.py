@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bridge_cg_plugin.attention_bounds import pack_buckets, refuse_pack
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.cli.planner.command import costs_of_packs
 from bridge_cg_plugin.cli.planner.documents import (
@@ -21,8 +22,7 @@ from bridge_cg_plugin.cli.planner.documents import (
     read_documents,
 )
 from bridge_cg_plugin.cli.planner.plan import RankLayout, parse_layout, plan_packs
-from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW
-from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
+from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
 
 COSTS = costs_of_packs(RankLayout())
 documents = st.lists(st.integers(1, 500), min_size=1, max_size=80)

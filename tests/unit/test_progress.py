@@ -3,9 +3,9 @@
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.reports import ranges
-from bridge_cg_plugin.graphs.reports.statistics import EVERY_S, Progress
+from bridge_cg_plugin.graphs import ranges
+from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.graphs.reports import EVERY_S, Progress
 
 from .towers import forward, graphs_on, loss_of, new_tower
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from bridge_cg_plugin.graphs.memory import ranges
-from bridge_cg_plugin.graphs.memory.ranges import AddressRange, close_left, driver_of
-from bridge_cg_plugin.graphs.memory.virtual_memory import NoDeviceMemory
+from bridge_cg_plugin.graphs.memory.ranges import AddressRange, NoDeviceMemory, close_left, driver_of
 
 from ..fake_device import FakeVirtualMemory
 

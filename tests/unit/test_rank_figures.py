@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 from torch import distributed
 
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.reports.report import (
+from bridge_cg_plugin.graphs.reports import (
+    BucketStatistics,
+    RegionStatistics,
     metrics_of_ranks,
     pause_metrics,
 )
-from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, RegionStatistics
 from bridge_cg_plugin.upstream.hooks import train_loop
 from bridge_cg_plugin.upstream.hooks.train_loop import Figures, pauses_of_ranks
 from tests.ranks import run_ranks

@@ -13,10 +13,9 @@ from bridge_cg_plugin.cli import main as cli
 from bridge_cg_plugin.cli.report.page import make_page, to_json, to_markdown
 from bridge_cg_plugin.cli.report.runs import GIB, KINDS, Run, counts_of, verdicts
 from bridge_cg_plugin.cli.report.sources import read_graphs, read_runs
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.reports.report import render, render_steps
-from bridge_cg_plugin.graphs.reports.statistics import BucketStatistics, EagerRun, RegionStatistics
+from bridge_cg_plugin.graphs.reports import BucketStatistics, EagerRun, RegionStatistics, render, render_steps
 from bridge_cg_plugin.options import OptionError
 
 from .reported import run, statistics

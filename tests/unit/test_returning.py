@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.memory import returning as memory
-from bridge_cg_plugin.graphs.memory.ranges import AddressRange, close_left
+from bridge_cg_plugin.graphs.memory.ranges import AddressRange, DeviceMemoryError, NoDeviceMemory, close_left
 from bridge_cg_plugin.graphs.memory.returning import Home, ReturningStorages, release_homes
-from bridge_cg_plugin.graphs.memory.virtual_memory import DeviceMemoryError, NoDeviceMemory
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.upstream.hooks.leaving_models import ReturningBuffers
 
 from ..fake_device import FakeVirtualMemory

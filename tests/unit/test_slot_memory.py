@@ -2,10 +2,10 @@
 
 import pytest
 
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.memory.pools import SlotMemory
-from bridge_cg_plugin.graphs.memory.virtual_memory import DeviceMemoryError
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
+from bridge_cg_plugin.graphs.memory.ranges import DeviceMemoryError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
 from ..pooled import PooledExecutor

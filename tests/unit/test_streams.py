@@ -8,19 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.memory.pools import Pool
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings import recording
-from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.recordings.recording import CudaGraphRecording
-from bridge_cg_plugin.graphs.recordings.side_stream import (
+from bridge_cg_plugin.graphs.recordings.executor import CudaGraphRecording, ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.streams import (
     GROUP_SIZE,
+    ReplayStream,
     SideStream,
     current_side_stream,
     run_on_side_stream,
 )
-from bridge_cg_plugin.graphs.replays.streams import ReplayStream
 from bridge_cg_plugin.offload.offloading import RegionOffloading
 from bridge_cg_plugin.offload.plan import Policy
 from bridge_cg_plugin.offload.registry import OTHER, derive

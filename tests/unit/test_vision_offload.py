@@ -6,8 +6,8 @@ import torch
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.memory.pools import SlotMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.reports.report import metrics
-from bridge_cg_plugin.offload import host
+from bridge_cg_plugin.graphs.reports import metrics
+from bridge_cg_plugin.offload import host, offloading
 from bridge_cg_plugin.offload.plan import Fate
 from bridge_cg_plugin.options import OFFLOAD_MODULES
 
@@ -99,8 +99,8 @@ class FilledMemory(ReferenceExecutor):
 
     def record_forward(self, body, pool):
         if body.activations is not None:
-            self.static = body.static_bytes
-            planned = body.activations._plan.window + body.static_bytes
+            self.static = offloading.static_bytes_of([body])
+            planned = body.activations._plan.window + offloading.static_bytes_of([body])
             self.taken.append(max(planned + self.gaps, self.least))
         return super().record_forward(body, pool)
 

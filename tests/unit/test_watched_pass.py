@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import Refused
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
 from ..regions import new_region

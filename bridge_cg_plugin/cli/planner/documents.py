@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_plugin.graphs.planning.buckets import round_up
+from bridge_cg_plugin.graphs.buckets import round_up
 
 Pack = tuple[int, ...]
 FORMATS = ".json, .jsonl, .parquet, .arrow, .feather, .npy, or a folder of .arrow or .parquet files"

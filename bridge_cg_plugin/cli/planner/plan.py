@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from bridge_cg_plugin.attention_bounds import pack_buckets, refuse_pack
+from bridge_cg_plugin.graphs.buckets import EXACT_BELOW, GRANULARITY, Bucket, choose, round_up
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.planning.buckets import EXACT_BELOW, GRANULARITY, Bucket, choose, round_up
-from bridge_cg_plugin.language.packed.fit import pack_buckets, refuse_pack
 from bridge_cg_plugin.options import OptionError
 
 from ..measured import Costs

@@ -15,8 +15,24 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from .dict_watch import MISSING, WATCHER
-from .state import CONFIG, HOOKS, NOTHING_EXEMPT, OF_EVERY_MODULE, TRAINING, Contents, Exempt, Holder, State, is_config
-from .values import CONTAINERS, NESTED, Same, plain, tensors_in, token
+from .state import (
+    CONFIG,
+    CONTAINERS,
+    HOOKS,
+    NESTED,
+    NOTHING_EXEMPT,
+    OF_EVERY_MODULE,
+    TRAINING,
+    Contents,
+    Exempt,
+    Holder,
+    Same,
+    State,
+    is_config,
+    plain,
+    tensors_in,
+    token,
+)
 
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 # What PyTorch notes of a module's hooks and leaves behind when they are gone.
@@ -37,6 +53,7 @@ class ModelWatch:
 
     Attributes:
         roots, exempt: See above.
+        ignored: Attributes that somebody else reads or writes.
         generation: What the last look returned.
         replaced: How often a parameter was replaced.
     """
@@ -49,7 +66,7 @@ class ModelWatch:
         exempt: Exempt = NOTHING_EXEMPT,
     ) -> None:
         self.roots, self.exempt, self.generation, self.replaced = tuple(roots), exempt, 0, 0
-        self._called, self._ignored = tuple(called), LEFT_BY_HOOKS | exempt.bookkeeping
+        self._called, self.ignored = tuple(called), LEFT_BY_HOOKS | exempt.bookkeeping
         self._patched = tuple(patched)
         self._modules: dict[nn.Module, Holder] = {}
         self._holders: dict[int, Holder] = {}
@@ -97,7 +114,7 @@ class ModelWatch:
         if holder is None:
             patched = {attribute for module, attribute in self._patched if module is owner}
             upstreams = type(owner).__module__.partition(".")[0] in self.exempt.packages
-            holder = Holder(owner, name, self._ignored | patched, 0 if upstreams else NESTED)
+            holder = Holder(owner, name, self.ignored | patched, 0 if upstreams else NESTED)
         holder.name = name
         self._holders[id(owner)] = holder
         return holder
@@ -280,7 +297,7 @@ class ModelWatch:
         """Yield the buffers of modules, and attributes that no pass left and nobody else writes, with their names."""
         for module in modules:
             left = self._modules[module].left.keys() if module in self._modules else ()
-            passed_over = OF_EVERY_MODULE.union(self._ignored, left)
+            passed_over = OF_EVERY_MODULE.union(self.ignored, left)
             attributes = ((name, value) for name, value in vars(module).items() if name not in passed_over)
             for name, value in (*module._buffers.items(), *attributes):
                 yield f"{self.name(module)}.{name}", value
@@ -293,10 +310,6 @@ class ModelWatch:
         """Return the followed modules that have one of these below them."""
         held = set(modules)
         return [module for module in self._modules if module not in held and not held.isdisjoint(module.modules())]
-
-    def ignores(self, name: str) -> bool:
-        """Whether somebody else reads or writes an attribute."""
-        return name in self._ignored
 
     def place(self, frame: FrameType | None) -> str:
         """Return in words where in the model a frame runs."""

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..planning.buckets import Bucket
+from ..buckets import Bucket
+from ..errors import Failures
 from ..program import RegionProgram
-from ..recordings.parameters import ParameterAliases
-from ..recordings.recording import Mode, Recording
+from ..recordings.executor import Recording
+from ..recordings.recording import Mode, ParameterAliases
 from ..replays.gradients import GradientSinks, ParameterHooks, Reduction
-from ..replays.slot import Slot, Turn
-from ..retries import Failures
+from ..replays.slot import Turn
 from .state import State
 
 _requires_grad, _dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
@@ -54,8 +54,9 @@ def numerics_of(device_type: str) -> Callable[[], Numerics]:
 
     def read() -> Numerics:
         autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-        found = (str(read()) for read in (products, convolutions))
-        return Numerics(autocast, *("ieee" if name == "none" else name for name in found))
+        of_products, of_convolutions = str(products()), str(convolutions())
+        ieee = {"none": "ieee"}
+        return Numerics(autocast, ieee.get(of_products, of_products), ieee.get(of_convolutions, of_convolutions))
 
     return read
 
@@ -145,10 +146,6 @@ class Source:
         autocast = self.numerics.autocast
         return torch.autocast(self._device_type, autocast, enabled=autocast is not None)
 
-    def in_slot(self, slot: Slot) -> list[tuple[int, Bucket, Mode]]:
-        """Return the recordings in a slot: number of the slot, bucket and mode."""
-        return [place for place in self.recordings if place[0] == slot.index]
-
     def follow(self, before: "Source") -> None:
         """Take over what is known of the state from the source that was used before memory was moved."""
         self.recorded_by_other_ranks = before.recorded_by_other_ranks.union(before.recordings)
@@ -180,17 +177,14 @@ class Source:
             if self.aliases.replaced():
                 return False
             self._unreplaced_at = generation
-        return self.numerics == numerics and self.state == state and not (self.trained_otherwise() or self.retyped())
+        alike = self.numerics == numerics and self.state == state and not self.trained_otherwise()
+        return alike and list(map(_dtype, self.reads)) == self._types
 
     # Hundreds of tensors, before replays: no line of Python for each.
 
     def trained_otherwise(self) -> bool:
         """Whether other parameters require a gradient than when the object was made."""
         return list(map(_requires_grad, self.aliases.originals)) != self._trained
-
-    def retyped(self) -> bool:
-        """Whether what recordings read is of another type than when the object was made."""
-        return list(map(_dtype, self.reads)) != self._types
 
     def sample_differs(self) -> bool:
         """Whether some of the parameters, others in every call, are trained otherwise, or moved with their `main_grad`.
@@ -224,12 +218,11 @@ class Source:
         return (
             any(tensor._version != version for tensor, version in self._constants)
             or _addresses_of(self.reads) != self._read_at
-            or (gradients and self._gradients_moved())
+            or (gradients and self._found_none)
+            or (gradients and self.sinks.replaced())
+            or (gradients and _addresses_of(self._written) != self._written_at)
             or (layouts and _layouts_of(self.reads) != self._layouts)
         )
-
-    def _gradients_moved(self) -> bool:
-        return self._found_none or self.sinks.replaced() or _addresses_of(self._written) != self._written_at
 
     def gradients_left(self) -> bool:
         """Whether memory of a `main_grad` has left the device, so that no backward can be recorded or replayed."""

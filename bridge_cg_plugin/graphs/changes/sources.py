@@ -5,7 +5,7 @@ state is recorded as well. Up to four stay.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -50,6 +50,7 @@ class Sources:
         home: Addresses of their own for weights that were moved; None leaves them where they are.
 
     Attributes:
+        hooks: Those of the plugin on the region's parameters.
         current: The source that was found last.
         training: The mode that the modules were in, then; see `Mode`.
         moves: How often memory was moved to where nothing is recorded.
@@ -68,7 +69,7 @@ class Sources:
         self._numerics = numerics_of(device.type)
         # A part's forward also reads attributes of the layer that it belongs to.
         self._above = watch.above(every_module(program.modules()))
-        self._hooks = ParameterHooks()
+        self.hooks = ParameterHooks()
         self._asked: deque[list[Any]] = deque(maxlen=MOST_SOURCES)
         self._numbers = count(1)
         self._adopted = self._microbatches = self.moves = 0
@@ -92,16 +93,8 @@ class Sources:
 
     def release(self) -> None:
         """Take hooks off the parameters and drop all recordings."""
-        self._hooks.release()
+        self.hooks.release()
         self._all = []
-
-    def clear(self) -> None:
-        """Take back the flags that replays set on parameters."""
-        self._hooks.clear()
-
-    def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
-        """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
-        return self._hooks.pending.adds_later(parameters)
 
     @contextmanager
     def memory_kept(self) -> Iterator[None]:
@@ -257,7 +250,7 @@ class Sources:
             places = Counter(source.number for source in (fresh, *kept))
             kept.remove(next((source for source in reversed(kept) if places[source.number] > 1), kept[-1]))
         self._all = [*reversed(kept), fresh]
-        self._hooks.keep(frozenset(p for source in self._all for p in source.aliases.originals))
+        self.hooks.keep(frozenset(p for source in self._all for p in source.aliases.originals))
 
     def _look(self) -> None:
         if self._generation != self._watch.generation:
@@ -284,7 +277,7 @@ class Sources:
                 self._state,
                 self._numerics(),
                 self._reduction,
-                self._hooks,
+                self.hooks,
                 self._device_type,
                 list(self._watch.tensors_of(self._modules())),
                 next(self._numbers) if instead_of is None else instead_of.number,
@@ -299,7 +292,7 @@ class Sources:
             return reason
         self._warn(what, what)
         trained = [parameter.requires_grad for *_, parameter in self._parameters()]
-        key = (self._state, numerics, trained, self._watch.replaced, set(map(id, self._hooks.foreign())))
+        key = (self._state, numerics, trained, self._watch.replaced, set(map(id, self.hooks.foreign())))
         asked = next((each for each in self._asked if each[0] == key), None)
         if asked is None:
             self._asked.append(asked := [key, 0])

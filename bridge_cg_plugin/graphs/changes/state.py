@@ -1,16 +1,160 @@
-"""States of a model: what its modules, their configurations and classes hold, besides memory of parameters."""
+"""States of a model: what its modules, their configurations and classes hold, besides memory of parameters.
+
+A *token* stands for a value: its contents where they are plain, its identity otherwise.
+"""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+import sys
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, is_dataclass
-from types import FunctionType, MappingProxyType
-from typing import Any, NamedTuple
+from enum import Enum
+from functools import lru_cache, partial
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, SimpleNamespace
+from typing import Any
+from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from ..instance import StandIn
 from .dict_watch import MISSING, WATCHER
-from .values import NESTED, held, inside, plain, tensors_in, token, word
+
+# How deep containers and objects are compared by what they hold; larger ones and larger arrays by identity.
+NESTED, MOST_INSIDE, MOST_BYTES = 3, 256, 1 << 20
+# Modules that compute nothing of their own; PEFT makes new ones of the same modules whenever it walks a model.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype)
+# Values that are the same where they are equal. Any other value is the same only where it is the same object.
+_EQUAL = (*_PLAIN, MethodType)
+_SETS = (set, frozenset)
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, type)
+# Objects that are the same where they hold the same.
+_RECORDS = (SimpleNamespace, partial)
+# Beginnings of Python modules whose objects are looked at from outside only.
+_OPAQUE = {*sys.stdlib_module_names, "torch", __name__.partition(".")[0]}
+
+
+class Same:
+    """Stands for an object that equals only itself, and keeps it: no other object takes its identity."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return other.value is self.value if isinstance(other, Same) else NotImplemented
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def look_not_into(*modules: str) -> None:
+    """Compare objects of classes from some Python modules by identity alone: they are no settings of a model."""
+    _OPAQUE.update(modules)
+    _slots.cache_clear()
+
+
+def plain(value: Any) -> bool:
+    """Whether a value holds no other object: a number, a text, a type of numbers, a member of an enum or None."""
+    return value is None or isinstance(value, _PLAIN)
+
+
+def word(stands: Any) -> str:
+    """Return what a token stands for, for a message; of a value that is not plain its type."""
+    if stands is MISSING:
+        return "absent"
+    if isinstance(stands, (ref, Same)):
+        value = stands() if isinstance(stands, ref) else stands.value
+        return str(value) if value is None else type(value).__name__
+    if not isinstance(stands, tuple):
+        return str(getattr(stands, "__name__", stands))
+    kind, held = stands[:2]
+    if issubclass(kind, _PLAIN):
+        return str(held) if issubclass(kind, (float, complex)) else repr(held)
+    return str(kind.__name__)
+
+
+@lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...] | None:
+    """Return the slots of objects of a class that are looked into, None for any other."""
+    if kind is SimpleNamespace:
+        return ()
+    if issubclass(kind, (nn.Module, torch.Tensor, *_EQUAL, *_CODE)):
+        return None
+    names = kind.__module__.split(".")
+    if any(".".join(names[: end + 1]) in _OPAQUE for end in range(len(names))):
+        return None
+    slots = chain.from_iterable(vars(base).get("__slots__", ()) for base in kind.__mro__)
+    named = tuple(name for name in slots if not name.startswith("__"))
+    return named if named or kind.__dictoffset__ else None
+
+
+def held(value: Any) -> Sequence[Any] | None:
+    """Return the elements of a container, an object or an array, in an order that stays; None for any other value."""
+    kind: Any = type(value)
+    if plain(value):
+        return None
+    if issubclass(kind, dict):
+        return [*dict.keys(value), *dict.values(value)]  # whatever a subclass makes of them
+    if issubclass(kind, (list, tuple, deque, *_SETS)):
+        return tuple(value)
+    if kind is partial:
+        return [value.func, *value.args, *value.keywords, *value.keywords.values()]
+    if hasattr(kind, "__array_interface__"):
+        return [value.tobytes()] if value.nbytes <= MOST_BYTES else None
+    if (slots := _slots(kind)) is None:
+        return None
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, MISSING) for name in slots)]
+
+
+def token(value: Any, depth: int = NESTED, settings: bool = False) -> Hashable:
+    """Return what stands for a value: equal tokens mean that a model computes the same.
+
+    Args:
+        value: The value.
+        depth: How deep to look into containers and objects.
+        settings: Whether of objects inside only plain values and code count; None stands for any other.
+    """
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)  # two zeros differ, and NaN is itself
+    if isinstance(value, _EQUAL):
+        return type(value), value
+    if type(value) in CONTAINERS:
+        return type(value), tuple((name, token(module, 0)) for name, module in value._modules.items())
+    elements = held(value) if depth else None
+    if elements is None or len(elements) > MOST_INSIDE:
+        if settings and not (value is None or isinstance(value, _CODE)):
+            return None
+        return ref(value) if isinstance(value, nn.Module) else Same(value)
+    tokens = (token(each, depth - 1, settings) for each in elements)
+    if isinstance(value, _SETS):
+        return type(value), frozenset(tokens)
+    kind: Any = type(value)
+    if _slots(kind) is None or isinstance(value, _RECORDS):
+        return kind, tuple(tokens)
+    names = tuple(getattr(value, "__dict__", ()))
+    return kind, tuple(tokens), names, None if settings or is_dataclass(value) else Same(value)
+
+
+def inside(value: Any, depth: int) -> Iterator[Any]:
+    """Yield a container or an object and those inside it, as deep as `token` looks into it."""
+    if depth and (elements := held(value)) is not None and len(elements) <= MOST_INSIDE:
+        yield value
+        for each in elements:
+            yield from inside(each, depth - 1)
+
+
+def tensors_in(value: Any, depth: int = NESTED) -> Iterator[torch.Tensor]:
+    """Return a tensor itself, and of a list, a tuple or a dict the tensors inside."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(each, depth - 1)
+
 
 CONFIG, TRAINING, CLASS = "config", "training", "__class__"
 # Dicts of a module that decide which tensors and modules its forward uses.
@@ -252,20 +396,6 @@ def listed(texts: Sequence[str]) -> str:
     return "; ".join(texts[:MOST_NAMED]) + more
 
 
-class Change(NamedTuple):
-    """A change of an attribute.
-
-    Attributes:
-        place: The holder's name and the attribute.
-        text: The change in words.
-        leaves: Whether the attribute holds a plain value or tensors now.
-    """
-
-    place: str
-    text: str
-    leaves: bool
-
-
 class Contents:
     """What holders hold when the object is made: what is in their dicts, and in lists and sets in attributes."""
 
@@ -273,9 +403,12 @@ class Contents:
         held = ((holder, *each) for holder in holders for each in holder.containers())
         self._held = [(*each, dict(each[2]) if isinstance(each[2], dict) else list(each[2])) for each in held]
 
-    def changed(self) -> list[Change]:
-        """Return the attributes that hold something else now."""
-        found: dict[str, Change] = {}
+    def changed(self) -> dict[str, tuple[str, bool]]:
+        """Return the attributes that hold something else now, by the holder's name and their own.
+
+        Each with the change in words, and whether it holds a plain value or tensors now.
+        """
+        found: dict[str, tuple[str, bool]] = {}
         for holder, attribute, container, before in self._held:
             for key, old, now in _differences(container, before):
                 name = key if attribute is None else attribute
@@ -285,8 +418,8 @@ class Contents:
                 words = (token(old), token(now)) if attribute is None else (MISSING, MISSING)
                 text = _text(holder.name, name, *words)
                 leaves = plain(value) or any(True for _ in tensors_in(value))
-                found.setdefault(place := f"{holder.name}: {name}", Change(place, text, leaves))
-        return list(found.values())
+                found.setdefault(f"{holder.name}: {name}", (text, leaves))
+        return found
 
     def put_back(self) -> None:
         """Let dicts, lists and sets hold what they held, without taking it for a change of the model."""

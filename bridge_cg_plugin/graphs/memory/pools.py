@@ -6,7 +6,7 @@ captures. PyTorch finds memory by address over all pools: nothing that it knows 
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -126,7 +126,14 @@ class ArenaPool(Pool):
 
     def outlasting(self, tensor: Tensor) -> Tensor:
         """See `Pool`."""
-        return _outside(tensor) if tensor.numel() and self._addresses.holds(tensor) else tensor
+        if not (tensor.numel() and self._addresses.holds(tensor)):
+            return tensor
+        # PyTorch neither frees it nor finds it by its address.
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        nbytes = (last + 1) * tensor.itemsize
+        storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, nbytes)
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return made.set_(storage, 0, tensor.shape, tensor.stride())
 
     def settle(self) -> int:
         """See `Pool`."""
@@ -227,17 +234,3 @@ class StaticMemory:
         """Make tensors inside."""
         with self._addresses.giving(), torch.cuda.use_mem_pool(self._pool):
             yield
-
-
-def _outside(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same memory that PyTorch neither frees nor finds by its address."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    nbytes = (last + 1) * tensor.itemsize
-    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, nbytes)
-    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return made.set_(storage, 0, tensor.shape, tensor.stride())
-
-
-def outlasting(pool: Pool, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return tensors over the same memory that may outlast the capture."""
-    return tuple(None if tensor is None else pool.outlasting(tensor) for tensor in tensors)

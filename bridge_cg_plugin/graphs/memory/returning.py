@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from ...announce import LOGGER, warn
-from .ranges import AddressRange, driver_of
-from .virtual_memory import DeviceMemoryError
+from .ranges import AddressRange, DeviceMemoryError, driver_of
 
 # PyTorch's `resize_`, called with a storage and a number of bytes.
 Resize = Callable[[UntypedStorage, int], UntypedStorage]

@@ -4,28 +4,225 @@ What a part's forward no longer needs when it ends, such as activations that wer
 next part. So all forwards of parts are recorded in their order, then all backwards behind.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from ...announce import LOGGER
+from ..buckets import Bucket
+from ..changes.model_watch import ModelWatch
 from ..changes.source import Recorded, Source
-from ..errors import reason_of
-from ..memory.pools import Pool
-from ..planning.buckets import Bucket
+from ..changes.sources import Sources
+from ..changes.state import listed
+from ..errors import CaptureError, OutOfMemoryInCapture, Refused, first_line, reason_of, release_frames
+from ..fallback import Fallback
+from ..instance import every_module
+from ..program import Piece
+from ..ranges import named_range
 from ..replays.gradients import static_bytes_of
-from ..replays.slot import ChainSlot, Slot, Turn
-from ..reports.ranges import named_range
-from .activations import Activations
-from .executor import Executor
-from .layer_kinds import record_warmed_up
-from .part import Part, Place
-from .recording import Mode, Recording, RegionBody
+from ..replays.slot import ChainSlot, Slot
+from ..reports import BucketStatistics, RegionStatistics
+from .capture import put_back
+from .executor import Executor, Recording
+from .recording import ONE_THREAD, Activations, Mode, RegionBody
+from .warm_up import KeptTensors, watched_pass
+
+# What is recorded in a slot.
+Place = tuple[Bucket, Mode]
 
 
-class Offloading(Protocol):
-    """Makes the activations of a region, or of parts that run one after the other and share a slot's memory."""
+class Part:
+    """A region as it is recorded, with others or alone; see `Chain`.
+
+    Args:
+        piece: What is recorded.
+        executor: Makes the recordings.
+
+    Attributes:
+        program: The piece of the model.
+        name: Of the program.
+        statistics: Memory and time are counted there, too.
+        buckets: What batches use, in the order in which they are tried.
+        planned: What a capture records in each slot, largest first.
+        sources: What recordings are made from; missing before a capture.
+        watch: What follows the model; everything that is recorded is a pass of it. Missing before a capture.
+        forward_slot: For passes without a backward while another microbatch holds the first slot; None without one.
+    """
+
+    sources: Sources
+    watch: ModelWatch
+
+    def __init__(self, piece: Piece, executor: Executor) -> None:
+        self.program, self.name, self._piece, self.executor = piece.program, piece.program.name, piece, executor
+        self.statistics, self._growth = RegionStatistics(), piece.growth
+        self.buckets = self._ordered(piece.buckets)
+        self.planned: Sequence[Sequence[Place]] = ()
+        self._slots: list[Slot] = []
+        self.forward_slot: Slot | None = None
+        self._always_changed: set[str] = set()
+
+    def source(self) -> Source | Fallback:
+        """Return what the model is now, or why it cannot be recorded."""
+        raise NotImplementedError
+
+    def _planned(self, index: int) -> list[Place]:
+        """Return what a capture records in a slot, largest first.
+
+        That is what training runs, and without gradients, too, where it trains nothing.
+        """
+        source, found = self.sources.current, list[Place]()
+        for bucket in sorted(self.buckets, reverse=True):
+            mode = self._training_mode(bucket)
+            if self._growth is not None:
+                # Passes of a model that is not trained say by themselves what they need.
+                if index == 0 and mode.training is not False and not source.gradients_left():
+                    found.append((bucket, mode))
+                continue
+            if mode.gradients and not source.gradients_left():
+                found.append((bucket, mode))
+            if index == 0 and not source.sinks.parameters and bucket in self._forward_only_buckets():
+                found.append((bucket, mode._replace(gradients=False)))
+        return found
+
+    def _training_mode(self, bucket: Bucket) -> Mode:
+        """Return the mode of a training step's microbatches."""
+        differentiable = any(spec.differentiable for spec in self.program.input_specs(bucket).values())
+        return Mode(bool(self.sources.current.sinks.parameters) or differentiable, self.sources.training)
+
+    def _ordered(self, buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+        found, growth = tuple(dict.fromkeys(buckets)), self._growth
+        return found if growth is None else tuple(sorted(found, key=lambda bucket: (growth.cost(bucket), bucket)))
+
+    def _forward_only_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that no other of the same capacity contains: limits cost a forward little."""
+        return tuple(b for b in self.buckets if not any(o.contains(b) for o in self.buckets if o != b))
+
+    def every_slot(self) -> list[Slot]:
+        """Return the slots, also that of passes without a backward."""
+        return [*self._slots, *filter(None, [self.forward_slot])]
+
+    def add_inputs(self, buckets: Iterable[Bucket]) -> None:
+        """Make further buckets' static inputs in every slot, those of the largest first: others lie in them.
+
+        Raises:
+            CaptureError: There is no memory for them.
+        """
+        for bucket in sorted(set(buckets), reverse=True):
+            self.statistics.buckets.setdefault(bucket, BucketStatistics())
+            for slot in self.every_slot():
+                if bucket not in slot.buffers:
+                    with as_capture_error("static inputs"):
+                        slot.buffers[bucket] = slot.input_buffers(self.program.input_specs(bucket))
+
+    @contextmanager
+    def recording(self, bucket: Bucket) -> Iterator[KeptTensors]:
+        """Be around all that is done for recordings of a bucket, of all parts of the chain.
+
+        Yields what the model's tensors hold before.
+
+        Raises:
+            CaptureError: Anything inside went wrong.
+        """
+        with (
+            ONE_THREAD,
+            self._piece.around(),
+            as_capture_error(f"bucket {bucket}"),
+            put_back(self.executor.generators()),  # ranks draw alike, and one of them may record alone
+            self.watch.undone(unless_it_ends=True),
+        ):
+            yield KeptTensors(self.watch.tensors_of(every_module(self.watch.roots)))
+
+    def warmed_up(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, briefly: bool) -> RegionBody:
+        """Return work that ran outside a capture and can be recorded.
+
+        Modules that are in another mode than is recorded are switched while it runs.
+        """
+        if mode.gradients:
+            source.sinks.prepare()
+        switched = mode.training if isinstance(mode.training, bool) else None
+        body = RegionBody(
+            self.program,
+            slot.buffers[bucket],
+            bucket,
+            source.aliases,
+            source.sinks if mode.gradients else None,
+            self.executor.side_stream() if self._piece.has_side_stream(bucket) else None,
+            partial(self.watch.passing, switched),
+            slot.common.border,
+        )
+        body.state = source.number
+        body.looked_at = partial(watched_pass, self.watch, self.executor.generators())
+        for_gradients = slot.common.border or slot.static
+
+        def output_gradients(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            shapes = ((f"output_gradient:{i}", tuple(o.shape), o.dtype) for i, o in enumerate(outputs))
+            return tuple(for_gradients.view(*shape).zero_() for shape in shapes)
+
+        self.program.load_example(slot.buffers[bucket], bucket)
+        self.executor.warm_up(body, output_gradients, briefly)
+        return body
+
+    @contextmanager
+    def checked(self, kept: KeptTensors, briefly: bool) -> Iterator[None]:
+        """Record inside; modules and their tensors hold what they held before: what a capture makes is not for them.
+
+        Raises:
+            CaptureError: Passes change what a replay would not.
+        """
+        held = self.watch.contents()
+        with kept.put_back():
+            with self.watch.passing():
+                yield
+            changed = held.changed()
+            if briefly and (
+                first := [text for place, (text, _) in changed.items() if place not in self._always_changed]
+            ):
+                raise CaptureError(f"layers' first passes change attributes: {listed(first)}")
+            self._always_changed.update(changed)
+            if changed:
+                texts = listed([text for text, _ in changed.values()])
+                LOGGER.info("%s: replays do not set what a forward does: %s", self.name, texts)
+            if left := [text for text, leaves in changed.values() if leaves]:
+                what = f"each forward changes an attribute, which a graph does not: {listed(left)}"
+                raise Refused(Fallback.LEAVES_TENSORS, what)
+            held.put_back()
+
+    def keep_static(self) -> None:
+        """Give back static inputs and output gradients that no recording uses any more."""
+        for slot in self.every_slot():
+            inputs = [tensor for buffers in slot.buffers.values() for tensor in buffers.values()]
+            recorded = [item for source in self.sources for item in source.recordings.items()]
+            made = [made.output_gradients for place, made in recorded if place[0] == slot.index]
+            slot.static.keep([*inputs, *itertools.chain(*made)])
+
+
+@contextmanager
+def as_capture_error(what: str) -> Iterator[None]:
+    """Raise what goes wrong inside as a `CaptureError` that names what was captured."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryInCapture(first_line(error)) from error
+    except Exception as error:
+        raise CaptureError(f"{type(error).__name__} in {what}: {error}") from error
+
+
+class Offloading:
+    """Makes the activations of a region, or of parts that run one after the other and share a slot's memory.
+
+    Here all stay in the graphs' memory.
+    """
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host memory held, in bytes."""
+        return 0
 
     def prepare(self, executor: Executor, bodies: Sequence[RegionBody], slot: int) -> Sequence[Activations | None]:
         """Return what keeps each body's activations in a slot, None where they stay in the graph's memory.
@@ -35,6 +232,7 @@ class Offloading(Protocol):
         Raises:
             CaptureError: They cannot be kept as asked for.
         """
+        return [None] * len(bodies)
 
     def accepts(self, nbytes: int) -> bool:
         """Whether a slot, all buckets recorded, may take so many bytes; if not, `prepare` is asked again for less.
@@ -42,16 +240,13 @@ class Offloading(Protocol):
         Raises:
             CaptureError: It takes too much and cannot take less.
         """
+        return True
 
     def release(self) -> None:
         """Give back all host memory."""
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Page-locked host memory held, in bytes."""
 
-
-type _Now = Sequence[tuple[Part, Source]]
+NOTHING_LEAVES = Offloading()
 
 
 class Chain:
@@ -62,31 +257,27 @@ class Chain:
 
     Args:
         executor: Makes recordings.
-        offloading: Decides where the activations of all parts are; None leaves them in the graphs' memory.
+        offloading: Decides where the activations of all parts are.
         in_parts: Whether it is made of parts of a module, though it may be one.
 
     Attributes:
         offloading, in_parts: See above.
+        parts: In the order in which they run.
         captures: How often what has a backward was recorded.
     """
 
-    def __init__(self, executor: Executor, offloading: Offloading | None = None, in_parts: bool = False) -> None:
+    def __init__(self, executor: Executor, offloading: Offloading = NOTHING_LEAVES, in_parts: bool = False) -> None:
         self._executor, self.offloading, self.in_parts = executor, offloading, in_parts
         self._slots: dict[int, ChainSlot] = {}
-        self._parts: list[Part] = []
+        self.parts: list[Part] = []
         self.captures = 0
-
-    def join(self, part: Part) -> None:
-        """Add the part that runs after those that are there."""
-        self._parts.append(part)
 
     def leave(self, part: Part) -> None:
         """Remove a part; behind the last one, host memory is given back."""
-        self._parts = [each for each in self._parts if each is not part]
-        if not self._parts:
+        self.parts = [each for each in self.parts if each is not part]
+        if not self.parts:
             self._slots = {}
-            if self.offloading is not None:
-                self.offloading.release()
+            self.offloading.release()
 
     def common(self, index: int) -> ChainSlot:
         """Return what all parts have in common in a slot."""
@@ -98,24 +289,24 @@ class Chain:
         """Give back what no recording of a part uses any more, and count the rest."""
         part.keep_static()
         for slot in part.every_slot():
-            self.trim(slot.index)
+            self._trim(slot.index)
         self.count(part)
 
     def count(self, part: Part) -> None:
         """Note in a part's statistics what it takes; the first part counts what no part has alone."""
-        statistics, slots, first = part.statistics, part.every_slot(), part in self._parts[:1]
+        statistics, slots, first = part.statistics, part.every_slot(), part in self.parts[:1]
         shared = [slot.common for slot in slots] if first else []
         borders = (each.border.nbytes for each in shared if each.border is not None)
         statistics.graph_bytes = sum(each.nbytes for each in shared)
         statistics.static_bytes = sum(borders) + sum(slot.static.nbytes for slot in slots)
         statistics.gradient_bytes = static_bytes_of(source.sinks for source in part.sources)
-        statistics.pinned_bytes = self.offloading.pinned_bytes if first and self.offloading else 0
+        statistics.pinned_bytes = self.offloading.pinned_bytes if first else 0
 
-    def trim(self, index: int) -> None:
+    def _trim(self, index: int) -> None:
         """Give memory of a slot back that no recording uses any more, unless a microbatch holds it."""
         if self.is_free(index):
             self.common(index).keep((place[2].gradients, made.nbytes) for place, made in self._held(index))
-            self.count(self._parts[0])
+            self.count(self.parts[0])
 
     @property
     def shrinks(self) -> bool:
@@ -127,7 +318,7 @@ class Chain:
         return all(slot.free for slot in self._slots_of(index))
 
     def _slots_of(self, index: int) -> list[Slot]:
-        return [slot for part in self._parts for slot in part.every_slot() if slot.index == index]
+        return [slot for part in self.parts for slot in part.every_slot() if slot.index == index]
 
     def capture(self, recorded: Callable[[], None]) -> None:
         """Record what the parts planned, in every slot.
@@ -138,12 +329,12 @@ class Chain:
         Raises:
             CaptureError: It failed.
         """
-        for index in range(max(len(part.planned) for part in self._parts)):
-            for part in (None, *self._parts):
-                planned = ((each, place) for each in self._parts for place in each.planned[index])
+        for index in range(max(len(part.planned) for part in self.parts)):
+            for part in (None, *self.parts):
+                planned = ((each, place) for each in self.parts for place in each.planned[index])
                 places = dict.fromkeys(place for each, place in planned if self.asking(each, place[1]) is part)
                 if places:
-                    self.record(index, list(places), recorded, part)
+                    self.record(index, list(places), part, recorded=recorded)
 
     def asking(self, part: Part, mode: Mode) -> Part | None:
         """Return the part that is recorded alone where it asks for a mode; None where all are."""
@@ -153,9 +344,9 @@ class Chain:
         self,
         index: int,
         places: Sequence[Place],
-        recorded: Callable[[], None] = lambda: None,
-        part: Part | None = None,
+        part: Part | None,
         only_here: bool = False,
+        recorded: Callable[[], None] = lambda: None,
     ) -> None:
         """Record all parts that can be, in a slot that is free in all; what they had for the same places is dropped.
 
@@ -165,36 +356,49 @@ class Chain:
         Args:
             index: Number of the slot.
             places: What to record, largest first.
-            recorded: Called after each recording.
             part: The only part to record; None records all, with a backward each.
             only_here: Whether this rank's memory moved: others keep what they have, and it records no more than that.
+            recorded: Called after each recording.
 
         Raises:
             CaptureError: It failed.
         """
-        now = self._now(part)
+        now, sources = self._now(part), self._sources(part)
+        limited = self.offloading if part is None or not self.in_parts else NOTHING_LEAVES
         try:
-            if now:
-                with torch.inference_mode(False):
-                    self._record(index, now, places, recorded, part, only_here)
+            with torch.inference_mode(False):
+                while now:
+                    self._drop(index, places, sources, only_here)
+                    for bucket, mode in places:
+                        wish = index, bucket, mode
+                        wanted = [each for each in now if not only_here or wish in each[1].recorded_by_other_ranks]
+                        if wanted:  # else only other states of the model had it
+                            self._record(index, wanted, bucket, mode)
+                        for _ in wanted:
+                            recorded()
+                    if limited is NOTHING_LEAVES or limited.accepts(self.slot_bytes(index)):
+                        return
+                    held = {place[1:] for source in sources for place in source.recordings if place[0] == index}
+                    again = (place for place in held if place[1].gradients or not self.in_parts)
+                    places = sorted(again, key=lambda place: (place[0], place[1].gradients), reverse=True)
+                    self._drop(index, places, sources)
+                    self._trim(index)
         except BaseException as error:
             self.refuse(index, places, error, part)
             raise
         finally:
-            for each in self._parts:
+            for each in self.parts:
                 self.count(each)
 
     def _sources(self, part: Part | None) -> list[Source]:
         """Return what recordings are replaced of: where all parts are recorded, earlier ones are of no use."""
-        if part is not None:
-            return [part.sources.current]
-        return [source for each in self._parts for source in each.sources]
+        return [source for each in self.parts for source in each.sources] if part is None else [part.sources.current]
 
-    def _now(self, part: Part | None) -> _Now:
+    def _now(self, part: Part | None) -> list[tuple[Part, Source]]:
         """Return the parts that can be recorded, with what they are now."""
         if part is not None:
             return [(part, part.sources.current)]
-        found = [(each, each.source()) for each in self._parts]
+        found = [(each, each.source()) for each in self.parts]
         return [(each, source) for each, source in found if isinstance(source, Source)]
 
     def refuse(self, index: int, places: Sequence[Place], error: BaseException, part: Part | None) -> None:
@@ -204,78 +408,62 @@ class Chain:
             for place in places:
                 source.failed.note(place, reason_of(error))
 
-    def _record(
-        self,
-        index: int,
-        now: _Now,
-        places: Sequence[Place],
-        recorded: Callable[[], None],
-        part: Part | None,
-        only_here: bool,
-    ) -> None:
-        limited, sources = self.offloading if part is None or not self.in_parts else None, self._sources(part)
-        while True:
-            self._drop(index, places, sources, only_here)
-            for bucket, mode in places:
-                wish = index, bucket, mode
-                wanted = [each for each in now if not only_here or wish in each[1].recorded_by_other_ranks]
-                if not wanted:  # what only other states of the model had
-                    continue
-                what = wanted[0][0].name if len(wanted) == 1 else f"{len(wanted)} parts"
-                with named_range(f"capture {what}, bucket {bucket}"):
-                    for each, _ in wanted:
-                        each.add_inputs(bucket)
-                    warm = all(mode in source.warm for _, source in wanted)
-                    record = partial(self._record_parts, index, wanted, bucket, mode)
-                    record_warmed_up(record, warm, wanted[0][0].name, bucket)
-                for _ in wanted:
-                    recorded()
-            if limited is None or limited.accepts(self.slot_bytes(index)):
-                return
-            held = {place[1:] for source in sources for place in source.recordings if place[0] == index}
-            again = (place for place in held if place[1].gradients or not self.in_parts)
-            places = sorted(again, key=lambda place: (place[0], place[1].gradients), reverse=True)
-            self._drop(index, places, sources)
-            self.trim(index)
+    def _record(self, index: int, wanted: Sequence[tuple[Part, Source]], bucket: Bucket, mode: Mode) -> None:
+        """Record some parts, warmed up briefly where only shapes should be new, and fully where that proves wrong."""
+        first = wanted[0][0]
+        warm = all(mode in source.warm for _, source in wanted)
+        with named_range(f"capture {first.name if len(wanted) == 1 else f'{len(wanted)} parts'}, bucket {bucket}"):
+            for part, _ in wanted:
+                part.add_inputs([bucket])
+            if warm:
+                try:
+                    return self._record_parts(index, wanted, bucket, mode, briefly=True)
+                except OutOfMemoryInCapture:
+                    raise
+                except CaptureError as error:
+                    LOGGER.info("%s: bucket %s needs whole warm-up passes: %s", first.name, bucket, error)
+                    release_frames(error)  # which hold the recording that is thrown away; the next one takes its memory
+            self._record_parts(index, wanted, bucket, mode, briefly=False)
 
-    def _record_parts(self, index: int, now: _Now, bucket: Bucket, mode: Mode, briefly: bool) -> None:
-        """Warm up, capture and keep."""
-        first = now[0][0]
-        slots = {part: slot for part, _ in now for slot in part.every_slot() if slot.index == index}
-        with first.recording(bucket):
+    def _record_parts(
+        self, index: int, wanted: Sequence[tuple[Part, Source]], bucket: Bucket, mode: Mode, briefly: bool
+    ) -> None:
+        """Warm up, capture and keep.
+
+        Raises:
+            CaptureError: It failed, or memory is not where the sources found it.
+        """
+        first, made = wanted[0][0], list[Recording]()
+        slots = {part: slot for part, _ in wanted for slot in part.every_slot() if slot.index == index}
+        with first.recording(bucket) as kept:
             pool = self.common(index).memory(mode.gradients).begin()
-            bodies = [part.warmed_up(source, slots[part], bucket, mode, briefly) for part, source in now]
-            if self.offloading is not None and mode.gradients:
-                for body, kept in zip(bodies, self.offloading.prepare(self._executor, bodies, index), strict=True):
-                    body.activations = kept
-            with first.checked(briefly):
-                made = self._recorded(bodies, pool)
+            bodies = [part.warmed_up(source, slots[part], bucket, mode, briefly) for part, source in wanted]
+            if mode.gradients:
+                prepared = self.offloading.prepare(self._executor, bodies, index)
+                for body, activations in zip(bodies, prepared, strict=True):
+                    body.activations = activations
+            with first.checked(kept, briefly):
+                try:
+                    for body in bodies:
+                        made.append(self._executor.record_forward(body, pool))
+                    for recording in reversed(made):
+                        recording.record_backward()
+                finally:
+                    for body in bodies:
+                        body.forget()
             nbytes = pool.settle()
         self.captures += mode.gradients
-        for place, ((part, source), body, recording) in enumerate(zip(now, bodies, made, strict=True)):
-            recorded = part.keep(source, slots[part], mode, body, recording, nbytes)
-            recorded.turn = Turn(self.captures, place) if mode.gradients else None
-
-    def _recorded(self, bodies: Sequence[RegionBody], pool: Pool) -> list[Recording]:
-        made: list[Recording] = []
-        try:
-            for body in bodies:
-                made.append(self._executor.record_forward(body, pool))
-            for recording in reversed(made):
-                recording.record_backward()
-        finally:
-            for body in bodies:
-                body.forget()
-        return made
+        for place, ((_, source), body, recording) in enumerate(zip(wanted, bodies, made, strict=True)):
+            if source.moved(mode.gradients):
+                raise CaptureError("memory of parameters or of their main_grad was moved inside a step")
+            turn = (self.captures, place) if mode.gradients else None
+            source.recordings[index, bucket, mode] = Recorded(recording, body.output_gradients, nbytes, turn)
+            source.warm.add(mode)
 
     def _held(self, index: int) -> list[tuple[tuple[int, Bucket, Mode], Recorded]]:
         """Return the recordings in a slot."""
-        return [
-            (place, made)
-            for source in self._sources(None)
-            for place, made in source.recordings.items()
-            if place[0] == index
-        ]
+        every = [item for source in self._sources(None) for item in source.recordings.items()]
+        return [(place, made) for place, made in every if place[0] == index]
 
     def _drop(self, index: int, places: Sequence[Place], sources: Sequence[Source], only_here: bool = False) -> None:
         """Drop recordings, whose last replays have ended by then: their memory is to be used again.

@@ -1,4 +1,4 @@
-"""How recordings are made: CUDA graphs on a GPU, plain execution everywhere else."""
+"""Recordings and how they are made: CUDA graphs on a GPU, plain execution everywhere else."""
 
 import functools
 import weakref
@@ -6,26 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ...announce import announce
-from ..errors import CaptureError, release_frames
+from ...announce import announce, warn
+from ..errors import CaptureError, OtherRankFailed, named, release_frames
 from ..memory.pools import Arena, Making, PlainMemory, Pool, SlotMemory, StaticMemory
-from ..memory.ranges import AddressRange, close_left, driver_of
+from ..memory.ranges import AddressRange, DeviceMemoryError, NoDeviceMemory, VirtualMemory, close_left, driver_of
 from ..memory.returning import Home
-from ..memory.virtual_memory import DeviceMemoryError, NoDeviceMemory, VirtualMemory
-from ..replays.streams import ReplayStream
-from .activations import Activations
-from .capture import default_generator
-from .recording import (
-    CudaGraphRecording,
-    Recording,
-    ReferenceRecording,
-    RegionBody,
-)
-from .side_stream import SideStream
+from .capture import capture_graph, default_generator
+from .recording import Activations, Gradients, RegionBody
+from .streams import ReplayStream, SideStream
 
 # Of streams, and so of the kernels recorded on them. Main work that has concurrent side work goes first.
 PRIORITY, MAIN_PRIORITY = 0, -1
@@ -39,15 +32,131 @@ MakeOutputGradients = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 Hook = Callable[[], None]
 
 
-def _nothing() -> None:
-    """Do nothing."""
+MAIN_STREAM = ReplayStream()
+
+
+class Recording(Protocol):
+    """A region that can be replayed on whatever its buffers hold."""
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """What a forward fills."""
+
+    def forward(self) -> None:
+        """Fill `outputs` from the input buffers."""
+
+    def backward(self) -> Gradients:
+        """Turn the output-gradient buffers into gradients, after `forward` of the same slot."""
+
+    def record_backward(self) -> None:
+        """Record the backward, perhaps behind what other recordings in the same memory record, once.
+
+        What the forward left for it is gone then.
+        """
+
+
+class ReferenceRecording:
+    """Replays by executing the body: the same buffers and padding as a graph, on any device."""
+
+    def __init__(self, body: RegionBody, outputs: tuple[Tensor, ...]) -> None:
+        self._body = body
+        self.outputs = outputs
+
+    def forward(self) -> None:
+        """See `Recording`."""
+        for static, fresh in zip(self.outputs, self._body.forward(), strict=True):
+            static.copy_(fresh)
+        self._body.join()
+        if not self._body.has_backward:
+            self._body.forget()
+
+    def backward(self) -> Gradients:
+        """See `Recording`."""
+        gradients = self._body.backward()
+        self._body.forget()
+        return gradients
+
+    def record_backward(self) -> None:
+        """See `Recording`: every replay runs it."""
+
+
+class CudaGraphRecording:
+    """Two CUDA graphs, forward and backward, in one memory pool; the forward is captured at once.
+
+    Args:
+        body: The work.
+        pool: What it takes memory from.
+        stream: Of the capture.
+        generators: What both graphs may draw from, besides the default generator.
+        replay_stream: Takes graphs that copy activations to the host; others replay on the main stream.
+        launched: Called after each launch with what was launched.
+    """
+
+    def __init__(
+        self,
+        body: RegionBody,
+        pool: Pool,
+        stream: torch.cuda.Stream,
+        generators: Sequence[torch.Generator] = (),
+        replay_stream: ReplayStream = MAIN_STREAM,
+        launched: Callable[[str], None] | None = None,
+    ) -> None:
+        self._replay_stream, self._launched = replay_stream, launched
+        self._name, self._copies = body.name, body.copies
+        self._forward = torch.cuda.CUDAGraph()
+        self._backward = torch.cuda.CUDAGraph()
+        try:
+            with pool.taking(), capture_graph(self._forward, pool.handle, stream, generators):
+                self.outputs = body.forward()
+                self._record_event(stream)
+                body.join()
+        except BaseException:
+            body.forget()
+            raise
+        self._capturing: tuple[Any, ...] | None = body, pool, stream, generators
+
+    def record_backward(self) -> None:
+        """See `Recording`."""
+        if self._capturing is None:
+            raise RuntimeError("a backward is captured once, after its forward")
+        (body, pool, stream, generators), self._capturing = self._capturing, None
+        try:
+            if body.has_backward:
+                with pool.taking(), capture_graph(self._backward, pool.handle, stream, generators):
+                    gradients = body.backward()
+                    self._record_event(stream)
+                inputs, parameters = (
+                    tuple(None if each is None else pool.outlasting(each) for each in of)
+                    for of in (gradients.inputs, gradients.parameters)
+                )
+                self._gradients = Gradients(inputs, parameters, gradients.reach)
+        finally:
+            body.forget()
+        self.outputs = tuple(map(pool.outlasting, self.outputs))
+
+    def _record_event(self, stream: torch.cuda.Stream) -> None:
+        if self._copies:
+            self._replay_stream.record_event(stream)
+
+    def forward(self) -> None:
+        """See `Recording`."""
+        self._replay_stream.launch(self._forward.replay, self._copies)
+        if self._launched is not None:
+            self._launched(f"replay of the forward of {self._name}")
+
+    def backward(self) -> Gradients:
+        """See `Recording`."""
+        self._replay_stream.launch(self._backward.replay, self._copies)
+        if self._launched is not None:
+            self._launched(f"replay of the backward of {self._name}")
+        return self._gradients
 
 
 class Executor(ABC):
     """Makes recordings and owns what they share.
 
     Args:
-        device: Where.
+        device: Where; None is the CPU.
         isolated: Entered around warm-up passes, and where a graph would be captured, which runs nothing.
         pre_warmup_hook, post_warmup_hook: Called once before and once after all warm-up passes of a recording. The
             second is called after a pass that failed, too.
@@ -56,17 +165,16 @@ class Executor(ABC):
         memory_away: Whether memory of recordings and static tensors has left the device.
     """
 
-    name: str
     memory_away = False
 
     def __init__(
         self,
-        device: torch.device,
+        device: torch.device | None = None,
         isolated: Isolated = nullcontext,
-        pre_warmup_hook: Hook = _nothing,
-        post_warmup_hook: Hook = _nothing,
+        pre_warmup_hook: Hook = lambda: None,
+        post_warmup_hook: Hook = lambda: None,
     ) -> None:
-        self.device, self.isolated = device, isolated
+        self.device, self.isolated = device or torch.device("cpu"), isolated
         self._hooks = pre_warmup_hook, post_warmup_hook
 
     @abstractmethod
@@ -155,21 +263,16 @@ class Executor(ABC):
         return None
 
 
-def refuse_other_allocators() -> None:
-    """Refuse an allocator without private pools, in which buckets share memory and that can be measured.
+def give_up(error: Exception, what: str, consequence: str, strict: bool, executor: Executor) -> None:
+    """Say that something could not be captured, and give memory back that the error's frames still hold.
 
     Raises:
-        CaptureError: PyTorch runs with one.
+        CaptureError: The run is strict.
     """
-    if (backend := torch.cuda.memory.get_allocator_backend()) != "native":
-        raise CaptureError(
-            f"graphs need PyTorch's native memory allocator, this process runs with {backend}: remove it from "
-            "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
-        )
-
-
-def give_back_after(error: BaseException, executor: Executor) -> None:
-    """Give memory back that an error's frames still held when its recording was thrown away."""
+    if strict:
+        raise CaptureError(f"{what} could not be captured: {named(error)}") from error
+    if not isinstance(error, OtherRankFailed):  # the rank that failed reports it
+        warn(f"{what} could not be captured, {consequence}: {named(error)}")
     release_frames(error)
     executor.tidy()
 
@@ -198,16 +301,14 @@ class CudaGraphExecutor(Executor):
         ValueError: An event without a stream.
     """
 
-    name = "cuda_graph"
-
     def __init__(
         self,
         device: torch.device | None = None,
         generators: Callable[[], Sequence[torch.Generator]] = tuple,
         isolated: Isolated = nullcontext,
         launched: Callable[[str], None] | None = None,
-        pre_warmup_hook: Hook = _nothing,
-        post_warmup_hook: Hook = _nothing,
+        pre_warmup_hook: Hook = lambda: None,
+        post_warmup_hook: Hook = lambda: None,
         cuda_graph_stream: torch.cuda.Stream | None = None,
         cuda_graph_event: torch.cuda.Event | None = None,
         side_stream: bool = False,
@@ -239,10 +340,16 @@ class CudaGraphExecutor(Executor):
         Raises:
             CaptureError: PyTorch runs with another allocator than its own.
         """
-        refuse_other_allocators()
+        # Others have no private pools, in which buckets share memory and that can be measured.
+        if (backend := torch.cuda.memory.get_allocator_backend()) != "native":
+            raise CaptureError(
+                f"graphs need PyTorch's native memory allocator, this process runs with {backend}: remove it from "
+                "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
+            )
         torch.cuda.empty_cache()
         close_left()
-        if self._driver is not None and not _counts_reserved_memory(self.device):
+        # Where PyTorch was told a limit, it counts what each recording of a slot uses against it.
+        if self._driver is not None and torch.cuda.get_per_process_memory_fraction(self.device) >= 1:
             try:
                 return Arena(partial(self._new_range, self._driver))
             except DeviceMemoryError as error:  # hundreds of parts with many slots each
@@ -320,31 +427,11 @@ class CudaGraphExecutor(Executor):
         return Home(self.device) if self._releasable else None
 
 
-def _counts_reserved_memory(device: torch.device) -> bool:
-    """Whether PyTorch was told a limit, against which it counts what each recording of a slot uses."""
-    return torch.cuda.get_per_process_memory_fraction(device) < 1
-
-
 class ReferenceExecutor(Executor):
     """Runs the recorded work eagerly over the same static buffers; needs no GPU.
 
     Output memory starts as NaN, as a graph's may, so that a row nothing wrote is seen.
-
-    Args:
-        device: Where; None is the CPU.
-        isolated, pre_warmup_hook, post_warmup_hook: See `Executor`.
     """
-
-    name = "reference"
-
-    def __init__(
-        self,
-        device: torch.device | None = None,
-        isolated: Isolated = nullcontext,
-        pre_warmup_hook: Hook = _nothing,
-        post_warmup_hook: Hook = _nothing,
-    ) -> None:
-        super().__init__(device or torch.device("cpu"), isolated, pre_warmup_hook, post_warmup_hook)
 
     def new_memory(self) -> SlotMemory:
         """See `Executor`."""

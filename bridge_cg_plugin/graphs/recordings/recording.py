@@ -1,31 +1,174 @@
-"""One region at one bucket: the work that is recorded, and its two ways of being replayed."""
+"""The work that is recorded of one region at one bucket, over stand-ins for the region's parameters."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from threading import RLock
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.nn.utils import parametrize
 
+from ...upstream_types import MegatronParameter
+from ..buckets import Bucket
+from ..changes.dict_watch import WATCHER
 from ..instance import every_module, walked_once
-from ..memory.pools import Pool, outlasting
-from ..planning.buckets import Bucket
 from ..program import Buffers, RegionProgram
 from ..replays.gradients import GradientSinks
 from ..replays.slot import StaticTensors
-from ..replays.streams import ReplayStream
-from .activations import Activations
-from .capture import capture_graph
-from .layer_kinds import one_layer_of_each_kind
-from .parameters import ParameterAliases, Root, reach_of
-from .side_stream import SideStream
+from .streams import SideStream
+from .warm_up import one_layer_of_each_kind
 
-MAIN_STREAM = ReplayStream()
+# Where a backward begins: an output, or its place in the autograd graph where the output's memory is not kept.
+Root = Tensor | GradientEdge
+# Marks an alias whose gradient autograd hands on.
+HANDED = "_handed_on"
+
+
+def sum_of(weight: MegatronParameter) -> Tensor | None:
+    """Return the `main_grad` to which the plugin may add a weight's gradient while it is recorded."""
+    return None if hasattr(weight, HANDED) else getattr(weight, "main_grad", None)
+
+
+class ParameterAliases:
+    """Fresh leaves over the storage of a set of modules' parameters.
+
+    A parameter's gradient accumulator remembers the stream of its first use and the hooks that data parallelism put on
+    it. Recording through aliases leaves both alone: no hook fires during capture, and an eager pass whose autograd
+    graph is still alive cannot pull another stream into it.
+
+    Attributes:
+        originals: The parameters, each once.
+        trainable: Those that required a gradient when the object was made.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._places = [
+            (module, name, parameter)
+            for module in every_module(modules)
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self.originals: tuple[nn.Parameter, ...] = tuple(dict.fromkeys(p for _, _, p in self._places))
+        self.trainable: tuple[nn.Parameter, ...] = tuple(p for p in self.originals if p.requires_grad)
+
+    def replaced(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """Return those whose place another parameter has now, with their modules and names."""
+        now = [module._parameters.get(name) for module, name, _ in self._places]
+        found = zip(self._places, now, strict=True)
+        return [place for place, there in found if there is not None and there is not place[2]]
+
+    @contextmanager
+    def active(self, handed: Collection[nn.Parameter] = ()) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+        """Put the aliases in the modules for the duration; yields original -> alias.
+
+        Args:
+            handed: Parameters whose gradient the plugin must not add to `main_grad` inside: see `sum_of`.
+        """
+        aliases = {p: _alias(p) for p in self.originals}
+        for parameter in handed:
+            aliases[parameter].__dict__[HANDED] = True
+        try:
+            with WATCHER.silent():
+                for module, name, parameter in self._places:
+                    module._parameters[name] = aliases[parameter]
+            yield aliases
+        finally:
+            with WATCHER.silent():
+                for module, name, parameter in self._places:
+                    module._parameters[name] = parameter
+
+
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    with torch.inference_mode(parameter.is_inference()):  # outside, those of a model made inside can require nothing
+        alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    alias.__dict__.update(parameter.__dict__)
+    return alias
+
+
+def reach_of(roots: Sequence[Root | None], targets: Mapping[int, Tensor]) -> tuple[frozenset[int], ...]:
+    """Return the places of the targets that a backward from each root reaches; None has no backward.
+
+    A function that gives an input no gradient counts as one that does: only its backward shows it.
+
+    Args:
+        roots: Where the backward through each output begins.
+        targets: Leaves that require gradients, by place.
+    """
+    places = {get_gradient_edge(target).node: place for place, target in targets.items()}
+    if not places:  # as in megatron-core's training: `main_grad` takes all
+        return (frozenset(),) * len(roots)
+    return tuple(frozenset() if root is None else _reached(root, places) for root in roots)
+
+
+def _reached(root: Root, places: Mapping[Node, int]) -> frozenset[int]:
+    start = (root if isinstance(root, GradientEdge) else get_gradient_edge(root)).node
+    seen, waiting = {start}, [start]
+    while waiting:
+        fresh = {after for after, _ in waiting.pop().next_functions if after is not None} - seen
+        seen |= fresh
+        waiting += fresh
+    return frozenset(places[node] for node in places.keys() & seen)
+
+
+class Activations(ABC):
+    """Decides where the tensors are that autograd saves in one recording; what is not overridden leaves them there."""
+
+    @property
+    def copies(self) -> bool:
+        """Whether any are copied to the host and back."""
+        return False
+
+    @abstractmethod
+    def saving(self, fixed: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Be entered around the forward.
+
+        Args:
+            fixed: Tensors over memory that outlives the forward: parameters, buffers, static inputs.
+        """
+
+    def restoring(self) -> AbstractContextManager[None]:
+        """Be entered around the backward."""
+        return nullcontext()
+
+    def join(self) -> None:
+        """Let the current stream wait for the copies of a forward or backward that ended; a capture needs it."""
+        return
+
+    def forget(self) -> None:
+        """Drop what is left of a forward whose backward will not come."""
+        return
+
+
+# Address of a storage that came back -> the address at which it was saved. Autograd calls a backward in a thread of its
+# own, so a context variable would not do.
+_moved: dict[int, int] | None = None
+
+
+@contextmanager
+def returned_storages() -> Iterator[dict[int, int]]:
+    """Let saved tensors come back at other addresses inside; yields where to note them."""
+    global _moved
+    before, _moved = _moved, {}
+    try:
+        yield _moved
+    finally:
+        _moved = before
+
+
+def saved_address(tensor: Tensor) -> int:
+    """Return the address at which a tensor that autograd saved lay in the forward; that of others is their own."""
+    address = tensor.data_ptr()
+    if not _moved:
+        return address
+    start = tensor.untyped_storage().data_ptr()
+    return _moved.get(start, start) + address - start
+
+
 # What stands in for others while a region is recorded, as kernels and a side stream, does so for the whole process.
 ONE_THREAD = RLock()
 
@@ -71,26 +214,6 @@ TRAINING = Mode(gradients=True, training=True)
 EVALUATION = Mode(gradients=False, training=False)
 
 
-class Recording(Protocol):
-    """A region that can be replayed on whatever its buffers hold."""
-
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        """What a forward fills."""
-
-    def forward(self) -> None:
-        """Fill `outputs` from the input buffers."""
-
-    def backward(self) -> Gradients:
-        """Turn the output-gradient buffers into gradients, after `forward` of the same slot."""
-
-    def record_backward(self) -> None:
-        """Record the backward, perhaps behind what other recordings in the same memory record, once.
-
-        What the forward left for it is gone then.
-        """
-
-
 class RegionBody:
     """The recorded work: forward over the input buffers, backward from the output-gradient buffers.
 
@@ -106,6 +229,8 @@ class RegionBody:
             leaves them in the recording's memory.
 
     Attributes:
+        name: Of the program.
+        has_backward: Whether gradients are recorded.
         bucket: What is recorded for.
         state: Number of what the model is; see `Source`.
         output_gradients: Buffers that the backward reads.
@@ -125,11 +250,12 @@ class RegionBody:
         border: StaticTensors | None = None,
     ) -> None:
         self._side, self._passing, self._border = side, passing, border
-        self._program, self._buffers, self._bucket = program, buffers, bucket
+        self._program, self._buffers = program, buffers
         self._aliases, self._sinks = aliases, sinks
         specs = program.input_specs(bucket)
         self._differentiable = tuple(name for name, spec in specs.items() if spec.differentiable)
         self.output_gradients: tuple[Tensor, ...] = ()
+        self.name, self.has_backward = program.name, sinks is not None
         self.bucket, self.state = bucket, 0
         self.activations: Activations | None = None
         self.looked_at: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -150,7 +276,7 @@ class RegionBody:
             self._passing(),
             self._aliases.active(handed) as aliases,
             _own_saved_tensors(),
-            self._side_stream_active(),
+            nullcontext() if self._side is None else self._side.active(),
             walked_once(),
             self._program.recording(),
             self._saving(aliases),
@@ -160,7 +286,7 @@ class RegionBody:
                     leaves.append(buffers[name].detach().requires_grad_())
                     # No leaf, as what an earlier module returns: autocast keeps the casts of leaves.
                     buffers[name] = leaves[-1].view_as(leaves[-1])
-            outputs = self._program.forward(buffers, self._bucket)
+            outputs = self._program.forward(buffers, self.bucket)
         if not isinstance(outputs, tuple):
             raise TypeError(f"{self.name}: its forward returned a {type(outputs).__name__}, not a tuple of tensors")
         self._live = (list(map(self._root, outputs)), leaves, aliases)
@@ -194,12 +320,15 @@ class RegionBody:
             torch.autocast(self._device_type, enabled=False),  # as users call backward: behind the forward's autocast
             self._passing(),
             self._sinks.attached(aliases),
-            self._side_stream_active(),
+            nullcontext() if self._side is None else self._side.active(),
             walked_once(),
             self._program.recording(),
             restoring,
         ):
-            gradients = _differentiated(pairs, targets)
+            gradients: tuple[Tensor | None, ...] = (None,) * len(targets)
+            if pairs:  # nothing is trained, as where adapters are switched off
+                outputs, of_outputs = zip(*pairs, strict=True)
+                gradients = torch.autograd.grad(outputs, targets, of_outputs, allow_unused=True)
         split = len(leaves)
         inputs = enumerate(gradients[:split])
         at_border = tuple(None if g is None else self._at_border(f"input_gradient:{i}", g) for i, g in inputs)
@@ -208,11 +337,6 @@ class RegionBody:
     def one_layer_of_each_kind(self) -> AbstractContextManager[None]:
         """Be around passes whose values nobody reads: see `layer_kinds`."""
         return one_layer_of_each_kind(self._program.modules())
-
-    @property
-    def static_bytes(self) -> int:
-        """Device memory of the buffers that the work reads, and of gradients that it returns."""
-        return self.returned_bytes + sum(tensor.nbytes for tensor in self.static_tensors)
 
     @property
     def returned_bytes(self) -> int:
@@ -242,24 +366,11 @@ class RegionBody:
         if self.activations is not None:
             self.activations.forget()
 
-    def _side_stream_active(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._side is None else self._side.active()
-
     def _saving(self, aliases: Mapping[nn.Parameter, nn.Parameter]) -> AbstractContextManager[None]:
         if self.activations is None or self._sinks is None:
             return nullcontext()
         held = (buffer for module in every_module(self._program.modules()) for buffer in module.buffers(recurse=False))
         return self.activations.saving((*self._buffers.values(), *aliases.values(), *held))
-
-    @property
-    def name(self) -> str:
-        """The program's name."""
-        return self._program.name
-
-    @property
-    def has_backward(self) -> bool:
-        """Whether gradients are recorded."""
-        return self._sinks is not None
 
 
 @contextmanager
@@ -288,105 +399,3 @@ def _own_saved_tensors() -> AbstractContextManager[None]:
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         return nullcontext()
     return saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
-
-
-def _differentiated(pairs: Sequence[tuple[Root, Tensor]], targets: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the targets' gradients; none where nothing is trained, as where adapters are switched off."""
-    if not pairs:
-        return (None,) * len(targets)
-    outputs, gradients = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, targets, gradients, allow_unused=True)
-
-
-class ReferenceRecording:
-    """Replays by executing the body: the same buffers and padding as a graph, on any device."""
-
-    def __init__(self, body: RegionBody, outputs: tuple[Tensor, ...]) -> None:
-        self._body = body
-        self.outputs = outputs
-
-    def forward(self) -> None:
-        """See `Recording`."""
-        for static, fresh in zip(self.outputs, self._body.forward(), strict=True):
-            static.copy_(fresh)
-        self._body.join()
-        if not self._body.has_backward:
-            self._body.forget()
-
-    def backward(self) -> Gradients:
-        """See `Recording`."""
-        gradients = self._body.backward()
-        self._body.forget()
-        return gradients
-
-    def record_backward(self) -> None:
-        """See `Recording`: every replay runs it."""
-
-
-class CudaGraphRecording:
-    """Two CUDA graphs, forward and backward, in one memory pool; the forward is captured at once.
-
-    Args:
-        body: The work.
-        pool: What it takes memory from.
-        stream: Of the capture.
-        generators: What both graphs may draw from, besides the default generator.
-        replay_stream: Takes graphs that copy activations to the host; others replay on the main stream.
-        launched: Called after each launch with what was launched.
-    """
-
-    def __init__(
-        self,
-        body: RegionBody,
-        pool: Pool,
-        stream: torch.cuda.Stream,
-        generators: Sequence[torch.Generator] = (),
-        replay_stream: ReplayStream = MAIN_STREAM,
-        launched: Callable[[str], None] | None = None,
-    ) -> None:
-        self._replay_stream, self._launched = replay_stream, launched
-        self._name, self._copies = body.name, body.copies
-        self._forward = torch.cuda.CUDAGraph()
-        self._backward = torch.cuda.CUDAGraph()
-        try:
-            with pool.taking(), capture_graph(self._forward, pool.handle, stream, generators):
-                self.outputs = body.forward()
-                self._record_event(stream)
-                body.join()
-        except BaseException:
-            body.forget()
-            raise
-        self._capturing: tuple[Any, ...] | None = body, pool, stream, generators
-
-    def record_backward(self) -> None:
-        """See `Recording`."""
-        if self._capturing is None:
-            raise RuntimeError("a backward is captured once, after its forward")
-        (body, pool, stream, generators), self._capturing = self._capturing, None
-        try:
-            if body.has_backward:
-                with pool.taking(), capture_graph(self._backward, pool.handle, stream, generators):
-                    gradients = body.backward()
-                    self._record_event(stream)
-                inputs, parameters = outlasting(pool, gradients.inputs), outlasting(pool, gradients.parameters)
-                self._gradients = Gradients(inputs, parameters, gradients.reach)
-        finally:
-            body.forget()
-        self.outputs = tuple(map(pool.outlasting, self.outputs))
-
-    def _record_event(self, stream: torch.cuda.Stream) -> None:
-        if self._copies:
-            self._replay_stream.record_event(stream)
-
-    def forward(self) -> None:
-        """See `Recording`."""
-        self._replay_stream.launch(self._forward.replay, self._copies)
-        if self._launched is not None:
-            self._launched(f"replay of the forward of {self._name}")
-
-    def backward(self) -> Gradients:
-        """See `Recording`."""
-        self._replay_stream.launch(self._backward.replay, self._copies)
-        if self._launched is not None:
-            self._launched(f"replay of the backward of {self._name}")
-        return self._gradients

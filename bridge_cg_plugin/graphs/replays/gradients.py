@@ -317,7 +317,7 @@ class GradientSinks:
                 self._tell()
             kept = map(gradients.__getitem__, self._returned_places)
             return None, *map(self._handed_on, self._returned, kept)
-        torch.autograd.Variable._execution_engine.queue_callback(self.clear)
+        torch.autograd.Variable._execution_engine.queue_callback(self._hooks.clear)
         # Autograd steals what nobody else holds.
         placeholders: Iterator[Tensor] = map(Tensor.detach, self._placeholders)
         if partial:
@@ -352,10 +352,6 @@ class GradientSinks:
             if own:
                 self._nodes = nodes
             self._reduction.arrived([p for p, r in zip(done, map(WILL_RUN, nodes), strict=True) if not r])
-
-    def clear(self) -> None:
-        """Take the flags back that replays set, also those that a failed backward left behind."""
-        self._hooks.clear()
 
 
 def static_bytes_of(sinks: Iterable[GradientSinks]) -> int:

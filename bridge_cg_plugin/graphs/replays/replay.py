@@ -1,6 +1,7 @@
 """Replaying a recording as one node of the autograd graph."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,17 +10,19 @@ from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import Function
 
+from .. import ranges
+from ..buckets import Bucket
 from ..changes.source import Recorded, Source
 from ..errors import ReplayError
-from ..planning.buckets import Bucket
 from ..program import RegionProgram
+from ..ranges import named_range
 from ..recordings.recording import Gradients
-from ..reports import ranges
-from ..reports.ranges import named_range
-from ..reports.statistics import RegionStatistics
+from ..reports import RegionStatistics
 from ..rows import copies, write_each
 from .pending import WILL_RUN
 from .slot import Lease, Slot, second_backward
+
+NO_RANGE = nullcontext()
 
 
 class BackwardObserver(Protocol):
@@ -74,46 +77,34 @@ class Replay:
             observer: Watches its backward.
         """
         self.observer = observer
-        if ranges.on:
-            with named_range(f"replay {self.program.name}, bucket {self.bucket}"):
-                outputs = self._run(batch)
-        else:
-            outputs = self._run(batch)
-        self.statistics.replayed(self.bucket, self.program.size(batch), self.gradients)
-        return outputs
-
-    def _run(self, batch: Any) -> tuple[Tensor, ...]:
         program, slot = self.program, self.slot
-        lease = self.lease = slot.take()
-        try:
-            program.load(slot.buffers[self.bucket], batch)
-            self.rows = program.output_rows(batch)
-            if not self.gradients:
-                outputs = self.launch()
+        with named_range(f"replay {program.name}, bucket {self.bucket}") if ranges.on else NO_RANGE:
+            lease = self.lease = slot.take()
+            try:
+                program.load(slot.buffers[self.bucket], batch)
+                self.rows = program.output_rows(batch)
+                outputs: tuple[Tensor, ...]
+                if not self.gradients:
+                    outputs = self.launch()
+                    lease.release()
+                else:
+                    slot.common.begins(self.recorded.turn, lease)
+                    inputs = program.differentiable_inputs(batch)
+                    self.receivers, self.input_rows = self.source.sinks.receivers(), tuple(map(len, inputs))
+                    # Without `apply`'s look for dead functorch wrappers, 0.2 ms for the parameters of an encoder.
+                    transformed = torch._C._are_functorch_transforms_active()
+                    apply = _Replay.apply if transformed else super(Function, _Replay).apply
+                    outputs = apply(self, *inputs, *self.receivers)
+            except BaseException:
                 lease.release()
-                return outputs
-            slot.common.begins(self.recorded.turn, lease)
-            inputs = program.differentiable_inputs(batch)
-            self.receivers, self.input_rows = self.source.sinks.receivers(), tuple(map(len, inputs))
-            # Without `apply`'s look for dead functorch wrappers, 0.2 ms for the parameters of an encoder.
-            apply = _Replay.apply if torch._C._are_functorch_transforms_active() else super(Function, _Replay).apply
-            replayed: tuple[Tensor, ...] = apply(self, *inputs, *self.receivers)
-            return replayed
-        except BaseException:
-            lease.release()
-            raise
+                raise
+        self.statistics.replayed(self.bucket, program.size(batch), self.gradients)
+        return outputs
 
     def launch(self) -> tuple[Tensor, ...]:
         """Replay the forward; returns copies of the outputs' real rows."""
         self.recorded.recording.forward()
         return copies(self.recorded.recording.outputs, self.rows)
-
-    def launch_backward(self) -> Gradients:
-        """Replay the backward."""
-        if ranges.on:
-            with named_range(f"replay {self.program.name}, backward"):
-                return self.recorded.recording.backward()
-        return self.recorded.recording.backward()
 
 
 class _Replay(Function):
@@ -150,12 +141,21 @@ class _Replay(Function):
         slot.order_after_last_use()
         if call.observer is not None:
             call.observer.before_backward(output_gradients)
-        _write(call, output_gradients)
+        try:
+            write_each(call.recorded.output_gradients, output_gradients)
+        except RuntimeError as error:
+            if any(g is not None and (is_legacy_batchedtensor(g) or is_batchedtensor(g)) for g in output_gradients):
+                raise ReplayError(
+                    f"{call.program.name}: a graphed microbatch has one backward, for one gradient, not for a batch of "
+                    "them (is_grads_batched=True, vectorize=True or torch.func.vmap); run such a microbatch eager"
+                ) from error
+            raise
         sinks = call.source.sinks
         partial = not WILL_RUN(sinks.anchor_node)
         before = sinks.set_aside() if partial else ()
         try:
-            gradients = call.launch_backward().through(output_gradients)
+            with named_range(f"replay {call.program.name}, backward") if ranges.on else NO_RANGE:
+                gradients = call.recorded.recording.backward().through(output_gradients)
             if call.observer is not None:
                 call.observer.after_backward(gradients)
             inputs = tuple(
@@ -171,23 +171,6 @@ class _Replay(Function):
         # dispatchers keep the probabilities of the last microbatch, and with them all of its nodes.
         ctx.call = None
         return None, *inputs, *parameters
-
-
-def _write(call: Replay, output_gradients: Sequence[Tensor | None]) -> None:
-    """Write gradients of the real rows into the recording's buffers."""
-    try:
-        write_each(call.recorded.output_gradients, output_gradients)
-    except RuntimeError as error:
-        if any(gradient is not None and _is_batch(gradient) for gradient in output_gradients):
-            raise ReplayError(
-                f"{call.program.name}: a graphed microbatch has one backward, for one gradient, not for a batch of "
-                "them (is_grads_batched=True, vectorize=True or torch.func.vmap); run such a microbatch eager"
-            ) from error
-        raise
-
-
-def _is_batch(gradient: Tensor) -> bool:
-    return is_legacy_batchedtensor(gradient) or is_batchedtensor(gradient)
 
 
 class _Undifferentiable(Function):

@@ -4,16 +4,32 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..buckets import Bucket
 from ..errors import ReplayError
 from ..memory.pools import Making, SlotMemory
-from ..planning.buckets import Bucket
-from ..program import Buffers, TensorSpec
+
+Buffers = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of one static input of a region.
+
+    Attributes:
+        shape: Shape in one bucket.
+        dtype: Element type; the batch's tensor is converted on copy as eager would.
+        differentiable: Whether the region returns a gradient for this input.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool = False
 
 
 class StaticTensors:
@@ -129,11 +145,6 @@ class Slot:
         return {**self.static.buffers(own), **self.shared.tensors(self.index).buffers(others)}
 
     @property
-    def for_gradients(self) -> StaticTensors:
-        """Where gradients of outputs are."""
-        return self.common.border or self.static
-
-    @property
     def free(self) -> bool:
         """Whether no microbatch holds the slot."""
         return self.lease is None
@@ -154,26 +165,12 @@ class Slot:
             current.wait_stream(common.last_stream)
         common.last_stream = current
 
-    def give_back(self, number: int) -> None:
-        """Free the slot if the lease is still the current one."""
-        if self.lease == number:
-            self.lease = None
-
 
 def second_backward() -> ReplayError:
     """Return the error of a backward whose activations are gone."""
     return ReplayError(
         "the backward of a graphed microbatch ran twice (retain_graph=True keeps an autograd graph, not the "
         "activations inside a CUDA graph); run such a microbatch eager"
-    )
-
-
-def late_backward() -> ReplayError:
-    """Return the error of a backward whose activations an earlier part of the chain has overwritten."""
-    return ReplayError(
-        "the backward of a graphed part of a layer came after that of an earlier layer, which uses the same memory "
-        "where activations of parts are offloaded or recomputed; call one backward for all layers, or keep their "
-        "activations on the device"
     )
 
 
@@ -188,7 +185,8 @@ class Lease:
 
     def release(self) -> None:
         """Give the slot back; further calls do nothing."""
-        self.slot.give_back(self._number)
+        if self.slot.lease == self._number:
+            self.slot.lease = None
 
     def check(self) -> None:
         """Make sure that the slot still holds this microbatch's activations.
@@ -196,8 +194,12 @@ class Lease:
         Raises:
             ReplayError: The slot was given back, so its activations are gone.
         """
-        if self._lost:
-            raise late_backward()
+        if self._lost:  # an earlier part of the chain has overwritten the activations
+            raise ReplayError(
+                "the backward of a graphed part of a layer came after that of an earlier layer, which uses the same "
+                "memory where activations of parts are offloaded or recomputed; call one backward for all layers, or "
+                "keep their activations on the device"
+            )
         if self.slot.lease != self._number:
             raise second_backward()
 
@@ -215,16 +217,9 @@ class Lease:
         self.release()
 
 
-class Turn(NamedTuple):
-    """When a recording with a backward was made.
-
-    Attributes:
-        capture: Number of the capture that recorded all of the chain's parts.
-        place: Place among these parts, in the order of their forwards.
-    """
-
-    capture: int
-    place: int
+# When a recording with a backward was made: the number of the capture that recorded all of the chain's parts, and its
+# place among these, in the order of their forwards.
+Turn = tuple[int, int]
 
 
 class ChainSlot:
@@ -279,7 +274,7 @@ class ChainSlot:
             last, holder = self._held[-1]
             lease = holder()
             if lease is not None and lease.is_current:
-                return last.capture == turn.capture and last.place < turn.place
+                return last[0] == turn[0] and last < turn
             self._held.pop()
         return True
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tables import Table
+from .device import Table
 
 # Columns that a block takes at once where rows are added up.
 COMBINED_COLUMNS = 1024
@@ -257,9 +257,8 @@ def weight_gradients(
 
     Args:
         gradient: `[rows, out]` or `[tokens, out]`, contiguous.
-        gradient_tokens: `[rows]` int32 or None.
         x: `[rows, in]` or `[tokens, in]`, contiguous.
-        x_tokens: `[rows]` int32 or None.
+        gradient_tokens, x_tokens: `[rows]` int32 or None.
         bounds: `[experts + 1]` int32.
         table: Of `[out, in]` each.
         add: Whether what is there counts; an expert without rows then stays as it is.
@@ -323,9 +322,8 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype is torch.float32 else "tf32"  # of no effect on 16 bits
 
 
-# Elements of a routing map, or of counts, that a block holds at once.
-HELD = 4096
-LEAST_TOKENS = 16
+# Elements of a routing map, or of counts, that a block holds at once, and its fewest tokens.
+HELD, LEAST_TOKENS = 4096, 16
 
 
 @triton.jit
@@ -478,9 +476,8 @@ def swiglu(inner: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
     """
     rows, columns = inner.shape[0], inner.shape[1] // 2
     out = inner.new_empty(rows, columns)
-    _swiglu[(rows,)](
-        inner, weights, bounds, out, bounds.shape[0] - 1, columns, COLUMNS=_columns_of(columns), num_warps=4
-    )
+    sides, across = (inner, weights, bounds, out), _columns_of(columns)
+    _swiglu[(rows,)](*sides, bounds.shape[0] - 1, columns, COLUMNS=across, num_warps=4)
     return out
 
 
@@ -489,9 +486,7 @@ def swiglu_backward(gradient: Tensor, inner: Tensor, weights: Tensor, bounds: Te
 
     Args:
         gradient: `[rows, width]`, contiguous.
-        inner: See `swiglu`.
-        weights: See `swiglu`.
-        bounds: See `swiglu`.
+        inner, weights, bounds: See `swiglu`.
     """
     rows, columns = gradient.shape
     of_inner, of_weights = torch.empty_like(inner), torch.empty_like(weights)

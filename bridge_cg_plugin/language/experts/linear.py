@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...graphs.recordings.parameters import sum_of
+from ...graphs.recordings.recording import sum_of
 from ...upstream_types import MegatronParameter
 from . import device
+from .device import Tables, table_of_slices
 from .exchange import ExpertExchange, summed_in
 from .rows import Rows
-from .tables import Tables, table_of_slices
 
 
 def multiply(

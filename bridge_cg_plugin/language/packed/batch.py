@@ -42,21 +42,6 @@ class PackedBatch:
     joint: "JointShape | None" = None
 
     @property
-    def documents(self) -> int:
-        """Documents, and gaps between offsets that have none."""
-        return len(self.lengths)
-
-    @property
-    def rotated(self) -> int:
-        """Width of a row of rotary angles, 0 without rotation."""
-        return 0 if self.angles is None else self.angles.shape[-1]
-
-    @property
-    def layout(self) -> tuple[str, ...]:
-        """Which offsets the batch has."""
-        return tuple(self.offsets)
-
-    @property
     def shape(self) -> "PackShape | JointShape":
         """What buckets are chosen by."""
         return self.own_shape if self.joint is None else self.joint
@@ -69,7 +54,8 @@ class PackedBatch:
     @property
     def own_shape(self) -> "PackShape":
         """The shape of this rank's pack."""
-        return PackShape(self.tokens, self.lengths, self.layout, self.rotated, (None,) * len(self.additions))
+        rotated = 0 if self.angles is None else self.angles.shape[-1]
+        return PackShape(self.tokens, self.lengths, tuple(self.offsets), rotated, (None,) * len(self.additions))
 
     def of_part(self, hidden: Tensor) -> "PackedBatch":
         """Return the batch of a part of a layer that is called with these hidden states."""
@@ -81,7 +67,12 @@ class PackedBatch:
 
 
 class PackShape(NamedTuple):
-    """A pack's size and kind. Buckets refuse a shape as they refuse the pack; see `PackedBatch`."""
+    """A pack's size and kind. Buckets refuse a shape as they refuse the pack; see `PackedBatch`.
+
+    Attributes:
+        layout: Which offsets the pack has.
+        rotated: Width of a row of rotary angles, 0 without rotation.
+    """
 
     tokens: int
     lengths: tuple[int, ...]
@@ -134,17 +125,20 @@ def pack_batch(
     values = {name: check_offsets(name, value, tokens, hidden.device, host) for name, value in given.items()}
     counts = {name: len(value) for name, value in values.items()}
     if len(set(counts.values())) > 1:
-        raise PackedBatchError(f"cu_seqlens have different counts ({_listed(counts)}): they belong to different packs")
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise PackedBatchError(f"cu_seqlens have different counts ({listed}): they belong to different packs")
     kept = _used(list(values.values()))
     for short, long in zip(OFFSETS, PADDED_OFFSETS, strict=True):
         _check_pair(short, values.get(short), long, values.get(long))
     physical = {name: values.get(padded, values[name]) for name, padded in zip(OFFSETS, PADDED_OFFSETS, strict=True)}
-    for name in physical:
-        _check_filled(name, physical[name])
+    for name, value in physical.items():
+        if value[-1] == 0:
+            raise PackedBatchError(f"{name} holds {value}: the pack is empty; leave such batches out")
         if ranks > 1:
-            _check_chunks(name, physical[name], 2 * ranks)
+            _check_chunks(name, value, 2 * ranks)
     for name, longest in max_seqlens.items():
-        _check_longest(name, longest, physical[name.replace("max_seqlen", "cu_seqlens")])
+        if longest < (actual := max(_lengths(physical[name.replace("max_seqlen", "cu_seqlens")]))):
+            raise PackedBatchError(f"{name}={longest}, a document has {actual} tokens: it must be at least that")
     lengths = tuple(max(lengths) for lengths in zip(*map(_lengths, physical.values()), strict=True))
     used = {name: value[:kept] for name, value in given.items()}
     return PackedBatch(hidden, angles, used, lengths[: kept - 1], tokens)
@@ -186,11 +180,6 @@ def _check_pair(short: str, offsets: Sequence[int] | None, long: str, padded: Se
             )
 
 
-def _check_filled(name: str, offsets: Sequence[int]) -> None:
-    if offsets[-1] == 0:
-        raise PackedBatchError(f"{name} holds {offsets}: the pack is empty; leave such batches out")
-
-
 def _check_chunks(name: str, offsets: Sequence[int], chunks: int) -> None:
     for index, length in enumerate(_lengths(offsets)):
         if length % chunks:
@@ -200,11 +189,6 @@ def _check_chunks(name: str, offsets: Sequence[int], chunks: int) -> None:
             )
 
 
-def _check_longest(name: str, longest: int, offsets: Sequence[int]) -> None:
-    if longest < (actual := max(_lengths(offsets))):
-        raise PackedBatchError(f"{name}={longest}, a document has {actual} tokens: it must be at least that")
-
-
 def _lengths(offsets: Sequence[int]) -> tuple[int, ...]:
     return tuple(after - before for before, after in pairwise(offsets))
 
@@ -212,10 +196,6 @@ def _lengths(offsets: Sequence[int]) -> tuple[int, ...]:
 def _used(offsets: Sequence[Sequence[int]]) -> int:
     """Return how many offsets there are before all that follow repeat the last, in every list."""
     return max(next(i for i, value in enumerate(values) if value == values[-1]) + 1 for values in offsets)
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def _positions(offsets: Tensor, document: Tensor, place: Tensor, ranks: int, rank: int) -> Tensor:

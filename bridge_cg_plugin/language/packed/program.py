@@ -8,15 +8,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ...attention_bounds import refuse_pack
+from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
-from ...graphs.piece import CallSite
-from ...graphs.planning.buckets import Bucket
-from ...graphs.program import Buffers, TensorSpec
+from ...graphs.program import Buffers, CallSite, RegionProgram, TensorSpec
 from ...graphs.replays.replay import BackwardObserver
-from ...graphs.rows import fill_one_segment, fill_segments, leading, write_offsets, write_rows
+from ...graphs.rows import fill_segments, leading, write_offsets, write_rows
 from ..experts.exchange import ExpertExchange
 from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch, PackShape, token_angles
-from .fit import refuse_pack
 
 # Inputs that say how a pack is made: the same for all parts of a decoder's layers.
 SHARED = ("angles", "by_place", "used", *OFFSETS, *PADDED_OFFSETS)
@@ -52,35 +51,6 @@ class RecordedPack:
 Run = Callable[[RecordedPack], tuple[Tensor, ...]]
 # Returns whether a replay has to quantize the weights, which changed; it is taken to do so.
 Changed = Callable[[], bool]
-
-
-@dataclass(frozen=True, slots=True)
-class PackLayout:
-    """What does not change between the packs of one recording.
-
-    Attributes:
-        offsets: Names of the `cu_seqlens` that a batch has.
-        rotated: Width of a row of rotary angles; 0 where nothing is rotated.
-        width: Of the hidden states.
-        dtype: Of the hidden states.
-        per_position: Whether angles come with a row per position in a document; else with a row per token.
-        absolute: Whether a table of exactly as many rows as the pack has tokens goes by the place in the pack.
-        shards: Ranks that hold a part of the tokens each (sequence parallelism).
-        ranks: Ranks that hold two chunks of every document each (context parallelism).
-        rank: Which of them this is.
-        additions: Behind how many of the first layers something is added to the hidden states.
-    """
-
-    offsets: tuple[str, ...]
-    rotated: int
-    width: int
-    dtype: torch.dtype
-    per_position: bool = True
-    absolute: bool = False
-    shards: int = 1
-    ranks: int = 1
-    rank: int = 0
-    additions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +154,28 @@ class DecoderFamily(Protocol):
         """Be around captures, whose passes leave no trace in what layers count and log."""
 
 
-class PackedProgram:
+@dataclass(frozen=True, slots=True)
+class PackLayout:
+    """What does not change between the packs of one recording.
+
+    Attributes:
+        offsets: Names of the `cu_seqlens` that a batch has.
+        rotated: Width of a row of rotary angles; 0 where nothing is rotated.
+        width: Of the hidden states.
+        dtype: Of the hidden states.
+        family: How ranks share a pack, and how angles come.
+        additions: Behind how many of the first layers something is added to the hidden states.
+    """
+
+    offsets: tuple[str, ...]
+    rotated: int
+    width: int
+    dtype: torch.dtype
+    family: DecoderFamily
+    additions: int = 0
+
+
+class PackedProgram(RegionProgram):
     """A piece of a decoder whose inputs are hidden states and packed documents.
 
     Buckets have the limits (documents, tokens of the longest document). Padding tokens lie behind the last offset.
@@ -201,7 +192,7 @@ class PackedProgram:
         self, part: DecoderPart, layout: PackLayout, exact_below: int = 0, kernels: RecordingKernels = nullcontext
     ) -> None:
         self.name = part.name
-        self.layout = layout
+        self.layout, self._family = layout, layout.family
         self._part, self._exact_below, self._kernels = part, exact_below, kernels
 
     def modules(self) -> Sequence[nn.Module]:
@@ -210,10 +201,10 @@ class PackedProgram:
 
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
-        documents, layout = bucket.limits[0], self.layout
-        tokens = bucket.tokens // (layout.shards * layout.ranks)
+        documents, layout, family = bucket.limits[0], self.layout, self._family
+        tokens = bucket.tokens // (family.shards * family.ranks)
         rows = TensorSpec((tokens, 1, layout.width), layout.dtype, differentiable=True)
-        count = documents + 1 + (layout.ranks > 1)
+        count = documents + 1 + (family.ranks > 1)
         return {
             "hidden": rows,
             **dict.fromkeys(self._additions, rows),
@@ -222,10 +213,6 @@ class PackedProgram:
             **({"used": TensorSpec((1,), torch.int32)} if self._part.counted else {}),
             **({} if self._part.changed is None else {UNCHANGED: TensorSpec((1,), torch.float32)}),
         }
-
-    def size(self, batch: PackedBatch) -> int:
-        """See `RegionProgram`."""
-        return batch.tokens
 
     def refuse(self, batch: PackedBatch, bucket: Bucket) -> Fallback | None:
         """See `RegionProgram`."""
@@ -239,7 +226,9 @@ class PackedProgram:
             return Fallback.OTHER_LAYOUT
         if shape.tokens > bucket.tokens:
             return Fallback.TOO_MANY_TOKENS
-        return refuse_pack(shape.lengths, shape.tokens, self._exact_below, bucket, layout.shards, layout.ranks)
+        return refuse_pack(
+            shape.lengths, shape.tokens, self._exact_below, bucket, self._family.shards, self._family.ranks
+        )
 
     def load(self, buffers: Buffers, batch: PackedBatch) -> None:
         """See `RegionProgram`. What parts of layers share is written with the first of them."""
@@ -254,14 +243,14 @@ class PackedProgram:
             buffers["used"].fill_(batch.hidden.shape[0])
         if batch.angles is not None:
             _load_rows(buffers["angles"], batch.angles)
-            buffers["by_place"].fill_(self.layout.absolute and batch.angles.shape[0] == sum(batch.lengths))
+            buffers["by_place"].fill_(self._family.absolute and batch.angles.shape[0] == sum(batch.lengths))
         for name in self.layout.offsets:
             write_offsets(buffers[name], batch.offsets[name], self._end(name, buffers["hidden"].shape[0]))
 
     def _end(self, name: str, rows: int) -> int | None:
         """Return where a last document of padding ends; None where padding is in no document."""
-        capacity = rows * self.layout.shards * self.layout.ranks
-        return capacity if self.layout.ranks > 1 and name in self._physical else None
+        capacity = rows * self._family.shards * self._family.ranks
+        return capacity if self._family.ranks > 1 and name in self._physical else None
 
     @property
     def _physical(self) -> tuple[str, ...]:
@@ -276,20 +265,20 @@ class PackedProgram:
             buffers["used"].fill_(buffers["hidden"].shape[0])
         if self._part.changed is not None:
             buffers[UNCHANGED].fill_(True)
-        longest, chunks = min(bucket.tokens, bucket.limits[1]), 2 * self.layout.ranks
+        tokens = longest = min(bucket.tokens, bucket.limits[1])
+        if self._family.ranks > 1:
+            tokens, chunks = bucket.tokens, 2 * self._family.ranks
+            longest = longest // chunks * chunks
         for name in self.layout.offsets:
-            if self.layout.ranks > 1:
-                fill_segments(buffers[name], bucket.tokens, longest // chunks * chunks)
-            else:
-                fill_one_segment(buffers[name], longest)
+            fill_segments(buffers[name], tokens, longest)
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Outputs have `tokens / (shards * ranks)` rows."""
         offsets = {name: buffers[name] for name in self.layout.offsets}
         angles = buffers.get("angles")
-        if angles is not None and self.layout.per_position:
+        if angles is not None and self._family.per_position:
             physical = offsets[self._physical[0]]
-            angles = token_angles(angles, buffers["by_place"], physical, self.layout.ranks, self.layout.rank)
+            angles = token_angles(angles, buffers["by_place"], physical, self._family.ranks, self._family.rank)
         additions = [buffers[name] for name in self._additions]
         used, unchanged = buffers.get("used"), buffers.get(UNCHANGED)
         return self._part.run(
@@ -312,7 +301,7 @@ class PackedProgram:
         if not self.layout.rotated:
             return {}
         # A table of positions is the same on all ranks; angles of tokens are those of a rank's own.
-        rows = tokens if self.layout.per_position else tokens // self.layout.ranks
+        rows = tokens if self._family.per_position else tokens // self._family.ranks
         angles = TensorSpec((rows, 1, 1, self.layout.rotated), torch.float32)
         return {"angles": angles, "by_place": TensorSpec((1,), torch.bool)}
 

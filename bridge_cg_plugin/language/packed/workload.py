@@ -1,6 +1,8 @@
 """A decoder over packed documents as the graph manager sees it: calls as packs, what is recorded, results, notes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -10,22 +12,113 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ...announce import announce
+from ...attention_bounds import pack_buckets, replay_cost
+from ...graphs.buckets import BEGIN_WITH, EXACT_BELOW, WINDOW, Bucket, Demand, Menu, names_of, next_run, raised
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
 from ...graphs.host_copies import HostCopies
-from ...graphs.piece import Piece
-from ...graphs.planning.buckets import EXACT_BELOW, Bucket, names_of, next_run
-from ...graphs.planning.demand import BEGIN_WITH, WINDOW, Demand
-from ...graphs.rank_consensus import digest
+from ...graphs.manager import GraphManager
+from ...graphs.program import Call, Piece, Workload, digest
 from ...graphs.region import Region
 from ...graphs.replays.replay import want_gradients
 from ...graphs.replays.slot import SharedInputs
-from ...graphs.workload import Call, Workload
 from ...offload.offloading import offloading_of
-from ...options import PACKED_FIELDS, PackedOptions
+from ...options import PACKED_FIELDS, OptionError, PackedOptions
 from .batch import OFFSETS, PADDED_OFFSETS, JointShape, PackedBatch, PackShape, pack_batch, spread
-from .plan import PackPlan
 from .program import SHARED, DecoderCall, DecoderFamily, DecoderPart, PackedProgram, PackLayout
+
+# What all packs of a recording share: which offsets they have, width of angles, width and type of hidden states.
+Kind = tuple[tuple[str, ...], int, int, torch.dtype]
+
+
+def most_documents(shapes: Iterable[PackShape | JointShape]) -> int:
+    """Return the documents of the pack that has most, of the rank that has most; 0 without packs."""
+    return max((len(each.lengths) for shape in shapes for each in shape.each), default=0)
+
+
+class PackPlan:
+    """Observes a decoder's packs and plans buckets for them.
+
+    Args:
+        options: What the user asked for.
+        family: The decoder's upstream side.
+
+    Attributes:
+        shapes: Of the packs that were seen.
+
+    Raises:
+        OptionError: A bucket that the options name cannot be shared by the ranks.
+    """
+
+    def __init__(self, options: PackedOptions, family: DecoderFamily) -> None:
+        self._options, self._family = options, family
+        self.shapes: list[PackShape | JointShape] = []
+        self._kinds: Counter[Kind] = Counter()
+        self._check_buckets()
+
+    def observe(self, batch: PackedBatch) -> None:
+        """Take a pack of the warm-up steps into account."""
+        self.shapes.append(batch.shape)
+        first = batch.shape.each[0]
+        self._kinds[first.layout, first.rotated, batch.hidden.shape[-1], batch.hidden.dtype] += 1
+
+    def buckets(self) -> list[Bucket]:
+        """Return the buckets of the capacities that the options name."""
+        return [bucket for capacity in self._options.named_buckets for bucket in self._buckets_of(capacity)]
+
+    def _buckets_of(self, capacity: int, shapes: Iterable[PackShape | JointShape] = ()) -> list[Bucket]:
+        """Return the useful buckets of a capacity, cheapest first."""
+        chosen = self._options.max_packed_seqs == "auto"
+        documents = raised(self.documents, most_documents(shapes)) if chosen else self.documents
+        return pack_buckets([capacity], documents)
+
+    @property
+    def documents(self) -> int:
+        """Most documents of a pack."""
+        wanted = self._options.max_packed_seqs
+        if wanted != "auto":
+            return wanted or 1
+        most = most_documents(self.shapes) if self.shapes else 1
+        return most + most // 2 + 1
+
+    def menu(self, program: PackedProgram) -> Menu:
+        """Return what may be recorded on demand for a program."""
+        return Menu(
+            buckets_of=self._buckets_of,
+            refuse=program.refuse,
+            cost=replay_cost,
+            unit=self._unit,
+            exact_below=math.inf if self._family.shards > 1 else EXACT_BELOW * self._family.ranks,
+            capacities=self._options.named_buckets,
+            weights=self._family.weights_per_token(),
+        )
+
+    def kind(self) -> Kind:
+        """Return what the packs that were seen most often share.
+
+        Raises:
+            ValueError: No pack was observed.
+        """
+        if not self._kinds:
+            raise ValueError("no packed microbatch was seen in the warm-up steps, so nothing says how packs look")
+        return self._kinds.most_common(1)[0][0]
+
+    def additions(self) -> int:
+        """Return behind how many layers something is added at most."""
+        return max(len(each.additions) for shape in self.shapes for each in shape.each)
+
+    @property
+    def _unit(self) -> int:
+        """What a bucket's tokens are a multiple of, so that every rank has as many, and as its kernels take."""
+        shards, ranks, rows = self._family.shards, self._family.ranks, self._family.rows
+        return math.lcm(shards * ranks * rows, 2 * ranks if ranks > 1 else 1)
+
+    def _check_buckets(self) -> None:
+        if wrong := [tokens for tokens in self._options.named_buckets if tokens % self._unit]:
+            why = "which ranks share in equal parts" if self._family.rows == 1 else "as fp8 needs on every rank"
+            allowed = f"a multiple of {self._unit}, {why}"
+            raise OptionError(PACKED_FIELDS["buckets"], wrong[0], allowed, "Round the size up.")
+
 
 EVERY_OFFSET = (*OFFSETS, *PADDED_OFFSETS)
 # Of a shape, behind whether there is one.
@@ -95,12 +188,12 @@ class PackedWorkload(Workload):
 
     Attributes:
         plan: Observes packs and plans buckets.
-        buckets: Tokens of the buckets there are; None before.
 
     Raises:
         OptionError: A bucket that the options name cannot be shared by the ranks.
     """
 
+    manager: GraphManager
     title = "packed-sequence CUDA graphs"
     noun = "decoder"
     group = "packed_cuda_graph"
@@ -121,8 +214,6 @@ class PackedWorkload(Workload):
         self.strict = options.strict
         self.host, self._exchange = host or HostCopies(), exchange
         self.plan = PackPlan(options, family)
-        self.buckets: tuple[int, ...] | None = None
-        self._demand: Demand | None = None
         self._parts = 0
 
     def read(self, *args: Any, **kwargs: Any) -> Call:
@@ -141,7 +232,7 @@ class PackedWorkload(Workload):
         if want_gradients((call.angles,)):
             return Call(None, Fallback.INPUT_GRADIENTS, counts=False)
         batch = self._batch(call)
-        return Call(batch, None, batch.tokens, note=None if self._demand is None else batch.shape)
+        return Call(batch, None, batch.tokens, note=batch.shape)
 
     def _together(self, call: Call, exchange: ShapeExchange) -> Call:
         """Return a call with what it needs to run as on all other ranks, which are at the same microbatch."""
@@ -169,6 +260,7 @@ class PackedWorkload(Workload):
         """See `Workload`."""
         if call.batch is not None:
             self.plan.observe(call.batch)
+            self.observed += 1
 
     def capture(self) -> None:
         """See `Workload`. What can fail on one rank alone is inside an agreement."""
@@ -184,46 +276,36 @@ class PackedWorkload(Workload):
         if exchange is None:
             return
 
-        def take_memory() -> float:
+        def take_memory() -> None:
             _, _, width, dtype = self.plan.kind()
             largest = max(self.buckets or (1,))
             tokens = largest // (self.family.shards * self.family.ranks)
             made.append(exchange.rehearsal(tokens, width, dtype, self.manager.executor.device))
-            return 0.0
 
         self.manager.consensus.agree(take_memory)
         made.pop()()
 
     def _digest(self) -> float:
         """Plan; returns a number that stands for the buckets, their order and the slots."""
-        kind, self.buckets = self.plan.kind(), self.options.named_buckets
+        kind, self.named = self.plan.kind(), self.options.named_buckets
         if self.options.on_demand:
-            self._demand = self._begin()
-            self._note_buckets(self._demand)
+            self.demand = self._begin()
         return digest(self.manager.slots, kind, *map(str, self._planned()))
 
     def _planned(self) -> Sequence[Bucket]:
         """Return the buckets to capture now."""
-        return self.plan.buckets() if self._demand is None else self._demand.buckets
+        return self.plan.buckets() if self.demand is None else self.demand.buckets
 
     def _begin(self) -> Demand:
         """Return what packs have asked for, with the buckets to begin with."""
         demand = Demand(self.plan.menu(self._program(self.family.parts(self.modules)[0])))
-        for seen in self.plan.observed[-WINDOW:]:
-            demand.saw(seen.shape)
+        for shape in self.plan.shapes[-WINDOW:]:
+            demand.saw(shape)
         demand.begin(BEGIN_WITH)
         return demand
 
-    def _note_buckets(self, demand: Demand) -> None:
-        self.buckets = demand.capacities
-
-    def grown(self) -> None:
-        """See `Workload`."""
-        if self._demand is not None:
-            self._note_buckets(self._demand)
-
-    def _record(self) -> float:
-        demand, buckets = self._demand, self._planned()
+    def _record(self) -> None:
+        demand, buckets = self.demand, self._planned()
         shared = SharedInputs(SHARED, self.manager.executor.device)
         parts = self.family.parts(self.modules)
         offloading = offloading_of(self.options, PACKED_FIELDS, self.manager)
@@ -244,19 +326,9 @@ class PackedWorkload(Workload):
         )
         self._parts = sum(part.site is not None for part in parts)
         regions[0].statistics.static_bytes += shared.nbytes
-        return 0.0
 
     def _program(self, part: DecoderPart) -> PackedProgram:
-        family = self.family
-        layout = PackLayout(
-            *self.plan.kind(),
-            per_position=family.per_position,
-            absolute=family.absolute,
-            shards=family.shards,
-            ranks=family.ranks,
-            rank=family.rank,
-            additions=self.plan.additions() if part.site is None else 0,
-        )
+        layout = PackLayout(*self.plan.kind(), self.family, self.plan.additions() if part.site is None else 0)
         return PackedProgram(part, layout, EXACT_BELOW, partial(self._kernels, part))
 
     @contextmanager
@@ -271,17 +343,13 @@ class PackedWorkload(Workload):
 
     def captured(self) -> None:
         """See `Workload`."""
-        self.manager.consensus.agree(self._tell)
-
-    def _tell(self) -> float:
         parts = f" in {self._parts} parts of layers" if self._parts > 1 else ""
         found, documents = names_of(self.buckets or ()), self.plan.documents
         announce(f"{self.title}{parts}: {found}; {self.manager.slots} slot(s), up to {documents} documents")
-        return 0.0
 
     def forget(self) -> None:
         """See `Workload`."""
-        self._parts, self._demand = 0, None
+        self._parts = 0
 
     def replay(self, region: Region, batch: PackedBatch) -> tuple[Tensor, ...] | None:
         """See `Workload`."""
@@ -291,22 +359,13 @@ class PackedWorkload(Workload):
             scales.after_forward()
         return outputs
 
-    def returned(self, outputs: tuple[Tensor, ...]) -> Tensor:
-        """See `Workload`: the hidden states."""
-        return outputs[0]
-
-    def warmup_microbatches(self) -> int:
-        """See `Workload`."""
-        return len(self.plan.observed)
-
     def notes(self) -> dict[str, str]:
         """See `Workload`."""
         notes = {} if self.buckets is None else {"plan": names_of(self.buckets)}
-        if self._demand is not None and self.buckets:
+        if self.demand is not None and self.buckets:
             notes["next run"] = next_run(self.buckets, PACKED_FIELDS["buckets"])
-        if self.plan.observed:
-            most = max(seen.documents for seen in self.plan.observed)
-            notes["documents"] = f"up to {most} in the packs of warm-up steps"
+        if self.plan.shapes:
+            notes["documents"] = f"up to {most_documents(self.plan.shapes)} in the packs of warm-up steps"
         if self.host.device_reads:
             notes["offset reads"] = f"{self.host.device_reads} cu_seqlens were read from the device"
         return notes

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ...announce import warn
 from ...graphs.errors import CaptureError, Refused
 from ...graphs.fallback import Fallback
+from ...language.experts.device import Tables
 from ...language.experts.exchange import ExpertExchange
-from ...language.experts.tables import Tables
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
 from ...language.packed.program import DecoderCall, DecoderPart, RecordedPack
 from ...options import OptionError
@@ -95,7 +95,7 @@ class TransformerBlockFamily:
         self.rows = ROWS if computes_in_fp8(config) else 1
         self._quantized: list[QuantizedWeights] = []
         self._told = False
-        self._inside: list[nn.Module] = []  # layers with experts inside the graph
+        self._inside: list[UpstreamModule] = []  # layers with experts inside the graph
         self._tables = Tables()
         self.exchange: ExpertExchange | None = None
         self._mamba = [layer for layer in decoder.layers if is_mamba(layer)]

@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from ...announce import warn
 from ...graphs.errors import CaptureError
 from ...graphs.instance import every_module
-from ...graphs.piece import CallSite, Follower
+from ...graphs.program import CallSite, Follower
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS, document_indices
 from ...language.packed.program import DecoderPart, RecordedPack
 from ...options import OptionError

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...graphs.planning.buckets import Bucket
+from ...graphs.buckets import Bucket
 from ...graphs.program import Buffers
 from ...upstream_types import UpstreamModule
 from ...vision.batch import EncoderBatch

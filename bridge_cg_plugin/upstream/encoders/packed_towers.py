@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ...attention_bounds import cudnn_pays
-from ...graphs.planning.buckets import Bucket
-from ...graphs.workload import Call
+from ...graphs.buckets import Bucket
+from ...graphs.program import Call
 from ...offload import never_offload
 from ...options import OptionError
 from ...upstream_types import UpstreamModule

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...graphs.planning.buckets import Bucket
-from ...graphs.program import Buffers, TensorSpec
-from ...graphs.workload import Call
+from ...graphs.buckets import Bucket
+from ...graphs.program import Buffers, Call, TensorSpec
 from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ...vision.batch import BatchError, EncoderBatch, Grid, HostGrids, check_device, shape_of

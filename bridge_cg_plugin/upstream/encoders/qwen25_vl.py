@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from ...graphs.planning.buckets import Bucket
+from ...graphs.buckets import Bucket
 from ...graphs.program import Buffers
 from ...upstream_types import UpstreamModule
 from ...vision.batch import EncoderBatch, shape_of

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...attention_bounds import Shape
+from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
-from ...graphs.planning.buckets import Bucket
-from ...graphs.program import Buffers, TensorSpec
+from ...graphs.program import Buffers, Call, TensorSpec
 from ...graphs.rows import write_rows
-from ...graphs.workload import Call
 from ...upstream_types import UpstreamModule
 from ...vision.batch import GRID_DTYPES, EncoderBatch, HostGrids, check_device
 from ...vision.encoder import Encoder, EncoderFamily, RecordingKernels, encoder_call
-from ...vision.fit import Shape
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
 from ...vision.kernels.packed_attention import PackedSegments, packed_attention
 from ...vision.layout import TokenPositions, offsets_of, owners, permuted, position_interpolation, token_positions

@@ -11,9 +11,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
-from ...graphs.planning.buckets import Bucket
-from ...graphs.program import Buffers
-from ...graphs.workload import Call
+from ...graphs.buckets import Bucket
+from ...graphs.program import Buffers, Call
 from ...vision.batch import EncoderBatch, HostGrids
 from ...vision.encoder import EncoderFamily, OtherAttention, RecordingKernels, encoder_call
 from ...vision.grid_encoder import GridEncoder, embedded, interpolate

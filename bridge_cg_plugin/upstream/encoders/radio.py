@@ -13,18 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...attention_bounds import DETERMINISTIC_TOKENS
+from ...attention_bounds import DETERMINISTIC_TOKENS, refuse_images
+from ...graphs.buckets import GRANULARITY, Bucket, round_up
 from ...graphs.fallback import Fallback
 from ...graphs.instance import own_method
-from ...graphs.planning.buckets import GRANULARITY, Bucket, round_up
-from ...graphs.program import Buffers, TensorSpec
+from ...graphs.program import Buffers, Call, TensorSpec
 from ...graphs.rows import write_rows
-from ...graphs.workload import Call
 from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ...vision.batch import EncoderBatch, HostGrids, check_device, equal_images, shape_of
 from ...vision.encoder import Encoder, RecordingKernels, encoder_call
-from ...vision.fit import refuse_images
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
 from ..kernels.transformer_engine import device_lengths
 from .qwen3_vl import OVER_SEGMENTS, core_family, core_kernels, pack_segments, te_bounds

@@ -6,11 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ...graphs.buckets import Bucket
 from ...graphs.instance import own_method
-from ...graphs.planning.buckets import Bucket
-from ...graphs.program import Buffers, TensorSpec
+from ...graphs.program import Buffers, Call, TensorSpec
 from ...graphs.rows import write_rows
-from ...graphs.workload import Call
 from ...upstream_types import UpstreamModule
 from ...vision.batch import BatchError, EncoderBatch, HostGrids, check_device, equal_images
 from ...vision.encoder import Encoder, EncoderFamily, RecordingKernels, encoder_call

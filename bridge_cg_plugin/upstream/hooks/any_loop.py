@@ -17,8 +17,7 @@ from typing import Any
 from torch import nn
 
 from ...announce import announce, warn
-from ...graphs.joint_step import before_evaluation, joint_step
-from ...graphs.manager import GraphManager
+from ...graphs.manager import GraphManager, before_evaluation, joint_step
 from ...options import OptionError, graph_options
 from ...options.facts import LOOP_PARTS
 from ...options.graph_options import LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER

@@ -11,10 +11,8 @@ from torch import nn
 
 from ...announce import announce
 from ...graphs.manager import GraphManager
-from ...graphs.piece import SINGLE_RANK, Surroundings
-from ...graphs.rank_consensus import RankConsensus
+from ...graphs.program import SINGLE_RANK, RankConsensus, Surroundings, Workload
 from ...graphs.recordings.executor import CudaGraphExecutor, Executor, Isolated, ReferenceExecutor
-from ...graphs.workload import Workload
 from ...options import PROVIDER_FIELDS
 from ...options.language_model import IMPL
 from ...options.packed import MAX_PACKED_SEQS

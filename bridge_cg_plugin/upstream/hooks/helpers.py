@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 from ...graphs.manager import GraphManager
 from ...graphs.recordings.executor import Executor, Isolated
 from ...language.packed.workload import PackedWorkload, ShapeExchange
-from ...language.whole_model.workload import LanguageModelWorkload
+from ...language.whole_model import LanguageModelWorkload
 from ...options import GraphOptions, VisionGraphOptions, audio_options, check_options, packed_options, vision_options
 from ...options.declaration import plain
 from ...options.normalization import options_of
@@ -337,7 +337,7 @@ class CurrentGraphs(GraphHelper):
             self.graphs = graphs_over(chunks, language_model, self.workload, executor)
         if not training:
             return nullcontext()
-        if self.workload.warmup_microbatches() and self.is_due(warmup_steps):
+        if self.workload.observed and self.is_due(warmup_steps):
             self.graphs.capture()
         may_record = not any(graphs.recorded for graphs in active_graphs())
         return self.workload.training_step(microbatches, may_record)

@@ -17,10 +17,15 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ...announce import announce
-from ...graphs.joint_step import joint_step
-from ...graphs.manager import GraphManager
-from ...graphs.reports.report import merge_statistics, metrics_of_ranks, pause_metrics, render_ranks, render_steps
-from ...graphs.reports.statistics import RegionStatistics
+from ...graphs.manager import GraphManager, joint_step
+from ...graphs.reports import (
+    RegionStatistics,
+    merge_statistics,
+    metrics_of_ranks,
+    pause_metrics,
+    render_ranks,
+    render_steps,
+)
 from ..encoders.registry import find_encoders
 from ..parallel.watchdog import WATCHDOG, named_failure, several_ranks, timeout_s
 from ..seams.patches import Patch, arguments_of

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ...graphs.instance import every_module
-from ...graphs.recordings.parameters import sum_of
-from ...graphs.recordings.side_stream import SideStream, current_side_stream
+from ...graphs.recordings.recording import sum_of
+from ...graphs.recordings.streams import SideStream, current_side_stream
 from ...graphs.replays.gradients import SMALL
 from ...upstream_types import UpstreamModule
 from ..seams.registry import seam

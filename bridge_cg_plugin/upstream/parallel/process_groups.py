@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from ...graphs.rank_consensus import GroupConsensus, RankConsensus, SingleRank
+from ...graphs.program import SINGLE_RANK, GroupConsensus, RankConsensus
 from ...graphs.recordings.executor import Isolated
 from ...options import OptionError
 from ...options.language_model import MODULES
@@ -112,7 +112,7 @@ def _several(group: Any) -> distributed.ProcessGroup | None:
 def consensus_of(group: distributed.ProcessGroup | None) -> RankConsensus:
     """Return how the ranks of a group agree."""
     if group is None:
-        return SingleRank()
+        return SINGLE_RANK
     on_gpu = distributed.get_backend(group) == "nccl"
     return GroupConsensus(group, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
 

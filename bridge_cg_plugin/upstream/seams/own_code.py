@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-from ...graphs.changes.state import Exempt
-from ...graphs.changes.values import look_not_into
+from ...graphs.changes.state import Exempt, look_not_into
 from ...graphs.errors import Refused
 from ...graphs.fallback import Fallback
 from ...graphs.instance import own_attribute

@@ -132,19 +132,14 @@ class _BiasResidual(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         gradient, stream = gradient.contiguous(), current_stream()
-        known = _known_sum(gradient, ctx.dtype) if ctx.needs_input_grad[1] and ctx.may_wait() else None
-        bias = _bias_gradient(ctx, gradient) if known is None else known
+        known = None
+        if ctx.needs_input_grad[1] and ctx.may_wait() and stream is not None:
+            known = stream.sum_of(gradient)  # LayerNorm's backward added it up as it made the gradient
+        bias = known if known is not None and known.dtype == ctx.dtype else _bias_gradient(ctx, gradient)
         if ctx.branch is None or stream is None:
             return gradient, bias, gradient, None
         stream.leave(ctx.branch, gradient)
         return gradient, bias, None, None
-
-
-def _known_sum(gradient: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the sum over tokens of a gradient that LayerNorm's backward added up as it made it."""
-    stream = current_stream()
-    known = None if stream is None else stream.sum_of(gradient)
-    return known if known is not None and known.dtype == dtype else None
 
 
 def _bias_gradient(ctx: Any, gradient: Tensor) -> Tensor | None:

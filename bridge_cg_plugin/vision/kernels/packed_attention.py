@@ -99,15 +99,10 @@ class _Flash(Function):
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, scale: float) -> Tensor:
     """Attend as `packed_attention`, by a dense mask, in any floating-point dtype."""
-    segment = _segment_of_each(query.shape[0], offsets)
+    row = torch.arange(query.shape[0], device=offsets.device, dtype=offsets.dtype)
+    segment = torch.searchsorted(offsets[1:].contiguous(), row, right=True)  # behind the last, one more
     mask = segment[:, None] == segment[None, :]  # padding attends to itself: a row with no key would be NaN
     query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
     context = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)[0]
     context = context.transpose(0, 1)
     return torch.where((segment < offsets.shape[0] - 1)[:, None, None], context, 0)
-
-
-def _segment_of_each(rows: int, offsets: Tensor) -> Tensor:
-    """Return the number of each row's segment, `[rows]`; rows behind the last segment are one more."""
-    row = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
-    return torch.searchsorted(offsets[1:].contiguous(), row, right=True)

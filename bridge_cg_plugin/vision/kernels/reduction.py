@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from ...graphs.instance import every_module
-from ...graphs.recordings.side_stream import run_on_side_stream
+from ...graphs.recordings.streams import run_on_side_stream
 from ...graphs.replays.gradients import SMALL
 
 # Programs that keep a GPU busy. With more tiles a program adds up several, so that few partial sums are left.
@@ -160,11 +160,7 @@ def deferred_sums(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def may_wait(parameter: Tensor) -> Callable[[], bool]:
     """Note a use of a parameter in a forward; returns what its backward asks: whether the gradient's sum can wait."""
-    return _never if _deferred is None else _deferred.note_use(parameter)
-
-
-def _never() -> bool:
-    return False
+    return (lambda: False) if _deferred is None else _deferred.note_use(parameter)
 
 
 def partial_sums(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...graphs.recordings.activations import saved_address
+from ...graphs.recordings.recording import saved_address
 
 REMEDY = 'set vision_cuda_graph_tuning.kernels="exact"'
 

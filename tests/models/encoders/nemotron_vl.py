@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from bridge_cg_plugin.graphs.planning.buckets import GRANULARITY, round_up
+from bridge_cg_plugin.graphs.buckets import GRANULARITY, round_up
 from tests.models.encoder_case import Batch, Encoder, Fp32Copy, random
 from tests.models.mixes import CountMixes
 from tests.models.radio_tower import build_radio, fp32_radio

@@ -16,18 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bridge_cg_plugin.attention_bounds import scanned_limits
+from bridge_cg_plugin.attention_bounds import Shape, refuse_images, scanned_limits
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.planning.buckets import Bucket
-from bridge_cg_plugin.graphs.program import Buffers, TensorSpec
+from bridge_cg_plugin.graphs.program import Buffers, Call, TensorSpec
 from bridge_cg_plugin.graphs.rows import write_rows
-from bridge_cg_plugin.graphs.workload import Call
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.kernels.recompute import known_activations
 from bridge_cg_plugin.upstream.wrappers import overridden
 from bridge_cg_plugin.vision.batch import GRID_DTYPES, EncoderBatch, HostGrids, check_device
 from bridge_cg_plugin.vision.encoder import Encoder, EncoderFamily, RecordingKernels, encoder_call
-from bridge_cg_plugin.vision.fit import Shape, refuse_images
 from bridge_cg_plugin.vision.guard import guarded_shape, images, poisoned, write_guarded
 from bridge_cg_plugin.vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention
 from bridge_cg_plugin.vision.layout import token_positions

@@ -1,8 +1,9 @@
-"""A warm-up pass that is looked at: no replay leaves a tensor somewhere or draws on the host, as the pass may do.
+"""Passes before a capture: one that is looked at, and passes over one layer of each kind.
 
-It is one behind the first, which fills caches, over one layer of each kind. Not seen are tensors that compiled code
-without operations makes and no attribute holds, and generators that C code calls, as in `map(rng.random, ...)`. A value
-of the device that is read on the host fails the capture itself.
+No replay leaves a tensor somewhere or draws on the host, as the pass may do that is looked at. It is one behind the
+first, which fills caches, over one layer of each kind. Not seen are tensors that compiled code without operations makes
+and no attribute holds, and generators that C code calls, as in `map(rng.random, ...)`. A value of the device that is
+read on the host fails the capture itself.
 """
 
 import gc
@@ -10,8 +11,9 @@ import pickle
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import compress
 from threading import get_ident
 from types import BuiltinMethodType, CodeType, FrameType, MethodType
@@ -24,10 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...announce import LOGGER
+from ..changes.dict_watch import WATCHER
 from ..changes.model_watch import ModelWatch
-from ..changes.state import PARTS
+from ..changes.state import PARTS, plain
 from ..errors import Refused, named
 from ..fallback import Fallback
+from ..instance import InstanceMethod
 
 # Objects between a tensor and a module or a global, at most.
 DEPTH = 8
@@ -75,18 +79,14 @@ def holder_of(tensors: Sequence[Tensor], watch: ModelWatch) -> str | None:
             seen.add(id(holder))
             name = next((_joined(key, held_by[id(value)]) for key, value in _held(holder) if id(value) in held_by), "")
             root = _root(holder, watch)
-            if watch.ignores(name) if isinstance(holder, nn.Module) else _package(holder, root) in own:
+            package = (root or type(holder).__module__).partition(".")[0]  # of its class, or of a global
+            if name in watch.ignored if isinstance(holder, nn.Module) else package in own:
                 continue
             if root is not None:
                 return f"{root}.{name}"
             values.append(holder)
             names[id(holder)] = name
     return None
-
-
-def _package(holder: Any, root: str | None) -> str:
-    """Return the package that an object's class, or a global, is of."""
-    return (root or type(holder).__module__).partition(".")[0]
 
 
 def _root(holder: Any, watch: ModelWatch) -> str | None:
@@ -261,3 +261,97 @@ def watched_pass(watch: ModelWatch, generators: Sequence[torch.Generator]) -> It
     where = holder_of(tensors_of_storages(left), watch)
     if where is not None:
         raise Refused(Fallback.LEAVES_TENSORS, f"each forward leaves a tensor in {where}")
+
+
+# What counts or names layers; those of one kind differ in it.
+NUMBERS = frozenset(("layer_number", "layer_idx", "layer_no", "name"))
+
+
+class _Pass:
+    """Runs layers' forwards, one of each kind."""
+
+    def __init__(self) -> None:
+        # Of each kind: the layer that computed, what it returned behind the hidden states, all None (None: it returned
+        # these alone), and its other arguments, kept so that no other object takes their identity.
+        self._ran: dict[Hashable, tuple[nn.Module, tuple[None, ...] | None, tuple[object, ...]]] = {}
+        self._kinds: dict[nn.Module, Hashable] = {}
+        # Of configurations, which have hundreds of settings each and are shared by modules.
+        self._settings: dict[int, tuple[object, Hashable]] = {}
+
+    def call(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a layer's forward, or return its hidden states where a layer of its kind ran."""
+        hidden, *others = (*args, *kwargs.values()) or (None,)
+        if not isinstance(hidden, Tensor):
+            return forward(*args, **kwargs)
+        differentiable = hidden.requires_grad and torch.is_grad_enabled()
+        key = self._kind(layer), hidden.shape, hidden.dtype, differentiable, tuple(map(id, others))
+        ran, behind, _ = self._ran.get(key, (layer, None, ()))
+        if ran is not layer:
+            return hidden if behind is None else (hidden, *behind)
+        returned = forward(*args, **kwargs)
+        made, *rest = returned if isinstance(returned, tuple) and returned else (returned,)
+        passes_on = isinstance(made, Tensor) and (made.shape, made.dtype) == (hidden.shape, hidden.dtype)
+        if passes_on and all(value is None for value in rest):
+            nones = (None,) * len(rest) if isinstance(returned, tuple) else None
+            self._ran[key] = layer, nones, tuple(others)
+        return returned
+
+    def _kind(self, layer: nn.Module) -> Hashable:
+        if layer not in self._kinds:
+            self._kinds[layer] = tuple(self._traits(name, module) for name, module in layer.named_modules())
+        return self._kinds[layer]
+
+    def _traits(self, name: str, module: nn.Module) -> Hashable:
+        """Return what decides a module's kernels: its class, settings, configuration, and its tensors' sizes."""
+        held = (*module._parameters.values(), *module._buffers.values())
+        tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in held if t is not None)
+        return name, type(module), _settings(module), self._configured(getattr(module, "config", None)), tensors
+
+    def _configured(self, config: object) -> Hashable:
+        if id(config) not in self._settings:
+            self._settings[id(config)] = config, _settings(config)  # it is kept: no other takes its identity
+        return self._settings[id(config)][1]
+
+
+@contextmanager
+def one_layer_of_each_kind(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Let the first of layers that are alike compute; the others return the hidden states that they are called with.
+
+    Layers are alike where their modules, the sizes of their parameters, their settings and the arguments besides the
+    hidden states are, and where what the first one returns could be another's hidden states.
+
+    Args:
+        roots: Modules; what their outermost lists of modules hold are the layers.
+    """
+    once = _Pass()
+    layers = dict.fromkeys(layer for root in roots for layer in _layers(root))
+    with ExitStack() as stack:
+        for layer in layers:
+            with WATCHER.silent():
+                method = InstanceMethod(layer, "forward", partial(once.call, layer, layer.forward))
+            stack.callback(_restore, method)
+        yield
+
+
+def _restore(method: InstanceMethod) -> None:
+    with WATCHER.silent():
+        method.restore()
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield what the outermost lists of modules hold."""
+    if isinstance(module, nn.ModuleList):
+        yield from module.children()  # a list may also hold None
+        return
+    for child in module.children():
+        yield from _layers(child)
+
+
+def _settings(holder: object) -> Hashable:
+    plain = getattr(holder, "__dict__", {}).items()
+    return tuple((name, v) for name, v in plain if _is_setting(v) and name not in NUMBERS)
+
+
+def _is_setting(value: object) -> bool:
+    """Whether a kernel may be chosen by a value. Other objects belong to one layer each."""
+    return plain(value) or (type(value) is tuple and all(map(_is_setting, value)))

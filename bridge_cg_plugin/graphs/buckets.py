@@ -1,14 +1,81 @@
-"""Which bucket is worth recording next, by what recent microbatches looked like. Imports no torch."""
+"""Buckets, the one that a batch goes into, and which is worth recording next, by what recent microbatches looked like.
+
+Imports no torch.
+"""
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..fallback import Fallback
-from ..retries import Retry
-from .buckets import GRANULARITY, Bucket, round_up
+from .errors import Retry
+from .fallback import Fallback
+
+# Attention and GEMM kernels work on tiles of this many tokens; finer capacities save nothing.
+GRANULARITY = 64
+# Up to here matrix libraries choose kernels by the number of rows, so padding would change eager's rounding.
+EXACT_BELOW = 256
+
+
+class Bucket(NamedTuple):
+    """What one recording of a region is made for. Every replay looks it up several times: a tuple, hashed in C.
+
+    Attributes:
+        tokens: Capacity.
+        limits: Further upper bounds that the program gave the recording; the engine does not interpret them.
+    """
+
+    tokens: int
+    limits: tuple[int, ...] = ()
+
+    def contains(self, other: "Bucket") -> bool:
+        """Whether both have the same capacity and every limit here is at least the other's."""
+        return self.tokens == other.tokens and all(a >= b for a, b in zip(self.limits, other.limits, strict=True))
+
+    def __str__(self) -> str:
+        return "/".join(map(str, (self.tokens, *self.limits)))
+
+
+def raised(limit: int, needed: int) -> int:
+    """Return a limit, doubled until it is at least what is needed."""
+    while limit < needed:
+        limit *= 2
+    return limit
+
+
+def names_of(capacities: Sequence[int]) -> str:
+    """Return the buckets of some capacities in words."""
+    return f"buckets {', '.join(map(str, capacities))} tokens" if capacities else "no bucket yet"
+
+
+def next_run(capacities: Sequence[int], field: str) -> str:
+    """Return how another run captures buckets of these capacities after its warm-up steps, and no others."""
+    return f"{field}=[{','.join(map(str, capacities))}] captures these sizes after the warm-up steps"
+
+
+def choose(tokens: int, buckets: Iterable[Bucket], refuse: Callable[[Bucket], Fallback | None]) -> Bucket | Fallback:
+    """Return the first bucket that accepts a batch, or the reason why none does.
+
+    Args:
+        tokens: The batch's size.
+        buckets: In the order in which they are tried.
+        refuse: Returns why the batch may not use a bucket that has room for its tokens, or None if it may.
+    """
+    reason = Fallback.TOO_MANY_TOKENS
+    for bucket in buckets:
+        if tokens <= bucket.tokens:
+            refusal = refuse(bucket)
+            if refusal is None:
+                return bucket
+            reason = refusal
+    return reason
+
+
+def round_up(value: int, step: int) -> int:
+    """Return the smallest multiple of a step that is no less than a value."""
+    return -(-value // step) * step
+
 
 # Microbatches that a choice rests on.
 WINDOW = 256
@@ -107,10 +174,11 @@ class Demand:
 
     Attributes:
         buckets: What is recorded, to be kept up to date.
+        cost: Returns what a replay of a bucket takes.
     """
 
     def __init__(self, menu: Menu, limit: float = math.inf) -> None:
-        self._menu, self._limit = menu, limit
+        self._menu, self._limit, self.cost = menu, limit, menu.cost
         # The least tokens that memory was not enough for.
         self._too_many, self._failed_for = math.inf, Fallback.CAPTURE_FAILED
         self.buckets: list[Bucket] = []
@@ -118,11 +186,6 @@ class Demand:
         self._retry = Retry(TRIED_AGAIN)
         self._modes = {training: _Lately() for training in (False, True)}
         self.turn_to(training=True)
-
-    @property
-    def cost(self) -> Callable[[Bucket], float]:
-        """Returns what a replay of a bucket takes."""
-        return self._menu.cost
 
     @property
     def capacities(self) -> tuple[int, ...]:

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
-from ...announce import announce, warn
-from ..errors import CaptureError, OtherRankFailed, named, reason_of
-from ..rank_consensus import RankConsensus
-from ..recordings.executor import give_back_after
-from ..region import Region
-from .buckets import Bucket
-from .demand import Demand
+from ..announce import announce, warn
+from .buckets import Bucket, Demand
+from .errors import reason_of
+from .fallback import Fallback
+from .program import RankConsensus
+from .recordings.executor import give_up
+from .region import Region
 
 
 class Growing:
@@ -54,7 +54,8 @@ class Growing:
         """
         self._tried = False
         if self.demand.due() and (bucket := self.demand.next()) is not None:
-            self._record(partial(self._add, bucket, training), f"bucket {bucket}", partial(self._forget, bucket))
+            add, forget = partial(self._add, bucket, training), partial(self._forget, bucket)
+            self._record(add, f"bucket {bucket}", lambda error: forget(reason_of(error)))
         elif any(wishes := [region.due_wishes() for region in self._regions]):
             index, bucket, mode = next(found for found in wishes if found)[0]
             alike = [
@@ -66,7 +67,8 @@ class Growing:
 
             def fulfill() -> None:
                 for region, wish in alike:
-                    region.record_wish(wish)
+                    del region.wishes[wish]
+                    region.record(region.sources.current, *wish)
 
             def take_back(error: Exception) -> None:
                 for region, wish in alike:
@@ -84,24 +86,16 @@ class Growing:
             undo: Called with the error if it failed.
         """
 
-        def done() -> float:
-            work()
-            return 0.0
-
         if not self._consensus.agree(lambda: float(all(region.is_idle() for region in self._regions))).smallest:
             return
         self._tried, started = True, time.perf_counter()
         try:
             with self._counted():
-                self._consensus.agree(done)
+                self._consensus.agree(work)
         except Exception as error:
             executor = self._regions[0].executor
             undo(error)
-            if self._strict:
-                raise CaptureError(f"{self._title}: {what} could not be captured: {named(error)}") from error
-            if not isinstance(error, OtherRankFailed):  # the rank that failed reports it
-                warn(f"{self._title}: {what} could not be captured, the others go on: {named(error)}")
-            give_back_after(error, executor)
+            give_up(error, f"{self._title}: {what}", "the others go on", self._strict, executor)
             return
         announce(f"{self._title}: {what} captured in {time.perf_counter() - started:.1f} s")
         self.fit()
@@ -111,15 +105,11 @@ class Growing:
             region.add(bucket, training)
         self.demand.buckets.append(bucket)
 
-    def _forget(self, bucket: Bucket, error: Exception) -> None:
-        """Forget a bucket that failed; no larger one is tried where it was the largest."""
-        self._drop(bucket)
-        self.demand.refuse(bucket, reason_of(error))
-
-    def _drop(self, bucket: Bucket) -> None:
+    def _forget(self, bucket: Bucket, reason: Fallback = Fallback.CAPTURE_FAILED) -> None:
+        """Forget a bucket that failed or does not fit; no larger one is tried where it was the largest."""
         for region in self._regions:
             region.drop(bucket)
-        self.demand.drop(bucket)
+        self.demand.refuse(bucket, reason)
 
     def fit(self) -> None:
         """Drop the largest buckets while recordings take more memory than they may on some rank."""
@@ -129,8 +119,7 @@ class Growing:
             excess = self._excess(self._limit)
             while self.demand.buckets and excess > self._allowed:
                 bucket = max(self.demand.buckets)
-                self._drop(bucket)
-                self.demand.refuse(bucket)
+                self._forget(bucket)
                 warn(f"{self._title}: bucket {bucket} does not fit the memory limit and is dropped")
                 excess = self._excess(self._limit)
                 shrink = self._consensus.agree(lambda: float(all(region.chain.shrinks for region in self._regions)))

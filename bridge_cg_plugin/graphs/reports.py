@@ -1,0 +1,387 @@
+"""What a region did: replays per bucket, padding, fallbacks, memory, capture time; reports, and figures for loggers."""
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import zip_longest
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from ..announce import LOGGER, announce, rank
+from .buckets import Bucket
+from .fallback import Fallback
+
+GIB = 2**30
+LAST_FALLBACKS, SHOWN_RANKS = 5, 16
+# From so many recordings on, a capture takes more than a few seconds.
+MANY = 4
+EVERY_S = 5.0
+SUMS = ("capture_seconds", "graph_bytes", "static_bytes", "gradient_bytes", "pinned_bytes")
+# What JSON has besides fallbacks and buckets.
+FIGURES = (
+    *("replays", "warmup_microbatches", "padding_share", "capture_seconds", "pause_seconds", "longest_pause"),
+    *("memory_bytes", "static_bytes", "gradient_bytes", "pinned_bytes"),
+)
+
+
+class EagerRun(NamedTuple):
+    """A microbatch that ran eager although there are graphs.
+
+    Attributes:
+        step: Number of the training step, from 1; 0 where nobody counts them.
+        reason: Why it did.
+        tokens: Its size; None where it is not known.
+    """
+
+    step: int
+    reason: Fallback
+    tokens: int | None = None
+
+    def __str__(self) -> str:
+        size = "" if self.tokens is None else f" ({self.tokens} tokens)"
+        return f"step {self.step} {self.reason}{size}"
+
+
+@dataclass(slots=True)
+class BucketStatistics:
+    """Counts of one bucket.
+
+    Attributes:
+        replays: Forward replays that a backward may follow.
+        evaluations: Forward-only replays.
+        tokens: Real tokens replayed, forward-only ones included.
+        padding: Padding tokens.
+    """
+
+    replays: int = 0
+    evaluations: int = 0
+    tokens: int = 0
+    padding: int = 0
+
+    def add(self, other: "BucketStatistics") -> None:
+        """Add another region's counts of the bucket."""
+        for name, count in asdict(other).items():
+            setattr(self, name, getattr(self, name) + count)
+
+
+@dataclass(slots=True)
+class RegionStatistics:
+    """Counts of one region since it was made.
+
+    Attributes:
+        fallbacks: Microbatches that ran eager, by reason.
+        last_fallbacks: The last of them, oldest first.
+        known: Reasons that were announced; regions of one module share the set.
+        step: Number of the training step under way, from 1; 0 where nobody counts them.
+        capture_seconds: Time that recordings took.
+        pauses: Of those after the first capture, in seconds, by the training step that waited for them; other ranks may
+            have waited, too.
+        graph_bytes: Device memory of graphs.
+        static_bytes: Device memory of static buffers.
+        gradient_bytes: Device memory of parameter gradients that are handed to autograd, of all recordings.
+        pinned_bytes: Page-locked host memory of offloaded activations.
+        step_tokens: Tokens of each of the last training steps, replayed or eager, oldest first; empty where nobody
+            counts them.
+    """
+
+    buckets: dict[Bucket, BucketStatistics] = field(default_factory=dict)
+    fallbacks: Counter[Fallback] = field(default_factory=Counter)
+    last_fallbacks: deque[EagerRun] = field(default_factory=partial(deque, maxlen=LAST_FALLBACKS))
+    known: set[Fallback] = field(default_factory=set)
+    step: int = 0
+    warmup_microbatches: int = 0
+    capture_seconds: float = 0.0
+    pauses: defaultdict[int, float] = field(default_factory=partial(defaultdict, float))
+    graph_bytes: int = 0
+    static_bytes: int = 0
+    gradient_bytes: int = 0
+    pinned_bytes: int = 0
+    step_tokens: list[int] = field(default_factory=list)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Count the time inside, in which something is recorded."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.capture_seconds += time.perf_counter() - started
+
+    def replayed(self, bucket: Bucket, tokens: int, training: bool) -> None:
+        """Count one replay of `tokens` real tokens."""
+        counts = self.buckets[bucket]
+        if training:
+            counts.replays += 1
+        else:
+            counts.evaluations += 1
+        counts.tokens += tokens
+        counts.padding += bucket.tokens - tokens
+
+    def fell_back(self, where: str, reason: Fallback, tokens: int | None = None) -> None:
+        """Count a microbatch that runs eager; the first for each reason is announced, the others logged for debugging.
+
+        Args:
+            where: Name of the region or the module.
+            reason: Why it does.
+            tokens: Its size, if it is known.
+        """
+        run = EagerRun(self.step, reason, tokens)
+        self.fallbacks[reason] += 1
+        self.last_fallbacks.append(run)
+        LOGGER.debug("[rank %d] %s runs eager: %s", rank(), where, run)
+        if reason not in self.known:
+            self.known.add(reason)
+            announce(f"{where} runs eager, {run}: {reason.meaning}. Remedy: {reason.remedy}.".replace("`", ""))
+
+    @property
+    def replays(self) -> int:
+        """All replays."""
+        return sum(b.replays + b.evaluations for b in self.buckets.values())
+
+    @property
+    def pause_seconds(self) -> float:
+        """Seconds that training steps waited for recordings after the first capture."""
+        return float(sum(self.pauses.values()))
+
+    @property
+    def longest_pause(self) -> float:
+        """The most that one training step waited for recordings, in seconds."""
+        return max(self.pauses.values(), default=0.0)
+
+    @property
+    def replayed_tokens(self) -> int:
+        """Real tokens of all replays."""
+        return sum(bucket.tokens for bucket in self.buckets.values())
+
+    @property
+    def padding(self) -> int:
+        """Padding tokens of all replays."""
+        return sum(bucket.padding for bucket in self.buckets.values())
+
+    @property
+    def padding_share(self) -> float:
+        """Padding tokens over all tokens replayed, 0 to 1."""
+        return self.padding / max(self.padding + self.replayed_tokens, 1)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory of graphs, static buffers and gradients."""
+        return self.graph_bytes + self.static_bytes + self.gradient_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for logs and JSON."""
+        return {
+            "fallbacks": {reason.value: count for reason, count in self.fallbacks.items()},
+            "buckets": {str(bucket): asdict(counts) for bucket, counts in sorted(self.buckets.items())},
+            **{name: getattr(self, name) for name in FIGURES},
+        }
+
+
+class Progress:
+    """Announces how many recordings of a capture are made, at its start and every few seconds.
+
+    Args:
+        title: What is captured.
+        regions: Regions that it consists of, each with as many recordings.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, title: str, regions: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._title, self._regions, self._clock = title, regions, clock
+        self._done = self._total = 0
+        self._started = self._said = clock()
+
+    def starts(self, recordings: int, buckets: Sequence[Bucket], slots: int) -> None:
+        """Note that a region begins to record; only the first one is announced.
+
+        Args:
+            recordings: How many the region will make.
+            buckets: What they are of.
+            slots: How many times each.
+        """
+        if self._total:
+            return
+        self._total = recordings * self._regions
+        if self._total >= MANY:
+            parts = f" for each of {self._regions} parts" if self._regions > 1 else ""
+            largest = f"{len(buckets)} bucket(s), the largest {max(buckets)}"
+            announce(f"{self._title}: {self._total} recordings begin: {largest}; {slots} slot(s){parts}")
+
+    def recorded(self) -> None:
+        """Count one recording."""
+        self._done += 1
+        now = self._clock()
+        if self._done < self._total and now - self._said >= EVERY_S:
+            self._said = now
+            announce(f"{self._title}: {self._done} of {self._total} recordings made in {now - self._started:.0f} s")
+
+
+def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
+    """Add up the statistics of several regions."""
+    total = RegionStatistics(**{name: sum(getattr(part, name) for part in parts) for name in SUMS})
+    for part in parts:
+        total.fallbacks.update(part.fallbacks)
+        for step, seconds in part.pauses.items():
+            total.pauses[step] += seconds
+        total.step_tokens = [sum(step) for step in zip_longest(total.step_tokens, part.step_tokens, fillvalue=0)]
+        for bucket, counts in part.buckets.items():
+            total.buckets.setdefault(bucket, BucketStatistics()).add(counts)
+    runs = sorted((run for part in parts for run in part.last_fallbacks), key=lambda run: run.step)
+    total.last_fallbacks.extend(dict.fromkeys(runs))  # parts of layers fall back together, which is said once
+    return total
+
+
+def metrics(statistics: RegionStatistics, prefix: str) -> dict[str, float]:
+    """Return the scalars for TensorBoard and W&B, by tag; every tag starts with `prefix/`."""
+    fallbacks = sum(statistics.fallbacks.values())
+    runs = statistics.replays + fallbacks
+    return {
+        f"{prefix}/replays": float(statistics.replays),
+        f"{prefix}/fallbacks": float(fallbacks),
+        f"{prefix}/replayed_share": statistics.replays / runs if runs else 0.0,
+        f"{prefix}/padding_share": statistics.padding_share,
+        f"{prefix}/memory_gb": statistics.memory_bytes / GIB,
+        f"{prefix}/pinned_gb": statistics.pinned_bytes / GIB,
+        **pause_metrics([statistics], prefix),
+        **{f"{prefix}/fallback/{reason}": float(n) for reason, n in sorted(statistics.fallbacks.items())},
+    }
+
+
+def metrics_of_ranks(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str, float]:
+    """Return the scalars of several ranks: counts and shares over all, the largest memory, and how far ranks differ."""
+    total = metrics(merge_statistics(ranks), prefix)
+    if len(ranks) == 1:
+        return total
+    each = [metrics(rank, prefix) for rank in ranks]
+    return {
+        **total,
+        **{name: max(rank[name] for rank in each) for name in (f"{prefix}/memory_gb", f"{prefix}/pinned_gb")},
+        **pause_metrics(ranks, prefix),
+        f"{prefix}/ranks": float(len(ranks)),
+        f"{prefix}/smallest_replayed_share": min(rank[f"{prefix}/replayed_share"] for rank in each),
+        f"{prefix}/largest_padding_share": max(rank[f"{prefix}/padding_share"] for rank in each),
+        f"{prefix}/token_imbalance": token_imbalance(ranks),
+    }
+
+
+def pause_metrics(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str, float]:
+    """Return for how long a job's steps waited for recordings, in all and at most: each step for the slowest rank."""
+    pauses = pauses_of_job(ranks).values()
+    return {f"{prefix}/pause_s": float(sum(pauses)), f"{prefix}/longest_pause_s": max(pauses, default=0.0)}
+
+
+def pauses_of_job(ranks: Sequence[RegionStatistics]) -> dict[int, float]:
+    """Return for how long each step waited for recordings of the rank that took longest, in seconds."""
+    steps = sorted({step for rank in ranks for step in rank.pauses})
+    return {step: max(rank.pauses.get(step, 0.0) for rank in ranks) for step in steps}
+
+
+def token_imbalance(ranks: Sequence[RegionStatistics]) -> float:
+    """Return how many times the mean tokens of a step the rank with the most has, over the last steps.
+
+    Returns:
+        1 where all have as many; 0 where there are none. Where steps are not counted, all replays are one step.
+    """
+    steps = [step for step in zip(*_tokens_of_steps(ranks), strict=True) if any(step)]
+    return fmean(max(step) / fmean(step) for step in steps) if steps else 0.0
+
+
+def _tokens_of_steps(ranks: Sequence[RegionStatistics]) -> list[list[int]]:
+    """Return each rank's tokens in the last steps that all have; of all replays where steps are not counted."""
+    steps = min(len(rank.step_tokens) for rank in ranks)
+    return [rank.step_tokens[-steps:] if steps else [rank.replayed_tokens] for rank in ranks]
+
+
+def render_ranks(ranks: Mapping[int, RegionStatistics], title: str) -> str:
+    """Return a table of the ranks, of many only those that have the most tokens a step: the others wait for them.
+
+    It also shows how long each rank recorded after the first capture, and how long it waited meanwhile for others that
+    took longer in the same step.
+
+    Args:
+        ranks: Statistics by the number of their rank.
+        title: The first line.
+    """
+    tokens = dict(zip(ranks, _tokens_of_steps(list(ranks.values())), strict=True))
+    most = [max(step) for step in zip(*tokens.values(), strict=True)]
+    paused = sum(pauses_of_job(list(ranks.values())).values())
+    shown = sorted(sorted(ranks, key=lambda rank: -sum(tokens[rank]))[:SHOWN_RANKS])
+    lines = [
+        title,
+        f"{'rank':>6} {'replays':>8} {'eager':>6} {'padding':>8} {'memory GiB':>11} {'tokens/step':>12} {'most in':>8} "
+        f"{'records s':>10} {'waits s':>8}",
+    ]
+    for number in shown:
+        found, own = ranks[number], tokens[number]
+        share = fmean(mine == step > 0 for mine, step in zip(own, most, strict=True))
+        lines.append(
+            f"{number:>6} {found.replays:>8} {sum(found.fallbacks.values()):>6} {found.padding_share:>8.1%} "
+            f"{found.memory_bytes / GIB:>11.2f} {fmean(own):>12.0f} {share:>8.0%} "
+            f"{found.pause_seconds:>10.1f} {paused - found.pause_seconds:>8.1f}"
+        )
+    left = len(ranks) - len(shown)
+    return "\n".join([*lines, *([f"and {left} ranks with fewer tokens a step"] if left else [])])
+
+
+def render_steps(ranks: Sequence[RegionStatistics], before: RegionStatistics, title: str) -> str:
+    """Return what happened since an earlier look: one line, and a second one where microbatches ran eager.
+
+    Args:
+        ranks: Statistics of all ranks now.
+        before: The sum of what they were then.
+        title: Begins the first line.
+
+    Returns:
+        Nothing where no microbatch ran.
+    """
+    now = merge_statistics(ranks)
+    eager = now.fallbacks - before.fallbacks
+    replays = now.replays - before.replays
+    runs = replays + eager.total()
+    if not runs:
+        return ""
+    tokens, padding = now.replayed_tokens - before.replayed_tokens, now.padding - before.padding
+    memory = max(rank.memory_bytes for rank in ranks) / GIB
+    line = (
+        f"{title}: {replays} of {runs} microbatches replayed ({replays / runs:.1%}), "
+        f"padding {padding / max(tokens + padding, 1):.1%}, {memory:.2f} GiB"
+    )
+    if not eager:
+        return line
+    (most, _), *_ = counts = eager.most_common()
+    reasons = ", ".join(f"{reason} {count}" for reason, count in counts)
+    return f"{line}\n  ran eager: {reasons}. Remedy of {most}: {most.remedy.replace('`', '')}"
+
+
+def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | None = None) -> str:
+    """Return the report as text."""
+    lines = [title, f"{'bucket':>16} {'replays':>8} {'eval':>6} {'padding':>8}"]
+    used = {bucket: c for bucket, c in sorted(statistics.buckets.items()) if c.replays + c.evaluations}
+    for bucket, counts in used.items():
+        share = counts.padding / max(counts.tokens + counts.padding, 1)
+        lines.append(f"{bucket!s:>16} {counts.replays:>8} {counts.evaluations:>6} {share:>8.1%}")
+    fallbacks, last, waited = sorted(statistics.fallbacks.items()), list[str](), ""
+    if fallbacks:
+        ((most, _),) = statistics.fallbacks.most_common(1)
+        last.append(f"last fallbacks: {', '.join(map(str, statistics.last_fallbacks))}")
+        last.append(f"remedy of {most}: {most.remedy.replace('`', '')}")
+    if statistics.pauses:
+        waited = f", {len(statistics.pauses)} step(s) waited {statistics.pause_seconds:.1f} s of it, at most "
+        waited += f"{statistics.longest_pause:.1f} s before or in one step"
+    lines += [
+        f"buckets not used: {len(statistics.buckets) - len(used)}",
+        f"eager fallbacks: {', '.join(f'{reason} {n}' for reason, n in fallbacks) or 'none'}",
+        *last,
+        f"warm-up microbatches: {statistics.warmup_microbatches}; "
+        f"padding over all replays: {statistics.padding_share:.1%}",
+        f"captured in {statistics.capture_seconds:.1f} s{waited}; "
+        f"{statistics.memory_bytes / GIB:.2f} GiB of device memory "
+        f"({statistics.static_bytes / GIB:.2f} static buffers)",
+    ]
+    if statistics.pinned_bytes:
+        lines.append(f"offloaded activations: {statistics.pinned_bytes / GIB:.2f} GiB of page-locked host memory")
+    lines += [f"{name}: {text}" for name, text in (notes or {}).items()]
+    return "\n".join(lines)

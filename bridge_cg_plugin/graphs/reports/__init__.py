@@ -1,1 +1,0 @@
-"""What graphs did: statistics, the report, progress messages, ranges in profiles."""

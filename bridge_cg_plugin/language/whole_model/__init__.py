@@ -1,1 +1,0 @@
-"""The language model of a vision-language model as one region."""
