@@ -67,4 +67,4 @@ def test_whole_layers_of_packs_are_recomputed(tower_module):
                     assert_eagers(trained, graphs, lm.make_pack(lengths), f"{granularity}, {lengths}")
                 taken[granularity] = sum(memory.nbytes for memory in memories(graphs))
     print({granularity: f"{nbytes / 2**20:.0f} MiB" for granularity, nbytes in taken.items()})
-    assert taken["full"] <= 0.8 * taken[None]
+    assert taken["full"] <= 0.95 * taken[None]
