@@ -150,6 +150,17 @@ def test_a_first_look_refuses_before_pytorch_is_imported(sft, imports, words, sa
     assert "bridge_cg_plugin.cli.explain.recipes" in imports[0] and "torch._C" not in imports[0]
 
 
+def test_a_first_look_knows_at_once_that_the_hub_is_out_of_reach(sft, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--Qwen--Qwen3-VL-8B-Instruct" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    command = ["--recipe", sft, "--dry-run", *VISION, CHECKPOINT]
+    assert "hub cannot be reached" in first_look.refusal(command)
+    (snapshot / "config.json").touch()
+    assert first_look.refusal(command) == ""
+
+
 def test_without_flags_the_recipe_is_trained_as_bridge_has_it(trained, bridge):
     assert run() == 0
     (_, call) = trained[0]

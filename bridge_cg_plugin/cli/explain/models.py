@@ -138,9 +138,14 @@ def replace_auto_bridge() -> None:
     vars(importlib.import_module("megatron.bridge"))["AutoBridge"] = stand_in
 
 
+def asked() -> list[str]:
+    """Return the models that recipes took from here, by their names on the hub."""
+    return list(dict.fromkeys(_asked))
+
+
 def unknown() -> list[str]:
-    """Return the models that recipes took from here, by their names on the hub, of which no sizes are known."""
-    return [name for name in dict.fromkeys(_asked) if _family(name) is None]
+    """Return those of them of which no sizes are known."""
+    return [name for name in asked() if _family(name) is None]
 
 
 def _family(name: str) -> Family | None:

@@ -8,20 +8,65 @@ Its process has stand-ins for PyTorch and most of Megatron. The reason is on sta
 import argparse
 import contextlib
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import urllib.request
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from bridge_cg_plugin.cli.checks import check_start
+from bridge_cg_plugin.cli.explain.models import asked
 from bridge_cg_plugin.cli.explain.recipes import require_bridge, resolved, without_imports
 from bridge_cg_plugin.cli.runs.recipe import mode_and_step, read, with_presets
 from bridge_cg_plugin.cli.runs.results import ROOT
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.options.flags import as_typed, given_flags
-from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
+from bridge_cg_plugin.upstream.hooks.recipes import build_recipe, no_configuration
 
 _WORLD = ("WORLD_SIZE", "SLURM_NTASKS")
 REFUSED = 2
+
+
+# That the hub has to answer; Bridge itself would try for minutes.
+SECONDS = 3.0
+
+
+def check_hub(recipe: str, names: Iterable[str]) -> None:
+    """Refuse a recipe of a model whose configuration is neither cached nor within reach.
+
+    Args:
+        recipe: The recipe's name.
+        names: The names on the hub, or folders, of its models.
+
+    Raises:
+        OptionError: There is such a model.
+    """
+    if not all(map(_is_cached, names)) and not _is_reachable():
+        raise OptionError.because("recipe", f"Cannot build recipe {recipe}: {no_configuration(recipe)}")
+
+
+def _is_cached(model: str) -> bool:
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    found = (cache / f"models--{model.replace('/', '--')}").glob("snapshots/*/config.json")
+    return Path(model).exists() or any(found)
+
+
+def _is_reachable() -> bool:
+    """Return whether the hub answers, or a proxy is set, behind which only a request would tell."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    if urllib.request.getproxies():
+        return True
+    hub = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        address = hub.hostname or "", hub.port or (80 if hub.scheme == "http" else 443)
+        socket.create_connection(address, timeout=SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def gpus_of(parsed: argparse.Namespace) -> int | None:
@@ -66,6 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise
             resolved(config, given_flags(parsed), words)
             check_start(config, mode_and_step(parsed)[0], gpus_of(parsed))
+            if parsed.dry_run:
+                check_hub(parsed.recipe, asked())
     except OptionError as error:
         print(as_typed(error, given))
         return REFUSED

@@ -56,11 +56,16 @@ def _built(name: str, recipe: Callable[[], Any]) -> Any:
     except Exception as error:
         why = f"it stopped with {type(error).__name__}: {str(error).rstrip('.')}."
         if any(words in str(error) for words in _NO_HUB):
-            why = (
-                "its Hugging Face configuration is not cached, and the hub cannot be reached. "
-                f"`bridge-cg explain {name}` answers without it."
-            )
+            why = no_configuration(name)
         raise OptionError.because("recipe", f"Cannot build recipe {name}: {why}") from error
+
+
+def no_configuration(name: str) -> str:
+    """Return why a recipe does not build where nothing has its model's configuration."""
+    return (
+        "its Hugging Face configuration is not cached, and the hub cannot be reached. "
+        f"`bridge-cg explain {name}` answers without it."
+    )
 
 
 def _modules() -> Iterator[Any]:
