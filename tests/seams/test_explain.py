@@ -60,7 +60,7 @@ found["longest"], found["impl"] = options.vision.max_seq_length, options.vision.
 names = recipes.recipes_of_bridge() | set(RECIPES)
 for name in names:
     try:
-        command.explain([name])
+        command.look([name])
         if name.startswith(("qwen3_vl_", "qwen35_vl_", "qwen3_8b_")):
             written = normalize(recipes.build_recipe(name))[1]
             found["facts"][name] = told(written.facts), str(encoder_of(written.model))

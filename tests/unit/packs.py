@@ -21,7 +21,6 @@ from torch import distributed
 from torch.nn import functional
 
 import bridge_cg_plugin
-from bridge_cg_plugin.cli.runs.compare import plan
 from bridge_cg_plugin.language.packed import workload
 from bridge_cg_plugin.upstream.hooks.helpers import PackedCudaGraphHelper, checked_options
 from examples.photographs.small_tower import start_single_process
@@ -343,7 +342,7 @@ def graphs_on(model, *warmup, capture=True, executor=None, num_microbatches=1, g
 @contextmanager
 def small_packs():
     """Let buckets take packs of more than 64 tokens of a rank with padding, so that tests need no larger ones."""
-    with mock.patch.object(plan, "EXACT_BELOW", 64), mock.patch.object(workload, "EXACT_BELOW", 64):
+    with mock.patch.object(workload, "EXACT_BELOW", 64):
         yield
 
 

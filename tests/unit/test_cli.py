@@ -1,5 +1,6 @@
 """Command lines: words, flags, launchers, what importing Bridge spares; docs/recipes.md against the parser."""
 
+import argparse
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ import pytest
 from bridge_cg_plugin.announce import LOGGER, warn
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.cli.runs import train as run_recipe
-from bridge_cg_plugin.cli.runs.recipe import build_parser, quiet
+from bridge_cg_plugin.cli.runs.recipe import build_parser, quiet, read
 from bridge_cg_plugin.options import GraphOptionWarning
 from bridge_cg_plugin.options.flags import FLAGS
 
@@ -67,7 +68,7 @@ def test_commands_with_a_parser_of_their_own(capsys, command):
 RECIPE = ["--recipe", "qwen3_vl_8b_sft_config", "--vision_cuda_graph_impl", "transformer_engine", "train.train_iters=5"]
 
 
-def test_torchrun_gets_the_script_without_launcher_flags(monkeypatch):
+def test_torchrun_gets_the_script_as_a_worker(monkeypatch):
     class Started(Exception):
         pass
 
@@ -76,11 +77,13 @@ def test_torchrun_gets_the_script_without_launcher_flags(monkeypatch):
 
     monkeypatch.setattr(os, "execvp", start)
     monkeypatch.setattr(run_recipe.first_look, "refusal", lambda *_: "")
+    given = ["--launcher", "torchrun", "--gpus-per-node=4", "--nodes", "1", *RECIPE]
     with pytest.raises(Started) as started:
-        run_recipe.main(["--launcher", "torchrun", "--gpus-per-node=4", "--nodes", "1", *RECIPE])
+        run_recipe.main(given)
     program, command = started.value.args
     assert program == command[0] == sys.executable and "--nproc_per_node=4" in command
-    assert command[command.index(run_recipe.__file__) + 1 :] == RECIPE
+    words = command[command.index(run_recipe.__file__) + 1 :]
+    assert words[:-2] == given and read(words)[0].launcher == "none"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +123,9 @@ OPTIONS = {spelling for flag in FLAGS for spelling in flag.spellings}
 def test_the_page_has_every_flag_that_is_no_option_and_no_other():
     section = PAGE.read_text().partition("## From a command line\n")[2].partition("\n## ")[0]
     spellings = [
-        set(action.option_strings) for action in build_parser()._actions if "--help" not in action.option_strings
+        set(action.option_strings)
+        for action in build_parser()._actions
+        if "--help" not in action.option_strings and action.help != argparse.SUPPRESS
     ]
     own = [names for names in spellings if not names & OPTIONS]
     named = set(re.findall(r"`(--[\w-]+)", section))

@@ -426,13 +426,15 @@ def test_hooks_of_an_eager_pass_learn_of_a_replay_to_come(order, flip):
     _, parallel, _, region = setup()
     later, replayed, parameter = [], [], parallel.model.out.weight
     node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-    node.register_hook(lambda *unused: later.append((region.adds_later({parameter}), bool(replayed))))
+    node.register_hook(
+        lambda *unused: later.append((region.sources.hooks.pending.adds_later({parameter}), bool(replayed)))
+    )
     batches = [toy_batch(item, seed) for seed, item in enumerate(order)]
     batches[order.index(FITTING)].x.register_hook(lambda gradient: replayed.append(1))
     losses = [region_loss(region, batch) for batch in batches]
     sum(reversed(losses) if flip else losses).backward()
     assert [to_come for to_come, _ in later] == [not done for _, done in later]
-    assert not region.sources._hooks.pending.to_come()
+    assert not region.sources.hooks.pending.to_come()
 
 
 def test_a_users_hook_put_on_after_capture_fires():

@@ -21,7 +21,9 @@ def test_listed_modules_are_there_once():
 
 def test_modules_that_fork_from_one_process_go_together():
     users = {
-        name for name, path in MODULES.items() if re.search(r"import .*\b(forked|interpreted)$", path.read_text(), re.M)
+        name
+        for name, path in MODULES.items()
+        if re.search(r"import .*\b(forked|interpreted|computed)$", path.read_text(), re.M)
     }
     assert users == set(FORKED)
     assert {scope_of(f"tests/{name}.py::test[a::b]") for name in FORKED} == {"forked"}

@@ -177,6 +177,7 @@ def test_attention_with_experts_outside_recomputes_its_core(again):
 
 
 @dispatching_on_cpu()
+@packs.small_packs()
 def replay_on_ranks():
     """Layers whose experts two ranks share exchange tokens again, as eager does, and count once."""
     model, batches = rank_model(**COUNTED["a bias of experts"]), own_packs(3)
