@@ -11,7 +11,7 @@ from torch import nn
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.memory.pools import Pool
-from bridge_cg_plugin.graphs.recordings import executor
+from bridge_cg_plugin.graphs.recordings import executor as executors
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphRecording, ReferenceExecutor
 from bridge_cg_plugin.graphs.recordings.streams import (
     GROUP_SIZE,
@@ -221,7 +221,7 @@ def test_only_what_is_copied_takes_events_into_a_graph_and_its_replays_to_their_
 ):
     with fake_streams() as device:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", NotedGraph)
-        monkeypatch.setattr(executor, "capture_graph", lambda graph, pool, stream, *unused: torch.cuda.stream(stream))
+        monkeypatch.setattr(executors, "capture_graph", lambda graph, pool, stream, *unused: torch.cuda.stream(stream))
         replays = ReplayStream(Stream(), Event())
         executor, offloading = Capturing(replays), None
         if scopes is not None:
