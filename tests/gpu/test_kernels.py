@@ -86,7 +86,7 @@ def test_rotation_rounds_as_hugging_faces(rounds):
 def test_rotation_of_a_language_model_equals_bridges(packed, in_fp32):
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import apply_rotary_pos_emb_absolute
 
-    from bridge_cg_plugin.upstream.kernels.layers import _Rotation
+    from bridge_cg_plugin.upstream.kernels.rotary import _Rotation
 
     config = SimpleNamespace(apply_rope_fusion=False, apply_rotary_pos_emb_in_fp32=in_fp32, rotary_interleaved=False)
     rows, offsets = ((1024,), torch.tensor([0, 300, 1024], device="cuda")) if packed else ((512, 2), None)

@@ -116,7 +116,7 @@ from tests.interpreted import prepare
 prepare()
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import patch_gradients
 from bridge_cg_plugin.upstream.kernels.layers import fused_layer_kernels
-from bridge_cg_plugin.upstream.kernels.layers import fused_rotary
+from bridge_cg_plugin.upstream.kernels.rotary import fused_rotary
 from tests.traced import functions_run
 from tests.unit.towers import draw, new_tower
 

@@ -29,7 +29,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.kernels.layers import fused_layer_kernels
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import pack_segments
-from bridge_cg_plugin.upstream.kernels.layers import fused_rotary
+from bridge_cg_plugin.upstream.kernels.rotary import fused_rotary
 from bridge_cg_plugin.vision.batch import EncoderBatch, shape_of
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import Qwen3VLEncoder
 from bridge_cg_plugin.graphs.buckets import Bucket

@@ -10,7 +10,7 @@ from .towers import new_tower
 TOKENS, HEADS, WIDTH = 12, 3, 20
 SCRIPT = """
 from types import SimpleNamespace
-from bridge_cg_plugin.upstream.kernels.layers import _Rotation, fused_rotary
+from bridge_cg_plugin.upstream.kernels.rotary import _Rotation, fused_rotary
 from bridge_cg_plugin.vision.kernels.rotary import apply_rotary, cos_and_sin, rotate_interleaved, rotate_qkv
 from bridge_cg_plugin.vision.kernels.cudnn_attention import lie_interleaved
 from tests.unit.towers import draw, new_tower

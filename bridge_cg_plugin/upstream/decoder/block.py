@@ -23,8 +23,9 @@ from ...options import OptionError
 from ...options.language_model import MODULES
 from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
-from ..kernels.layers import fused_head_norms, fused_rotary, kernels_available
+from ..kernels.layers import fused_head_norms, kernels_available
 from ..kernels.recompute import computing_inside, known_activations, recomputing, usable_random_states
+from ..kernels.rotary import fused_rotary
 from ..kernels.transformer_engine import accumulating, forget_attention_selection, fused_accumulation
 from ..parallel.process_groups import expert_group
 from ..seams.contract import PACKED_ROTARY

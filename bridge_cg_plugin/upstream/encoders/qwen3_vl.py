@@ -18,8 +18,9 @@ from ...vision.encoder import EncoderFamily, OtherAttention, RecordingKernels, e
 from ...vision.grid_encoder import GridEncoder, embedded, interpolate
 from ...vision.guard import images, poisoned
 from ...vision.layout import TokenPositions, rotary_angles, segment_offsets, token_positions
-from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, fused_rotary, kernels_available
+from ..kernels.layers import fused_layer_kernels, fused_layernorm_backward, kernels_available
 from ..kernels.recompute import known_activations, recomputing, usable_random_states
+from ..kernels.rotary import fused_rotary
 from ..kernels.transformer_engine import (
     accumulate_from_now_on,
     forget_attention_selection,

@@ -28,8 +28,9 @@ from ..decoder.block import TransformerBlockFamily
 from ..decoder.layers import levels, refuse_statistics
 from ..encoders.registry import FoundEncoder, find_encoder
 from ..environment import check_process
-from ..kernels.layers import fused_head_norms, fused_rotary, kernels_available
+from ..kernels.layers import fused_head_norms, kernels_available
 from ..kernels.recompute import random_states
+from ..kernels.rotary import fused_rotary
 from ..kernels.transformer_engine import device_lengths, forget_attention_selection, fused_accumulation
 from ..parallel.process_groups import (
     consensus_of,
