@@ -2,6 +2,8 @@
 
 import os
 
+# Comparing replays with eager: off until its costs are measured on GPUs.
+PROOF = "BRIDGE_CG_PROOF"
 ON, OFF = ("1", "true", "on"), ("0", "false", "off")
 ALLOWED = f"{', '.join(OFF)} (off) or {', '.join(ON)} (on)"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import bridge_cg_plugin
 from bridge_cg_plugin import plugin
-from bridge_cg_plugin.switches import ALLOWED, switched_on
+from bridge_cg_plugin.switches import ALLOWED, PROOF, switched_on
 from bridge_cg_plugin.upstream.environment import (
     OPTIONS,
     RELEASE_MEMORY,
@@ -39,6 +39,7 @@ TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 VARIABLES = (
     plugin.SWITCH,
     OPTIONS,
+    PROOF,
     RELEASE_MEMORY,
     WATCHDOG_MINUTES,
     TORCH_AUTOLOAD,

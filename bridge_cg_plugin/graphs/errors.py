@@ -35,6 +35,10 @@ class OtherRankFailed(CaptureError):
     """Another rank of the group could not capture; the message names it and its reason."""
 
 
+class ProofError(GraphError):
+    """Replays of a recording differ from eager, and the user asked for a strict run."""
+
+
 class ReplayError(GraphError):
     """A replay was asked for in a way that cannot give right results: a backward twice, or after the model changed."""
 

@@ -128,6 +128,12 @@ class Fallback(StrEnum):
         "compiled with `fullgraph=True` or traced by `torch.export`; counted once for each trace",
         "compile without `fullgraph=True`",
     )
+    DIFFERS_FROM_EAGER = (
+        "differs_from_eager",
+        "a replay differs from eager; after two in a row the region stays eager, and the warning names the output or "
+        "parameter",
+        "report it with the output of `bridge-cg doctor --details --json`",
+    )
     # A model that is not what was recorded
     OWN_CODE = (
         "own_code",

@@ -13,22 +13,23 @@ import torch
 from torch import nn
 
 from ..announce import warn, warn_once
+from ..switches import PROOF, switched_on
 from . import ranges
 from .buckets import Demand
 from .changes.model_watch import ModelWatch, foreign_hook
 from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, Retry, named, reason_of, release_frames
 from .fallback import Fallback
 from .growing import Growing
-from .instance import InstanceMethod, every_module
+from .instance import InstanceMethod
 from .memory.ranges import DeviceMemoryError
 from .memory.returning import release_homes
 from .parts import Parts
 from .program import Call, Eager, Piece, Surroundings, Workload
+from .proof import Pass, Proofs
 from .ranges import named_range
-from .recordings.capture import collected_later, is_one_graph, put_back
+from .recordings.capture import collected_later, is_one_graph
 from .recordings.chain import NOTHING_LEAVES, Chain, Offloading
 from .recordings.executor import Executor
-from .recordings.warm_up import KeptTensors
 from .region import Region
 from .reports import Progress, RegionStatistics, merge_statistics, render
 
@@ -58,6 +59,7 @@ class GraphManager:
         in_step: Whether a training step is under way.
         turn: Number of the last time that it might record, from 1.
         recorded: Whether it tried to, then.
+        proofs: What compares replays with eager; None where nothing does.
         at_detach: What else `detach` undoes.
     """
 
@@ -83,6 +85,7 @@ class GraphManager:
         self._growing: Growing | None = None
         self._warned: set[str] = set()
         workload.manager, self.captured = self, False
+        self.proofs = Proofs(executor, self.bucket_consensus, workload.strict) if switched_on(PROOF, False) else None
         self._untraced = torch.compiler.disable(self._forward)
         self._instance = InstanceMethod(model, "forward", self._forward)
         self._traced = self._instance.original  # torch.compile cannot look it up
@@ -117,16 +120,7 @@ class GraphManager:
         with nullcontext() if self._watch is None else self._watch.passing():
             return self._instance.original(*args, **kwargs)
 
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Run passes of the captured module inside that leave nothing behind: no values, no attributes, no draws."""
-        generators = {*self.executor.generators(), torch.default_generator}
-        watch = self._followed(())
-        kept = KeptTensors(watch.tensors_of(every_module(watch.roots)))
-        with put_back(tuple(generators)), kept.put_back(), watch.undone():
-            yield
-
-    def run(self, call: Call, eager: Eager) -> Any:
+    def run(self, call: Call, eager: partial[Any]) -> Any:
         """Replay a call where possible, else run it eager and count why.
 
         Args:
@@ -158,6 +152,8 @@ class GraphManager:
             self._refuse(call, decided)
             return self.workload.run_eager(call, eager)
         else:
+            if (proofs := self._regions[0].proofs) is not None:
+                proofs.call = Pass(eager, self.workload.outputs, self.model)
             outputs = self.workload.replay(self._regions[0], call.batch)
             if outputs is not None:
                 return self.workload.returned(outputs)
@@ -295,6 +291,7 @@ class GraphManager:
         progress = Progress(self.workload.title, len(regions))
         for region in regions:
             region.statistics.known, region.statistics.step = self._own.known, self.step_number
+            region.disproved = self.proofs is not None and region.name in self.proofs.disproved
             region.prepare(progress)
         for each in dict.fromkeys(region.chain for region in regions):
             each.capture(progress.recorded)
@@ -396,6 +393,10 @@ class GraphManager:
         self._own.step = self.step_number
         for region in self._regions:
             region.statistics.step = self.step_number
+        if self.proofs is not None and self.captured:
+            self.proofs.begin_step(self.step_number)
+            for region in self._regions:
+                region.begin_step(self.proofs)
         if self.workload.counts_tokens:
             self._step_tokens.append(0)
 
@@ -436,6 +437,8 @@ class GraphManager:
                 yield
             finally:
                 self.in_step = False
+                for region in self._regions:
+                    region.proofs = None
                 self._note_pause()
                 if any(region.sources.moves >= MANY_MOVES for region in self._regions if region.captured):
                     where = f"memory of parameters, buffers or gradients was moved {MANY_MOVES} times"
@@ -458,6 +461,8 @@ class GraphManager:
         notes = self.workload.notes()
         if self.failure is not None:
             notes["not captured"] = self.failure
+        if self.proofs is not None and self.captured:
+            notes |= self.proofs.notes(sum(region.unproven for region in self._regions))
         return render(self.statistics(), self.workload.title, notes)
 
 

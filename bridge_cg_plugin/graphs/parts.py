@@ -5,6 +5,7 @@ A microbatch replays all parts or none, in one slot.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from .fallback import Fallback
 from .instance import InstanceMethod
 from .program import Answer, CallSite
+from .proof import Pass
 from .recordings.chain import Chain
 from .region import Region
 from .replays.replay import Replay
@@ -61,8 +63,15 @@ class Parts:
         """Return what stands in for the attribute that calls a part: it replays the part, or runs it eager."""
         eager: Callable[..., Any] = getattr(site.owner, site.attribute)
 
+        def computed(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+            """Return eager's outputs of the part."""
+            outputs = tensors_of(eager(hidden_states, *args, **kwargs))
+            for follower in followers:
+                outputs += tensors_of(follower.eager(outputs[-1]))
+            return outputs
+
         def call(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            outputs = self.replay(region, hidden_states)
+            outputs = self.replay(region, computed, hidden_states, *args, **kwargs)
             if outputs is None:
                 return eager(hidden_states, *args, **kwargs)
             for follower in followers:
@@ -96,10 +105,14 @@ class Parts:
         with self._looking_once():
             for region in self._regions:  # each records what it was asked for
                 found = region.decide(batch, slot, records)
+                if found is Fallback.DIFFERS_FROM_EAGER:
+                    continue  # this part alone runs eager
                 if isinstance(found, Fallback):
                     reason = reason or found
                 else:
                     decided[region] = found
+        if not (decided or reason):
+            return Fallback.DIFFERS_FROM_EAGER
         return decided if reason is None else reason
 
     def run(self, batch: Any, decided: dict[Region, Replay], eager: Callable[[], Any]) -> Any:
@@ -113,10 +126,19 @@ class Parts:
             for follower in self.followers:
                 follower.outputs = None
 
-    def replay(self, region: Region, hidden: Tensor) -> tuple[Tensor, ...] | None:
-        """Return the outputs of a part's replay; None where it runs eager. The first part loads the batch for all."""
+    def replay(
+        self, region: Region, eager: Callable[..., tuple[Tensor, ...]], hidden: Tensor, /, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, ...] | None:
+        """Return the outputs of a part's replay; None where it runs eager. The first part loads the batch for all.
+
+        Args:
+            region: The part.
+            eager: Returns eager's outputs of the part.
+            hidden: Hidden states.
+            args, kwargs: Further arguments of the call.
+        """
         if torch.compiler.is_dynamo_compiling():  # as in `GraphManager`, where a loop compiles around the part alone
-            return None if region.is_in_one_graph() else self._untraced(region, hidden)
+            return None if region.is_in_one_graph() else self._untraced(region, eager, hidden, *args, **kwargs)
         if self._batch is None:
             return None
         batch = self._batch.of_part(hidden)
@@ -128,24 +150,34 @@ class Parts:
                 region.fell_back(again, batch)
                 return None
             decided = again
-        outputs = decided.run(batch)
+        if (proofs := region.proofs) is not None:
+            proofs.call = Pass(partial(eager, hidden, *args, **kwargs))
+        outputs = decided.run(batch) if proofs is None else region.compared(proofs, decided, batch)
         if not self._batch.loaded:
             self._batch = self._batch.once_loaded()
         return outputs
+
+
+def tensors_of(returned: Any) -> tuple[Tensor, ...]:
+    """Return the tensors that a call returned, alone or in a tuple."""
+    return tuple(
+        each for each in (returned if isinstance(returned, tuple) else (returned,)) if isinstance(each, Tensor)
+    )
 
 
 class FollowerCall:
     """Stands in for an attribute whose next call a replayed part has answered.
 
     Attributes:
+        eager: What was called before.
         outputs: Of the replay, until the call; None where nothing was replayed.
     """
 
     def __init__(self, eager: Callable[..., Any], answer: Answer) -> None:
-        self._eager, self._answer = eager, answer
+        self.eager, self._answer = eager, answer
         self.outputs: tuple[Tensor, ...] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the call from the replay, once."""
         outputs, self.outputs = self.outputs, None
-        return self._eager(*args, **kwargs) if outputs is None else self._answer(outputs)
+        return self.eager(*args, **kwargs) if outputs is None else self._answer(outputs)

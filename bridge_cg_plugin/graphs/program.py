@@ -2,7 +2,7 @@
 
 Some ranks must be on graphs together or not at all. Under tensor parallelism the ranks of a group share every layer: if
 one replayed a padded microbatch while another ran it eager, their collectives would not fit each other. So they
-agree while graphs are made, and no step needs a word.
+agree while graphs are made and where a replay is compared with eager; no other step needs a word.
 """
 
 import zlib
@@ -163,6 +163,8 @@ class RegionProgram(ABC):
         return ()
 
 
+# How far a replay may be from eager, in the L2 norm; far where it does not round as eager, or experts are chosen.
+NEAR, FAR = 0.05, 0.15
 # Entered around everything that is recorded.
 Around = Callable[[], AbstractContextManager[None]]
 # Turns a part's outputs into what a call returns.
@@ -236,6 +238,10 @@ class Piece:
         growth: What microbatches ask for, where further buckets come while training runs; None where `buckets` are all,
             recorded in every slot and mode.
         shape: Returns the shape that `growth` knows a batch by.
+        tolerance: Relative difference up to which a replay passes for eager, in the L2 norm.
+        real_rows: Returns a mask of the rows of a batch that eager computes, `[rows]` bool; None is all of them.
+        standing_in: Entered around eager passes over stand-ins for parameters, for those that modules hold elsewhere.
+        unproven: Why replays are not compared with eager; empty where they are.
     """
 
     program: RegionProgram
@@ -246,6 +252,10 @@ class Piece:
     around: Around = nullcontext
     growth: Demand | None = None
     shape: Callable[[Any], Any] = attrgetter("shape")
+    tolerance: float = NEAR
+    real_rows: Callable[[Any], Tensor | None] = lambda batch: None
+    standing_in: Around = nullcontext
+    unproven: str = ""
 
 
 class Call(NamedTuple):
@@ -336,6 +346,10 @@ class Workload(ABC):
     def returned(self, outputs: tuple[Tensor, ...]) -> Any:
         """Return what the module's own forward would return for a replay's outputs: the first, unless overridden."""
         return outputs[0]
+
+    def outputs(self, returned: Any) -> tuple[Tensor, ...]:
+        """Return the region's outputs in what the module's own forward returned."""
+        return (returned,)
 
     @abstractmethod
     def notes(self) -> dict[str, str]:

@@ -16,6 +16,7 @@ from .changes.sources import LASTING, Sources
 from .errors import CaptureError, Retry, named, reason_of
 from .fallback import Fallback
 from .program import SINGLE_RANK, Piece, Surroundings
+from .proof import Proofs
 from .recordings.capture import in_checkpoint, is_capturing, is_one_graph, operations_are_seen
 from .recordings.chain import Chain, Part
 from .recordings.executor import Executor, give_up
@@ -46,6 +47,7 @@ class Region(Part):
         chain: What it is recorded with, and where activations are; None records it alone.
 
     Attributes:
+        proofs: What compares a replay of this step with eager; None where none is due.
         wishes: What training steps missed, oldest first, with the number of the source that it is to be recorded from.
 
     Raises:
@@ -73,6 +75,7 @@ class Region(Part):
         self._given_watch = watch
         self._warned: set[str] = set()
         self.wishes: dict[Wish, int] = {}
+        self.proofs: Proofs | None = None
         self.reset()
 
     @property
@@ -137,10 +140,22 @@ class Region(Part):
             CaptureError: It could not be recorded; `drop` it then.
         """
         self.add_inputs([bucket])
-        source = self._source(gradients=True) if record else None
+        source = self._source(gradients=True) if record and not self.disproved else None
         if isinstance(source, Source):
             self.record(source, 0, bucket, self._training_mode(bucket))
         self.buckets = self._ordered((*self.buckets, bucket))
+
+    def begin_step(self, proofs: Proofs) -> None:
+        """Note that a training step begins, some of whose replays may be compared with eager."""
+        if self.disproved and self.is_idle():
+            for bucket in self.buckets:
+                self.drop(bucket)
+        self.proofs = proofs if proofs.may_be_due(self.sources) else None
+
+    @property
+    def unproven(self) -> int:
+        """How many recordings were not compared with eager."""
+        return sum(len(source.unproven) for source in self.sources)
 
     def drop(self, bucket: Bucket) -> None:
         """Forget a bucket with what was recorded: it could not be recorded, or its memory is wanted for others."""
@@ -148,6 +163,7 @@ class Region(Part):
         self.executor.tidy()  # last replays of it have ended by then
         for source in self.sources:
             source.recordings = {place: made for place, made in source.recordings.items() if place[1] != bucket}
+            source.unproven.difference_update([place for place in source.unproven if place[1] == bucket])
             source.recorded_by_other_ranks = frozenset(p for p in source.recorded_by_other_ranks if p[1] != bucket)
         for slot in self.every_slot():
             slot.buffers.pop(bucket, None)
@@ -199,7 +215,18 @@ class Region(Part):
             return None
         if self._around.before_replay is not None:
             self._around.before_replay()
+        if self.proofs is not None:
+            return self.compared(self.proofs, decision, batch, observer)
         return decision.run(batch, observer)
+
+    def compared(
+        self, proofs: Proofs, decided: Replay, batch: Any, observer: BackwardObserver | None = None
+    ) -> tuple[Tensor, ...] | None:
+        """Replay the batch, compared with eager where that is due; returns None where it is to run eager, counted."""
+        outputs = proofs.run(self, self._piece, decided, batch, observer)
+        if outputs is None:
+            self.fell_back(Fallback.DIFFERS_FROM_EAGER, batch)
+        return outputs
 
     def fell_back(self, reason: Fallback, batch: Any) -> None:
         """Count a batch that runs eager."""
@@ -226,6 +253,8 @@ class Region(Part):
         """
         if not self._slots:
             return Fallback.NOT_CAPTURED
+        if self.disproved:
+            return Fallback.DIFFERS_FROM_EAGER
         sources = self.sources
         sources.hooks.clear()
         gradients = torch.is_grad_enabled()

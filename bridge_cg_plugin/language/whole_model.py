@@ -319,7 +319,9 @@ class LanguageModelWorkload(Workload):
         demand = Demand(menu) if self._grows else None
         if demand is not None:
             demand.buckets.append(first.bucket)
-        piece = Piece(program=program, buckets=[first.bucket], growth=demand, shape=attrgetter("bucket"))
+        unproven = "" if self._grows else "ranks that share it do not agree on proofs"
+        shape = attrgetter("bucket")
+        piece = Piece(program=program, buckets=[first.bucket], growth=demand, shape=shape, unproven=unproven)
         self.manager.record([piece], demand)
         self._examples, self.demand = examples, demand
 

@@ -241,6 +241,7 @@ GONE = {
     "offload_max_inflight": _CORES.format("fine_grained_offloading_max_inflight_offloads"),
     "offload_min_tensor_size": _CORES.format("min_offloaded_tensor_size"),
     "vision_cuda_graph_balance": "Remove it: images stay on their ranks.",
+    "vision_cuda_graph_check_interval": "Remove it: with BRIDGE_CG_PROOF=1 replays are compared with eager.",
     "vision_cuda_graph_modules": "Remove it: one graph holds the whole encoder, attention and MLPs.",
     "vision_cuda_graph_tuning.audio": "Remove it: the audio encoder is captured with the vision encoder.",
     "vision_cuda_graph_tuning.bucket_limits": _LIMITS,

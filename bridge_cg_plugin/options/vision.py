@@ -190,13 +190,8 @@ class VisionGraphOptions(CapturedOptions):
         "The mix is chosen from measured costs, within `vision_cuda_graph_offload` and `vision_cuda_graph_recompute`. "
         "None does everything that these name",
     )
-    strict: bool = option(False, flag, "a failed capture or check stops the run", "Otherwise the run goes on")
-    check_interval: int = option(
-        0,
-        whole_number(0),
-        "compare a replay with eager every this many steps; 0 is never",
-        "In the L2 norm, outputs and the gradient of each parameter may differ by 0.05, by 0.15 for encoders that are "
-        "[near fp32](encoders.md): their gradients differ from eager's by up to 0.1",
+    strict: bool = option(
+        False, flag, "a failed capture, or a replay that differs from eager, stops the run", "Otherwise the run goes on"
     )
     deepstack_gradient_allreduce: bool = option(
         False,

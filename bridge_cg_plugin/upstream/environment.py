@@ -6,7 +6,7 @@ import os
 
 from ..announce import announce
 from ..options import OptionError
-from ..switches import ALLOWED, switched_on
+from ..switches import ALLOWED, PROOF, switched_on
 
 WATCHDOG_MINUTES = "BRIDGE_CG_WATCHDOG_MINUTES"
 RELEASE_MEMORY = "BRIDGE_CG_RELEASE_MEMORY"
@@ -24,6 +24,9 @@ def check_process() -> None:
             variable of the plugin has an invalid value.
     """
     watchdog_minutes()
+    if switched_on(PROOF, False) is None:
+        remedy = "Correct it, or unset it: replays are then not compared with eager."
+        raise OptionError(PROOF, os.environ[PROOF], ALLOWED, remedy)
     allocator = ",".join(os.environ.get(n, "") for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     if "expandable_segments:true" in allocator.replace(" ", "").lower() and os.environ.get(GRAPH_REGISTER) != "0":
         raise OptionError(

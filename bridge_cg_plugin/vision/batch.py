@@ -67,11 +67,6 @@ class EncoderBatch:
         """Everything that the encoder reads."""
         return (self.pixels,) if self.sizes is None else (self.pixels, self.sizes)
 
-    def copied(self) -> "EncoderBatch":
-        """Return a batch with tensors of its own."""
-        pixels = self.pixels.detach().clone().requires_grad_(self.pixels.requires_grad)
-        return EncoderBatch(pixels, self.rows, self.shape, None if self.sizes is None else self.sizes.clone())
-
 
 def equal_images(pixels: Tensor, images: int, patches: int) -> EncoderBatch:
     """Return a microbatch of so many images that all have so many patches."""

@@ -3,7 +3,6 @@
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +13,12 @@ from ..attention_bounds import SIDE_STREAM_UP_TO, Shape, deterministic, replay_c
 from ..graphs.buckets import BEGIN_WITH, WINDOW, Bucket, Demand, Menu, names_of, next_run, raised
 from ..graphs.errors import CaptureError
 from ..graphs.manager import GraphManager
-from ..graphs.program import Call, Eager, Piece, Workload, digest
+from ..graphs.program import FAR, NEAR, Call, Eager, Piece, Workload, digest
 from ..graphs.region import Region
 from ..graphs.reports import GIB
 from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .batch import BatchError, EncoderBatch, HostGrids
-from .check import TOLERANCES, CheckResult, ReplayCheck
 from .encoder import Encoder, EncoderFamily, RecordedKernels
 
 # Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
@@ -110,7 +108,6 @@ class VisionWorkload(Workload):
         encoder: The encoder.
         kernels: What recorded work calls.
         plan: Observes microbatches and plans buckets.
-        checks: Results of the run-time check.
     """
 
     manager: GraphManager
@@ -131,8 +128,6 @@ class VisionWorkload(Workload):
         self.kernels = RecordedKernels(options, family)
         self.encoder = family.encoder(model, options.exact_below, self.kernels)
         self.plan = EncoderPlan(options, self.encoder, self.kernels)
-        self.checks: list[CheckResult] = []
-        self._checked_step = 0
         self._regions: list[Region] = []
 
     @property
@@ -194,6 +189,7 @@ class VisionWorkload(Workload):
             buckets=buckets,
             has_side_stream=self.has_side_stream,
             growth=demand,
+            tolerance=NEAR if self.family.direct_attention.rounds_as_eager else FAR,
         )
 
     def _check_tensor_ranks(self) -> None:
@@ -217,32 +213,9 @@ class VisionWorkload(Workload):
         later = "" if self.demand is None else ", others as microbatches ask for them"
         announce(f"{self.title}: {names_of(self.buckets or ())}{later}; {self.manager.slots} slot(s), up to {most}")
 
-    def replay(self, region: Region, batch: Any) -> tuple[Tensor, ...] | None:
-        """See `Workload`.
-
-        Raises:
-            CheckFailedError: The replay differs from eager, and the user asked to stop.
-        """
-        return self._checked(region, batch) if self._check_is_due() else region.run(batch)
-
-    def _check_is_due(self) -> bool:
-        interval, step = self.options.check_interval, self.manager.step_number
-        due = interval > 0 and step != self._checked_step and step % interval == 0
-        return due and self.manager.model.training and torch.is_grad_enabled()
-
-    def _checked(self, region: Region, batch: EncoderBatch) -> tuple[Tensor, ...] | None:
-        """Replay a batch and compare it with eager."""
-        step, tolerance = self.manager.step_number, TOLERANCES[self.family.direct_attention.rounds_as_eager]
-        eager = partial(self._eager_outputs, batch.copied())
-        check = ReplayCheck(step, eager, self.manager.undone, tolerance, self.strict, self.checks)
-        outputs = region.run(batch, check)
-        if outputs is not None:
-            self._checked_step = step
-            check.compare_outputs(outputs, region.sources.current)
-        return outputs
-
-    def _eager_outputs(self, batch: EncoderBatch) -> tuple[Tensor, ...]:
-        return self.encoder.outputs(self.encoder.run(self.manager.eager_forward, batch))
+    def outputs(self, returned: Any) -> tuple[Tensor, ...]:
+        """See `Workload`."""
+        return self.encoder.outputs(returned)
 
     def run_eager(self, call: Call, eager: Eager) -> Any:
         """See `Workload`.
@@ -270,9 +243,6 @@ class VisionWorkload(Workload):
             notes["plan"] = names_of(self.buckets)
         if self.demand is not None and self.buckets and self.family.encodes == "vision":
             notes["next run"] = next_run(self.buckets, PROVIDER_FIELDS["buckets"])
-        if self.checks:
-            worst = max(max(c.forward, c.gradient or 0.0) for c in self.checks)
-            notes["checks"] = f"{len(self.checks)} replays compared with eager, largest difference {worst:.2e}"
         if self.grids.device_reads:
             notes["grid reads"] = f"{self.grids.device_reads} grids were read from the device"
         return notes

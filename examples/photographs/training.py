@@ -302,7 +302,7 @@ class StatisticsKeeper(Callback):
 
     def __init__(self) -> None:
         self.value: dict[str, Any] | None = None
-        self.checks: list[tuple[float, float | None]] = []
+        self.checks: list[tuple[float | None, float | None]] = []
         self.language_model_layers = 0
         self.language_model: dict[str, Any] | None = None
         self.steps: list[dict[str, Any]] = []
@@ -322,7 +322,7 @@ class StatisticsKeeper(Callback):
         for helper in active_helpers():
             graphs: Any = helper.graphs
             self.value = graphs.statistics().as_dict()
-            self.checks = [(c.forward, c.gradient) for c in graphs.workload.checks]
+            self.checks = [] if graphs.proofs is None else list(graphs.proofs.results)
         found = all_encoders()
         self.step_tokens = found.step_tokens
         self.steps.append({"replays": found.replays, "eager": found.fallbacks.total()})

@@ -4,15 +4,19 @@ import math
 
 import pytest
 
+from bridge_cg_plugin.switches import PROOF
 from tests.gpu.trainings import Training
 
-BUCKETS = ("vision_cuda_graph_buckets=[2304,4608]", "vision_cuda_graph_strict=true")
-CHECKED = ("vision_cuda_graph_check_interval=2", "vision_cuda_graph_strict=true")
+STRICT = "vision_cuda_graph_strict=true"
+BUCKETS = ("vision_cuda_graph_buckets=[2304,4608]", STRICT)
+CHECKED = ((PROOF, "1"),)
 LARGEST = "max_vision_cuda_graph_seq_length=4608"
 PLAIN = ("--validate-every", "4", "--text-only-every", "3", "--no-overlap")
 EAGER = Training("eager")
 OFFLOADED = Training(
-    "graphs", (*BUCKETS, *CHECKED, "vision_cuda_graph_offload=all", "vision_cuda_graph_recompute=[layernorm,gelu]")
+    "graphs",
+    (*BUCKETS, "vision_cuda_graph_offload=all", "vision_cuda_graph_recompute=[layernorm,gelu]"),
+    environment=CHECKED,
 )
 
 
@@ -20,10 +24,13 @@ OFFLOADED = Training(
     "run, fallbacks",
     [
         # Buckets on demand: a size runs eager when it comes first.
-        (Training("graphs", ("--validate-every", "4", *CHECKED, LARGEST), steps=8), {"not_captured_yet"}),
+        (
+            Training("graphs", ("--validate-every", "4", STRICT, LARGEST), steps=8, environment=CHECKED),
+            {"not_captured_yet"},
+        ),
         # Without overlap: Bridge's overlapped reduction, eager too, needs a gradient of every parameter in the last
         # microbatch of a step.
-        (Training("graphs", (*PLAIN, *CHECKED, *BUCKETS), steps=8), set()),
+        (Training("graphs", (*PLAIN, *BUCKETS), steps=8, environment=CHECKED), set()),
     ],
     ids=["overlap", "text-only"],
 )
@@ -33,7 +40,7 @@ def test_evaluation_and_checks(trained, run, fallbacks):
     assert set(result["graphs"]["fallbacks"]) <= fallbacks
     assert sum(b["evaluations"] for b in buckets) > 0
     assert sum(b["replays"] for b in buckets) > 0
-    assert len(result["checks"]) >= 2
+    assert len(result["checks"]) >= 1
     assert all(math.isfinite(loss) for loss in result["losses"])
     assert ("eager fallbacks: none" in result["output"]) == (result["graphs"]["fallbacks"] == {})
 

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from bridge_cg_plugin.recipes import SMALL_RECIPES
+from bridge_cg_plugin.switches import PROOF
 
 from .recipe_runs import checks_passed, run_recipe
 
@@ -15,14 +16,14 @@ LIMIT_S = 240  # a minute where nothing else runs
 
 
 def test_it_trains_in_a_minute_offline(tmp_path):
-    words = ["--recipe", NAME, f"train.train_iters={STEPS}", "model.vision_cuda_graph_check_interval=8"]
+    words = ["--recipe", NAME, f"train.train_iters={STEPS}"]
     began = time.monotonic()
-    run, text = run_recipe(words, tmp_path, LIMIT_S)
+    run, text = run_recipe(words, tmp_path, LIMIT_S, environment={PROOF: "1"})
     print(f"{time.monotonic() - began:.1f} s with the imports")
     losses = [loss for _, loss in run.losses]
     assert [step for step, _ in run.losses] == [5, 10, 15, 20] and losses[-1] < 0.95 * losses[0]
     graphs, language_model = run.graphs["vision"], run.graphs["language model"]
     assert graphs.replays >= 0.5 * 4 * (STEPS - 4), graphs
     assert language_model.replays >= 4 * (STEPS - 4) and not language_model.fallbacks, language_model
-    assert checks_passed(text) == 2
+    assert checks_passed(text) >= 2
     assert not (tmp_path / "nemo_experiments").exists()

@@ -10,6 +10,7 @@ import bridge_cg_plugin
 from bridge_cg_plugin import plugin
 from bridge_cg_plugin.cli import doctor, probe
 from bridge_cg_plugin.cli.main import main
+from bridge_cg_plugin.switches import PROOF
 from bridge_cg_plugin.upstream.environment import OPTIONS, RELEASE_MEMORY
 from bridge_cg_plugin.upstream.seams import encoders
 from bridge_cg_plugin.upstream.seams.registry.bridge import TRAIN
@@ -68,6 +69,7 @@ def test_a_renamed_parameter_is_named(monkeypatch, active, capsys):
             "",
         ),
         ({plugin.SWITCH: "banana"}, "banana", "set it to 0, false, off"),
+        ({PROOF: "banana"}, "banana", "Correct it, or unset it"),
         ({RELEASE_MEMORY: "banana"}, "banana", "Correct it, or unset it"),
         ({OPTIONS: "vision_cuda_graph_imp=none"}, "vision_cuda_graph_imp", "Did you mean vision_cuda_graph_impl?"),
     ],

@@ -59,7 +59,6 @@ def test_what_the_configuration_sets_wins(configured, monkeypatch, fields, said,
 
 CHOICES = {
     "vision_cuda_graph_strict": (False, True),
-    "vision_cuda_graph_check_interval": (0, 3, 7),
     "max_vision_cuda_graph_seq_length": (None, 4096, 8192),
     "cuda_graph_warmup_steps": (3, 2, 5),
 }

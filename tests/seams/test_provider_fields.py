@@ -24,7 +24,6 @@ VALUES = {
     "recompute": ["gelu"],
     "offload_above_gb": 6.5,
     "strict": True,
-    "check_interval": 7,
     "deepstack_gradient_allreduce": True,
 }
 TUNING = {one.name for one in VISION.tuned}

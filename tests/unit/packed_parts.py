@@ -30,7 +30,7 @@ def on_parts(
         offload: Parts of the model whose activations leave the device; None makes no chain.
         capture: Whether to capture.
         executor: Makes recordings.
-        warmup: Lengths of the packs before the capture.
+        warmup: Lengths of the packs before the capture, or their arguments.
         grows: Whether named buckets are captured when packs ask for them.
         options: Of packed-sequence graphs, by the names that `PackedOptions` has for them.
     """
@@ -38,7 +38,7 @@ def on_parts(
     values = {f"cuda_graph_packed_{name}": value for name, value in options.items()}
     values["cuda_graph_packed_tuning"] = tuned
     values |= {"cuda_graph_modules": list(modules), "cuda_graph_packed_offload": offload}
-    seen = [packs.pack(lengths) for lengths in warmup]
+    seen = [lengths if isinstance(lengths, dict) else packs.pack(lengths) for lengths in warmup]
     with (
         packs.ON_CPU(),
         packs.graphs_on(model, *seen, capture=False, executor=executor, grows=grows, **values) as graphs,

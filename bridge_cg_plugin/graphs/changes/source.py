@@ -68,12 +68,14 @@ class Recorded:
     Attributes:
         recording: The recording.
         output_gradients: The buffers that its backward reads.
+        place: The slot's number, bucket and mode.
         nbytes: What it needs of its slot's memory.
         turn: When it was made; None without a backward.
     """
 
     recording: Recording
     output_gradients: tuple[Tensor, ...]
+    place: tuple[int, Bucket, Mode]
     nbytes: int = 0
     turn: Turn | None = None
 
@@ -103,6 +105,7 @@ class Source:
         recorded_by_other_ranks: What ranks whose memory was not moved need not recapture.
         moved_here: Whether this rank's memory was moved since the state's first source.
         warm: Modes that were recorded in this state.
+        unproven: Recordings that were not compared with eager, by the same; equal on ranks that recorded together.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class Source:
         self.failed: Failures = Failures(TRIED_AGAIN) if instead_of is None else instead_of.failed
         self.recorded_by_other_ranks: frozenset[tuple[int, Bucket, Mode]] = frozenset()
         self.warm: set[Mode] = set()
+        self.unproven: set[tuple[int, Bucket, Mode]] = set() if instead_of is None else instead_of.unproven
         if instead_of is not None:
             self.follow(instead_of)
         self._constants = tuple((tensor, tensor._version) for tensor in read if tensor.device.type != device_type)

@@ -48,6 +48,7 @@ class Part:
         statistics: Memory and time are counted there, too.
         buckets: What batches use, in the order in which they are tried.
         planned: What a capture records in each slot, largest first.
+        disproved: Whether a recording was wrong, so that the region stays eager.
         sources: What recordings are made from; missing before a capture.
         watch: What follows the model; everything that is recorded is a pass of it. Missing before a capture.
         forward_slot: For passes without a backward while another microbatch holds the first slot; None without one.
@@ -63,6 +64,7 @@ class Part:
         self.planned: Sequence[Sequence[Place]] = ()
         self._slots: list[Slot] = []
         self.forward_slot: Slot | None = None
+        self.disproved = False
         self._always_changed: set[str] = set()
 
     def source(self) -> Source | Fallback:
@@ -453,11 +455,14 @@ class Chain:
                         body.forget()
             nbytes = pool.settle()
         self.captures += mode.gradients
-        for place, ((_, source), body, recording) in enumerate(zip(wanted, bodies, made, strict=True)):
+        place = index, bucket, mode
+        for order, ((_, source), body, recording) in enumerate(zip(wanted, bodies, made, strict=True)):
             if source.moved(mode.gradients):
                 raise CaptureError("memory of parameters or of their main_grad was moved inside a step")
-            turn = (self.captures, place) if mode.gradients else None
-            source.recordings[index, bucket, mode] = Recorded(recording, body.output_gradients, nbytes, turn)
+            turn = (self.captures, order) if mode.gradients else None
+            source.recordings[place] = Recorded(recording, body.output_gradients, place, nbytes, turn)
+            if place not in source.recorded_by_other_ranks:
+                source.unproven.add(place)
             source.warm.add(mode)
 
     def _held(self, index: int) -> list[tuple[tuple[int, Bucket, Mode], Recorded]]:

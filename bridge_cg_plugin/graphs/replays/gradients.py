@@ -279,6 +279,11 @@ class GradientSinks:
             for p, g, main_grad in zip(self.parameters, gradients, self.main_grads, strict=True)
         )
 
+    def added_to(self) -> tuple[Tensor | None, ...]:
+        """Return the `main_grad` that a recorded backward adds to, for each parameter; None for others."""
+        places = zip(self.parameters, self.given, self.main_grads, strict=True)
+        return tuple(g if main is not None or p in self._fused else None for p, g, main in places)
+
     def receivers(self) -> tuple[Tensor, ...]:
         """Return the tensors through which autograd is to know a replay's backward: an anchor and parameters."""
         return self._known if self._reduction is None else self._unknown

@@ -31,8 +31,8 @@ class BackwardObserver(Protocol):
     def before_backward(self, output_gradients: Sequence[Tensor | None]) -> None:
         """Called before the backward is replayed, with the gradients of the real rows."""
 
-    def after_backward(self, gradients: Gradients) -> None:
-        """Called when it was replayed, before any gradient hook fires."""
+    def after_backward(self, gradients: Gradients) -> Gradients | None:
+        """Called when it was replayed, before any gradient hook fires; may return others in their place."""
 
 
 @dataclass(slots=True)
@@ -157,7 +157,7 @@ class _Replay(Function):
             with named_range(f"replay {call.program.name}, backward") if ranges.on else NO_RANGE:
                 gradients = call.recorded.recording.backward().through(output_gradients)
             if call.observer is not None:
-                call.observer.after_backward(gradients)
+                gradients = call.observer.after_backward(gradients) or gradients
             inputs = tuple(
                 None if g is None else g[:rows].clone()
                 for g, rows in zip(gradients.inputs, call.input_rows, strict=True)

@@ -221,6 +221,29 @@ def _places(offsets: Tensor, rows: int, ranks: int) -> tuple[Tensor, Tensor]:
     return document, token - starts[document]
 
 
+def real_rows(batch: PackedBatch, ranks: int, rank: int, shards: int) -> Tensor | None:
+    """Return which of a rank's tokens belong to documents, `[rows]` bool; None where all do.
+
+    Eager's attention leaves any value between documents and behind the last one.
+
+    Args:
+        batch: The pack.
+        ranks: Ranks of context parallelism.
+        rank: Which of them this is.
+        shards: Ranks that hold a part of the tokens each: with padding, none is known to belong to a document.
+    """
+    if PADDED_OFFSETS[0] not in batch.offsets and sum(batch.lengths) == batch.tokens:
+        return None
+    rows = batch.hidden.shape[0]
+    if shards > 1:
+        return torch.zeros(rows, dtype=torch.bool, device=batch.hidden.device)
+    offsets = batch.offsets[OFFSETS[0]].long()
+    physical = batch.offsets.get(PADDED_OFFSETS[0], offsets)
+    document, place = _places(physical, rows, ranks)
+    lengths = torch.cat((offsets.diff(), offsets.new_zeros(1)))
+    return _positions(physical, document, place, ranks, rank) < lengths[document]
+
+
 def document_indices(offsets: Tensor, tokens: int) -> Tensor:
     """Return every token's document by number, `[1, tokens]` int32, as megatron-core's Mamba layers take it.
 

@@ -138,6 +138,9 @@ class DecoderFamily(Protocol):
     def known_activations(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
         """Be around recorded work where activations leave the device: notes what they are."""
 
+    def standing_in(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[None]:
+        """Be around eager passes over stand-ins for parameters of these modules, wherever they hold parameters."""
+
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | Fallback:
         """Return a call's arguments, or why a graph cannot serve it."""
 

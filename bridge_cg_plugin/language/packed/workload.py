@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,13 +18,13 @@ from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
 from ...graphs.host_copies import HostCopies
 from ...graphs.manager import GraphManager
-from ...graphs.program import Call, Piece, Workload, digest
+from ...graphs.program import FAR, NEAR, Call, Piece, Workload, digest
 from ...graphs.region import Region
 from ...graphs.replays.replay import want_gradients
 from ...graphs.replays.slot import SharedInputs
 from ...offload.offloading import offloading_of
 from ...options import PACKED_FIELDS, OptionError, PackedOptions
-from .batch import OFFSETS, PADDED_OFFSETS, JointShape, PackedBatch, PackShape, pack_batch, spread
+from .batch import OFFSETS, PADDED_OFFSETS, JointShape, PackedBatch, PackShape, pack_batch, real_rows, spread
 from .program import SHARED, DecoderCall, DecoderFamily, DecoderPart, PackedProgram, PackLayout
 
 # What all packs of a recording share: which offsets they have, width of angles, width and type of hidden states.
@@ -318,6 +318,11 @@ class PackedWorkload(Workload):
                     shared=None if part.site is None else shared,
                     around=self.family.statistics_kept,
                     growth=demand,
+                    tolerance=FAR if part.counted or part.outputs > 1 else NEAR,
+                    real_rows=self._real_rows,
+                    standing_in=partial(self._standing_in, part),
+                    # Eager would move scales and quantize weights, which nothing puts back.
+                    unproven="" if part.changed is None else "it computes in fp8",
                 )
                 for part in parts
             ],
@@ -326,6 +331,13 @@ class PackedWorkload(Workload):
         )
         self._parts = sum(part.site is not None for part in parts)
         regions[0].statistics.static_bytes += shared.nbytes
+
+    def _standing_in(self, part: DecoderPart) -> AbstractContextManager[None]:
+        return self.family.standing_in(part.roots())
+
+    def _real_rows(self, batch: PackedBatch) -> Tensor | None:
+        family = self.family
+        return real_rows(batch, family.ranks, family.rank, family.shards)
 
     def _program(self, part: DecoderPart) -> PackedProgram:
         layout = PackLayout(*self.plan.kind(), self.family, self.plan.additions() if part.site is None else 0)

@@ -108,6 +108,10 @@ class TransformerBlockFamily:
         self.per_position = not any(_is_qwen(layer) for layer in self._transformer)
         self.absolute = not config.apply_rope_fusion
 
+    def standing_in(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[None]:
+        """See `DecoderFamily`."""
+        return current_parameters(modules)
+
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | Fallback:
         """See `DecoderFamily`."""
         if is_on_around():

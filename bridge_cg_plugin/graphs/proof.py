@@ -1,0 +1,577 @@
+"""Comparing replays with eager while training runs: outputs, then the gradient of each parameter.
+
+The first training microbatch of a recording proves it, and every so many steps one more is compared. Eager runs the
+same microbatch and leaves nothing behind. Ranks that see the same microbatches decide together. Off unless switched on,
+until its costs are measured on GPUs.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..announce import announce, warn
+from ..switches import PROOF
+from ..upstream_types import MegatronParameter
+from .changes.dict_watch import WATCHER
+from .changes.source import Source
+from .errors import ProofError
+from .instance import every_module
+from .program import Piece, RankConsensus
+from .recordings.chain import Part
+from .recordings.executor import Executor
+from .recordings.recording import Gradients, reach_of
+from .replays.replay import BackwardObserver, Replay
+
+# Of the time since the capture for all first proofs together, and of all time for those that come again.
+FIRST_SHARE, SHARE = 0.02, 0.005
+LEAST_STEPS = 100
+# Of a gradient's elements, by the root mean square of all of the region's: what rounding leaves of small gradients.
+ABSOLUTE = 1e-3
+# Relative difference of eager passes with other random states, from which on they draw numbers, so that a replay draws
+# others, too; where passes with the same states are equal, any difference is.
+DRAWS = 0.01
+# Free memory for a proof of gradients, by what the recording takes: eager's activations are as large.
+ROOM = 1.25
+# What ranks agree on for a proof, above all numbers of steps.
+FAILED, DREW = 2.0**60, math.inf
+
+
+class Finding(NamedTuple):
+    """What was compared, the norm of the difference, eager's norm, and the largest difference that passes."""
+
+    what: str
+    difference: float
+    size: float
+    bound: float
+
+
+class Pass:
+    """Eager's pass over a microbatch, which can run again later.
+
+    Args:
+        call: The call, with its arguments.
+        outputs: Returns the region's outputs in what the call returned.
+        owner: A module whose attributes may hold inputs as well.
+    """
+
+    def __init__(
+        self, call: partial[Any], outputs: Callable[[Any], Sequence[Tensor]] = tuple, owner: nn.Module | None = None
+    ) -> None:
+        self._call, self._outputs, self._owner = call, outputs, owner
+        self._copies: dict[int, Tensor] = {}
+        self._attributes: dict[str, Any] = {}
+
+    def run(self) -> Sequence[Tensor]:
+        """Return the outputs."""
+        return self._outputs(self._call())
+
+    def keep(self, inputs: Sequence[Tensor]) -> None:
+        """Copy what is read of floating point, which training may overwrite; hosts know integers by their storage.
+
+        Args:
+            inputs: The region's differentiable inputs.
+        """
+        held = {} if self._owner is None else vars(self._owner)
+        self._attributes = {name: value for name, value in held.items() if any(value is each for each in inputs)}
+        read = tree_leaves((self._call.args, self._call.keywords, self._attributes))
+        for tensor in (each for each in read if isinstance(each, Tensor) and each.is_floating_point()):
+            self._copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    def copy_of(self, tensor: Tensor) -> Tensor | None:
+        """Return the leaf in the place of an argument; None without one."""
+        return self._copies.get(id(tensor))
+
+    def forget_gradients(self) -> None:
+        """Let go of the copies' gradients."""
+        for copy in self._copies.values():
+            copy.grad = None
+
+    def again(self) -> Sequence[Tensor]:
+        """Return the outputs of a pass over the copies."""
+        arguments = tree_map_only(Tensor, self._own, (self._call.args, self._call.keywords))
+        held = {} if self._owner is None else vars(self._owner)
+        with WATCHER.silent():
+            held.update(tree_map_only(Tensor, self._own, self._attributes))
+        try:
+            return self._outputs(self._call.func(*arguments[0], **arguments[1]))
+        finally:
+            with WATCHER.silent():
+                held.update(self._attributes)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        copy = self._copies.get(id(tensor), tensor)
+        return copy.view_as(copy) if copy.requires_grad else copy  # no leaf, as what an earlier module returns
+
+
+class Held:
+    """What generators and tensors hold when the object is made. A graph's writes leave no trace in version counters.
+
+    Args:
+        generators: The generators.
+        tensors: The tensors.
+    """
+
+    def __init__(self, generators: Iterable[torch.Generator], tensors: Iterable[Tensor]) -> None:
+        self._states = {generator: generator.get_state() for generator in generators}
+        written = (t for t in tensors if type(t) is Tensor and not t.is_inference())
+        self._values = [(t, t.clone()) for t in written if torch._debug_has_internal_overlap(t) != 1]
+
+    def drew_until(self, later: "Held") -> bool:
+        """Whether a generator was used in between."""
+        return not all(torch.equal(state, later._states[each]) for each, state in self._states.items())
+
+    def put_back_generators(self) -> None:
+        """Let generators be where they were."""
+        for generator, state in self._states.items():
+            generator.set_state(state)
+
+    def put_back(self) -> None:
+        """Let all be as it was."""
+        self.put_back_generators()
+        with torch.no_grad():
+            for tensor, values in self._values:
+                with _unsafe_preserve_version_counter(tensor):  # another microbatch may have saved it for its backward
+                    tensor.copy_(values)
+
+
+class Proof(BackwardObserver):
+    """One replayed microbatch that is compared with eager.
+
+    Args:
+        proofs: Those of the module.
+        part: The region.
+        piece: What it is made of.
+        replay: The microbatch's replay.
+        batch: The microbatch.
+        call: Eager's pass.
+        inner: Watches the backward as well.
+
+    Attributes:
+        source, place: What was recorded from; the recording's slot, bucket and mode.
+        key: Names the recording; equal on all ranks.
+        begun: When the device began what is compared, by `time.perf_counter`.
+        seconds: What the comparison has taken so far.
+        output, gradient: Largest relative differences; None where they were not compared.
+    """
+
+    def __init__(
+        self,
+        proofs: "Proofs",
+        part: Part,
+        piece: Piece,
+        replay: Replay,
+        batch: Any,
+        call: Pass,
+        inner: BackwardObserver | None,
+    ) -> None:
+        self._proofs, self.part, self._piece, self._call, self._inner = proofs, part, piece, call, inner
+        # Not the replay: it holds this object, and its slot would not be free before a garbage collection.
+        self.source, self.place, self._nbytes = replay.source, replay.recorded.place, replay.recorded.nbytes
+        self.key = part.name, self.source.number, self.place
+        self._inputs = part.program.differentiable_inputs(batch)
+        self._real = piece.real_rows(batch)
+        self._output_gradients: Sequence[Tensor | None] = ()
+        self._compares = False
+        self.output: float | None = None
+        self.gradient: float | None = None
+        self.seconds, self.begun = 0.0, proofs.now()
+        self.before = self._held()
+
+    def _held(self) -> Held:
+        watch = self.part.watch
+        return Held(self._proofs.generators(), watch.tensors_of(every_module(watch.roots)))
+
+    @contextmanager
+    def _as_before(self) -> Iterator[Held]:
+        """Run eager inside from where the replay's forward began; yields what there is now, which is put back."""
+        watch = self.part.watch
+        with self._piece.around(), watch.passing(), watch.undone():
+            after = self._held()
+            self.before.put_back()
+            try:
+                yield after
+            finally:
+                after.put_back()
+
+    def compare_outputs(self, outputs: Sequence[Tensor]) -> bool | None:
+        """Return whether outputs, real rows, are near eager's; None where eager draws others each time."""
+        with self._as_before() as after, torch.no_grad():
+            expected = self._call.run()
+            runs = [outputs]
+            if self.before.drew_until(after):  # which attention does without dropout as well
+                for states in (self.before, after):
+                    self.before.put_back()
+                    states.put_back_generators()
+                    runs.append(self._call.run())
+            pairs = [pair for run in runs for pair in zip(run, expected, strict=True)]
+            norms = torch.stack([self._norms(*pair) for pair in pairs]).tolist()
+        count, tolerance = len(outputs), self._piece.tolerance
+        noisy = any(difference for difference, _ in norms[count : 2 * count])
+        drew = any(difference > (DRAWS * size if noisy else 0) for difference, size in norms[2 * count :])
+        found = [Finding(f"output {i}", d, size, tolerance * size) for i, (d, size) in enumerate(norms[:count])]
+        self.output = _largest(found)
+        passed = self._proofs.judge(self, found, drew)
+        if passed:
+            self._call.keep(self._inputs)
+        return passed
+
+    def _norms(self, actual: Tensor | None, expected: Tensor | None) -> Tensor:
+        """Return the norm of the difference and that of the second, over real rows; None is zeros."""
+        if self._real is not None:
+            actual, expected = (_only(each, self._real) for each in (actual, expected))
+        return self._proofs.norms(actual, expected)
+
+    def before_backward(self, output_gradients: Sequence[Tensor | None]) -> None:
+        """See `BackwardObserver`."""
+        if self._inner is not None:
+            self._inner.before_backward(output_gradients)
+        self.begun, self._output_gradients = self._proofs.now(), output_gradients
+        self._compares = not self._proofs.consensus.agree(self._refusal).largest
+
+    def _refusal(self) -> float:
+        """Return 0 where gradients can be compared on this rank: they are alone in `main_grad`, and memory suffices."""
+        sums = [each for each in self.source.sinks.added_to() if each is not None]
+        written = bool(sums) and bool(torch.stack(torch._foreach_norm(sums)).any())
+        given = zip(self.source.sinks.parameters, self.source.sinks.given, strict=True)
+        known = all(type(parameter) is nn.Parameter for parameter, main_grad in given if main_grad is not None)
+        lacking = any(t.requires_grad and self._call.copy_of(t) is None for t in self._inputs[:1])
+        return float(written or lacking or not known or not self._proofs.has_room(self._nbytes))
+
+    def after_backward(self, gradients: Gradients) -> Gradients | None:
+        """See `BackwardObserver`: returns eager's gradients where the replay's differ."""
+        if self._inner is not None:
+            self._inner.after_backward(gradients)
+        if self._compares and (found := self._compared(gradients)) is not None:
+            self.gradient = _largest(found)
+            if not self._proofs.judge(self, found):
+                return self._eagers(gradients)
+        self._proofs.proven(self)
+        return None
+
+    def _compared(self, gradients: Gradients) -> list[Finding] | None:
+        sinks, added = self.source.sinks, self.source.sinks.added_to()
+        norms: dict[int, Tensor] = {}
+
+        def compare(place: int, expected: Tensor | None) -> None:
+            returned = gradients.parameters[place]
+            norms[place] = self._proofs.norms(added[place] if returned is None else returned, expected)
+
+        if (inputs := self._backward(compare, gradients)) is None:
+            return None
+        of_inputs = [self._norms(None if a is None else a[: len(tensor)], copy.grad) for tensor, a, copy in inputs]
+        for place in range(len(sinks.parameters)):
+            if place not in norms:
+                compare(place, None)
+        numbers = torch.stack([*(norms[place] for place in range(len(norms))), *of_inputs]).tolist()
+        counts = [parameter.numel() for parameter in sinks.parameters]
+        square = sum(size * size for _, size in numbers[: len(counts)]) / max(sum(counts), 1)
+        tolerance, names = self._piece.tolerance, self._names()
+        small = [ABSOLUTE * math.sqrt(square * count) for count in counts] + [0.0] * len(of_inputs)
+        names += [f"input {place}" for place in range(len(of_inputs))]
+        return [
+            Finding(f"the gradient of {name}", difference, size, tolerance * size + rest)
+            for name, (difference, size), rest in zip(names, numbers, small, strict=True)
+        ]
+
+    def _names(self) -> list[str]:
+        named = ((parameter, name) for root in self.part.watch.roots for name, parameter in root.named_parameters())
+        names = dict(named)
+        return [names.get(parameter, "a parameter") for parameter in self.source.sinks.parameters]
+
+    def _eagers(self, gradients: Gradients) -> Gradients:
+        """Return eager's gradients; what the replay added to `main_grad` is replaced there."""
+        added, inputs = self.source.sinks.added_to(), list(gradients.inputs)
+        parameters: list[Tensor | None] = [None] * len(gradients.parameters)
+        for main_grad in added:
+            if main_grad is not None:
+                main_grad.zero_()
+
+        def take(place: int, expected: Tensor) -> None:
+            if (main_grad := added[place]) is not None:
+                main_grad.copy_(expected)
+            else:
+                parameters[place] = expected
+
+        for place, (_, _, copy) in enumerate(self._backward(take, gradients) or ()):
+            inputs[place] = copy.grad
+        return Gradients(tuple(inputs), tuple(parameters), gradients.reach)
+
+    def _backward(
+        self, receive: Callable[[int, Tensor], None], gradients: Gradients
+    ) -> list[tuple[Tensor, Tensor | None, Tensor]] | None:
+        """Run eager's forward and backward; each parameter's gradient is let go of once it was received.
+
+        Returns:
+            Each input that wants a gradient, the replay's gradient and the leaf that has eager's; None where eager's
+            backward would reach a parameter itself, whose hooks would take it for training.
+        """
+        sinks = self.source.sinks
+        with self._as_before(), torch.enable_grad(), self.source.aliases.active(sinks.handed) as aliases:
+            for place, (parameter, main_grad) in enumerate(zip(sinks.parameters, sinks.given, strict=True)):
+                _receiving(aliases[parameter], main_grad, partial(receive, place))
+            with self.source.autocasting(), self._piece.standing_in():
+                outputs = self._call.again()
+            pairs = zip(outputs, self._output_gradients, strict=True)
+            roots = [(o, g) for o, g in pairs if g is not None and o.requires_grad]
+            if any(reach_of([o for o, _ in roots], dict(enumerate(sinks.parameters)))):
+                self._proofs.excluded[f"gradients of {self.part.name}"] = "a parameter is held by what is no module"
+                return None
+            self._call.forget_gradients()
+            # Not for some inputs: checkpoints inside refuse that.
+            torch.autograd.backward([o for o, _ in roots], [g for _, g in roots])
+        inputs = zip(self._inputs, gradients.inputs, map(self._call.copy_of, self._inputs), strict=True)
+        return [(tensor, actual, copy) for tensor, actual, copy in inputs if copy is not None and copy.requires_grad]
+
+
+class Proofs:
+    """The proofs of one module's recordings: when they are due, what came of them.
+
+    Args:
+        executor: Makes the recordings.
+        consensus: Ranks that see the same microbatches.
+        strict: Whether a recording that differs from eager stops the run.
+
+    Attributes:
+        call: Eager's pass over the microbatch under way, where one may be compared.
+        disproved: Names of regions that stay eager.
+        excluded: What is not compared, and why.
+        results: The largest relative differences of outputs and of gradients in each proof that passed; None where they
+            were not compared.
+    """
+
+    def __init__(self, executor: Executor, consensus: RankConsensus, strict: bool) -> None:
+        self._executor, self.consensus, self._strict = executor, consensus, strict
+        self.call: Pass | None = None
+        self.disproved: set[str] = set()
+        self.excluded: dict[str, str] = {}
+        self._steps: deque[float] = deque(maxlen=LEAST_STEPS)
+        self._began = self._step_began = time.perf_counter()
+        self._step, self._next, self._again = 0, 0.0, math.inf
+        self._under_way = False
+        # By the key of a recording that failed: whether its gradients did.
+        self._suspects: dict[tuple[object, ...], bool] = {}
+        self._seconds = self._first_seconds = 0.0
+        self.results: list[tuple[float | None, float | None]] = []
+
+    def now(self) -> float:
+        """Return the time once the device has done what there is to do, in seconds."""
+        if self._executor.device.type == "cuda":
+            torch.cuda.synchronize(self._executor.device)
+        return time.perf_counter()
+
+    def generators(self) -> set[torch.Generator]:
+        """Return what passes may draw random numbers from."""
+        return {*self._executor.generators(), torch.default_generator}
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether eager's activations have room on the device beside a recording of so many bytes."""
+        device = self._executor.device
+        if device.type != "cuda":
+            return True
+        free = torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + cached >= ROOM * nbytes
+
+    def norms(self, actual: Tensor | None, expected: Tensor | None) -> Tensor:
+        """Return the norm of the difference and that of the second, `[2]` fp32; None is zeros."""
+        zero = torch.zeros((), device=self._executor.device)
+        one, other = (zero if each is None else each.float() for each in (actual, expected))
+        return torch.stack([torch.linalg.vector_norm(one - other), torch.linalg.vector_norm(other)])
+
+    def begin_step(self, step: int) -> None:
+        """Note that a training step begins."""
+        now = time.perf_counter()
+        if self._step:
+            self._steps.append(now - self._step_began)
+        else:
+            self._began = now
+        self._step, self._step_began, self._under_way, self.call = step, now, False, None
+
+    def may_be_due(self, sources: Iterable[Source]) -> bool:
+        """Whether a replay of a region may have to be compared in this step."""
+        if self._step < self._next and not self._suspects:
+            return False
+        return self._step >= self._again or any(source.unproven for source in sources)
+
+    def run(
+        self, part: Part, piece: Piece, replay: Replay, batch: Any, inner: BackwardObserver | None
+    ) -> tuple[Tensor, ...] | None:
+        """Replay a microbatch and compare it with eager where that is due; returns None where it is to run eager.
+
+        Raises:
+            ProofError: A recording differs from eager for the second time, and the run is strict.
+        """
+        call, self.call = self.call, None
+        due = replay.recorded.place in replay.source.unproven or self._step >= self._again
+        if self._under_way or call is None or not due or self._is_excluded(part, piece.unproven):
+            return replay.run(batch, inner)
+        proof = Proof(self, part, piece, replay, batch, call, inner)
+        outputs = replay.run(batch, inner)
+        if self._waits(proof):
+            return outputs
+        self._under_way = True
+        passed = proof.compare_outputs(outputs)
+        if passed is False:
+            proof.before.put_back()
+            return None
+        if passed and any(output.requires_grad for output in outputs):
+            replay.observer = proof
+        elif passed:
+            self.proven(proof)
+        return outputs
+
+    def _is_excluded(self, part: Part, reason: str = "") -> bool:
+        """Whether a region is not compared, for a reason that is noted once."""
+        if reason:
+            self.excluded[part.name] = reason
+        if part.name in self.excluded:
+            for source in part.sources:
+                source.unproven.clear()
+        return part.name in self.excluded
+
+    def _waits(self, proof: Proof) -> bool:
+        """Whether a first proof has to wait, on some rank, until all of them take no more than their share of time."""
+        if proof.key in self._suspects or self._step >= self._again:
+            return False
+        if self._step < self._next:
+            return True
+        self._next = self._step + self.consensus.agree(self._steps_to_wait).largest
+        return self._step < self._next
+
+    def _steps_to_wait(self) -> float:
+        if not self.results:
+            return 0.0
+        missing = self._first_seconds / FIRST_SHARE - (time.perf_counter() - self._began)
+        return float(max(0, math.ceil(missing / self._step_seconds())))
+
+    def _step_seconds(self) -> float:
+        return max(median(self._steps), 1e-6) if self._steps else 1.0
+
+    def judge(self, proof: Proof, found: Sequence[Finding], drew: bool = False) -> bool | None:
+        """Return what all ranks say to what this one found: whether it passes; None where random numbers differ.
+
+        Raises:
+            ProofError: A recording differs from eager for the second time, and the run is strict.
+        """
+        seconds = self.now() - proof.begun
+        proof.seconds += seconds
+        self._seconds += seconds
+        if proof.place in proof.source.unproven:
+            self._first_seconds += seconds
+        known = (each for each in found if math.isfinite(each.size))
+        failing = next((each for each in known if not each.difference <= each.bound), None)
+        steps = max(LEAST_STEPS, math.ceil(proof.seconds / (SHARE * self._step_seconds())))
+        own = DREW if drew else steps if failing is None else FAILED
+        agreed = self.consensus.agree(lambda: own).largest
+        if agreed == DREW:
+            self._is_excluded(proof.part, "it draws random numbers, others than eager")
+            return None
+        if agreed >= FAILED:
+            self._failed(proof, failing)
+            return False
+        self._again = self._step + agreed
+        return True
+
+    def proven(self, proof: Proof) -> None:
+        """Note that a recording passed all that could be compared."""
+        if self._suspects.get(proof.key) and proof.gradient is None:
+            return  # its gradients differed, and are to be compared again
+        self._suspects.pop(proof.key, None)
+        proof.source.unproven.discard(proof.place)
+        self.results.append((proof.output, proof.gradient))
+
+    def _failed(self, proof: Proof, finding: Finding | None) -> None:
+        """Note that a recording differs from eager; the second time in a row its region stays eager."""
+        part, what = proof.part, "a replay of another rank differs from eager"
+        if finding is not None:
+            what = f"{finding.what} differs from eager's by {finding.difference:.2e}, allowed are {finding.bound:.2e}"
+        if proof.key not in self._suspects:
+            self._under_way, self._suspects[proof.key] = False, proof.gradient is not None
+            proof.source.unproven.add(proof.place)
+            announce(f"{part.name}: {what}; this microbatch took eager's, the next one is compared, too")
+            return
+        del self._suspects[proof.key]
+        part.disproved = True
+        self.disproved.add(part.name)
+        text = (
+            f"{part.name}: {what}, for the second time in a row; it runs eager from now on. Please report it with the "
+            f"output of `bridge-cg doctor --details --json`. Without {PROOF}=1 nothing is compared"
+        )
+        if self._strict:
+            raise ProofError(text)
+        warn(text)
+
+    def notes(self, left: int) -> dict[str, str]:
+        """Return lines of the report.
+
+        Args:
+            left: Recordings that were not compared.
+        """
+        notes = {f"not compared with eager, {name}": reason for name, reason in self.excluded.items()}
+        if self.results or left:
+            outputs = [output for output, _ in self.results if output is not None]
+            gradients = [gradient for _, gradient in self.results if gradient is not None]
+            exact = f"{max(outputs, default=0.0):.1e} ({outputs.count(0.0)} bit-equal)"
+            notes["proofs"] = (
+                f"{len(self.results)} replays compared with eager, {len(gradients)} with gradients, in "
+                f"{self._seconds:.1f} s; largest differences: outputs {exact}, gradients "
+                f"{max(gradients, default=0.0):.1e}; recordings without a proof: {left}"
+            )
+        return notes
+
+
+def _receiving(alias: MegatronParameter, main_grad: Tensor | None, receive: Callable[[Tensor], None]) -> None:
+    """Have an alias's gradient received once it is complete, and let go of then.
+
+    A fused product adds to `main_grad`, in whose place it finds zeros that are made when it asks.
+    """
+    if main_grad is not None:
+        alias.__dict__.update({"grad_added_to_main_grad": False, LIKE: alias.__dict__.pop("main_grad")})
+        alias.__class__ = _Scratched
+
+    def arrived(alias: MegatronParameter) -> None:
+        added = getattr(alias, "grad_added_to_main_grad", False)
+        gradient, alias.grad = alias.main_grad if added else alias.grad, None
+        alias.__dict__.pop(SUM, None)
+        if gradient is not None:
+            receive(gradient)
+
+    alias.register_post_accumulate_grad_hook(arrived)
+
+
+LIKE, SUM = "_like_main_grad", "_own_main_grad"
+
+
+class _Scratched(nn.Parameter):
+    @property
+    def main_grad(self) -> Tensor:
+        if SUM not in self.__dict__:
+            self.__dict__[SUM] = torch.zeros_like(self.__dict__[LIKE])
+        sum_: Tensor = self.__dict__[SUM]
+        return sum_
+
+    @main_grad.setter
+    def main_grad(self, given: Tensor) -> None:  # as Transformer Engine does, with what it was given
+        self.__dict__[SUM] = given
+
+
+def _only(tensor: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Return a tensor with zeros in all rows but some, where those are its rows."""
+    if tensor is None or tensor.shape[:1] != rows.shape:
+        return tensor
+    return torch.where(rows.view(-1, *(1,) * (tensor.dim() - 1)), tensor, 0)
+
+
+def _largest(found: Sequence[Finding]) -> float:
+    """Return the largest relative difference."""
+    return max((each.difference / (each.size or 1.0) for each in found), default=0.0)

@@ -1,0 +1,472 @@
+"""Replays that are compared with eager: what is found, what happens then, and that nothing is left behind."""
+
+import os
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core import tensor_parallel
+from torch import distributed
+from torch.utils.checkpoint import checkpoint
+
+from bridge_cg_plugin.graphs import proof
+from bridge_cg_plugin.graphs.changes.dict_watch import WATCHER
+from bridge_cg_plugin.graphs.errors import ProofError
+from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.language.packed import batch
+from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.switches import PROOF
+from bridge_cg_plugin.upstream.environment import check_process
+
+from ..ranks import run_ranks
+from ..tape import TapeExecutor
+from . import packed_parts, packs
+from .dispatching import dispatching_on_cpu
+from .mixes import FITTING
+from .test_expert_ranks import on_graphs, rank_model
+from .test_gradients import DataParallel
+from .towers import assert_close, forward, graphs_on, loss_of, new_tower
+
+ROWS = [[1, 6, 4], [3, 4, 2], [1, 2, 8]]
+WRONG = Fallback.DIFFERS_FROM_EAGER
+
+
+@pytest.fixture(autouse=True)
+def proofs(monkeypatch):
+    """Compare at once, and with the bounds of a CPU, where replays are nearer to eager than on a GPU."""
+    monkeypatch.setenv(PROOF, "1")
+    monkeypatch.setattr(proof, "FIRST_SHARE", 1e9)
+
+
+class Tower:
+    """An encoder: one region whose call is the module's forward."""
+
+    new = staticmethod(new_tower)
+    metadata = "pixels"
+
+    @staticmethod
+    def graphs(model, strict=False):
+        return graphs_on(model, executor=TapeExecutor(), strict=strict)
+
+    @staticmethod
+    def run(model, seed=0):
+        return loss_of(forward(model, ROWS, seed))
+
+
+class Attention:
+    """Attention of each layer over packs: parts, each a region of its own."""
+
+    new = staticmethod(packed_parts.new_model)
+    metadata = "angles"
+
+    @staticmethod
+    def graphs(model, strict=False, warmup=packs.WARMUP):
+        return packed_parts.on_parts(model, offload=None, executor=TapeExecutor(), warmup=[warmup], strict=strict)
+
+    @staticmethod
+    def run(model, seed=0):
+        return loss_of([packed_parts.losses(model, packed_parts.SMALL, seed)])
+
+
+class Decoder(Attention):
+    """All layers over packs as one region."""
+
+    @staticmethod
+    @contextmanager
+    def graphs(model, strict=False, warmup=packs.WARMUP):
+        seen = warmup if isinstance(warmup, dict) else packs.pack(warmup)
+        options = {"executor": TapeExecutor(), "cuda_graph_packed_strict": strict}
+        with packs.ON_CPU(), packs.graphs_on(model, seen, **options) as graphs:
+            yield graphs
+
+
+KINDS = pytest.mark.parametrize("kind", [Tower, Attention, Decoder])
+PARALLEL = pytest.mark.parametrize("parallel", [False, True])
+
+
+def close(graphs, tolerance=1e-4):
+    for region in graphs._regions:
+        object.__setattr__(region._piece, "tolerance", tolerance)
+    return graphs
+
+
+@contextmanager
+def training(kind, parallel=True, **options):
+    """Yield a model on graphs, the graphs, and the same model without."""
+    models = kind.new(), kind.new()
+    sides = [DataParallel(model) for model in models] if parallel else None
+    with kind.graphs(models[0], **options) as graphs:
+        graphs.models = models
+        yield models[0], close(graphs), models[1]
+    del sides
+
+
+def step(kind, model, graphs=None, seeds=(0,)):
+    """Train one step from zero; returns losses and gradients."""
+    for parameter in model.parameters():
+        parameter.grad = None
+        if hasattr(parameter, "main_grad"):
+            parameter.main_grad.zero_()
+    losses = []
+    with nullcontext() if graphs is None else graphs.step():
+        for seed in seeds:
+            losses.append(kind.run(model, seed))
+            losses[-1].backward()
+    return [*(loss.detach() for loss in losses), *(getattr(p, "main_grad", p.grad) for p in model.parameters())]
+
+
+def proven(graphs):
+    return graphs.proofs.results
+
+
+def unproven(graphs):
+    return sum(region.unproven for region in graphs._regions)
+
+
+def disproved(graphs):
+    return [region for region in graphs._regions if region.disproved]
+
+
+def messages(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "bridge_cg_plugin"]
+
+
+@KINDS
+@PARALLEL
+def test_recordings_are_proven_by_their_first_training_microbatches(kind, parallel):
+    with training(kind, parallel) as (model, graphs, eager):
+        regions, left = len(graphs._regions), unproven(graphs)
+        for steps in range(1, regions + 3):
+            assert_close(step(kind, model, graphs, (0, 1)), step(kind, eager, None, (0, 1)))
+            assert len(proven(graphs)) == min(steps, regions), "one a step"
+        assert unproven(graphs) == left - regions
+        assert all(0 <= outputs < 1e-5 and 0 <= gradients < 1e-5 for outputs, gradients in proven(graphs))
+        assert f"proofs: {regions} replays compared with eager, {regions} with gradients" in graphs.report()
+        assert not graphs.statistics().fallbacks
+
+
+def recordings(graphs):
+    """Yield the source and the recording of everything with a backward."""
+    for source in (source for region in graphs._regions for source in region.sources):
+        yield from ((source, made.recording) for (*_, mode), made in source.recordings.items() if mode.gradients)
+
+
+def wrong_kernel(kind, graphs, patch):
+    for _, recording in recordings(graphs):
+        patch.setattr(recording, "forward", partial(then_scaled, recording.forward, recording.outputs[-1]))
+
+
+def then_scaled(run, tensor):
+    run()
+    tensor.mul_(1.01)
+
+
+def wrong_metadata(kind, graphs, patch):
+    for region in graphs._regions:
+        patch.setattr(region.program, "load", partial(then_rolled, region.program.load, kind.metadata))
+
+
+def then_rolled(load, name, buffers, batch):
+    load(buffers, batch)
+    if not getattr(batch, "loaded", False):
+        buffers[name].copy_(buffers[name].roll(3, 0))
+
+
+def wrong_gradient(kind, graphs, patch):
+    for source, recording in recordings(graphs):
+        patch.setattr(recording, "backward", partial(then_wrong, recording.backward, source.sinks))
+
+
+def then_wrong(run, sinks):
+    gradients = run()
+    main_grad = sinks.added_to()[1]
+    (gradients.parameters[1] if main_grad is None else main_grad).mul_(1.01)
+    return gradients
+
+
+def stale_attribute(kind, graphs, patch):
+    with WATCHER.silent():
+        for model in graphs.models:
+            model.decoder.layers[1].input_layernorm.eps = 0.5
+
+
+FAULTS = pytest.mark.parametrize("fault", [wrong_kernel, wrong_metadata, wrong_gradient, stale_attribute])
+
+
+@KINDS
+@FAULTS
+@PARALLEL
+def test_a_fault_is_found_and_its_microbatches_take_what_eager_computes(kind, fault, parallel, monkeypatch, caplog):
+    with training(kind, parallel) as (model, graphs, eager):
+        fault(kind, graphs, monkeypatch)
+        expected = step(kind, eager, None, (0, 1))
+        for _ in range(2 * len(graphs._regions) + 1):
+            found = step(kind, model, graphs, (0, 1))
+        assert_close(found, expected)
+        wrong, said = disproved(graphs), messages(caplog)
+        assert wrong and len(said) == len(wrong) and all("differs from eager" in each for each in said)
+        assert graphs.statistics().fallbacks[WRONG]
+        assert all(not region.buckets and not region.sources.current.recordings for region in wrong[:1])
+        if fault is wrong_gradient:
+            names = {parameter: name.removeprefix("decoder.") for name, parameter in model.named_parameters()}
+            assert f"gradient of {names[wrong[0].sources.current.sinks.parameters[1]]} " in said[0].replace(
+                "decoder.", ""
+            )
+
+
+@KINDS
+@FAULTS
+def test_unless_switched_on_no_fault_is_found(kind, fault, monkeypatch, caplog):
+    monkeypatch.delenv(PROOF)
+    with training(kind) as (model, graphs, eager):
+        fault(kind, graphs, monkeypatch)
+        found, expected = step(kind, model, graphs), step(kind, eager)
+        assert graphs.proofs is None and not messages(caplog)
+        with pytest.raises(AssertionError, match="differs by"):
+            assert_close(found, expected)
+
+
+@KINDS
+def test_strict_stops_at_the_second_failure(kind, monkeypatch):
+    with training(kind, strict=True) as (model, graphs, _):
+        wrong_kernel(kind, graphs, monkeypatch)
+        step(kind, model, graphs)
+        with pytest.raises(ProofError, match="output . differs from eager's by .*second time"):
+            step(kind, model, graphs)
+
+
+def test_one_failure_alone_is_forgiven(monkeypatch):
+    with training(Tower) as (model, graphs, eager):
+        for count in (1, 2):
+            graphs.proofs._again = 0
+            with monkeypatch.context() as patch:
+                wrong_kernel(Tower, graphs, patch)
+                assert_close(step(Tower, model, graphs), step(Tower, eager))
+            step(Tower, model, graphs)
+            assert len(proven(graphs)) == count and not disproved(graphs)
+
+
+class Counting(torch.nn.Module):
+    """Counts passes in a buffer and in an attribute, adds the count, and draws what it does not use."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, hidden):
+        self.passes += 1
+        torch.rand(3)
+        output, bias = self.inner(hidden)
+        return output + 0.1 * self.passes, bias
+
+
+@KINDS
+@PARALLEL
+def test_a_proof_leaves_nothing_behind(kind, parallel, monkeypatch):
+    found = []
+    for switch in "10":
+        monkeypatch.setenv(PROOF, switch)
+        model = kind.new()
+        layer = model.decoder.layers[1].self_attention
+        layer.linear_proj = counting = Counting(layer.linear_proj)
+        side = DataParallel(model) if parallel else None
+        with kind.graphs(model) as graphs:
+            torch.manual_seed(3)
+            steps = [[t.clone() for t in step(kind, model, close(graphs), (0, 1))] for _ in range(4)]
+            assert switch == "0" or len(proven(graphs)) == len(graphs._regions)
+            assert not graphs.statistics().fallbacks
+        held = {name: value for name, value in vars(counting).items() if not name.startswith("_")}
+        found.append(([*sum(steps, []), counting.passes.clone(), torch.get_rng_state()], held))
+        del side
+    assert all(map(torch.equal, found[0][0], found[1][0])) and found[0][1] == found[1][1]
+
+
+class Dropping(torch.nn.Module):
+    """Drops a tenth of what it gets."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden):
+        return self.inner(torch.nn.functional.dropout(hidden, 0.1, self.training))
+
+
+def test_a_region_that_draws_random_numbers_is_not_compared(caplog):
+    model = new_tower()
+    layer = model.decoder.layers[1].self_attention
+    layer.linear_proj = Dropping(layer.linear_proj)
+    with Tower.graphs(model) as graphs:
+        for _ in range(3):
+            step(Tower, model, graphs)
+        assert not proven(graphs) and not graphs.statistics().fallbacks and not messages(caplog)
+        assert "not compared with eager, vision_encoder: it draws random numbers" in graphs.report()
+
+
+class Borrowing(torch.nn.Module):
+    """Computes with a parameter that an object holds which is no module."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.held = inner, SimpleNamespace(weight=inner.weight)
+
+    def forward(self, hidden):
+        return torch.nn.functional.linear(hidden, self.held.weight), None
+
+
+def test_no_hook_of_a_parameter_takes_a_proof_for_training():
+    found = []
+    for switch in "10":
+        os.environ[PROOF] = switch
+        model = new_tower()
+        layer = model.decoder.layers[1].self_attention
+        layer.linear_proj = Borrowing(layer.linear_proj)
+        side = DataParallel(model)
+        with Tower.graphs(model) as graphs:
+            gradients = step(Tower, model, graphs)
+            found.append((gradients, side.fired))
+            assert switch == "0" or "gradients of vision_encoder: a parameter is held" in graphs.report()
+    assert found[0][1] == found[1][1] and all(map(torch.equal, found[0][0], found[1][0]))
+
+
+def test_eager_may_compute_again_what_it_computed(monkeypatch):
+    model = packed_parts.new_model()
+    side, calls = DataParallel(model), []
+
+    def reentrant(function, distribute, *args):
+        calls.append(1)
+        return checkpoint(function, *args, use_reentrant=True)
+
+    monkeypatch.setattr(tensor_parallel, "checkpoint", reentrant)
+    with Decoder.graphs(model) as graphs:
+        with WATCHER.silent():
+            for layer in model.decoder.layers:
+                layer.recompute_mlp = True
+        step(Decoder, model, close(graphs))
+        assert len(calls) == 6 and not graphs.statistics().fallbacks
+        assert len(proven(graphs)) == 1 and proven(graphs)[0][1] is not None
+    del side
+
+
+MIXES = st.lists(st.tuples(st.sampled_from(FITTING), st.integers(0, 9)), min_size=1, max_size=3)
+
+
+@settings(max_examples=10)
+@given(MIXES)
+def test_no_mix_of_images_is_a_false_alarm(mixes):
+    model = new_tower()
+    side = DataParallel(model)
+    with mock.patch.dict(os.environ, {PROOF: "1"}), graphs_on(model) as graphs:
+        for mix in mixes:
+            close(graphs).proofs._again = 0
+            with graphs.step():
+                loss_of(forward(model, *mix)).backward()
+        assert len(proven(graphs)) == len(mixes) and not graphs.statistics().fallbacks
+    del side
+
+
+@pytest.mark.parametrize("kind", [Attention, Decoder])
+def test_padding_between_documents_is_not_compared(kind, monkeypatch):
+    arguments, room = packs.pack((140, 290, 20), room=(150, 290, 40)), (150, 290, 40)
+    params = arguments["packed_seq_params"]
+    offsets = {name: getattr(params, name) for name in (*batch.OFFSETS, *batch.PADDED_OFFSETS)}
+    real = batch.real_rows(batch.PackedBatch(torch.zeros(480, 1, 1), None, offsets, room, 480), 1, 0, 1)
+    assert real.sum() == 450 and real[:140].all() and not real[140:150].any()
+    attend, calls = packs.CausalSegments._attend, count(1)
+
+    def leaving(self, query, key, value, params):
+        """Leave another value between documents in each call."""
+        out = attend(self, query, key, value, params)
+        real_and_padding = torch.nn.functional.pad(real, (0, out.shape[0] - len(real)))
+        return torch.where(real_and_padding[:, None], out, float(next(calls)))
+
+    monkeypatch.setattr(packs.CausalSegments, "_attend", leaving)
+    model = kind.new()
+    with kind.graphs(model, warmup=arguments) as graphs:
+        for _ in graphs._regions:
+            with close(graphs).step():
+                (model(**arguments) * real).sum().backward()
+        assert len(proven(graphs)) == len(graphs._regions) and not graphs.statistics().fallbacks
+
+
+def test_a_switch_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setenv(PROOF, "maybe")
+    with pytest.raises(OptionError, match=f"{PROOF}='maybe'"):
+        check_process()
+
+
+def test_first_proofs_wait_for_their_share_of_the_time(monkeypatch):
+    monkeypatch.setattr(proof, "FIRST_SHARE", 1e-9)
+    with training(Attention) as (model, graphs, _):
+        for _ in range(4):
+            step(Attention, model, graphs)
+        assert len(proven(graphs)) == 1 and graphs.proofs._next > 1e6
+        assert "recordings without a proof: 5" in graphs.report()
+
+
+def test_proofs_come_again(monkeypatch):
+    monkeypatch.setattr(proof, "LEAST_STEPS", 3)
+    monkeypatch.setattr(proof, "SHARE", 1e9)
+    with training(Tower) as (model, graphs, _):
+        for steps, count in enumerate((1, 1, 1, 2, 2, 2, 3), 1):
+            step(Tower, model, graphs)
+            assert len(proven(graphs)) == count, steps
+
+
+def test_gradients_are_compared_only_where_they_are_alone_in_main_grad():
+    with training(Tower) as (model, graphs, _):
+        step(Tower, model, graphs)
+        graphs.proofs._again = 0
+        with graphs.step():
+            Tower.run(model).backward()
+        assert [gradient is not None for _, gradient in proven(graphs)] == [True, False]
+
+
+class Split(Tower):
+    """An encoder whose layers two ranks share, run by the reference executor: tapes exchange nothing."""
+
+    sizes = {"tensor_model_parallel_size": 2}
+    around = nullcontext
+    graphs = staticmethod(partial(graphs_on, strict=False))
+
+
+class Experts:
+    """Layers whose experts two ranks share as one region; each rank has packs of its own."""
+
+    sizes = {"expert_model_parallel_size": 2}
+    around = staticmethod(dispatching_on_cpu)
+    new = staticmethod(rank_model)
+    graphs = staticmethod(partial(on_graphs, cuda_graph_packed_strict=False))
+
+    @staticmethod
+    def run(model, seed=0):
+        return loss_of([model(**packs.pack((25, 30 + 9 * distributed.get_rank(), 12), seed))])
+
+
+def on_one_rank(kind, fault):
+    """Train over a fault on rank 1 alone; returns how many regions are disproved, fallbacks and messages."""
+    os.environ[PROOF] = "1"
+    patch, said = pytest.MonkeyPatch(), []
+    patch.setattr(proof, "FIRST_SHARE", 1e9)
+    patch.setattr(proof, "warn", said.append)
+    with kind.around(), packs.small_packs(), training(kind) as (model, graphs, eager):
+        if distributed.get_rank() == 1:
+            fault(kind, graphs, patch)
+        for _ in range(4):
+            assert_close(step(kind, model, graphs), step(kind, eager))
+        return len(disproved(graphs)), graphs.statistics().fallbacks[WRONG], said
+
+
+@pytest.mark.parametrize("kind", [Split, Experts])
+@pytest.mark.parametrize("fault", [wrong_kernel, wrong_gradient])
+def test_a_fault_on_one_rank_makes_both_eager(tmp_path, kind, fault):
+    first, second = run_ranks(2, on_one_rank, tmp_path, kind, fault, **kind.sizes)
+    assert first[:2] == second[:2] and first[0] == 1
+    assert "another rank" in first[2][0] and "another rank" not in second[2][0]
