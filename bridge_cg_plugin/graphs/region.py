@@ -270,7 +270,7 @@ class Region(Part):
         found = self._find(source, bucket, mode, index, records)
         if isinstance(found, Fallback):
             grows = self._growth is not None and index is None  # parts in one slot share a bucket
-            if not grows or (larger := self._larger(source, batch, bucket, mode)) is None:
+            if not grows or (larger := self._larger(source, batch, bucket, mode, records)) is None:
                 return found
             bucket, found = larger
         slot, recorded = found
@@ -292,15 +292,17 @@ class Region(Part):
         )
 
     def _larger(
-        self, source: Source, batch: Any, bucket: Bucket, mode: Mode
+        self, source: Source, batch: Any, bucket: Bucket, mode: Mode, records: bool
     ) -> tuple[Bucket, tuple[Slot, Recorded]] | None:
         """Return a bucket after this one that accepts the batch and has a recording in a free slot, with both."""
         size = self.program.size(batch)
         for other in self.buckets[self.buckets.index(bucket) + 1 :]:
             if size <= other.tokens and self.program.refuse(batch, other) is None:
                 for slot in filter(lambda slot: slot.free, self._slots):
-                    if (made := source.recordings.get((slot.index, other, mode))) is not None:
-                        return other, (slot, made)
+                    wish = slot.index, other, mode
+                    if wish in source.recordings or wish in source.recorded_by_other_ranks:
+                        found = self._find(source, other, mode, slot.index, records)
+                        return None if isinstance(found, Fallback) else (other, found)
         return None
 
     def _source(self, gradients: bool, asks: bool = True) -> Source | Fallback:
@@ -387,7 +389,9 @@ class Region(Part):
         first = None
         for slot in self._slots if index is None else self._slots[index : index + 1]:
             if slot.lease is None:
-                if (slot.index, bucket, mode) in source.recordings:
+                wish = slot.index, bucket, mode
+                # A rank whose memory moved has lost recordings: it makes them again where others replay theirs.
+                if wish in source.recordings or wish in source.recorded_by_other_ranks:
                     return slot
                 first = first or slot
         return first

@@ -5,12 +5,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import OtherRankFailed
 from bridge_cg_plugin.graphs.program import Agreed
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
+from ..regions import new_region
 from .packed_parts import APART, CHAIN, LARGE, SMALL, losses, new_model, on_parts, results
+from .test_gradients import region_loss
 from .towers import move
+from .toy import Toy, ToyProgram, toy_batch
 
 CHAINED = pytest.mark.parametrize("offload", [CHAIN, APART], ids=["chain", "apart"])
 
@@ -108,6 +112,29 @@ def test_a_rank_whose_memory_moved_asks_as_others_for_what_is_new():
         return found
 
     assert asked(True) == asked(False)
+
+
+def test_a_rank_whose_memory_moved_uses_the_slot_in_which_others_replay():
+    """The second slot alone has the small bucket's recording of this state, and the first is free."""
+
+    def asked(moves):
+        model, consensus = Toy(), Counted()
+        buckets = [Bucket(4), Bucket(8)]
+        region = new_region(ToyProgram(model), ReferenceExecutor(), buckets, slots=2, consensus=consensus)
+        region.capture()
+        model.mix.requires_grad_(False)
+        for _ in range(3):
+            region_loss(region, toy_batch((4, 4))).backward()
+        (region_loss(region, toy_batch((4, 4))) + region_loss(region, toy_batch((3,)))).backward()
+        model.zero_grad()
+        if moves:
+            move(model)
+        before = consensus.times
+        region_loss(region, toy_batch((3,))).backward()
+        assert region.statistics.replays == 5
+        return consensus.times - before
+
+    assert asked(True) == asked(False) == 0
 
 
 @CHAINED
