@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from examples.photographs.images import FILES, SMALL_SIZES, Images, draw_images
 from examples.photographs.small_tower import build_tower
 

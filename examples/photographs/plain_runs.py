@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from examples.photographs.comparison import compare
 from examples.photographs.processes import TrainingProcess
 from scripts.performance.measure import synchronize

@@ -310,8 +310,8 @@ class StatisticsKeeper(Callback):
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Read the statistics of both models' graphs and count the language model's layers that have graphs."""
-        from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
-        from bridge_cg_plugin.upstream.hooks.helpers import CURRENT
+        from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
+        from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import CURRENT
 
         modules = (module for chunk in context.model for module in chunk.modules())
         self.language_model_layers = sum(bool(getattr(module, "cuda_graphs", None)) for module in modules)
@@ -330,7 +330,7 @@ class StatisticsKeeper(Callback):
 
 def all_encoders() -> RegionStatistics:
     """Return what the graphs of all encoders did so far."""
-    from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+    from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 
     return merge_statistics([graphs.statistics() for graphs in active_graphs()])
 

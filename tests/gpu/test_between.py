@@ -16,7 +16,8 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks import batches, between
-from bridge_cg_plugin.upstream.hooks.helpers import PackedCudaGraphHelper, VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PackedCudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
 from tests.models import packed_parity as parity

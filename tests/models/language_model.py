@@ -344,7 +344,7 @@ def new_helper(
         exact: Whether weight gradients are rounded before they are added, as eager's are.
         options: `cuda_graph_...` fields of the configuration.
     """
-    from bridge_cg_plugin.upstream.hooks.helpers import PackedCudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PackedCudaGraphHelper
 
     tuning = {"gradient_accumulation_fusion": not exact, **options.pop("cuda_graph_packed_tuning", {})}
     options["cuda_graph_packed_tuning"] = tuning

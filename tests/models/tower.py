@@ -225,7 +225,7 @@ def step(
 
 def new_helper(model: nn.Module, options: Any) -> Any:
     """Capture the tower with the options and return its helper."""
-    from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
     helper = VisionTECudaGraphHelper(model, model.config, options=options)
     try:

@@ -18,7 +18,7 @@ from torch import distributed
 import bridge_cg_plugin
 from bridge_cg_plugin.options.facts import ENCODER_LAYERS
 from bridge_cg_plugin.options.normalization import ALLREDUCE
-from bridge_cg_plugin.upstream.hooks.helpers import CURRENT
+from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import CURRENT
 from tests.ranks import run_ranks
 
 from ..unit import vlm

@@ -14,8 +14,8 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.language import whole_model as workload_module
 from bridge_cg_plugin.language.whole_model import dense_order
-from bridge_cg_plugin.upstream.hooks import helpers
-from bridge_cg_plugin.upstream.hooks.helpers import CURRENT
+from bridge_cg_plugin.upstream.hooks.helpers import language_helpers
+from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import CURRENT
 from bridge_cg_plugin.upstream.hooks.qwen3_vl import replays_one_length
 
 from ..unit.towers import assert_close, graphs_on
@@ -161,7 +161,7 @@ def test_a_shape_that_finds_no_memory_runs_eager(caplog):
 
 @pytest.mark.parametrize(
     "owner, name, value",
-    [(helpers, "sharing_groups", lambda model: (object(),)), (workload_module, "MOST_SHAPES", 1)],
+    [(language_helpers, "sharing_groups", lambda model: (object(),)), (workload_module, "MOST_SHAPES", 1)],
 )
 def test_as_many_shapes_are_recorded_as_may_be_and_one_by_ranks_that_share_layers(monkeypatch, owner, name, value):
     monkeypatch.setattr(owner, name, value)

@@ -10,7 +10,8 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.upstream.encoders.registry import find_encoders
-from bridge_cg_plugin.upstream.hooks import graph_helper, helpers, train_loop
+from bridge_cg_plugin.upstream.hooks import train_loop
+from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, vision_helper
 from bridge_cg_plugin.upstream.seams.registry.bridge import MODEL, VISION_CONFIG
 
 from ..unit.towers import bridges_step, draw, new_tower
@@ -42,7 +43,7 @@ def not_driven_by_bridge(model):
 @pytest.fixture
 def loop(active, monkeypatch):
     monkeypatch.setattr(train_loop, "find_encoders", not_driven_by_bridge)
-    monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
+    monkeypatch.setattr(vision_helper, "default_executor", lambda **_: ReferenceExecutor())
     yield
     for helper in graph_helper.active_helpers():
         helper.delete_cuda_graphs()

@@ -7,8 +7,8 @@ from torch import nn
 
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.hooks import train_loop
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
-from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.parallel.data_parallel import megatron_reduction
 
 from ..unit.towers import draw, new_helper, new_tower

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bridge_cg_plugin.upstream.encoders import radio
-from bridge_cg_plugin.upstream.hooks import helpers
+from bridge_cg_plugin.upstream.hooks.helpers import language_helpers
 from bridge_cg_plugin.upstream.kernels.transformer_engine import accumulating, device_lengths, fused_accumulation
 from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_BACKENDS, TE_ATTENTION_UTILS
 from tests.unit.toy import toy_batch, toy_region
@@ -82,8 +82,8 @@ def unknown():
 
 
 def whole_model_recording():
-    decoder = SimpleNamespace(**{helpers.DEEPSTACK: None})
-    return helpers.recording(SimpleNamespace(decoder=decoder), [])
+    decoder = SimpleNamespace(**{language_helpers.DEEPSTACK: None})
+    return language_helpers.recording(SimpleNamespace(decoder=decoder), [])
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.graphs.reports import GIB
 from bridge_cg_plugin.options import vision_options
-from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 
 from ..executors import new_executor
 from ..ranks import run_ranks

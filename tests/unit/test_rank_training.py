@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import distributed, nn
 
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, MIXED, VIDEO

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import schedules
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.helpers import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.parallel.process_groups import microbatches_in_flight
 from tests.ranks import run_ranks
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
-from bridge_cg_plugin.upstream.hooks.helpers import (
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import (
     VisionTECudaGraphHelper,
     get_vision_cuda_graph_seq_length,
 )

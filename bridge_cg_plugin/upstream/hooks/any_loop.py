@@ -33,8 +33,15 @@ from ..seams.registry import seam
 from ..seams.registry.bridge import SCHEDULES
 from ..wrappers import chunks_of, config_of, unwrapped
 from .graph_fields import EVERY, apply_options, take_environment
-from .graph_helper import GraphHelper, active_graphs, asks_for_packed_graphs, asks_for_vision_graphs, modules_on_graphs
-from .helpers import PackedCudaGraphHelper, VisionTECudaGraphHelper, checked_options, encoder_options, find_decoders
+from .helpers.graph_helper import (
+    GraphHelper,
+    active_graphs,
+    asks_for_packed_graphs,
+    asks_for_vision_graphs,
+    modules_on_graphs,
+)
+from .helpers.language_helpers import PackedCudaGraphHelper, checked_options, find_decoders
+from .helpers.vision_helper import VisionTECudaGraphHelper, encoder_options
 from .leaving_models import ReturningBuffers, follow, has_left, undisturbed
 
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.

@@ -32,7 +32,7 @@ from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
 from ..wrappers import chunks_of, unwrapped
 from .any_loop import LOOPS
-from .graph_helper import (
+from .helpers.graph_helper import (
     GraphHelper,
     active_graphs,
     active_helpers,
@@ -42,7 +42,8 @@ from .graph_helper import (
     drop_graphs,
     modules_on_graphs,
 )
-from .helpers import CURRENT, VisionTECudaGraphHelper, all_graphs, get_vision_cuda_graph_seq_length
+from .helpers.language_helpers import CURRENT, all_graphs
+from .helpers.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 
 # Those that Bridge's train loop does not make: it makes one for Qwen3-VL's encoder only.
 OTHER_HELPERS: list[VisionTECudaGraphHelper] = []
