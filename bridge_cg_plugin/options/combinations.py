@@ -194,7 +194,8 @@ _BOUNDS = "Document bounds are Python objects, which a graph cannot take as inpu
 _DROPOUT = "A graph does not advance Megatron's random states for dropout"
 _EXPERTS = "Experts and routers inside the graph do not support it"
 _ATTENTION = "Attention in fp8 was not compared with eager"
-# Features, what to do about settings that they do not allow, and these: what each must be, and why.
+# Features, what to do about settings that they do not allow, and these: what each must be, and why. `_fits` reads the
+# former: what begins with "true" or "set" must be set, anything else may be unset, or one of the words.
 ALLOWED: tuple[tuple[Feature, str | Callable[[Facts], str], Mapping[str, tuple[str, str]]], ...] = (
     (
         _where(_graphs, lambda options, facts: facts.te_rng_tracker is False),

@@ -34,7 +34,7 @@ OPTIONS = VisionGraphOptions(**TYPED)
 
 
 def test_the_values_cover_every_field():
-    assert {*FIELDS, SCOPE_FIELD} == set(DEFAULTS) and VALUES.keys() >= TUNING
+    assert {*FIELDS, SCOPE_FIELD} == set(DEFAULTS) and VALUES.keys() >= TUNING, "give it a value in VALUES"
     assert all(DEFAULTS[name] != value for name, value in FIELDS.items())
 
 

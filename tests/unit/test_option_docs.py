@@ -44,7 +44,7 @@ def place(name):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_are_the_codes(name):
-    assert place(name).search(PAGE.read_text())[2].strip() == TABLES[name]
+    assert place(name).search(PAGE.read_text())[2].strip() == TABLES[name], "run python -m tests.unit.test_option_docs"
 
 
 @pytest.mark.parametrize("field", FIELDS)
