@@ -248,8 +248,7 @@ class TransformerBlockFamily:
     def _run_block(self, pack: RecordedPack) -> tuple[Tensor]:
         visual = dict(zip(VISUAL, (None, pack.additions), strict=True)) if pack.additions else {}
         indexed = pack.hidden.shape[0] * self.shards * self.ranks if self._mamba else 0
-        uncounted = partial(statistics_kept, [layer.mlp.router for layer in self._inside])
-        with computing_inside(partial(self._computing, pack), uncounted):
+        with computing_inside(partial(self._computing, pack)):
             output = self._forward(
                 hidden_states=pack.hidden,
                 attention_mask=None,

@@ -23,6 +23,7 @@ from ...options import OptionError
 from ...options.facts import BALANCING, BALANCING_TYPE, EXPERTS, FUSION, ROUTERS
 from ...options.language_model import MODULES
 from ...upstream_types import UpstreamModule
+from ..kernels.recompute import runs_again
 from ..seams.own_code import refuse_own_code
 from ..seams.registry import seam
 from ..wrappers import overridden
@@ -189,7 +190,8 @@ class CapturedExperts:
 
     def _forward(self, hidden: Tensor, used: Tensor) -> Tensor:
         shared = None if self._moe.shared_experts is None else self._moe.shared_experts(hidden)
-        probabilities, routing_map = self._router.route(hidden, used)
+        with statistics_kept([self._moe.router]) if runs_again() else nullcontext():
+            probabilities, routing_map = self._router.route(hidden, used)
         if self._exchange is not None:
             probabilities, routing_map, used = self._exchange.choices(probabilities, routing_map, used)
         rows = find_rows(routing_map, used, min(self._top_k, routing_map.shape[1]))

@@ -29,6 +29,7 @@ from ..seams.patches import DriftError, Patch, bridge_release
 from ..seams.registry import seam
 from ..seams.seam import RELEASES, Feature
 from ..seams.states import FEATURES, Wish, broken_seams, features_of, refusal
+from ..wrappers import overridden
 from .graph_fields import apply_environment, apply_options, collect_for_start
 
 _told: set[str] = set()
@@ -125,21 +126,13 @@ def _checked(old: Callable[..., None]) -> Callable[..., None]:
     return validate
 
 
-@contextlib.contextmanager
-def _packs_without_graphs(model: Any) -> Iterator[None]:
+def _packs_without_graphs(model: Any) -> contextlib.AbstractContextManager[None]:
     """Let megatron-core check a recompute of whole layers without graphs of packs, which it takes for its own.
 
     These would keep what is to be recomputed; the plugin's recompute as the settings say.
     """
-    impl = getattr(model, IMPL, None)
-    hides = getattr(model, "recompute_granularity", None) == "full" and packed_options(model).enabled
-    if hides:
-        setattr(model, IMPL, "none")
-    try:
-        yield
-    finally:
-        if hides:
-            setattr(model, IMPL, impl)
+    whole = getattr(model, "recompute_granularity", None) == "full"
+    return overridden(model, IMPL, "none") if whole and packed_options(model).enabled else contextlib.nullcontext()
 
 
 PATCHES = (Patch(seam("config_check"), _checked),)

@@ -107,25 +107,39 @@ def recomputing(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-Context = Callable[[], AbstractContextManager[None]]
-# Of the pass under way; see `computing_inside`.
-_around: list[tuple[Context, Context]] = []
+# Of the pass under way: what it is inside of, and how many of the calls around what runs now are recomputed later.
+_inside: list[Callable[[], AbstractContextManager[None]]] = []
+_first_runs = 0
 
 
 @contextmanager
-def computing_inside(context: Context, uncounted: Context = nullcontext) -> Iterator[None]:
+def computing_inside(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Compute inside a context, which what is recomputed enters again: by then the forward has left it.
 
     Args:
         context: Made anew each time.
-        uncounted: Entered around what will be recomputed, whose second run counts it.
     """
-    _around.append((context, uncounted))
+    _inside.append(context)
     try:
         with context():
             yield
     finally:
-        _around.pop()
+        _inside.pop()
+
+
+def runs_again() -> bool:
+    """Whether what runs now is recomputed later, so that the second run counts it."""
+    return _first_runs > 0
+
+
+@contextmanager
+def _first_run() -> Iterator[None]:
+    global _first_runs
+    _first_runs += 1
+    try:
+        yield
+    finally:
+        _first_runs -= 1
 
 
 def _recomputed(
@@ -137,13 +151,12 @@ def _recomputed(
             f"recompute inside a graph would draw other random numbers than its forward: set {dropout} to 0, or "
             "recompute nothing"
         )
-    around, runs = tuple(_around), count()
+    again, runs = tuple(_inside), count()
 
     def run(*given: Any) -> Any:
-        again = next(runs) > 0
         with ExitStack() as stack:
-            for context, uncounted in around:
-                stack.enter_context(context() if again else uncounted())
+            for context in again if next(runs) else (_first_run,):
+                stack.enter_context(context())
             return function(*given)
 
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
