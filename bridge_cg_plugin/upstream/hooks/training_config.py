@@ -29,7 +29,6 @@ from ..seams.patches import DriftError, Patch, bridge_release
 from ..seams.registry import seam
 from ..seams.seam import RELEASES, Feature
 from ..seams.states import FEATURES, Wish, broken_seams, features_of, refusal
-from ..wrappers import overridden
 from .graph_fields import apply_environment, apply_options, collect_for_start
 
 _told: set[str] = set()
@@ -131,6 +130,8 @@ def _packs_without_graphs(model: Any) -> contextlib.AbstractContextManager[None]
 
     These would keep what is to be recomputed; the plugin's recompute as the settings say.
     """
+    from ..wrappers import overridden  # with PyTorch, which `bridge-cg explain` does without
+
     whole = getattr(model, "recompute_granularity", None) == "full"
     return overridden(model, IMPL, "none") if whole and packed_options(model).enabled else contextlib.nullcontext()
 
