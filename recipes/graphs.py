@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import status
-from ..announce import announce
 from ..options import PROVIDER_FIELDS, Facts, GraphOptions, OptionError
 from ..options.declaration import parse_choice
 from ..options.graph_options import CHOICE, SETTING, SETTINGS
@@ -30,8 +29,8 @@ def with_graphs(
     """Return the configuration of a recipe with CUDA graphs of its vision encoder and its language model.
 
     Sets `cuda_graphs`, which Bridge's validation resolves to the graphs that the configuration then supports. All else
-    is the recipe's, except what graphs need: the limits of the GPU (`GPUS`), `te_rng_tracker`, recompute that spares
-    the vision encoder, and sums of deepstack gradients under sequence parallelism.
+    is the recipe's, except what graphs need: the limits of the GPU (`GPUS`), `te_rng_tracker`, and
+    sums of deepstack gradients under sequence parallelism.
 
     Args:
         recipe: A Bridge `ConfigContainer`, which is changed; a function that returns one; or a recipe's name.
@@ -137,10 +136,7 @@ def _prepare(config: Any, max_seq_length: int, encoder: bool) -> None:
     model.use_te_rng_tracker = config.rng.te_rng_tracker = True
     if not (encoder and hasattr(model, PROVIDER_FIELDS["impl"])):
         return
-    facts = collect(config).facts
-    _limit_vision_graphs(config, max_seq_length, facts)
-    if model.recompute_granularity == "full" and not facts.other_tower:
-        _spare_the_encoder(model)
+    _limit_vision_graphs(config, max_seq_length, collect(config).facts)
 
 
 def _limit_vision_graphs(config: Any, max_seq_length: int, facts: Facts) -> None:
@@ -159,15 +155,6 @@ def _limit_vision_graphs(config: Any, max_seq_length: int, facts: Facts) -> None
     for option in (*values, "buckets"):
         setattr(model, PROVIDER_FIELDS[option], written.fields.get(PROVIDER_FIELDS[option], "auto"))
     warn_once(GraphOptions(warnings=dropped))
-
-
-def _spare_the_encoder(model: Any) -> None:
-    """Replace full recompute, which reaches the vision encoder: graphs refuse that. The encoder has no experts."""
-    experts = bool(getattr(model, "num_moe_experts", None))
-    if not experts:
-        announce("vision CUDA graphs: full recompute is off, of the language model too, which then takes more memory")
-    model.recompute_granularity, model.recompute_modules = ("selective", ["moe"]) if experts else (None, None)
-    model.recompute_method = model.recompute_num_layers = None
 
 
 def mock_dataset(dataset: Any) -> Any:

@@ -25,9 +25,6 @@ GRAPH_FIELDS = {
     "model.use_te_rng_tracker",
     "rng.te_rng_tracker",
 }
-RECOMPUTE_FIELDS = {
-    f"model.recompute_{name}" for name in ("granularity", "method", "num_layers", "modules", "modules[0]")
-}
 MODELS = (
     "qwen3_vl_8b",
     "qwen3_vl_30b_a3b",
@@ -120,10 +117,7 @@ def test_graphs_change_graph_fields_only_and_a_launch_takes_them(bridge, base):
     """The documented words say which parts; fields of graphs are written by a launch, which knows the configuration."""
     before, config = getattr(bridge, base)(), with_graphs(base, gpu="h200")
     allowed = GRAPH_FIELDS | ({"model.vision_deepstack_gradient_allreduce"} if base in SUMMED else set())
-    if before.model.recompute_granularity == "full":
-        allowed |= RECOMPUTE_FIELDS
     assert changed(before, config) == allowed
-    check_recompute(before.model, config.model)
     part = parts_of(config)["language model"]
     assert part.graphs in LANGUAGE_MODEL and bool(part.why) == (LANGUAGE_MODEL[part.graphs] not in ("whole", "packs"))
     packs = getattr(config.dataset, "enable_in_batch_packing", False)
@@ -267,25 +261,6 @@ def check_what_is_explained(said, base):
     assert "warning: " not in said
 
 
-def check_recompute(before, model):
-    """The encoder is spared, and experts are recomputed as ever."""
-    if before.recompute_granularity != "full":
-        assert model.recompute_granularity is None and before.recompute_granularity is None
-        return
-    assert model.num_moe_experts
-    assert (model.recompute_granularity, model.recompute_modules) == ("selective", ["moe"])
-
-
-def test_full_recompute_of_a_dense_model_is_off_so_that_both_parts_are_on_graphs(bridge, capsys):
-    config = bridge.qwen3_vl_8b_sft_config()
-    config.model.recompute_granularity, config.model.recompute_method = "full", "uniform"
-    config.model.recompute_num_layers = 1
-    launched(with_graphs(config), 2)
-    assert "full recompute is off, of the language model too" in capsys.readouterr().out
-    options = read_options(config)
-    assert options.vision.enabled and options.packed.enabled and config.model.recompute_granularity is None
-
-
 def table(heading):
     """Rows of the first table below a heading of the documentation, without its header; code marks are dropped."""
     text = DOCS.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
@@ -301,9 +276,8 @@ def test_the_documented_recipes_are_those_of_the_tests(bridge):
 
 def summary(bridge, base):
     """Return what the table says of a recipe: GPUs/pipeline stages, and what is special about it."""
-    before, after = getattr(bridge, base)(), with_graphs(base)
+    after = with_graphs(base)
     special = [LANGUAGE_MODEL[parts_of(after)["language model"].graphs]]
-    special += ["recompute"] if before.model.recompute_granularity != after.model.recompute_granularity else []
     special += ["deepstack"] if base in SUMMED else []
     special += ["batch"] if base in INDIVISIBLE else []
     return f"{gpus_of(bridge, base)}/{after.model.pipeline_model_parallel_size} {', '.join(special)}".strip()
@@ -328,9 +302,7 @@ def test_the_documented_limits_are_the_limits():
 
 def test_the_documented_fields_are_the_fields():
     documented = {field for row in table("What is set") for field in row[0].split(", ")}
-    shown = {path for path in GRAPH_FIELDS | RECOMPUTE_FIELDS if not path.endswith("[0]")}
-    others = {"dataset", "model.vision_deepstack_gradient_allreduce"}
-    assert documented == shown | others
+    assert documented == GRAPH_FIELDS | {"dataset", "model.vision_deepstack_gradient_allreduce"}
 
 
 @every_packed_base
