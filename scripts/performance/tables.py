@@ -1,4 +1,4 @@
-"""Write docs/benchmarks/README.md from the records beside it.
+"""Write docs/benchmarks/README.md and the table of the project's README from the records.
 
 python scripts/performance/tables.py
 """
@@ -164,6 +164,20 @@ TABLES = (
         ("plugin", "plugin_packed"),
     ),
 )
+# Of the project's README: what runs, on what, the records, the case, and the mode.
+README_ROWS = (
+    ("Qwen3-VL 8B, SFT", "2 H200, TP2", "whole_step.jsonl", "8b_sft_tp2", "plugin"),
+    ("Qwen3-VL 8B, LoRA", "1 H200", "whole_step.jsonl", "8b_lora", "plugin"),
+    ("Qwen3-VL 30B-A3B, 8 of 48 layers", "2 H200, EP2", "whole_step.jsonl", "30b_a3b_8_layers_ep2", "plugin"),
+    ("a round of verl, 4 layers of 2048", "1 H100", "loops.jsonl", "verl", "plugin"),
+    ("Qwen3-VL's encoder, one image of 448 x 448", "1 H200", "vision_bench.jsonl", "1x448", "plugin"),
+    ("Qwen3-VL's encoder, 8 images of mixed sizes", "1 H200", "vision_bench.jsonl", "8mix", "plugin"),
+    ("Qwen3.5-VL's encoder, 8 images of mixed sizes", "1 H200", "encoders.jsonl", "qwen35_vl_8mix", "plugin"),
+    ("Qwen2.5-VL's encoder, 8 images of mixed sizes", "1 H200", "encoders.jsonl", "qwen25_vl_8mix", "plugin"),
+)
+# Eager's step in ms on hosts whose records were not kept.
+OTHER_HOSTS = {"8b_sft_tp2": (1590,), "8b_lora": (3267,)}
+MEASURED = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- /measured -->)", re.DOTALL)
 HEAD = """# Measured results
 
 `scripts/performance/tables.py` writes this page from the records beside it ([format](format.md)). More:
@@ -241,7 +255,27 @@ def page(folder: Path, before: str) -> str:
     return "\n".join(filter(None, [HEAD, *(section(each, folder) for each in TABLES), mark + by_hand]))
 
 
+def readme(folder: Path, before: str) -> str:
+    """Return the project's README with the table of its rows."""
+    found = [_readme_row(folder, *row) for row in README_ROWS]
+    heading = ("a step of", "on", "eager ms", "on graphs ms", "faster", "peak GiB, eager to graphs")
+    rows = [heading, ["---"] * len(heading), *found]
+    return MEASURED.sub("".join(f"| {' | '.join(row)} |\n" for row in rows), before)
+
+
+def _readme_row(folder: Path, what: str, gpus: str, file: str, case: str, mode: str) -> tuple[str, ...]:
+    records = [r for r in read_records(folder / file) if LAYERS.sub("", r["case"]) == case and "error" not in r]
+    graphs = next(r for r in records if r["mode"] == mode)
+    eager = [r for r in records if r["mode"] in ("eager", "none") or re.fullmatch(r"eager\d", r["mode"])]
+    times = [*(r["ms"] for r in eager), *OTHER_HOSTS.get(case, ())]
+    times = sorted({f"{t:.0f}": t for t in (min(times), max(times))}.values())
+    gains = dict.fromkeys(f"{t / graphs['ms']:.1f}" for t in times)
+    peak = f"{max(r['peak_gb'] for r in eager):.1f} to {graphs['peak_gb']:.1f}" if "peak_gb" in graphs else ""
+    ms = (" to ".join(f"{t:.0f}" for t in times), f"{graphs['ms']:.0f}")
+    return what, gpus, *ms, f"**{' to '.join(gains)}x**", peak
+
+
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    file = FOLDER / "README.md"
-    file.write_text(page(FOLDER, file.read_text()))
+    for file, write in ((FOLDER / "README.md", page), (ROOT / "README.md", readme)):
+        file.write_text(write(FOLDER, file.read_text()))

@@ -42,9 +42,10 @@ def test_a_record_says_where_it_comes_from(missing):
         records.check_record(one)
 
 
-def test_the_page_is_that_of_the_records():
-    text = (FOLDER / "README.md").read_text()
-    assert tables.page(FOLDER, text) == text, "run scripts/performance/tables.py"
+def test_the_pages_are_those_of_the_records():
+    for folder, write in ((FOLDER, tables.page), (tables.ROOT, tables.readme)):
+        text = (folder / "README.md").read_text()
+        assert write(FOLDER, text) == text, "run scripts/performance/tables.py"
 
 
 def test_an_encoder_is_measured_in_every_mode_and_equals_eager(monkeypatch, tmp_path):
