@@ -2,7 +2,6 @@
 
 import gc
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..announce import warn, warn_once
+from ..announce import announce, warn, warn_once
 from ..switches import PROOF, switched_on
 from . import ranges
 from .buckets import Demand
@@ -31,10 +30,10 @@ from .recordings.capture import collected_later, is_one_graph
 from .recordings.chain import NOTHING_LEAVES, Chain, Offloading
 from .recordings.executor import Executor
 from .region import Region
-from .reports import Progress, RegionStatistics, merge_statistics, render
+from .reports import RegionStatistics, merge_statistics, render
 
-# Training steps whose tokens are kept, to see how far ranks are apart.
-LAST_STEPS = 100
+# From so many recordings on, a capture takes more than a few seconds.
+MANY_RECORDINGS = 4
 # Moves of a model's memory after which it is taken to move all the time.
 MANY_MOVES = 16
 
@@ -79,7 +78,6 @@ class GraphManager:
         self._own = RegionStatistics()
         # Seconds of recordings of which it is known whether a step waited for them.
         self._noted_seconds = 0.0
-        self._step_tokens: deque[int] = deque(maxlen=LAST_STEPS)
         self._paused, self._stays_away = 0, False
         self._watch: ModelWatch | None = None
         self._growing: Growing | None = None
@@ -127,8 +125,6 @@ class GraphManager:
             call: The call.
             eager: Runs the module's own forward for it.
         """
-        if self._step_tokens and self.model.training:
-            self._step_tokens[-1] += call.tokens or 0
         if self._growing is not None and call.note is not None and not self._paused:
             self._growing.demand.saw(call.note)
         if not self.captured:
@@ -288,13 +284,14 @@ class GraphManager:
             for piece in pieces
         ]
         self._regions += regions
-        progress = Progress(self.workload.title, len(regions))
         for region in regions:
             region.statistics.known, region.statistics.step = self._own.known, self.step_number
             region.disproved = self.proofs is not None and region.name in self.proofs.disproved
-            region.prepare(progress)
+            region.prepare()
+        if (count := sum(len(places) for region in regions for places in region.planned)) >= MANY_RECORDINGS:
+            announce(f"{self.workload.title}: {count} recordings begin")
         for each in dict.fromkeys(region.chain for region in regions):
-            each.capture(progress.recorded)
+            each.capture()
         for region, piece in zip(regions, pieces, strict=True):
             if piece.site is not None:
                 self._parts = self._parts or Parts(self.slots, watch.looked_at_once, chain)
@@ -397,8 +394,6 @@ class GraphManager:
             self.proofs.begin_step(self.step_number)
             for region in self._regions:
                 region.begin_step(self.proofs)
-        if self.workload.counts_tokens:
-            self._step_tokens.append(0)
 
     def before_evaluation(self, may_record: bool = True) -> None:
         """Note that forward passes without a backward follow, and record a bucket that the last ones missed.
@@ -453,7 +448,6 @@ class GraphManager:
         self._note_pause()
         total = merge_statistics([self._own, *(region.statistics for region in self._regions)])
         total.warmup_microbatches = self.workload.observed
-        total.step_tokens = list(self._step_tokens)
         return total
 
     def report(self) -> str:

@@ -292,7 +292,6 @@ class Workload(ABC):
         group: Of the figures for loggers.
         out_of_memory_remedy: What to do where a capture runs out of memory.
         strict: Whether a failed capture raises instead of leaving the module eager.
-        counts_tokens: Whether the tokens of each training step are counted.
         observed: Microbatches that were observed before capture.
         demand: What microbatches ask for; None where all that may come is captured at once.
         named: Tokens of the buckets that a capture recorded without a demand; None before.
@@ -304,7 +303,6 @@ class Workload(ABC):
     group: str
     out_of_memory_remedy: str
     strict = False
-    counts_tokens = False
     observed = 0
     demand: Demand | None = None
     named: tuple[int, ...] | None = None

@@ -24,7 +24,7 @@ from .recordings.recording import EVALUATION, TRAINING, Mode
 from .replays.pending import NO_BACKWARD
 from .replays.replay import BackwardObserver, Replay
 from .replays.slot import Slot
-from .reports import BucketStatistics, Progress
+from .reports import BucketStatistics
 
 LEAST = Bucket(1)
 # A recording of a region: the slot's number, bucket and mode.
@@ -95,20 +95,16 @@ class Region(Part):
         Raises:
             CaptureError: Recording failed; nothing of it is kept and the process can go on.
         """
-        progress = Progress(self.name, 1)
         try:
             with self.statistics.recording():
-                self.prepare(progress)
-                self.chain.capture(progress.recorded)
+                self.prepare()
+                self.chain.capture()
         except BaseException:
             self.reset()
             raise
 
-    def prepare(self, progress: Progress) -> None:
+    def prepare(self) -> None:
         """Plan what the region's chain records behind what its other parts plan, and make slots for it.
-
-        Args:
-            progress: Counts the recordings, of other regions too.
 
         Raises:
             CaptureError: The model cannot be recorded as it is, or there is no memory for static inputs.
@@ -119,7 +115,6 @@ class Region(Part):
         self.watch = self._given_watch or ModelWatch(self.program.modules())
         self.sources = Sources(self.program, self.watch, executor.device, self._around.reduction, executor.home())
         self.planned = [self._planned(index) for index in range(self.slot_count)]
-        progress.starts(sum(map(len, self.planned)), self.buckets, self.slot_count)
         chain.parts.append(self)
         self._slots = [self._new_slot(index) for index in range(self.slot_count)]
         self.add_inputs(self.buckets)

@@ -2,12 +2,10 @@
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import zip_longest
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from ..announce import LOGGER, announce, rank
@@ -16,9 +14,6 @@ from .fallback import Fallback
 
 GIB = 2**30
 LAST_FALLBACKS, SHOWN_RANKS = 5, 16
-# From so many recordings on, a capture takes more than a few seconds.
-MANY = 4
-EVERY_S = 5.0
 SUMS = ("capture_seconds", "graph_bytes", "static_bytes", "gradient_bytes", "pinned_bytes")
 # What JSON has besides fallbacks and buckets.
 FIGURES = (
@@ -83,8 +78,6 @@ class RegionStatistics:
         static_bytes: Device memory of static buffers.
         gradient_bytes: Device memory of parameter gradients that are handed to autograd, of all recordings.
         pinned_bytes: Page-locked host memory of offloaded activations.
-        step_tokens: Tokens of each of the last training steps, replayed or eager, oldest first; empty where nobody
-            counts them.
     """
 
     buckets: dict[Bucket, BucketStatistics] = field(default_factory=dict)
@@ -99,7 +92,6 @@ class RegionStatistics:
     static_bytes: int = 0
     gradient_bytes: int = 0
     pinned_bytes: int = 0
-    step_tokens: list[int] = field(default_factory=list)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -180,45 +172,6 @@ class RegionStatistics:
         }
 
 
-class Progress:
-    """Announces how many recordings of a capture are made, at its start and every few seconds.
-
-    Args:
-        title: What is captured.
-        regions: Regions that it consists of, each with as many recordings.
-        clock: Returns seconds.
-    """
-
-    def __init__(self, title: str, regions: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._title, self._regions, self._clock = title, regions, clock
-        self._done = self._total = 0
-        self._started = self._said = clock()
-
-    def starts(self, recordings: int, buckets: Sequence[Bucket], slots: int) -> None:
-        """Note that a region begins to record; only the first one is announced.
-
-        Args:
-            recordings: How many the region will make.
-            buckets: What they are of.
-            slots: How many times each.
-        """
-        if self._total:
-            return
-        self._total = recordings * self._regions
-        if self._total >= MANY:
-            parts = f" for each of {self._regions} parts" if self._regions > 1 else ""
-            largest = f"{len(buckets)} bucket(s), the largest {max(buckets)}"
-            announce(f"{self._title}: {self._total} recordings begin: {largest}; {slots} slot(s){parts}")
-
-    def recorded(self) -> None:
-        """Count one recording."""
-        self._done += 1
-        now = self._clock()
-        if self._done < self._total and now - self._said >= EVERY_S:
-            self._said = now
-            announce(f"{self._title}: {self._done} of {self._total} recordings made in {now - self._started:.0f} s")
-
-
 def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
     """Add up the statistics of several regions."""
     total = RegionStatistics(**{name: sum(getattr(part, name) for part in parts) for name in SUMS})
@@ -226,7 +179,6 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
         total.fallbacks.update(part.fallbacks)
         for step, seconds in part.pauses.items():
             total.pauses[step] += seconds
-        total.step_tokens = [sum(step) for step in zip_longest(total.step_tokens, part.step_tokens, fillvalue=0)]
         for bucket, counts in part.buckets.items():
             total.buckets.setdefault(bucket, BucketStatistics()).add(counts)
     runs = sorted((run for part in parts for run in part.last_fallbacks), key=lambda run: run.step)
@@ -263,7 +215,6 @@ def metrics_of_ranks(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str
         f"{prefix}/ranks": float(len(ranks)),
         f"{prefix}/smallest_replayed_share": min(rank[f"{prefix}/replayed_share"] for rank in each),
         f"{prefix}/largest_padding_share": max(rank[f"{prefix}/padding_share"] for rank in each),
-        f"{prefix}/token_imbalance": token_imbalance(ranks),
     }
 
 
@@ -279,24 +230,8 @@ def pauses_of_job(ranks: Sequence[RegionStatistics]) -> dict[int, float]:
     return {step: max(rank.pauses.get(step, 0.0) for rank in ranks) for step in steps}
 
 
-def token_imbalance(ranks: Sequence[RegionStatistics]) -> float:
-    """Return how many times the mean tokens of a step the rank with the most has, over the last steps.
-
-    Returns:
-        1 where all have as many; 0 where there are none. Where steps are not counted, all replays are one step.
-    """
-    steps = [step for step in zip(*_tokens_of_steps(ranks), strict=True) if any(step)]
-    return fmean(max(step) / fmean(step) for step in steps) if steps else 0.0
-
-
-def _tokens_of_steps(ranks: Sequence[RegionStatistics]) -> list[list[int]]:
-    """Return each rank's tokens in the last steps that all have; of all replays where steps are not counted."""
-    steps = min(len(rank.step_tokens) for rank in ranks)
-    return [rank.step_tokens[-steps:] if steps else [rank.replayed_tokens] for rank in ranks]
-
-
 def render_ranks(ranks: Mapping[int, RegionStatistics], title: str) -> str:
-    """Return a table of the ranks, of many only those that have the most tokens a step: the others wait for them.
+    """Return a table of the ranks, of many only those that replayed the most tokens: the others wait for them.
 
     It also shows how long each rank recorded after the first capture, and how long it waited meanwhile for others that
     took longer in the same step.
@@ -305,25 +240,20 @@ def render_ranks(ranks: Mapping[int, RegionStatistics], title: str) -> str:
         ranks: Statistics by the number of their rank.
         title: The first line.
     """
-    tokens = dict(zip(ranks, _tokens_of_steps(list(ranks.values())), strict=True))
-    most = [max(step) for step in zip(*tokens.values(), strict=True)]
     paused = sum(pauses_of_job(list(ranks.values())).values())
-    shown = sorted(sorted(ranks, key=lambda rank: -sum(tokens[rank]))[:SHOWN_RANKS])
+    shown = sorted(sorted(ranks, key=lambda rank: -ranks[rank].replayed_tokens)[:SHOWN_RANKS])
     lines = [
         title,
-        f"{'rank':>6} {'replays':>8} {'eager':>6} {'padding':>8} {'memory GiB':>11} {'tokens/step':>12} {'most in':>8} "
-        f"{'records s':>10} {'waits s':>8}",
+        f"{'rank':>6} {'replays':>8} {'eager':>6} {'padding':>8} {'memory GiB':>11} {'records s':>10} {'waits s':>8}",
     ]
     for number in shown:
-        found, own = ranks[number], tokens[number]
-        share = fmean(mine == step > 0 for mine, step in zip(own, most, strict=True))
+        found = ranks[number]
         lines.append(
             f"{number:>6} {found.replays:>8} {sum(found.fallbacks.values()):>6} {found.padding_share:>8.1%} "
-            f"{found.memory_bytes / GIB:>11.2f} {fmean(own):>12.0f} {share:>8.0%} "
-            f"{found.pause_seconds:>10.1f} {paused - found.pause_seconds:>8.1f}"
+            f"{found.memory_bytes / GIB:>11.2f} {found.pause_seconds:>10.1f} {paused - found.pause_seconds:>8.1f}"
         )
     left = len(ranks) - len(shown)
-    return "\n".join([*lines, *([f"and {left} ranks with fewer tokens a step"] if left else [])])
+    return "\n".join([*lines, *([f"and {left} ranks with fewer tokens"] if left else [])])
 
 
 def render_steps(ranks: Sequence[RegionStatistics], before: RegionStatistics, title: str) -> str:

@@ -116,7 +116,6 @@ class VisionWorkload(Workload):
         "Lower max_vision_cuda_graph_seq_length, vision_cuda_graph_tuning.slots or vision_cuda_graph_buckets_max_gb, "
         "or give vision_cuda_graph_buckets a smaller largest bucket."
     )
-    counts_tokens = True
 
     def __init__(
         self, model: nn.Module, options: VisionGraphOptions, family: EncoderFamily, grids: HostGrids | None = None

@@ -287,7 +287,7 @@ def merge_ranks(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     merged = {**ranks[0], "losses": ranks[-1]["losses"], "evaluations": ranks[-1]["evaluations"]}
     merged["peak_gb"] = max(rank["peak_gb"] for rank in ranks)
     if len(ranks) > 1:
-        own = ("rank", "peak_gb", "step_ms", "graphs", "step_tokens", "language_model_layers")
+        own = ("rank", "peak_gb", "step_ms", "graphs", "language_model_layers")
         merged["ranks"] = [{name: rank[name] for name in own} for rank in ranks]
     return merged
 
@@ -297,7 +297,6 @@ class StatisticsKeeper(Callback):
 
     Attributes:
         steps: Replays and eager microbatches until the end of each step.
-        step_tokens: Tokens that encoders with graphs computed in each of the last steps.
     """
 
     def __init__(self) -> None:
@@ -306,7 +305,6 @@ class StatisticsKeeper(Callback):
         self.language_model_layers = 0
         self.language_model: dict[str, Any] | None = None
         self.steps: list[dict[str, Any]] = []
-        self.step_tokens: list[int] = []
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Read the statistics of both models' graphs and count the language model's layers that have graphs."""
@@ -324,7 +322,6 @@ class StatisticsKeeper(Callback):
             self.value = graphs.statistics().as_dict()
             self.checks = [] if graphs.proofs is None else list(graphs.proofs.results)
         found = all_encoders()
-        self.step_tokens = found.step_tokens
         self.steps.append({"replays": found.replays, "eager": found.fallbacks.total()})
 
 
@@ -359,7 +356,6 @@ class RankResults(Callback):
             "evaluations": recorder.evaluations,
             "peak_gb": recorder.peak_gb,
             "graphs": statistics.value,
-            "step_tokens": statistics.step_tokens,
             "checks": statistics.checks,
             "language_model_layers": statistics.language_model_layers,
             "language_model_graphs": statistics.language_model,

@@ -1,26 +1,11 @@
-"""What a capture says while it goes on, and the ranges that a profile has."""
+"""The ranges that a profile has."""
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bridge_cg_plugin.graphs import ranges
-from bridge_cg_plugin.graphs.buckets import Bucket
-from bridge_cg_plugin.graphs.reports import EVERY_S, Progress
 
 from .towers import forward, graphs_on, loss_of, new_tower
-
-
-def test_a_long_capture_says_how_far_it_is(capsys):
-    now = 0.0
-    progress = Progress("vision CUDA graphs", 3, lambda: now)
-    for _ in range(3):
-        progress.starts(4, (Bucket(256), Bucket(1024)), 2)
-        for _ in range(4):
-            now += EVERY_S / 2
-            progress.recorded()
-    said = [line.partition("graphs: ")[2] for line in capsys.readouterr().out.splitlines()]
-    first = "12 recordings begin: 2 bucket(s), the largest 1024; 2 slot(s) for each of 3 parts"
-    assert said == [first, *(f"{n} of 12 recordings made in {n * EVERY_S / 2:.0f} s" for n in (2, 4, 6, 8, 10))]
 
 
 def ranges_of(run):

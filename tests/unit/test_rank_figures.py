@@ -51,7 +51,6 @@ def test_figures_of_ranks_are_sums_and_how_far_they_are_apart():
             "v/ranks": 2,
             "v/smallest_replayed_share": 0.5,
             "v/largest_padding_share": 0.25,
-            "v/token_imbalance": 1.5,
             "v/pause_s": 0.5 + 2.0 + 0.25,
             "v/longest_pause_s": 2.0,
         }

@@ -5,7 +5,7 @@ next part. So all forwards of parts are recorded in their order, then all backwa
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -322,11 +322,8 @@ class Chain:
     def _slots_of(self, index: int) -> list[Slot]:
         return [slot for part in self.parts for slot in part.every_slot() if slot.index == index]
 
-    def capture(self, recorded: Callable[[], None]) -> None:
+    def capture(self) -> None:
         """Record what the parts planned, in every slot.
-
-        Args:
-            recorded: Called after each recording.
 
         Raises:
             CaptureError: It failed.
@@ -336,7 +333,7 @@ class Chain:
                 planned = ((each, place) for each in self.parts for place in each.planned[index])
                 places = dict.fromkeys(place for each, place in planned if self.asking(each, place[1]) is part)
                 if places:
-                    self.record(index, list(places), part, recorded=recorded)
+                    self.record(index, list(places), part)
 
     def asking(self, part: Part, mode: Mode) -> Part | None:
         """Return the part that is recorded alone where it asks for a mode; None where all are."""
@@ -348,7 +345,6 @@ class Chain:
         places: Sequence[Place],
         part: Part | None,
         only_here: bool = False,
-        recorded: Callable[[], None] = lambda: None,
     ) -> None:
         """Record all parts that can be, in a slot that is free in all; what they had for the same places is dropped.
 
@@ -360,7 +356,6 @@ class Chain:
             places: What to record, largest first.
             part: The only part to record; None records all, with a backward each.
             only_here: Whether this rank's memory moved: others keep what they have, and it records no more than that.
-            recorded: Called after each recording.
 
         Raises:
             CaptureError: It failed.
@@ -376,8 +371,6 @@ class Chain:
                         wanted = [each for each in now if not only_here or wish in each[1].recorded_by_other_ranks]
                         if wanted:  # else only other states of the model had it
                             self._record(index, wanted, bucket, mode)
-                        for _ in wanted:
-                            recorded()
                     if limited is NOTHING_LEAVES or limited.accepts(self.slot_bytes(index)):
                         return
                     held = {place[1:] for source in sources for place in source.recordings if place[0] == index}
