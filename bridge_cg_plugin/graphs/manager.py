@@ -435,7 +435,7 @@ class GraphManager:
                 for region in self._regions:
                     region.proofs = None
                 self._note_pause()
-                if any(region.sources.moves >= MANY_MOVES for region in self._regions if region.captured):
+                if any(region.sources.moves >= MANY_MOVES for region in self._regions):
                     where = f"memory of parameters, buffers or gradients was moved {MANY_MOVES} times"
                     self._warn_once(f"{where}, and graphs are captured again each time, for which steps wait")
 

@@ -89,7 +89,7 @@ class Parts:
 
     def decide(self, batch: Any) -> dict[Region, Replay] | Fallback:
         """Return how every part replays the batch, all in one slot; without one, the first part's reason."""
-        free = next((i for i in range(self._slots) if all(region.is_free(i) for region in self._regions)), None)
+        free = next((i for i in range(self._slots) if all(region.slots[i].free for region in self._regions)), None)
         if self._chain is None:
             return self._decide(batch, free or 0)
         if free is None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from ..announce import warn_once
 from .buckets import Bucket, choose
 from .changes.model_watch import ModelWatch
-from .changes.source import TRIED_AGAIN, Recorded, Source
+from .changes.source import Source
 from .changes.sources import LASTING, Sources
-from .errors import CaptureError, Retry, named, reason_of
+from .errors import CaptureError, named, reason_of
 from .fallback import Fallback
 from .program import SINGLE_RANK, Piece, Surroundings
 from .proof import Proofs
@@ -79,15 +79,10 @@ class Region(Part):
         self.reset()
 
     @property
-    def captured(self) -> bool:
-        """Whether recordings exist."""
-        return bool(self._slots)
-
-    @property
     def readiness(self) -> tuple[int, list[int]]:
         """Which recorded state the model is in, 0 for none, and the slots that microbatches hold."""
-        state = self.sources.recorded_state(torch.is_grad_enabled()) if self._slots else 0
-        return state, [slot.index for slot in self._slots if not slot.free]
+        state = self.sources.recorded_state(torch.is_grad_enabled()) if self.slots else 0
+        return state, [slot.index for slot in self.slots if not slot.free]
 
     def capture(self) -> None:
         """Record every bucket in every slot, largest first; of a piece that grows in the first, as training asks for.
@@ -116,7 +111,7 @@ class Region(Part):
         self.sources = Sources(self.program, self.watch, executor.device, self._around.reduction, executor.home())
         self.planned = [self._planned(index) for index in range(self.slot_count)]
         chain.parts.append(self)
-        self._slots = [self._new_slot(index) for index in range(self.slot_count)]
+        self.slots = [self._new_slot(index) for index in range(self.slot_count)]
         self.add_inputs(self.buckets)
         chain.count(self)
 
@@ -135,7 +130,7 @@ class Region(Part):
             CaptureError: It could not be recorded; `drop` it then.
         """
         self.add_inputs([bucket])
-        source = self._source(gradients=True) if record and not self.disproved else None
+        source = self.source() if record and not self.disproved else None
         if isinstance(source, Source):
             self.record(source, 0, bucket, self._training_mode(bucket))
         self.buckets = self._ordered((*self.buckets, bucket))
@@ -160,7 +155,7 @@ class Region(Part):
             source.recordings = {place: made for place, made in source.recordings.items() if place[1] != bucket}
             source.unproven.difference_update([place for place in source.unproven if place[1] == bucket])
             source.recorded_by_other_ranks = frozenset(p for p in source.recorded_by_other_ranks if p[1] != bucket)
-        for slot in self.every_slot():
+        for slot in self.slots:
             slot.buffers.pop(bucket, None)
         self.wishes = {wish: number for wish, number in self.wishes.items() if wish[1] != bucket}
         self.executor.tidy()
@@ -174,25 +169,20 @@ class Region(Part):
         """Return what training steps missed and can be recorded now, oldest first."""
         if not self.wishes:
             return []
-        source = self._source(gradients=True)
+        source = self.source()
         number = source.number if isinstance(source, Source) else None
         return [wish for wish, asked in self.wishes.items() if asked == number]
 
     def reset(self) -> None:
         """Drop all recordings and their memory."""
-        self._slots, self.forward_slot = [], None
+        self.slots = []
         self.chain.leave(self)  # both would hold each other's memory until a collection
         if (sources := vars(self).pop("sources", None)) is not None:
             sources.release()
         if (watch := vars(self).pop("watch", None)) is not None and self._given_watch is None:
             watch.close()
         self.wishes = {}
-        self._forward_slot_failed = Retry(TRIED_AGAIN)
         self._asked: Counter[Hashable] = Counter()
-
-    def source(self) -> Source | Fallback:
-        """See `Part`."""
-        return self._source(gradients=True, asks=False)
 
     def run(self, batch: Any, observer: BackwardObserver | None = None) -> tuple[Tensor, ...] | None:
         """Replay the batch; returns its real outputs, or None with the reason counted: then run it eager.
@@ -246,14 +236,14 @@ class Region(Part):
         Raises:
             CaptureError: A recording that the batch asked for failed, and the region is strict.
         """
-        if not self._slots:
+        if not self.slots:
             return Fallback.NOT_CAPTURED
         if self.disproved:
             return Fallback.DIFFERS_FROM_EAGER
         sources = self.sources
         sources.hooks.clear()
         gradients = torch.is_grad_enabled()
-        source = self._source(gradients, asks=records)
+        source = self.source(gradients, asks=records)
         if not isinstance(source, Source):
             return source
         mode = Mode(gradients and self._wants_gradients(source, batch), sources.training)
@@ -262,13 +252,12 @@ class Region(Part):
         bucket = self.choose(batch, mode)
         if not isinstance(bucket, Bucket):
             return bucket
-        found = self._find(source, bucket, mode, index, records)
-        if isinstance(found, Fallback):
-            grows = self._growth is not None and index is None  # parts in one slot share a bucket
-            if not grows or (larger := self._larger(source, batch, bucket, mode, records)) is None:
-                return found
-            bucket, found = larger
-        slot, recorded = found
+        if (slot := self._free_slot(source, bucket, mode, index)) is None:
+            return Fallback.NO_FREE_SLOT
+        wish = slot.index, bucket, mode
+        if wish not in source.recordings and (failed := self._record_missing(source, wish, records)) is not None:
+            return failed
+        recorded = source.recordings[wish]
         if not slot.common.admits(recorded.turn):
             return Fallback.PARTS_IN_ANOTHER_ORDER
         return Replay(self.program, source, recorded, slot, bucket, mode.gradients, sources.holds, self.statistics)
@@ -286,22 +275,8 @@ class Region(Part):
             and not (gradients and in_checkpoint())
         )
 
-    def _larger(
-        self, source: Source, batch: Any, bucket: Bucket, mode: Mode, records: bool
-    ) -> tuple[Bucket, tuple[Slot, Recorded]] | None:
-        """Return a bucket after this one that accepts the batch and has a recording in a free slot, with both."""
-        size = self.program.size(batch)
-        for other in self.buckets[self.buckets.index(bucket) + 1 :]:
-            if size <= other.tokens and self.program.refuse(batch, other) is None:
-                for slot in filter(lambda slot: slot.free, self._slots):
-                    wish = slot.index, other, mode
-                    if wish in source.recordings or wish in source.recorded_by_other_ranks:
-                        found = self._find(source, other, mode, slot.index, records)
-                        return None if isinstance(found, Fallback) else (other, found)
-        return None
-
-    def _source(self, gradients: bool, asks: bool = True) -> Source | Fallback:
-        """Return the source that the model is now, or why there is none."""
+    def source(self, gradients: bool = True, asks: bool = True) -> Source | Fallback:
+        """See `Part`."""
         if operations_are_seen():
             return Fallback.OPERATIONS_SEEN
         try:
@@ -335,54 +310,14 @@ class Region(Part):
             self.statistics.fell_back(self.name, Fallback.ONE_GRAPH)
         return found
 
-    def is_free(self, index: int) -> bool:
-        """Whether no microbatch holds the slot with this number."""
-        return self._slots[index].free
-
-    def free_slots(self) -> int:
-        """Return how many slots no microbatch holds."""
-        return sum(slot.free for slot in self._slots)
-
     def is_idle(self) -> bool:
         """Whether no microbatch is between its forward and its backward."""
-        return self.free_slots() == len(self._slots)
-
-    def _find(
-        self, source: Source, bucket: Bucket, mode: Mode, index: int | None, records: bool
-    ) -> tuple[Slot, Recorded] | Fallback:
-        """Return a free slot with the recording, made now if it is missing, or why there is none.
-
-        Args:
-            source: What the model is.
-            bucket: The bucket.
-            mode: The mode.
-            index: The slot to use; None is the first free one.
-            records: Whether a missing recording may be made.
-
-        Raises:
-            CaptureError: A recording failed, and the region is strict.
-        """
-        try:
-            slot = self._free_slot(source, bucket, mode, index)
-        except Exception as error:  # no memory for one more slot
-            self.forward_slot = None
-            self._forward_slot_failed.failed()
-            return self._failed(source, bucket, mode, error)
-        if slot is None:
-            return Fallback.NO_FREE_SLOT
-        wish = slot.index, bucket, mode
-        if wish not in source.recordings:
-            reason = self._record_missing(source, slot, wish, records)
-            if reason is not None:
-                return reason
-        return slot, source.recordings[wish]
+        return all(slot.free for slot in self.slots)
 
     def _free_slot(self, source: Source, bucket: Bucket, mode: Mode, index: int | None) -> Slot | None:
         """Return a slot that no microbatch holds, one with the recording where there is one."""
-        if index is None and not mode.gradients:
-            return self._slots[0] if self._slots[0].free else self._forward_only_slot(self._is_lasting(source))
         first = None
-        for slot in self._slots if index is None else self._slots[index : index + 1]:
+        for slot in self.slots if index is None else self.slots[index : index + 1]:
             if slot.lease is None:
                 wish = slot.index, bucket, mode
                 # A rank whose memory moved has lost recordings: it makes them again where others replay theirs.
@@ -391,47 +326,32 @@ class Region(Part):
                 first = first or slot
         return first
 
-    def _forward_only_slot(self, lasting: bool) -> Slot | None:
-        """Return a slot for passes without a backward while another microbatch holds the first one.
-
-        It is made once such passes come again: a reference pass between a policy's forward and its backward.
-        """
-        self._forward_slot_failed.turn()
-        missing = self.forward_slot is None and self._forward_slot_failed.due
-        if missing and (lasting or self._asked_before("forward-only slot")):
-            self._consensus.agree(self._add_forward_only_slot)
-        return self.forward_slot
-
-    def _add_forward_only_slot(self) -> None:
-        self.forward_slot = self._new_slot(len(self._slots))
-        self.add_inputs(self._slots[0].buffers)
-
-    def _record_missing(self, source: Source, slot: Slot, wish: Wish, records: bool) -> Fallback | None:
+    def _record_missing(self, source: Source, wish: Wish, records: bool) -> Fallback | None:
         """Record what a batch asks for; returns why it cannot be or is not yet."""
-        _, bucket, mode = wish
+        index, bucket, mode = wish
         source.failed.ask((bucket, mode))
         # What others have, as in another slot or before, is tried on.
         others_have_it = wish in source.recorded_by_other_ranks
         if not others_have_it and (failed := source.failed.reason((bucket, mode))) is not None:
             return failed
-        at_once = others_have_it or self._is_lasting(source)
+        # Ranks that must ask alike do not count memory that moved.
+        at_once = others_have_it or source.lasting or (source.moved_here and self._alone)
         if self._piece.growth and not at_once and (mode.gradients or mode.training is not False):
             self.wishes[wish] = source.number  # between two steps: other ranks wait for one recording a step
             return Fallback.NOT_CAPTURED_YET
         if not records:
             return Fallback.NOT_CAPTURED_YET
-        evaluates = mode == EVALUATION and slot is not self.forward_slot
-        if not (evaluates or at_once) and not self._asked_before((mode, slot is self.forward_slot)):
+        if not (mode == EVALUATION or at_once) and not self._asked_before(mode):
             return Fallback.MODE_NOT_CAPTURED
         if torch._C._current_graph_task_id() != NO_BACKWARD or is_capturing():
             return Fallback.NOT_CAPTURED_YET
-        if mode.gradients and not self.chain.is_free(slot.index):
+        if mode.gradients and not self.chain.is_free(index):
             return Fallback.NO_FREE_SLOT
         if self._around.before_replay is not None:
             self._around.before_replay()
         only_here = others_have_it and not self._alone
         try:
-            record = partial(self.record, source, slot.index, bucket, mode, only_here)
+            record = partial(self.record, source, *wish, only_here)
             (SINGLE_RANK if only_here else self._consensus).agree(record)
         except Exception as error:
             if only_here:  # the others replay it now
@@ -468,10 +388,6 @@ class Region(Part):
     def _refuse(self, wish: Wish, error: Exception) -> None:
         """Forget what this rank recorded and another one could not."""
         self.chain.refuse(wish[0], [wish[1:]], error, self.chain.asking(self, wish[2]))
-
-    def _is_lasting(self, source: Source) -> bool:
-        """Whether the model was in this state before; ranks that must ask alike do not count memory that moved."""
-        return source.lasting or (source.moved_here and self._alone)
 
     def _asked_before(self, what: Hashable) -> bool:
         self._asked[what] += 1

@@ -45,7 +45,7 @@ def equal(found, expected) -> bool:
 
 def poison(graphs) -> None:
     """Fill every static floating-point buffer with NaN, as memory nobody wrote may be."""
-    for slot in (slot for region in graphs._regions for slot in region._slots):
+    for slot in (slot for region in graphs._regions for slot in region.slots):
         shared = [] if slot.shared is None else [slot.shared.tensors(slot.index)]
         for flat in (flat for tensors in (slot.static, *shared) for flat in tensors.storages):
             if flat.is_floating_point():
@@ -54,7 +54,7 @@ def poison(graphs) -> None:
 
 def memories(graphs) -> list:
     """Return the memory of each slot's recordings, once each."""
-    slots = [slot.common for region in graphs._regions for slot in region._slots]
+    slots = [slot.common for region in graphs._regions for slot in region.slots]
     return list(dict.fromkeys(memory for common in slots for memory in common._memory.values()))
 
 

@@ -52,7 +52,7 @@ def assert_steps_equal(eager, graphs, steps, **arguments):
 
 def poison() -> None:
     """Overwrite the static memory of the language model's graphs."""
-    for slot in CURRENT.graphs._regions[0]._slots:
+    for slot in CURRENT.graphs._regions[0].slots:
         for flat in slot.static.storages:
             flat.fill_(float("nan") if flat.dtype.is_floating_point else 1)
 

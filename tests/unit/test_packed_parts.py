@@ -77,7 +77,7 @@ def test_all_parts_read_one_set_of_offsets_and_angles(bare, modules, monkeypatch
         assert len(written) == 2 * len(OFFSETS) and replayed(graphs) == 2 * len(graphs._regions)
         for name in (*OFFSETS, "angles"):
             addresses = {
-                buffers[name].data_ptr() for region in graphs._regions for buffers in region._slots[0].buffers.values()
+                buffers[name].data_ptr() for region in graphs._regions for buffers in region.slots[0].buffers.values()
             }
             assert len(addresses) == 1, name
 

@@ -35,7 +35,7 @@ def test_another_states_recordings_keep_their_memory_where_activations_take_too_
         model.mix.state = state
         offloading.refusals = len(offloading.shown) + 1 if state == 2 else 0
         train(region, (2, 2), 4)
-    assert region._slots[0].common.nbytes >= needed(region) == large
+    assert region.slots[0].common.nbytes >= needed(region) == large
 
 
 def test_a_microbatch_in_flight_keeps_its_memory_though_its_state_is_forgotten():
@@ -44,7 +44,7 @@ def test_a_microbatch_in_flight_keeps_its_memory_though_its_state_is_forgotten()
     region.capture()
     large = needed(region)
     outputs = region.run(toy_batch((8, 8)))
-    (slot,) = (slot for slot in region._slots if not slot.free)
+    (slot,) = (slot for slot in region.slots if not slot.free)
     for state in range(1, 6):
         model.mix.state = state
         train(region, (2, 2), 5)
@@ -66,4 +66,4 @@ def test_a_recording_without_addresses_fails_as_others_do(monkeypatch):
     region = new_region(ToyProgram(Toy()), ReferenceExecutor(), [Bucket(4)])
     with pytest.raises(CaptureError, match="bucket 4: cuMemAddressReserve"):
         region.capture()
-    assert not region.captured
+    assert not region.slots

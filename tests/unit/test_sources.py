@@ -509,18 +509,6 @@ def test_a_model_that_lost_a_part_runs_eager(caplog):
     assert sum("cannot be captured as it is now" in record.message for record in caplog.records) == 1
 
 
-def test_no_memory_for_a_further_slot_is_no_error(monkeypatch):
-    model = two_layers()
-    region = region_of(model)
-    outputs = region.run(batch())
-    monkeypatch.setattr(region.executor, "new_memory", no_memory)
-    with torch.no_grad():
-        for _ in range(3):
-            assert region.run(batch()) is None
-    assert region.statistics.fallbacks == {"no_free_slot": 2, "capture_failed": 1}
-    outputs[0].sum().backward()
-
-
 @pytest.mark.parametrize(
     "note",
     [lambda module, y: module.seen.append(len(y)), lambda module, y: setattr(Counting, "passes", Counting.passes + 1)],

@@ -43,7 +43,7 @@ def eager_and_graphs(stages, virtual, microbatches, slots):
     if helper.graphs is not None:
         statistics = helper.graphs.statistics()
         found = helper.graphs.slots, statistics.replays, dict(statistics.fallbacks)
-        assert helper.graphs._regions[0].free_slots() == helper.graphs.slots
+        assert sum(slot.free for slot in helper.graphs._regions[0].slots) == helper.graphs.slots
     helper.delete_cuda_graphs()
     return eager, graphed, found
 
@@ -137,7 +137,14 @@ def ramp_up(stages, late):
             statistics = helper.graphs.statistics()
             region = helper.graphs._regions[0]
             recordings = len(region.sources.current.recordings)
-            left.append((region.free_slots(), recordings, statistics.memory_bytes, dict(statistics.fallbacks)))
+            left.append(
+                (
+                    sum(slot.free for slot in region.slots),
+                    recordings,
+                    statistics.memory_bytes,
+                    dict(statistics.fallbacks),
+                )
+            )
     return sizes, left, helper.graphs and helper.graphs.statistics().replays
 
 

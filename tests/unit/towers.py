@@ -87,7 +87,7 @@ def graphs_on(model, capture: bool = True, executor=None, **options):
 def poison(graphs, value: float) -> None:
     """Overwrite all static memory: floats with `value`, integers with a number that fits nothing."""
     for region in graphs._regions:
-        for slot in region._slots:
+        for slot in region.slots:
             for flat in slot.static.storages:
                 flat.fill_(value if flat.dtype.is_floating_point else 12345)
 

@@ -139,7 +139,7 @@ def assert_same(actual, expected) -> None:
 
 def poison(region: Region, value: float) -> None:
     """Overwrite all static memory: floats with `value`, integers with a number that fits nothing."""
-    for slot in region._slots:
+    for slot in region.slots:
         for flat in slot.static.storages:
             flat.fill_(value if flat.dtype.is_floating_point else 12345)
 

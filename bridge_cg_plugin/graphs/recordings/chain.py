@@ -47,11 +47,11 @@ class Part:
         name: Of the program.
         statistics: Memory and time are counted there, too.
         buckets: What batches use, in the order in which they are tried.
+        slots: Those of its recordings; none before a capture.
         planned: What a capture records in each slot, largest first.
         disproved: Whether a recording was wrong, so that the region stays eager.
         sources: What recordings are made from; missing before a capture.
         watch: What follows the model; everything that is recorded is a pass of it. Missing before a capture.
-        forward_slot: For passes without a backward while another microbatch holds the first slot; None without one.
     """
 
     sources: Sources
@@ -62,13 +62,12 @@ class Part:
         self.statistics, self._growth = RegionStatistics(), piece.growth
         self.buckets = self._ordered(piece.buckets)
         self.planned: Sequence[Sequence[Place]] = ()
-        self._slots: list[Slot] = []
-        self.forward_slot: Slot | None = None
+        self.slots: list[Slot] = []
         self.disproved = False
         self._always_changed: set[str] = set()
 
-    def source(self) -> Source | Fallback:
-        """Return what the model is now, or why it cannot be recorded."""
+    def source(self, gradients: bool = True, asks: bool = True) -> Source | Fallback:
+        """Return what the model is now, or why it cannot be recorded; arguments as of `Sources.find`."""
         raise NotImplementedError
 
     def _planned(self, index: int) -> list[Place]:
@@ -103,10 +102,6 @@ class Part:
         """The buckets that no other of the same capacity contains: limits cost a forward little."""
         return tuple(b for b in self.buckets if not any(o.contains(b) for o in self.buckets if o != b))
 
-    def every_slot(self) -> list[Slot]:
-        """Return the slots, also that of passes without a backward."""
-        return [*self._slots, *filter(None, [self.forward_slot])]
-
     def add_inputs(self, buckets: Iterable[Bucket]) -> None:
         """Make further buckets' static inputs in every slot, those of the largest first: others lie in them.
 
@@ -115,7 +110,7 @@ class Part:
         """
         for bucket in sorted(set(buckets), reverse=True):
             self.statistics.buckets.setdefault(bucket, BucketStatistics())
-            for slot in self.every_slot():
+            for slot in self.slots:
                 if bucket not in slot.buffers:
                     with as_capture_error("static inputs"):
                         slot.buffers[bucket] = slot.input_buffers(self.program.input_specs(bucket))
@@ -195,7 +190,7 @@ class Part:
 
     def keep_static(self) -> None:
         """Give back static inputs and output gradients that no recording uses any more."""
-        for slot in self.every_slot():
+        for slot in self.slots:
             inputs = [tensor for buffers in slot.buffers.values() for tensor in buffers.values()]
             recorded = [item for source in self.sources for item in source.recordings.items()]
             made = [made.output_gradients for place, made in recorded if place[0] == slot.index]
@@ -290,13 +285,13 @@ class Chain:
     def tidy(self, part: Part) -> None:
         """Give back what no recording of a part uses any more, and count the rest."""
         part.keep_static()
-        for slot in part.every_slot():
+        for slot in part.slots:
             self._trim(slot.index)
         self.count(part)
 
     def count(self, part: Part) -> None:
         """Note in a part's statistics what it takes; the first part counts what no part has alone."""
-        statistics, slots, first = part.statistics, part.every_slot(), part in self.parts[:1]
+        statistics, slots, first = part.statistics, part.slots, part in self.parts[:1]
         shared = [slot.common for slot in slots] if first else []
         borders = (each.border.nbytes for each in shared if each.border is not None)
         statistics.graph_bytes = sum(each.nbytes for each in shared)
@@ -320,7 +315,7 @@ class Chain:
         return all(slot.free for slot in self._slots_of(index))
 
     def _slots_of(self, index: int) -> list[Slot]:
-        return [slot for part in self.parts for slot in part.every_slot() if slot.index == index]
+        return [slot for part in self.parts for slot in part.slots if slot.index == index]
 
     def capture(self) -> None:
         """Record what the parts planned, in every slot.
@@ -393,7 +388,7 @@ class Chain:
         """Return the parts that can be recorded, with what they are now."""
         if part is not None:
             return [(part, part.sources.current)]
-        found = [(each, each.source()) for each in self.parts]
+        found = [(each, each.source(asks=False)) for each in self.parts]
         return [(each, source) for each, source in found if isinstance(source, Source)]
 
     def refuse(self, index: int, places: Sequence[Place], error: BaseException, part: Part | None) -> None:
@@ -429,7 +424,7 @@ class Chain:
             CaptureError: It failed, or memory is not where the sources found it.
         """
         first, made = wanted[0][0], list[Recording]()
-        slots = {part: slot for part, _ in wanted for slot in part.every_slot() if slot.index == index}
+        slots = {part: slot for part, _ in wanted for slot in part.slots if slot.index == index}
         with first.recording(bucket) as kept:
             pool = self.common(index).memory(mode.gradients).begin()
             bodies = [part.warmed_up(source, slots[part], bucket, mode, briefly) for part, source in wanted]
