@@ -6,7 +6,6 @@ Imports no torch.
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .errors import Retry
@@ -102,58 +101,6 @@ TRIED_AGAIN = 64
 Refuse = Callable[[Any, Bucket], Fallback | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Menu:
-    """What may be recorded for a module.
-
-    Attributes:
-        buckets_of: Returns the buckets of a capacity, cheapest first, with limits for these shapes.
-        refuse: Returns why a shape may not use a bucket that has room for its tokens, or None if it may.
-        cost: Returns what a replay of a bucket takes, in tokens.
-        unit: Capacities are multiples of it.
-        exact_below: Shapes of up to this many tokens must fill a bucket exactly.
-        capacities: Those that the user named, ascending; empty where all may be recorded.
-        weights: How many weights of this rank a token is multiplied with.
-    """
-
-    buckets_of: Callable[[int, Sequence[Any]], Sequence[Bucket]]
-    refuse: Refuse
-    cost: Callable[[Bucket], float]
-    unit: int = 1
-    exact_below: float = 0
-    capacities: tuple[int, ...] = ()
-    weights: float = WEIGHTS
-
-    @property
-    def weight(self) -> float:
-        """How much longer a token takes than costs assume."""
-        return min(max(self.weights / WEIGHTS, 1.0), MOST_WEIGHT)
-
-    def eager_cost(self, shape: Any) -> float:
-        """Return what a shape takes eager, in tokens."""
-        return max(EAGER_FACTOR * float(shape.tokens), EAGER_LEAST / self.weight)
-
-    def accepts(self, shape: Any, bucket: Bucket) -> bool:
-        """Whether a shape may use a bucket."""
-        return shape.tokens <= bucket.tokens and self.refuse(shape, bucket) is None
-
-    def capacities_for(self, tokens: int, often: bool) -> list[int]:
-        """Return the capacities to consider for a size.
-
-        Args:
-            tokens: The size.
-            often: Whether it comes often enough for a capacity of its own.
-        """
-        if self.capacities:
-            return [next((c for c in self.capacities if c >= tokens), 0)]
-        if tokens <= self.exact_below:
-            return [tokens]
-        step = math.lcm(GRANULARITY, self.unit)
-        rung = math.ceil(math.log(max(tokens / step, 1.0)) / math.log(LADDER) - 1e-9)
-        found = [round_up(math.ceil(step * LADDER**rung), step)]
-        return [round_up(tokens, step), *found] if often else found
-
-
 class _Lately:
     """The last microbatches of one mode, and when to look at them again."""
 
@@ -169,16 +116,36 @@ class Demand:
     Ranks that see the same microbatches choose alike: only these count, no times.
 
     Args:
-        menu: What may be recorded.
+        buckets_of: Returns the buckets of a capacity, cheapest first, with limits for these shapes.
+        refusal: Returns why a shape may not use a bucket that has room for its tokens, or None if it may.
+        cost: Returns what a replay of a bucket takes, in tokens.
+        unit: Capacities are multiples of it.
+        exact_below: Shapes of up to this many tokens must fill a bucket exactly.
+        named: Capacities that the user named, ascending; empty where all may be recorded.
+        weights: How many weights of this rank a token is multiplied with.
         limit: The most tokens that a bucket may have.
 
     Attributes:
         buckets: What is recorded, to be kept up to date.
-        cost: Returns what a replay of a bucket takes.
+        cost: See above.
     """
 
-    def __init__(self, menu: Menu, limit: float = math.inf) -> None:
-        self._menu, self._limit, self.cost = menu, limit, menu.cost
+    def __init__(
+        self,
+        buckets_of: Callable[[int, Sequence[Any]], Sequence[Bucket]],
+        refusal: Refuse,
+        cost: Callable[[Bucket], float],
+        *,
+        unit: int = 1,
+        exact_below: float = 0,
+        named: tuple[int, ...] = (),
+        weights: float = WEIGHTS,
+        limit: float = math.inf,
+    ) -> None:
+        self._buckets_of, self._refusal, self.cost = buckets_of, refusal, cost
+        self._unit, self._exact_below, self._named, self._limit = unit, exact_below, named, limit
+        # How much longer a token takes than costs assume.
+        self._weight = min(max(weights / WEIGHTS, 1.0), MOST_WEIGHT)
         # The least tokens that memory was not enough for.
         self._too_many, self._failed_for = math.inf, Fallback.CAPTURE_FAILED
         self.buckets: list[Bucket] = []
@@ -203,7 +170,7 @@ class Demand:
         failed = self._failed_for if shape.tokens >= self._too_many else None
         reason = Fallback.TOO_MANY_TOKENS
         for bucket in self._candidates({shape: 1}):
-            refusal = self._menu.refuse(shape, bucket)
+            refusal = self._refusal(shape, bucket)
             if refusal is None and not self.refuses(bucket):
                 self._lately.missed = True
                 return Fallback.NOT_CAPTURED_YET
@@ -254,43 +221,66 @@ class Demand:
         shapes: Counter[Any] = Counter(lately.seen)
         replayed = {shape: self._replayed(shape) for shape in shapes}
         often = HORIZON / max(len(lately.seen), 1)
-        best, most = None, RECORDING / self._menu.weight
+        best, most = None, RECORDING / self._weight
         for bucket in self._candidates(shapes):
             if bucket in self.buckets or self.refuses(bucket):
                 continue
-            cost, saved = self._menu.cost(bucket), 0.0
+            cost, saved = self.cost(bucket), 0.0
             for shape, count in shapes.items():
                 replay = replayed[shape]
-                price, times = (self._menu.eager_cost(shape), often) if replay is None else (replay, TIMES)
-                if price > cost and self._menu.accepts(shape, bucket):
+                price, times = (self._eager_cost(shape), often) if replay is None else (replay, TIMES)
+                if price > cost and self.accepts(shape, bucket):
                     saved += count * times * (price - cost)
             if saved > most:
                 best, most = bucket, saved
         lately.wait = min(max(2 * lately.wait, 1), LONGEST_WAIT) if best is None else 0
         return best
 
+    def _eager_cost(self, shape: Any) -> float:
+        """Return what a shape takes eager, in tokens."""
+        return max(EAGER_FACTOR * float(shape.tokens), EAGER_LEAST / self._weight)
+
+    def accepts(self, shape: Any, bucket: Bucket) -> bool:
+        """Whether a shape may use a bucket."""
+        return shape.tokens <= bucket.tokens and self._refusal(shape, bucket) is None
+
+    def _capacities_for(self, tokens: int, often: bool) -> list[int]:
+        """Return the capacities to consider for a size.
+
+        Args:
+            tokens: The size.
+            often: Whether it comes often enough for a capacity of its own.
+        """
+        if self._named:
+            return [next((c for c in self._named if c >= tokens), 0)]
+        if tokens <= self._exact_below:
+            return [tokens]
+        step = math.lcm(GRANULARITY, self._unit)
+        rung = math.ceil(math.log(max(tokens / step, 1.0)) / math.log(LADDER) - 1e-9)
+        found = [round_up(math.ceil(step * LADDER**rung), step)]
+        return [round_up(tokens, step), *found] if often else found
+
     def _replayed(self, shape: Any) -> float | None:
         """Return what a shape's cheapest replay costs; None where it runs eager."""
-        costs = [self._menu.cost(bucket) for bucket in self.buckets if self._menu.accepts(shape, bucket)]
+        costs = [self.cost(bucket) for bucket in self.buckets if self.accepts(shape, bucket)]
         return min(costs, default=None)
 
     def _candidates(self, shapes: dict[Any, int]) -> list[Bucket]:
         sizes: Counter[int] = Counter()
         for shape, count in shapes.items():
             sizes[shape.tokens] += count
-        menu = self._menu
         found = {
             self._within_limit(capacity, size)
             for size, count in sizes.items()
             if size <= self._limit and size < self._too_many
-            for capacity in menu.capacities_for(size, count >= OFTEN)
+            for capacity in self._capacities_for(size, count >= OFTEN)
         }
         fitting = {c: [shape for shape in shapes if shape.tokens <= c] for c in sorted(found) if c > 0}
-        return [bucket for c, those in fitting.items() for bucket in menu.buckets_of(c, those)]
+        return [bucket for c, those in fitting.items() for bucket in self._buckets_of(c, those)]
 
     def _within_limit(self, capacity: int, size: int) -> int:
         """Return a capacity, or the largest one within the limit if that takes the size as well; else 0."""
         if capacity <= self._limit:
             return capacity
-        largest = 0 if self._menu.capacities else int(self._limit) // self._menu.unit * self._menu.unit
+        largest = 0 if self._named else int(self._limit) // self._unit * self._unit
         return largest if size <= largest else 0

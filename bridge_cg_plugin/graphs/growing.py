@@ -41,10 +41,9 @@ class Growing:
         self._consensus, self._strict, self._counted = consensus, strict, counted
         self._limit = bytes_per_slot
         self._allowed = 1.0  # part of the limit
-        self._tried = False
 
-    def before_step(self, training: bool) -> bool:
-        """Record what is worth most, if no microbatch is in flight; returns whether a recording was tried.
+    def before_step(self, training: bool) -> None:
+        """Record what is worth most, if no microbatch is in flight.
 
         Args:
             training: Whether the step trains, so that a bucket is recorded with its backward.
@@ -52,52 +51,23 @@ class Growing:
         Raises:
             CaptureError: It failed, and the run is strict.
         """
-        self._tried = False
         if self.demand.due() and (bucket := self.demand.next()) is not None:
-            add, forget = partial(self._add, bucket, training), partial(self._forget, bucket)
-            self._record(add, f"bucket {bucket}", lambda error: forget(reason_of(error)))
-        elif any(wishes := [region.due_wishes() for region in self._regions]):
-            index, bucket, mode = next(found for found in wishes if found)[0]
-            alike = [
-                (region, wish)
-                for region, found in zip(self._regions, wishes, strict=True)
-                for wish in found
-                if (wish[0], wish[1].tokens, wish[2]) == (index, bucket.tokens, mode)
-            ]
+            self._record(bucket, training)
 
-            def fulfill() -> None:
-                for region, wish in alike:
-                    del region.wishes[wish]
-                    region.record(region.sources.current, *wish)
-
-            def take_back(error: Exception) -> None:
-                for region, wish in alike:
-                    region.take_back(wish)
-
-            self._record(fulfill, f"bucket {bucket} for one more microbatch in flight", take_back)
-        return self._tried
-
-    def _record(self, work: Callable[[], None], what: str, undo: Callable[[Exception], None]) -> None:
-        """Record on all ranks alike, where no microbatch is in flight.
-
-        Args:
-            work: Records.
-            what: Names it.
-            undo: Called with the error if it failed.
-        """
-
+    def _record(self, bucket: Bucket, training: bool) -> None:
+        """Record on all ranks alike, where no microbatch is in flight."""
         if not self._consensus.agree(lambda: float(all(region.is_idle() for region in self._regions))).smallest:
             return
-        self._tried, started = True, time.perf_counter()
+        started, what = time.perf_counter(), f"{self._title}: bucket {bucket}"
         try:
             with self._counted():
-                self._consensus.agree(work)
+                self._consensus.agree(partial(self._add, bucket, training))
         except Exception as error:
             executor = self._regions[0].executor
-            undo(error)
-            give_up(error, f"{self._title}: {what}", "the others go on", self._strict, executor)
+            self._forget(bucket, reason_of(error))
+            give_up(error, what, "the others go on", self._strict, executor)
             return
-        announce(f"{self._title}: {what} captured in {time.perf_counter() - started:.1f} s")
+        announce(f"{what} captured in {time.perf_counter() - started:.1f} s")
         self.fit()
 
     def _add(self, bucket: Bucket, training: bool) -> None:

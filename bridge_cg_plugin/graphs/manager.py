@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -56,8 +56,6 @@ class GraphManager:
         failure: Why the last capture failed, None if it did not.
         step_number: Number of the training step under way, from 1.
         in_step: Whether a training step is under way.
-        turn: Number of the last time that it might record, from 1.
-        recorded: Whether it tried to, then.
         proofs: What compares replays with eager; None where nothing does.
         at_detach: What else `detach` undoes.
     """
@@ -71,7 +69,7 @@ class GraphManager:
         self.consensus, self.bucket_consensus = self.surroundings.consensus, self.surroundings.bucket_consensus
         self.failure: str | None = None
         self._failed_for, self._retry = Fallback.CAPTURE_FAILED, Retry(turns=1)
-        self.step_number, self.in_step, self.turn, self.recorded = 0, False, 0, False
+        self.step_number, self.in_step = 0, False
         self.at_detach = ExitStack()
         self._regions: list[Region] = []
         self._parts: Parts | None = None
@@ -372,19 +370,16 @@ class GraphManager:
         """What decides how a microbatch runs besides the microbatch, equal on ranks that run the same one alike."""
         return self.captured, self._paused > 0, *(region.readiness for region in self._regions)
 
-    def begin_step(self, may_record: bool = True) -> None:
+    def begin_step(self) -> None:
         """Note that a training step begins, and record one of the buckets that microbatches missed.
-
-        Args:
-            may_record: Whether this module may record before this step.
 
         Raises:
             CaptureError: It could not be recorded, and the user asked for a strict run.
         """
         self._stays_away = False
         self._retry.turn()
-        there = not (self.captured and self.executor.memory_away) or self._take_back()
-        self._grow(may_record and there)
+        if not (self.captured and self.executor.memory_away) or self._take_back():
+            self._grow()
         ranges.look()
         self.step_number += 1
         self._own.step = self.step_number
@@ -395,35 +390,25 @@ class GraphManager:
             for region in self._regions:
                 region.begin_step(self.proofs)
 
-    def before_evaluation(self, may_record: bool = True) -> None:
+    def before_evaluation(self) -> None:
         """Note that forward passes without a backward follow, and record a bucket that the last ones missed.
-
-        Args:
-            may_record: Whether this module may record now.
 
         Raises:
             CaptureError: It could not be recorded, and the user asked for a strict run.
         """
-        self._grow(may_record and not (self.captured and self.executor.memory_away))
+        if not (self.in_step or (self.captured and self.executor.memory_away)):
+            self._grow()
 
-    def _grow(self, may_record: bool) -> None:
-        """Look for a bucket that is worth recording for the mode that the model is in."""
-        self.turn, self.recorded = self.turn + 1, False
-        if self._growing is None:
-            return
-        training = self.model.training
-        self._growing.demand.turn_to(training)
-        if may_record and self._growing.before_step(training):
-            self.recorded = True
+    def _grow(self) -> None:
+        """Record a bucket that is worth it for the mode that the model is in."""
+        if self._growing is not None:
+            self._growing.demand.turn_to(self.model.training)
+            self._growing.before_step(self.model.training)
 
     @contextmanager
-    def step(self, may_record: bool = True) -> Iterator[None]:
-        """Be in a training step: its first replay looks whether memory is where it was, the others do not.
-
-        Args:
-            may_record: See `begin_step`.
-        """
-        self.begin_step(may_record)
+    def step(self) -> Iterator[None]:
+        """Be in a training step: its first replay looks whether memory is where it was, the others do not."""
+        self.begin_step()
         with ExitStack() as stack:
             for region in self._regions:
                 stack.enter_context(region.sources.memory_kept())
@@ -458,42 +443,3 @@ class GraphManager:
         if self.proofs is not None and self.captured:
             notes |= self.proofs.notes(sum(region.unproven for region in self._regions))
         return render(self.statistics(), self.workload.title, notes)
-
-
-@contextmanager
-def joint_step(modules: Sequence[GraphManager]) -> Iterator[None]:
-    """Be in a training step of several modules, before which one of them at most records something.
-
-    Args:
-        modules: The modules, in the same order on ranks that share their layers.
-    """
-    with ExitStack() as stack:
-        in_turn(modules, lambda graphs, may_record: stack.enter_context(graphs.step(may_record)))
-        yield
-
-
-def before_evaluation(modules: Sequence[GraphManager]) -> None:
-    """Note that forward passes without a backward follow; one of several modules at most records for the last ones.
-
-    Args:
-        modules: See `joint_step`.
-    """
-    in_turn([graphs for graphs in modules if not graphs.in_step], GraphManager.before_evaluation)
-
-
-def in_turn(modules: Sequence[GraphManager], begin: Callable[[GraphManager, bool], None]) -> None:
-    """Let modules begin, each time with another one first, so that none waits until the others have all they want.
-
-    A module that other ranks share leaves its turn to the next one only where that has the same ranks: these know that
-    it did.
-
-    Args:
-        modules: See `joint_step`.
-        begin: Called with each module and whether it may record.
-    """
-    first = modules[0].turn % len(modules) if modules else 0
-    alike = len({graphs.bucket_consensus.ranks for graphs in modules}) == 1
-    may_record = True
-    for graphs in (*modules[first:], *modules[:first]):
-        begin(graphs, may_record)
-        may_record &= alike and not graphs.recorded

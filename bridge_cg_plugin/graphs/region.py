@@ -39,7 +39,7 @@ class Region(Part):
 
     Args:
         piece: What is recorded. A batch takes the first bucket that accepts it, so cheaper ones come first. A piece
-            that grows gets buckets from `add`; what training steps miss are its `wishes`.
+            that grows gets buckets from `add`.
         executor: Makes the recordings.
         surroundings: What is around the model in this run.
         watch: Follows the model that the program is a piece of; None follows the program's modules alone.
@@ -48,7 +48,6 @@ class Region(Part):
 
     Attributes:
         proofs: What compares a replay of this step with eager; None where none is due.
-        wishes: What training steps missed, oldest first, with the number of the source that it is to be recorded from.
 
     Raises:
         ValueError: No bucket of a piece that does not grow, a bucket or `slots` below 1.
@@ -74,7 +73,6 @@ class Region(Part):
         self._consensus, self._strict = self._around.consensus, strict
         self._given_watch = watch
         self._warned: set[str] = set()
-        self.wishes: dict[Wish, int] = {}
         self.proofs: Proofs | None = None
         self.reset()
 
@@ -85,7 +83,7 @@ class Region(Part):
         return state, [slot.index for slot in self.slots if not slot.free]
 
     def capture(self) -> None:
-        """Record every bucket in every slot, largest first; of a piece that grows in the first, as training asks for.
+        """Record every bucket in every slot, largest first; of a piece that grows as training asks for.
 
         Raises:
             CaptureError: Recording failed; nothing of it is kept and the process can go on.
@@ -132,7 +130,8 @@ class Region(Part):
         self.add_inputs([bucket])
         source = self.source() if record and not self.disproved else None
         if isinstance(source, Source):
-            self.record(source, 0, bucket, self._training_mode(bucket))
+            for slot in self.slots:
+                self.record(source, slot.index, bucket, self._training_mode(bucket))
         self.buckets = self._ordered((*self.buckets, bucket))
 
     def begin_step(self, proofs: Proofs) -> None:
@@ -157,21 +156,12 @@ class Region(Part):
             source.recorded_by_other_ranks = frozenset(p for p in source.recorded_by_other_ranks if p[1] != bucket)
         for slot in self.slots:
             slot.buffers.pop(bucket, None)
-        self.wishes = {wish: number for wish, number in self.wishes.items() if wish[1] != bucket}
         self.executor.tidy()
         self.chain.tidy(self)
 
     def slot_bytes(self) -> float:
         """Return the device memory of the slot that takes most, in bytes, with its share of gradients."""
         return max(map(self.chain.slot_bytes, range(self.slot_count)))
-
-    def due_wishes(self) -> list[Wish]:
-        """Return what training steps missed and can be recorded now, oldest first."""
-        if not self.wishes:
-            return []
-        source = self.source()
-        number = source.number if isinstance(source, Source) else None
-        return [wish for wish, asked in self.wishes.items() if asked == number]
 
     def reset(self) -> None:
         """Drop all recordings and their memory."""
@@ -181,7 +171,6 @@ class Region(Part):
             sources.release()
         if (watch := vars(self).pop("watch", None)) is not None and self._given_watch is None:
             watch.close()
-        self.wishes = {}
         self._asked: Counter[Hashable] = Counter()
 
     def run(self, batch: Any, observer: BackwardObserver | None = None) -> tuple[Tensor, ...] | None:
@@ -336,9 +325,6 @@ class Region(Part):
             return failed
         # Ranks that must ask alike do not count memory that moved.
         at_once = others_have_it or source.lasting or (source.moved_here and self._alone)
-        if self._piece.growth and not at_once and (mode.gradients or mode.training is not False):
-            self.wishes[wish] = source.number  # between two steps: other ranks wait for one recording a step
-            return Fallback.NOT_CAPTURED_YET
         if not records:
             return Fallback.NOT_CAPTURED_YET
         if not (mode == EVALUATION or at_once) and not self._asked_before(mode):
@@ -402,9 +388,3 @@ class Region(Part):
         source.failed.note((bucket, mode), reason := reason_of(error))
         give_up(error, f"{self.name}: bucket {bucket}", "it runs eager", self._strict, self.executor)
         return reason
-
-    def take_back(self, wish: Wish) -> None:
-        """Forget what was recorded for a wish that not all ranks could record."""
-        self.wishes.pop(wish, None)  # where the recording of an earlier part failed, this one's was not begun
-        self._refuse(wish, CaptureError("not all ranks could record it"))
-        self.chain.tidy(self)

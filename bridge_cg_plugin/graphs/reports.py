@@ -1,43 +1,24 @@
 """What a region did: replays per bucket, padding, fallbacks, memory, capture time; reports, and figures for loggers."""
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..announce import LOGGER, announce, rank
 from .buckets import Bucket
 from .fallback import Fallback
 
 GIB = 2**30
-LAST_FALLBACKS, SHOWN_RANKS = 5, 16
 SUMS = ("capture_seconds", "graph_bytes", "static_bytes", "gradient_bytes", "pinned_bytes")
 # What JSON has besides fallbacks and buckets.
 FIGURES = (
     *("replays", "warmup_microbatches", "padding_share", "capture_seconds", "pause_seconds", "longest_pause"),
     *("memory_bytes", "static_bytes", "gradient_bytes", "pinned_bytes"),
 )
-
-
-class EagerRun(NamedTuple):
-    """A microbatch that ran eager although there are graphs.
-
-    Attributes:
-        step: Number of the training step, from 1; 0 where nobody counts them.
-        reason: Why it did.
-        tokens: Its size; None where it is not known.
-    """
-
-    step: int
-    reason: Fallback
-    tokens: int | None = None
-
-    def __str__(self) -> str:
-        size = "" if self.tokens is None else f" ({self.tokens} tokens)"
-        return f"step {self.step} {self.reason}{size}"
 
 
 @dataclass(slots=True)
@@ -68,7 +49,6 @@ class RegionStatistics:
 
     Attributes:
         fallbacks: Microbatches that ran eager, by reason.
-        last_fallbacks: The last of them, oldest first.
         known: Reasons that were announced; regions of one module share the set.
         step: Number of the training step under way, from 1; 0 where nobody counts them.
         capture_seconds: Time that recordings took.
@@ -82,7 +62,6 @@ class RegionStatistics:
 
     buckets: dict[Bucket, BucketStatistics] = field(default_factory=dict)
     fallbacks: Counter[Fallback] = field(default_factory=Counter)
-    last_fallbacks: deque[EagerRun] = field(default_factory=partial(deque, maxlen=LAST_FALLBACKS))
     known: set[Fallback] = field(default_factory=set)
     step: int = 0
     warmup_microbatches: int = 0
@@ -120,9 +99,8 @@ class RegionStatistics:
             reason: Why it does.
             tokens: Its size, if it is known.
         """
-        run = EagerRun(self.step, reason, tokens)
+        run = f"step {self.step} {reason}" + ("" if tokens is None else f" ({tokens} tokens)")
         self.fallbacks[reason] += 1
-        self.last_fallbacks.append(run)
         LOGGER.debug("[rank %d] %s runs eager: %s", rank(), where, run)
         if reason not in self.known:
             self.known.add(reason)
@@ -181,8 +159,6 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
             total.pauses[step] += seconds
         for bucket, counts in part.buckets.items():
             total.buckets.setdefault(bucket, BucketStatistics()).add(counts)
-    runs = sorted((run for part in parts for run in part.last_fallbacks), key=lambda run: run.step)
-    total.last_fallbacks.extend(dict.fromkeys(runs))  # parts of layers fall back together, which is said once
     return total
 
 
@@ -230,32 +206,6 @@ def pauses_of_job(ranks: Sequence[RegionStatistics]) -> dict[int, float]:
     return {step: max(rank.pauses.get(step, 0.0) for rank in ranks) for step in steps}
 
 
-def render_ranks(ranks: Mapping[int, RegionStatistics], title: str) -> str:
-    """Return a table of the ranks, of many only those that replayed the most tokens: the others wait for them.
-
-    It also shows how long each rank recorded after the first capture, and how long it waited meanwhile for others that
-    took longer in the same step.
-
-    Args:
-        ranks: Statistics by the number of their rank.
-        title: The first line.
-    """
-    paused = sum(pauses_of_job(list(ranks.values())).values())
-    shown = sorted(sorted(ranks, key=lambda rank: -ranks[rank].replayed_tokens)[:SHOWN_RANKS])
-    lines = [
-        title,
-        f"{'rank':>6} {'replays':>8} {'eager':>6} {'padding':>8} {'memory GiB':>11} {'records s':>10} {'waits s':>8}",
-    ]
-    for number in shown:
-        found = ranks[number]
-        lines.append(
-            f"{number:>6} {found.replays:>8} {sum(found.fallbacks.values()):>6} {found.padding_share:>8.1%} "
-            f"{found.memory_bytes / GIB:>11.2f} {found.pause_seconds:>10.1f} {paused - found.pause_seconds:>8.1f}"
-        )
-    left = len(ranks) - len(shown)
-    return "\n".join([*lines, *([f"and {left} ranks with fewer tokens"] if left else [])])
-
-
 def render_steps(ranks: Sequence[RegionStatistics], before: RegionStatistics, title: str) -> str:
     """Return what happened since an earlier look: one line, and a second one where microbatches ran eager.
 
@@ -293,18 +243,17 @@ def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | 
     for bucket, counts in used.items():
         share = counts.padding / max(counts.tokens + counts.padding, 1)
         lines.append(f"{bucket!s:>16} {counts.replays:>8} {counts.evaluations:>6} {share:>8.1%}")
-    fallbacks, last, waited = sorted(statistics.fallbacks.items()), list[str](), ""
+    fallbacks, remedies, waited = sorted(statistics.fallbacks.items()), list[str](), ""
     if fallbacks:
         ((most, _),) = statistics.fallbacks.most_common(1)
-        last.append(f"last fallbacks: {', '.join(map(str, statistics.last_fallbacks))}")
-        last.append(f"remedy of {most}: {most.remedy.replace('`', '')}")
+        remedies.append(f"remedy of {most}: {most.remedy.replace('`', '')}")
     if statistics.pauses:
         waited = f", {len(statistics.pauses)} step(s) waited {statistics.pause_seconds:.1f} s of it, at most "
         waited += f"{statistics.longest_pause:.1f} s before or in one step"
     lines += [
         f"buckets not used: {len(statistics.buckets) - len(used)}",
         f"eager fallbacks: {', '.join(f'{reason} {n}' for reason, n in fallbacks) or 'none'}",
-        *last,
+        *remedies,
         f"warm-up microbatches: {statistics.warmup_microbatches}; "
         f"padding over all replays: {statistics.padding_share:.1%}",
         f"captured in {statistics.capture_seconds:.1f} s{waited}; "

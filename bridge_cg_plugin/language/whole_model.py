@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..announce import announce
-from ..graphs.buckets import Bucket, Demand, Menu
+from ..graphs.buckets import Bucket, Demand
 from ..graphs.errors import CaptureError
 from ..graphs.fallback import Fallback
 from ..graphs.manager import GraphManager
@@ -245,15 +245,14 @@ class LanguageModelWorkload(Workload):
         self._asked: Counter[Bucket] = Counter()
 
     @contextmanager
-    def training_step(self, microbatches: int, may_record: bool = True) -> Iterator[None]:
+    def training_step(self, microbatches: int) -> Iterator[None]:
         """Run the forward and backward passes of a training step inside.
 
         Args:
             microbatches: How many the step has.
-            may_record: Whether something may be recorded before it once there are graphs.
         """
         before = self.manager.statistics().replays
-        with self.manager.step(may_record):
+        with self.manager.step():
             yield
         self.steps += 1
         self.replayed_steps += self.manager.statistics().replays - before == microbatches
@@ -310,15 +309,14 @@ class LanguageModelWorkload(Workload):
         forward = self.manager.eager_forward
         program = LanguageModel(self._model, forward, examples, self._deepstack, self._recording)
         # What may be recorded: the shapes that there are examples of, each for itself.
-        menu = Menu(
+        shapes = Demand(
             buckets_of=lambda tokens, _: [bucket for bucket in examples if bucket.tokens == tokens],
-            refuse=lambda shape, bucket: None if shape == bucket else Fallback.OTHER_SHAPES,
+            refusal=lambda shape, bucket: None if shape == bucket else Fallback.OTHER_SHAPES,
             cost=lambda bucket: float(bucket.tokens),
             exact_below=math.inf,
         )
-        demand = Demand(menu) if self._grows else None
-        if demand is not None:
-            demand.buckets.append(first.bucket)
+        shapes.buckets.append(first.bucket)
+        demand = shapes if self._grows else None
         unproven = "" if self._grows else "ranks that share it do not agree on proofs"
         shape = attrgetter("bucket")
         piece = Piece(program=program, buckets=[first.bucket], growth=demand, shape=shape, unproven=unproven)

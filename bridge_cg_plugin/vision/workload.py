@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..announce import announce
 from ..attention_bounds import SIDE_STREAM_UP_TO, Shape, deterministic, replay_cost
-from ..graphs.buckets import BEGIN_WITH, WINDOW, Bucket, Demand, Menu, names_of, next_run, raised
+from ..graphs.buckets import BEGIN_WITH, WINDOW, Bucket, Demand, names_of, next_run, raised, round_up
 from ..graphs.errors import CaptureError
 from ..graphs.manager import GraphManager
 from ..graphs.program import FAR, NEAR, Call, Eager, Piece, Workload, digest
@@ -18,79 +18,12 @@ from ..graphs.region import Region
 from ..graphs.reports import GIB
 from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
-from .batch import BatchError, EncoderBatch, HostGrids
-from .encoder import Encoder, EncoderFamily, RecordedKernels
+from .batch import BatchError, HostGrids
+from .encoder import EncoderFamily, RecordedKernels
 
 # Frames that the most permissive bounds take; a batch of fewer uses cheaper bounds.
 DEFAULT_MAX_FRAMES = 64
 MAX_FRAMES_STEP = 16
-
-
-class EncoderPlan:
-    """Observes an encoder's microbatches and plans buckets for them.
-
-    Args:
-        options: What the user asked for.
-        encoder: The encoder.
-        kernels: What its recordings call.
-
-    Attributes:
-        last: Shapes of the last of them.
-    """
-
-    def __init__(self, options: VisionGraphOptions, encoder: Encoder, kernels: RecordedKernels) -> None:
-        self._options, self._encoder, self._kernels = options, encoder, kernels
-        self.last: deque[Shape] = deque(maxlen=WINDOW)
-        self._frames = 0
-
-    def observe(self, batch: EncoderBatch) -> None:
-        """Take a microbatch of the warm-up steps into account."""
-        self.last.append(batch.shape)
-        self._frames = max(self._frames, batch.shape.frames)
-
-    def named(self) -> tuple[int, ...]:
-        """Return the capacities that the options name; none of automatic buckets."""
-        buckets, longest = self._options.named_buckets, self._options.max_seq_length
-        return buckets if not buckets or longest is None else (*(c for c in buckets if c < longest), longest)
-
-    def buckets_of(self, capacity: int, shapes: Sequence[Shape] = ()) -> list[Bucket]:
-        """Return the useful buckets of a capacity, cheapest first.
-
-        Args:
-            capacity: Tokens.
-            shapes: Microbatches after warm-up.
-        """
-        bounds = self._encoder.bounds(capacity, self.max_frames(shapes), self._kernels.attends_directly)
-        return [Bucket(capacity, limits) for limits in bounds]
-
-    @property
-    def largest(self) -> float:
-        """The most tokens that a bucket may have, infinity where nothing limits it."""
-        limits = [self._encoder.deterministic_tokens] if deterministic() else []
-        return min([*limits, self._options.max_seq_length or math.inf])
-
-    def max_frames(self, shapes: Iterable[Shape] = ()) -> int:
-        """Return how many frames the most permissive bounds take.
-
-        Args:
-            shapes: Microbatches after warm-up.
-        """
-        if self._options.max_frames != "auto":
-            return self._options.max_frames
-        wanted = 2 * self._frames
-        planned = max(DEFAULT_MAX_FRAMES, -(-wanted // MAX_FRAMES_STEP) * MAX_FRAMES_STEP)
-        return raised(planned, max((shape.frames for shape in shapes), default=0))
-
-    def menu(self) -> Menu:
-        """Return what may be captured on demand."""
-        return Menu(
-            buckets_of=self.buckets_of,
-            refuse=self._encoder.refuse,
-            cost=replay_cost,
-            unit=self._encoder.unit,
-            exact_below=self._options.exact_below,
-            capacities=self._options.named_buckets,
-        )
 
 
 class VisionWorkload(Workload):
@@ -107,7 +40,7 @@ class VisionWorkload(Workload):
     Attributes:
         encoder: The encoder.
         kernels: What recorded work calls.
-        plan: Observes microbatches and plans buckets.
+        last: Shapes of the last microbatches of warm-up steps.
     """
 
     manager: GraphManager
@@ -126,7 +59,8 @@ class VisionWorkload(Workload):
         self.grids = grids or HostGrids()
         self.kernels = RecordedKernels(options, family)
         self.encoder = family.encoder(model, options.exact_below, self.kernels)
-        self.plan = EncoderPlan(options, self.encoder, self.kernels)
+        self.last: deque[Shape] = deque(maxlen=WINDOW)
+        self._frames = 0
         self._regions: list[Region] = []
 
     @property
@@ -142,7 +76,8 @@ class VisionWorkload(Workload):
         """See `Workload`."""
         if call.misfit is None:
             self.observed += 1
-            self.plan.observe(call.batch)
+            self.last.append(call.batch.shape)
+            self._frames = max(self._frames, call.batch.shape.frames)
 
     def capture(self) -> None:
         """See `Workload`.
@@ -164,23 +99,53 @@ class VisionWorkload(Workload):
 
     def _record(self) -> None:
         """Capture what options name, or what microbatches have asked for most: others follow while training runs."""
-        options, plan = self.options, self.plan
+        options = self.options
         offloading = offloading_of(options, PROVIDER_FIELDS, self.manager)
         self.manager.reset()
         self._regions = []
         if not options.on_demand:
-            self.named = plan.named()
-            buckets = [bucket for capacity in self.named for bucket in plan.buckets_of(capacity)]
+            self.named = self._named()
+            buckets = [bucket for capacity in self.named for bucket in self._buckets_of(capacity)]
             self._regions = self.manager.record([self._piece(buckets)], offloading=offloading)
             return
-        self.demand = Demand(plan.menu(), plan.largest)
-        for shape in plan.last:
+        self.demand = self._demand()
+        for shape in self.last:
             self.demand.saw(shape)
         self.demand.begin(BEGIN_WITH)
         limited = options.buckets_max_gb is not None and options.buckets == "auto"
         limit = (options.buckets_max_gb or 0) * GIB if limited else None
         piece = self._piece(self.demand.buckets, self.demand)
         self._regions = self.manager.record([piece], self.demand, limit, offloading)
+
+    def _named(self) -> tuple[int, ...]:
+        """Return the capacities that the options name."""
+        buckets, longest = self.options.named_buckets, self.options.max_seq_length
+        return buckets if not buckets or longest is None else (*(c for c in buckets if c < longest), longest)
+
+    def _demand(self) -> Demand:
+        """Return what may be captured on demand."""
+        limits = [self.encoder.deterministic_tokens] if deterministic() else []
+        return Demand(
+            self._buckets_of,
+            self.encoder.refuse,
+            replay_cost,
+            unit=self.encoder.unit,
+            exact_below=self.options.exact_below,
+            named=self.options.named_buckets,
+            limit=min([*limits, self.options.max_seq_length or math.inf]),
+        )
+
+    def _buckets_of(self, capacity: int, shapes: Sequence[Shape] = ()) -> list[Bucket]:
+        """Return the useful buckets of a capacity, cheapest first, for microbatches after warm-up as well."""
+        bounds = self.encoder.bounds(capacity, self._max_frames(shapes), self.kernels.attends_directly)
+        return [Bucket(capacity, limits) for limits in bounds]
+
+    def _max_frames(self, shapes: Iterable[Shape] = ()) -> int:
+        """Return how many frames the most permissive bounds take, with microbatches after warm-up."""
+        if self.options.max_frames != "auto":
+            return self.options.max_frames
+        planned = max(DEFAULT_MAX_FRAMES, round_up(2 * self._frames, MAX_FRAMES_STEP))
+        return raised(planned, max((shape.frames for shape in shapes), default=0))
 
     def _piece(self, buckets: list[Bucket], demand: Demand | None = None) -> Piece:
         return Piece(
@@ -208,7 +173,7 @@ class VisionWorkload(Workload):
 
     def captured(self) -> None:
         """See `Workload`."""
-        most = f"{self.plan.max_frames()} {'clips' if self.family.encodes == 'audio' else 'frames'}"
+        most = f"{self._max_frames()} {'clips' if self.family.encodes == 'audio' else 'frames'}"
         later = "" if self.demand is None else ", others as microbatches ask for them"
         announce(f"{self.title}: {names_of(self.buckets or ())}{later}; {self.manager.slots} slot(s), up to {most}")
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bridge_cg_plugin.graphs.buckets import Bucket, Demand, Menu
+from bridge_cg_plugin.graphs.buckets import Bucket, Demand
 from bridge_cg_plugin.graphs.manager import GraphManager
 from bridge_cg_plugin.graphs.program import Call, CallSite, Piece, Surroundings, Workload
 from bridge_cg_plugin.graphs.recordings.chain import NOTHING_LEAVES
@@ -134,13 +134,12 @@ class ModelWorkload(Workload):
     def capture(self) -> None:
         demand = None
         if self._grows:
-            menu = Menu(
+            demand = Demand(
                 buckets_of=lambda capacity, _: [Bucket(capacity)],
-                refuse=lambda shape, bucket: None,
+                refusal=lambda shape, bucket: None,
                 cost=lambda bucket: bucket.tokens,
-                capacities=CAPACITIES,
+                named=CAPACITIES,
             )
-            demand = Demand(menu)
         buckets = [] if demand else [Bucket(c) for c in CAPACITIES]
         offloading = RegionOffloading(EVERYTHING, self.manager.slots, self.manager.executor.device)
         layers = [

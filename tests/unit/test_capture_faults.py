@@ -20,7 +20,7 @@ from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.language.packed.workload import PackedWorkload, PackPlan
 from bridge_cg_plugin.options import OFFLOAD_MODULES
 from bridge_cg_plugin.vision.encoder import RecordedKernels
-from bridge_cg_plugin.vision.workload import EncoderPlan, VisionWorkload
+from bridge_cg_plugin.vision.workload import VisionWorkload
 
 from ..tape import TapeExecutor
 from . import packs
@@ -152,9 +152,8 @@ EXECUTOR = ("new_memory", "warm_up", "observe", "record_forward")
 VISION = {
     ReferenceExecutor: (*EXECUTOR, "side_stream"),
     RecordedKernels: ("choose_attention",),
-    EncoderPlan: ("named",),
     GraphManager: ("record",),
-    VisionWorkload: ("_piece", "_check_tensor_ranks", "captured"),
+    VisionWorkload: ("_named", "_piece", "_check_tensor_ranks", "captured"),
     Region: ("prepare",),
     Chain: ("capture",),
 }

@@ -17,7 +17,6 @@ from bridge_cg_plugin.graphs.buckets import (
     WINDOW,
     Bucket,
     Demand,
-    Menu,
 )
 from bridge_cg_plugin.graphs.fallback import Fallback
 from tests.models.workloads import coco_microbatches
@@ -29,24 +28,24 @@ class Rows(NamedTuple):
     tokens: int
 
 
-def plain_menu(**settings):
-    return Menu(
+def plain(**settings):
+    return Demand(
         **{
             "buckets_of": lambda capacity, _: [Bucket(capacity)],
-            "refuse": lambda shape, bucket: None,
+            "refusal": lambda shape, bucket: None,
             "cost": lambda bucket: bucket.tokens,
             **settings,
         }
     )
 
 
-def image_menu():
+def of_images():
     def refuse(shape, bucket):
         return refuse_images(shape, EXACT_BELOW, bucket)
 
-    return Menu(
+    return Demand(
         buckets_of=lambda capacity, _: [Bucket(capacity, limits) for limits in scanned_limits(capacity, 64)],
-        refuse=refuse,
+        refusal=refuse,
         cost=replay_cost,
         unit=4,
         exact_below=EXACT_BELOW,
@@ -64,20 +63,20 @@ def waits(demand, tokens):
 
 
 def test_the_largest_that_saves_most_comes_first_and_nearer_ones_follow_where_they_pay():
-    demand = shown(Demand(plain_menu()), *[8192] * 8, *[1024] * 8)
+    demand = shown(plain(), *[8192] * 8, *[1024] * 8)
     assert demand.begin(1) == [Bucket(8192)]
     assert demand.next() == Bucket(1024)
 
 
 @pytest.mark.parametrize("weights, buckets", [(WEIGHTS, [2816]), (8 * WEIGHTS, [2816, 2560])], ids=["0.4B", "3.5B"])
 def test_padding_of_a_larger_model_is_worth_a_recording_sooner(weights, buckets):
-    demand = shown(Demand(plain_menu(weights=weights)), *[2560] * 9, *[2816] * 3)
+    demand = shown(plain(weights=weights), *[2560] * 9, *[2816] * 3)
     assert [bucket.tokens for bucket in demand.begin(3)] == buckets
 
 
 def test_a_bucket_that_failed_is_not_waited_for():
     shape = Shape(2048, 20, 1024)
-    demand = shown(Demand(image_menu()), *[Shape(4096, 1, 4096)] * 8)
+    demand = shown(of_images(), *[Shape(4096, 1, 4096)] * 8)
     demand.begin(1)
     shown(demand, *[shape] * 8)
     while bucket := demand.next():
@@ -89,7 +88,7 @@ def test_a_bucket_that_failed_is_not_waited_for():
 
 
 def test_it_looks_after_a_miss_and_seldom_otherwise():
-    demand = shown(Demand(plain_menu()), *[1024] * 3)
+    demand = shown(plain(), *[1024] * 3)
     demand.begin(1)
     looks = 0
     for _ in range(10 * LONGEST_WAIT):
@@ -102,14 +101,14 @@ def test_it_looks_after_a_miss_and_seldom_otherwise():
 
 def test_sizes_of_photographs_need_a_dozen_recordings_in_fifty_steps():
     seed, microbatches = 2, 4
-    demand, late = Demand(image_menu()), []
+    demand, late = of_images(), []
     grids = coco_microbatches(53 * microbatches, 4, seed)
     shapes = [Shape(sum(t * h * w for t, h, w in g), len(g), max(h * w for _, h, w in g)) for g in grids]
     shown(demand, *shapes[: 3 * microbatches]).begin(3)
     for index, shape in enumerate(shapes[3 * microbatches :]):
         if index % microbatches == 0 and demand.due() and (bucket := demand.next()):
             demand.buckets.append(bucket)
-        taken = any(demand._menu.accepts(shape, bucket) for bucket in demand.buckets)
+        taken = any(demand.accepts(shape, bucket) for bucket in demand.buckets)
         if not taken:
             demand.missed(shape)
         if index >= 10 * microbatches:
@@ -121,7 +120,7 @@ def test_sizes_of_photographs_need_a_dozen_recordings_in_fifty_steps():
 
 @given(st.lists(st.integers(1, 20_000), min_size=1, max_size=WINDOW), st.integers(64, 16_384))
 def test_any_sizes_get_buckets_within_the_limit_that_take_them(sizes, limit):
-    demand = shown(Demand(plain_menu(unit=4), limit), *sizes)
+    demand = shown(plain(unit=4, limit=limit), *sizes)
     for bucket in demand.begin(WINDOW):
         assert bucket.tokens <= limit
     assert demand.next() is None
@@ -134,7 +133,7 @@ def test_any_sizes_get_buckets_within_the_limit_that_take_them(sizes, limit):
 
 
 def test_buckets_are_chosen_for_microbatches_of_the_same_mode():
-    demand = shown(Demand(plain_menu()), *[1024] * 4)
+    demand = shown(plain(), *[1024] * 4)
     demand.begin(1)
     demand.turn_to(training=False)
     assert demand.next() is None, "what training saw says nothing of evaluation"

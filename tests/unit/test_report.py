@@ -15,7 +15,7 @@ from bridge_cg_plugin.cli.report.runs import GIB, KINDS, Run, counts_of, verdict
 from bridge_cg_plugin.cli.report.sources import read_graphs, read_runs
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.reports import BucketStatistics, EagerRun, RegionStatistics, render, render_steps
+from bridge_cg_plugin.graphs.reports import BucketStatistics, RegionStatistics, render, render_steps
 from bridge_cg_plugin.options import OptionError
 
 from .reported import run, statistics
@@ -38,7 +38,6 @@ regions = st.builds(
         max_size=6,
     ),
     fallbacks=st.dictionaries(st.sampled_from(Fallback), st.integers(1, 99)).map(Counter),
-    last_fallbacks=st.lists(st.builds(EagerRun, st.integers(0), st.sampled_from(Fallback), st.none() | st.integers(1))),
     warmup_microbatches=st.integers(0, 10**6),
     capture_seconds=st.floats(0, 1e4),
     graph_bytes=st.integers(0, 100 * GIB),

@@ -80,7 +80,7 @@ class Part:
             mode = self._training_mode(bucket)
             if self._growth is not None:
                 # Passes of a model that is not trained say by themselves what they need.
-                if index == 0 and mode.training is not False and not source.gradients_left():
+                if mode.training is not False and not source.gradients_left():
                     found.append((bucket, mode))
                 continue
             if mode.gradients and not source.gradients_left():

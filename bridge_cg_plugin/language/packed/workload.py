@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 
 from ...announce import announce
 from ...attention_bounds import pack_buckets, replay_cost
-from ...graphs.buckets import BEGIN_WITH, EXACT_BELOW, WINDOW, Bucket, Demand, Menu, names_of, next_run, raised
+from ...graphs.buckets import BEGIN_WITH, EXACT_BELOW, WINDOW, Bucket, Demand, names_of, next_run, raised
 from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
 from ...graphs.host_copies import HostCopies
@@ -81,15 +81,15 @@ class PackPlan:
         most = most_documents(self.shapes) if self.shapes else 1
         return most + most // 2 + 1
 
-    def menu(self, program: PackedProgram) -> Menu:
+    def demand(self, program: PackedProgram) -> Demand:
         """Return what may be recorded on demand for a program."""
-        return Menu(
-            buckets_of=self._buckets_of,
-            refuse=program.refuse,
-            cost=replay_cost,
+        return Demand(
+            self._buckets_of,
+            program.refuse,
+            replay_cost,
             unit=self._unit,
             exact_below=math.inf if self._family.shards > 1 else EXACT_BELOW * self._family.ranks,
-            capacities=self._options.named_buckets,
+            named=self._options.named_buckets,
             weights=self._family.weights_per_token(),
         )
 
@@ -298,7 +298,7 @@ class PackedWorkload(Workload):
 
     def _begin(self) -> Demand:
         """Return what packs have asked for, with the buckets to begin with."""
-        demand = Demand(self.plan.menu(self._program(self.family.parts(self.modules)[0])))
+        demand = self.plan.demand(self._program(self.family.parts(self.modules)[0]))
         for shape in self.plan.shapes[-WINDOW:]:
             demand.saw(shape)
         demand.begin(BEGIN_WITH)

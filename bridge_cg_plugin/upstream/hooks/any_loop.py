@@ -10,14 +10,14 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ...announce import announce, warn
-from ...graphs.manager import GraphManager, before_evaluation, joint_step
+from ...graphs.manager import GraphManager
 from ...options import OptionError, graph_options
 from ...options.facts import LOOP_PARTS
 from ...options.graph_options import LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER
@@ -168,7 +168,9 @@ class LoopDriver:
         for helper in self._helpers:
             if helper.is_due(self._warmup):
                 helper.create_cudagraphs()
-        with joint_step(self.graphs):
+        with ExitStack() as stack:
+            for graphs in self.graphs:
+                stack.enter_context(graphs.step())
             yield
 
     def release_memory(self) -> int:
@@ -334,7 +336,8 @@ def _with_graphs(name: str, old: Callable[..., Any]) -> Callable[..., Any]:
         driver = LOOPS.driver_of(model, argument("num_microbatches", args, kwargs))
         if driver is None:
             if argument("forward_only", args, kwargs) and LOOPS.is_bridges(model):
-                before_evaluation(active_graphs())
+                for graphs in active_graphs():
+                    graphs.before_evaluation()
             return old(*args, **kwargs)
         with driver.step():
             return old(*args, **kwargs)

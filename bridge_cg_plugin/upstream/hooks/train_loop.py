@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ...announce import announce
-from ...graphs.manager import GraphManager, joint_step
+from ...graphs.manager import GraphManager
 from ...graphs.reports import (
     RegionStatistics,
     merge_statistics,
     metrics_of_ranks,
     pause_metrics,
-    render_ranks,
     render_steps,
 )
 from ..encoders.registry import find_encoders
@@ -81,7 +80,8 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
                 doing = f"step {state.train_state.step + 1}, {phase_of(active_helpers())}"
                 stack.enter_context(named_failure(doing))
                 stack.enter_context(WATCHDOG.during(doing, timeout_s(state.cfg)))
-            stack.enter_context(joint_step(active_graphs()))
+            for graphs in active_graphs():
+                stack.enter_context(graphs.step())
             return old(*args, **kwargs)
 
     return train_step
@@ -183,28 +183,21 @@ def pauses_of_ranks(found: dict[str, dict[int, RegionStatistics]]) -> list[Regio
 
 
 class Figures:
-    """Reports of all ranks: short ones while training, and one from the last figures that were exchanged.
-
-    At the end of training no rank may wait for another. Short reports come with the first logged step after warm-up,
-    then with one in about a hundred steps.
-    """
+    """Short reports of all ranks while training: with the first logged step after warm-up, then every hundred steps."""
 
     EVERY = 100
 
     def __init__(self) -> None:
-        self._step = 0
-        self._found: dict[str, dict[int, RegionStatistics]] = {}
         # Of each group, the step of its last short report and the sum of its figures then.
         self._told: dict[str, tuple[int, RegionStatistics]] = {}
 
     def take(self, step: int, found: dict[str, dict[int, RegionStatistics]]) -> None:
-        """Keep what was exchanged after a step that was logged; prints what happened since the last report, if due.
+        """Print what happened since the last report, if one is due after a step that was logged.
 
         Args:
             step: The step.
             found: Statistics of all ranks after it; see `statistics_of_ranks`.
         """
-        self._step, self._found = step, found
         for group, ranks in found.items():
             last, before = self._told.get(group, (0, RegionStatistics()))
             if step < last:  # of another training in this process
@@ -216,15 +209,8 @@ class Figures:
                 announce(said)
 
     def end(self) -> None:
-        """Print a table of the ranks for each group that has several, and forget all: training has ended."""
-        for group, ranks in self._found.items():
-            if len(ranks) > 1:
-                announce(render_ranks(ranks, f"{group} of {len(ranks)} ranks after step {self._step}"))
-        if len(self._found) > 1:
-            waited = pause_metrics(pauses_of_ranks(self._found), ALL_MODULES)
-            in_all, most = waited[f"{ALL_MODULES}/pause_s"], waited[f"{ALL_MODULES}/longest_pause_s"]
-            announce(f"steps waited {in_all:.1f} s for recordings of all modules, at most {most:.1f} s in one step")
-        self._found, self._told = {}, {}
+        """Forget all: training has ended."""
+        self._told = {}
 
 
 FIGURES = Figures()

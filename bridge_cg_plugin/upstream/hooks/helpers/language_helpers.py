@@ -217,8 +217,7 @@ class CurrentGraphs(GraphHelper):
             return nullcontext()
         if self.workload.observed and self.is_due(warmup_steps):
             self.graphs.capture()
-        may_record = not any(graphs.recorded for graphs in active_graphs())
-        return self.workload.training_step(microbatches, may_record)
+        return self.workload.training_step(microbatches)
 
 
 CURRENT = CurrentGraphs()
