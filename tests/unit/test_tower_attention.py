@@ -217,7 +217,10 @@ def test_a_shape_that_cudnn_has_no_kernel_for_attends_by_pytorchs(monkeypatch):
     plain = dataclasses.replace(rotation, halves=None)
     segments = PackedSegments(torch.tensor([0, CUDNN_FROM], dtype=torch.int32), CUDNN_FROM)
     monkeypatch.setattr(packed_towers.Rotation, "apply", lambda self, rotate, query, key: rotate(query, key))
-    projected = packed_towers.Projected((mixed,), lambda query, key: (query, key), rotation, segments, 0.3)
-    found = packed_towers._attend_by_cudnn(direct_attention.located(), projected)
+    monkeypatch.setattr(packed_towers, "_locate", direct_attention.located())
+    found, plainly = (
+        packed_towers.attend((mixed,), lambda query, key: (query, key), each, segments, 0.3)
+        for each in (rotation, plain)
+    )
     assert len(asked) == 1 and (asked[0].segments, asked[0].largest) == (1, CUDNN_FROM)
-    assert torch.equal(found, packed_towers.attend(projected._replace(rotation=plain)))
+    assert torch.equal(found, plainly)

@@ -1,7 +1,7 @@
 """GLM-4.5V's vision encoder, Hugging Face's module, as a region: position embeddings are sampled, patches convolved."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 from torch import Tensor, nn
@@ -9,9 +9,7 @@ from torch.nn import functional
 
 from ...graphs.buckets import Bucket
 from ...graphs.program import Buffers
-from ...upstream_types import UpstreamModule
 from ...vision.batch import EncoderBatch
-from ...vision.encoder import RecordingKernels
 from ...vision.guard import images, poisoned
 from ...vision.layout import token_positions
 from ..kernels.layers import kernels_available
@@ -23,7 +21,6 @@ from .packed_towers import (
     frame_segments,
     held_as,
     joint_attention,
-    refuse_dropout,
     rotation_at,
     tower_family,
 )
@@ -35,10 +32,6 @@ class Glm45VEncoder(TowerEncoder):
     """Everything from patches to merged embeddings of `Glm4vVisionModel`. Every frame is an image of its own."""
 
     title = "GLM-4.5V"
-
-    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
-        super().__init__(model, exact_below, kernels)
-        refuse_dropout(model, self.title)
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Outputs: embeddings `[tokens / merge**2, width]`; what they are made from."""

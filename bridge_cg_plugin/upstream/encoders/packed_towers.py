@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from ...vision.layout import TokenPositions, segment_offsets
 from ..kernels.layers import kernels_available
 from ..kernels.recompute import known_activations
 from ..seams.own_code import as_shipped
-from ..wrappers import forwards_replaced
+from ..wrappers import forwards_replaced, overridden
 from .direct_attention import Locate, flash_attention_refusal, located, segment_attention_refusal
 from .qwen3_vl import patch_gradients
 
@@ -74,50 +74,32 @@ def result(**tensors: Any) -> Any:
     return BaseModelOutputWithPooling(**tensors)
 
 
-def refuse_checkpointing(model: UpstreamModule) -> None:
-    """Refuse a tower whose layers are recomputed in the backward.
+def refuse_unusual(model: UpstreamModule, encoder: str, weight: Tensor | None = None) -> None:
+    """Refuse a tower that cannot be recorded as it is.
+
+    Args:
+        model: The tower.
+        encoder: Its name, for messages.
+        weight: One of its weights, where packed kernels attend, without dropout; None where its own attention does.
 
     Raises:
-        OptionError: It is one.
+        OptionError: Layers are recomputed in the backward; or packed kernels do not compute what its attention does.
     """
+    packed, value = weight is not None, cast(Any, True)
+    dtype = weight.dtype if weight is not None and weight.device.type == "cuda" else DTYPES[0]
+    dropout = getattr(model.config, "attention_dropout", 0) if packed else 0
     if getattr(model, "is_gradient_checkpointing", False):
-        raise OptionError(
-            "gradient_checkpointing",
-            True,
-            "false on a vision tower with vision_cuda_graph_impl=transformer_engine",
-            "Call gradient_checkpointing_disable() on it: its activations live in the graph's memory.",
-        )
-
-
-def refuse_dropout(model: UpstreamModule, encoder: str) -> None:
-    """Refuse a tower whose attention drops weights at random.
-
-    Raises:
-        OptionError: It is one.
-    """
-    share = model.config.attention_dropout
-    if share:
-        raise OptionError(
-            "vision_config.attention_dropout",
-            share,
-            f"0 with vision graphs of {encoder}",
-            "Its layers attend in packed kernels without dropout. Set it to 0, or switch vision graphs off.",
-        )
-
-
-def refuse_precision(weight: Tensor, encoder: str) -> None:
-    """Refuse an encoder on a GPU whose type packed attention does not take.
-
-    Raises:
-        OptionError: It is one.
-    """
-    if weight.device.type == "cuda" and weight.dtype not in DTYPES:
-        raise OptionError(
-            "model.params_dtype",
-            weight.dtype,
-            f"torch.bfloat16 or torch.float16 with vision graphs of {encoder}",
-            "Its layers attend in PyTorch's packed flash kernels. Train in bf16, or switch vision graphs off.",
-        )
+        field, allowed = "gradient_checkpointing", "false on a vision tower"
+        remedy = "Call gradient_checkpointing_disable() on it: its activations live in the graph's memory."
+    elif dropout:
+        field, value, allowed = "vision_config.attention_dropout", dropout, "0"
+        remedy = "Its layers attend in packed kernels without dropout. Set it to 0, or switch vision graphs off."
+    elif dtype not in DTYPES:
+        field, value, allowed = "model.params_dtype", dtype, "torch.bfloat16 or torch.float16"
+        remedy = "Its layers attend in PyTorch's packed flash kernels. Train in bf16, or switch vision graphs off."
+    else:
+        return
+    raise OptionError(field, value, f"{allowed} with vision graphs of {encoder}", remedy)
 
 
 class TowerEncoder(GridEncoder):
@@ -129,15 +111,14 @@ class TowerEncoder(GridEncoder):
         title: The encoder's name, for messages.
 
     Raises:
-        OptionError: The model checkpoints its layers, or computes in a type that packed attention does not take.
+        OptionError: See `refuse_unusual`.
     """
 
     title: ClassVar[str]
 
     def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
         super().__init__(model, exact_below, kernels)
-        refuse_checkpointing(model)
-        refuse_precision(self.weight(), self.title)
+        refuse_unusual(model, self.title, self.weight())
 
     def read(self, grids: HostGrids, hidden_states: Tensor, grid_thw: Tensor, **others: Any) -> Call:
         """See `Encoder`."""
@@ -352,88 +333,61 @@ def _padded(matrix: Tensor) -> Tensor:
     return functional.pad(matrix, (0, missing)) if missing else matrix
 
 
-class Projected(NamedTuple):
-    """What a layer attends by.
+# By which recorded layers attend beside PyTorch's kernels: cuDNN's, and FlashAttention's. One thread records at a time,
+# and no backward attends.
+_locate: Locate | None = None
+_by_flash = False
 
-    Attributes:
+
+def attend(
+    made: tuple[Tensor, ...],
+    rotate: Callable[..., Any],
+    rotation: Rotation,
+    segments: PackedSegments,
+    scale: float,
+) -> Tensor:
+    """Attend by the kernels that are recorded now; returns `[tokens, heads, width]`.
+
+    Args:
         made: What projections made; see `taken_apart`.
         rotate: Upstream's function that rotates queries and keys.
         rotation: How they are rotated.
         segments: Where to attend.
         scale: What products of queries and keys are multiplied by.
     """
-
-    made: tuple[Tensor, ...]
-    rotate: Callable[..., Any]
-    rotation: Rotation
-    segments: PackedSegments
-    scale: float
-
-    def interleaved(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries and keys, and values, in one tensor; needs the plugin's kernels."""
+    query, key, value = taken_apart(made)
+    if rotation.halves is not None:
         from ...vision.kernels.rotary import rotate_interleaved
 
-        assert self.rotation.halves is not None
-        return rotate_interleaved(self.made, *self.rotation.halves, self.rotation.rounds)
+        interleaved = partial(rotate_interleaved, made, *rotation.halves, rotation.rounds)
+        if _by_flash:
+            from . import flash_attention as flash
 
+            if flash.suits(query, segments.largest):
+                return flash.flash_attention(*interleaved(), segments.offsets, segments.largest, scale)
+        if _locate is not None and (plans := _plans(query, segments, scale)) is not None:
+            from ...vision.kernels.cudnn_attention import segment_attention
 
-# Returns `[tokens, heads, width]`.
-Attend = Callable[[Projected], Tensor]
-# Called with the module, hidden states, segments, and the rotation as upstream's layers hand them on.
-AttentionForward = Callable[..., Any]
-
-
-def attend(projected: Projected) -> Tensor:
-    """Attend by the kernels that are recorded now."""
-    return _now(projected)
-
-
-def _attend_by_pytorch(projected: Projected) -> Tensor:
-    made, rotate, rotation, segments, scale = projected
-    query, key, value = taken_apart(made)
+            return segment_attention(*interleaved(), _locate(segments.offsets, *query.shape[1:]), plans)
     query, key = rotation.apply(rotate, query, key)
     return packed_attention(query, key, value, segments, scale)
 
 
-# One thread records at a time, and no backward attends.
-_now: Attend = _attend_by_pytorch
+def _plans(query: Tensor, segments: PackedSegments, scale: float) -> Any:
+    """Return cuDNN's plans where its kernels are the faster and take these sizes; else None."""
+    from ...vision.kernels.cudnn_attention import plans_for
+
+    most = segments.offsets.shape[0] - 1
+    pays = cudnn_pays(most, segments.largest, query.shape[0])
+    return plans_for(query, most, segments.largest, scale) if pays else None
 
 
-@contextmanager
-def _attending_by(make: Callable[[Attend], Attend]) -> Iterator[None]:
-    """Let recorded layers attend inside by what is made of that by which they attend outside."""
-    global _now
-    before, _now = _now, make(_now)
-    try:
-        yield
-    finally:
-        _now = before
+def _attending_by(name: str, value: Callable[[], Any]) -> RecordingKernels:
+    return lambda modules: overridden(sys.modules[__name__], name, value())
 
 
-def _attend_by_cudnn(locate: Locate, projected: Projected) -> Tensor:
-    """Attend by cuDNN's kernels where they are the faster, and else by PyTorch's."""
-    query, segments = taken_apart(projected.made)[0], projected.segments
-    (tokens, heads, width), most = query.shape, segments.offsets.shape[0] - 1
-    if projected.rotation.halves is None or not cudnn_pays(most, segments.largest, tokens):
-        return _attend_by_pytorch(projected)
-    from ...vision.kernels.cudnn_attention import plans_for, segment_attention
-
-    plans = plans_for(query, most, segments.largest, projected.scale)
-    if plans is None:
-        return _attend_by_pytorch(projected)
-    return segment_attention(*projected.interleaved(), locate(segments.offsets, heads, width), plans)
-
-
-def _attend_by_flash(otherwise: Attend, projected: Projected) -> Tensor:
-    """Attend by FlashAttention's kernels where segments may be long, and else as `otherwise` does."""
-    if projected.rotation.halves is None:
-        return otherwise(projected)
-    from . import flash_attention as flash
-
-    offsets, largest = projected.segments.offsets, projected.segments.largest
-    if not flash.suits(taken_apart(projected.made)[0], largest):
-        return otherwise(projected)
-    return flash.flash_attention(*projected.interleaved(), offsets, largest, projected.scale)
+# Called with the module, hidden states, segments, and the rotation as upstream's layers hand them on.
+AttentionForward = Callable[..., Any]
 
 
 def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
@@ -453,10 +407,6 @@ def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
     return lambda modules: forwards_replaced(modules, forward, wanted)
 
 
-def _other(make: Callable[[Attend], Attend], refusal: Callable[[], str | None]) -> OtherAttention:
-    return OtherAttention(lambda modules: _attending_by(make), refusal, replaces="PyTorch's", rounds_as_eager=False)
-
-
 def tower_family(attention: str, forward: AttentionForward, **others: Any) -> EncoderFamily:
     """Return the family of Hugging Face's encoder of images of any size.
 
@@ -465,14 +415,21 @@ def tower_family(attention: str, forward: AttentionForward, **others: Any) -> En
         forward: Called in the place of attention's; see `attending`.
         others: See `EncoderFamily`.
     """
+    other = partial(OtherAttention, replaces="PyTorch's", rounds_as_eager=False)
     common: dict[str, Any] = {
         "kernels": attending(attention, forward),
         "reordering_kernels": reordering_kernels,
-        "direct_attention": _other(lambda otherwise: partial(_attend_by_cudnn, located()), segment_attention_refusal),
-        "flash_attention": _other(lambda otherwise: partial(_attend_by_flash, otherwise), flash_attention_refusal),
+        "direct_attention": other(_attending_by("_locate", located), segment_attention_refusal),
+        "flash_attention": other(_attending_by("_by_flash", lambda: True), flash_attention_refusal),
         "known_activations": known_activations,
     }
     return EncoderFamily(**common | others)
+
+
+def projections(attention: UpstreamModule, hidden_states: Tensor, *names: str) -> tuple[Tensor, ...]:
+    """Return what projections of these names make of hidden states, `[tokens, heads, width]` each."""
+    shape = hidden_states.shape[-2], attention.num_heads, -1
+    return tuple(getattr(attention, name)(hidden_states).view(shape) for name in names)
 
 
 def joint_attention(
@@ -485,6 +442,6 @@ def joint_attention(
     tokens = hidden_states.shape[0]
     mixed = attention.qkv(hidden_states).view(tokens, 3, attention.num_heads, -1)
     rotate = sys.modules[type(attention).__module__].apply_rotary_pos_emb_vision
-    context = attend(Projected((mixed,), rotate, position_embeddings, cu_seqlens, attention.scaling))
+    context = attend((mixed,), rotate, position_embeddings, cu_seqlens, attention.scaling)
     projected: Tensor = attention.proj(context.reshape(tokens, -1))
     return projected

@@ -20,13 +20,12 @@ from ...vision.guard import images, poisoned, write_guarded
 from ...vision.kernels.packed_attention import PackedSegments
 from ...vision.layout import token_positions
 from .packed_towers import (
-    Projected,
     Rotation,
     TowerEncoder,
     attend,
     frame_segments,
     held_as,
-    refuse_dropout,
+    projections,
     returns_an_object,
     tower_family,
 )
@@ -58,7 +57,6 @@ class PixtralEncoder(TowerEncoder):
 
     def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
         super().__init__(model, exact_below, kernels)
-        refuse_dropout(model, self.title)
         self.unit, self._side = EMBEDDING, model.config.patch_size
 
     @staticmethod
@@ -150,7 +148,7 @@ class PixtralEncoder(TowerEncoder):
 
         last = outputs[0][None]
         kind: Any = BaseModelOutput
-        return kind(last_hidden_state=last, hidden_states=LastHiddenState(last))
+        return kind(last_hidden_state=last, hidden_states=LastHiddenState((last,)))
 
 
 def _patches(image: Tensor, height: int, width: int, side: int) -> Tensor:
@@ -160,18 +158,8 @@ def _patches(image: Tensor, height: int, width: int, side: int) -> Tensor:
     return tiles.reshape(height * width, -1)
 
 
-class LastHiddenState(Sequence[Tensor]):
-    """Hidden states of all layers, of which a region returns the last alone.
-
-    Args:
-        last: `[1, tokens, width]`.
-    """
-
-    def __init__(self, last: Tensor) -> None:
-        self._last = last
-
-    def __len__(self) -> int:
-        return 1
+class LastHiddenState(tuple[Tensor]):
+    """Hidden states of all layers, of which a region returns the last alone, `[1, tokens, width]`."""
 
     def __getitem__(self, index: Any) -> Any:
         """Return the last.
@@ -186,7 +174,7 @@ class LastHiddenState(Sequence[Tensor]):
                 "-1 with vision graphs of Ministral 3",
                 "A graph returns the last layer's hidden states. Set it to -1, or switch vision graphs off.",
             )
-        return self._last
+        return super().__getitem__(index)
 
 
 def _misfit(pixels: Tensor, sizes: Any, channels: int) -> str | None:
@@ -246,14 +234,10 @@ def _attention(
 ) -> tuple[Tensor, None]:
     from transformers.models.pixtral.modeling_pixtral import apply_rotary_pos_emb
 
-    tokens = hidden_states.shape[1]
-    parts = tuple(
-        project(hidden_states).view(tokens, attention.num_heads, attention.head_dim)
-        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
+    parts = projections(attention, hidden_states, "q_proj", "k_proj", "v_proj")
     rotate = partial(apply_rotary_pos_emb, unsqueeze_dim=1)
-    context = attend(Projected(parts, rotate, position_embeddings, attention_mask, attention.scaling))
-    return attention.o_proj(context.reshape(1, tokens, -1)), None
+    context = attend(parts, rotate, position_embeddings, attention_mask, attention.scaling)
+    return attention.o_proj(context.flatten(1)[None]), None
 
 
 PIXTRAL = tower_family(

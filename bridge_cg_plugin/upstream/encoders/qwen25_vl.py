@@ -13,13 +13,13 @@ from ...vision.guard import images, poisoned
 from ...vision.kernels.packed_attention import PackedSegments
 from ...vision.layout import most_windows, permuted, window_offsets, window_order
 from .packed_towers import (
-    Projected,
     Rotation,
     TowerEncoder,
     attend,
     frame_segments,
     held_as,
     joint_attention,
+    projections,
     rotation,
     tower_family,
 )
@@ -88,14 +88,9 @@ def separate_attention(
     """
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
-    tokens = hidden_states.shape[0]
-    parts = tuple(
-        project(hidden_states).view(tokens, attention.num_heads, -1)
-        for project in (attention.q, attention.k, attention.v)
-    )
-    rotate = apply_rotary_pos_emb_vision
-    context = attend(Projected(parts, rotate, position_embeddings, cu_seqlens, attention.scaling))
-    projected: Tensor = attention.proj(context.reshape(tokens, -1))
+    parts = projections(attention, hidden_states, "q", "k", "v")
+    context = attend(parts, apply_rotary_pos_emb_vision, position_embeddings, cu_seqlens, attention.scaling)
+    projected: Tensor = attention.proj(context.flatten(1))
     return projected
 
 

@@ -33,8 +33,8 @@ from .packed_towers import (
     frame_segments,
     held_as,
     joint_attention,
-    refuse_checkpointing,
-    refuse_precision,
+    projections,
+    refuse_unusual,
     result,
     returns_an_object,
     rotation_at,
@@ -225,7 +225,7 @@ class Qwen3OmniAudioEncoder(Encoder):
     A bucket's tokens are room for chunks (`Chunking.room`), not rows of the layers, which have those of full chunks.
 
     Raises:
-        OptionError: The model checkpoints its layers, or computes in a type that packed attention does not take.
+        OptionError: See `refuse_unusual`.
     """
 
     name = "audio_encoder"
@@ -233,8 +233,7 @@ class Qwen3OmniAudioEncoder(Encoder):
 
     def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
         super().__init__(model, exact_below, kernels)
-        refuse_checkpointing(model)
-        refuse_precision(model.conv2d1.weight, "Qwen3-Omni's audio")
+        refuse_unusual(model, "Qwen3-Omni's audio", model.conv2d1.weight)
         self._chunking = chunking_of(model)
         self.unit = self._chunking.room
 
@@ -372,13 +371,9 @@ def _lengths_misfit(batch: EncoderBatch) -> str | None:
 
 
 def _attention(attention: UpstreamModule, hidden_states: Tensor, cu_seqlens: PackedSegments, **others: Any) -> Tensor:
-    tokens = hidden_states.shape[0]
-    query, key, value = (
-        project(hidden_states).view(tokens, attention.num_heads, -1)
-        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
+    query, key, value = projections(attention, hidden_states, "q_proj", "k_proj", "v_proj")
     context = packed_attention(query, key, value, cu_seqlens, attention.scaling)
-    projected: Tensor = attention.out_proj(context.reshape(tokens, -1))
+    projected: Tensor = attention.out_proj(context.flatten(1))
     return projected
 
 

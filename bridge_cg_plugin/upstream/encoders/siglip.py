@@ -14,7 +14,7 @@ from ...upstream_types import UpstreamModule
 from ...vision.batch import BatchError, EncoderBatch, HostGrids, check_device, equal_images
 from ...vision.encoder import Encoder, EncoderFamily, RecordingKernels, encoder_call
 from ..kernels.recompute import known_activations
-from .packed_towers import held_as, refuse_checkpointing, result, returns_an_object
+from .packed_towers import held_as, refuse_unusual, result, returns_an_object
 
 
 class SiglipEncoder(Encoder):
@@ -30,7 +30,7 @@ class SiglipEncoder(Encoder):
 
     def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
         super().__init__(model, exact_below, kernels)
-        refuse_checkpointing(model)
+        refuse_unusual(model, "SigLIP")
         config = model.config
         self.unit = (config.image_size // config.patch_size) ** 2
         self._image = (config.num_channels, config.image_size, config.image_size)
