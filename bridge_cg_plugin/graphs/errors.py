@@ -1,7 +1,6 @@
 """Errors raised by the graph engine, and when what failed is tried again. Imports no torch."""
 
 import traceback
-from collections.abc import Hashable
 
 from .fallback import Fallback
 
@@ -75,50 +74,24 @@ class Retry:
 
     Args:
         turns: To wait after the first failure.
+
+    Attributes:
+        reason: Of the last failure.
     """
 
     def __init__(self, turns: int) -> None:
-        self._wait, self._left = turns, 0
+        self._wait, self._left, self.reason = turns, 0, Fallback.CAPTURE_FAILED
 
     @property
     def due(self) -> bool:
         """Whether to try: nothing failed yet, or long enough ago."""
         return self._left <= 0
 
-    def failed(self) -> None:
-        """Note a failure."""
-        self._left, self._wait = self._wait, 2 * self._wait
+    def failed(self, reason: Fallback = Fallback.CAPTURE_FAILED) -> None:
+        """Note a failure; of several before the next try, the first counts."""
+        if self.due:
+            self._left, self._wait, self.reason = self._wait, 2 * self._wait, reason
 
     def turn(self) -> None:
         """Count a turn."""
         self._left -= 1
-
-
-class Failures:
-    """What could not be recorded, and why.
-
-    Args:
-        turns: Microbatches that ask for it in vain before it is first tried again.
-    """
-
-    def __init__(self, turns: int) -> None:
-        self._turns = turns
-        self._reasons: dict[Hashable, Fallback] = {}
-        self._retries: dict[Hashable, Retry] = {}
-
-    def note(self, what: Hashable, reason: Fallback) -> None:
-        """Note that something could not be recorded; the first of several reasons counts."""
-        if what not in self._reasons:
-            self._reasons[what] = reason
-            self._retries.setdefault(what, Retry(self._turns)).failed()
-
-    def reason(self, what: Hashable) -> Fallback | None:
-        """Return why something is not recorded now, None where it may be."""
-        return self._reasons.get(what)
-
-    def ask(self, what: Hashable) -> None:
-        """Note that a microbatch asks for something; what was in vain for long enough may be recorded again."""
-        if what in self._reasons:
-            self._retries[what].turn()
-            if self._retries[what].due:
-                del self._reasons[what]

@@ -92,11 +92,6 @@ class Fallback(StrEnum):
         "a capture is not possible now: in a backward, in another capture, or the bucket waits for a later step",
         "none needed",
     )
-    NOT_CAPTURED = (
-        "not_captured",
-        "the region has no graphs",
-        "none needed",
-    )
     CAPTURE_FAILED = (
         "capture_failed",
         "capture failed for all or for this bucket; the warning and `not captured:` in the report give the reason",
@@ -151,14 +146,9 @@ class Fallback(StrEnum):
         "a module inside the graph has a forward or backward hook, which a replay would not run; the warning names it",
         "remove the hook; graphs then continue",
     )
-    PARAMETER_HOOKS = (
-        "parameter_hooks",
-        "a hook was added to a parameter; the next microbatches run it on graphs",
-        "none needed",
-    )
     PARAMETERS_CHANGED = (
         "parameters_changed",
-        "parameters were frozen or unfrozen after capture",
+        "parameters were frozen or unfrozen after capture, or got a hook",
         "none needed: the second microbatch in this state gets graphs",
     )
     MEMORY_MOVED = (

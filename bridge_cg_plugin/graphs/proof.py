@@ -154,7 +154,6 @@ class Proof(BackwardObserver):
         replay: The microbatch's replay.
         batch: The microbatch.
         call: Eager's pass.
-        inner: Watches the backward as well.
 
     Attributes:
         source, place: What was recorded from; the recording's slot, bucket and mode.
@@ -172,9 +171,8 @@ class Proof(BackwardObserver):
         replay: Replay,
         batch: Any,
         call: Pass,
-        inner: BackwardObserver | None,
     ) -> None:
-        self._proofs, self.part, self._piece, self._call, self._inner = proofs, part, piece, call, inner
+        self._proofs, self.part, self._piece, self._call = proofs, part, piece, call
         # Not the replay: it holds this object, and its slot would not be free before a garbage collection.
         self.source, self.place, self._nbytes = replay.source, replay.recorded.place, replay.recorded.nbytes
         self.key = part.name, self.source.number, self.place
@@ -233,8 +231,6 @@ class Proof(BackwardObserver):
 
     def before_backward(self, output_gradients: Sequence[Tensor | None]) -> None:
         """See `BackwardObserver`."""
-        if self._inner is not None:
-            self._inner.before_backward(output_gradients)
         self.begun, self._output_gradients = self._proofs.now(), output_gradients
         self._compares = not self._proofs.consensus.agree(self._refusal).largest
 
@@ -249,8 +245,6 @@ class Proof(BackwardObserver):
 
     def after_backward(self, gradients: Gradients) -> Gradients | None:
         """See `BackwardObserver`: returns eager's gradients where the replay's differ."""
-        if self._inner is not None:
-            self._inner.after_backward(gradients)
         if self._compares and (found := self._compared(gradients)) is not None:
             self.gradient = _largest(found)
             if not self._proofs.judge(self, found):
@@ -404,7 +398,7 @@ class Proofs:
         return self._step >= self._again or any(source.unproven for source in sources)
 
     def run(
-        self, part: Part, piece: Piece, replay: Replay, batch: Any, inner: BackwardObserver | None
+        self, part: Part, piece: Piece, replay: Replay, batch: Any, observer: BackwardObserver | None
     ) -> tuple[Tensor, ...] | None:
         """Replay a microbatch and compare it with eager where that is due; returns None where it is to run eager.
 
@@ -414,9 +408,9 @@ class Proofs:
         call, self.call = self.call, None
         due = replay.recorded.place in replay.source.unproven or self._step >= self._again
         if self._under_way or call is None or not due or self._is_excluded(part, piece.unproven):
-            return replay.run(batch, inner)
-        proof = Proof(self, part, piece, replay, batch, call, inner)
-        outputs = replay.run(batch, inner)
+            return replay.run(batch, observer)  # others have no observer
+        proof = Proof(self, part, piece, replay, batch, call)
+        outputs = replay.run(batch)
         if self._waits(proof):
             return outputs
         self._under_way = True

@@ -226,7 +226,7 @@ class Region(Part):
             CaptureError: A recording that the batch asked for failed, and the region is strict.
         """
         if not self.slots:
-            return Fallback.NOT_CAPTURED
+            return Fallback.NOT_CAPTURED_YET
         if self.disproved:
             return Fallback.DIFFERS_FROM_EAGER
         sources = self.sources
@@ -318,11 +318,12 @@ class Region(Part):
     def _record_missing(self, source: Source, wish: Wish, records: bool) -> Fallback | None:
         """Record what a batch asks for; returns why it cannot be or is not yet."""
         index, bucket, mode = wish
-        source.failed.ask((bucket, mode))
+        if (failed := source.failed.get((bucket, mode))) is not None:
+            failed.turn()
         # What others have, as in another slot or before, is tried on.
         others_have_it = wish in source.recorded_by_other_ranks
-        if not others_have_it and (failed := source.failed.reason((bucket, mode))) is not None:
-            return failed
+        if not (others_have_it or failed is None or failed.due):
+            return failed.reason
         # Ranks that must ask alike do not count memory that moved.
         at_once = others_have_it or source.lasting or (source.moved_here and self._alone)
         if not records:
@@ -385,6 +386,6 @@ class Region(Part):
         Raises:
             CaptureError: The region is strict.
         """
-        source.failed.note((bucket, mode), reason := reason_of(error))
+        source.refuse((bucket, mode), reason := reason_of(error))
         give_up(error, f"{self.name}: bucket {bucket}", "it runs eager", self._strict, self.executor)
         return reason

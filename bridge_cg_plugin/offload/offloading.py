@@ -23,7 +23,7 @@ from ..options import OFFLOAD_MODULES, RECOMPUTE, CapturedOptions
 from .host import GIB, PinnedMemory
 from .plan import Event, Fate, Inventory, Plan, Policy, Seen, fixed_plans, plans_within, smallest_window
 from .registry import Record, raw_bytes
-from .store import ActivationStore, CudaTransfers, Packing, SavedStorage, Transfers, rebuilt, usable_recipe
+from .store import ActivationStore, CudaTransfers, Packing, SavedStorage, Transfers, rebuilding_of, rebuilt
 
 # Cycles that a GPU waits meanwhile, about 50 ms: the host needs less to submit a forward.
 SUBMISSION_CYCLES = 100_000_000
@@ -85,22 +85,15 @@ class Observer(Packing):
 
     def _first_saved(self, saved: SavedStorage, record: Record, tensor: Tensor) -> None:
         self._alive[saved.place] = saved
-        recipe = usable_recipe(record, tensor)
-        if recipe is not None:
-            sources = tuple(part.saved() for part in recipe.sources)
-            if all(
-                part.record is None or source is not None for part, source in zip(recipe.sources, sources, strict=True)
-            ):
-                saved.recipe, saved.sources = recipe, sources
+        saved.rebuilding = rebuilding_of(record, tensor)
         self._seen.append(Seen(saved.nbytes, self._registry.scope))
 
     def _check_recipes(self) -> None:
         """Keep the recipes that give the storage back to the bit."""
         for place, saved in self._alive.items():
-            recipe, sources = saved.recipe, saved.sources
-            saved.recipe, saved.sources = None, ()
-            if recipe is None:
+            if saved.rebuilding is None:
                 continue
+            (recipe, sources), saved.rebuilding = saved.rebuilding, None
             if not self._same(saved, rebuilt(recipe, sources)):
                 self.refused[recipe.kind] += 1
                 continue
@@ -112,11 +105,11 @@ class Observer(Packing):
         return again.nbytes() == saved.nbytes and torch.equal(raw_bytes(saved.on_device), raw_bytes(again))
 
     def _used(self, saved: SavedStorage) -> None:
-        self._events.append(Event("use", saved.place))
+        self._events.append(("use", saved.place))
         self._look_at_memory()
 
     def _ended(self, place: int) -> None:
-        self._events.append(Event("end", place))
+        self._events.append(("end", place))
         self._look_at_memory()
         self._resident -= self._seen[place].nbytes
 

@@ -82,13 +82,12 @@ class CudaTransfers(Transfers):
 class SavedStorage:
     """One storage that autograd saved tensors of; it ends with the last of them."""
 
-    __slots__ = ("__weakref__", "address", "_ended", "nbytes", "place", "recipe", "sources", "storage", "watched")
+    __slots__ = ("__weakref__", "address", "_ended", "nbytes", "place", "rebuilding", "storage", "watched")
 
     def __init__(self, place: int, storage: torch.UntypedStorage, ended: Callable[[int], None]) -> None:
         self.place, self.nbytes, self.address = place, storage.nbytes(), storage.data_ptr()
         self.storage: torch.UntypedStorage | None = storage
-        self.recipe: Recipe | None = None
-        self.sources: tuple[Any, ...] = ()
+        self.rebuilding: Rebuilding | None = None
         # (tensor, version) that must not be written to while the storage is copied or kept.
         self.watched: list[tuple[Tensor, int]] = []
         self._ended = ended
@@ -110,6 +109,10 @@ class SavedStorage:
 
 # What stands for a saved tensor: a view of a storage, or the tensor itself, which stays where it is, with its version.
 _Saved = tuple[SavedStorage, View] | list[tuple[Tensor, int]]
+
+
+# A recipe, and what its sources were saved as; None for those that stay on the device.
+Rebuilding = tuple[Recipe, tuple[SavedStorage | None, ...]]
 
 
 class Packing(Activations):
@@ -195,10 +198,14 @@ def check_unchanged(watched: Sequence[tuple[Tensor, int]]) -> None:
             )
 
 
-def usable_recipe(record: Record, tensor: Tensor) -> Recipe | None:
-    """Return how a storage is recomputed, None where that is unknown or it was written to since."""
+def rebuilding_of(record: Record, tensor: Tensor) -> Rebuilding | None:
+    """Return how a storage is recomputed, None where that is unknown, it was written to, or a source was not saved."""
     recipe = record.recipe
-    return recipe if recipe is not None and recipe.version == tensor._version else None
+    if recipe is None or recipe.version != tensor._version:
+        return None
+    sources = tuple(part.saved() for part in recipe.sources)
+    there = (part.record is None or source is not None for part, source in zip(recipe.sources, sources, strict=True))
+    return (recipe, sources) if all(there) else None
 
 
 def rebuilt(recipe: Recipe, sources: Sequence[SavedStorage | None]) -> torch.UntypedStorage:
@@ -282,14 +289,9 @@ class ActivationStore(Packing):
         self._inventory.check(place, saved.nbytes)
         self._saved[place] = saved
         if self._plan.fates[place] is Fate.REBUILD:
-            saved.recipe = usable_recipe(record, tensor)
-            if saved.recipe is None:
+            saved.rebuilding, saved.storage = rebuilding_of(record, tensor), None
+            if saved.rebuilding is None:
                 raise CaptureError(f"storage {place} cannot be recomputed as in the pass before")
-            found = [(part.saved(), part.record) for part in saved.recipe.sources]
-            if any(source is None and record is not None for source, record in found):
-                raise CaptureError("a tensor that another is recomputed from was not saved as in the pass before")
-            saved.sources = tuple(source for source, _ in found)
-            saved.storage = None
             return
         self._grow(place)
         if self._plan.fates[place] is Fate.OFFLOAD:
@@ -335,10 +337,9 @@ class ActivationStore(Packing):
 
     @staticmethod
     def _rebuild(saved: SavedStorage) -> None:
-        if saved.recipe is None:
+        if saved.rebuilding is None:
             raise CaptureError(f"storage {saved.place} was recomputed before")
-        saved.storage = rebuilt(saved.recipe, saved.sources)
-        saved.recipe, saved.sources = None, ()
+        saved.storage, saved.rebuilding = rebuilt(*saved.rebuilding), None
 
     def _fetch(self) -> None:
         """Begin to copy back what is used next, as far as there is room."""
@@ -379,7 +380,7 @@ class ActivationStore(Packing):
                         need(source)
                 order[place] = None
 
-        for event in self._inventory.backward:
-            if event.what == "use":
-                need(event.place)
+        for what, place in self._inventory.backward:
+            if what == "use":
+                need(place)
         return {place: None for place in order if self._plan.fates[place] is Fate.OFFLOAD and place in self._saved}

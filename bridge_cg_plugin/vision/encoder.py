@@ -169,31 +169,33 @@ class RecordedKernels:
         family: The encoder's upstream side.
 
     Attributes:
-        attends_directly: Whether cuDNN's attention is called directly.
+        attention: What recordings call, as `vision_cuda_graph_tuning.attention` names it.
+        attends_directly: Whether cuDNN's attention is called directly where FlashAttention is not.
     """
 
     def __init__(self, options: VisionGraphOptions, family: EncoderFamily) -> None:
         self._options, self.family = options, family
-        self.attends_directly = self._attends_by_flash = False
+        self.attention, self.attends_directly = "transformer_engine", False
 
     def choose_attention(self) -> None:
         """Decide which attention recordings call; logs where the requested one is not available."""
         wanted, family = self._options.attention, self.family
-        self.attends_directly = self._attends_by_flash = False
+        self.attention, self.attends_directly = "transformer_engine", False
         if wanted == "transformer_engine":
             return
         other = family.direct_attention
         direct = other.refusal()
         flash = family.flash_attention.refusal() if wanted == "flash" else None  # asking imports its compiler
         self.attends_directly = direct is None and (other.rounds_as_eager or self.fast or wanted == "cudnn")
-        self._attends_by_flash = wanted == "flash" and flash is None
+        if self.attends_directly or (wanted == "flash" and flash is None):
+            self.attention = "flash" if wanted == "flash" and flash is None else "cudnn"
         refusal = {"cudnn": direct, "flash": flash}.get(wanted)
         if refusal is not None:
             self._say_stays(refusal)
 
     def keep_attention(self, reason: str) -> None:
         """Let recordings call no other attention than the encoder's own; logs why."""
-        self.attends_directly = self._attends_by_flash = False
+        self.attention, self.attends_directly = "transformer_engine", False
         self._say_stays(reason)
 
     def _say_stays(self, reason: str) -> None:
@@ -208,13 +210,6 @@ class RecordedKernels:
         kernels = self._options.kernels
         return kernels == "fast" or (kernels == "auto" and not deterministic())
 
-    @property
-    def attention(self) -> str:
-        """What attention recordings call, as `vision_cuda_graph_tuning.attention` names it."""
-        if self._attends_by_flash:
-            return "flash"
-        return "cudnn" if self.attends_directly else "transformer_engine"
-
     @contextmanager
     def __call__(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Let these modules call the chosen kernels inside."""
@@ -224,7 +219,7 @@ class RecordedKernels:
             (family.fused_accumulation, True),
             (family.reordering_kernels, self.fast),
             (family.direct_attention.kernels, self.attends_directly),
-            (family.flash_attention.kernels, self._attends_by_flash),  # over cuDNN's, so behind it
+            (family.flash_attention.kernels, self.attention == "flash"),  # over cuDNN's, so behind it
             (family.known_activations, options.moves_activations),
         )
         with ExitStack() as stack:

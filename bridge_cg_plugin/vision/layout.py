@@ -138,29 +138,18 @@ def linspace_at(index: Tensor, count: Tensor, end: int) -> Tensor:
     return torch.where(index < count // 2, from_start, torch.where(count > 1, from_end, 0)).float()
 
 
-@dataclass(frozen=True, slots=True)
-class WindowOrder:
-    """The order of a padded batch's cells by windows. Padding stays where it is.
-
-    Attributes:
-        order: `[cells]` int64, the cell that stands at each place, by its number in merge order.
-        place: `[cells]` int64, where each cell stands: the inverse.
-        positions: `[cells * merge**2, 2]` int64 patch (row, column) of the token at each place, 0 for padding.
-    """
-
-    order: Tensor
-    place: Tensor
-    positions: Tensor
-
-
-def window_order(grid: Tensor, cells: int, merge: int, side: int) -> WindowOrder:
-    """Return the order of a batch padded to so many cells.
+def window_order(grid: Tensor, cells: int, merge: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the order by windows of a batch padded to so many cells. Padding stays where it is.
 
     Args:
         grid: `[images, 3]` int64 (frames, height, width) in patches, unused rows zero.
         cells: Capacity in cells.
         merge: Patches along a cell's side.
         side: Cells along a window's side.
+
+    Returns:
+        `[cells]` int64, the cell that stands at each place, by its number in merge order; `[cells]` int64, where each
+        cell stands; `[cells * merge**2, 2]` int64 patch (row, column) of the token at each place, 0 for padding.
     """
     frames, heights, widths = grid[:, 0], grid[:, 1] // merge, grid[:, 2] // merge
     image, number, valid = owners(frames * heights * widths, cells)
@@ -170,7 +159,7 @@ def window_order(grid: Tensor, cells: int, merge: int, side: int) -> WindowOrder
     row, column = inside // width, inside % width
     place = cell - inside + _place_of(row, column, height, width, side)
     order = torch.empty_like(place).scatter_(0, place, cell)
-    return WindowOrder(order, place, _patches(row[order], column[order], valid, merge))
+    return order, place, _patches(row[order], column[order], valid, merge)
 
 
 def _place_of(row: Tensor, column: Tensor, height: Tensor, width: Tensor, side: int) -> Tensor:

@@ -9,9 +9,17 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as upstream
 
-from bridge_cg_plugin.upstream.encoders.qwen3_omni import Chunking, chunk_frames, token_places, window_ends
+from bridge_cg_plugin.upstream.encoders.qwen3_omni import (
+    ROOM,
+    chunk_frames,
+    chunks_of,
+    token_places,
+    tokens_of,
+    window_ends,
+)
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder
 from bridge_cg_plugin.vision.batch import BatchError
+from bridge_cg_plugin.vision.layout import most_windows
 
 from .hugging_face_towers import (
     TOLERANCE,
@@ -24,7 +32,7 @@ from .hugging_face_towers import (
 )
 from .towers import assert_close, graphs_on, poison
 
-CHUNK, ROOM = 13, 16
+CHUNK = 13
 BUCKETS = tuple(ROOM * chunks for chunks in (2, 5, 12, 40))
 clip = st.one_of(st.integers(1, 120), st.integers(1, 900), st.integers(1, 9).map(lambda chunks: 100 * chunks))
 clips = st.lists(clip, min_size=1, max_size=5)
@@ -37,28 +45,27 @@ def run(model, lengths, seed=0):
 @given(lengths=clips, unused=st.integers(0, 3), spare=st.integers(0, 4), window=st.integers(1, 8))
 def test_places_are_upstreams(lengths, unused, spare, window):
     assume(max(lengths) >= 100)
-    chunking, given_lengths = Chunking(100, window), torch.tensor(lengths)
+    given_lengths = torch.tensor(lengths)
     numbers = torch.arange(1.0, 1 + sum(lengths))[None]
     padded, of_chunks = upstream.chunk_and_pad_features(numbers, given_lengths, 50)
     kept = upstream.get_valid_indices(of_chunks)
     ends = upstream.get_audio_cu_seqlens(of_chunks, given_lengths, 100 * window, 50)
     chunks, device = len(of_chunks) + spare, pad(given_lengths, (0, unused))
 
-    frame, exists = chunk_frames(device, chunks, chunking)
+    frame, exists = chunk_frames(device, chunks)
     assert torch.equal(torch.where(exists, frame + 1, 0)[: len(of_chunks)].float(), padded[:, 0])
     assert not exists[len(of_chunks) :].any()
 
-    order, place = token_places(device, chunks, chunking)
+    order, place = token_places(device, chunks)
     every = torch.arange(chunks * CHUNK)
     assert torch.equal(order[: len(kept)], kept)
     assert torch.equal(order[place], every) and torch.equal(place[order], every)
 
-    found = window_ends(device, chunking.most_windows(chunks, len(lengths)), chunking)
+    found = window_ends(device, most_windows(chunks, len(lengths), window), window)
     assert torch.equal(found[: len(ends)], ends) and bool((found[len(ends) :] == ends[-1]).all())
 
-    assert (chunking.tokens, chunking.room) == (CHUNK, ROOM)
-    assert sum(map(chunking.chunks, lengths)) == len(of_chunks)
-    assert sum(map(chunking.clip_tokens, lengths)) == len(kept)
+    assert sum(map(chunks_of, lengths)) == len(of_chunks)
+    assert sum(map(tokens_of, lengths)) == len(kept)
 
 
 def test_any_microbatch_equals_eager():

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.errors import CaptureError, Failures, Refused, reason_of, release_frames
+from bridge_cg_plugin.graphs.errors import CaptureError, Refused, Retry, reason_of, release_frames
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.manager import GraphManager
 from bridge_cg_plugin.graphs.parts import Parts
@@ -241,14 +241,14 @@ def test_another_allocator_is_refused_before_anything_is_recorded(backend, monke
 
 
 def test_a_recording_that_failed_is_asked_for_again_less_and_less_often():
-    failures, tries = Failures(2), 0
+    retry, tries = Retry(2), 0
     for _ in range(100):
-        failures.ask("bucket")
-        if failures.reason("bucket") is None:
+        retry.turn()
+        if retry.due:
             tries += 1
-            failures.note("bucket", Fallback.CAPTURE_FAILED)
-            failures.note("bucket", Fallback.MODEL_CHANGED)  # the same failure, seen by another part
-            assert failures.reason("bucket") is Fallback.CAPTURE_FAILED
+            retry.failed(Fallback.CAPTURE_FAILED)
+            retry.failed(Fallback.MODEL_CHANGED)  # the same failure, seen by another part
+            assert not retry.due and retry.reason is Fallback.CAPTURE_FAILED
     assert tries == 6
 
 

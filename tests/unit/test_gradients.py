@@ -446,7 +446,7 @@ def test_a_users_hook_put_on_after_capture_fires():
         parallel.fired.clear()
         region_loss(region, toy_batch(FITTING)).backward()
     assert seen == [1] * 3 and parallel.fired == ["out.weight"]
-    assert region.statistics.fallbacks == {"parameter_hooks": 1}
+    assert region.statistics.fallbacks == {"parameters_changed": 1}
     handle.remove()
     region_loss(region, toy_batch(FITTING)).backward()
     assert len(seen) == 3 and parallel.fired == ["out.weight"]

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from bridge_cg_plugin.offload import host as host_memory
 from bridge_cg_plugin.offload.host import ALIGNMENT, GIB, HostMemoryError, PinnedMemory, available_bytes
 from bridge_cg_plugin.offload.plan import (
-    Event,
     Fate,
     Inventory,
     Policy,
@@ -39,11 +38,11 @@ def inventories(draw):
     events = []
     for place in reversed(range(count)):
         uses = draw(st.integers(1, 2))
-        events += [Event("use", place)] * uses + [Event("end", place)]
+        events += [("use", place)] * uses + [("end", place)]
     # Some storages live on behind others' uses.
     for _ in range(draw(st.integers(0, 3))):
         index = draw(st.integers(0, len(events) - 1))
-        if events[index].what == "end":
+        if events[index][0] == "end":
             events.append(events.pop(index))
     return Inventory(tuple(seen), tuple(events))
 
@@ -144,7 +143,7 @@ def tower(layers=27):
             Seen(WIDE, "mlp", "gelu", (first + 2,)),
         ]
         places = range(first + 3, first - 1, -1)
-        events = [*(Event(what, place) for place in places for what in ("use", "end")), *events]
+        events = [*((what, place) for place in places for what in ("use", "end")), *events]
     return Inventory(tuple(seen), tuple(events))
 
 

@@ -130,7 +130,7 @@ def test_reset_drops_everything():
     assert not region.slots and sum(slot.free for slot in region.slots) == 0
     assert not hasattr(region, "sources")
     assert region.run(toy_batch()) is None
-    assert region.statistics.fallbacks == {"not_captured": 1}
+    assert region.statistics.fallbacks == {"not_captured_yet": 1}
 
 
 def test_a_recording_that_a_batch_asks_for_waits_for_parameters_first(monkeypatch):

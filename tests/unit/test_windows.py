@@ -33,17 +33,17 @@ def theirs(grid, merge, side):
 @given(sizes, merges, sides, spare)
 def test_the_order_is_theirs_and_padding_stays(images, merge, side, more):
     grid, padded, cells = case(images, merge)
-    found = window_order(padded, cells + more, merge, side)
+    order, place, _ = window_order(padded, cells + more, merge, side)
     expected, _ = theirs(grid, merge, side)
-    assert torch.equal(found.order[:cells], expected)
-    assert torch.equal(found.order[cells:], torch.arange(cells, cells + more))
-    assert torch.equal(found.order[found.place], torch.arange(cells + more))
+    assert torch.equal(order[:cells], expected)
+    assert torch.equal(order[cells:], torch.arange(cells, cells + more))
+    assert torch.equal(order[place], torch.arange(cells + more))
 
 
 @given(sizes, merges, sides, spare)
 def test_positions_are_theirs_in_the_order_of_windows(images, merge, side, more):
     grid, padded, cells = case(images, merge)
-    found = window_order(padded, cells + more, merge, side).positions
+    _, _, found = window_order(padded, cells + more, merge, side)
     index, _ = theirs(grid, merge, side)
     expected = get_vision_position_ids(grid, merge).view(cells, merge * merge, 2)[index].view(-1, 2)
     assert torch.equal(found[: len(expected)], expected)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..buckets import Bucket
-from ..errors import Failures
+from ..errors import Retry
+from ..fallback import Fallback
 from ..program import RegionProgram
 from ..recordings.executor import Recording
 from ..recordings.recording import Mode, ParameterAliases
@@ -101,7 +102,7 @@ class Source:
         aliases: Stand-ins for the parameters.
         sinks: Where parameter gradients go.
         recordings: By the slot's number, bucket and mode.
-        failed: Why a bucket could not be captured in a mode, by both.
+        failed: When a bucket that could not be captured in a mode is tried again, by both.
         recorded_by_other_ranks: What ranks whose memory was not moved need not recapture.
         moved_here: Whether this rank's memory was moved since the state's first source.
         warm: Modes that were recorded in this state.
@@ -128,7 +129,7 @@ class Source:
         self._trained = list(map(_requires_grad, self.aliases.originals))
         self.recordings: dict[tuple[int, Bucket, Mode], Recorded] = {}
         # Shared: a rank whose memory was moved must not try again what others do not.
-        self.failed: Failures = Failures(TRIED_AGAIN) if instead_of is None else instead_of.failed
+        self.failed: dict[tuple[Bucket, Mode], Retry] = {} if instead_of is None else instead_of.failed
         self.recorded_by_other_ranks: frozenset[tuple[int, Bucket, Mode]] = frozenset()
         self.warm: set[Mode] = set()
         self.unproven: set[tuple[int, Bucket, Mode]] = set() if instead_of is None else instead_of.unproven
@@ -144,6 +145,10 @@ class Source:
         self._unreplaced_at = -1
         # A list: a generator would hold this object, and with it the memory of its recordings.
         self._samples = cycle(list(self._some()))
+
+    def refuse(self, place: tuple[Bucket, Mode], reason: Fallback) -> None:
+        """Note why a bucket could not be captured in a mode."""
+        self.failed.setdefault(place, Retry(TRIED_AGAIN)).failed(reason)
 
     def autocasting(self) -> torch.autocast:
         """Return the autocast that recordings were made in: a backward runs outside of it."""

@@ -321,9 +321,8 @@ class Sources:
         if not alike:
             what = f"fp32 products are computed in {numerics.products}, convolutions in {numerics.convolutions}"
             return Fallback.NUMERICS_CHANGED, what
-        if all(source.trained_otherwise() for source in alike):
-            return Fallback.PARAMETERS_CHANGED, "other parameters require a gradient"
-        return Fallback.PARAMETER_HOOKS, "other parameters have a hook"
+        other = "require a gradient" if all(source.trained_otherwise() for source in alike) else "have a hook"
+        return Fallback.PARAMETERS_CHANGED, f"other parameters {other}"
 
     def _warn(self, what: str, text: str, after: str = LASTS) -> None:
         """Say something once, and no more than a few of the changes that come and go."""

@@ -396,7 +396,7 @@ class Chain:
         self._drop(index, places, self._sources(part))
         for _, source in self._now(part):
             for place in places:
-                source.failed.note(place, reason_of(error))
+                source.refuse(place, reason_of(error))
 
     def _record(self, index: int, wanted: Sequence[tuple[Part, Source]], bucket: Bucket, mode: Mode) -> None:
         """Record some parts, warmed up briefly where only shapes should be new, and fully where that proves wrong."""

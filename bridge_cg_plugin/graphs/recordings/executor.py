@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,35 +35,19 @@ Hook = Callable[[], None]
 MAIN_STREAM = ReplayStream()
 
 
-class Recording(Protocol):
-    """A region that can be replayed on whatever its buffers hold."""
-
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        """What a forward fills."""
-
-    def forward(self) -> None:
-        """Fill `outputs` from the input buffers."""
-
-    def backward(self) -> Gradients:
-        """Turn the output-gradient buffers into gradients, after `forward` of the same slot."""
-
-    def record_backward(self) -> None:
-        """Record the backward, perhaps behind what other recordings in the same memory record, once.
-
-        What the forward left for it is gone then.
-        """
-
-
 class ReferenceRecording:
-    """Replays by executing the body: the same buffers and padding as a graph, on any device."""
+    """Replays by executing the body: the same buffers and padding as a graph, on any device.
+
+    Attributes:
+        outputs: What a forward fills.
+    """
 
     def __init__(self, body: RegionBody, outputs: tuple[Tensor, ...]) -> None:
         self._body = body
         self.outputs = outputs
 
     def forward(self) -> None:
-        """See `Recording`."""
+        """Fill `outputs` from the input buffers."""
         for static, fresh in zip(self.outputs, self._body.forward(), strict=True):
             static.copy_(fresh)
         self._body.join()
@@ -71,13 +55,16 @@ class ReferenceRecording:
             self._body.forget()
 
     def backward(self) -> Gradients:
-        """See `Recording`."""
+        """Turn the output-gradient buffers into gradients, after `forward` of the same slot."""
         gradients = self._body.backward()
         self._body.forget()
         return gradients
 
     def record_backward(self) -> None:
-        """See `Recording`: every replay runs it."""
+        """Record the backward, perhaps behind what other recordings in the same memory record, once.
+
+        What the forward left for it is gone then. Here every replay runs it.
+        """
 
 
 class CudaGraphRecording:
@@ -116,7 +103,7 @@ class CudaGraphRecording:
         self._capturing: tuple[Any, ...] | None = body, pool, stream, generators
 
     def record_backward(self) -> None:
-        """See `Recording`."""
+        """See `ReferenceRecording`."""
         if self._capturing is None:
             raise RuntimeError("a backward is captured once, after its forward")
         (body, pool, stream, generators), self._capturing = self._capturing, None
@@ -139,17 +126,21 @@ class CudaGraphRecording:
             self._replay_stream.record_event(stream)
 
     def forward(self) -> None:
-        """See `Recording`."""
+        """See `ReferenceRecording`."""
         self._replay_stream.launch(self._forward.replay, self._copies)
         if self._launched is not None:
             self._launched(f"replay of the forward of {self._name}")
 
     def backward(self) -> Gradients:
-        """See `Recording`."""
+        """See `ReferenceRecording`."""
         self._replay_stream.launch(self._backward.replay, self._copies)
         if self._launched is not None:
             self._launched(f"replay of the backward of {self._name}")
         return self._gradients
+
+
+# A region that can be replayed on whatever its buffers hold.
+Recording = ReferenceRecording | CudaGraphRecording
 
 
 class Executor(ABC):

@@ -1,6 +1,7 @@
 """Other attention in Transformer Engine's place while recording: cuDNN's called directly, or FlashAttention."""
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -16,13 +17,15 @@ from ..kernels.layers import is_te_attention, kernels_available
 from ..kernels.transformer_engine import HOPPER, fused_attention_refusal
 from ..wrappers import overridden
 
+CUDNN, FLASH = "...vision.kernels.cudnn_attention", ".flash_attention"
+
 
 def direct_attention_refusal() -> str | None:
     """Return why cuDNN is not called directly in this process, or None where it is.
 
     It is called only where eager attends by the same kernels, so that outputs stay eager's.
     """
-    return _process_refusal() or fused_attention_refusal() or _cudnn_refusal()
+    return _process_refusal() or fused_attention_refusal() or _unavailable(CUDNN)
 
 
 def segment_attention_refusal() -> str | None:
@@ -30,7 +33,7 @@ def segment_attention_refusal() -> str | None:
 
     Its outputs differ from eager's, as those of packed kernels do, so the kernels by which eager attends do not matter.
     """
-    return _process_refusal() or _age_refusal() or _cudnn_refusal()
+    return _process_refusal() or _age_refusal() or _unavailable(CUDNN)
 
 
 def flash_attention_refusal() -> str | None:
@@ -38,12 +41,7 @@ def flash_attention_refusal() -> str | None:
 
     Its outputs differ from eager's in any case, so the kernels by which eager attends do not matter.
     """
-    refusal = _process_refusal()
-    if refusal is not None:
-        return refusal
-    from .flash_attention import unavailable
-
-    return unavailable()
+    return _process_refusal() or _unavailable(FLASH)
 
 
 def _process_refusal() -> str | None:
@@ -58,10 +56,9 @@ def _age_refusal() -> str | None:
     return f"{torch.cuda.get_device_name()} is older than Hopper GPUs, where cuDNN's kernels are faster"
 
 
-def _cudnn_refusal() -> str | None:
-    from ...vision.kernels.cudnn_attention import unavailable
-
-    return unavailable()
+def _unavailable(module: str) -> str | None:
+    refusal: str | None = importlib.import_module(module, __package__).unavailable()  # which imports compilers
+    return refusal
 
 
 def direct_attention(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:

@@ -39,14 +39,14 @@ class Qwen25VLEncoder(TowerEncoder):
         model, grid = self.model, images(buffers["grid"])
         frames, windows = frame_segments(grid, bucket), self._windows(grid, bucket)
         cells = bucket.tokens // self.merge**2
-        order = window_order(grid, cells, self.merge, self._side)
+        order, place, positions = window_order(grid, cells, self.merge, self._side)
         hidden = poisoned(model.patch_embed(buffers["pixels"]), buffers["grid"])
-        hidden = permuted(hidden.view(cells, -1), order.order, order.place).view(bucket.tokens, -1)
-        rotated = rotation(model.rotary_pos_emb(order.positions))
+        hidden = permuted(hidden.view(cells, -1), order, place).view(bucket.tokens, -1)
+        rotated = rotation(model.rotary_pos_emb(positions))
         for index, block in enumerate(model.blocks):
             segments = frames if index in model.fullatt_block_indexes else windows
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotated)
-        return permuted(model.merger(hidden), order.place, order.order), hidden
+        return permuted(model.merger(hidden), place, order), hidden
 
     def _windows(self, grid: Tensor, bucket: Bucket) -> PackedSegments:
         """Return where windows lie."""

@@ -8,7 +8,6 @@ of so many chunks of one clip. All chunks of a clip but its last are full: every
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...attention_bounds import Shape
-from ...graphs.buckets import Bucket
+from ...graphs.buckets import Bucket, round_up
 from ...graphs.fallback import Fallback
 from ...graphs.program import Buffers, Call, TensorSpec
 from ...graphs.rows import write_rows
@@ -25,7 +24,15 @@ from ...vision.batch import GRID_DTYPES, EncoderBatch, HostGrids, check_device
 from ...vision.encoder import Encoder, EncoderFamily, RecordingKernels, encoder_call
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
 from ...vision.kernels.packed_attention import PackedSegments, packed_attention
-from ...vision.layout import TokenPositions, offsets_of, owners, permuted, position_interpolation, token_positions
+from ...vision.layout import (
+    TokenPositions,
+    most_windows,
+    offsets_of,
+    owners,
+    permuted,
+    position_interpolation,
+    token_positions,
+)
 from ..kernels.recompute import known_activations
 from .packed_towers import (
     TowerEncoder,
@@ -97,88 +104,57 @@ QWEN3_OMNI = tower_family(
 
 
 STRIDE = 8  # of the convolutions together
-# Capacities are multiples of a chunk's size and of 64: with 13 tokens a chunk, of 64 chunks; with 16, of 4.
-ROUND = 16
+# Upstream counts tokens by chunks of so many frames, whatever the configuration.
+CHUNK_FRAMES = 100
+TOKENS = -(-CHUNK_FRAMES // STRIDE)  # of a full chunk
+# What a chunk counts in sizes: 4 of them make a round capacity, where 64 times 13 tokens would be the first.
+ROOM = round_up(TOKENS, 16)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunking:
-    """How an encoder cuts clips.
-
-    Attributes:
-        frames: Frames of a full chunk.
-        window: Chunks that attend to each other.
-    """
-
-    frames: int
-    window: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a full chunk."""
-        return convolved(self.frames)
-
-    @property
-    def room(self) -> int:
-        """What a chunk counts in sizes: tokens of a full one, rounded up so that few chunks make a round capacity."""
-        return -(-self.tokens // ROUND) * ROUND
-
-    def chunks(self, length: int) -> int:
-        """Return the chunks of a clip of so many frames."""
-        return -(-length // self.frames)
-
-    def clip_tokens(self, length: int) -> int:
-        """Return the tokens of a clip of so many frames."""
-        full, rest = divmod(length, self.frames)
-        return full * self.tokens + convolved(rest)
-
-    def most_windows(self, chunks: int, clips: int) -> int:
-        """Return how many windows so many clips of so many chunks together can have.
-
-        A clip of n chunks has ceil(n / window), at most (n + window - 1) / window.
-        """
-        return min((chunks + (self.window - 1) * clips) // self.window, chunks)
+def chunks_of(length: int) -> int:
+    """Return the chunks of a clip of so many frames."""
+    return -(-length // CHUNK_FRAMES)
 
 
-def convolved(frames: int) -> int:
-    """Return the tokens that convolutions leave of so many frames."""
-    return (frames + STRIDE - 1) // STRIDE
+def tokens_of(length: int) -> int:
+    """Return the tokens of a clip of so many frames."""
+    full, rest = divmod(length, CHUNK_FRAMES)
+    return full * TOKENS + -(-rest // STRIDE)
 
 
-def chunk_frames(lengths: Tensor, chunks: int, chunking: Chunking) -> tuple[Tensor, Tensor]:
+def chunk_frames(lengths: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
     """Return which frame of the batch stands at each place of its chunks.
 
     Args:
         lengths: As above.
         chunks: Capacity.
-        chunking: How clips are cut.
 
     Returns:
         `[chunks, frames]` int64 numbers of frames, and `[chunks, frames]` bool whether there is one; zero where not.
     """
-    clip, inside, exists = owners(_counts(lengths, chunking), chunks)
-    frame = inside[:, None] * chunking.frames + torch.arange(chunking.frames, device=lengths.device)
+    clip, inside, exists = owners(_counts(lengths), chunks)
+    frame = inside[:, None] * CHUNK_FRAMES + torch.arange(CHUNK_FRAMES, device=lengths.device)
     valid = exists[:, None] & (frame < lengths[clip][:, None])
     start = (lengths.cumsum(0) - lengths)[clip]
     return torch.where(valid, start[:, None] + frame, 0), valid
 
 
-def token_places(lengths: Tensor, chunks: int, chunking: Chunking) -> tuple[Tensor, Tensor]:
+def token_places(lengths: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
     """Return where tokens lie that attend, of those that convolutions return for so many whole chunks.
 
     Returns:
         `[chunks * tokens]` int64, for every attending token its place among the convolutions', with padding behind; and
         the inverse.
     """
-    clip, inside, exists = owners(_counts(lengths, chunking), chunks)
-    tokens = _tokens(lengths, chunking)
+    clip, inside, exists = owners(_counts(lengths), chunks)
+    tokens = _tokens(lengths)
     ends = tokens.cumsum(0)
-    start = inside * chunking.tokens
+    start = inside * TOKENS
     # Of each chunk: tokens before it in the batch, and its own.
     before = torch.where(exists, (ends - tokens)[clip] + start, ends[-1])
-    own = torch.where(exists, (tokens[clip] - start).clamp(max=chunking.tokens), 0)
-    here = torch.arange(chunking.tokens, device=lengths.device)
-    number = torch.arange(chunks, device=lengths.device)[:, None] * chunking.tokens + here
+    own = torch.where(exists, (tokens[clip] - start).clamp(max=TOKENS), 0)
+    here = torch.arange(TOKENS, device=lengths.device)
+    number = torch.arange(chunks, device=lengths.device)[:, None] * TOKENS + here
     attends = here < own[:, None]
     # What does not attend keeps its order behind what does.
     skipped = number - before[:, None] - torch.minimum(here, own[:, None])
@@ -186,32 +162,30 @@ def token_places(lengths: Tensor, chunks: int, chunking: Chunking) -> tuple[Tens
     return torch.empty_like(place).scatter_(0, place, number.reshape(-1)), place
 
 
-def window_ends(lengths: Tensor, windows: int, chunking: Chunking) -> Tensor:
+def window_ends(lengths: Tensor, windows: int, window: int) -> Tensor:
     """Return `cu_seqlens` of windows in tokens, `[windows + 1]` int32, with windows of no length after the last.
 
     Args:
         lengths: As above.
-        windows: How many there are at most; see `Chunking.most_windows`.
-        chunking: How clips are cut.
+        windows: How many there are at most; see `most_windows`.
+        window: Chunks that attend to each other.
     """
-    counts = -(-_counts(lengths, chunking) // chunking.window)
+    counts = -(-_counts(lengths) // window)
     clip, inside, exists = owners(counts, windows)
-    full = chunking.window * chunking.tokens
-    left = _tokens(lengths, chunking)[clip] - inside * full
+    full = window * TOKENS
+    left = _tokens(lengths)[clip] - inside * full
     return offsets_of(torch.where(exists, left.clamp(max=full), 0))
 
 
-def _counts(lengths: Tensor, chunking: Chunking) -> Tensor:
-    return (lengths + chunking.frames - 1) // chunking.frames
+def _counts(lengths: Tensor) -> Tensor:
+    return (lengths + CHUNK_FRAMES - 1) // CHUNK_FRAMES
 
 
-def _tokens(lengths: Tensor, chunking: Chunking) -> Tensor:
-    rest = (lengths % chunking.frames + STRIDE - 1) // STRIDE
-    return lengths // chunking.frames * chunking.tokens + rest
+def _tokens(lengths: Tensor) -> Tensor:
+    rest = (lengths % CHUNK_FRAMES + STRIDE - 1) // STRIDE
+    return lengths // CHUNK_FRAMES * TOKENS + rest
 
 
-# Upstream counts tokens by chunks of so many frames, whatever the configuration.
-CHUNK_FRAMES = 100
 EXAMPLE = (1, 1, CHUNK_FRAMES)  # a clip
 # Clips of the cheaper recordings: fewer windows, so less for attention's kernels to look at.
 FEW_CLIPS = 8
@@ -222,25 +196,24 @@ class Qwen3OmniAudioEncoder(Encoder):
     """Everything from features to embeddings of `Qwen3OmniMoeAudioEncoder`. Buckets have one limit: clips.
 
     A batch's pixels are features `[mel, frames]` of all clips, one after another, and its sizes are lengths `[clips]`.
-    A bucket's tokens are room for chunks (`Chunking.room`), not rows of the layers, which have those of full chunks.
+    A bucket's tokens are room for chunks (`ROOM` each), not rows of the layers, which have those of full chunks.
 
     Raises:
         OptionError: See `refuse_unusual`.
     """
 
     name = "audio_encoder"
-    unit_of = "one chunk of audio"
+    unit, unit_of = ROOM, "one chunk of audio"
 
     def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
         super().__init__(model, exact_below, kernels)
         refuse_unusual(model, "Qwen3-Omni's audio", model.conv2d1.weight)
-        self._chunking = chunking_of(model)
-        self.unit = self._chunking.room
+        self._window: int = model.n_window_infer // CHUNK_FRAMES
 
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
         model = self.model
-        frames = self._chunks(bucket) * self._chunking.frames
+        frames = bucket.tokens // ROOM * CHUNK_FRAMES
         return {
             "features": TensorSpec((frames, model.num_mel_bins), model.conv2d1.weight.dtype),
             "lengths": TensorSpec(guarded_shape(bucket.limits[0]), torch.int64),
@@ -263,16 +236,17 @@ class Qwen3OmniAudioEncoder(Encoder):
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Output: embeddings `[tokens, width]`."""
-        model, chunking, chunks = self.model, self._chunking, self._chunks(bucket)
+        model, chunks = self.model, bucket.tokens // ROOM
         lengths = images(buffers["lengths"])[:, 2]
-        frame, exists = chunk_frames(lengths, chunks, chunking)
+        frame, exists = chunk_frames(lengths, chunks)
         convolved = self._convolved(torch.where(exists[..., None], buffers["features"][frame], 0))
-        positions = model.positional_embedding.positional_embedding[: chunking.tokens].to(convolved.dtype)
+        positions = model.positional_embedding.positional_embedding[:TOKENS].to(convolved.dtype)
         hidden = (convolved + poisoned(positions, buffers["lengths"])).flatten(0, 1)
-        hidden = permuted(hidden, *token_places(lengths, chunks, chunking))
-        windows = self._windows(lengths, bucket)
+        hidden = permuted(hidden, *token_places(lengths, chunks))
+        windows = window_ends(lengths, most_windows(chunks, bucket.limits[0], self._window), self._window)
+        segments = PackedSegments(windows, min(self._window, chunks) * TOKENS)
         for layer in model.layers:
-            hidden = layer(hidden, windows)[0]
+            hidden = layer(hidden, segments)[0]
         return (model.proj2(model.act(model.proj1(model.ln_post(hidden)))),)
 
     def _convolved(self, features: Tensor) -> Tensor:
@@ -286,32 +260,20 @@ class Qwen3OmniAudioEncoder(Encoder):
         tokens: Tensor = model.conv_out(joined.permute(0, 3, 1, 2).flatten(2))
         return tokens
 
-    def _windows(self, lengths: Tensor, bucket: Bucket) -> PackedSegments:
-        """Return where windows lie."""
-        chunking, chunks = self._chunking, self._chunks(bucket)
-        windows = chunking.most_windows(chunks, bucket.limits[0])
-        return PackedSegments(window_ends(lengths, windows, chunking), min(chunking.window, chunks) * chunking.tokens)
-
-    def _chunks(self, bucket: Bucket) -> int:
-        return bucket.tokens // self._chunking.room
-
     def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
         """See `RegionProgram`."""
-        return (sum(self._chunking.clip_tokens(length) for _, _, length in batch.rows),)
+        return (sum(tokens_of(length) for _, _, length in batch.rows),)
 
     def read(self, grids: HostGrids, input_features: Tensor, feature_lens: Tensor, **others: Any) -> Call:
         """See `Encoder`."""
         check_device(input_features, self.model.conv2d1.weight.device)
         misfit = _misfit(input_features, feature_lens, self.model.num_mel_bins)
         lengths = () if misfit is not None else grids.values(feature_lens)
-        rows = tuple((1, 1, length) for length in lengths)
-        batch = EncoderBatch(input_features, rows, self._shape(lengths), feature_lens)
+        rows, room = tuple((1, 1, length) for length in lengths), [chunks_of(length) * ROOM for length in lengths]
+        # Room for all tokens, clips and room for the longest.
+        shape = Shape(sum(room), len(room), max(room, default=0))
+        batch = EncoderBatch(input_features, rows, shape, feature_lens)
         return encoder_call(batch, returns_an_object(self.model, others), misfit or _lengths_misfit(batch))
-
-    def _shape(self, lengths: Sequence[int]) -> Shape:
-        """Return room for all tokens, clips and room for the longest."""
-        room = [self._chunking.chunks(length) * self.unit for length in lengths]
-        return Shape(sum(room), len(room), max(room, default=0))
 
     def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
         """See `Encoder`."""
@@ -329,11 +291,6 @@ class Qwen3OmniAudioEncoder(Encoder):
         """See `Encoder`: few clips and many; each has a chunk at least."""
         most = min(frames, capacity // self.unit)
         return [(clips,) for clips in sorted({min(FEW_CLIPS, most), most})]
-
-
-def chunking_of(model: UpstreamModule) -> Chunking:
-    """Return how an encoder cuts clips."""
-    return Chunking(CHUNK_FRAMES, model.n_window_infer // CHUNK_FRAMES)
 
 
 def find(holder: nn.Module) -> nn.Module | None:

@@ -32,26 +32,26 @@ def build_qwen3_omni_audio(layers: int) -> nn.Module:
 
 def audio_batch(model: nn.Module, lengths: Sequence[int], seed: int) -> Batch:
     """Make random clips of so many frames; the lengths are announced to the plugin, which else reads them."""
-    from bridge_cg_plugin.upstream.encoders.qwen3_omni import chunking_of
+    from bridge_cg_plugin.upstream.encoders.qwen3_omni import ROOM, chunks_of, tokens_of
     from bridge_cg_plugin.upstream.hooks.batches import GRIDS
 
     config: Any = model.config
-    chunking, host = chunking_of(model), torch.tensor(lengths)
+    host = torch.tensor(lengths)
     lens = host.to(device(), copy=True)
     GRIDS.remember(lens, host)
-    tokens = sum(map(chunking.clip_tokens, lengths))
+    tokens = sum(map(tokens_of, lengths))
     # Bridge's model cuts frames out of padded clips, and turns the result.
     features = random((sum(lengths), config.num_mel_bins), seed).T
     gradient = random((tokens, config.output_dim), seed + 1)
-    room = sum(map(chunking.chunks, lengths)) * chunking.room
+    room = sum(map(chunks_of, lengths)) * ROOM
     return Batch({"input_features": features, "feature_lens": lens}, [gradient], room, len(lengths))
 
 
 def room_of(model: nn.Module) -> int:
     """Return what a chunk counts."""
-    from bridge_cg_plugin.upstream.encoders.qwen3_omni import chunking_of
+    from bridge_cg_plugin.upstream.encoders.qwen3_omni import ROOM
 
-    return chunking_of(model).room
+    return ROOM
 
 
 ENCODER = Encoder(
