@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..announce import announce, warn
 from ..switches import PROOF
-from ..upstream_types import MegatronParameter
 from .changes.dict_watch import WATCHER
 from .changes.source import Source
 from .errors import ProofError
@@ -30,10 +29,11 @@ from .program import Piece, RankConsensus
 from .recordings.chain import Part
 from .recordings.executor import Executor
 from .recordings.recording import Gradients, reach_of
+from .replays.gradients import receiving
 from .replays.replay import BackwardObserver, Replay
 
-# Of the time since the capture for all first proofs together, and of all time for those that come again.
-FIRST_SHARE, SHARE = 0.02, 0.005
+# Of all time, for proofs that come again. A first one takes less than the capture of its recording.
+SHARE = 0.005
 LEAST_STEPS = 100
 # Of a gradient's elements, by the root mean square of all of the region's: what rounding leaves of small gradients.
 ABSOLUTE = 1e-3
@@ -91,13 +91,10 @@ class Pass:
         """Return the leaf in the place of an argument; None without one."""
         return self._copies.get(id(tensor))
 
-    def forget_gradients(self) -> None:
-        """Let go of the copies' gradients."""
+    def again(self) -> Sequence[Tensor]:
+        """Return the outputs of a pass over the copies, which have no gradient yet."""
         for copy in self._copies.values():
             copy.grad = None
-
-    def again(self) -> Sequence[Tensor]:
-        """Return the outputs of a pass over the copies."""
         arguments = tree_map_only(Tensor, self._own, (self._call.args, self._call.keywords))
         held = {} if self._owner is None else vars(self._owner)
         with WATCHER.silent():
@@ -177,17 +174,17 @@ class Proof(BackwardObserver):
         self.source, self.place, self._nbytes = replay.source, replay.recorded.place, replay.recorded.nbytes
         self.key = part.name, self.source.number, self.place
         self._inputs = part.program.differentiable_inputs(batch)
-        self._real = piece.real_rows(batch)
+        self._real, self._device = piece.real_rows(batch), part.executor.device
         self._output_gradients: Sequence[Tensor | None] = ()
         self._compares = False
         self.output: float | None = None
         self.gradient: float | None = None
-        self.seconds, self.begun = 0.0, proofs.now()
+        self.seconds, self.begun = 0.0, _now(self._device)
         self.before = self._held()
 
     def _held(self) -> Held:
-        watch = self.part.watch
-        return Held(self._proofs.generators(), watch.tensors_of(every_module(watch.roots)))
+        watch, generators = self.part.watch, {*self.part.executor.generators(), torch.default_generator}
+        return Held(generators, watch.tensors_of(every_module(watch.roots)))
 
     @contextmanager
     def _as_before(self) -> Iterator[Held]:
@@ -212,7 +209,7 @@ class Proof(BackwardObserver):
                     states.put_back_generators()
                     runs.append(self._call.run())
             pairs = [pair for run in runs for pair in zip(run, expected, strict=True)]
-            norms = torch.stack([self._norms(*pair) for pair in pairs]).tolist()
+            norms = torch.stack([_norms(*pair, self._device, self._real) for pair in pairs]).tolist()
         count, tolerance = len(outputs), self._piece.tolerance
         noisy = any(difference for difference, _ in norms[count : 2 * count])
         drew = any(difference > (DRAWS * size if noisy else 0) for difference, size in norms[2 * count :])
@@ -223,15 +220,9 @@ class Proof(BackwardObserver):
             self._call.keep(self._inputs)
         return passed
 
-    def _norms(self, actual: Tensor | None, expected: Tensor | None) -> Tensor:
-        """Return the norm of the difference and that of the second, over real rows; None is zeros."""
-        if self._real is not None:
-            actual, expected = (_only(each, self._real) for each in (actual, expected))
-        return self._proofs.norms(actual, expected)
-
     def before_backward(self, output_gradients: Sequence[Tensor | None]) -> None:
         """See `BackwardObserver`."""
-        self.begun, self._output_gradients = self._proofs.now(), output_gradients
+        self.begun, self._output_gradients = _now(self._device), output_gradients
         self._compares = not self._proofs.consensus.agree(self._refusal).largest
 
     def _refusal(self) -> float:
@@ -258,29 +249,29 @@ class Proof(BackwardObserver):
 
         def compare(place: int, expected: Tensor | None) -> None:
             returned = gradients.parameters[place]
-            norms[place] = self._proofs.norms(added[place] if returned is None else returned, expected)
+            norms[place] = _norms(added[place] if returned is None else returned, expected, self._device)
 
         if (inputs := self._backward(compare, gradients)) is None:
             return None
-        of_inputs = [self._norms(None if a is None else a[: len(tensor)], copy.grad) for tensor, a, copy in inputs]
+        of_inputs = [
+            _norms(None if a is None else a[: len(tensor)], copy.grad, self._device, self._real)
+            for tensor, a, copy in inputs
+        ]
         for place in range(len(sinks.parameters)):
             if place not in norms:
                 compare(place, None)
         numbers = torch.stack([*(norms[place] for place in range(len(norms))), *of_inputs]).tolist()
         counts = [parameter.numel() for parameter in sinks.parameters]
         square = sum(size * size for _, size in numbers[: len(counts)]) / max(sum(counts), 1)
-        tolerance, names = self._piece.tolerance, self._names()
+        tolerance = self._piece.tolerance
+        known = {p: name for root in self.part.watch.roots for name, p in root.named_parameters()}
+        names = [known.get(parameter, "a parameter") for parameter in sinks.parameters]
         small = [ABSOLUTE * math.sqrt(square * count) for count in counts] + [0.0] * len(of_inputs)
         names += [f"input {place}" for place in range(len(of_inputs))]
         return [
             Finding(f"the gradient of {name}", difference, size, tolerance * size + rest)
             for name, (difference, size), rest in zip(names, numbers, small, strict=True)
         ]
-
-    def _names(self) -> list[str]:
-        named = ((parameter, name) for root in self.part.watch.roots for name, parameter in root.named_parameters())
-        names = dict(named)
-        return [names.get(parameter, "a parameter") for parameter in self.source.sinks.parameters]
 
     def _eagers(self, gradients: Gradients) -> Gradients:
         """Return eager's gradients; what the replay added to `main_grad` is replaced there."""
@@ -312,7 +303,7 @@ class Proof(BackwardObserver):
         sinks = self.source.sinks
         with self._as_before(), torch.enable_grad(), self.source.aliases.active(sinks.handed) as aliases:
             for place, (parameter, main_grad) in enumerate(zip(sinks.parameters, sinks.given, strict=True)):
-                _receiving(aliases[parameter], main_grad, partial(receive, place))
+                receiving(aliases[parameter], main_grad, partial(receive, place))
             with self.source.autocasting(), self._piece.standing_in():
                 outputs = self._call.again()
             pairs = zip(outputs, self._output_gradients, strict=True)
@@ -320,7 +311,6 @@ class Proof(BackwardObserver):
             if any(reach_of([o for o, _ in roots], dict(enumerate(sinks.parameters)))):
                 self._proofs.excluded[f"gradients of {self.part.name}"] = "a parameter is held by what is no module"
                 return None
-            self._call.forget_gradients()
             # Not for some inputs: checkpoints inside refuse that.
             torch.autograd.backward([o for o, _ in roots], [g for _, g in roots])
         inputs = zip(self._inputs, gradients.inputs, map(self._call.copy_of, self._inputs), strict=True)
@@ -349,23 +339,13 @@ class Proofs:
         self.disproved: set[str] = set()
         self.excluded: dict[str, str] = {}
         self._steps: deque[float] = deque(maxlen=LEAST_STEPS)
-        self._began = self._step_began = time.perf_counter()
-        self._step, self._next, self._again = 0, 0.0, math.inf
+        self._step_began = time.perf_counter()
+        self._step, self._again = 0, math.inf
         self._under_way = False
         # By the key of a recording that failed: whether its gradients did.
         self._suspects: dict[tuple[object, ...], bool] = {}
-        self._seconds = self._first_seconds = 0.0
+        self._seconds = 0.0
         self.results: list[tuple[float | None, float | None]] = []
-
-    def now(self) -> float:
-        """Return the time once the device has done what there is to do, in seconds."""
-        if self._executor.device.type == "cuda":
-            torch.cuda.synchronize(self._executor.device)
-        return time.perf_counter()
-
-    def generators(self) -> set[torch.Generator]:
-        """Return what passes may draw random numbers from."""
-        return {*self._executor.generators(), torch.default_generator}
 
     def has_room(self, nbytes: int) -> bool:
         """Whether eager's activations have room on the device beside a recording of so many bytes."""
@@ -376,25 +356,15 @@ class Proofs:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free + cached >= ROOM * nbytes
 
-    def norms(self, actual: Tensor | None, expected: Tensor | None) -> Tensor:
-        """Return the norm of the difference and that of the second, `[2]` fp32; None is zeros."""
-        zero = torch.zeros((), device=self._executor.device)
-        one, other = (zero if each is None else each.float() for each in (actual, expected))
-        return torch.stack([torch.linalg.vector_norm(one - other), torch.linalg.vector_norm(other)])
-
     def begin_step(self, step: int) -> None:
         """Note that a training step begins."""
         now = time.perf_counter()
         if self._step:
             self._steps.append(now - self._step_began)
-        else:
-            self._began = now
         self._step, self._step_began, self._under_way, self.call = step, now, False, None
 
     def may_be_due(self, sources: Iterable[Source]) -> bool:
         """Whether a replay of a region may have to be compared in this step."""
-        if self._step < self._next and not self._suspects:
-            return False
         return self._step >= self._again or any(source.unproven for source in sources)
 
     def run(
@@ -411,8 +381,6 @@ class Proofs:
             return replay.run(batch, observer)  # others have no observer
         proof = Proof(self, part, piece, replay, batch, call)
         outputs = replay.run(batch)
-        if self._waits(proof):
-            return outputs
         self._under_way = True
         passed = proof.compare_outputs(outputs)
         if passed is False:
@@ -433,38 +401,19 @@ class Proofs:
                 source.unproven.clear()
         return part.name in self.excluded
 
-    def _waits(self, proof: Proof) -> bool:
-        """Whether a first proof has to wait, on some rank, until all of them take no more than their share of time."""
-        if proof.key in self._suspects or self._step >= self._again:
-            return False
-        if self._step < self._next:
-            return True
-        self._next = self._step + self.consensus.agree(self._steps_to_wait).largest
-        return self._step < self._next
-
-    def _steps_to_wait(self) -> float:
-        if not self.results:
-            return 0.0
-        missing = self._first_seconds / FIRST_SHARE - (time.perf_counter() - self._began)
-        return float(max(0, math.ceil(missing / self._step_seconds())))
-
-    def _step_seconds(self) -> float:
-        return max(median(self._steps), 1e-6) if self._steps else 1.0
-
     def judge(self, proof: Proof, found: Sequence[Finding], drew: bool = False) -> bool | None:
         """Return what all ranks say to what this one found: whether it passes; None where random numbers differ.
 
         Raises:
             ProofError: A recording differs from eager for the second time, and the run is strict.
         """
-        seconds = self.now() - proof.begun
+        seconds = _now(self._executor.device) - proof.begun
         proof.seconds += seconds
         self._seconds += seconds
-        if proof.place in proof.source.unproven:
-            self._first_seconds += seconds
         known = (each for each in found if math.isfinite(each.size))
         failing = next((each for each in known if not each.difference <= each.bound), None)
-        steps = max(LEAST_STEPS, math.ceil(proof.seconds / (SHARE * self._step_seconds())))
+        step = max(median(self._steps), 1e-6) if self._steps else 1.0
+        steps = max(LEAST_STEPS, math.ceil(proof.seconds / (SHARE * step)))
         own = DREW if drew else steps if failing is None else FAILED
         agreed = self.consensus.agree(lambda: own).largest
         if agreed == DREW:
@@ -524,46 +473,25 @@ class Proofs:
         return notes
 
 
-def _receiving(alias: MegatronParameter, main_grad: Tensor | None, receive: Callable[[Tensor], None]) -> None:
-    """Have an alias's gradient received once it is complete, and let go of then.
-
-    A fused product adds to `main_grad`, in whose place it finds zeros that are made when it asks.
-    """
-    if main_grad is not None:
-        alias.__dict__.update({"grad_added_to_main_grad": False, LIKE: alias.__dict__.pop("main_grad")})
-        alias.__class__ = _Scratched
-
-    def arrived(alias: MegatronParameter) -> None:
-        added = getattr(alias, "grad_added_to_main_grad", False)
-        gradient, alias.grad = alias.main_grad if added else alias.grad, None
-        alias.__dict__.pop(SUM, None)
-        if gradient is not None:
-            receive(gradient)
-
-    alias.register_post_accumulate_grad_hook(arrived)
+def _now(device: torch.device) -> float:
+    """Return the time once the device has done what there is to do, in seconds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
-LIKE, SUM = "_like_main_grad", "_own_main_grad"
+def _norms(actual: Tensor | None, expected: Tensor | None, device: torch.device, rows: Tensor | None = None) -> Tensor:
+    """Return the norm of the difference and that of the second, `[2]` fp32, over rows of a mask; None is zeros."""
 
+    def values(tensor: Tensor | None) -> Tensor:
+        if tensor is None:
+            return torch.zeros((), device=device)
+        if rows is not None and tensor.shape[:1] == rows.shape:
+            tensor = torch.where(rows.view(-1, *(1,) * (tensor.dim() - 1)), tensor, 0)
+        return tensor.float()
 
-class _Scratched(nn.Parameter):
-    @property
-    def main_grad(self) -> Tensor:
-        if SUM not in self.__dict__:
-            self.__dict__[SUM] = torch.zeros_like(self.__dict__[LIKE])
-        sum_: Tensor = self.__dict__[SUM]
-        return sum_
-
-    @main_grad.setter
-    def main_grad(self, given: Tensor) -> None:  # as Transformer Engine does, with what it was given
-        self.__dict__[SUM] = given
-
-
-def _only(tensor: Tensor | None, rows: Tensor) -> Tensor | None:
-    """Return a tensor with zeros in all rows but some, where those are its rows."""
-    if tensor is None or tensor.shape[:1] != rows.shape:
-        return tensor
-    return torch.where(rows.view(-1, *(1,) * (tensor.dim() - 1)), tensor, 0)
+    one, other = values(actual), values(expected)
+    return torch.stack([torch.linalg.vector_norm(one - other), torch.linalg.vector_norm(other)])
 
 
 def _largest(found: Sequence[Finding]) -> float:

@@ -41,7 +41,6 @@ WRONG = Fallback.DIFFERS_FROM_EAGER
 def proofs(monkeypatch):
     """Compare at once, and with the bounds of a CPU, where replays are nearer to eager than on a GPU."""
     monkeypatch.setenv(PROOF, "1")
-    monkeypatch.setattr(proof, "FIRST_SHARE", 1e9)
 
 
 class Tower:
@@ -402,15 +401,6 @@ def test_a_switch_that_is_none_is_refused(monkeypatch):
         check_process()
 
 
-def test_first_proofs_wait_for_their_share_of_the_time(monkeypatch):
-    monkeypatch.setattr(proof, "FIRST_SHARE", 1e-9)
-    with training(Attention) as (model, graphs, _):
-        for _ in range(4):
-            step(Attention, model, graphs)
-        assert len(proven(graphs)) == 1 and graphs.proofs._next > 1e6
-        assert "recordings without a proof: 5" in graphs.report()
-
-
 def test_proofs_come_again(monkeypatch):
     monkeypatch.setattr(proof, "LEAST_STEPS", 3)
     monkeypatch.setattr(proof, "SHARE", 1e9)
@@ -454,7 +444,6 @@ def on_one_rank(kind, fault):
     """Train over a fault on rank 1 alone; returns how many regions are disproved, fallbacks and messages."""
     os.environ[PROOF] = "1"
     patch, said = pytest.MonkeyPatch(), []
-    patch.setattr(proof, "FIRST_SHARE", 1e9)
     patch.setattr(proof, "warn", said.append)
     with kind.around(), packs.small_packs(), training(kind) as (model, graphs, eager):
         if distributed.get_rank() == 1:

@@ -388,6 +388,41 @@ def _adder(
     return add
 
 
+def receiving(alias: MegatronParameter, main_grad: Tensor | None, receive: Callable[[Tensor], None]) -> None:
+    """Have an alias's gradient received once it is complete, and let go of then.
+
+    A fused product adds to `main_grad`, in whose place it finds zeros that are made when it asks.
+    """
+    if main_grad is not None:
+        alias.__dict__.update({"grad_added_to_main_grad": False, LIKE: alias.__dict__.pop("main_grad")})
+        alias.__class__ = _Scratched
+
+    def arrived(alias: MegatronParameter) -> None:
+        added = getattr(alias, "grad_added_to_main_grad", False)
+        gradient, alias.grad = alias.main_grad if added else alias.grad, None
+        alias.__dict__.pop(SUM, None)
+        if gradient is not None:
+            receive(gradient)
+
+    alias.register_post_accumulate_grad_hook(arrived)
+
+
+LIKE, SUM = "_like_main_grad", "_own_main_grad"
+
+
+class _Scratched(nn.Parameter):
+    @property
+    def main_grad(self) -> Tensor:
+        if SUM not in self.__dict__:
+            self.__dict__[SUM] = torch.zeros_like(self.__dict__[LIKE])
+        sum_: Tensor = self.__dict__[SUM]
+        return sum_
+
+    @main_grad.setter
+    def main_grad(self, given: Tensor) -> None:  # as Transformer Engine does, with what it was given
+        self.__dict__[SUM] = given
+
+
 class SmallGradients:
     """Gradients of biases and norms, added to their `main_grad` together: one by one each costs a kernel."""
 
