@@ -164,7 +164,7 @@ class PooledRecording(Replayed):
         self._forward, self._backward = PooledTape(pool), PooledTape(pool)
         with isolated(), self._forward.recording():
             self._made = [body.forward()]
-            body.join()
+            body.activations.join()
         self.outputs = self._in_pool(self._made[0])
 
     def _in_pool(self, made):

@@ -94,7 +94,7 @@ class TapeRecording(Replayed):
         self._forward, self._backward, self._gradients = Tape(), Tape(), None
         with isolated(), self._forward:
             self.outputs = body.forward()
-            body.join()
+            body.activations.join()
 
     def record_backward(self) -> None:
         if self._body.has_backward:

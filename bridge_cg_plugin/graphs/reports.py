@@ -196,14 +196,9 @@ def metrics_of_ranks(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str
 
 def pause_metrics(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str, float]:
     """Return for how long a job's steps waited for recordings, in all and at most: each step for the slowest rank."""
-    pauses = pauses_of_job(ranks).values()
+    steps = {step for rank in ranks for step in rank.pauses}
+    pauses = [max(rank.pauses.get(step, 0.0) for rank in ranks) for step in sorted(steps)]
     return {f"{prefix}/pause_s": float(sum(pauses)), f"{prefix}/longest_pause_s": max(pauses, default=0.0)}
-
-
-def pauses_of_job(ranks: Sequence[RegionStatistics]) -> dict[int, float]:
-    """Return for how long each step waited for recordings of the rank that took longest, in seconds."""
-    steps = sorted({step for rank in ranks for step in rank.pauses})
-    return {step: max(rank.pauses.get(step, 0.0) for rank in ranks) for step in steps}
 
 
 def render_steps(ranks: Sequence[RegionStatistics], before: RegionStatistics, title: str) -> str:

@@ -18,7 +18,7 @@ from ..graphs.errors import CaptureError
 from ..graphs.manager import GraphManager
 from ..graphs.recordings.chain import NOTHING_LEAVES, Offloading
 from ..graphs.recordings.executor import Executor
-from ..graphs.recordings.recording import Activations, RegionBody
+from ..graphs.recordings.recording import STAY, Activations, RegionBody
 from ..options import OFFLOAD_MODULES, RECOMPUTE, CapturedOptions
 from .host import GIB, PinnedMemory
 from .plan import Event, Fate, Inventory, Plan, Policy, Seen, fixed_plans, plans_within, smallest_window
@@ -213,14 +213,14 @@ class RegionOffloading(Offloading):
         """See `Offloading`."""
         return self._pinned.nbytes
 
-    def prepare(self, executor: Executor, bodies: Sequence[RegionBody], slot: int) -> Sequence[Activations | None]:
+    def prepare(self, executor: Executor, bodies: Sequence[RegionBody], slot: int) -> Sequence[Activations]:
         """See `Offloading`. A bucket's first slot decides for all."""
         key = bodies[0].bucket, tuple((body.name, body.state) for body in bodies)
         if key not in self._plans:
             self._plans[key] = self._decide(executor, bodies, key)
         parts = self._plans[key]
         if parts is None:
-            return [None] * len(bodies)
+            return [STAY] * len(bodies)
         hosts = self._pinned.reserve(slot, _offloaded(parts))
         return [
             ActivationStore(

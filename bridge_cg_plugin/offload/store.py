@@ -238,7 +238,7 @@ class ActivationStore(Packing):
         super().__init__(least)
         self._inventory, self._plan, self._hosts, self._transfers = inventory, plan, hosts, transfers
         self._saved: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
-        self.peak_of_last = 0
+        self.peak_of_last, self.copies = 0, bool(hosts)
         self.forget()
 
     def forget(self) -> None:
@@ -251,11 +251,6 @@ class ActivationStore(Packing):
         self._tokens: dict[int, Any] = {}
         self._moved: dict[int, int] = {}
         self._resident = self._peak = 0
-
-    @property
-    def copies(self) -> bool:
-        """See `Activations`."""
-        return bool(self._hosts)
 
     @contextmanager
     def saving(self, fixed: Iterable[Tensor]) -> Iterator[None]:

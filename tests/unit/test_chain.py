@@ -6,6 +6,7 @@ import torch
 from bridge_cg_plugin.graphs.errors import ReplayError
 from bridge_cg_plugin.graphs.memory.pools import SlotMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.recording import STAY
 from bridge_cg_plugin.offload.plan import Fate
 
 from . import packs
@@ -101,7 +102,7 @@ class Gaps(ReferenceExecutor):
         self.nbytes, self.recorded, self.parts = nbytes, 0, 3
 
     def record_forward(self, body, pool):
-        self.recorded += body.activations is not None
+        self.recorded += body.activations is not STAY
         return super().record_forward(body, pool)
 
     def new_memory(self):

@@ -13,10 +13,9 @@ from bridge_cg_plugin.graphs.reports import (
     BucketStatistics,
     RegionStatistics,
     metrics_of_ranks,
-    pause_metrics,
 )
 from bridge_cg_plugin.upstream.hooks import train_loop
-from bridge_cg_plugin.upstream.hooks.train_loop import Figures, pauses_of_ranks
+from bridge_cg_plugin.upstream.hooks.train_loop import Figures
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, TOO_MANY_TOKENS
@@ -53,15 +52,6 @@ def test_figures_of_ranks_are_sums_and_how_far_they_are_apart():
             "v/longest_pause_s": 2.0,
         }
     )
-
-
-def test_a_step_waits_for_the_recordings_of_all_modules_of_a_rank():
-    vision, packs = ({0: statistics(1, 1, 0), 1: statistics(1, 1, 0)} for _ in range(2))
-    vision[0].pauses.update({2: 0.5})
-    vision[1].pauses.update({2: 0.75})
-    packs[0].pauses.update({2: 0.5, 7: 0.25})
-    found = {"vision": vision, "packs": packs}
-    assert pause_metrics(pauses_of_ranks(found), "all") == {"all/pause_s": 1.25, "all/longest_pause_s": 1.0}
 
 
 def patched(name, function):

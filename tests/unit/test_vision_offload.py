@@ -6,6 +6,7 @@ import torch
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.graphs.memory.pools import SlotMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.recording import STAY
 from bridge_cg_plugin.graphs.reports import metrics
 from bridge_cg_plugin.offload import host, offloading
 from bridge_cg_plugin.offload.plan import Fate
@@ -98,7 +99,7 @@ class FilledMemory(ReferenceExecutor):
         return Filled(self)
 
     def record_forward(self, body, pool):
-        if body.activations is not None:
+        if body.activations is not STAY:
             self.static = offloading.static_bytes_of([body])
             planned = body.activations._plan.window + offloading.static_bytes_of([body])
             self.taken.append(max(planned + self.gaps, self.least))

@@ -311,9 +311,9 @@ class Sources:
         """Return why no source describes the model, as a reason and in words."""
         alike = [source for source in self._all if source.state == self._state and not source.aliases.replaced()]
         if not alike:
-            replaced = [f"{self._watch.name(m)}: {name} replaced" for m, name, _ in self.current.aliases.replaced()]
+            replaced = [f"{self._watch.name(m)}: {name}" for m, name, _ in self.current.aliases.replaced()]
             changes = self._state.changes_from(self.current.state) or replaced or ["other modules"]
-            return Fallback.MODEL_CHANGED, listed(changes)
+            return Fallback.MODEL_CHANGED, f"{listed(changes)} changed"
         alike = [source for source in alike if source.numerics.autocast == numerics.autocast]
         if not alike:
             return Fallback.AUTOCAST_CHANGED, f"autocast is {numerics.autocast or 'off'}"

@@ -62,21 +62,6 @@ def plain(value: Any) -> bool:
     return value is None or isinstance(value, _PLAIN)
 
 
-def word(stands: Any) -> str:
-    """Return what a token stands for, for a message; of a value that is not plain its type."""
-    if stands is MISSING:
-        return "absent"
-    if isinstance(stands, (ref, Same)):
-        value = stands() if isinstance(stands, ref) else stands.value
-        return str(value) if value is None else type(value).__name__
-    if not isinstance(stands, tuple):
-        return str(getattr(stands, "__name__", stands))
-    kind, held = stands[:2]
-    if issubclass(kind, _PLAIN):
-        return str(held) if issubclass(kind, (float, complex)) else repr(held)
-    return str(kind.__name__)
-
-
 @lru_cache(maxsize=1024)
 def _slots(kind: type) -> tuple[str, ...] | None:
     """Return the slots of objects of a class that are looked into, None for any other."""
@@ -202,9 +187,6 @@ class Left:
 
     def __eq__(self, other: object) -> bool:
         return self.writes == (other.writes if isinstance(other, Left) else 0)
-
-    def __str__(self) -> str:
-        return "left by a pass"
 
 
 class Holder:
@@ -366,13 +348,13 @@ class State:
     __hash__ = None  # type: ignore[assignment]
 
     def changes_from(self, before: "State") -> list[str]:
-        """Return in words what is another than in a state before."""
+        """Return the attributes that are others than in a state before, behind their holders' names."""
         then, found = dict(zip(before._names, before._tokens, strict=True)), []
         for holder, now in zip(self._names, self._tokens, strict=True):
             old = then.get(holder, now)
             changed = [name for name in {**old, **now} if old is not now and not _alike(old, now, name)]
             for name in [CLASS] if CLASS in changed else changed:
-                found.append(_text(holder, name, old.get(name, MISSING), now.get(name, MISSING)))
+                found.append(f"{holder}: {name}")
         return found
 
 
@@ -385,13 +367,8 @@ def _alike(one: Tokens, other: Tokens, name: str) -> bool:
     return bool(one.get(name, MISSING) == other.get(name, MISSING))
 
 
-def _text(holder: str, name: str, before: Any, now: Any) -> str:
-    old, new = word(before), word(now)
-    return f"{holder}: {name} changed" if old == new else f"{holder}: {name} {old} -> {new}"
-
-
 def listed(texts: Sequence[str]) -> str:
-    """Return changes in words as one text, the first few of them."""
+    """Return changed attributes in words as one text, the first few of them."""
     more = f" and {len(texts) - MOST_NAMED} more" if len(texts) > MOST_NAMED else ""
     return "; ".join(texts[:MOST_NAMED]) + more
 
@@ -403,22 +380,17 @@ class Contents:
         held = ((holder, *each) for holder in holders for each in holder.containers())
         self._held = [(*each, dict(each[2]) if isinstance(each[2], dict) else list(each[2])) for each in held]
 
-    def changed(self) -> dict[str, tuple[str, bool]]:
-        """Return the attributes that hold something else now, by the holder's name and their own.
-
-        Each with the change in words, and whether it holds a plain value or tensors now.
-        """
-        found: dict[str, tuple[str, bool]] = {}
+    def changed(self) -> dict[str, bool]:
+        """Return the attributes that hold something else now, and whether each holds a plain value or tensors."""
+        found: dict[str, bool] = {}
         for holder, attribute, container, before in self._held:
-            for key, old, now in _differences(container, before):
+            for key, now in _differences(container, before):
                 name = key if attribute is None else attribute
                 if name in holder.ignored or name == TRAINING:
                     continue
                 value = now if attribute is None else vars(holder.owner).get(attribute)
-                words = (token(old), token(now)) if attribute is None else (MISSING, MISSING)
-                text = _text(holder.name, name, *words)
                 leaves = plain(value) or any(True for _ in tensors_in(value))
-                found.setdefault(f"{holder.name}: {name}", (text, leaves))
+                found.setdefault(f"{holder.name}: {name}", leaves)
         return found
 
     def put_back(self) -> None:
@@ -430,14 +402,14 @@ class Contents:
                     container.extend(before) if isinstance(container, list) else container.update(before)
 
 
-def _differences(container: Any, before: Any, by_token: bool = True) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the keys of a dict whose values are others than before, with both; of a list or set one key."""
+def _differences(container: Any, before: Any, by_token: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a dict whose values are others than before, with these; of a list or set one key."""
     if _has(container, _elements_of(before)):  # nearly always
         return
     if not isinstance(container, dict):
-        yield "", before, container
+        yield "", container
         return
     for key in before.keys() | container.keys():
         old, now = before.get(key, MISSING), container.get(key, MISSING)
         if old is not now and not (by_token and token(old) == token(now)):
-            yield key, old, now
+            yield key, now

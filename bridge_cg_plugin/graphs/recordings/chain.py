@@ -28,7 +28,7 @@ from ..replays.slot import ChainSlot, Slot
 from ..reports import BucketStatistics, RegionStatistics
 from .capture import put_back
 from .executor import Executor, Recording
-from .recording import ONE_THREAD, Activations, Mode, RegionBody
+from .recording import ONE_THREAD, STAY, Activations, Mode, RegionBody
 from .warm_up import KeptTensors, watched_pass
 
 # What is recorded in a slot.
@@ -175,15 +175,12 @@ class Part:
             with self.watch.passing():
                 yield
             changed = held.changed()
-            if briefly and (
-                first := [text for place, (text, _) in changed.items() if place not in self._always_changed]
-            ):
+            if briefly and (first := [place for place in changed if place not in self._always_changed]):
                 raise CaptureError(f"layers' first passes change attributes: {listed(first)}")
             self._always_changed.update(changed)
             if changed:
-                texts = listed([text for text, _ in changed.values()])
-                LOGGER.info("%s: replays do not set what a forward does: %s", self.name, texts)
-            if left := [text for text, leaves in changed.values() if leaves]:
+                LOGGER.info("%s: replays do not set what a forward does: %s", self.name, listed(list(changed)))
+            if left := [place for place, leaves in changed.items() if leaves]:
                 what = f"each forward changes an attribute, which a graph does not: {listed(left)}"
                 raise Refused(Fallback.LEAVES_TENSORS, what)
             held.put_back()
@@ -221,15 +218,15 @@ class Offloading:
         """Page-locked host memory held, in bytes."""
         return 0
 
-    def prepare(self, executor: Executor, bodies: Sequence[RegionBody], slot: int) -> Sequence[Activations | None]:
-        """Return what keeps each body's activations in a slot, None where they stay in the graph's memory.
+    def prepare(self, executor: Executor, bodies: Sequence[RegionBody], slot: int) -> Sequence[Activations]:
+        """Return what keeps each body's activations in a slot.
 
         Their warm-up is over.
 
         Raises:
             CaptureError: They cannot be kept as asked for.
         """
-        return [None] * len(bodies)
+        return [STAY] * len(bodies)
 
     def accepts(self, nbytes: int) -> bool:
         """Whether a slot, all buckets recorded, may take so many bytes; if not, `prepare` is asked again for less.

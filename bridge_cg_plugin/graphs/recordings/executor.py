@@ -50,7 +50,7 @@ class ReferenceRecording:
         """Fill `outputs` from the input buffers."""
         for static, fresh in zip(self.outputs, self._body.forward(), strict=True):
             static.copy_(fresh)
-        self._body.join()
+        self._body.activations.join()
         if not self._body.has_backward:
             self._body.forget()
 
@@ -89,14 +89,14 @@ class CudaGraphRecording:
         launched: Callable[[str], None] | None = None,
     ) -> None:
         self._replay_stream, self._launched = replay_stream, launched
-        self._name, self._copies = body.name, body.copies
+        self._name, self._copies = body.name, body.activations.copies
         self._forward = torch.cuda.CUDAGraph()
         self._backward = torch.cuda.CUDAGraph()
         try:
             with pool.taking(), capture_graph(self._forward, pool.handle, stream, generators):
                 self.outputs = body.forward()
                 self._record_event(stream)
-                body.join()
+                body.activations.join()
         except BaseException:
             body.forget()
             raise
@@ -202,7 +202,7 @@ class Executor(ABC):
         try:
             with self._aside(body):
                 body.forward()
-                body.join()
+                body.activations.join()
                 body.backward()
         finally:
             body.activations = before
@@ -445,7 +445,7 @@ class ReferenceExecutor(Executor):
         """See `Executor`: a replay runs both."""
         with self.isolated():
             outputs: tuple[Tensor, ...] = tuple(torch.full_like(o, torch.nan) for o in body.forward())
-            body.join()
+            body.activations.join()
         body.forget()
         return ReferenceRecording(body, outputs)
 

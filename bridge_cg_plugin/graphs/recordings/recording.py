@@ -1,6 +1,5 @@
 """The work that is recorded of one region at one bucket, over stand-ins for the region's parameters."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -115,21 +114,22 @@ def _reached(root: Root, places: Mapping[Node, int]) -> frozenset[int]:
     return frozenset(places[node] for node in places.keys() & seen)
 
 
-class Activations(ABC):
-    """Decides where the tensors are that autograd saves in one recording; what is not overridden leaves them there."""
+class Activations:
+    """Decides where the tensors are that autograd saves in one recording; what is not overridden leaves them there.
 
-    @property
-    def copies(self) -> bool:
-        """Whether any are copied to the host and back."""
-        return False
+    Attributes:
+        copies: Whether any are copied to the host and back.
+    """
 
-    @abstractmethod
+    copies = False
+
     def saving(self, fixed: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Be entered around the forward.
 
         Args:
             fixed: Tensors over memory that outlives the forward: parameters, buffers, static inputs.
         """
+        return nullcontext()
 
     def restoring(self) -> AbstractContextManager[None]:
         """Be entered around the backward."""
@@ -142,6 +142,9 @@ class Activations(ABC):
     def forget(self) -> None:
         """Drop what is left of a forward whose backward will not come."""
         return
+
+
+STAY = Activations()
 
 
 # Address of a storage that came back -> the address at which it was saved. Autograd calls a backward in a thread of its
@@ -234,7 +237,7 @@ class RegionBody:
         bucket: What is recorded for.
         state: Number of what the model is; see `Source`.
         output_gradients: Buffers that the backward reads.
-        activations: What keeps the tensors that autograd saves; None leaves them where they are.
+        activations: What keeps the tensors that autograd saves.
         looked_at: Entered around the pass over one layer of each kind that follows a whole warm-up pass.
     """
 
@@ -257,7 +260,7 @@ class RegionBody:
         self.output_gradients: tuple[Tensor, ...] = ()
         self.name, self.has_backward = program.name, sinks is not None
         self.bucket, self.state = bucket, 0
-        self.activations: Activations | None = None
+        self.activations = STAY
         self.looked_at: Callable[[], AbstractContextManager[None]] = nullcontext
         self._device_type = next(iter(buffers.values())).device.type
         self._live: tuple[list[Root | None], list[Tensor], dict[nn.Parameter, nn.Parameter]] | None = None
@@ -314,7 +317,6 @@ class RegionBody:
         main_grads = (*repeat(None, len(leaves)), *self._sinks.main_grads)
         handed_on = {i: t for i, (t, g) in enumerate(zip(targets, main_grads, strict=True)) if g is None}
         reach = reach_of(roots, handed_on)
-        restoring = nullcontext() if self.activations is None else self.activations.restoring()
         with (
             ONE_THREAD,
             torch.autocast(self._device_type, enabled=False),  # as users call backward: behind the forward's autocast
@@ -323,7 +325,7 @@ class RegionBody:
             nullcontext() if self._side is None else self._side.active(),
             walked_once(),
             self._program.recording(),
-            restoring,
+            self.activations.restoring(),
         ):
             gradients: tuple[Tensor | None, ...] = (None,) * len(targets)
             if pairs:  # nothing is trained, as where adapters are switched off
@@ -348,26 +350,15 @@ class RegionBody:
         """The buffers that the work reads, some of which other regions may have as well."""
         return (*self._buffers.values(), *self.output_gradients)
 
-    @property
-    def copies(self) -> bool:
-        """Whether activations are copied to the host and back."""
-        return self.activations is not None and self.activations.copies
-
-    def join(self) -> None:
-        """Let the current stream wait for copies of activations that the last forward or backward began."""
-        if self.activations is not None:
-            self.activations.join()
-
     def forget(self) -> None:
         """Free the autograd graph of the last forward."""
         self._live = None
         if self._side is not None:
             self._side.forget()
-        if self.activations is not None:
-            self.activations.forget()
+        self.activations.forget()
 
     def _saving(self, aliases: Mapping[nn.Parameter, nn.Parameter]) -> AbstractContextManager[None]:
-        if self.activations is None or self._sinks is None:
+        if self.activations is STAY or self._sinks is None:
             return nullcontext()
         held = (buffer for module in every_module(self._program.modules()) for buffer in module.buffers(recurse=False))
         return self.activations.saving((*self._buffers.values(), *aliases.values(), *held))

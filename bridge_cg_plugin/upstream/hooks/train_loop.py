@@ -22,7 +22,6 @@ from ...graphs.reports import (
     RegionStatistics,
     merge_statistics,
     metrics_of_ranks,
-    pause_metrics,
     render_steps,
 )
 from ..encoders.registry import find_encoders
@@ -121,8 +120,6 @@ def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
             FIGURES.take(state.train_state.step, found)
             for group, ranks in found.items():
                 write_metrics(state, metrics_of_ranks(list(ranks.values()), group))
-            if len(found) > 1:
-                write_metrics(state, pause_metrics(pauses_of_ranks(found), ALL_MODULES))
         return result
 
     return training_log
@@ -150,10 +147,6 @@ def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
     return _delete_cuda_graphs
 
 
-# Group of the figures of all modules together.
-ALL_MODULES = "cuda_graph"
-
-
 def statistics_of_ranks(modules: Sequence[GraphManager], config: Any) -> dict[str, dict[int, RegionStatistics]]:
     """Return every rank's statistics by its number, by the name that loggers give a module's figures.
 
@@ -174,12 +167,6 @@ def statistics_of_ranks(modules: Sequence[GraphManager], config: Any) -> dict[st
         distributed.all_gather_object(ranks, own)
     groups = dict.fromkeys(group for rank in ranks for group in rank)
     return {group: {n: rank[group] for n, rank in enumerate(ranks) if group in rank} for group in groups}
-
-
-def pauses_of_ranks(found: dict[str, dict[int, RegionStatistics]]) -> list[RegionStatistics]:
-    """Return for each rank the statistics of all its modules together: a step waits for the recordings of all."""
-    ranks = sorted({rank for group in found.values() for rank in group})
-    return [merge_statistics([group[rank] for group in found.values() if rank in group]) for rank in ranks]
 
 
 class Figures:
