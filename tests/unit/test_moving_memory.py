@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from bridge_cg_plugin.graphs.buckets import Bucket
-from bridge_cg_plugin.graphs.changes.source import SAMPLE
 from bridge_cg_plugin.graphs.changes.sources import MOST_SOURCES
 from bridge_cg_plugin.graphs.errors import ReplayError
 from bridge_cg_plugin.graphs.fallback import Fallback
@@ -84,7 +83,6 @@ def take_gradients_away(tower, flat):
 @pytest.mark.parametrize("in_step", [False, True])
 def test_memory_that_moves_between_forward_and_backward_is_an_error_and_is_not_written(change, in_step):
     tower = new_tower()
-    assert len(list(tower.parameters())) > SAMPLE
     flat = with_main_grads(tower)
     with (
         graphs_on(tower, buckets=(16,), executor=TapeExecutor()) as graphs,

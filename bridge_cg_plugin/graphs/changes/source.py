@@ -1,10 +1,10 @@
 """What recordings were made from: if it does not hold any more, they compute something else than the model."""
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, repeat
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +21,7 @@ from ..replays.gradients import GradientSinks, ParameterHooks, Reduction
 from ..replays.slot import Turn
 from .state import State
 
-_requires_grad, _dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
-# Parameters that a look inside a step takes.
-SAMPLE = 48
+_requires_grad, _dtype, _version = map(operator.attrgetter, ("requires_grad", "dtype", "_version"))
 # Microbatches that ask for a recording that failed, before it is first tried again.
 TRIED_AGAIN = 16
 
@@ -135,7 +133,8 @@ class Source:
         self.unproven: set[tuple[int, Bucket, Mode]] = set() if instead_of is None else instead_of.unproven
         if instead_of is not None:
             self.follow(instead_of)
-        self._constants = tuple((tensor, tensor._version) for tensor in read if tensor.device.type != device_type)
+        self._constants = [tensor for tensor in read if tensor.device.type != device_type]
+        self._versions = list(map(_version, self._constants))
         self.reads: tuple[Tensor, ...] = (*self.aliases.originals, *read)
         self._types, self._layouts = list(map(_dtype, self.reads)), _layouts_of(self.reads)
         self._storages = [_storage_of(tensor) for tensor in self.reads]
@@ -143,8 +142,6 @@ class Source:
         self._read_at, self._written_at = _addresses_of(self.reads), _addresses_of(self._written)
         self._found_none = self.gradients_left()
         self._unreplaced_at = -1
-        # A list: a generator would hold this object, and with it the memory of its recordings.
-        self._samples = cycle(list(self._some()))
 
     def refuse(self, place: tuple[Bucket, Mode], reason: Fallback) -> None:
         """Note why a bucket could not be captured in a mode."""
@@ -195,28 +192,6 @@ class Source:
         """Whether other parameters require a gradient than when the object was made."""
         return list(map(_requires_grad, self.aliases.originals)) != self._trained
 
-    def sample_differs(self) -> bool:
-        """Whether some of the parameters, others in every call, are trained otherwise, or moved with their `main_grad`.
-
-        A look at all 353 of a tower takes 0.15 ms, since the host's caches hold none of them any more. Who freezes
-        layers, or moves memory that many share, is seen at once by a few, and a single parameter within a few calls.
-        """
-        parameters, trained, tensors, addresses, owners, given = next(self._samples)
-        return (
-            list(map(_requires_grad, parameters)) != trained
-            or _addresses_of(tensors) != addresses
-            or list(map(id, map(getattr, owners, repeat("main_grad"), repeat(None)))) != given
-        )
-
-    def _some(self) -> Iterator[tuple[Sequence[Any], ...]]:
-        """Yield what each look inside a step takes: parameters, tensors and owners of gradients, each with values."""
-        tensors, addresses = [*self.reads, *self._written], self._read_at + self._written_at
-        owners = [p for p, g in zip(self.sinks.parameters, self.sinks.given, strict=True) if g is not None]
-        every = -(-len(self._trained) // SAMPLE) or 1
-        columns = self.aliases.originals, self._trained, tensors, addresses, owners, list(map(id, self._written))
-        for first in range(every):
-            yield tuple(each[first::every] for each in columns)
-
     def moved(self, gradients: bool, layouts: bool = False) -> bool:
         """Whether memory that recordings read or, with gradients, write lies elsewhere now.
 
@@ -225,7 +200,7 @@ class Source:
             layouts: Also whether what is read has other shapes or strides.
         """
         return (
-            any(tensor._version != version for tensor, version in self._constants)
+            list(map(_version, self._constants)) != self._versions
             or _addresses_of(self.reads) != self._read_at
             or (gradients and self._found_none)
             or (gradients and self.sinks.replaced())
