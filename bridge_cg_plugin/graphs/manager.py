@@ -15,7 +15,7 @@ from ..announce import announce, warn, warn_once
 from ..switches import PROOF, switched_on
 from . import ranges
 from .buckets import Demand
-from .changes.model_watch import ModelWatch, foreign_hook
+from .changes.model_watch import ModelWatch
 from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, Retry, named, reason_of, release_frames
 from .fallback import Fallback
 from .growing import Growing
@@ -345,16 +345,9 @@ class GraphManager:
     def capture_due(self) -> bool:
         """Whether there are no graphs and a capture is worth a try, once warm-up steps have run.
 
-        One that failed is tried again after one step, two, four and so on. For ranks that capture together that is
-        all; a rank alone tries at once where it failed for a hook that is gone.
+        One that failed is tried again after one step, two, four and so on.
         """
-        if self.captured:
-            return False
-        if self._retry.due or self._failed_for is not Fallback.FORWARD_HOOKS:
-            return self._retry.due
-        bypassed = [(name, module) for name, module in self.model.named_modules() if module is not self.model]
-        alone = not (self.consensus.ranks or self.bucket_consensus.ranks)
-        return alone and foreign_hook(bypassed, self.surroundings.exempt.own_hook) is None
+        return not self.captured and self._retry.due
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from ..graphs.recordings.executor import Executor
 from ..graphs.recordings.recording import STAY, Activations, RegionBody
 from ..options import OFFLOAD_MODULES, RECOMPUTE, CapturedOptions
 from .host import GIB, PinnedMemory
-from .plan import Event, Fate, Inventory, Plan, Policy, Seen, fixed_plans, plans_within, smallest_window
+from .plan import Event, Fate, Inventory, Plan, Policy, Seen, fixed_plans, plans_within
 from .registry import Record, raw_bytes
 from .store import ActivationStore, CudaTransfers, Packing, SavedStorage, Transfers, rebuilding_of, rebuilt
 
@@ -179,13 +178,6 @@ HIDES = 0.7
 TOLERANCE = 1.01
 
 
-class Planned(NamedTuple):
-    """What a part of a model saves, and what becomes of it; a whole region is one part."""
-
-    inventory: Inventory
-    plan: Plan
-
-
 # A bucket, and each part with the number of what the model is: a frozen layer saves less.
 type _Key = tuple[Bucket, tuple[tuple[str, int], ...]]
 
@@ -203,7 +195,7 @@ class RegionOffloading(Offloading):
         self._policy, self._slots, self._device = policy, slots, device
         self._pinned = PinnedMemory(device.type == "cuda", policy.fields)
         self._transfers = CudaTransfers(device) if device.type == "cuda" else Transfers()
-        self._plans: dict[_Key, list[Planned] | None] = {}
+        self._plans: dict[_Key, Sequence[Plan] | None] = {}
         self._looked: dict[_Key, list[Observer]] = {}
         # Bytes that pools were seen to take beyond what was planned, and how often that was.
         self._beyond = self._excesses = 0
@@ -218,18 +210,18 @@ class RegionOffloading(Offloading):
         key = bodies[0].bucket, tuple((body.name, body.state) for body in bodies)
         if key not in self._plans:
             self._plans[key] = self._decide(executor, bodies, key)
-        parts = self._plans[key]
-        if parts is None:
+        plans = self._plans[key]
+        if plans is None:
             return [STAY] * len(bodies)
-        hosts = self._pinned.reserve(slot, _offloaded(parts))
+        hosts = self._pinned.reserve(slot, _offloaded(plans))
         return [
             ActivationStore(
-                *planned,
-                {place: hosts[part, place] for place in planned.plan.places(Fate.OFFLOAD)},
+                plan,
+                {place: hosts[part, place] for place in plan.places(Fate.OFFLOAD)},
                 self._transfers,
                 self._policy.least_bytes,
             )
-            for part, planned in enumerate(parts)
+            for part, plan in enumerate(plans)
         ]
 
     def accepts(self, nbytes: int) -> bool:
@@ -253,7 +245,7 @@ class RegionOffloading(Offloading):
         if self._pinned.nbytes:
             self._pinned.release()
 
-    def _decide(self, executor: Executor, bodies: Sequence[RegionBody], key: _Key) -> list[Planned] | None:
+    def _decide(self, executor: Executor, bodies: Sequence[RegionBody], key: _Key) -> Sequence[Plan] | None:
         """Return what becomes of the activations of bodies that run one after the other, None where all stay."""
         if key not in self._looked:
             self._looked[key] = self._look(executor, bodies)
@@ -265,13 +257,12 @@ class RegionOffloading(Offloading):
             plans = self._within_target(observed, bucket, static_bytes_of(bodies), self._policy.offload_above_gb)
         if plans is None:
             return None
-        found = list(map(Planned, inventories, plans))
         if all(fate is Fate.KEEP for plan in plans for fate in plan.fates):
             self._say_nothing_leaves(bucket, inventories)
             return None
         # Before any capture, host memory for all slots must be there; what is held counts.
-        self._pinned.check(max(self._slots * sum(_offloaded(found).values()) - self._pinned.nbytes, 0))
-        return found
+        self._pinned.check(max(self._slots * sum(_offloaded(plans).values()) - self._pinned.nbytes, 0))
+        return plans
 
     def _look(self, executor: Executor, bodies: Sequence[RegionBody]) -> list[Observer]:
         """Return what bodies save and use, from one look at each."""
@@ -294,10 +285,10 @@ class RegionOffloading(Offloading):
         hidden = 0
         if len(inventories) == 1:
             hidden = int(HIDES * observed[0].forward_ms * offload_rate(self._device))
-        plans = plans_within(inventories, hidden, policy, window)
+        plans, fewest = plans_within(inventories, hidden, policy, window)
         if plans is None:
-            raise CaptureError(self._refusal(bucket, smallest_window(inventories, hidden, policy) + others))
-        announce(f"bucket {bucket}: {describe(list(map(Planned, inventories, plans)))}")
+            raise CaptureError(self._refusal(bucket, fewest + others))
+        announce(f"bucket {bucket}: {describe(plans)}")
         return plans
 
     def _refusal(self, bucket: Bucket, least: int) -> str:
@@ -347,20 +338,16 @@ def static_bytes_of(bodies: Sequence[RegionBody]) -> int:
     return sum(buffers.values()) + sum(body.returned_bytes for body in bodies)
 
 
-def _offloaded(parts: Sequence[Planned]) -> dict[tuple[int, int], int]:
+def _offloaded(plans: Sequence[Plan]) -> dict[tuple[int, int], int]:
     """Return the bytes of every storage that goes to the host, by part and place."""
     return {
-        (part, place): inventory.seen[place].nbytes
-        for part, (inventory, plan) in enumerate(parts)
+        (part, place): plan.inventory.seen[place].nbytes
+        for part, plan in enumerate(plans)
         for place in plan.places(Fate.OFFLOAD)
     }
 
 
-def describe(parts: Sequence[Planned]) -> str:
+def describe(plans: Sequence[Plan]) -> str:
     """Return in words how many bytes are kept, offloaded and recomputed."""
-    sizes = Counter[Fate]()
-    for inventory, plan in parts:
-        for seen, fate in zip(inventory.seen, plan.fates, strict=True):
-            sizes[fate] += seen.nbytes
     words = {Fate.KEEP: "kept", Fate.OFFLOAD: "offloaded", Fate.REBUILD: "recomputed"}
-    return ", ".join(f"{sizes[fate] / GIB:.2f} GiB {word}" for fate, word in words.items())
+    return ", ".join(f"{sum(plan.nbytes(fate) for plan in plans) / GIB:.2f} GiB {word}" for fate, word in words.items())

@@ -79,15 +79,17 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What becomes of every storage of an inventory.
+    """What becomes of every storage of a part of a model; a whole region is one part.
 
     Attributes:
+        inventory: What the part saves.
         fates: One for each storage.
         window: Bytes that may be on the device at once.
         reserve: Part of the window for what comes next: beyond the rest the forward waits for copies under way, and the
             backward fetches nothing ahead.
     """
 
+    inventory: Inventory
     fates: tuple[Fate, ...]
     window: int
     reserve: int = 0
@@ -96,6 +98,10 @@ class Plan:
     def room(self) -> int:
         """Bytes up to which the forward waits for no copy and the backward fetches ahead."""
         return self.window - self.reserve
+
+    def nbytes(self, fate: Fate) -> int:
+        """Return the bytes of all storages of this fate."""
+        return sum(self.inventory.seen[place].nbytes for place in self.places(fate))
 
     def places(self, fate: Fate) -> list[int]:
         """Return the storages of this fate."""
@@ -137,31 +143,28 @@ def fixed_plans(parts: Sequence[Inventory], policy: Policy) -> list[Plan]:
     return _plans(parts, fates, kept + max(2 * needed, sum(part.nbytes for part in parts) // 4))
 
 
-def plans_within(parts: Sequence[Inventory], hidden: int, policy: Policy, window: int) -> list[Plan] | None:
-    """Return the plans of parts whose activations fit a window at the least cost, None where none do.
+def plans_within(parts: Sequence[Inventory], hidden: int, policy: Policy, window: int) -> tuple[list[Plan] | None, int]:
+    """Return the plans of parts whose activations fit a window at the least cost, and the fewest bytes of any plans.
 
     Args:
         parts: See `fixed_plans`.
         hidden: Bytes whose copies hide behind other work.
         policy: What may be done.
-        window: Bytes of activations on the device at once.
+        window: Bytes of activations on the device at once; where none fit, there are no plans.
     """
+    fewest = sum(part.nbytes for part in parts)
     for fates, least in _choices(parts, hidden, policy):
+        fewest = min(fewest, least)
         if least <= window:
-            return _plans(parts, fates, window)
-    return None
-
-
-def smallest_window(parts: Sequence[Inventory], hidden: int, policy: Policy) -> int:
-    """Return the fewest bytes of activations that plans can keep to."""
-    return min(least for _, least in _choices(parts, hidden, policy))
+            return _plans(parts, fates, window), fewest
+    return None, fewest
 
 
 def _plans(parts: Sequence[Inventory], fates: Sequence[Sequence[Fate]], window: int) -> list[Plan]:
     """Return a plan for each part: its window is what is left by activations that parts before it keep."""
     plans = []
     for part, own in zip(parts, fates, strict=True):
-        plans.append(Plan(tuple(own), window, needed_at_once(part, own)))
+        plans.append(Plan(part, tuple(own), window, needed_at_once(part, own)))
         window -= kept_bytes(part, own)
     return plans
 

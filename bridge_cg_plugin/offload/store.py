@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..graphs.errors import CaptureError
 from ..graphs.recordings.recording import Activations, returned_storages
-from .plan import Fate, Inventory, Plan
+from .plan import Fate, Plan
 from .registry import Recipe, Record, Registry, View, can_travel, is_marked, raw_bytes, registering, view_of
 
 
@@ -222,8 +222,7 @@ class ActivationStore(Packing):
     """Carries out a plan in the forward and backward of one recording; see `graphs.recordings.recording.Activations`.
 
     Args:
-        inventory: What the pass before the recording saved.
-        plan: What becomes of it.
+        plan: What becomes of what the pass before the recording saved.
         hosts: `[bytes]` uint8 on the host for each storage that is offloaded, by its place.
         transfers: Copies.
         least: Smallest storage, in bytes, that may leave the device.
@@ -232,11 +231,9 @@ class ActivationStore(Packing):
         peak_of_last: Most bytes of activations that were on the device at once in the last forward and backward.
     """
 
-    def __init__(
-        self, inventory: Inventory, plan: Plan, hosts: dict[int, Tensor], transfers: Transfers, least: int
-    ) -> None:
+    def __init__(self, plan: Plan, hosts: dict[int, Tensor], transfers: Transfers, least: int) -> None:
         super().__init__(least)
-        self._inventory, self._plan, self._hosts, self._transfers = inventory, plan, hosts, transfers
+        self._inventory, self._plan, self._hosts, self._transfers = plan.inventory, plan, hosts, transfers
         self._saved: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         self.peak_of_last, self.copies = 0, bool(hosts)
         self.forget()

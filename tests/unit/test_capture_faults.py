@@ -22,11 +22,10 @@ from bridge_cg_plugin.options import OFFLOAD_MODULES
 from bridge_cg_plugin.vision.encoder import RecordedKernels
 from bridge_cg_plugin.vision.workload import VisionWorkload
 
-from ..tape import TapeExecutor
 from . import packs
 from .mixes import MIXED
 from .packed_parts import on_parts
-from .towers import assert_close, draw, graphs_on, new_tower, results
+from .towers import assert_close, graphs_on, new_tower, results
 
 LEAST_BYTES = 1024
 
@@ -250,24 +249,6 @@ def test_a_recording_that_failed_is_asked_for_again_less_and_less_often():
             retry.failed(Fallback.MODEL_CHANGED)  # the same failure, seen by another part
             assert not retry.due and retry.reason is Fallback.CAPTURE_FAILED
     assert tries == 6
-
-
-def test_a_capture_refused_for_a_hook_is_due_once_the_hook_is_gone():
-    tower = new_tower()
-    handle = tower.decoder.layers[0].register_forward_hook(lambda *_: None)
-    with graphs_on(tower, buckets=(16,), capture=False, strict=False, executor=TapeExecutor()) as graphs:
-        for _ in range(5):
-            assert graphs.capture_due
-            assert not graphs.capture() and not graphs.capture_due
-            tower(*draw([[1, 4, 4]]))
-            for _ in range(64):
-                if not graphs.capture_due:
-                    graphs.begin_step()
-        graphs.capture()
-        handle.remove()
-        assert graphs.capture_due and graphs.capture() and not graphs.capture_due
-        tower(*draw([[1, 4, 4]]))
-        assert graphs.statistics().fallbacks == {"forward_hooks": 5} and graphs.statistics().replays == 1
 
 
 def raised(error):

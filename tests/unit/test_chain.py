@@ -24,7 +24,7 @@ def planned(graphs):
 
 def bytes_of(parts):
     """Return what parts save in bytes."""
-    return sum(inventory.nbytes for inventory, _ in parts)
+    return sum(plan.inventory.nbytes for plan in parts)
 
 
 def expected_of(model, modules, *lengths):
@@ -52,8 +52,8 @@ def test_outputs_and_gradients_are_those_of_parts_that_keep_all(modules, layers,
         assert not statistics.fallbacks and statistics.replays == 4 * len(graphs._regions)
         assert statistics.pinned_bytes >= 2 * bytes_of(parts)
         assert len(parts) == len(graphs._regions)
-        assert {fate for _, plan in parts for fate in plan.fates} == {Fate.OFFLOAD}
-        assert scopes <= {seen.scope for inventory, _ in parts for seen in inventory.seen}
+        assert {fate for plan in parts for fate in plan.fates} == {Fate.OFFLOAD}
+        assert scopes <= {seen.scope for plan in parts for seen in plan.inventory.seen}
     assert graphs.statistics().pinned_bytes == 0
 
 
@@ -87,7 +87,7 @@ def test_one_memory_target_holds_for_all_parts_of_a_slot(modules, share, capsys)
         largest = max(graphs._regions[0].buckets)
         bodies = [r.recording._body for each in made for (_, b, mode), r in each if b == largest and mode.gradients]
         peaks = [body.activations.peak_of_last for body in bodies]
-        plans = [plan for _, plan in planned(graphs)]
+        plans = planned(graphs)
         assert any(peaks) and all(peak <= plan.window for peak, plan in zip(peaks, plans, strict=True))
         assert plans[0].window <= target * 2**30
         assert {fate for plan in plans for fate in plan.fates} == {Fate.KEEP, Fate.OFFLOAD}

@@ -80,7 +80,7 @@ for options in (moved, {**moved, "recompute": ("layernorm", "gelu", "linear")}):
         found = [t.clone() for part in results(tower, rows) for t in part]
         again = [t.clone() for part in results(tower, rows) for t in part]
         (planned,) = next(iter(graphs._regions[0].chain.offloading._plans.values()))
-        kinds = [s.kind for s, f in zip(planned.inventory.seen, planned.plan.fates) if f.value == "rebuild"]
+        kinds = [s.kind for s, f in zip(planned.inventory.seen, planned.fates) if f.value == "rebuild"]
         assert graphs.statistics().pinned_bytes > 0 and not graphs.statistics().fallbacks
     assert all(map(torch.equal, found, expected)) and all(map(torch.equal, again, expected))
 print(kinds.count("gelu"))

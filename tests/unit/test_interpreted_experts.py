@@ -33,7 +33,7 @@ with ON_CPU(), graphs_on(model, arguments, cuda_graph_modules=[], **options, **m
     (found * torch.linspace(0.5, 1.5, found.numel()).view(found.shape)).sum().backward()
     assert graphs.statistics().replays == 1, graphs.statistics()
     ((planned,),) = graphs._regions[0].chain.offloading._plans.values()
-    rebuilt = sorted(planned.inventory.seen[place].kind for place in planned.plan.places(Fate.REBUILD))
+    rebuilt = sorted(planned.inventory.seen[place].kind for place in planned.places(Fate.REBUILD))
 assert rebuilt == ["gelu", "linear"], rebuilt
 inside = set(model.decoder.parameters())
 right = [g for p, g in zip(model.parameters(), gradients, strict=True) if p in inside]

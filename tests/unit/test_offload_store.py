@@ -96,7 +96,7 @@ def test_tensors_come_back_as_they_were_and_what_shares_memory_is_copied_once():
     assert model.log["returned"].layouts == model.log["saved"].layouts
     assert model.log["returned"].groups == model.log["saved"].groups
     assert not store._leaving and not store._there
-    assert transfers.offloads == transfers.loads == len(planned.plan.places(Fate.OFFLOAD))
+    assert transfers.offloads == transfers.loads == len(planned.places(Fate.OFFLOAD))
     # Twelve dtypes, then whole, scales, quantized, the sum and the strided one: nothing is copied for a second view.
     assert len(planned.inventory.seen) < len(region.program.model.weights) * 20
 
@@ -183,7 +183,7 @@ class Squares(nn.Module):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_what_can_be_recomputed_is_made_again(in_place):
     region, offloading = saver_region(program=SaverProgram(Squares(in_place=in_place)), transfers=LateTransfers())
-    plan = planned_of(offloading).plan
+    plan = planned_of(offloading)
     assert len(plan.places(Fate.REBUILD)) == 1
     batch, model = batch_of(8, 0), region.program.model
     expected = results(model, batch, model.parameters())
@@ -195,7 +195,7 @@ def test_what_can_be_recomputed_is_made_again(in_place):
 @pytest.mark.parametrize("fault", [{"wrong": True}, {"unnoted": True}], ids=lambda fault: next(iter(fault)))
 def test_what_is_not_recomputed_to_the_bit_is_not_made_again(fault, capsys):
     region, offloading = saver_region(program=SaverProgram(Squares(**fault)))
-    assert not planned_of(offloading).plan.places(Fate.REBUILD)
+    assert not planned_of(offloading).places(Fate.REBUILD)
     assert ("not recomputed" in capsys.readouterr().out) == ("wrong" in fault)
     batch, model = batch_of(8, 0), region.program.model
     expected = results(model, batch, model.parameters())
@@ -241,7 +241,7 @@ def test_any_window_and_any_fates_give_the_same_gradients(window, fates):
         for s, fate in zip(inventory.seen, fates, strict=False)
     )
     needed = needed_at_once(inventory, chosen)
-    store._plan = Plan(chosen, window, needed)
+    store._plan = Plan(inventory, chosen, window, needed)
     store._hosts = {place: torch.empty(s.nbytes, dtype=torch.uint8) for place, s in enumerate(inventory.seen)}
     batch, model = batch_of(8, 0), region.program.model
     expected = results(model, batch, model.parameters())

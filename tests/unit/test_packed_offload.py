@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.offload import offloading
 from bridge_cg_plugin.offload.host import GIB
-from bridge_cg_plugin.offload.plan import Fate, Policy, smallest_window
+from bridge_cg_plugin.offload.plan import Fate, Policy, plans_within
 from bridge_cg_plugin.offload.store import ActivationStore
 from bridge_cg_plugin.options.vision import OFFLOAD_MODULES, RECOMPUTE
 
@@ -48,7 +48,7 @@ def test_losses_and_gradients_are_the_same_to_the_bit(expected, options):
         assert statistics.replays == len(PACKS) and not statistics.fallbacks
         assert statistics.pinned_bytes > 0
         (planned,) = next(iter(graphs._regions[0].chain.offloading._plans.values()))
-        scopes = {planned.inventory.seen[place].scope for place in planned.plan.places(Fate.OFFLOAD)}
+        scopes = {planned.inventory.seen[place].scope for place in planned.places(Fate.OFFLOAD)}
         assert {"attention", "mlp", "layernorm"} & scopes
     for (losses, gradients), (other_losses, others) in zip(found, wanted, strict=True):
         assert torch.equal(losses, other_losses)
@@ -104,7 +104,7 @@ def planned(graphs):
 def moved(graphs):
     """Return scopes and kinds of what leaves, with its fate."""
     found = planned(graphs)
-    return {(one.scope, one.kind, fate) for one, fate in zip(found.inventory.seen, found.plan.fates, strict=True)}
+    return {(one.scope, one.kind, fate) for one, fate in zip(found.inventory.seen, found.fates, strict=True)}
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_packs_with_experts_keep_any_memory_target(stores):
         inventory = planned(graphs).inventory
         (recorded,) = graphs._regions[0].sources.current.recordings.values()
         static = offloading.static_bytes_of([recorded.recording._body])
-    least = smallest_window([inventory], 0, Policy(frozenset(OFFLOAD_MODULES), frozenset(RECOMPUTE)))
+    _, least = plans_within([inventory], 0, Policy(frozenset(OFFLOAD_MODULES), frozenset(RECOMPUTE)), -1)
 
     @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.floats(0.0, 0.99))

@@ -5,7 +5,7 @@ a step, and once the flag is up, everything is compared that no watcher sees. Ot
 """
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -279,7 +279,14 @@ class ModelWatch:
 
     def foreign_hook(self, modules: Iterable[nn.Module]) -> str | None:
         """Return a hook on one of these modules, or on all, that a replay would not run, in words; None without one."""
-        return foreign_hook([(self.name(m), m) for m in modules if m not in self._called], self.exempt.own_hook)
+        called = self._called
+        hooked = [(self.name(m), getattr(m, hooks)) for m in modules if m not in called for hooks in HOOKS]
+        hooked += [("every module", getattr(torch_module, hooks)) for hooks in GLOBAL_HOOKS]
+        for name, hooks in hooked:
+            for hook in hooks.values():
+                if not self.exempt.own_hook(hook):
+                    return f"{name} has the hook {getattr(hook, '__qualname__', type(hook).__qualname__)}"
+        return None
 
     def trained_attribute(self, modules: Iterable[nn.Module]) -> str | None:
         """Return a tensor that requires a gradient and is no parameter, in words; None without one.
@@ -319,19 +326,6 @@ class ModelWatch:
                 return f"{self.name(owner)} ({frame.f_code.co_filename}:{frame.f_lineno})"
             frame = frame.f_back
         return "the model"
-
-
-def foreign_hook(
-    modules: Iterable[tuple[str, nn.Module]], own_hook: Callable[[Callable[..., Any]], bool]
-) -> str | None:
-    """Return a hook on one of these modules, or on all, that is not the model's own, in words; None without one."""
-    hooked = [(name, getattr(m, hooks)) for name, m in modules for hooks in HOOKS]
-    hooked += [("every module", getattr(torch_module, hooks)) for hooks in GLOBAL_HOOKS]
-    for name, hooks in hooked:
-        for hook in hooks.values():
-            if not own_hook(hook):
-                return f"{name} has the hook {getattr(hook, '__qualname__', type(hook).__qualname__)}"
-    return None
 
 
 @contextmanager
