@@ -6,10 +6,10 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from bridge_cg_plugin.graphs.program import TensorSpec
+from bridge_cg_plugin.graphs.program import RegionProgram, TensorSpec
 
 
-class RowsProgram:
+class RowsProgram(RegionProgram):
     """See `RegionProgram`.
 
     Args:
@@ -43,15 +43,9 @@ class RowsProgram:
     def size(self, batch):
         return len(batch)
 
-    def refuse(self, batch, bucket):
-        return None
-
     def load(self, buffers, batch):
         buffers["x"][: len(batch)].copy_(batch.detach())
         buffers["x"][len(batch) :].zero_()
-
-    def load_example(self, buffers, bucket):
-        buffers["x"].zero_()
 
     def forward(self, buffers, bucket):
         outputs = self._forward(buffers["x"])
@@ -59,9 +53,6 @@ class RowsProgram:
 
     def recording(self):
         return nullcontext()
-
-    def output_rows(self, batch):
-        return (len(batch),) * self._outputs
 
     def differentiable_inputs(self, batch):
         return (batch,)

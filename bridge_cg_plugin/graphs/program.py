@@ -154,9 +154,10 @@ class RegionProgram(ABC):
     def recording(self) -> AbstractContextManager[None]:
         """Return what is entered around each run of `forward` and of its backward that is recorded."""
 
-    @abstractmethod
-    def output_rows(self, batch: Any) -> tuple[int, ...]:
-        """Return how many leading rows of each output are real."""
+    def output_rows(self, batch: Any, bucket: Bucket, outputs: Sequence[Tensor]) -> tuple[int, ...]:
+        """Return how many leading rows of each padded output are real: the batch's part of the bucket."""
+        tokens = self.size(batch)
+        return tuple([output.shape[0] * tokens // bucket.tokens for output in outputs])
 
     def differentiable_inputs(self, batch: Any) -> tuple[Tensor, ...]:
         """Return the batch's tensors that match the differentiable specs, in their order; their rows fill the first."""

@@ -182,10 +182,6 @@ class LanguageModel(RegionProgram):
         """See `RegionProgram`."""
         return self._recording(self.model, self.modules())
 
-    def output_rows(self, batch: Microbatch) -> tuple[int, ...]:
-        """See `RegionProgram`."""
-        return (batch.decoder_input.shape[1],)
-
     def differentiable_inputs(self, batch: Microbatch) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
         return batch.decoder_input, *self._features(batch)

@@ -62,11 +62,6 @@ class EncoderBatch:
         """Patches."""
         return self.shape.tokens
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that the encoder reads."""
-        return (self.pixels,) if self.sizes is None else (self.pixels, self.sizes)
-
 
 def equal_images(pixels: Tensor, images: int, patches: int) -> EncoderBatch:
     """Return a microbatch of so many images that all have so many patches."""

@@ -76,10 +76,6 @@ class Encoder(RegionProgram):
             BatchError: The encoder refuses the batch eager, too.
         """
 
-    @abstractmethod
-    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
-        """Call the encoder's own forward with a batch."""
-
     def outputs(self, returned: Any) -> tuple[Tensor, ...]:
         """Return the tensors in what the encoder's own forward returned, in the order of the region's outputs."""
         return (returned,)

@@ -82,10 +82,6 @@ class GridEncoder(Encoder):
         image = (1, self.merge, min(bucket.tokens, bucket.limits[1]) // self.merge**2 * self.merge)
         write_guarded(buffers["grid"], torch.tensor([image]), (image,))
 
-    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
-        """See `RegionProgram`: embeddings, then patches."""
-        return batch.tokens // self.merge**2, batch.tokens
-
 
 NEIGHBOURS = 4
 # PyTorch scatters up to this many rows with a kernel that rounds in between, more with one that does not

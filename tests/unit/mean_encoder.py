@@ -34,9 +34,6 @@ class MeanEncoder(Encoder):
         misfit = None if len(images) else "there is no image"
         return encoder_call(equal_images(images, len(images), PATCHES), usual=True, misfit=misfit)
 
-    def run(self, forward, batch):
-        return forward(batch.pixels)
-
     def input_specs(self, bucket):
         return {"images": TensorSpec((bucket.tokens // PATCHES, PATCHES, WIDTH), torch.float32)}
 
@@ -45,9 +42,6 @@ class MeanEncoder(Encoder):
 
     def forward(self, buffers, bucket):
         return (type(self.model).forward(self.model, buffers["images"]),)
-
-    def output_rows(self, batch):
-        return (batch.shape.frames,)
 
 
 def find(holder):

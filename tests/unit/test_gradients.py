@@ -492,11 +492,6 @@ class Web(nn.Module):
         return self.layers[0](values[-1]), values[-1], *(values[place % len(values)] for place in self.outputs)
 
 
-class WebProgram(ToyProgram):
-    def output_rows(self, batch):
-        return (len(batch.x),) * (2 + len(self.model.outputs))
-
-
 def gradients_through(outputs, model, x, read):
     model.zero_grad()
     x.grad = None
@@ -514,7 +509,7 @@ def gradients_through(outputs, model, x, read):
 )
 def test_gradients_and_their_absence_are_eagers(executor, steps, outputs, frozen, requires_grad, data):
     model, batch = Web(steps, outputs, frozen), toy_batch(requires_grad=requires_grad)
-    region = new_region(WebProgram(model), executor(), [Bucket(8)])
+    region = new_region(ToyProgram(model), executor(), [Bucket(8)])
     region.capture()
     for _ in range(2):
         made = model(batch.x, batch.offsets)
@@ -528,7 +523,7 @@ def test_gradients_and_their_absence_are_eagers(executor, steps, outputs, frozen
 def test_outputs_that_nothing_trained_leads_to_give_no_gradient():
     """As where adapters are switched off."""
     model, batch = Web([(CUT, 0)], [], frozen={0}), toy_batch()
-    region = new_region(WebProgram(model), ReferenceExecutor(), [Bucket(8)])
+    region = new_region(ToyProgram(model), ReferenceExecutor(), [Bucket(8)])
     region.capture()
     outputs = region.run(batch)
     assert_same(outputs, model(batch.x, batch.offsets))

@@ -82,7 +82,7 @@ class Replay:
             lease = self.lease = slot.take()
             try:
                 program.load(slot.buffers[self.bucket], batch)
-                self.rows = program.output_rows(batch)
+                self.rows = program.output_rows(batch, self.bucket, self.recorded.recording.outputs)
                 outputs: tuple[Tensor, ...]
                 if not self.gradients:
                     outputs = self.launch()

@@ -292,9 +292,9 @@ class PackedProgram(RegionProgram):
         """See `RegionProgram`."""
         return self._kernels(self._part.roots())
 
-    def output_rows(self, batch: PackedBatch) -> tuple[int, ...]:
+    def output_rows(self, batch: PackedBatch, bucket: Bucket, outputs: Sequence[Tensor]) -> tuple[int, ...]:
         """See `RegionProgram`."""
-        return (batch.hidden.shape[0],) * self._part.outputs
+        return (batch.hidden.shape[0],) * len(outputs)
 
     def differentiable_inputs(self, batch: PackedBatch) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""

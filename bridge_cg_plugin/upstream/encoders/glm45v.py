@@ -54,10 +54,6 @@ class Glm45VEncoder(TowerEncoder):
         merged: Tensor = self.model.downsample(cells).view(-1, self.model.config.out_hidden_size)
         return merged
 
-    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
-        """See `RegionProgram`."""
-        return (batch.tokens // self.merge**2,) * 2
-
     def out_of_bounds(self, batch: EncoderBatch, misfit: str | None) -> str | None:
         """See `TowerEncoder`: upstream takes the shape of the n-th frame from the n-th row of the grid."""
         sizes = [height * width for frames, height, width in batch.rows for _ in range(frames)]

@@ -137,10 +137,6 @@ class TowerEncoder(GridEncoder):
         """
         return None
 
-    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
-        """See `Encoder`."""
-        return forward(batch.pixels, grid_thw=batch.sizes, return_dict=True)
-
     def outputs(self, returned: Any) -> tuple[Tensor, ...]:
         """See `Encoder`."""
         return returned.pooler_output, returned.last_hidden_state

@@ -1,6 +1,6 @@
 """Ministral 3's vision encoder, Hugging Face's Pixtral, as a region: images of any size, padded to one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -113,10 +113,6 @@ class PixtralEncoder(TowerEncoder):
         )
         return (returned.last_hidden_state[0],)
 
-    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
-        """See `RegionProgram`."""
-        return (batch.tokens,)
-
     def read(  # type: ignore[override]  # sizes in place of a grid
         self, grids: HostGrids, pixel_values: Tensor, image_sizes: Any = None, **others: Any
     ) -> Call:
@@ -133,10 +129,6 @@ class PixtralEncoder(TowerEncoder):
         hidden = others.get("output_hidden_states") is True
         usual = hidden and returns_an_object(self.model, {**others, "output_hidden_states": False})
         return encoder_call(EncoderBatch(pixel_values, rows, shape_of(rows), sizes), usual, misfit)
-
-    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
-        """See `Encoder`."""
-        return forward(batch.pixels, image_sizes=batch.sizes, output_hidden_states=True, return_dict=True)
 
     def outputs(self, returned: Any) -> tuple[Tensor, ...]:
         """See `Encoder`."""

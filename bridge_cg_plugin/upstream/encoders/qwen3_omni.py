@@ -6,7 +6,7 @@ of so many chunks of one clip. All chunks of a clip but its last are full: every
 `lengths` are `[clips]` int64 in frames, unused ones zero and behind the others.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -75,11 +75,6 @@ class Qwen3OmniEncoder(TowerEncoder):
         indices, weights = position_interpolation(positions, model.num_grid_per_side, torch.float32)
         embeddings: Tensor = (model.pos_embed(indices) * poisoned(weights, guarded)[:, :, None]).sum(0)
         return embeddings
-
-    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
-        """See `RegionProgram`."""
-        features = {index for index in self.model.deepstack_visual_indexes if index < len(self.model.blocks)}
-        return (batch.tokens // self.merge**2,) * (1 + len(features)) + (batch.tokens,)
 
     def outputs(self, returned: Any) -> tuple[Tensor, ...]:
         """See `Encoder`: embeddings, deepstack features, hidden states."""
@@ -260,7 +255,7 @@ class Qwen3OmniAudioEncoder(Encoder):
         tokens: Tensor = model.conv_out(joined.permute(0, 3, 1, 2).flatten(2))
         return tokens
 
-    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
+    def output_rows(self, batch: EncoderBatch, bucket: Bucket, outputs: Sequence[Tensor]) -> tuple[int, ...]:
         """See `RegionProgram`."""
         return (sum(tokens_of(length) for _, _, length in batch.rows),)
 
@@ -274,10 +269,6 @@ class Qwen3OmniAudioEncoder(Encoder):
         shape = Shape(sum(room), len(room), max(room, default=0))
         batch = EncoderBatch(input_features, rows, shape, feature_lens)
         return encoder_call(batch, returns_an_object(self.model, others), misfit or _lengths_misfit(batch))
-
-    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
-        """See `Encoder`."""
-        return forward(batch.pixels, feature_lens=batch.sizes)
 
     def outputs(self, returned: Any) -> tuple[Tensor, ...]:
         """See `Encoder`."""

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
 from ...graphs.buckets import Bucket
 from ...graphs.program import Buffers, Call
-from ...vision.batch import EncoderBatch, HostGrids
+from ...vision.batch import HostGrids
 from ...vision.encoder import EncoderFamily, OtherAttention, RecordingKernels, encoder_call
 from ...vision.grid_encoder import GridEncoder, embedded, interpolate
 from ...vision.guard import images, poisoned
@@ -108,11 +108,6 @@ class Qwen3VLEncoder(GridEncoder):
         frequencies: Tensor = rotary.inv_freq
         return frequencies
 
-    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
-        """See `RegionProgram`."""
-        merged = batch.tokens // self.merge**2
-        return (merged,) * (1 + len(self.model.decoder.deepstack_merger_list))
-
     def read(
         self,
         grids: HostGrids,
@@ -124,10 +119,6 @@ class Qwen3VLEncoder(GridEncoder):
         """See `Encoder`."""
         batch, misfit = self.patches(grids, hidden_states, grid_thw)
         return encoder_call(batch, not (inference_params or extra_block_kwargs), misfit)
-
-    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
-        """See `Encoder`."""
-        return forward(batch.pixels, batch.sizes)
 
     def outputs(self, returned: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, ...]:
         """See `Encoder`: embeddings, then deepstack features."""

@@ -80,10 +80,6 @@ class RadioLayers(Encoder):
         """See `RegionProgram`."""
         write_rows(buffers["hidden"], batch.pixels.detach())
 
-    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
-        """See `RegionProgram`."""
-        return (batch.pixels.shape[0],)
-
     def differentiable_inputs(self, batch: EncoderBatch) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
         return (batch.pixels,)
@@ -132,10 +128,6 @@ class TileLayers(RadioLayers):
         misfit = None if found == self._tokens else f"an image has {found} tokens, the encoder's have {self._tokens}"
         usual = attention_mask is None and packed_seq_params is None and not others
         return self.call(equal_images(hidden_states.transpose(0, 1), count, self.unit), usual, misfit)
-
-    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
-        """See `Encoder`."""
-        return forward(batch.pixels.transpose(0, 1).contiguous(), attention_mask=None)
 
     def outputs(self, returned: Tensor) -> tuple[Tensor, ...]:
         """See `Encoder`."""
@@ -202,12 +194,6 @@ class PackedLayers(RadioLayers):
         usual = attention_mask is None and padded is None and not others
         batch = EncoderBatch(hidden_states, rows, shape_of(rows), offsets)
         return self.call(batch, usual, _misfit(batch))
-
-    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
-        """See `Encoder`."""
-        assert batch.sizes is not None
-        segments = pack_segments(batch.sizes, batch.shape.largest_frame)
-        return forward(batch.pixels, attention_mask=None, packed_seq_params=segments)
 
     def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
         """See `Encoder`."""

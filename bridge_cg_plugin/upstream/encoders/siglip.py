@@ -1,6 +1,6 @@
 """Gemma 3's vision encoder, Hugging Face's SigLIP: images all have one size, only their number varies."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -48,11 +48,6 @@ class SiglipEncoder(Encoder):
         """See `RegionProgram`. Outputs: hidden states `[images, patches, width]`, and the pooled ones with a head."""
         return self.outputs(own_method(self.model, "forward")(buffers["pixels"], return_dict=True))
 
-    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
-        """See `RegionProgram`."""
-        outputs: int = 1 + self.model.use_head
-        return (batch.shape.frames,) * outputs
-
     def read(
         self, grids: HostGrids, pixel_values: Tensor, interpolate_pos_encoding: bool | None = False, **others: Any
     ) -> Call:
@@ -75,10 +70,6 @@ class SiglipEncoder(Encoder):
             f"pixel_values has shape {shape}, the encoder takes (images, {channels}, {side}, {side}) with at least one "
             "image; resize images as the model's processor does"
         )
-
-    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
-        """See `Encoder`."""
-        return forward(batch.pixels, return_dict=True)
 
     def outputs(self, returned: Any) -> tuple[Tensor, ...]:
         """See `Encoder`: hidden states, and the pooled ones where there is a head."""

@@ -7,7 +7,7 @@ gradient.
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -78,10 +78,6 @@ class MoonViTLayers(Encoder):
         described = sum(map(math.prod, batch.rows))
         return None if described == batch.tokens > 0 else f"{batch.tokens} patches, grid_thws describes {described}"
 
-    def run(self, forward: Callable[..., Any], batch: EncoderBatch) -> Any:
-        """See `Encoder`."""
-        return forward(batch.pixels, batch.sizes)
-
     def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
         """See `Encoder`."""
         return [*scanned_limits(capacity, frames)]
@@ -127,10 +123,6 @@ class MoonViTLayers(Encoder):
         row, column = positions.row.clamp(max=rope.max_height - 1), positions.column.clamp(max=rope.max_width - 1)
         found: Tensor = rope.freqs_cis[row, column]
         return found
-
-    def output_rows(self, batch: EncoderBatch) -> tuple[int, ...]:
-        """See `RegionProgram`."""
-        return (batch.tokens,)
 
     def differentiable_inputs(self, batch: EncoderBatch) -> tuple[Tensor, ...]:
         """See `RegionProgram`."""
