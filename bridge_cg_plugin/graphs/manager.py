@@ -402,9 +402,7 @@ class GraphManager:
     def step(self) -> Iterator[None]:
         """Be in a training step: its first replay looks whether memory is where it was, the others do not."""
         self.begin_step()
-        with ExitStack() as stack:
-            for region in self._regions:
-                stack.enter_context(region.sources.memory_kept())
+        with nullcontext() if self._watch is None else self._watch.step():
             self.in_step = True
             try:
                 yield

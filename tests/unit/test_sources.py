@@ -178,7 +178,7 @@ CLASS_CHANGES = {"an attribute": ("shift", 2.0), "forward": ("forward", lambda s
 def assert_gets_recordings_of_its_own(region, model, in_step):
     x = batch()
     for _ in range(2):
-        with region.sources.memory_kept() if in_step else torch.enable_grad():
+        with region.watch.step() if in_step else torch.enable_grad():
             outputs = region.run(x)
     assert region.statistics.fallbacks == {"model_changed": 1}
     torch.testing.assert_close(outputs[0], model(x))
@@ -205,7 +205,7 @@ def test_a_change_of_a_class_is_noticed(name, value, in_step, monkeypatch):
 def test_a_write_inside_a_step_is_noticed_and_a_state_that_comes_back_replays():
     model = two_layers()
     region, x = region_of(model), batch()
-    with region.sources.memory_kept():
+    with region.watch.step():
         for gain in (1.0, 2.0, 2.0, 1.0, 2.0):
             model[0].gain = gain
             if (outputs := region.run(x)) is not None:
@@ -392,7 +392,7 @@ def test_a_frozen_model_replays_in_a_checkpoint():
 def test_parameters_frozen_inside_a_step_get_no_gradient():
     model = with_main_grads(two_layers())
     region = region_of(model)
-    with region.sources.memory_kept():
+    with region.watch.step():
         region.run(batch())[0].sum().backward()
         weight = model[0].linear.weight.requires_grad_(False)
         before = weight.main_grad.clone()
@@ -408,7 +408,7 @@ def test_parameters_frozen_inside_a_step_get_no_gradient():
 def test_a_backward_whose_parameters_changed_since_its_forward_is_refused(change, inside):
     model = with_main_grads(two_layers())
     region = region_of(model)
-    with region.sources.memory_kept() if inside else torch.enable_grad():
+    with region.watch.step() if inside else torch.enable_grad():
         (outputs,) = region.run(batch())
         change(model[0].linear.weight)
         with pytest.raises(ReplayError, match="frozen or unfrozen, or a hook"):
@@ -420,7 +420,7 @@ def test_weights_in_another_layout_at_the_same_address_are_recaptured():
     model = two_layers()
     region, x = region_of(model), batch()
     model[0].linear.weight.data = model[0].linear.weight.data.t()
-    with region.sources.memory_kept():
+    with region.watch.step():
         torch.testing.assert_close(region.run(x)[0], model(x))
 
 

@@ -56,6 +56,7 @@ class ModelWatch:
         ignored: Attributes that somebody else reads or writes.
         generation: What the last look returned.
         replaced: How often a parameter was replaced.
+        step_number: Of the step under way, from 1; 0 outside.
     """
 
     def __init__(
@@ -72,12 +73,11 @@ class ModelWatch:
         self._holders: dict[int, Holder] = {}
         # By the dict's id: whose it is, and the attribute that it is the value of; nobody's are hooks.
         self._tables: dict[int, tuple[dict[Any, Any], list[tuple[Holder, str | None]]]] = {}
-        # What was written that is plain, and what is to be read again.
-        self._plain: dict[Holder, dict[str, Any]] = {}
+        # What is to be read again.
         self._dirty: set[Holder] = set()
         self._touched: dict[tuple[int, Hashable], Any] = {}
         self._written = self._rebuilt = True
-        self._passing = self._still = self._steps = 0
+        self._passing = self._still = self._steps = self.step_number = 0
         self._compared = False
         self._shipped = exempt.code()
         self._renew()
@@ -121,13 +121,11 @@ class ModelWatch:
 
     def _renew(self) -> None:
         """Read again what has changed, or may have."""
-        for holder, tokens in self._plain.items():
-            holder.tokens = {**holder.tokens, **tokens}
         for holder in self._dirty:
             holder.read()
         if self._rebuilt:
             self._walk()
-        self._plain, self._dirty, self._written, self._rebuilt = {}, set(), False, False
+        self._dirty, self._written, self._rebuilt = set(), False, False
         self._kinds = list(map(type, self._modules))
         self._types = tuple(dict.fromkeys(self._kinds))
         self._forwards, self._code = list(map(_forward_of, self._types)), self.exempt.code()
@@ -161,17 +159,15 @@ class ModelWatch:
                 holder.left[name] += 1
             self._written = True
             self.replaced += isinstance(old, nn.Parameter) or isinstance(new, nn.Parameter)
-            if attribute is None and name not in holder.left and both_plain:
-                self._plain.setdefault(holder, {}).update({name: token(new)} if name != TRAINING else {})
-            else:
+            if name != TRAINING:
                 self._dirty.add(holder)
-                self._rebuilt |= attribute is None
+                self._rebuilt |= attribute is None and not both_plain
 
     def look(self) -> int:
         """Look whether the model is as before; returns a number that grows whenever it may not be."""
         if not (self._passing or self._still):
             self._written |= list(map(_forward_of, self._types)) != self._forwards
-            if self._written or not (self._steps and self._compared):
+            if self._written or not (self.step_number and self._compared):
                 self._compare()
             if self._written:
                 self._renew()
@@ -190,11 +186,14 @@ class ModelWatch:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Inside, as in a training step, only the first look compares everything, and each one after a write."""
-        self._compared, self._steps = self._compared and self._steps > 0, self._steps + 1
+        before = self.step_number
+        if not before:
+            self._steps, self._compared = self._steps + 1, False
+            self.step_number = self._steps
         try:
             yield
         finally:
-            self._steps -= 1
+            self.step_number = before
 
     @contextmanager
     def looked_at_once(self) -> Iterator[None]:

@@ -6,7 +6,6 @@ state is recorded as well. Up to four stay.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import count
 from typing import Any
 from weakref import WeakSet
@@ -74,7 +73,7 @@ class Sources:
         self._numbers = count(1)
         self._adopted = self._microbatches = self.moves = 0
         self._warned: set[str] = set()
-        self._looks_once = self._looked = False
+        self._looked_in = 0
         self._deterministic = are_deterministic()
         self._types = [(module, name, p.dtype) for module, name, p in self._parameters()]
         self._found_at: tuple[object, ...] = ()
@@ -96,16 +95,6 @@ class Sources:
         self.hooks.release()
         self._all = []
 
-    @contextmanager
-    def memory_kept(self) -> Iterator[None]:
-        """Inside, as in a training step, only the first look is at layouts and types, and each one after a write."""
-        self._looks_once = True
-        try:
-            with self._watch.step():
-                yield
-        finally:
-            self._looks_once = self._looked = False
-
     def find(self, gradients: bool, idle: Callable[[], bool], asks: bool = True) -> Source | Fallback:
         """Return the source that the model is now, or why there is none.
 
@@ -123,13 +112,16 @@ class Sources:
             what = f"deterministic algorithms are {'off' if self._deterministic else 'on'}"
             self._warn("deterministic", what, "until they are as at capture")
             return Fallback.NUMERICS_CHANGED
-        if self._looked and found_at == self._found_at and self.holds(self.current, gradients):
+        # In a step, only the first look is at layouts and types, and each one after a write.
+        step = self._watch.step_number
+        looked = step > 0 and step == self._looked_in and found_at == self._found_at
+        if looked and self.holds(self.current, gradients):
             return self.current
-        self._looked = False
+        self._looked_in = 0
         found = self._compare(numerics, gradients, idle) or self._ask(numerics, asks)
         if isinstance(found, Source):
             self._use(found)
-            self._found_at, self._looked = found_at, self._looks_once and gradients
+            self._found_at, self._looked_in = found_at, step if gradients else 0
         return found
 
     def recorded_state(self, gradients: bool) -> int:
@@ -162,7 +154,7 @@ class Sources:
         alike = list(self._alike(numerics, gradients))
         for source in alike:
             # Outside of steps every microbatch would pay for a look at layouts: they are compared with a new state.
-            if not source.moved(gradients, layouts=self._looks_once or not unchanged):
+            if not source.moved(gradients, layouts=self._watch.step_number > 0 or not unchanged):
                 return source
         if alike:
             return self._moved(alike[0], gradients, idle)
