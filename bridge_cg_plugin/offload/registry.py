@@ -73,23 +73,8 @@ def can_travel(tensor: Tensor) -> bool:
     return plain and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
 
 
-@dataclass(slots=True)
-class Source:
-    """What a recipe reads.
-
-    Attributes:
-        record: Its storage; None for a tensor that stays on the device.
-        view: How the recipe sees the storage.
-        fixed: The tensor itself, where it stays on the device.
-    """
-
-    record: "Record | None"
-    view: View
-    fixed: Tensor | None
-
-    def saved(self) -> Any:
-        """Return what the store made of its storage, None where autograd has not saved it or memory is fixed."""
-        return None if self.record is None or self.record.saved is None else self.record.saved()
+# What a recipe reads: a storage, or a tensor that stays on the device; and how it sees that.
+type Source = tuple[Record | Tensor, View]
 
 
 @dataclass(slots=True)
@@ -160,12 +145,9 @@ class Registry:
 
     def sources(self, tensors: Sequence[Tensor]) -> tuple[Source, ...]:
         """Return tensors as what a recipe reads."""
-        return tuple(
-            Source(None, view_of(tensor), tensor.detach())
-            if self.is_fixed(tensor) or self.record(tensor).pinned
-            else Source(self.record(tensor), view_of(tensor), None)
-            for tensor in tensors
-        )
+        stays = [self.is_fixed(tensor) or self.record(tensor).pinned for tensor in tensors]
+        held = (t.detach() if fixed else self.record(t) for t, fixed in zip(tensors, stays, strict=True))
+        return tuple(zip(held, map(view_of, tensors), strict=True))
 
 
 def _address(tensor: Tensor) -> int:

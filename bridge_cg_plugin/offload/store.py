@@ -203,16 +203,17 @@ def rebuilding_of(record: Record, tensor: Tensor) -> Rebuilding | None:
     recipe = record.recipe
     if recipe is None or recipe.version != tensor._version:
         return None
-    sources = tuple(part.saved() for part in recipe.sources)
-    there = (part.record is None or source is not None for part, source in zip(recipe.sources, sources, strict=True))
+    records = [None if isinstance(held, Tensor) else held for held, _ in recipe.sources]
+    sources = tuple(None if each is None or each.saved is None else each.saved() for each in records)
+    there = (each is None or source is not None for each, source in zip(records, sources, strict=True))
     return (recipe, sources) if all(there) else None
 
 
 def rebuilt(recipe: Recipe, sources: Sequence[SavedStorage | None]) -> torch.UntypedStorage:
     """Make a storage again from its recipe and the saved storages it reads, None for fixed tensors."""
     tensors = [
-        part.fixed if saved is None else part.view.over(saved.on_device)
-        for part, saved in zip(recipe.sources, sources, strict=True)
+        held if saved is None else view.over(saved.on_device)
+        for (held, view), saved in zip(recipe.sources, sources, strict=True)
     ]
     with torch.no_grad():
         return recipe.build(*tensors).untyped_storage()
