@@ -5,11 +5,14 @@ Imports neither torch nor Megatron.
 
 import argparse
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options import GraphOptions, OptionError
+from bridge_cg_plugin.plugin import SWITCH
+from bridge_cg_plugin.switches import switched_on
+from bridge_cg_plugin.upstream.hooks.training_config import refused_start
 
 # Layouts, each of which divides the GPUs: of all layers, of experts.
 LAYOUTS = tuple(
@@ -93,6 +96,31 @@ def check_start(config: Any, mode: str, gpus: int | None) -> None:
         if folder is None or not _exists(folder):
             raise OptionError.because(name, f"Cannot fine-tune without a checkpoint{absent}. Set {name}=PATH.")
     check_fit(config, gpus)
+
+
+def check_bridge(
+    recipe: str,
+    config: Any,
+    options: GraphOptions,
+    gpus: int | None,
+    ready: Callable[[Any], None] = lambda tried: None,
+) -> None:
+    """Refuse what Bridge, or the plugin in it, refuses before it builds a model.
+
+    Args:
+        recipe: The recipe's name.
+        config: A Bridge `ConfigContainer`, with everything applied.
+        options: Its graph options.
+        gpus: How many GPUs there are; None takes one replica's.
+        ready: Called with the copy of the configuration that is checked.
+
+    Raises:
+        OptionError: Training would end with this.
+    """
+    if (options.enabled or options.packed.enabled) and switched_on(SWITCH, True) is False:
+        raise OptionError.because(SWITCH, f"Cannot run {recipe} on graphs: {SWITCH} switches the plugin off. Unset it.")
+    if why := refused_start(config, gpus or fewest_gpus(config.model), ready):
+        raise OptionError.because("recipe", f"Cannot start {recipe}: Bridge refuses it. {' '.join(why.split())}")
 
 
 def _exists(folder: str) -> bool:

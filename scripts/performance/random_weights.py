@@ -10,6 +10,7 @@ from typing import Any
 from bridge_cg_plugin.announce import rank
 from bridge_cg_plugin.cli.runs.recipe import leave_nothing, prepare, read, train
 from bridge_cg_plugin.cli.runs.recorder import Recorder
+from bridge_cg_plugin.options.explain import in_words
 
 # Where Bridge takes the loader of adapters' base weights from.
 SETUP, LOADER = "megatron.bridge.training.setup", "_load_checkpoint_from_path"
@@ -27,7 +28,7 @@ def train_words(words: Sequence[str]) -> None:
     args, rest = parser.parse_known_args(words)
     run = prepare(*read(rest))
     leave_nothing(run.config)
-    print(f"{args.train}: {run.mode}() with {run.step}\n{run.summary}", flush=True)
+    print(f"{args.train}: {run.mode}() with {run.step}\n{in_words(run.options)}", flush=True)
     keep_initial_weights()
     recorder = Recorder()
     train(run, [recorder])

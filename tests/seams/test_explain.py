@@ -11,6 +11,7 @@ from megatron.bridge.models.qwen_vl.qwen25_vl_provider import Qwen25VLModelProvi
 
 from bridge_cg_plugin.cli.explain.models import encoder_of
 from bridge_cg_plugin.cli.measured import layers_of
+from bridge_cg_plugin.cli.runs import train
 from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.upstream.hooks import recipes
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
@@ -19,6 +20,7 @@ from tests.scripts import output
 from tests.unit.option_words import told
 
 from ..unit.moonvit_towers import entry_points
+from .conftest import SFT
 from .explained import explain, found, table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,14 +38,14 @@ ASKED = {
 }
 # What a process without PyTorch, hub and GPU makes of recipes: its CPU time for the first, facts, and what is on.
 STANDS_IN = """
-import contextlib, io, json, socket, sys, time
+import contextlib, io, json, os, socket, sys, time
 def refuse(*args, **kwargs):
     raise OSError("no network")
 socket.getaddrinfo = socket.socket.connect = refuse
 from tests.unit.option_words import told
 from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.recipes import RECIPES
-from bridge_cg_plugin.cli.explain import command, recipes
+from bridge_cg_plugin.cli.explain import command, recipes, start
 from bridge_cg_plugin.cli.explain.models import encoder_of
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.cli.measured import NotMeasured, layers_of
@@ -52,7 +54,15 @@ def sizes_of(model):
         return layers_of(model)
     except NotMeasured as why:
         return str(why)
-preset, asked = sys.argv[1], json.loads(sys.argv[2])
+def run(words, variables):
+    before = dict(os.environ)
+    os.environ.update(variables)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        status = main(["explain", *words])
+    os.environ.clear()
+    os.environ.update(before)
+    return status, out.getvalue(), err.getvalue()
+preset, asked, starts = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 found = {"facts": {}, "sizes": {}, "refused": {}, "answers": {}}
 options = command.look([preset, "optimizer.lr=1e-5"]).options
 found["seconds"] = time.process_time()
@@ -73,9 +83,12 @@ except OptionError as error:
     found["misspelt"] = str(error)
 found["warnings"] = command.look(["moonlight_16b_sft_config"]).options.warnings
 for recipe, words in asked.items():
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert main(["explain", recipe, "--json", *words]) == 0, recipe
-    found["answers"][recipe] = json.loads(out.getvalue())
+    status, out, err = run([recipe, "--json", *words], {})
+    found["answers"][recipe] = json.loads(out)
+found["starts"] = [run(words, variables) for words, variables in starts]
+start.compare = lambda seam, *_: ("broken", "it moved") if seam.name == "train_loop_vision" else ("native", "")
+start._drift.cache_clear()
+found["broken"] = [run([preset, *words], {}) for words in ([], ["cuda_graphs=off"])]
 found["torch"] = hasattr(sys.modules["torch"], "__stand_in__")
 print(json.dumps(found))
 """
@@ -84,6 +97,20 @@ RIGHTLY = (
     r"NotImplementedError: PEFT is not currently supported for Qwen3-Next",
     r"rng\.te_rng_tracker=False: it must be true with cuda_graph_impl=transformer_engine",
     r"pipeline_model_parallel_size must be a divisor of model\.num_layers=94, not 16",
+    r"Bridge refuses it\. micro_batch_size should be greater than 1 when using enable_in_batch_packing=True",
+    r"Bridge refuses it\. Please ensure sequence length configuration in model config and dataset config match",
+    r"Bridge refuses it\. Megatron-FSDP requires the fsdp_dtensor checkpointing format",
+    r"Bridge refuses it\. load_kwargs\.data_files must contain non-empty paths",
+)
+ON, SMALL = "cuda_graphs=exact", "qwen3_vl_small_vision_graphs_pretrain_mock_config"
+# Command lines that training refuses once it has built a recipe, and variables beside them.
+STARTS = (
+    ([SFT, ON, "train.micro_batch_size=1"], {}),
+    ([SFT, ON, "model.seq_length=1024"], {}),
+    ([SFT, ON, "model.context_parallel_size=2"], {}),
+    ([SFT, "ddp.use_megatron_fsdp=true"], {}),
+    ([SMALL], {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    ([SFT, ON], {"BRIDGE_CG_PLUGIN": "0"}),
 )
 
 
@@ -98,7 +125,8 @@ def stands_in(tmp_path_factory):
     lines = ["[bridge_cg_plugin.encoders]", *(f"{name} = {value}" for name, value in entry_points().items())]
     (folder / "moonvit_graphs-0.1.dist-info/entry_points.txt").write_text("\n".join(lines))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT)))}
-    return json.loads(output([sys.executable, "-c", STANDS_IN, PRESET, json.dumps(ASKED)], environment))
+    words = [json.dumps(given) for given in (ASKED, STARTS)]
+    return json.loads(output([sys.executable, "-c", STANDS_IN, PRESET, *words], environment))
 
 
 def test_one_object_with_a_key_for_each_part(capsys):
@@ -233,6 +261,28 @@ def test_a_process_without_bridge_answers_for_models_that_only_the_hub_describes
 def test_a_recipe_as_bridge_ships_it_is_refused_only_where_training_refuses_it(stands_in):
     refused = stands_in["refused"]
     assert {name: why for name, why in refused.items() if not any(re.search(right, why) for right in RIGHTLY)} == {}
+
+
+@newest
+@pytest.mark.parametrize("number", range(len(STARTS)))
+def test_what_bridge_refuses_is_refused_in_the_words_of_training(
+    bridge, stands_in, number, capsys, monkeypatch, tmp_path
+):
+    words, variables = STARTS[number]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    checkpoint = f"checkpoint.pretrained_checkpoint={tmp_path}"
+    assert train.main(["--recipe", *words, checkpoint, "--dry-run"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]  # after what graphs come to
+    assert said.startswith("Cannot ") and stands_in["starts"][number] == [2, "", f"{said}\n"]
+    assert explain(capsys, *words) == (2, "", f"{said}\n")
+
+
+@newest
+def test_a_broken_seam_refuses_what_asks_for_its_feature_only(stands_in):
+    (status, out, err), (without, *_) = stands_in["broken"]
+    assert (status, out, without) == (2, "", 0)
+    assert "vision_cuda_graph_impl=transformer_engine needs vision graphs" in err and "it moved" in err
 
 
 FP8 = "mixed_precision=bf16-with-fp8-current-scaling-mixed"

@@ -24,6 +24,7 @@ from ..checks import add_counts, check_fit, divided, layout_in_words
 from ..measured import Forecast, WholeStep, language_forecast, vision_forecast, whole_step
 from . import models
 from .recipes import built, require_bridge, resolved, without_imports
+from .start import check_training
 
 _TRACKER = "rng.te_rng_tracker"
 _NO_FIGURES = "Times and memory depend on the encoder: write a recipe's name first."
@@ -233,6 +234,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
     gpus = None if place.nodes is place.gpus_per_node is None else (place.nodes or 1) * (place.gpus_per_node or 1)
     if hasattr(config, "train"):
         check_fit(config, gpus)
+        check_training(name, config, options, gpus, place.graphs)
     layout = None if gpus is None else divided(config.model, gpus)
     unknown = [
         f"the sizes of {model} are on Hugging Face's hub only: what depends on its experts, dropout or kind of layers "

@@ -123,7 +123,7 @@ _FROM_THE_HUB = (
 
 
 # Sizes that a provider's class has only until a configuration on the hub gives others: no check may go by them.
-_PLACEHOLDERS: Mapping[str, Any] = dict.fromkeys(("num_attention_heads", "num_layers", "hidden_size"))
+_PLACEHOLDERS: Mapping[str, Any] = dict.fromkeys(("num_attention_heads", "num_layers", "hidden_size", "seq_length"))
 _asked: list[str] = []
 
 

@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -31,6 +32,7 @@ from bridge_cg_plugin.recipes import RECIPES
 from bridge_cg_plugin.upstream.hooks.overrides import resolve
 from bridge_cg_plugin.upstream.hooks.recipes import PACKAGES, build_recipe, recipe_names
 from bridge_cg_plugin.upstream.seams.activation import patch_other_providers
+from bridge_cg_plugin.upstream.seams.seam import minor
 
 from . import models
 
@@ -51,7 +53,11 @@ _PARTS = frozenset(
 
 
 # What is read of a configuration: a stand-in has what was given to it.
-_OPTIONS = frozenset((*FIELDS, *ATTRIBUTES, *SETTINGS, *OTHER_FIELDS))
+_OPTIONS = frozenset(
+    (*FIELDS, *ATTRIBUTES, *SETTINGS, *OTHER_FIELDS, "enable_offline_packing", "offline_packing_specs")
+)
+# What Bridge asks for the version of, in functions such as is_te_min_version.
+_VERSIONED = {"te": "transformer-engine", "torch": "torch"}
 
 
 class _AnyClass(abc.ABCMeta):
@@ -115,6 +121,8 @@ class StandIn(ModuleType):
                 return "0"
         if name.startswith("__"):
             raise AttributeError(name)
+        if asked := re.fullmatch(r"is_(\w+)_min_version", name):
+            return partial(_is_at_least, _VERSIONED.get(asked[1], asked[1]))
         if self._origins is None:
             self._origins = _origins(self)
         module, attribute = self._origins.get(name, ("", ""))
@@ -124,6 +132,13 @@ class StandIn(ModuleType):
             found = getattr(importlib.import_module(module), attribute) if module else stand_in(name)
         setattr(self, name, found)
         return found
+
+
+def _is_at_least(package: str, least: str, *args: Any, **kwargs: Any) -> bool:
+    try:
+        return minor(importlib.metadata.version(package)) >= minor(least)
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def _origins(package: ModuleType) -> dict[str, tuple[str, str]]:
@@ -170,7 +185,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _as_it_is(name: str) -> bool:
     last = name.rpartition(".")[2]
-    return name.startswith(PACKAGES) or "config" in last or last.endswith("provider") or last in _PARTS
+    return (
+        name.startswith(PACKAGES)
+        or name == "megatron.core.datasets.utils"
+        or "config" in last
+        or last.endswith("provider")
+        or last in _PARTS
+    )
 
 
 def installed() -> bool:

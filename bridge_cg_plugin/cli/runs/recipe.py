@@ -18,8 +18,7 @@ from typing import Any
 
 import bridge_cg_plugin
 from bridge_cg_plugin.cli.checks import add_counts
-from bridge_cg_plugin.options import GraphOptionWarning, OptionError, normalize
-from bridge_cg_plugin.options.explain import in_words
+from bridge_cg_plugin.options import GraphOptions, GraphOptionWarning, OptionError, normalize
 from bridge_cg_plugin.options.flags import FLAGS, add_flags, given_flags, unknown_flag
 from bridge_cg_plugin.recipes import GPUS, with_graphs
 from bridge_cg_plugin.recipes.graphs import mock_dataset
@@ -158,14 +157,14 @@ class Prepared:
         mode: "pretrain" or "finetune".
         step: Name of the forward step.
         forward_step: The forward step.
-        summary: The resolved options, in words.
+        options: The resolved graph options.
     """
 
     config: Any
     mode: Mode
     step: str
     forward_step: Any
-    summary: str
+    options: GraphOptions
 
 
 def prepare(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
@@ -183,7 +182,7 @@ def prepare(parsed: argparse.Namespace, words: Sequence[str]) -> Prepared:
     config = with_presets(recipe, parsed)
     options = resolve(config, given_flags(parsed), words)
     mode, step = mode_and_step(parsed)
-    return Prepared(config, mode, step, forward_step(step, mode), in_words(options))
+    return Prepared(config, mode, step, forward_step(step, mode), options)
 
 
 def with_presets(config: Any, parsed: argparse.Namespace) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bridge_cg_plugin.announce import rank
 from bridge_cg_plugin.cli.answers import say
-from bridge_cg_plugin.cli.checks import check_start, fewest_gpus
+from bridge_cg_plugin.cli.checks import check_bridge, check_start
 from bridge_cg_plugin.cli.report.runs import WARM_UP
 from bridge_cg_plugin.cli.runs import first_look
 from bridge_cg_plugin.cli.runs.recipe import (
@@ -34,8 +34,8 @@ from bridge_cg_plugin.cli.runs.recipe import (
     train,
 )
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.flags import as_typed
-from bridge_cg_plugin.upstream.hooks.training_config import refused_start
 
 
 def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
@@ -67,13 +67,11 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
                 with quiet(), quick_imports():
                     run, gpus = prepare(parsed, words), first_look.gpus_of(parsed)
                     check_start(run.config, run.mode, gpus)
-                    if why := refused_start(run.config, gpus or fewest_gpus(run.config.model)):
-                        message = f"Cannot start {parsed.recipe}: Bridge refuses it. {' '.join(why.split())}"
-                        raise OptionError.because("recipe", message)
+                    check_bridge(parsed.recipe, run.config, run.options, gpus)
     except OptionError as error:
         print(as_typed(error, given), file=sys.stderr)
         return 2
-    answer = f"{parsed.recipe}: {run.mode}() with {run.step}\n{run.summary}"
+    answer = f"{parsed.recipe}: {run.mode}() with {run.step}\n{in_words(run.options)}"
     if rank() == 0:
         say(answer)
     if parsed.dry_run:

@@ -143,12 +143,13 @@ PATCHES = (Patch(seam("config_check"), _checked),)
 _REFUSALS = (ArithmeticError, AssertionError, TypeError, ValueError, DriftError)
 
 
-def refused_start(config: Any, ranks: int) -> str:
+def refused_start(config: Any, ranks: int, ready: Callable[[Any], None] = lambda tried: None) -> str:
     """Return why Bridge refuses to start with a configuration; empty where it does not, or not without GPUs.
 
     Args:
         config: A Bridge `ConfigContainer`. Whether its pretrained checkpoint exists is not looked at.
         ranks: How many processes train.
+        ready: Called with the copy that is checked.
 
     Raises:
         OptionError: The plugin refuses it in this process.
@@ -160,6 +161,7 @@ def refused_start(config: Any, ranks: int) -> str:
         tried.checkpoint.pretrained_checkpoint = os.sep
     # Bridge would ask a process group that this process may have for something else.
     tried.get_data_parallel_size = lambda _: config.get_data_parallel_size(ranks)
+    ready(tried)
     try:
         with _unseen(), _restored({"WORLD_SIZE": str(ranks)}):
             runtime_config_update(tried)
