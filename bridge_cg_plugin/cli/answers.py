@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -62,12 +63,22 @@ def say(*lines: str) -> None:
     """
     try:
         for line in lines:
-            print(line)
+            print(_coloured(line) if _has_colour() else line)
         sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # or what it holds would be written as the process ends
         if not isinstance(error, BrokenPipeError):
             raise AnswerError(f"Cannot write to standard output: {error.strerror}.") from None
+
+
+def _has_colour() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _coloured(text: str) -> str:
+    """Return text with what lines begin with in bold, and warnings in yellow."""
+    label = re.compile(r"^( *[a-z][\w ]{0,24}:)(?= )", re.MULTILINE)
+    return label.sub(lambda found: f"\033[{'33' if 'warning' in found[1] else '1'}m{found[1]}\033[0m", text)
 
 
 def open_closed() -> None:
@@ -83,8 +94,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     Args:
         rows: The header and what is below it.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    most = shutil.get_terminal_size((WIDTH if sys.stdout.isatty() else PIPED_WIDTH, 0)).columns
+    widths, most = [max(map(len, column)) for column in zip(*rows, strict=True)], width()
     while sum(widths) + len(GAP) * (len(widths) - 1) > most and max(widths) > LEAST:
         widths[widths.index(max(widths))] -= 1
     figures = [not any(row[i][:1].isalpha() for row in rows[1:]) for i in range(len(widths))]
@@ -97,15 +107,14 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
+def width() -> int:
+    """Return the columns of COLUMNS or the terminal, or what a file or another program gets."""
+    return shutil.get_terminal_size((WIDTH if sys.stdout.isatty() else PIPED_WIDTH, 0)).columns
+
+
 def wrapped(text: str) -> list[str]:
     """Return lines that fit into a terminal; what goes on is indented further than the text begins."""
-    if len(text) <= WIDTH:
+    if len(text) <= (most := width()):
         return [text]
     indent = " " * (len(text) - len(text.lstrip()) + 2)
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def between(ratios: tuple[float, float]) -> str:
-    """Return a least and a greatest ratio as text, one where they are alike."""
-    least, greatest = (f"{ratio:.2f}" for ratio in ratios)
-    return least if least == greatest else f"{least}-{greatest}"
+    return textwrap.wrap(text, most, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

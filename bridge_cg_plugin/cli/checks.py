@@ -76,26 +76,33 @@ def has_gpus_of_parts(model: Any) -> bool:
     return bool(getattr(getattr(model, "dist_train", None), "use_dist_train", False))
 
 
-def check_start(config: Any, mode: str, gpus: int | None) -> None:
+def check_start(config: Any, mode: str, gpus: int | None, dry: bool = False) -> str:
     """Refuse a run that could not start.
 
     Args:
         config: A Bridge `ConfigContainer`.
         mode: "pretrain" or "finetune".
         gpus: How many GPUs there are; None where that is not known.
+        dry: Whether nothing is trained, so that no checkpoint is needed.
+
+    Returns:
+        Which checkpoint training needs; empty where it has one or needs none.
 
     Raises:
         OptionError: Fine-tuning has no checkpoint, or the layout or the batch does not fit.
     """
-    name, found = "checkpoint.pretrained_checkpoint", config.checkpoint.pretrained_checkpoint
+    name, found, missing = "checkpoint.pretrained_checkpoint", config.checkpoint.pretrained_checkpoint, ""
     if found is not None and not _exists(found):
         raise OptionError(name, found, "a folder that exists", "Correct the path.")
     if found is None and mode == "finetune":
         folder = config.checkpoint.load  # recipes name one without having it
         absent = "" if folder is None else f", and there is no run to resume in checkpoint.load={folder}"
         if folder is None or not _exists(folder):
-            raise OptionError.because(name, f"Cannot fine-tune without a checkpoint{absent}. Set {name}=PATH.")
+            missing = f"Cannot fine-tune without a checkpoint{absent}. Set {name}=PATH."
+    if missing and not dry:
+        raise OptionError.because(name, missing)
     check_fit(config, gpus)
+    return missing
 
 
 def check_bridge(

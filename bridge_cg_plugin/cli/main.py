@@ -21,7 +21,6 @@ from .report import page as reports
 
 # Commands with a parser of their own, and the names of their modules.
 TRAINING = ("train", "compare")
-_NO_IMAGES = "Buckets are captured on demand; the line `next run` of a run's report lists them for the next one."
 # How alike a word and a choice are at least, to be misspelt: a100 and h100 are two GPUs.
 SPELLING = 0.8
 
@@ -56,12 +55,9 @@ def _run(given: Sequence[str], lasting: bool) -> int:
         module = importlib.import_module(f"bridge_cg_plugin.cli.runs.{given[0]}")
         status: int = module.main(given[1:])
         return status
-    if given[:2] == ["plan", "vision"]:
-        print(f"Cannot plan for images: it has gone in bridge_cg_plugin {__version__}. {_NO_IMAGES}", file=sys.stderr)
-        return 2
     parser = Parser(prog="bridge-cg", description="CUDA graphs for training on Megatron-Bridge")
     parser.add_argument("--version", action="version", version=f"bridge-cg {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     doctor = commands.add_parser("doctor", help="say what the plugin finds here and what to do about problems")
     doctor.add_argument("--no-gpu", action="store_true", help="a machine without a GPU is no problem")
     doctor.add_argument(
@@ -70,7 +66,8 @@ def _run(given: Sequence[str], lasting: bool) -> int:
     commands.add_parser("train", help="train a recipe of Bridge or a preset, with graph flags; train --help has them")
     commands.add_parser("compare", help="train a recipe eager and on graphs, and say whether both train the same")
     listing = commands.add_parser("recipes", help="list the presets with graphs and Bridge's recipes")
-    listing.add_argument("filter", nargs="?", default="", help="part of a name")
+    listing.add_argument("filter", nargs="?", default="", help="part of a name; without one the families are counted")
+    listing.add_argument("--all", action="store_true", help="also benchmarks for numbers of GPUs")
     audit = commands.add_parser("audit", help="compare what the plugin expects with a release, without importing it")
     audit.add_argument(
         "sources",
@@ -88,7 +85,12 @@ def _run(given: Sequence[str], lasting: bool) -> int:
     plans = planner.add_arguments(commands.add_parser("plan", help="recommend graph options from a dataset's sizes"))
     for command in (doctor, audit, report, listing):
         command.add_argument("--json", action="store_true", help="print one JSON object")
+    if not given:
+        parser.print_help()
+        return 0
     args, rest = parser.parse_known_args(given)
+    if args.command is None:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest and args.command != "explain":
         chosen = plans[args.kind] if args.command == "plan" else commands.choices[args.command]
         known = re.findall(r"--[\w-]+", chosen.format_help())
@@ -100,7 +102,7 @@ def _run(given: Sequence[str], lasting: bool) -> int:
             "explain": lambda: explained.run(given[given.index("explain") + 1 :], tell),
             "report": lambda: reports.run_report(args, tell),
             "plan": lambda: planner.run(args, tell),
-            "recipes": lambda: explained_recipes.run(args.filter, args.json, tell),
+            "recipes": lambda: explained_recipes.run(args.filter, args.json, args.all, tell),
             "audit": lambda: _audit(args.sources, args.json, tell),
             "doctor": lambda: _doctor(args, tell),
         }

@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +20,11 @@ from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from .explain.models import encoder_of
 
 FILE = Path(__file__).with_name("measured.json")
-# The encoder of all measured steps, and the language model that plans go by where no recipe names one.
-TOWER, DENSE = "Qwen3-VL encoder of 27 layers of 1152", "16 attention, 16 MLP layers of 2048"
+# The encoder of all measured steps.
+TOWER = "Qwen3-VL encoder of 27 layers of 1152"
+# GB of memory that a GPU has.
+CARDS = {"h100": 80, "h200": 141, "b200": 180}
+GIB, GB = 2**30, 10**9
 # Fields of the layout -> their values on one GPU.
 ALONE = {
     "tensor_model_parallel_size": 1,
@@ -51,14 +54,12 @@ class Row(NamedTuple):
         case, mode: Of its record.
         tokens: Its tokens, or patches.
         ratio: Time on graphs over time eager.
-        memory_gb: GiB of a slot whose largest bucket has these tokens; None where no record has it.
     """
 
     case: str
     mode: str
     tokens: int
     ratio: float
-    memory_gb: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +93,11 @@ class Measured:
         """Where they come from."""
         return f"{self.file}, {self.date}, {self.gpu}"
 
-    def nearest(self, tokens: int) -> Row:
-        """Return the microbatch that is nearest in size."""
-        return min(self.rows, key=lambda row: abs(row.tokens - tokens))
-
-    def memory_gb(self, tokens: int) -> float | None:
-        """Return GiB of a slot whose largest bucket has so many tokens: those of the nearest record, by tokens."""
-        row = self.nearest(tokens)
-        return None if row.memory_gb is None else row.memory_gb * tokens / row.tokens
+    def said(self) -> str:
+        """Return its times in a sentence."""
+        rows = ", ".join(f"{row.ratio:.2f} with {row.tokens}" for row in self.rows)
+        where = f"{self.source}{f', {_layout(self.ranks)}' if self.ranks else ''}"
+        return f"{self.of}, forward and backward over eager's time, by tokens: {rows} ({where}). {self.remark}".rstrip()
 
 
 @cache
@@ -121,16 +119,17 @@ def of_encoder(name: str, kernels: str = "auto") -> Measured | None:
     return max(found, key=lambda each: kernels in each.kernels, default=None)
 
 
-def of_language_model(model: str, ranks: Mapping[str, Any], modules: Iterable[str] = ()) -> Measured:
+def of_language_model(model: str, ranks: Mapping[str, Any], modules: Iterable[str] = (), kind: str = "") -> Measured:
     """Return the records that are nearest to a language model: of its kind, its modules, ranks and layers in turn.
 
     Args:
         model: What `layers_of` returns.
         ranks: Fields of the layout that are not as on one GPU.
         modules: Parts of layers on graphs; none are all.
+        kind: Its kind; what the layers are if left out.
     """
     wanted = sorted(modules)
-    found = [each for each in records() if each.kind == kind_of(model)]
+    found = [each for each in records() if each.kind == (kind or kind_of(model))]
     found = [each for each in found if each.modules == wanted] or [each for each in found if not each.modules]
     return max(found, key=lambda each: (each.ranks == ranks, not each.ranks, each.of == model))
 
@@ -208,10 +207,6 @@ def differences(config: Any, ranks: Mapping[str, Any], adapter: str | None = Non
     return [*found, *(["deterministic algorithms"] if deterministic() else [])]
 
 
-def _other_gpu(measured: str, gpu: str | None) -> list[str]:
-    return [] if gpu is None or gpu in measured.lower() else [f"--graphs {gpu}"]
-
-
 def _other_memory(options: VisionGraphOptions | PackedOptions, fields: Mapping[str, str]) -> list[str]:
     held = {name: getattr(options, name) for name in ("offload", "recompute", "offload_above_gb")}
     return [f"{fields[name]}={value}" for name, value in held.items() if value not in (None, ())]
@@ -231,215 +226,169 @@ def _other_packs(options: GraphOptions, modules: Sequence[str] = ()) -> list[str
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
-    """What was measured of a part of a model, or of what is nearest to it.
+class Nearest:
+    """The measured step, or the microbatches, that are nearest to a configuration.
 
     Attributes:
-        of: The part in words.
-        found: The records; None where there are none.
-        differs: What of this configuration was not measured, each as it is written.
-        largest: Tokens of the largest bucket that can be captured; None without graphs or a limit.
+        found: A step as `measured.json` has it, or microbatches of a part.
+        model, place: What of the model, and of the batch and the GPUs, was not measured, each as it is written.
     """
 
-    of: str
-    found: Measured | None = None
-    differs: tuple[str, ...] = ()
-    largest: int | None = None
+    found: Mapping[str, Any] | Measured
+    model: tuple[str, ...] = ()
+    place: tuple[str, ...] = ()
 
     @property
-    def holds(self) -> bool:
-        """Whether the figures are of this very configuration."""
-        return self.found is not None and self.found.of == self.of and not self.differs
+    def differs(self) -> tuple[str, ...]:
+        """All that was not measured."""
+        return (*self.model, *self.place)
 
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """The measured microbatches that the largest bucket takes; all where it takes none."""
-        rows = self.found.rows if self.found else ()
-        return tuple(row for row in rows if self.largest is None or row.tokens <= self.largest) or rows
+    def time(self) -> str:
+        """Return the time of a step in words."""
+        if isinstance(self.found, Measured):
+            ratios = [row.ratio for row in self.found.rows]
+            said = f"{self.found.of}, forward and backward of packs of {_range([r.tokens for r in self.found.rows])} "
+            text = f"{said}tokens, {_faster(ratios)} ({self.found.source})"
+            return f"not measured. Nearest: {text}"
+        one, eager = self.found, self.found["eager_ms"]
+        text = f"{one['graphs_ms']:.0f} ms on graphs, {_range(eager)} ms eager, "
+        text += f"{_faster([one['graphs_ms'] / ms for ms in eager])} ({_where(one)})"
+        if not self.differs:
+            return text
+        others = f" and {len(self.differs) - 3} more" if len(self.differs) > 3 else ""
+        return f"not measured with {', '.join(self.differs[:3])}{others}. Nearest: {text}"
 
-    @property
-    def ratios(self) -> tuple[float, float] | None:
-        """The least and the greatest time on graphs over time eager."""
-        ratios = [row.ratio for row in self.rows]
-        return (min(ratios), max(ratios)) if ratios else None
+    def memory(self) -> str:
+        """Return the peak memory of a rank in words."""
+        if isinstance(self.found, Measured):
+            return f"not measured. Steps that were measured took {_range(_peaks(), '.2f')} of eager's"
+        text = f"{self.found['peak_gb']:.1f} GiB on graphs, {self.found['eager_peak_gb']:.1f} GiB eager"
+        return f"not measured. Nearest, {self.found['case']}: {text}" if self.model else text
 
-    @property
-    def memory_gb(self) -> float | None:
-        """GiB of a slot with the largest bucket; None where there is none or it was not measured."""
-        if not self.holds or self.found is None or self.largest is None or self.largest > self.found.rows[-1].tokens:
-            return None
-        return self.found.memory_gb(self.largest)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values: GiB and ratios."""
-        source = {name: getattr(self.found, name, None) for name in ("of", "file", "date", "gpu", "remark")}
-        return {
-            "of": self.of,
-            "measured": source if self.found else None,
-            "not_measured": list(self.differs),
-            "microbatches": [row._asdict() for row in self.rows],
-            "largest_bucket": self.largest,
-            "memory_gb": self.memory_gb,
-            "ratios": None if self.ratios is None else list(self.ratios),
-        }
-
-    def said(self) -> list[str]:
-        """Return the sentences about what was measured and what was not."""
-        if self.found is None:
-            return [f"Nothing was measured of this {'; '.join([self.of, *self.differs])}."]
-        texts = [f"Records of {self.found.source}. {self.found.remark}".rstrip()]
-        if self.differs:
-            texts.append(f"Not measured here: {', '.join(self.differs)}.")
-        return texts
-
-
-def vision_forecast(config: Any, options: VisionGraphOptions, gpu: str | None) -> Forecast | None:
-    """Return what was measured of a configuration's vision graphs; None for a model that has no encoder for them.
-
-    Args:
-        config: A Bridge `ConfigContainer`, with everything applied.
-        options: Its vision graphs.
-        gpu: A key of `recipes.GPUS`; None takes the GPU that there are records of.
-    """
-    encoder = encoder_of(getattr(config, "model", None))
-    if encoder is None:
-        return None
-    found = of_encoder(encoder, options.kernels)
-    differs: list[str] = []
-    if found is not None:
-        ranks = {name: ALONE[name] for name in ("tensor_model_parallel_size", "context_parallel_size")}
-        differs = [*_other_gpu(found.gpu, gpu), *differences(config, ranks), *_other_vision(options, found.kernels)]
-    named = () if options.buckets == "auto" else options.buckets
-    largest = max((*named, options.max_seq_length or 0)) or None if options.enabled else None
-    return Forecast(encoder, found, tuple(differs), largest)
-
-
-def language_forecast(config: Any, options: GraphOptions, gpu: str | None) -> Forecast | None:
-    """Return what was measured of graphs of packed documents like a configuration's; None without such graphs.
-
-    Args:
-        config: A Bridge `ConfigContainer`, with everything applied.
-        options: Its graph options.
-        gpu: A key of `recipes.GPUS`; None takes the GPU that there are records of.
-    """
-    if not options.packed.enabled or options.language_model.impl == "none":
-        return None
-    try:
-        model = layers_of(config.model)
-    except NotMeasured as why:
-        return Forecast("language model", differs=(str(why),))
-    found = of_language_model(model, ranks_of(config.model), [m.name for m in options.language_model.modules])
-    differs = [*_other_gpu(found.gpu, gpu), *differences(config, {**ALONE, **found.ranks})]
-    buckets = options.packed.buckets
-    largest = pack_size(config) if buckets == "auto" else max(buckets)
-    return Forecast(model, found, (*differs, *_other_packs(options, found.modules)), largest)
-
-
-def pack_size(config: Any) -> int | None:
-    """Return the tokens of packs that are made offline; None where there are none."""
-    specs = getattr(getattr(config, "dataset", None), "offline_packing_specs", None)
-    size = getattr(specs, "packed_sequence_size", None)
-    return size if isinstance(size, int) and size > 0 else None
-
-
-@dataclass(frozen=True, slots=True)
-class WholeStep:
-    """A measured step.
-
-    Attributes:
-        found: As `measured.json` has it.
-        differs: What of the configuration it was not measured with, each as it is written.
-    """
-
-    found: Mapping[str, Any]
-    differs: tuple[str, ...]
-
-    @property
-    def holds(self) -> bool:
-        """Whether it is of this very model, layout and options."""
-        return not self.differs
-
-    @property
-    def ratios(self) -> tuple[float, float]:
-        """Time on graphs over the slowest and over the fastest eager run."""
-        graphs, eager = self.found["graphs_ms"], self.found["eager_ms"]
-        return graphs / max(eager), graphs / min(eager)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as plain values: ms, GiB."""
-        return {**self.found, "ratios": list(self.ratios), "not_measured": list(self.differs)}
-
-    def said(self) -> str:
-        """Return the sentences about it."""
-        found = self.found
-        head = "Whole step, measured for this model and layout"
-        if self.differs:
-            head = f"Whole step: not measured with {', '.join(self.differs)}. The nearest"
-        how = f"{SETTING}={found['setting']}" if found["setting"] else f"{IMPL}={found['impl']}"
-        eager = " to ".join(dict.fromkeys(f"{ms:.0f}" for ms in (min(found["eager_ms"]), max(found["eager_ms"]))))
-        ratios = " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in self.ratios))
-        return (
-            f"{head}: {found['of']}, on {found['gpus']} {found['gpu']}{'s' if found['gpus'] > 1 else ''}. "
-            f"A step takes {eager} ms eager and {found['graphs_ms']:.0f} ms with {how} ({ratios}). Eager's time "
-            f"depends on the host. Graphs take {found['memory_gb']:.1f} GiB. {found['file']}, {found['date']}."
-        )
-
-
-def whole_step(config: Any, options: GraphOptions, gpu: str | None, gpus: int | None) -> WholeStep | None:
-    """Return the measured step that is nearest to a configuration; None where no record is of a model like it.
-
-    Args:
-        config: A Bridge `ConfigContainer`, with everything applied.
-        options: Its graph options.
-        gpu: A key of `recipes.GPUS`; None is not known.
-        gpus: How many there are; None is not known.
-    """
-    if not options.vision.enabled or encoder_of(getattr(config, "model", None)) != TOWER:
-        return None
-    try:
-        model = layers_of(config.model)
-    except NotMeasured:
-        return None
-    peft = getattr(config, "peft", None)
-    found = []
-    for step in steps():
-        alike = step["layers"] is None or (_widths(step["layers"]) == _widths(model) and options.choice.setting)
-        adapter = None if peft is None else type(peft).__name__
-        if step["impl"] != options.language_model.impl or step["adapter"] != adapter or not alike:
-            continue
-        differs = [] if step["layers"] == model else [f"{model}"]
-        differs += [*_other_gpu(step["gpu"], gpu), *([] if gpus in (None, step["gpus"]) else [f"{gpus} GPUs"])]
-        differs += differences(config, {**ALONE, **step["ranks"]}, step["adapter"])
-        if step["setting"] not in (None, options.choice.setting):
-            differs.append(f"{SETTING}={options.choice.setting}")
-        kernels = ("exact",) if step["setting"] == "exact" else ("auto", "fast")
-        differs += [*_other_vision(options.vision, kernels), *_other_packs(options)]
-        found.append(WholeStep(step, tuple(differs)))
-    return min(found, key=lambda step: len(step.differs), default=None)
-
-
-def _widths(layers: str) -> tuple[str, str]:
-    """Return what models of the same layers, more or fewer of them, have in common."""
-    return kind_of(layers), layers.rpartition(" of ")[2]
-
-
-class Costs:
-    """What microbatches cost, in tokens: a replay its bucket's, an eager one its own over a measured ratio."""
-
-    def __init__(self, found: Measured, of: str, differs: Sequence[str] = ()) -> None:
-        """Take the records.
+    def fits(self, gpu: str | None) -> str:
+        """Return in words whether the peak memory fits a GPU, or which.
 
         Args:
-            found: Of the nearest model.
-            of: The model that is planned for.
-            differs: What of it was not measured.
+            gpu: A key of `CARDS`; None are all.
         """
-        self._found = found
-        other = [] if found.of == of else [f"no record is of {of}"]
-        notes = [f"not measured: {', '.join(differs)}"] if differs else []
-        sizes = f"{found.rows[0].tokens} to {found.rows[-1].tokens} tokens"
-        self.origin = "; ".join([f"{found.of}, {sizes}: {found.source} only", *other, *notes])
+        if isinstance(self.found, Measured):
+            return "not measured: no step of such a model was. bridge-cg compare measures it"
+        peak = self.found["peak_gb"] * GIB / GB
+        fit = [
+            f"{one} ({size} GB) {'yes' if peak <= size else 'no'}" for one, size in CARDS.items() if gpu in (None, one)
+        ]
+        text = f"{', '.join(fit)}, by a peak of {peak:.1f} GB on {self.found['gpu']}"
+        return f"not measured. Nearest, {self.found['case']}: {text}" if self.model else text
 
-    def eager(self, tokens: int) -> float:
-        """Return the cost of a microbatch run eager, by the record that is nearest in size."""
-        return tokens / self._found.nearest(tokens).ratio
+    def faster(self) -> str:
+        """Return what made this step faster still in words; empty where nothing was measured."""
+        if isinstance(self.found, Measured) or self.found["setting"] != "exact":
+            return ""
+        ms = (
+            step["graphs_ms"] for step in steps() if (step["case"], step["setting"]) == (self.found["case"], "fastest")
+        )
+        return next(
+            (f"{SETTING}=fastest: {one:.0f} ms in the place of {self.found['graphs_ms']:.0f}" for one in ms), ""
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values: ms, GiB, ratios."""
+        found = asdict(self.found) if isinstance(self.found, Measured) else dict(self.found)
+        return {**found, "not_measured": list(self.differs)}
+
+
+def _faster(ratios: Sequence[float]) -> str:
+    return f"{_range([1 / ratio for ratio in ratios], '.1f')} times as fast"
+
+
+def _range(values: Sequence[float], form: str = ".0f") -> str:
+    return " to ".join(dict.fromkeys(f"{value:{form}}" for value in (min(values), max(values))))
+
+
+def _peaks() -> list[float]:
+    return [step["peak_gb"] / step["eager_peak_gb"] for step in steps()]
+
+
+_LETTERS = {"tensor_model": "TP", "context": "CP", "expert_model": "EP", "pipeline_model": "PP"}
+
+
+def _layout(ranks: Mapping[str, Any]) -> str:
+    sizes = [
+        f"{letters}{ranks[name]}" for kind, letters in _LETTERS.items() if (name := f"{kind}_parallel_size") in ranks
+    ]
+    return ", ".join([*sizes, *(["sequence parallel"] if ranks.get("sequence_parallel") else [])])
+
+
+def _where(step: Mapping[str, Any]) -> str:
+    gpus = f"{step['gpus']} {step['gpu']}" if step["gpus"] > 1 else step["gpu"]
+    batch = f"{step['samples']} samples of {step['tokens']} tokens" if step["samples"] else ""
+    words = (step["case"], gpus, _layout(step["ranks"]), batch, step["date"], step.get("host", "host not recorded"))
+    return ", ".join(word for word in words if word)
+
+
+def nearest(config: Any, options: GraphOptions, gpu: str | None, gpus: int | None, kind: str = "") -> Nearest | None:
+    """Return what was measured that is nearest to a configuration; None where none of it runs on graphs.
+
+    Args:
+        config: A Bridge `ConfigContainer`, with everything applied.
+        options: Its graph options.
+        gpu: A key of `CARDS`; None is not known.
+        gpus: How many there are; None is not known.
+        kind: Of the language model, where its layers are not known.
+    """
+    try:
+        layers, unknown = layers_of(config.model), []
+    except NotMeasured as why:
+        layers, unknown = "", [str(why)]
+    kind = kind_of(layers) if layers else kind or "dense"
+    if options.vision.enabled:
+        found = [_step(step, config, options, layers, kind, (gpu, gpus)) for step in steps()]
+        return min(found, key=lambda pair: pair[0])[1]
+    if options.language_model.impl == "none":
+        return None
+    modules = [module.name for module in options.language_model.modules]
+    near = of_language_model(layers, ranks_of(config.model), modules, kind)
+    differs = [*unknown, *([layers] if layers not in ("", near.of) else []), *_other_packs(options, near.modules)]
+    differs += differences(config, {**ALONE, **near.ranks})
+    return Nearest(
+        near, (*differs, *([] if options.packed.enabled else ["no packs"])), tuple(_other_gpu(near.gpu, gpu))
+    )
+
+
+def _step(
+    step: Mapping[str, Any],
+    config: Any,
+    options: GraphOptions,
+    layers: str,
+    kind: str,
+    place: tuple[str | None, int | None],
+) -> tuple[tuple[Any, ...], Nearest]:
+    """Return a step with what it differs in, and how much that is."""
+    encoder, model = encoder_of(config.model), []
+    model += [] if encoder == TOWER else [f"{encoder}"]
+    model += [] if step["layers"] == layers else [layers or "its language model's layers"]
+    model += [] if step["impl"] == options.language_model.impl else [f"{IMPL}={options.language_model.impl}"]
+    model += differences(config, {**ALONE, **step["ranks"]}, step["adapter"])
+    model += _other_packs(options)
+    if step["setting"] not in (None, options.choice.setting):
+        model.append(f"{SETTING}={options.choice.setting}")
+    model += _other_vision(options.vision, ("exact",) if step["setting"] == "exact" else ("auto", "fast"))
+    length, batch = (
+        getattr(getattr(config, section, None), name, None)
+        for section, name in (("model", "seq_length"), ("train", "global_batch_size"))
+    )
+    model += [f"model.seq_length={length}"] if step["tokens"] and length not in (None, step["tokens"]) else []
+    own = [f"train.global_batch_size={batch}"] if step["samples"] and batch not in (None, step["samples"]) else []
+    own += [] if place[1] in (None, step["gpus"]) else [f"{place[1]} GPUs"]
+    own += _other_gpu(step["gpu"], place[0])
+    kinds = kind_of(step["layers"]) != kind, any(field.startswith("peft=") for field in model)
+    alike = (*kinds, _width(step["layers"]) != _width(layers), len(model), len(own))
+    return alike, Nearest(step, tuple(model), tuple(own))
+
+
+def _other_gpu(measured: str, gpu: str | None) -> list[str]:
+    return [] if gpu is None or gpu in measured.lower() else [f"--gpu {gpu}"]
+
+
+def _width(layers: str) -> str:
+    return layers.rpartition(" of ")[2]

@@ -81,7 +81,7 @@ try:
     command.look([preset, "modle.x=4"])
 except OptionError as error:
     found["misspelt"] = str(error)
-found["warnings"] = command.look(["moonlight_16b_sft_config"]).options.warnings
+found["summary"] = command.look(["moonlight_16b_sft_config", "cuda_graphs=exact"]).summary
 for recipe, words in asked.items():
     status, out, err = run([recipe, "--json", *words], {})
     found["answers"][recipe] = json.loads(out)
@@ -134,7 +134,7 @@ def test_one_object_with_a_key_for_each_part(capsys):
     answer = json.loads(out)
     assert (status, err) == (0, "")
     parts = ["encoder", "language_model", "vision", "packed", "chosen", "warnings"]
-    assert list(answer) == [*parts, "table", "forecast", "language_model_forecast", "whole_step", "layout", "notes"]
+    assert list(answer) == ["summary", *parts, "table", "nearest", "parts", "layout", "notes"]
     assert answer["encoder"] == ""
     assert answer["language_model"] == {"impl": "full_iteration", "modules": [], "inference_scope": "none"}
     assert "write cuda_graph_impl=full_iteration instead" in answer["warnings"][0]
@@ -239,7 +239,7 @@ class PaintingModelProvider:
 def test_the_encoder_of_a_recipe_is_named(capsys, recipe_of, kind, said):
     model = object.__new__(kind)
     model.cuda_graph_impl = "none"
-    status, out, err = explain(capsys, recipe_of(model))
+    status, out, err = explain(capsys, recipe_of(model), "--details")
     assert status == 0, err
     assert f"vision encoder: {said}" in " ".join(out.split())
     assert found(capsys, "seen_config")["encoder"].startswith(said)
@@ -313,7 +313,12 @@ def test_graphs_on_a_recipe(capsys, sft):
 @newest
 def test_a_process_without_pytorch_hub_and_gpu_answers_at_once_as_bridge_builds(stands_in, bridge):
     assert stands_in["torch"] and (stands_in["impl"], stands_in["longest"]) == ("transformer_engine", 16384)
-    assert "modle" in stands_in["misspelt"] and "moonshotai/Moonlight-16B-A3B" in stands_in["warnings"][0]
+    assert "modle" in stands_in["misspelt"]
+    unknown = stands_in["summary"]
+    assert unknown["on graphs"].startswith(
+        "nothing; language model not known: the sizes of moonshotai/Moonlight-16B-A3B"
+    )
+    assert "16 attention, 16 32-expert layers of 2048" in unknown["time a step"]
     assert stands_in["seconds"] < 3
     compared = 0
     for name in stands_in["facts"].keys() & set(dir(bridge)):

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,6 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
 @pytest.mark.parametrize(
     "words, said",
     [
-        ([], "Cannot fine-tune without a checkpoint"),
-        (["checkpoint.load=/absent"], "there is no run to resume in checkpoint.load=/absent"),
         (["checkpoint.load=/"], ""),
         ([CHECKPOINT, "model.tensor_model_parallel_size=8"], ""),  # nobody said how many GPUs there are
         (
@@ -99,6 +98,13 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
 def test_a_dry_run_refuses_what_could_not_start(trained, capsys, monkeypatch, words, said):
     assert run("--dry-run", *words) == (2 if said else 0)
     assert said in capsys.readouterr().err
+
+
+def test_a_dry_run_needs_no_checkpoint_and_training_does(trained, capsys, monkeypatch):
+    assert run("--dry-run", "checkpoint.load=/absent") == 0
+    said = "Cannot fine-tune without a checkpoint, and there is no run to resume in checkpoint.load=/absent."
+    assert f"to train: {said}" in capsys.readouterr().out and trained == []
+    assert said in first_look.refusal(["--recipe", SFT, "checkpoint.load=/absent"])
 
 
 def test_bridges_checks_change_neither_the_configuration_nor_the_process(sft, bridge, monkeypatch):
@@ -150,15 +156,21 @@ def test_a_first_look_refuses_before_pytorch_is_imported(sft, imports, words, sa
     assert "bridge_cg_plugin.cli.explain.recipes" in imports[0] and "torch._C" not in imports[0]
 
 
-def test_a_first_look_knows_at_once_that_the_hub_is_out_of_reach(sft, monkeypatch, tmp_path):
+def test_a_dry_run_out_of_reach_of_the_hub_is_answered_by_the_first_look(sft, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    command = ["--recipe", sft, "--dry-run", "cuda_graphs=exact"]
+    status, said = first_look.looked(command)
+    assert status == first_look.ALONE and said.startswith(
+        f"{sft}: finetune() with qwen3_vl_step\nvision encoder: graphs"
+    )
+    assert "to train: Cannot fine-tune without a checkpoint" in said and first_look.NOT_BUILT in said
+    done = subprocess.run([sys.executable, run_recipe.__file__, *command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{said}\n")
     snapshot = tmp_path / "models--Qwen--Qwen3-VL-8B-Instruct" / "snapshots" / "main"
     snapshot.mkdir(parents=True)
-    command = ["--recipe", sft, "--dry-run", *VISION, CHECKPOINT]
-    assert "hub cannot be reached" in first_look.refusal(command)
     (snapshot / "config.json").touch()
-    assert first_look.refusal(command) == ""
+    assert first_look.looked(command)[0] == 0
 
 
 def test_without_flags_the_recipe_is_trained_as_bridge_has_it(trained, bridge):
@@ -188,7 +200,7 @@ def test_refused_input_ends_with_status_2_and_what_to_do(trained, capsys, words,
     assert said in err and out == "" and trained == []
 
 
-@pytest.mark.parametrize("words, said", [([], "--recipe NAME"), (["--recpe", "x"], "Did you mean --recipe?")])
+@pytest.mark.parametrize("words, said", [([], "bridge-cg train NAME"), (["--recpe", "x"], "Did you mean --recipe?")])
 def test_a_recipe_is_needed(trained, capsys, words, said):
     assert run_recipe.main(words) == 2
     assert said in capsys.readouterr().err

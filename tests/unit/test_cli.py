@@ -14,6 +14,7 @@ import pytest
 from bridge_cg_plugin.announce import LOGGER, warn
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.cli.runs import train as run_recipe
+from bridge_cg_plugin.cli.runs.compare import read_arguments
 from bridge_cg_plugin.cli.runs.recipe import build_parser, quiet, read
 from bridge_cg_plugin.options import GraphOptionWarning
 from bridge_cg_plugin.options.flags import FLAGS
@@ -35,6 +36,19 @@ def test_a_mistyped_word_names_the_nearest(capsys, words, nearest):
     assert ended.value.code == 2 and f"Did you mean {nearest}?" in capsys.readouterr().err
 
 
+def test_the_command_alone_prints_its_help(capsys):
+    assert main([]) == 0
+    assert "usage: bridge-cg" in capsys.readouterr().out
+
+
+def test_recipes_are_counted_by_family(capsys):
+    assert main(["recipes"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) < 60 and "  qwen3_vl (" in out and "vision_graphs_h200" in out
+    assert main(["recipes", "--all"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 500
+
+
 def test_recipes_by_a_part_of_their_name(capsys):
     assert main(["recipes", "qwen3_vl_8b"]) == 0
     presets, others = capsys.readouterr().out.split("recipes of Megatron-Bridge\n")
@@ -47,22 +61,29 @@ def test_recipes_by_a_part_of_their_name(capsys):
     assert capsys.readouterr().err == f"Cannot find a recipe with 'no_such_name' in its name. {remedy}\n"
 
 
-def test_what_has_gone_says_what_is_there_instead(capsys):
-    assert main(["plan", "vision", "sizes.json"]) == 2
-    assert "captured on demand" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", ["train", "compare"])
 def test_commands_with_a_parser_of_their_own(capsys, command):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     said = capsys.readouterr().out
     assert ended.value.code == 0 and f"usage: bridge-cg {command}" in said and "--recipe" in said
-    try:
-        status = main([command])
-    except SystemExit as ended:
-        status = ended.code
-    assert status == 2 and "--recipe" in capsys.readouterr().err
+    assert main([command]) == 2 and "Name a recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("written", [["{}"], ["--recipe", "{}"], ["--cuda_graphs", "exact", "{}", "train.seed=1"]])
+@pytest.mark.parametrize("name", ["qwen3_vl_8b_sft_config", "Qwen3_VL_8B_sft_Config"])
+def test_a_recipe_is_named_by_its_place_or_a_flag_in_any_case(written, name):
+    parsed, words = read([*(word.format(name) for word in written), "--graphs", "H200"])
+    assert (parsed.recipe, parsed.graphs) == ("qwen3_vl_8b_sft_config", "h200")
+    assert words == [word for word in written if "=" in word]
+    compared, rest = read_arguments([word.format(name) for word in written])
+    assert compared.recipe == "qwen3_vl_8b_sft_config" and name not in rest
+
+
+def test_two_recipes_are_one_too_many(capsys):
+    for command in ("train", "explain"):
+        assert main([command, "a_config", "--recipe", "b_config"]) == 2
+        assert "name one recipe" in capsys.readouterr().err
 
 
 RECIPE = ["--recipe", "qwen3_vl_8b_sft_config", "--vision_cuda_graph_impl", "transformer_engine", "train.train_iters=5"]
@@ -76,7 +97,7 @@ def test_torchrun_gets_the_script_as_a_worker(monkeypatch):
         raise Started(*words)
 
     monkeypatch.setattr(os, "execvp", start)
-    monkeypatch.setattr(run_recipe.first_look, "refusal", lambda *_: "")
+    monkeypatch.setattr(run_recipe.first_look, "looked", lambda *_: (0, ""))
     given = ["--launcher", "torchrun", "--gpus-per-node=4", "--nodes", "1", *RECIPE]
     with pytest.raises(Started) as started:
         run_recipe.main(given)

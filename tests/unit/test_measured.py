@@ -4,25 +4,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from bridge_cg_plugin.cli.explain.command import NOT_MEASURED, Answer, render
-from bridge_cg_plugin.cli.explain.models import sizes_of
-from bridge_cg_plugin.cli.measured import (
-    TOWER,
-    NotMeasured,
-    language_forecast,
-    layers_of,
-    of_encoder,
-    records,
-    steps,
-    vision_forecast,
-    whole_step,
-)
+from bridge_cg_plugin.cli.explain.command import Answer, render
+from bridge_cg_plugin.cli.explain.models import kind_of_names, sizes_of
+from bridge_cg_plugin.cli.measured import CARDS, Measured, NotMeasured, layers_of, nearest, records, steps
 from bridge_cg_plugin.cli.runs.results import ROOT, read_records
-from bridge_cg_plugin.options import VisionGraphOptions, graph_options
+from bridge_cg_plugin.options import graph_options
+from scripts.performance.bench_recipe import CASES
 from tests.models.language_model import SHAPES, settings_of
 
-TOWER_RECORDS, AUTO = of_encoder(TOWER), "vision_cuda_graph_tuning.kernels=auto"
+AUTO = "vision_cuda_graph_tuning.kernels=auto"
 PACKS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": "auto", "cuda_graph_modules": []}
 
 
@@ -31,9 +24,7 @@ def test_ratios_are_the_records(found):
     held = {(r["case"], r["mode"]): r for r in read_records(ROOT / found.file)}
     pairs = [(row, held[row.case, "eager"], held[row.case, row.mode]) for row in found.rows]
     for row, eager, graphs in pairs:
-        memory = graphs.get("memory_gb")
         assert row.ratio == pytest.approx(graphs["ms"] / eager["ms"], abs=1e-3)
-        assert row.memory_gb == (memory and round(memory, 2))
         assert row.tokens == graphs["tokens"] and {eager["gpu"], graphs["gpu"]} == {found.gpu}
     assert found.date == max(r["date"] for _, *both in pairs for r in both)
     assert [row.tokens for row in found.rows] == sorted(row.tokens for row in found.rows)
@@ -41,11 +32,21 @@ def test_ratios_are_the_records(found):
 
 @pytest.mark.parametrize("step", steps(), ids=lambda step: f"{step['case']} {step['setting']}")
 def test_steps_are_the_records(step):
-    held = [r for r in read_records(ROOT / step["file"]) if r["case"] == step["case"] and r["ms"]]
-    eager = [r["ms"] for r in held if r["mode"].startswith("eager")]
-    assert step["eager_ms"] == pytest.approx(eager[: len(step["eager_ms"])], abs=0.1)
-    graphs = [r for r in held if r["ms"] == pytest.approx(step["graphs_ms"], abs=0.1)]
-    assert graphs and graphs[0]["date"] == step["date"]
+    held = [r for r in read_records(ROOT / step["file"]) if r["versions"]["megatron-bridge"] == "0.6.2" and r["ms"]]
+    eager = [r for r in held if r["case"] in step["cases"] and r["mode"].startswith("eager")]
+    assert {round(r["ms"], 1) for r in eager} == {*step["eager_ms"]}
+    (graphs,) = [r for r in held if (r["case"], r["mode"]) == (step["case"], step["mode"])]
+    assert (round(graphs["ms"], 1), round(graphs["peak_gb"], 1)) == (step["graphs_ms"], step["peak_gb"])
+    assert step["eager_peak_gb"] in {round(r["peak_gb"], 1) for r in eager}
+    assert (graphs["date"], graphs["gpu"], graphs.get("gpus", 1)) == (step["date"], step["gpu"], step["gpus"])
+    if step["samples"]:
+        case = CASES[step["case"]]
+        assert (" ".join([case.recipe, *case.words]), case.gpus, case.batch) == (
+            step["of"],
+            step["gpus"],
+            step["samples"],
+        )
+        assert graphs["tokens_per_s"] / graphs["samples_per_s"] == pytest.approx(step["tokens"])
 
 
 class Qwen3VLModelProvider(SimpleNamespace):
@@ -56,19 +57,15 @@ class LoRA:
     pass
 
 
-def config(peft=None, depth=27, of=Qwen3VLModelProvider, **fields):
+def config(peft=None, depth=27, of=Qwen3VLModelProvider, batch=8, **fields):
     tower = SimpleNamespace(depth=depth, hidden_size=1152)
-    model = of(**{"vision_config": tower, **sizes_of("Qwen/Qwen3-VL-8B"), **fields})
-    return SimpleNamespace(model=model, dataset=None, peft=peft)
+    model = of(**{"vision_config": tower, "seq_length": 4096, **sizes_of("Qwen/Qwen3-VL-8B"), **fields})
+    return SimpleNamespace(model=model, dataset=None, peft=peft, train=SimpleNamespace(global_batch_size=batch))
 
 
 def text_model(shape="dense", peft=None, **fields):
     settings = {**settings_of(SHAPES[shape]), "hybrid_layer_pattern": SHAPES[shape].pattern}
     return config(peft, of=SimpleNamespace, **{**settings, **fields})
-
-
-def on(**fields):
-    return VisionGraphOptions(impl="transformer_engine", **fields)
 
 
 def options(setting="exact", **fields):
@@ -77,44 +74,49 @@ def options(setting="exact", **fields):
     return replace(found, vision=replace(found.vision, kernels=kernels), choice=replace(found.choice, setting=setting))
 
 
-def test_figures_are_of_what_the_largest_bucket_takes():
-    found = vision_forecast(config(), on(max_seq_length=16384), None)
-    assert found.rows == TOWER_RECORDS.rows[:-1] and found.holds
-    assert found.memory_gb == found.rows[-1].memory_gb
-    assert vision_forecast(config(), on(max_seq_length=4096), None).memory_gb == 3.72 * 4096 / 3136
-
-
 @pytest.mark.parametrize("shape", ["dense", "moe", "mamba", "large"])
 def test_packs_have_the_records_of_their_layers(shape):
-    found = language_forecast(text_model(shape), options(), "h200")
-    assert found.holds and {row.case.partition("_")[0] for row in found.rows} == {shape}
-    line = Answer(options=options(), language_model=found, has_model=True).lines[1]
-    assert line.memory == "by size" and line.ratio == "-".join(f"{ratio:.2f}" for ratio in found.ratios)
+    found = nearest(text_model(shape), packs(), "h200", None)
+    assert not found.differs and {row.case.partition("_")[0] for row in found.found.rows} == {shape}
+    assert f"{1 / max(row.ratio for row in found.found.rows):.1f} to " in found.time()
+
+
+def packs(**fields):
+    return graph_options({**PACKS, **fields})
 
 
 @pytest.mark.parametrize(
     ("made", "chosen", "gpu", "said"),
     [
-        (config(), {}, "h100", "--graphs h100"),
-        (config(tensor_model_parallel_size=4), {}, None, "model.tensor_model_parallel_size=4"),
-        (config(), {"vision_cuda_graph_offload_above_gb": 14}, None, "vision_cuda_graph_offload_above_gb=14.0"),
-        (config(freeze_vision_model=True), {}, None, "model.freeze_vision_model=True"),
-        (text_model(), {}, "b200", "--graphs b200"),
+        (text_model(), {}, "b200", "--gpu b200"),
         (text_model(tensor_model_parallel_size=8), {}, None, "model.tensor_model_parallel_size=8"),
         (text_model(peft=LoRA()), {}, None, "peft=LoRA"),
         (text_model(hidden_size=None), {}, None, "model.hidden_size is not known here"),
         (text_model(), {"cuda_graph_packed_offload": "mlp"}, None, "cuda_graph_packed_offload=('mlp',)"),
         (text_model(), {"cuda_graph_modules": ["attn"]}, None, "cuda_graph_modules=['attn']"),
+        (text_model(multi_latent_attention=True), {}, None, "multi-latent attention was not measured"),
     ],
 )
-def test_what_was_not_measured_has_no_figure_in_the_table(made, chosen, gpu, said):
-    of_images, wanted = hasattr(made.model, "vision_cuda_graph_impl"), options(**chosen)
-    found = vision_forecast(made, wanted.vision, gpu) if of_images else language_forecast(made, wanted, gpu)
-    assert found.differs == (said,) and not found.holds
-    answer = Answer(options=wanted, has_model=True, **{"forecast" if of_images else "language_model": found})
-    line = answer.lines[0 if of_images else 1]
-    assert line.memory == line.ratio == NOT_MEASURED
-    assert said in " ".join(render(answer).split()) and found.as_json()["not_measured"] == [said]
+def test_what_was_not_measured_is_named_beside_the_nearest_packs(made, chosen, gpu, said):
+    found = nearest(made, packs(**chosen), gpu, None)
+    assert found.differs == (said,) and isinstance(found.found, Measured)
+    assert found.time().startswith("not measured. Nearest: ") and found.fits(gpu).startswith("not measured")
+    text = render(Answer(options=packs(**chosen), nearest=found, has_encoder=False), details=True)
+    assert said in " ".join(text.split()) and found.as_json()["not_measured"] == [said]
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["deepseek-ai/DeepSeek-V3"], "experts"),
+        (["nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"], "hybrid"),
+        (["google/gemma-2-2b"], "dense"),
+        ([], "dense"),
+    ],
+)
+def test_a_model_of_unknown_sizes_has_the_records_of_its_kind(names, kind):
+    found = nearest(text_model(num_layers=None), packs(), None, None, kind_of_names(names))
+    assert found.found.kind == kind and "num_layers is not known" in found.differs[0]
 
 
 @pytest.mark.parametrize(
@@ -130,28 +132,60 @@ def test_layers_that_no_record_is_like(fields, said):
         layers_of(text_model(**fields).model)
 
 
+TP2 = {"tensor_model_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
-    ("made", "place", "fields", "case", "differs"),
+    ("made", "place", "fields", "case", "model", "own"),
     [
-        (config(tensor_model_parallel_size=2), ("h200", 2), {}, "8b_sft_tp2", ()),
-        (config(LoRA()), (None, None), {}, "8b_lora", ()),
-        (config(), (None, None), {}, "8b_sft_tp2", ("model.tensor_model_parallel_size=1",)),
-        (config(tensor_model_parallel_size=2), ("h100", 8), {}, "8b_sft_tp2", ("--graphs h100", "8 GPUs")),
-        (config(LoRA()), (None, None), {"setting": "fastest"}, "8b_lora", ("cuda_graphs=fastest", AUTO)),
+        (config(**TP2), ("h200", 2), {}, "8b_sft_tp2", (), ()),
+        (config(LoRA()), (None, None), {}, "8b_lora", (), ()),
+        (config(batch=16), (None, 4), {}, "8b_sft_dp4", (), ()),
+        (
+            config(batch=32, **TP2),
+            ("h100", 8),
+            {},
+            "8b_sft_tp2",
+            (),
+            ("train.global_batch_size=32", "8 GPUs", "--gpu h100"),
+        ),
+        (config(LoRA()), (None, None), {"setting": "fastest"}, "8b_lora", ("cuda_graphs=fastest", AUTO), ()),
+        (config(depth=24, **TP2), (None, None), {}, "8b_sft_tp2", ("Qwen3-VL encoder of 24 layers of 1152",), ()),
+        (config(seq_length=2048, **TP2), (None, None), {}, "8b_sft_tp2", ("model.seq_length=2048",), ()),
+        (config(freeze_vision_model=True, **TP2), (None, 2), {}, "8b_sft_tp2", ("model.freeze_vision_model=True",), ()),
     ],
 )
-def test_the_nearest_step_names_what_it_lacks(made, place, fields, case, differs):
-    step = whole_step(made, options(**fields), *place)
-    assert step.found["case"] == case and step.differs == differs and step.holds == (not differs)
-    head = f"not measured with {', '.join(differs)}. The nearest" if differs else "measured for this model and layout"
-    assert step.said().startswith("Whole step") and head in step.said() and step.as_json()["graphs_ms"]
-    assert len(Answer(options=options(), step=step, has_model=True).lines) == (2 if differs else 3)
+def test_the_nearest_step_names_what_it_lacks(made, place, fields, case, model, own):
+    found = nearest(made, options(**fields), *place)
+    assert (found.found["case"], found.model, found.place) == (case, model, own)
+    step, eager = found.found, found.found["eager_ms"]
+    said = found.time()
+    assert said.startswith("not measured with " if model or own else f"{step['graphs_ms']:.0f} ms on graphs, ")
+    assert f"{min(eager):.0f}" in said and f"{max(eager):.0f}" in said and step["date"] in said
+    assert "host not recorded" in said and f"{step['samples']} samples of 4096 tokens" in said
+    assert found.memory().startswith("not measured. Nearest, " if model else f"{step['peak_gb']:.1f} GiB on graphs")
 
 
-@pytest.mark.parametrize(
-    ("of", "found"),
-    [(config(depth=24), options()), (config(), graph_options({})), (SimpleNamespace(model=None), options())],
-    ids=["encoder", "no graphs", "no model"],
-)
-def test_another_model_has_no_step(of, found):
-    assert whole_step(of, found, None, None) is None
+@given(peak=st.floats(1, 300), eager=st.floats(1, 300), gpu=st.sampled_from([None, *CARDS]))
+def test_a_step_fits_a_gpu_with_more_memory_than_its_peak(peak, eager, gpu):
+    found = nearest(config(**TP2), options(), None, 2)
+    found = replace(found, found={**found.found, "peak_gb": peak, "eager_peak_gb": eager})
+    said = found.fits(gpu)
+    for card, size in CARDS.items():
+        if gpu in (None, card):
+            assert f"{card} ({size} GB) {'yes' if peak * 2**30 / 1e9 <= size else 'no'}" in said
+        else:
+            assert card not in said
+    assert not said.startswith("not measured")
+
+
+def test_where_nothing_runs_on_graphs_nothing_is_near():
+    assert nearest(config(), graph_options({}), None, None) is None
+
+
+def test_a_recipes_answer_begins_with_what_a_user_asks():
+    found = nearest(config(**TP2), options(), None, 2)
+    lines = render(Answer(options=options(), nearest=found, has_encoder=True, gpu="h100")).splitlines()
+    heads = [line.partition(":")[0] for line in lines if line[0] != " "]
+    assert heads[:5] == ["on graphs", "time a step", "peak memory", "fits", "would bring most"]
+    assert "fits: h100 (80 GB) no" in "\n".join(lines) and "cuda_graphs=fastest: 768 ms" in "\n".join(lines)

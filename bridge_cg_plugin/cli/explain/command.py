@@ -1,6 +1,8 @@
 """The command `bridge-cg explain`."""
 
 import argparse
+import contextlib
+import copy
 import difflib
 import json
 import sys
@@ -11,47 +13,25 @@ from typing import Any
 
 from bridge_cg_plugin.options import GraphOptions, OptionError, check_options, normalize
 from bridge_cg_plugin.options import explain as wording
-from bridge_cg_plugin.options.explain import HEAD, WIDTHS, text_table
 from bridge_cg_plugin.options.flags import FLAGS, as_typed, take_flags, unknown_flag
-from bridge_cg_plugin.options.graph_options import VISION_ENCODER, split_name, tuning_of
-from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, OTHER_FIELDS, SETTINGS, is_word
+from bridge_cg_plugin.options.graph_options import SETTING, VISION_ENCODER, split_name, tuning_of
+from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, OTHER_FIELDS, SETTINGS, named
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.recipes import GPUS, with_graphs
 from bridge_cg_plugin.upstream.seams.encoders import NO_ADAPTER, encoder_of, has_audio_encoder
 
-from ..answers import Tell, between, table, wrapped
+from ..answers import Tell, width, wrapped
 from ..checks import add_counts, check_fit, divided, layout_in_words
-from ..measured import Forecast, WholeStep, language_forecast, vision_forecast, whole_step
+from ..measured import Measured, Nearest, nearest, of_encoder, of_language_model, ranks_of
 from . import models
 from .recipes import built, require_bridge, resolved, without_imports
 from .start import check_training
 
 _TRACKER = "rng.te_rng_tracker"
-_NO_FIGURES = "Times and memory depend on the encoder: write a recipe's name first."
-_NO_GRAPHS = "No graphs are on. Add cuda_graphs=exact to see what can run on them."
-NOT_MEASURED = "not measured"
+_NO_FIGURES = "Times and memory depend on the model: write a recipe's name first."
+_NO_GRAPHS = "cuda_graphs=exact"
 AUDIO_ENCODER = "audio encoder"
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One part of a model.
-
-    Attributes:
-        part: Its name.
-        runs: "graphs" or "eager"; of offloading, "on".
-        why: What is captured, or what keeps it eager.
-        memory: Of one slot with the largest bucket.
-        ratio: Time on graphs over time eager, forward and backward.
-        options: Other options of it, as `field=value`.
-    """
-
-    part: str
-    runs: str
-    why: str
-    memory: str = wording.NO_FIGURE
-    ratio: str = wording.NO_FIGURE
-    options: tuple[str, ...] = ()
+NOT_KNOWN = "not known"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +42,11 @@ class Answer:
         options: What the words resolve to, checked as training does.
         encoder: The vision encoder of the recipe's model in words; empty without one.
         has_audio: Whether the model has an audio encoder that graphs take.
-        forecast: What was measured of the vision encoder; None where the model has none, or no recipe names one.
-        language_model: What was measured of graphs of packed documents; None without such graphs or without a recipe.
-        step: The measured whole step that is nearest; None where no record is of such a model or there is no recipe.
-        has_model: Whether there is a recipe, so that it is known whether the model has an encoder.
+        has_encoder: Whether the model has a vision encoder that graphs support; None without a recipe.
+        unknown: Why it is not known whether the language model can run on graphs; empty where it is.
+        nearest: What was measured that is nearest, with `cuda_graphs=exact` where nobody chose; None without graphs.
+        parts: Microbatches that were measured of the vision encoder and of language models of this kind.
+        gpu: The GPU that was named.
         layout: Over how many GPUs each field divides the model, and the replicas; empty where nobody said.
         notes: Sentences for a person.
     """
@@ -73,96 +54,108 @@ class Answer:
     options: GraphOptions
     encoder: str = ""
     has_audio: bool = False
-    forecast: Forecast | None = None
-    language_model: Forecast | None = None
-    step: WholeStep | None = None
-    has_model: bool = False
+    has_encoder: bool | None = None
+    unknown: str = ""
+    nearest: Nearest | None = None
+    parts: tuple[Measured, ...] = ()
+    gpu: str | None = None
     layout: dict[str, int] | None = None
     notes: tuple[str, ...] = ()
 
     @property
-    def lines(self) -> tuple[Line, ...]:
-        """The lines of the table."""
-        found = [self._line(part) for part in wording.parts(self.options)]
-        if self.has_audio:
-            found.insert(1, self._audio())
-        if self.step is not None and self.step.holds:
-            memory = f"{self.step.found['memory_gb']:.1f} GiB"
-            why = f"measured: {self.step.found['case']}"
-            found.append(Line("whole step", "graphs", why, memory, between(self.step.ratios)))
-        return tuple(found)
+    def lines(self) -> tuple[wording.Part, ...]:
+        """What becomes of each part of the model."""
+        vision, language = (self._part(part) for part in wording.parts(self.options))
+        if not self.has_audio:
+            return vision, language
+        captured = "one graph per bucket over the whole encoder; buckets captured on demand"
+        runs = ("graphs", captured) if self.options.vision.enabled else ("eager", f"{PROVIDER_FIELDS['impl']}=none")
+        return vision, wording.Part(AUDIO_ENCODER, *runs), language
 
-    def _audio(self) -> Line:
-        if not self.options.vision.enabled:
-            return Line(AUDIO_ENCODER, "eager", f"{PROVIDER_FIELDS['impl']}=none")
-        why = "one graph per bucket over the whole encoder; buckets captured on demand"
-        return Line(AUDIO_ENCODER, "graphs", why, NOT_MEASURED, NOT_MEASURED)
+    def _part(self, part: wording.Part) -> wording.Part:
+        if part.name != VISION_ENCODER:
+            return replace(part, runs=NOT_KNOWN, why=self.unknown) if self.unknown and part.runs == "graphs" else part
+        if self.has_encoder is not False:
+            return part
+        if NO_ADAPTER in self.encoder:
+            return replace(part, runs="eager", why="no adapter for it is known")
+        return replace(part, runs="none", why="the model has none that graphs support")
 
-    def _line(self, part: wording.Part) -> Line:
-        line = Line(part.name, part.runs, part.why, options=part.options)
-        encoder = part.name == VISION_ENCODER
-        if encoder and self.has_model and self.forecast is None:
-            if NO_ADAPTER in self.encoder:
-                return replace(line, runs="eager", why="no adapter for it is known")
-            return replace(line, runs="none", why="the model has none that graphs support")
-        found = self.forecast if encoder else self.language_model
-        if part.runs != "graphs" or (encoder and found is None):
-            return line
-        if found is None or not found.holds or found.ratios is None:
-            return replace(line, memory=NOT_MEASURED, ratio=NOT_MEASURED)
-        memory = NOT_MEASURED if found.memory_gb is None else f"{found.memory_gb:.1f} GiB"
-        return replace(line, memory=wording.BY_SIZE if found.largest is None else memory, ratio=between(found.ratios))
+    @property
+    def summary(self) -> dict[str, str]:
+        """What a user asks first, in words."""
+        lines = [line for line in self.lines if line.runs != "none"]
+        on = ", ".join(line.name for line in lines if line.runs == "graphs")
+        others = [f"{line.name} {line.runs}: {line.why}" for line in lines if line.runs != "graphs"]
+        found = self.nearest if any(line.runs in ("graphs", NOT_KNOWN) for line in lines) else None
+        nothing = "eager's"
+        return {
+            "on graphs": "; ".join([on or "nothing", *others]),
+            "time a step": nothing if found is None else found.time(),
+            "peak memory": nothing if found is None else found.memory(),
+            "fits": "not measured: nothing is on graphs" if found is None else found.fits(self.gpu),
+            "would bring most": self._most(lines),
+        }
+
+    def _most(self, lines: Sequence[wording.Part]) -> str:
+        if not (self.options.enabled or self.options.packed.enabled or self.options.chosen):
+            return _NO_GRAPHS if self.nearest is None else f"{_NO_GRAPHS}: {self.nearest.time()}"
+        if any(line.runs == NOT_KNOWN for line in lines):
+            return "not known: see the first line"
+        if eager := [line for line in lines if line.runs == "eager"]:
+            return f"the {eager[-1].name} on graphs, which this keeps eager: {eager[-1].why}"
+        faster = None if self.nearest is None else self.nearest.faster()
+        return faster or "nothing that was measured: all parts are on graphs"
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
     """Return an answer as plain values."""
     return {
+        "summary": None if answer.has_encoder is None else answer.summary,
         "encoder": answer.encoder,
         **wording.as_json(answer.options),
-        "table": [asdict(line) for line in answer.lines],
-        "forecast": None if answer.forecast is None else answer.forecast.as_json(),
-        "language_model_forecast": None if answer.language_model is None else answer.language_model.as_json(),
-        "whole_step": None if answer.step is None else answer.step.as_json(),
+        "table": [{"part": line.name, **asdict(line)} for line in answer.lines],
+        "nearest": None if answer.nearest is None else answer.nearest.as_json(),
+        "parts": [asdict(part) for part in answer.parts],
         "layout": answer.layout,
         "notes": list(answer.notes),
     }
 
 
-_HEAD, _COLUMNS = (*HEAD, "time/eager", "why"), (*WIDTHS, 10, 34)
-_FIGURES = ("case", "tokens", "time/eager", "GiB a slot")
+_COLUMNS = (14, 9)
 
 
-def render(answer: Answer) -> str:
-    """Return an answer as lines for a person."""
-    rows = [(line.part, line.runs, line.memory, line.ratio, line.why) for line in answer.lines]
-    options = [option for line in answer.lines for option in line.options]
-    lines = text_table([_HEAD, *rows], _COLUMNS)
-    lines += [f"options: {' '.join(options)}"] if options else []
-    lines += [f"vision encoder: {answer.encoder}"] if answer.encoder else []
-    for found in (answer.forecast, answer.language_model):
-        lines += [] if found is None else _forecast(found)
-    lines += [] if answer.step is None else ["", answer.step.said()]
+def render(answer: Answer, details: bool = False) -> str:
+    """Return an answer as lines for a person: of a recipe first what a user asks."""
+    lines = [f"{name}: {text}" for name, text in answer.summary.items()] if answer.has_encoder is not None else []
+    lines += ["", *_details(answer)] if lines and details else []
+    lines += _details(answer) if answer.has_encoder is None else []
     lines += [*answer.notes, *(f"warning: {text}" for text in answer.options.warnings)]
+    lines += [] if details or answer.has_encoder is None else ["--details shows what is captured, options and records"]
     return "\n".join(line for text in lines for line in wrapped(text))
 
 
-def _forecast(found: Forecast) -> list[str]:
-    if found.found is None:
-        return ["", *found.said()]
-    title = f"{found.of}, forward and backward of a microbatch"
-    if found.of != found.found.of:
-        title = f"{found.of} was not measured. The nearest, forward and backward of a microbatch: {found.found.of}"
-    rows = [
-        (row.case, str(row.tokens), f"{row.ratio:.2f}", "-" if row.memory_gb is None else f"{row.memory_gb:.1f}")
-        for row in found.rows
-    ]
-    return ["", f"{title}:", *table([_FIGURES, *rows]), *found.said()]
+def _details(answer: Answer) -> list[str]:
+    left = width() - sum(_COLUMNS) - len(wording.GAP) * len(_COLUMNS)
+    rows = [(line.name, line.runs, line.why) for line in answer.lines]
+    options = [option for line in answer.lines for option in line.options]
+    lines = wording.text_table([("part", "runs", "why"), *rows], (*_COLUMNS, left))
+    lines += [f"options: {' '.join(options)}"] if options else []
+    lines += [f"vision encoder: {answer.encoder}"] if answer.encoder else []
+    lines += [f"measured: {part.said()}" for part in answer.parts]
+    if answer.nearest is not None and answer.nearest.differs:
+        lines.append(f"not measured here: {', '.join(answer.nearest.differs)}")
+    return lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("input", nargs="*", help="a recipe's name, a YAML file, name=value or a flag of an option")
-    parser.add_argument("--graphs", choices=tuple(GPUS), help="graphs within this GPU's limits, on the recipe")
+    parser.add_argument("--recipe", metavar="NAME", help="the recipe, in place of its name alone")
+    kinds = dict(type=str.lower, choices=tuple(GPUS))
+    parser.add_argument("--graphs", **kinds, help="graphs within this GPU's limits, on the recipe")
+    parser.add_argument("--gpu", **kinds, help="whether the step fits this GPU; that of --graphs if left out")
+    parser.add_argument("--details", action="store_true", help="also what is captured, options and records")
     add_counts(parser, "machines; the layout and the batch must fit all GPUs")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -179,7 +172,7 @@ def run(given: Sequence[str], tell: Tell) -> int:
     except (OptionError, RuntimeError) as error:
         print(as_typed(error, given), file=sys.stderr)
         return 2
-    tell(json.dumps(as_json(answer)) if "--json" in given else render(answer))
+    tell(json.dumps(as_json(answer)) if "--json" in given else render(answer, "--details" in given))
     return 0
 
 
@@ -199,15 +192,15 @@ def look(given: Sequence[str]) -> Answer:
     for word in rest:
         known = [spelling for flag in FLAGS for spelling in flag.spellings]
         raise unknown_flag(word, [*known, *(f"--{name}" for name in vars(parsed))])
-    words = parsed.input
-    if not words or is_word(words[0]):
-        for name in ("graphs", "nodes", "gpus_per_node"):
+    recipe, words = named(parsed.recipe, parsed.input)
+    if recipe is None:
+        for name in ("graphs", "gpu", "nodes", "gpus_per_node"):
             if getattr(parsed, name) is not None:
                 raise OptionError.because(name, f"Cannot use --{name} without a recipe. Write a recipe's name first.")
         return _of_words(flags, words)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _of_recipe(words[0], flags, words[1:], parsed)
+        return _of_recipe(recipe, flags, words, parsed)
 
 
 def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> Answer:
@@ -221,42 +214,58 @@ def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> Answer:
     if (options.enabled or options.packed.enabled) and facts.te_rng_tracker is None:
         missing = f"{_TRACKER}=true is missing: training refuses graphs without it. bridge-cg train and presets set it"
         options = replace(options, warnings=(*options.warnings, missing))
-    return Answer(options=options, notes=(*((_NO_FIGURES,) if options.vision.enabled else ()), *_switch_on(options)))
+    return Answer(options=options, notes=(_NO_FIGURES,) if options.enabled or options.packed.enabled else ())
 
 
 def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place: argparse.Namespace) -> Answer:
     require_bridge(name, " or write options alone")
     without_imports()
-    config = built(name)
+    config, gpu = built(name), place.gpu or place.graphs
     if place.graphs is not None:
         config = with_graphs(config, gpu=place.graphs)
     options = resolved(config, flags, words)
     gpus = None if place.nodes is place.gpus_per_node is None else (place.nodes or 1) * (place.gpus_per_node or 1)
     if hasattr(config, "train"):
         check_fit(config, gpus)
-        check_training(name, config, options, gpus, place.graphs)
-    layout = None if gpus is None else divided(config.model, gpus)
-    unknown = [
-        f"the sizes of {model} are on Hugging Face's hub only: what depends on its experts, dropout or kind of layers "
-        "was not checked. bridge-cg train --dry-run checks it where the hub can be reached"
-        for model in models.unknown()
-    ]
+        check_training(name, config, options, gpus, gpu)
+    unknown = models.unknown()
+    said = (
+        f"the sizes of {' and '.join(unknown)} are on Hugging Face's hub only, so training's checks of it were not made"
+    )
+    words_for = models.encoder_of(getattr(config, "model", None))
+    found = None
+    if hasattr(config, "model"):
+        asked = options if options.enabled or options.chosen else _with_all(config)
+        found = nearest(config, asked, gpu, gpus, models.kind_of_names(unknown))
     return Answer(
-        options=replace(options, warnings=(*options.warnings, *unknown)),
+        options=options,
         encoder=encoder_of(getattr(config, "model", None)),
         has_audio=has_audio_encoder(getattr(config, "model", None)),
-        forecast=vision_forecast(config, options.vision, place.graphs),
-        language_model=language_forecast(config, options, place.graphs),
-        step=whole_step(config, options, place.graphs, gpus),
-        has_model=hasattr(config, "model"),
-        layout=layout,
-        notes=(*([] if layout is None else [layout_in_words(layout)]), *_switch_on(options)),
+        has_encoder=words_for is not None,
+        unknown=f"{said}. bridge-cg train --dry-run makes them where the hub can be reached" if unknown else "",
+        nearest=found,
+        parts=_parts(config, options, words_for, found),
+        gpu=gpu,
+        layout=(layout := None if gpus is None else divided(config.model, gpus)),
+        notes=() if layout is None else (layout_in_words(layout),),
     )
 
 
-def _switch_on(options: GraphOptions) -> tuple[str, ...]:
-    """Return how to switch graphs on, where nobody chose to have them on or off."""
-    return () if options.enabled or options.chosen else (_NO_GRAPHS,)
+def _with_all(config: Any) -> GraphOptions:
+    """Return the options of a configuration with every graph that it can have."""
+    with contextlib.suppress(OptionError):
+        return resolved(copy.deepcopy(config), {SETTING: "exact"})
+    return GraphOptions()
+
+
+def _parts(config: Any, options: GraphOptions, encoder: str | None, found: Nearest | None) -> tuple[Measured, ...]:
+    """Return the microbatches that were measured of what runs on graphs."""
+    of_vision = of_encoder(encoder, options.vision.kernels) if encoder and options.vision.enabled else None
+    if found is None or not options.packed.enabled:
+        return () if of_vision is None else (of_vision,)
+    layers = found.found.of if isinstance(found.found, Measured) else found.found["layers"]
+    of_packs = of_language_model(layers, ranks_of(config.model), [m.name for m in options.language_model.modules])
+    return (of_packs,) if of_vision is None else (of_vision, of_packs)
 
 
 def _check_name(word: str) -> None:

@@ -17,6 +17,7 @@ import logging
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
@@ -291,12 +292,18 @@ def resolved(config: Any, flags: Mapping[str, Any] | None = None, words: Sequenc
         return resolve(config, flags or {}, words, set_words if installed() else None)
 
 
-def run(part: str, as_json: bool, tell: Tell) -> int:
-    """Print the recipes whose names contain a text; returns 2 if there are none, else 0.
+# Benchmarks are for a number of GPUs; families end before a size or a kind of training.
+_BENCHMARK = re.compile(r"_\d+gpu_")
+_FAMILY = re.compile(r"_(?=\d|sft|peft|pretrain|small|a\d|e\d|super|ultra|nano|flash|v\d|lite|cord|valor).*")
+
+
+def run(part: str, as_json: bool, benchmarks: bool, tell: Tell) -> int:
+    """Print the recipes whose names contain a text, or how many each family has; returns 2 if there are none, else 0.
 
     Args:
         part: The text, in any case and with any separators.
         as_json: Whether to print JSON.
+        benchmarks: Whether those for a number of GPUs are listed too.
         tell: Prints the answer.
     """
     found = (filter(lambda name: _letters(part) in _letters(name), names) for names in (RECIPES, recipes_of_bridge()))
@@ -308,8 +315,14 @@ def run(part: str, as_json: bool, tell: Tell) -> int:
     if as_json:
         tell(json.dumps({"presets": presets, "recipes": others}))
         return 0
-    for title, names in (("presets with graphs", presets), ("recipes of Megatron-Bridge", others)):
+    listed = [name for name in others if benchmarks or not _BENCHMARK.search(name)]
+    if not part and not benchmarks:
+        families = Counter(_FAMILY.sub("", name) for name in listed)
+        listed = [f"{family} ({count})" for family, count in families.items()]
+    for title, names in (("presets with graphs", presets), ("recipes of Megatron-Bridge", listed)):
         tell("\n".join([title, *(f"  {name}" for name in names or ["none"])]))
+    if not part and not benchmarks:
+        tell("bridge-cg recipes FAMILY lists one; --all lists benchmarks for numbers of GPUs too")
     return 0
 
 

@@ -45,7 +45,7 @@ def check_training(recipe: str, config: Any, options: GraphOptions, gpus: int | 
 
 @contextlib.contextmanager
 def _beside_stand_ins(config: Any, gpu: str | None) -> Iterator[None]:
-    """Compare seams with upstream's sources, as patches of stand-ins tell nothing, and have PyTorch see a kind of GPU."""
+    """Compare seams with upstream's sources, as patches of stand-ins tell nothing, and let PyTorch see a GPU."""
     options, written = normalize(collect_for_start(config))
     wish = Wish(options, written.facts)
     broken = {seam.name: why for seam in SEAMS if needs(wish, seam) and (why := _drift(seam))}

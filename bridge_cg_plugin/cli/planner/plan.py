@@ -1,19 +1,15 @@
-"""Choosing bounds and buckets for packs by padding, and by what packs cost that run eager."""
+"""Choosing a bound and buckets for packs: little padding, and nearly all packs on graphs."""
 
 import math
-import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from bridge_cg_plugin.attention_bounds import pack_buckets, refuse_pack
 from bridge_cg_plugin.graphs.buckets import EXACT_BELOW, GRANULARITY, Bucket, choose, round_up
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.options import OptionError
 
-from ..measured import Costs
 from .documents import Pack, PlanError
 
 # Neighbors differ by at most this factor, which bounds the padding of sizes that were not shown.
@@ -81,10 +77,6 @@ def _fill_gaps(capacities: Sequence[int], step: int) -> list[int]:
     return filled
 
 
-_WRITTEN = re.compile(r"TP(\d+)xCP(\d+)(xSP)?", re.IGNORECASE)
-_ALLOWED = "TP1xCP1, or another layout: TP and CP with their ranks, xSP for sequence parallelism"
-
-
 @dataclass(frozen=True, slots=True)
 class RankLayout:
     """Ranks that share packs.
@@ -118,68 +110,29 @@ class RankLayout:
         return f"TP{self.tensor}xCP{self.context}{'xSP' if self.sequence and self.tensor > 1 else ''}"
 
 
-def parse_layout(field: str, value: Any) -> RankLayout:
-    """Return a layout from its text.
-
-    Raises:
-        OptionError: It is none.
-    """
-    found = _WRITTEN.fullmatch(str(value).strip())
-    if found is None or "0" in (found[1].lstrip("0") or "0", found[2].lstrip("0") or "0"):
-        raise OptionError(field, value, _ALLOWED, "Correct it.")
-    return RankLayout(int(found[1]), int(found[2]), found[3] is not None)
-
-
 ALONE = RankLayout()
 MAX_BUCKETS = 12
 # Capacities are multiples of this, and of what ranks ask for.
 MERGE_UNIT = 4
-BUCKET_COUNTS = (1, 2, 4, 8, MAX_BUCKETS)
-SHARES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
-# A further document bound, or bucket, must save this part of the cost.
-WORTH = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    """P50, P90, P99 and the largest of some sizes."""
-
-    p50: int
-    p90: int
-    p99: int
-    max: int
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What to expect of packs.
-
-    Attributes:
-        ratio: Their time over eager, by measured ratios.
-        on_graphs: Share that replays.
-        padding: Padding tokens over all tokens replayed.
-        fallbacks: How many run eager, by reason.
-    """
-
-    ratio: float
-    on_graphs: float
-    padding: float
-    fallbacks: tuple[tuple[Fallback, int], ...] = ()
+# A smaller bound is faster: the smallest is taken that leaves at most this share of packs eager beside the largest.
+LEFT_EAGER = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to set the options, and what to expect of it.
+    """A document bound, and what to expect of it.
 
     Attributes:
         max_packed_seqs: Documents of one pack that a graph takes.
-        buckets: Capacities in tokens.
-        expected: Of the packs.
+        on_graphs: Share of packs that replays.
+        padding: Padding tokens over all tokens replayed.
+        fallbacks: How many packs run eager, by reason.
     """
 
     max_packed_seqs: int
-    buckets: tuple[int, ...]
-    expected: Expected
+    on_graphs: float
+    padding: float
+    fallbacks: tuple[tuple[Fallback, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,63 +141,54 @@ class PackedPlan:
 
     Attributes:
         packs: How many packs it rests on.
-        documents: Documents of a pack.
-        tokens: Tokens of a pack.
-        longest: Tokens of the longest document of a pack.
-        choices: Every bound that was looked at, with its best buckets, ascending.
+        sizes: P50, P90, P99 and the largest of documents and tokens of a pack, and of its longest document.
+        buckets: Capacities in tokens.
+        choices: Every bound that was looked at, ascending.
         best: The recommended one.
-        origin: Which records the ratios are of.
         layout: How ranks share packs.
     """
 
     packs: int
-    documents: Percentiles
-    tokens: Percentiles
-    longest: Percentiles
+    sizes: Mapping[str, tuple[int, ...]]
+    buckets: tuple[int, ...]
     choices: tuple[Choice, ...]
     best: Choice
-    origin: str
     layout: str = str(RankLayout())
 
 
-def percentiles(values: Iterable[int]) -> Percentiles:
-    """Return the percentiles of at least one value: the smallest that so many parts of them do not exceed."""
+PARTS = (0.5, 0.9, 0.99, 1.0)
+
+
+def percentiles(values: Iterable[int]) -> tuple[int, ...]:
+    """Return the percentiles `PARTS` of at least one value: the smallest that so many of them do not exceed."""
     ordered = sorted(values)
-    return Percentiles(*(ordered[_rank(share, len(ordered))] for share in (0.5, 0.9, 0.99, 1.0)))
+    return tuple(ordered[max(math.ceil(part * len(ordered)) - 1, 0)] for part in PARTS)
 
 
-def _rank(share: float, count: int) -> int:
-    return max(math.ceil(share * count) - 1, 0)
-
-
-def plan_packs(packs: Sequence[Pack], costs: Costs, layout: RankLayout = ALONE) -> PackedPlan:
-    """Find the document bound and the buckets with the least expected cost.
+def plan_packs(packs: Sequence[Pack], layout: RankLayout = ALONE) -> PackedPlan:
+    """Find a document bound and buckets.
 
     Args:
-        packs: Document lengths of every pack.
-        costs: What microbatches cost.
-        layout: How ranks share packs, whose lengths are multiples of what it asks for.
+        packs: Document lengths of every pack, which are multiples of what the layout asks for.
+        layout: How ranks share packs.
 
     Raises:
         PlanError: There is no pack.
     """
     if not packs:
         raise PlanError("Cannot plan without packs: the data holds fewer documents than one microbatch takes.")
-    counts, alike = sorted(len(pack) for pack in packs), Counter(packs)
-    powers = (1 << n for n in range(2, counts[-1].bit_length() + 1))
-    bounds = {counts[_rank(share, len(counts))] for share in SHARES} | {n for n in powers if n <= 2 * counts[-1]}
-    capacities = sorted(_bucket_sets([sum(pack) for pack in packs], layout), key=len)
-    choices = [_cheapest([expect(alike, costs, n, each, layout) for each in capacities]) for n in sorted(bounds)]
-    return PackedPlan(
-        packs=len(packs),
-        documents=percentiles(counts),
-        tokens=percentiles(sum(pack) for pack in packs),
-        longest=percentiles(max(pack) for pack in packs),
-        choices=tuple(choices),
-        best=_cheapest(choices),
-        origin=costs.origin,
-        layout=str(layout),
-    )
+    sizes = {
+        "documents": percentiles(map(len, packs)),
+        "tokens": percentiles(map(sum, packs)),
+        "longest document": percentiles(map(max, packs)),
+    }
+    most, alike = sizes["documents"][-1], Counter(packs)
+    bounds = {*sizes["documents"], *(1 << n for n in range(2, most.bit_length() + 1))}
+    buckets = _buckets([sum(pack) for pack in packs], layout)
+    choices = [expect(alike, bound, buckets, layout) for bound in sorted(bounds)]
+    enough = max(choice.on_graphs for choice in choices) - LEFT_EAGER
+    best = next(choice for choice in choices if choice.on_graphs >= enough)
+    return PackedPlan(len(packs), sizes, buckets, tuple(choices), best, str(layout))
 
 
 def place(pack: Pack, buckets: Sequence[Bucket], layout: RankLayout = ALONE) -> Bucket | Fallback:
@@ -254,54 +198,30 @@ def place(pack: Pack, buckets: Sequence[Bucket], layout: RankLayout = ALONE) -> 
     return choose(tokens, buckets, refuse)
 
 
-def expect(
-    packs: Counter[Pack], costs: Costs, bound: int, buckets: tuple[int, ...], layout: RankLayout = ALONE
-) -> Choice:
-    """Return what a document bound and buckets give: each pack takes the first bucket and bound that accepts it.
+def expect(packs: Counter[Pack], bound: int, buckets: tuple[int, ...], layout: RankLayout = ALONE) -> Choice:
+    """Return what a document bound gives: each pack takes the first bucket that accepts it.
 
     Args:
         packs: Document lengths of each, and how many are alike.
-        costs: What they cost.
         bound: Documents of one pack that a graph takes.
         buckets: Capacities in tokens.
         layout: How ranks share packs.
     """
     recorded = pack_buckets(buckets, bound)
-    replayed = real = padded = 0
-    eager = left = 0.0  # what eager costs: of all packs, of those that run eager
+    real = padded = 0
     fallbacks: Counter[Fallback] = Counter()
     for pack, count in packs.items():
-        tokens, found = sum(pack), place(pack, recorded, layout)
-        cost = count * costs.eager(tokens)
-        eager += cost
+        found = place(pack, recorded, layout)
         if isinstance(found, Fallback):
             fallbacks[found] += count
-            left += cost
         else:
-            replayed, real, padded = replayed + count, real + count * tokens, padded + count * found.tokens
-    expected = Expected(
-        ratio=(padded + left) / eager,
-        on_graphs=replayed / packs.total(),
-        padding=1 - real / padded if padded else 0.0,
-        fallbacks=tuple(sorted(fallbacks.items())),
-    )
-    return Choice(bound, buckets, expected)
+            real, padded = real + count * sum(pack), padded + count * found.tokens
+    on_graphs = 1 - fallbacks.total() / packs.total()
+    return Choice(bound, on_graphs, 1 - real / padded if padded else 0.0, tuple(sorted(fallbacks.items())))
 
 
-def _bucket_sets(tokens: Sequence[int], layout: RankLayout) -> list[tuple[int, ...]]:
-    """Return bucket lists from few to many, up to what automatic planning would make."""
+def _buckets(tokens: Sequence[int], layout: RankLayout) -> tuple[int, ...]:
     if layout.shards > 1:  # packs cannot be padded: the sizes that come most often
-        usual = [size for size, _ in Counter(tokens).most_common(MAX_BUCKETS)]
-        return list(dict.fromkeys(tuple(sorted(usual[:count])) for count in BUCKET_COUNTS))
-    exact_below = EXACT_BELOW * layout.context
-    plans = (
-        plan_buckets(tokens, merge_unit=max(layout.unit, MERGE_UNIT), max_buckets=n, exact_below=exact_below)
-        for n in BUCKET_COUNTS
-    )
-    return list(dict.fromkeys(plans))
-
-
-def _cheapest(choices: Sequence[Choice]) -> Choice:
-    """Return the cheapest; of those that cost all but as little, the first."""
-    least = min(choice.expected.ratio for choice in choices)
-    return next(choice for choice in choices if choice.expected.ratio <= least * (1 + WORTH))
+        return tuple(sorted(size for size, _ in Counter(tokens).most_common(MAX_BUCKETS)))
+    unit, exact_below = max(layout.unit, MERGE_UNIT), EXACT_BELOW * layout.context
+    return plan_buckets(tokens, merge_unit=unit, max_buckets=MAX_BUCKETS, exact_below=exact_below)

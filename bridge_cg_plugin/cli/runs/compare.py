@@ -55,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--recipe", required=True, metavar="NAME", help="a recipe's or preset's name")
+    parser.add_argument("--recipe", metavar="NAME", help="a recipe's or preset's name, which may also stand alone")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help=f"steps; the first {WARM_UP} are not timed")
     parser.add_argument("--eager_runs", "--eager-runs", type=int, default=3, metavar="N", help="eager runs, 2 or more")
     parser.add_argument("--gpus_per_node", "--gpus-per-node", type=int, default=1, metavar="N", help="GPUs of a run")
@@ -80,7 +80,8 @@ def read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace,
             raise OptionError(name, getattr(args, name), f"a whole number of at least {minimum}", "Raise it.")
     if not args.time_limit > 0:
         raise OptionError("time_limit", args.time_limit, "a number of seconds above 0", "Raise it.")
-    recipe, words = read(["--recipe", args.recipe, *rest])
+    recipe, words = read([*([] if args.recipe is None else ["--recipe", args.recipe]), *rest])
+    args.recipe, rest = recipe.recipe, [word for word in rest if word.lower() != recipe.recipe]
     if recipe.launcher != "none":
         raise OptionError("launcher", recipe.launcher, "none", "Runs start here, on --gpus_per_node GPUs each.")
     for word in (word for word in words if _field_of(word) == ITERATIONS):
@@ -159,7 +160,7 @@ def refusal(plugins: Sequence[str]) -> str:
     command = [sys.executable, str(RECIPE), *plugins, "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, env=with_package())
     if done.returncode == 0:
-        return ""
+        return f"Cannot compare: {first_look.NOT_BUILT}." if first_look.NOT_BUILT in done.stdout else ""
     lines = done.stderr.strip().splitlines() or [f"bridge-cg train ended with status {done.returncode}"]
     return next((line for line in lines if line.startswith("Cannot ")), lines[-1])
 

@@ -1,8 +1,9 @@
-"""What `bridge-cg explain` refuses of a command line of `bridge-cg train`, before anything heavy is imported.
+"""What `bridge-cg explain` makes of a command line of `bridge-cg train`, before anything heavy is imported.
 
     python -m bridge_cg_plugin.cli.runs.first_look --recipe NAME --dry-run
 
-Its process has stand-ins for PyTorch and most of Megatron. The reason is on standard output, with exit status 2.
+Its process has stand-ins for PyTorch and most of Megatron. Standard output has the
+reason with exit status 2, else a dry run's answer, with status 3 where nothing else can give one.
 """
 
 import argparse
@@ -19,32 +20,26 @@ from urllib.parse import urlsplit
 from bridge_cg_plugin.cli.checks import check_start
 from bridge_cg_plugin.cli.explain.models import asked
 from bridge_cg_plugin.cli.explain.recipes import require_bridge, resolved, without_imports
+from bridge_cg_plugin.cli.explain.start import check_training
 from bridge_cg_plugin.cli.runs.recipe import mode_and_step, read, with_presets
 from bridge_cg_plugin.cli.runs.results import ROOT
-from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options import GraphOptions, OptionError
+from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.flags import as_typed, given_flags
-from bridge_cg_plugin.upstream.hooks.recipes import build_recipe, no_configuration
+from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
 
 _WORLD = ("WORLD_SIZE", "SLURM_NTASKS")
-REFUSED = 2
+REFUSED, ALONE = 2, 3
+NOT_BUILT = "read without the model's configuration on Hugging Face's hub and without a GPU: sizes were not checked"
 
 
 # That the hub has to answer; Bridge itself would try for minutes.
 SECONDS = 3.0
 
 
-def check_hub(recipe: str, names: Iterable[str]) -> None:
-    """Refuse a recipe of a model whose configuration is neither cached nor within reach.
-
-    Args:
-        recipe: The recipe's name.
-        names: The names on the hub, or folders, of its models.
-
-    Raises:
-        OptionError: There is such a model.
-    """
-    if not all(map(_is_cached, names)) and not _is_reachable():
-        raise OptionError.because("recipe", f"Cannot build recipe {recipe}: {no_configuration(recipe)}")
+def answers_alone(names: Iterable[str]) -> bool:
+    """Return whether a configuration of these models, by name or folder, is neither cached nor within reach."""
+    return not all(map(_is_cached, names)) and not _is_reachable()
 
 
 def _is_cached(model: str) -> bool:
@@ -69,6 +64,18 @@ def _is_reachable() -> bool:
     return True
 
 
+def dry_run(recipe: str, mode: str, step: str, options: GraphOptions, missing: str) -> str:
+    """Return what a dry run prints.
+
+    Args:
+        recipe, mode, step: What would be trained and how.
+        options: Its graph options.
+        missing: What training needs beside it; empty where it has all.
+    """
+    lines = [f"{recipe}: {mode}() with {step}", in_words(options), *([f"to train: {missing}"] if missing else [])]
+    return "\n".join(lines)
+
+
 def gpus_of(parsed: argparse.Namespace) -> int | None:
     """Return how many GPUs a command line or a launcher's environment names; None where nobody said."""
     if parsed.launcher != "none" or parsed.nodes * parsed.gpus_per_node > 1:
@@ -76,15 +83,21 @@ def gpus_of(parsed: argparse.Namespace) -> int | None:
     return next((int(os.environ[name]) for name in _WORLD if name in os.environ), None)
 
 
-def refusal(arguments: Sequence[str]) -> str:
-    """Return what a command line is refused with, after about two seconds; empty where it is not, or not known yet.
+def looked(arguments: Sequence[str]) -> tuple[int, str]:
+    """Return, after about two seconds, the exit status and the standard output of this module's process.
 
     Args:
         arguments: The command line of `bridge-cg train`.
     """
     command = [sys.executable, "-m", __name__, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=with_package())
-    return done.stdout.strip() if done.returncode == REFUSED else ""
+    return done.returncode, done.stdout.strip()
+
+
+def refusal(arguments: Sequence[str]) -> str:
+    """Return what a command line is refused with; empty where it is not, or not known yet."""
+    status, said = looked(arguments)
+    return said if status == REFUSED else ""
 
 
 def with_package() -> dict[str, str]:
@@ -109,14 +122,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if error.__cause__ is not None:  # it may build with what Bridge imports
                     return 0
                 raise
-            resolved(config, given_flags(parsed), words)
-            check_start(config, mode_and_step(parsed)[0], gpus_of(parsed))
+            options, gpus = resolved(config, given_flags(parsed), words), gpus_of(parsed)
+            mode, step = mode_and_step(parsed)
+            missing = check_start(config, mode, gpus, parsed.dry_run)
             if parsed.dry_run:
-                check_hub(parsed.recipe, asked())
+                check_training(parsed.recipe, config, options, gpus, parsed.graphs)
     except OptionError as error:
         print(as_typed(error, given))
         return REFUSED
-    return 0
+    if parsed.dry_run:
+        print("\n".join([dry_run(parsed.recipe, mode, step, options, missing), f"note: {NOT_BUILT}"]))
+    return ALONE if parsed.dry_run and answers_alone(asked()) else 0
 
 
 if __name__ == "__main__":

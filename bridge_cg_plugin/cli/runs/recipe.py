@@ -20,6 +20,7 @@ import bridge_cg_plugin
 from bridge_cg_plugin.cli.checks import add_counts
 from bridge_cg_plugin.options import GraphOptions, GraphOptionWarning, OptionError, normalize
 from bridge_cg_plugin.options.flags import FLAGS, add_flags, given_flags, unknown_flag
+from bridge_cg_plugin.options.sources import named
 from bridge_cg_plugin.recipes import GPUS, with_graphs
 from bridge_cg_plugin.recipes.graphs import mock_dataset
 from bridge_cg_plugin.upstream.hooks.recipes import Mode
@@ -45,10 +46,9 @@ def build_parser(description: str | None = None) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     run = parser.add_argument_group("run")
-    run.add_argument("--recipe", metavar="NAME", help="a recipe's or preset's name")
-    run.add_argument(
-        "--graphs", choices=tuple(GPUS), help="graphs within the limits of this GPU, on any recipe of Bridge"
-    )
+    run.add_argument("--recipe", metavar="NAME", help="a recipe's or preset's name, which may also stand alone")
+    meaning = "graphs within the limits of this GPU, on any recipe of Bridge"
+    run.add_argument("--graphs", type=str.lower, choices=tuple(GPUS), help=meaning)
     run.add_argument("--mock_data", "--mock-data", action="store_true", help="train on Bridge's mock images")
     run.add_argument("--mode", choices=("pretrain", "finetune"), help="how to train; by the name if left out")
     run.add_argument("--step_func", "--step-func", metavar="STEP", help="forward step; by the name if left out")
@@ -86,8 +86,9 @@ def read(arguments: Sequence[str], description: str | None = None) -> tuple[argp
         raise OptionError("launcher", parsed.launcher, "none or torchrun", "Correct the name.")
     if parsed.launcher == "torchrun" and parsed.nodes != 1:
         raise OptionError("nodes", parsed.nodes, "1 with --launcher torchrun", "Start torchrun on every node.")
+    parsed.recipe, words = named(parsed.recipe, words)
     if parsed.recipe is None:
-        raise OptionError.because("recipe", "Name a recipe: --recipe NAME. `bridge-cg recipes` lists them.")
+        raise OptionError.because("recipe", "Name a recipe: bridge-cg train NAME. `bridge-cg recipes` lists them.")
     normalize(given_flags(parsed))
     return parsed, words
 

@@ -34,7 +34,6 @@ from bridge_cg_plugin.cli.runs.recipe import (
     train,
 )
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.options.flags import as_typed
 
 
@@ -45,14 +44,18 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
         arguments: The command line; None is this process's.
         script: What a launcher starts.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given, looked, missing = list(sys.argv[1:] if arguments is None else arguments), "", ""
     try:
         parsed, words = read(given, __doc__)
         # A worker, or a process that has PyTorch already, saves no time by a first look.
         looks_first = (parsed.launcher != "none" or parsed.dry_run) and "torch" not in sys.modules
-        if looks_first and (refused := first_look.refusal(given)):
-            print(refused, file=sys.stderr)
+        status, looked = first_look.looked(given) if looks_first else (0, looked)
+        if status == first_look.REFUSED:
+            print(looked, file=sys.stderr)
             return 2
+        if status == first_look.ALONE:
+            say(looked)
+            return 0
         if parsed.launcher == "torchrun" and not parsed.dry_run:
             command = [*torchrun(parsed.gpus_per_node), str(Path(script).resolve()), *given, "--launcher", "none"]
             os.execvp(command[0], command)
@@ -66,14 +69,16 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
             else:
                 with quiet(), quick_imports():
                     run, gpus = prepare(parsed, words), first_look.gpus_of(parsed)
-                    check_start(run.config, run.mode, gpus)
+                    missing = check_start(run.config, run.mode, gpus, dry=True)
                     check_bridge(parsed.recipe, run.config, run.options, gpus)
     except OptionError as error:
+        if looked and isinstance(error.__cause__, RuntimeError):  # building it asks for a GPU
+            say(looked)
+            return 0
         print(as_typed(error, given), file=sys.stderr)
         return 2
-    answer = f"{parsed.recipe}: {run.mode}() with {run.step}\n{in_words(run.options)}"
     if rank() == 0:
-        say(answer)
+        say(first_look.dry_run(parsed.recipe, run.mode, run.step, run.options, missing))
     if parsed.dry_run:
         return 0
     if parsed.record is None:

@@ -17,6 +17,8 @@ from ..seams.registry import seam
 
 PACKAGES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes")
 
+MOST_NAMED = 5
+
 # What Bridge and Transformers say where they get no answer from the hub.
 _NO_HUB = ("Failed to load configuration from", "couldn't connect to 'https://huggingface.co'")
 
@@ -34,8 +36,10 @@ def build_recipe(name: str) -> Any:
             return _built(name, found)
         known.update({key: value for key, value in vars(module).items() if key.endswith("_config")})
     spelt = {key.lower(): key for key in known}
-    near = [spelt[key] for key in difflib.get_close_matches(name.lower(), spelt, n=1, cutoff=0.6)]
-    raise OptionError.unknown(name, "recipe", near[0] if near else "")
+    near = difflib.get_close_matches(name.lower(), spelt, n=1, cutoff=0.8)
+    near = near or sorted((key for key in spelt if name.lower() in key), key=lambda key: (len(key), key))[:MOST_NAMED]
+    near = near or difflib.get_close_matches(name.lower(), spelt, n=1, cutoff=0.6)
+    raise OptionError.unknown(name, "recipe", ", ".join(spelt[key] for key in near))
 
 
 def recipe_names() -> set[str]:
@@ -56,16 +60,11 @@ def _built(name: str, recipe: Callable[[], Any]) -> Any:
     except Exception as error:
         why = f"it stopped with {type(error).__name__}: {str(error).rstrip('.')}."
         if any(words in str(error) for words in _NO_HUB):
-            why = no_configuration(name)
+            why = (
+                "its Hugging Face configuration is not cached, and the hub cannot be reached. "
+                f"`bridge-cg explain {name}` answers without it."
+            )
         raise OptionError.because("recipe", f"Cannot build recipe {name}: {why}") from error
-
-
-def no_configuration(name: str) -> str:
-    """Return why a recipe does not build where nothing has its model's configuration."""
-    return (
-        "its Hugging Face configuration is not cached, and the hub cannot be reached. "
-        f"`bridge-cg explain {name}` answers without it."
-    )
 
 
 def _modules() -> Iterator[Any]:
