@@ -13,6 +13,7 @@ from torch import nn
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
+from bridge_cg_plugin.graphs.recordings.recording import STAY
 from bridge_cg_plugin.graphs.replays.slot import StaticTensors
 
 from ..regions import new_region
@@ -180,7 +181,7 @@ class Grudging:
 
     def prepare(self, executor, bodies, slot):
         self.prepared += [(slot, body.bucket.tokens) for body in bodies]
-        return [None] * len(bodies)
+        return [STAY] * len(bodies)
 
     def accepts(self, nbytes):
         self.shown.append(nbytes)

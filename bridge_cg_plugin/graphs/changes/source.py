@@ -22,6 +22,7 @@ from ..replays.slot import Turn
 from .state import State
 
 _requires_grad, _dtype, _version = map(operator.attrgetter, ("requires_grad", "dtype", "_version"))
+_address = Tensor.data_ptr
 # Microbatches that ask for a recording that failed, before it is first tried again.
 TRIED_AGAIN = 16
 
@@ -139,7 +140,7 @@ class Source:
         self._types, self._layouts = list(map(_dtype, self.reads)), _layouts_of(self.reads)
         self._storages = [_storage_of(tensor) for tensor in self.reads]
         self._written = [gradient for gradient in self.sinks.given if gradient is not None]
-        self._read_at, self._written_at = _addresses_of(self.reads), _addresses_of(self._written)
+        self._read_at, self._written_at = list(map(_address, self.reads)), list(map(_address, self._written))
         self._found_none = self.gradients_left()
         self._unreplaced_at = -1
 
@@ -201,10 +202,10 @@ class Source:
         """
         return (
             list(map(_version, self._constants)) != self._versions
-            or _addresses_of(self.reads) != self._read_at
+            or list(map(_address, self.reads)) != self._read_at
             or (gradients and self._found_none)
             or (gradients and self.sinks.replaced())
-            or (gradients and _addresses_of(self._written) != self._written_at)
+            or (gradients and list(map(_address, self._written)) != self._written_at)
             or (layouts and _layouts_of(self.reads) != self._layouts)
         )
 
@@ -219,13 +220,9 @@ class Source:
 
         With it comes what was given other memory that happens to be at the same address: next time it may not be.
         """
-        elsewhere = list(map(operator.ne, _addresses_of(self.reads), self._read_at))
+        elsewhere = list(map(operator.ne, map(_address, self.reads), self._read_at))
         held = zip(self.reads, elsewhere, self._storages, strict=True) if any(elsewhere) else ()
         return [t for t, away, s in held if away or (s is not None and t.untyped_storage()._cdata != s.cdata)]
-
-
-def _addresses_of(tensors: Sequence[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, tensors))
 
 
 def _layouts_of(tensors: Sequence[Tensor]) -> list[int | tuple[int, ...]]:
