@@ -29,6 +29,7 @@ from .program import Piece, RankConsensus
 from .recordings.chain import Part
 from .recordings.executor import Executor
 from .recordings.recording import Gradients, reach_of
+from .recordings.warm_up import copies_of
 from .replays.gradients import receiving
 from .replays.replay import BackwardObserver, Replay
 
@@ -120,8 +121,7 @@ class Held:
 
     def __init__(self, generators: Iterable[torch.Generator], tensors: Iterable[Tensor]) -> None:
         self._states = {generator: generator.get_state() for generator in generators}
-        written = (t for t in tensors if type(t) is Tensor and not t.is_inference())
-        self._values = [(t, t.clone()) for t in written if torch._debug_has_internal_overlap(t) != 1]
+        self._values = copies_of(tensors)
 
     def drew_until(self, later: "Held") -> bool:
         """Whether a generator was used in between."""

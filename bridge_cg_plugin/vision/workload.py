@@ -63,11 +63,6 @@ class VisionWorkload(Workload):
         self._frames = 0
         self._regions: list[Region] = []
 
-    @property
-    def attention(self) -> str:
-        """What attention recordings call, as `vision_cuda_graph_tuning.attention` names it."""
-        return self.kernels.attention
-
     def read(self, *args: Any, **kwargs: Any) -> Call:
         """See `Workload`."""
         return self.encoder.read(self.grids, *args, **kwargs)

@@ -102,7 +102,7 @@ def capture(model: nn.Module, **settings: Any) -> "VisionTECudaGraphHelper":
     options = VisionGraphOptions(**wanted, **settings)
     helper: VisionTECudaGraphHelper = tower.new_helper(model, options)
     assert helper.graphs is not None and isinstance(helper.graphs.workload, VisionWorkload)
-    called = helper.graphs.workload.attention
+    called = helper.graphs.workload.kernels.attention
     if options.attention not in ("auto", called):
         raise RuntimeError(f"attention={options.attention} cannot be had: {called} is called")
     return helper

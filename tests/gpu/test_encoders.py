@@ -150,7 +150,8 @@ def test_replays_are_as_near_to_fp32_as_eager(encoder, options):
     reference = encoder.kind.reference(encoder.kind, encoder.model)
     said = encoder.kind.compared(encoder.model)
     helper = encoder.on_graphs(**options)
-    assert helper.graphs.workload.attention == options.get("attention", helper.graphs.workload.attention)
+    attention = helper.graphs.workload.kernels.attention
+    assert attention == options.get("attention", attention)
     for name, size in encoder.sizes.items():
         batch = encoder.batch(size, seed=len(name))
         exact, exact_gradients = reference.step(batch)

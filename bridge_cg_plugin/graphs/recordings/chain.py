@@ -29,10 +29,11 @@ from ..reports import BucketStatistics, RegionStatistics
 from .capture import put_back
 from .executor import Executor, Recording
 from .recording import ONE_THREAD, STAY, Activations, Mode, RegionBody
-from .warm_up import KeptTensors, watched_pass
+from .warm_up import copies_of, tensors_put_back, watched_pass
 
 # What is recorded in a slot.
 Place = tuple[Bucket, Mode]
+Copies = list[tuple[Tensor, Tensor]]
 
 
 class Part:
@@ -116,10 +117,10 @@ class Part:
                         slot.buffers[bucket] = slot.input_buffers(self.program.input_specs(bucket))
 
     @contextmanager
-    def recording(self, bucket: Bucket) -> Iterator[KeptTensors]:
+    def recording(self, bucket: Bucket) -> Iterator[Copies]:
         """Be around all that is done for recordings of a bucket, of all parts of the chain.
 
-        Yields what the model's tensors hold before.
+        Yields the model's tensors with copies from before.
 
         Raises:
             CaptureError: Anything inside went wrong.
@@ -131,7 +132,7 @@ class Part:
             put_back(self.executor.generators()),  # ranks draw alike, and one of them may record alone
             self.watch.undone(unless_it_ends=True),
         ):
-            yield KeptTensors(self.watch.tensors_of(every_module(self.watch.roots)))
+            yield copies_of(self.watch.tensors_of(every_module(self.watch.roots)))
 
     def warmed_up(self, source: Source, slot: Slot, bucket: Bucket, mode: Mode, briefly: bool) -> RegionBody:
         """Return work that ran outside a capture and can be recorded.
@@ -164,14 +165,14 @@ class Part:
         return body
 
     @contextmanager
-    def checked(self, kept: KeptTensors, briefly: bool) -> Iterator[None]:
+    def checked(self, kept: Copies, briefly: bool) -> Iterator[None]:
         """Record inside; modules and their tensors hold what they held before: what a capture makes is not for them.
 
         Raises:
             CaptureError: Passes change what a replay would not.
         """
         held = self.watch.contents()
-        with kept.put_back():
+        with tensors_put_back(kept):
             with self.watch.passing():
                 yield
             changed = held.changed()

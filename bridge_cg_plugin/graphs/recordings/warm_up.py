@@ -107,28 +107,27 @@ def _joined(key: str, name: str) -> str:
     return name if key in PARTS else ".".join(filter(None, (key, name)))
 
 
-class KeptTensors:
-    """What tensors hold as the object is made, for those that count passes: warm-up is no training.
+def copies_of(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return tensors that passes may count in, each with a copy: warm-up is no training.
 
     Args:
         tensors: Buffers, and what attributes hold. Weights and what is quantized of them are not updated by passes.
     """
+    written = (each for each in tensors if type(each) is Tensor and not each.is_inference())
+    return [(each, each.clone()) for each in written if torch._debug_has_internal_overlap(each) != 1]
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        kept = (tensor for tensor in tensors if type(tensor) is Tensor and not tensor.is_inference())
-        self._held = [(tensor, tensor.clone()) for tensor in kept]
 
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Put back afterwards what changes inside; a table that only earlier passes filled stays filled."""
-        versions = [tensor._version for tensor, _ in self._held]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for (tensor, values), version in zip(self._held, versions, strict=True):
-                    if tensor._version != version:
-                        tensor.copy_(values)
+@contextmanager
+def tensors_put_back(held: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Put back afterwards what changes inside; a table that only earlier passes filled stays filled."""
+    versions = [tensor._version for tensor, _ in held]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (tensor, values), version in zip(held, versions, strict=True):
+                if tensor._version != version:
+                    tensor.copy_(values)
 
 
 # Tool numbers of `sys.monitoring` that no kind of tool has for itself.

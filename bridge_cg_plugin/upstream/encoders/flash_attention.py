@@ -180,18 +180,14 @@ def agrees(width: int, dtype: torch.dtype, device: int) -> bool:
     """
     refuse_capture(f"{PACKAGE} would be tried")
     try:
-        reason = _difference(width, dtype, torch.device("cuda", device))
+        with torch.cuda.device(device):
+            far = _distance_from_fp32(width, dtype, torch.device("cuda", device))
+        reason = "" if far <= AGREES else f"a result differs by {far:.1e}"
     except Exception as error:  # of a compiler: anything
         reason = named(error)
     if reason:
         warn(f"{PACKAGE} {_version()} fails for heads of {width}, which other kernels compute: {reason}")
     return not reason
-
-
-def _difference(width: int, dtype: torch.dtype, device: torch.device) -> str:
-    with torch.cuda.device(device):
-        far = _distance_from_fp32(width, dtype, device)
-    return "" if far <= AGREES else f"a result differs by {far:.1e}"
 
 
 def _distance_from_fp32(width: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -190,10 +190,6 @@ class _Done:
             torch.cuda.current_stream().wait_event(self._begun)
         return True
 
-    def is_completed(self) -> bool:
-        """Whether it has ended: always."""
-        return True
-
 
 # Runs one more forward ahead of the first backward.
 OVERLAPS_EXPERTS = "overlap_moe_expert_parallel_comm"
