@@ -69,7 +69,7 @@ def test_recapture_replays_the_new_graphs():
     with graphs_on(model) as graphs:
         first = graphs._regions
         assert graphs.capture()
-        assert all(not r.captured for r in first)
+        assert all(not r.slots for r in first)
         found = results(model, MIXED)
         assert_close(found[1], expected[1])
         assert graphs.statistics().replays == 1
