@@ -17,8 +17,6 @@ STDOUT, STDERR = 1, 2
 WIDTH = 80
 # Of tables that go to a file or another program.
 PIPED_WIDTH = 160
-# What a narrow terminal leaves of a column at least.
-LEAST = 12
 
 
 class AnswerError(Exception):
@@ -94,9 +92,11 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     Args:
         rows: The header and what is below it.
     """
-    widths, most = [max(map(len, column)) for column in zip(*rows, strict=True)], width()
-    while sum(widths) + len(GAP) * (len(widths) - 1) > most and max(widths) > LEAST:
-        widths[widths.index(max(widths))] -= 1
+    columns = list(zip(*rows, strict=True))
+    widths, most = [max(map(len, column)) for column in columns], width()
+    least = [max(len(piece) for cell in column for piece in cell_lines(cell, 1)) for column in columns]
+    while sum(widths) + len(GAP) * (len(widths) - 1) > most and widths > least:
+        widths[max((size, i) for i, size in enumerate(widths) if size > least[i])[1]] -= 1
     figures = [not any(row[i][:1].isalpha() for row in rows[1:]) for i in range(len(widths))]
     lines = []
     for row in rows:

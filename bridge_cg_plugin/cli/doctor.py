@@ -275,6 +275,8 @@ def render(found: Diagnosis, details: bool = False) -> str:
     """Return the findings as text: the verdict, what to do, a summary, and the details on request."""
     count = len(found.problems)
     fine = "ready: no problems" if found.gpu else "no problems, but no GPU to capture graphs on"
+    if found.combination.get("state") == "unknown":
+        fine = f"not tested with these releases: {found.combination['reason']}. Nothing else is wrong"
     lines = [f"{count} problem{'s' if count > 1 else ''}" if count else fine]
     lines += [line for problem in found.problems for line in (f"  {problem.what}", f"    -> {problem.remedy}")]
     lines += ["", *_summary(found)]

@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
     Attributes:
         case, mode: Of its record.
-        tokens: Its tokens, or patches.
+        tokens: Its tokens.
         ratio: Time on graphs over time eager.
     """
 
@@ -68,13 +68,11 @@ class Measured:
 
     Attributes:
         of: The model in words.
-        kind: "vision", or the kind of a language model: "dense", "experts" or "hybrid".
+        kind: Of the language model: "dense", "experts" or "hybrid".
         file, date, gpu: Of the records.
         rows: The microbatches, ascending.
-        kernels: Values of `vision_cuda_graph_tuning.kernels` that they hold for.
         modules: Value of `cuda_graph_modules` that they hold for.
         ranks: Fields of the layout that are not as on one GPU.
-        remark: What else to know of them.
     """
 
     of: str
@@ -83,21 +81,13 @@ class Measured:
     date: str
     gpu: str
     rows: tuple[Row, ...]
-    kernels: Sequence[str] = ()
     modules: Sequence[str] = ()
     ranks: Mapping[str, Any] = field(default_factory=dict)
-    remark: str = ""
 
     @property
     def source(self) -> str:
         """Where they come from."""
         return f"{self.file}, {self.date}, {self.gpu}"
-
-    def said(self) -> str:
-        """Return its times in a sentence."""
-        rows = ", ".join(f"{row.ratio:.2f} with {row.tokens}" for row in self.rows)
-        where = f"{self.source}{f', {_layout(self.ranks)}' if self.ranks else ''}"
-        return f"{self.of}, forward and backward over eager's time, by tokens: {rows} ({where}). {self.remark}".rstrip()
 
 
 @cache
@@ -111,12 +101,6 @@ def records() -> tuple[Measured, ...]:
 def steps() -> tuple[Mapping[str, Any], ...]:
     """Return all measured whole steps."""
     return tuple(json.loads(FILE.read_text())["steps"])
-
-
-def of_encoder(name: str, kernels: str = "auto") -> Measured | None:
-    """Return the records of a vision encoder, with these kernels if possible; None where there are none."""
-    found = [each for each in records() if each.of == name]
-    return max(found, key=lambda each: kernels in each.kernels, default=None)
 
 
 def of_language_model(model: str, ranks: Mapping[str, Any], modules: Iterable[str] = (), kind: str = "") -> Measured:

@@ -147,6 +147,15 @@ def test_the_combination_is_told_by_what_it_was_checked_with(monkeypatch, versio
     assert said in " ".join(doctor.render(found).split())
 
 
+def test_a_release_of_megatron_core_that_nobody_tested_is_the_first_line(monkeypatch):
+    versions = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.20.0" if name == "megatron-core" else versions(name))
+    found = diagnose()
+    found.problems.clear()
+    first = doctor.render(found).splitlines()[0]
+    assert first.startswith("not tested with these releases: megatron-bridge ") and "megatron-core 0.20.0" in first
+
+
 def test_encoders_are_named_those_of_other_packages_too(monkeypatch):
     point = EntryPoint("some.provider.PaintingProvider", "painting:ENCODER", encoders.GROUP)
     assert "of other packages: none" in doctor.render(diagnose())

@@ -36,6 +36,19 @@ ASKED = {
     KIMI: ["vision_cuda_graph_impl=transformer_engine", *EAGER_LAYERS],
     WAN: ["cuda_graphs=fastest"],
 }
+_VERL = "actor_rollout_ref.actor.megatron"
+LOOPS = {
+    "verl": [
+        *(f"++{_VERL}.override_transformer_config.cuda_graphs=exact", f"{_VERL}.tensor_model_parallel_size=4"),
+        *(f"{_VERL}.context_parallel_size=2", f"{_VERL}.vanilla_mbridge=False"),
+        *("data.train_batch_size=512", "trainer.nnodes=2", "trainer.n_gpus_per_node=8"),
+    ],
+    "NeMo-RL": [
+        *("policy.megatron_cfg.cuda_graphs=exact", "policy.megatron_cfg.tensor_model_parallel_size=4"),
+        *("policy.megatron_cfg.context_parallel_size=2", "policy.megatron_cfg.enabled=true"),
+        *("grpo.num_prompts_per_step=64", "cluster.num_nodes=2", "cluster.gpus_per_node=8"),
+    ],
+}
 # What a process without PyTorch, hub and GPU makes of recipes: its CPU time for the first, facts, and what is on.
 STANDS_IN = """
 import contextlib, io, json, os, socket, sys, time
@@ -77,6 +90,12 @@ for name in names:
             found["sizes"][name] = sizes_of(written.model)
     except OptionError as error:
         found["refused"][name] = str(error)
+found["asked"] = {}
+for name in names:
+    with contextlib.suppress(OptionError):
+        if not recipes._BENCHMARK.search(name):
+            said = command.look([name, "cuda_graphs=exact"]).summary
+            found["asked"][name] = said["on graphs"], said["time a step"]
 try:
     command.look([preset, "modle.x=4"])
 except OptionError as error:
@@ -134,7 +153,7 @@ def test_one_object_with_a_key_for_each_part(capsys):
     answer = json.loads(out)
     assert (status, err) == (0, "")
     parts = ["encoder", "language_model", "vision", "packed", "chosen", "warnings"]
-    assert list(answer) == ["summary", *parts, "table", "nearest", "parts", "layout", "notes"]
+    assert list(answer) == ["summary", *parts, "table", "nearest", "layout", "notes"]
     assert answer["encoder"] == ""
     assert answer["language_model"] == {"impl": "full_iteration", "modules": [], "inference_scope": "none"}
     assert "write cuda_graph_impl=full_iteration instead" in answer["warnings"][0]
@@ -276,6 +295,28 @@ def test_what_bridge_refuses_is_refused_in_the_words_of_training(
     said = capsys.readouterr().err.splitlines()[-1]  # after what graphs come to
     assert said.startswith("Cannot ") and stands_in["starts"][number] == [2, "", f"{said}\n"]
     assert explain(capsys, *words) == (2, "", f"{said}\n")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_words_of_other_loops_are_taken(capsys, sft, loop):
+    status, out, err = explain(capsys, sft, *LOOPS[loop])
+    assert status == 0, err
+    text = " ".join(out.split())
+    assert text.startswith("on graphs: vision encoder, language model time a step: ")
+    assert (
+        "16 GPUs: model.tensor_model_parallel_size=4, model.context_parallel_size=2, 2 data-parallel replicas" in text
+    )
+    left = [word.partition("=")[0] for word in LOOPS[loop] if word.startswith(("data.", "grpo."))]
+    assert "say nothing of graphs" in text and left[0] in text
+    misspelt = LOOPS[loop][0].replace("cuda_graphs", "cuda_grphs")
+    assert "Did you mean model.cuda_graphs?" in explain(capsys, sft, misspelt)[2]
+
+
+@newest
+def test_every_recipe_with_graphs_names_the_nearest_that_was_measured(stands_in):
+    assert len(stands_in["asked"]) > 250
+    unnamed = [name for name, said in stands_in["asked"].items() if not re.search("Nearest: |^[0-9]+ ms on", said[1])]
+    assert all(stands_in["asked"][name][0].startswith("nothing; ") for name in unnamed) and len(unnamed) < 20
 
 
 @newest

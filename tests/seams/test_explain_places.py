@@ -29,7 +29,7 @@ def test_five_lines_answer_what_a_user_asks(capsys, mixture, columns, monkeypatc
     assert "fits: not measured. Nearest, 30b_a3b_8_layers_ep2: h100 (80 GB) no, by a peak of 86.8 GB" in text
     assert "h200" not in text.partition("fits:")[2]
     details = explain(capsys, mixture, "--details", "--graphs", "H200")[1]
-    assert "options: " in details and "Qwen3-VL encoder of 27 layers of 1152, forward and backward" in details
+    assert "options: " in details and "not measured here: 48 attention, 48 128-expert layers of 2048" in details
 
 
 def test_nodes_and_layout(capsys, mixture):

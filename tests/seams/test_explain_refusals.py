@@ -54,6 +54,11 @@ def test_what_a_dry_run_refuses_is_refused(capsys, sft):
     assert capsys.readouterr().err == err
 
 
+def test_a_familys_name_suggests_its_recipes(capsys, sft):
+    status, out, err = explain(capsys, "qwen3_vl")
+    assert (status, out) == (2, "") and "Did you mean qwen3_vl_8b_sft_config, " in err and "30b_a3b_sft_config" in err
+
+
 def test_a_recipe_where_bridge_is_not_installed(capsys, monkeypatch):
     find = recipes.importlib.util.find_spec
     absent = lambda name, *args: None if name == "megatron.bridge" else find(name, *args)  # noqa: E731

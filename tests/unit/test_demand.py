@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.attention_bounds import Shape, frame_limits, refuse_images, replay_cost, scanned_limits
-from bridge_cg_plugin.cli.planner.plan import LARGEST_STEP, plan_buckets
 from bridge_cg_plugin.graphs.buckets import (
-    GRANULARITY,
     LONGEST_WAIT,
     TRIED_AGAIN,
     WEIGHTS,
@@ -146,19 +144,6 @@ def test_buckets_are_chosen_for_microbatches_of_the_same_mode():
 
 
 sizes = st.lists(st.integers(1, 3000).map(lambda n: 4 * n), min_size=1, max_size=60)
-
-
-@given(sizes, st.sampled_from([0, 64, 256, 1000]))
-def test_every_observed_size_fits_a_bucket_near_it(observed, exact_below):
-    """Capacities ascend in multiples of the merge unit by a bounded factor; small sizes get exactly theirs."""
-    found = plan_buckets(observed, exact_below=exact_below)
-    assert 0 <= found[-1] - max(observed) < GRANULARITY
-    assert list(found) == sorted(set(found)) and all(c % 4 == 0 and c > 0 for c in found)
-    assert {s for s in observed if s <= exact_below} <= set(found)
-    above = [c for c in found if c > exact_below]
-    assert all(
-        larger <= smaller * LARGEST_STEP + GRANULARITY for smaller, larger in zip(above, above[1:], strict=False)
-    )
 
 
 def accepts(limits, frames, largest):

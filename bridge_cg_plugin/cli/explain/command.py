@@ -14,16 +14,17 @@ from typing import Any
 from bridge_cg_plugin.options import GraphOptions, OptionError, check_options, normalize
 from bridge_cg_plugin.options import explain as wording
 from bridge_cg_plugin.options.flags import FLAGS, as_typed, take_flags, unknown_flag
-from bridge_cg_plugin.options.graph_options import SETTING, VISION_ENCODER, split_name, tuning_of
+from bridge_cg_plugin.options.graph_options import SETTING, TUNING, VISION_ENCODER, split_name, tuning_of
 from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, OTHER_FIELDS, SETTINGS, named
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.recipes import GPUS, with_graphs
 from bridge_cg_plugin.upstream.seams.encoders import NO_ADAPTER, encoder_of, has_audio_encoder
 
-from ..answers import Tell, width, wrapped
+from ..answers import Tell, table, wrapped
 from ..checks import add_counts, check_fit, divided, layout_in_words
-from ..measured import Measured, Nearest, nearest, of_encoder, of_language_model, ranks_of
+from ..measured import Nearest, nearest
 from . import models
+from .loops import as_bridges
 from .recipes import built, require_bridge, resolved, without_imports
 from .start import check_training
 
@@ -32,6 +33,7 @@ _NO_FIGURES = "Times and memory depend on the model: write a recipe's name first
 _NO_GRAPHS = "cuda_graphs=exact"
 AUDIO_ENCODER = "audio encoder"
 NOT_KNOWN = "not known"
+_GRAPH_FIELDS = (*FIELDS, *ATTRIBUTES, *TUNING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,6 @@ class Answer:
         has_encoder: Whether the model has a vision encoder that graphs support; None without a recipe.
         unknown: Why it is not known whether the language model can run on graphs; empty where it is.
         nearest: What was measured that is nearest, with `cuda_graphs=exact` where nobody chose; None without graphs.
-        parts: Microbatches that were measured of the vision encoder and of language models of this kind.
         gpu: The GPU that was named.
         layout: Over how many GPUs each field divides the model, and the replicas; empty where nobody said.
         notes: Sentences for a person.
@@ -57,7 +58,6 @@ class Answer:
     has_encoder: bool | None = None
     unknown: str = ""
     nearest: Nearest | None = None
-    parts: tuple[Measured, ...] = ()
     gpu: str | None = None
     layout: dict[str, int] | None = None
     notes: tuple[str, ...] = ()
@@ -116,13 +116,9 @@ def as_json(answer: Answer) -> dict[str, Any]:
         **wording.as_json(answer.options),
         "table": [{"part": line.name, **asdict(line)} for line in answer.lines],
         "nearest": None if answer.nearest is None else answer.nearest.as_json(),
-        "parts": [asdict(part) for part in answer.parts],
         "layout": answer.layout,
         "notes": list(answer.notes),
     }
-
-
-_COLUMNS = (14, 9)
 
 
 def render(answer: Answer, details: bool = False) -> str:
@@ -136,13 +132,11 @@ def render(answer: Answer, details: bool = False) -> str:
 
 
 def _details(answer: Answer) -> list[str]:
-    left = width() - sum(_COLUMNS) - len(wording.GAP) * len(_COLUMNS)
     rows = [(line.name, line.runs, line.why) for line in answer.lines]
     options = [option for line in answer.lines for option in line.options]
-    lines = wording.text_table([("part", "runs", "why"), *rows], (*_COLUMNS, left))
+    lines = table([("part", "runs", "why"), *rows])
     lines += [f"options: {' '.join(options)}"] if options else []
     lines += [f"vision encoder: {answer.encoder}"] if answer.encoder else []
-    lines += [f"measured: {part.said()}" for part in answer.parts]
     if answer.nearest is not None and answer.nearest.differs:
         lines.append(f"not measured here: {', '.join(answer.nearest.differs)}")
     return lines
@@ -197,7 +191,7 @@ def look(given: Sequence[str]) -> Answer:
         for name in ("graphs", "gpu", "nodes", "gpus_per_node"):
             if getattr(parsed, name) is not None:
                 raise OptionError.because(name, f"Cannot use --{name} without a recipe. Write a recipe's name first.")
-        return _of_words(flags, words)
+        return _of_words(flags, as_bridges(words, parsed, (*_GRAPH_FIELDS, *SETTINGS))[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _of_recipe(recipe, flags, words, parsed)
@@ -223,15 +217,19 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
     config, gpu = built(name), place.gpu or place.graphs
     if place.graphs is not None:
         config = with_graphs(config, gpu=place.graphs)
-    options = resolved(config, flags, words)
+    fields = {*getattr(getattr(config, "model", None), "__dict__", ()), *_GRAPH_FIELDS}
+    bridges, others = as_bridges(words, place, fields)
+    options = resolved(config, flags, bridges)
     gpus = None if place.nodes is place.gpus_per_node is None else (place.nodes or 1) * (place.gpus_per_node or 1)
     if hasattr(config, "train"):
         check_fit(config, gpus)
-        check_training(name, config, options, gpus, gpu)
+        if bridges == list(words):  # other loops have checks of their own
+            check_training(name, config, options, gpus, gpu)
     unknown = models.unknown()
     said = (
         f"the sizes of {' and '.join(unknown)} are on Hugging Face's hub only, so training's checks of it were not made"
     )
+    layout = None if gpus is None else divided(config.model, gpus)
     words_for = models.encoder_of(getattr(config, "model", None))
     found = None
     if hasattr(config, "model"):
@@ -244,10 +242,12 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         has_encoder=words_for is not None,
         unknown=f"{said}. bridge-cg train --dry-run makes them where the hub can be reached" if unknown else "",
         nearest=found,
-        parts=_parts(config, options, words_for, found),
         gpu=gpu,
-        layout=(layout := None if gpus is None else divided(config.model, gpus)),
-        notes=() if layout is None else (layout_in_words(layout),),
+        layout=layout,
+        notes=(
+            *([] if layout is None else [layout_in_words(layout)]),
+            *([f"Words of another loop that say nothing of graphs: {', '.join(others)}."] if others else []),
+        ),
     )
 
 
@@ -256,16 +256,6 @@ def _with_all(config: Any) -> GraphOptions:
     with contextlib.suppress(OptionError):
         return resolved(copy.deepcopy(config), {SETTING: "exact"})
     return GraphOptions()
-
-
-def _parts(config: Any, options: GraphOptions, encoder: str | None, found: Nearest | None) -> tuple[Measured, ...]:
-    """Return the microbatches that were measured of what runs on graphs."""
-    of_vision = of_encoder(encoder, options.vision.kernels) if encoder and options.vision.enabled else None
-    if found is None or not options.packed.enabled:
-        return () if of_vision is None else (of_vision,)
-    layers = found.found.of if isinstance(found.found, Measured) else found.found["layers"]
-    of_packs = of_language_model(layers, ranks_of(config.model), [m.name for m in options.language_model.modules])
-    return (of_packs,) if of_vision is None else (of_vision, of_packs)
 
 
 def _check_name(word: str) -> None:

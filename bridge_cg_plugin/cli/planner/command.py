@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from bridge_cg_plugin.options import OptionError
 
@@ -32,7 +31,7 @@ PACKING = "first_fit_shuffle"
 def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
     """Add what can be planned, and its arguments, to a parser; returns the parser of each."""
     kinds = plan.add_subparsers(dest="kind", required=True)
-    packed = kinds.add_parser("packed", help="document bound and token buckets from a dataset's document lengths")
+    packed = kinds.add_parser("packed", help="how many documents of a pack graphs take, from a dataset's lengths")
     packed.add_argument("data", type=Path, help="histogram .json, .jsonl, .parquet, .arrow, Bridge's packed files")
     packed.add_argument(
         "--recipe", type=str.lower, metavar="NAME", help="a recipe of Bridge's or a preset: its layout and packing"
@@ -151,12 +150,9 @@ def _refuse_unused(arguments: argparse.Namespace, found: Documents) -> None:
             raise PlanError(f"Cannot use --{name.replace('_', '-')}: {why}. Remove it.")
 
 
-def settings(plan: PackedPlan) -> dict[str, Any]:
-    """Return the provider fields that a plan recommends."""
-    return {
-        "cuda_graph_max_packed_seqs": plan.best.max_packed_seqs,
-        "cuda_graph_packed_buckets": list(plan.buckets),
-    }
+def settings(plan: PackedPlan) -> dict[str, int]:
+    """Return the provider field that a plan recommends."""
+    return {"cuda_graph_max_packed_seqs": plan.best.max_packed_seqs}
 
 
 def render(plan: PackedPlan) -> str:
@@ -170,7 +166,7 @@ def render(plan: PackedPlan) -> str:
     return "\n".join([*lines, *(f"model.{name}={value}".replace(" ", "") for name, value in settings(plan).items())])
 
 
-_HEADER = ("documents", "on graphs", "padding", "eager because")
+_HEADER = ("documents", "on graphs", "eager because")
 
 
 def _choices(plan: PackedPlan) -> list[tuple[str, ...]]:
@@ -178,7 +174,6 @@ def _choices(plan: PackedPlan) -> list[tuple[str, ...]]:
         (
             f"{choice.max_packed_seqs}{' <' if choice is plan.best else ''}",
             f"{choice.on_graphs:.1%}",
-            f"{choice.padding:.1%}",
             ", ".join(f"{reason} {count}" for reason, count in choice.fallbacks) or "none",
         )
         for choice in plan.choices

@@ -101,7 +101,7 @@ def tables(runs: Sequence[Run]) -> tuple[Table, ...]:
         ("Losses", tuple(f"step {step}" for step in some), losses, ""),
         (
             "Graphs",
-            ("graphs", "replays", "replayed", "padding", "capture s", "GiB", "warm-up", "fallbacks"),
+            ("graphs", "replays", "share", "padding", "capture s", "GiB", "warm-up", "fallbacks"),
             graphs,
             "Warm-up counts eager microbatches before capture.",
         ),
@@ -141,7 +141,7 @@ def _said(page: Page, mark: str = "") -> list[str]:
 
 def to_terminal(page: Page) -> str:
     """Return a page as lines for a terminal."""
-    lines = [page.title, *page.origins]
+    lines = [line for text in (page.title, *page.origins) for line in wrapped(text)]
     for shown in page.tables:
         lines += ["", shown.title, *table([shown.header, *shown.rows]), *(wrapped(shown.note) if shown.note else [])]
     said = [line for text in _said(page) for line in wrapped(text)]

@@ -25,13 +25,6 @@ from bridge_cg_plugin.recipes import GPUS, with_graphs
 from bridge_cg_plugin.recipes.graphs import mock_dataset
 from bridge_cg_plugin.upstream.hooks.recipes import Mode
 
-# Flags that have gone, with the launcher that submitted jobs to SLURM.
-GONE = ("account", "partition", "time", "experiment_name", "container_image", "mount", "env")
-_SLURM = (
-    "Start `python -m bridge_cg_plugin.cli.runs.train` by srun, one task per GPU, or use Bridge's own launcher, which "
-    "finds presets by name."
-)
-
 
 def build_parser(description: str | None = None) -> argparse.ArgumentParser:
     """Return the command line of `bridge-cg train`.
@@ -75,13 +68,8 @@ def read(arguments: Sequence[str], description: str | None = None) -> tuple[argp
     """
     parsed, words = build_parser(description).parse_known_args(arguments)
     for word in (word for word in words if word.startswith("-")):
-        name = word.partition("=")[0].lstrip("-").replace("-", "_")
-        if name in GONE:
-            raise OptionError.because(name, f"Cannot use --{name}: it has gone with --launcher slurm. {_SLURM}")
         known = [spelling for flag in FLAGS for spelling in flag.spellings]
         raise unknown_flag(word, [*known, *(f"--{name}" for name in vars(parsed))])
-    if parsed.launcher == "slurm":
-        raise OptionError.because("launcher", f"Cannot use --launcher slurm: it has gone. {_SLURM}")
     if parsed.launcher not in ("none", "torchrun"):
         raise OptionError("launcher", parsed.launcher, "none or torchrun", "Correct the name.")
     if parsed.launcher == "torchrun" and parsed.nodes != 1:
