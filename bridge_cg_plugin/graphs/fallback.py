@@ -196,9 +196,8 @@ class Fallback(StrEnum):
     )
     OTHER_SHAPES = (
         "other_shapes",
-        "`full_iteration`: a tensor of the microbatch is missing or has another shape or type. A shape that comes "
-        "often is captured, eight at most, unless ranks share layers",
-        "use one micro batch size and the same dataset fields",
+        "`full_iteration`: the microbatch has another shape than the eight that are captured at most",
+        "use one micro batch size and one sequence length",
     )
     OTHER_LAYOUT = (
         "other_layout",

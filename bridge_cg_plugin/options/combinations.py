@@ -53,7 +53,7 @@ def refusals(options: GraphOptions, facts: Facts) -> Iterator[OptionError]:
     """Yield an error for every setting that cannot be beside a feature that the options ask for."""
     for feature, remedy, settings in ALLOWED:
         if beside := feature(options, facts):
-            told = remedy if isinstance(remedy, str) else remedy(facts)
+            told = remedy if isinstance(remedy, str) else remedy(options, facts)
             for field, (allowed, reason) in settings.items():
                 value = _value(field, options, facts)
                 if not _fits(value, allowed):
@@ -95,8 +95,8 @@ _language_model = _runs("local", "transformer_engine", "full_iteration")
 _full_iteration, _engine = _runs("full_iteration"), _runs("transformer_engine")
 
 
-def whole_language_model(options: GraphOptions, facts: Facts) -> str:
-    """Return that the whole language model of a model that takes images is on graphs; empty where it is not."""
+def padded_rows(options: GraphOptions, facts: Facts) -> str:
+    """Return that layers over padded rows of a model that takes images are on graphs; empty where they are not."""
     takes_images = facts.images or (options.vision.enabled and not facts.other_tower)
     with_images = _full_iteration(options, facts) and takes_images
     return f"with {IMPL}=full_iteration on a model that takes images" if with_images else ""
@@ -111,7 +111,7 @@ def _graphs(options: GraphOptions, facts: Facts) -> str:
 
 
 def _fixed_addresses(options: GraphOptions, facts: Facts) -> str:
-    return _vision(options, facts) or whole_language_model(options, facts) or packs(options, facts)
+    return _vision(options, facts) or padded_rows(options, facts) or packs(options, facts)
 
 
 def _asks_for_packs(options: GraphOptions, facts: Facts) -> str:
@@ -123,9 +123,16 @@ def packs(options: GraphOptions, facts: Facts) -> str:
     return _asks_for_packs(options, facts) if _engine(options, facts) else ""
 
 
+def _layers(options: GraphOptions, facts: Facts) -> str:
+    """Return that the plugin has a decoder's layers on graphs, over packs or padded rows; empty where it does not."""
+    return packs(options, facts) or padded_rows(options, facts)
+
+
 def _whole_moe_layers(options: GraphOptions, facts: Facts) -> str:
-    beside = facts.moe and not options.language_model.modules and packs(options, facts)
-    return f"{beside} and {MODULES} empty" if beside else ""
+    if not facts.moe or options.language_model.modules:
+        return ""
+    beside = packs(options, facts)
+    return f"{beside} and {MODULES} empty" if beside else padded_rows(options, facts)
 
 
 def _fp8_packs(options: GraphOptions, facts: Facts) -> str:
@@ -159,8 +166,8 @@ def _recomputes_norms(options: GraphOptions, facts: Facts) -> bool:
     return not facts.other_tower and "layernorm" in facts.recomputed
 
 
-def _packs_recompute_otherwise(options: GraphOptions, facts: Facts) -> bool:
-    """Whether what packs would recompute was not compared with eager, or reaches around the parts that are captured."""
+def _recomputes_otherwise(options: GraphOptions, facts: Facts) -> bool:
+    """Whether what layers would recompute was not compared with eager, or reaches around what is captured."""
     named = {module.name for module in options.language_model.modules}
     around = facts["recompute_granularity"] == "full" and bool(named) and named != {"attn", "mlp"}
     known = frozenset(("core_attn",)) if facts.moe else RECOMPUTED
@@ -183,20 +190,24 @@ def _router_loss(options: GraphOptions, facts: Facts) -> bool:
     return any(facts[LOSS] or ()) and bool({*(facts[BALANCING_TYPE] or BALANCING[1:])} - {"none"})
 
 
-def _eager_experts(facts: Facts) -> str:
+def _eager_experts(options: GraphOptions, facts: Facts) -> str:
     parts = "attn,moe_router,mamba" if facts.mamba else "attn,moe_router"
+    if not options.packed.enabled:
+        parts = f"{parts},moe_preprocess {IMPL}=transformer_engine"
     return f"Change it, or set {MODULES}={parts}, where experts stay eager."
 
 
 TRACKER, RECOMPUTE = "rng.te_rng_tracker", "model.recompute_granularity"
+LOW = ("fp8", "fp4")
 _ONCE = "Weights are quantized only in the first microbatch of a step, but all replay the same graph"
-_BOUNDS = "Document bounds are Python objects, which a graph cannot take as input"
+_DRAWS = "A recompute inside a graph draws other random numbers than the forward"
+_ROWS_IN_FP8 = "Padded sequences in low precision were not compared with eager"
 _DROPOUT = "A graph does not advance Megatron's random states for dropout"
 _EXPERTS = "Experts and routers inside the graph do not support it"
 _ATTENTION = "Attention in fp8 was not compared with eager"
 # Features, what to do about settings that they do not allow, and these: what each must be, and why. `_fits` reads the
 # former: what begins with "true" or "set" must be set, anything else may be unset, or one of the words.
-ALLOWED: tuple[tuple[Feature, str | Callable[[Facts], str], Mapping[str, tuple[str, str]]], ...] = (
+ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...] = (
     (
         _where(_graphs, lambda options, facts: facts.te_rng_tracker is False),
         f"Set {TRACKER}=true and model.use_te_rng_tracker=true.",
@@ -223,7 +234,7 @@ ALLOWED: tuple[tuple[Feature, str | Callable[[Facts], str], Mapping[str, tuple[s
     (
         _where(_language_model, _draws_again),
         "Recompute other parts, or set model.attention_dropout and model.hidden_dropout to 0.",
-        {RECOMPUTE: ("null with dropout", "A recompute inside a graph draws other random numbers than the forward")},
+        {RECOMPUTE: ("null with dropout", _DRAWS)},
     ),
     (
         _where(_language_model, lambda options, facts: not options.packed.enabled),
@@ -256,18 +267,22 @@ ALLOWED: tuple[tuple[Feature, str | Callable[[Facts], str], Mapping[str, tuple[s
         {"model.cpu_offloading": ("false", "It moves activations between layers, but a graph's stay in its memory")},
     ),
     (
-        whole_language_model,
+        padded_rows,
         f"Change it, or set {IMPL}=transformer_engine.",
         {
-            "model.pipeline_model_parallel_size": ("1", "The graph reaches from the embeddings to the loss"),
-            "model.context_parallel_size": ("1", "Bridge's model reads sizes on the host to split sequences"),
-            **{f"dataset.{name}": ("false", _BOUNDS) for name in PACKING_FIELDS},
-            RECOMPUTE: ("null", "megatron-core's checkpointing does not support the backward that is captured"),
-            "model.num_moe_experts": ("1", "The host reads the number of tokens of each expert"),
-            "model.mtp_num_layers": ("null", "Its additional losses are not part of the language model's output"),
-            **{f"model.{name}": ("null", _ONCE) for name in ("fp8", "fp4")},
+            "model.context_parallel_size": ("1", "Graphs of padded sequences were not compared with eager under it"),
+            **{f"dataset.{name}": ("false", f"Graphs of packs have {MAX_PACKED_SEQS}") for name in PACKING_FIELDS},
+            **{f"model.{name}": ("null", _ROWS_IN_FP8) for name in (*LOW, "quant_recipe")},
+            "model.cpu_offloading": ("false", "The activations that it moves are in graph memory"),
+            "model.multi_latent_attention": ("false", "Graphs do not support its rotary embedding"),
+            "model.moe_input_jitter_eps": ("null", "Graphs do not support random jitter of the router's input"),
             OFFLOADS: ("false", "Copies of megatron-core would cross between the forward and the backward graph"),
         },
+    ),
+    (
+        _where(padded_rows, lambda options, facts: facts["attention_dropout"] or facts["hidden_dropout"]),
+        "Set model.attention_dropout and model.hidden_dropout to 0.",
+        {RECOMPUTE: ("null or selective with dropout", _DRAWS)},
     ),
     (
         _fixed_addresses,
@@ -301,7 +316,7 @@ ALLOWED: tuple[tuple[Feature, str | Callable[[Facts], str], Mapping[str, tuple[s
         _where(_vision, lambda options, facts: facts.copied_settings),
         "The encoder has the same settings on this model: switch one of both off.",
         {
-            **{f"model.{name}": ("null", _ONCE) for name in ("fp8", "fp4")},
+            **{f"model.{name}": ("null", _ONCE) for name in LOW},
             "model.cpu_offloading": ("false", "It moves the encoder's activations, too, which are in graph memory"),
         },
     ),
@@ -324,12 +339,12 @@ ALLOWED: tuple[tuple[Feature, str | Callable[[Facts], str], Mapping[str, tuple[s
         },
     ),
     (
-        _where(packs, _packs_recompute_otherwise),
-        f"Set it to null, or remove {MAX_PACKED_SEQS}.",
+        _where(_layers, _recomputes_otherwise),
+        f"Set it to null, or {IMPL}=none.",
         {
             RECOMPUTE: (
                 "null",
-                "Graphs of packs recompute whole layers that are in them, core_attn, and mlp of dense layers, in bf16",
+                "Graphs recompute whole layers that are in them, core_attn, and mlp of dense layers, in bf16",
             )
         },
     ),
@@ -339,9 +354,9 @@ ALLOWED: tuple[tuple[Feature, str | Callable[[Facts], str], Mapping[str, tuple[s
         {RECOMPUTE: ("null", "Activations would be recomputed by two settings")},
     ),
     (
-        _where(packs, lambda options, facts: facts["cuda_graph_warmup_steps"] == 0),
+        _where(_layers, lambda options, facts: facts["cuda_graph_warmup_steps"] == 0),
         "Set it to 3.",
-        {"model.cuda_graph_warmup_steps": ("set to 1 or more", "Buckets are planned from the packs of warm-up steps")},
+        {"model.cuda_graph_warmup_steps": ("set to 1 or more", "Buckets are planned from what warm-up steps show")},
     ),
     (
         _where(packs, lambda options, facts: facts.ranks("context") > 1),

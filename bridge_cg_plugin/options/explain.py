@@ -149,7 +149,7 @@ def _memory(part: Part, limit_gb: float | None) -> str:
 def _language_model(every: GraphOptions) -> str:
     options = every.language_model
     if options.impl == "full_iteration" and every.vision.enabled:
-        return "the whole language model, one graph of its forward and one of its backward in every microbatch"
+        return "all layers as one region by the plugin, over padded sequences; output layer and losses eager"
     if options.impl == "full_iteration":
         return "one graph of forward and backward of the whole step; inference eager"
     parts = _listed([_PARTS[module] for module in options.modules]) if options.modules else "whole layers"

@@ -111,7 +111,8 @@ class LanguageModelGraphOptions:
         one_of(IMPLEMENTATIONS),
         "language-model graphs: none, local, transformer_engine or full_iteration",
         "`local`: per-layer graphs by megatron-core. `transformer_engine`: per-layer graphs by Transformer Engine. "
-        "`full_iteration`: one graph of the whole step; on a model that takes images, of the whole language model",
+        "`full_iteration`: one graph of the whole step; on a model that takes images, all layers of a pipeline's stage "
+        "as one region",
         field=IMPL,
         upstreams=True,
     )

@@ -47,7 +47,7 @@ VISION_IMPL, KERNELS = PROVIDER_FIELDS["impl"], PROVIDER_FIELDS["kernels"]
 UNTRIED = "no graphs of such layers were tried on a GPU"
 # Experts in a region take memory that grows with the ranks that share them.
 MOST_EXPERT_RANKS = 2
-MUCH_MEMORY = f"experts of so many ranks take much memory in a graph; {MODULES}=[] captures them"
+MUCH_MEMORY = "experts of so many ranks take much memory in a graph; {} captures them"
 NOT_FOUND = "the model has no {} that graphs support"
 READS_COUNTS = f"{IMPL}=full_iteration with experts: the host reads the number of tokens of each expert"
 READS_IMAGES = f"{IMPL}=full_iteration on this model: megatron-core would capture the images of one step for all"
@@ -56,11 +56,15 @@ TRACKERS = ("te_rng_tracker", "use_te_rng_tracker")
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """Fields that put a part on graphs, and what they do in words; why it is not chosen unless a person asks for it."""
+    """Fields that put a part on graphs, and what they do in words; why it is not chosen unless a person asks for it.
+
+    A note tells what of the part stays eager.
+    """
 
     fields: Mapping[str, Any]
     graphs: str
     unless: str = ""
+    note: str = ""
 
 
 def choose(written: Written) -> tuple[Written, tuple[Part, ...]]:
@@ -147,19 +151,41 @@ def _language_model(facts: Facts, written: Written) -> Iterator[_Candidate]:
     if facts.packed_data or facts.loop_parts is not None or not is_unset(written.fields.get(MAX_PACKED_SEQS)):
         yield from _packed(facts) if layers else ()
         return
-    unless = READS_COUNTS if facts.moe else READS_IMAGES if facts.other_tower else ""
-    yield _Candidate({IMPL: "full_iteration", MODULES: [], SCOPE: None}, "the whole of it", unless)
+    whole: dict[str, Any] = {IMPL: "full_iteration", MODULES: [], SCOPE: None}
+    if facts.other_tower or facts.images is False:
+        unless = READS_COUNTS if facts.moe else READS_IMAGES if facts.other_tower else ""
+        yield _Candidate(whole, "the whole step", unless)
+    else:
+        unless = _many_experts(facts, f"{IMPL}=full_iteration")
+        yield _Candidate(whole, "all layers as one region", unless, _prediction(facts))
     if layers and not facts.mamba:
         per_layer = {IMPL: "transformer_engine", SCOPE: None}
-        yield from () if facts.moe else [_Candidate({**per_layer, MODULES: []}, "whole layers")]
+        if facts.moe:
+            parts = ["attn", "moe_router", "moe_preprocess"]
+            yield _Candidate({**per_layer, MODULES: parts}, "attention, routers and preprocessing of experts")
+        else:
+            yield _Candidate({**per_layer, MODULES: []}, "whole layers")
         yield _Candidate({**per_layer, MODULES: ["attn"]}, "attention")
+
+
+def _prediction(facts: Facts) -> str:
+    """Return that multi-token prediction, which is behind the layers, stays eager; empty without it."""
+    return "multi-token prediction runs eager" if facts["mtp_num_layers"] else ""
+
+
+def _many_experts(facts: Facts, captures: str) -> str:
+    """Return why experts stay outside unless a person asks for them; empty where they need not."""
+    ranks = facts.ranks("expert_model")
+    if not facts.moe or ranks <= MOST_EXPERT_RANKS:
+        return ""
+    return f"model.expert_model_parallel_size={ranks}: {MUCH_MEMORY.format(captures)}"
 
 
 def _packed(facts: Facts) -> Iterator[_Candidate]:
     packs = {IMPL: "transformer_engine", SCOPE: None, MAX_PACKED_SEQS: "auto"}
-    many = facts.moe and facts.ranks("expert_model") > MOST_EXPERT_RANKS
-    unless = f"model.expert_model_parallel_size={facts.ranks('expert_model')}: {MUCH_MEMORY}" if many else ""
-    yield _Candidate({**packs, MODULES: []}, "all layers as one region over packed sequences", unless)
+    unless = _many_experts(facts, f"{MODULES}=[]")
+    words = "all layers as one region over packed sequences"
+    yield _Candidate({**packs, MODULES: []}, words, unless, _prediction(facts))
     if facts.moe:
         router = ["attn", "moe_router", *(["mamba"] if facts.mamba else [])]
         yield _Candidate({**packs, MODULES: router}, "attention and routers over packed sequences")
@@ -194,7 +220,7 @@ def _taken(
         unasked = candidate.unless and not _is_set(written, MODULES)
         reason = candidate.unless if unasked else _refusal(tried, facts)
         if reason is None:
-            parts.append(Part(name, candidate.graphs, why or ""))
+            parts.append(Part(name, candidate.graphs, "; ".join(filter(None, (why, candidate.note)))))
             return tried
         why = why or reason
     parts.append(Part(name, "eager", reason or UNTRIED))

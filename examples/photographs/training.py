@@ -234,6 +234,10 @@ def training_config(run: Run) -> ConfigContainer:
     )
 
 
+# Group of the figures of graphs of the language model.
+LANGUAGE_MODEL = "language_model_cuda_graph"
+
+
 class Recorder(Callback):
     """Keeps losses, gradient norms, step times and peak memory; only the last pipeline stage has losses."""
 
@@ -308,17 +312,15 @@ class StatisticsKeeper(Callback):
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Read the statistics of both models' graphs and count the language model's layers that have graphs."""
-        from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
-        from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import CURRENT
+        from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 
         modules = (module for chunk in context.model for module in chunk.modules())
         self.language_model_layers = sum(bool(getattr(module, "cuda_graphs", None)) for module in modules)
 
-        if CURRENT.graphs is not None:
-            whole: Any = CURRENT.graphs
-            self.language_model = {**whole.statistics().as_dict(), "replayed_steps": whole.workload.replayed_steps}
-        for helper in active_helpers():
-            graphs: Any = helper.graphs
+        for graphs in active_graphs():
+            if graphs.workload.group == LANGUAGE_MODEL:
+                self.language_model = graphs.statistics().as_dict()
+                continue
             self.value = graphs.statistics().as_dict()
             self.checks = [] if graphs.proofs is None else list(graphs.proofs.results)
         found = all_encoders()
@@ -329,7 +331,7 @@ def all_encoders() -> RegionStatistics:
     """Return what the graphs of all encoders did so far."""
     from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 
-    return merge_statistics([graphs.statistics() for graphs in active_graphs()])
+    return merge_statistics([g.statistics() for g in active_graphs() if g.workload.group != LANGUAGE_MODEL])
 
 
 class RankResults(Callback):

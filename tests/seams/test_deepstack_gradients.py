@@ -18,7 +18,8 @@ from torch import distributed
 import bridge_cg_plugin
 from bridge_cg_plugin.options.facts import ENCODER_LAYERS
 from bridge_cg_plugin.options.normalization import ALLREDUCE
-from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import CURRENT
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PADDED_ROWS
 from tests.ranks import run_ranks
 
 from ..unit import vlm
@@ -101,8 +102,9 @@ def scheduled_gradients(model, graphs):
     for _ in range(1 + graphs):
         reports, _ = trainer.step(microbatches())
     if graphs:
-        assert (CURRENT.graphs.workload.replayed_steps, dict(CURRENT.graphs.statistics().fallbacks)) == (1, {})
-        CURRENT.delete_cuda_graphs()
+        (found,) = [layers.statistics() for layers in active_graphs()]
+        assert (found.replays, dict(found.fallbacks)) == (len(BATCHES), {})
+        PADDED_ROWS.forget()
     return sum(report[0].item() for report in reports), finalized(model, "main_grad")
 
 

@@ -50,9 +50,10 @@ PACKED_BASES = (*TEXT_BASES, "qwen3_vl_8b_sft_config")
 OFFLINE_FIELDS = {"dataset.pad_to_max_length", "dataset.offline_packing_specs.pad_cu_seqlens"}
 # What of a language model is on graphs, as `explain` and as docs/recipes.md call it.
 LANGUAGE_MODEL = {
-    "the whole of it": "whole",
+    "all layers as one region": "layers",
     "all layers as one region over packed sequences": "packs",
     "attention and routers over packed sequences": "packs' attention",
+    "attention, routers and preprocessing of experts": "routers",
     "attention": "attention",
     "eager": "eager",
 }

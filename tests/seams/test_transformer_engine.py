@@ -2,16 +2,18 @@
 
 import importlib
 import inspect
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from bridge_cg_plugin.upstream.decoder import block
 from bridge_cg_plugin.upstream.encoders import radio
-from bridge_cg_plugin.upstream.hooks.helpers import language_helpers
 from bridge_cg_plugin.upstream.kernels.transformer_engine import accumulating, device_lengths, fused_accumulation
 from bridge_cg_plugin.upstream.seams.registry.engine import TE_ATTENTION_BACKENDS, TE_ATTENTION_UTILS
+from tests.unit.packs import new_qwen
 from tests.unit.toy import toy_batch, toy_region
 
 
@@ -81,9 +83,12 @@ def unknown():
     raise RuntimeError("cuDNN version incompatibility")
 
 
-def whole_model_recording():
-    decoder = SimpleNamespace(**{language_helpers.DEEPSTACK: None})
-    return language_helpers.recording(SimpleNamespace(decoder=decoder), [])
+@pytest.fixture
+def unpacked(monkeypatch):
+    """What recordings of attention that is not packed are entered into, by what they are of."""
+    monkeypatch.setattr(block, "usable_random_states", lambda modules: nullcontext())  # there are none on a CPU
+    layers = block.TransformerBlockFamily(new_qwen().decoder, packs=False)
+    return {"RADIO": radio.recording_kernels, "padded rows": layers.kernels}
 
 
 @pytest.fixture
@@ -129,12 +134,12 @@ def test_no_replay_reads_lengths_from_the_host(backward, version, copies):
         assert backward(version, 1040, mask) == (mask, None)
 
 
-@pytest.mark.parametrize("recording", [lambda: radio.recording_kernels([]), whole_model_recording], ids=["RADIO", "LM"])
-def test_recordings_of_unpacked_attention_take_their_lengths_from_the_device(backward, monkeypatch, recording):
+@pytest.mark.parametrize("of", ["RADIO", "padded rows"])
+def test_recordings_of_unpacked_attention_take_their_lengths_from_the_device(unpacked, backward, monkeypatch, of):
     utils, backends = map(importlib.import_module, (TE_ATTENTION_UTILS, TE_ATTENTION_BACKENDS))
     monkeypatch.setattr(utils, "get_cudnn_version", lambda: (9, 14, 0))
     before = backends.fused_attn_bwd
-    with recording():
+    with unpacked[of]([]):
         assert backends.fused_attn_bwd is not before
     assert backends.fused_attn_bwd is before
 

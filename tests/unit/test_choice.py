@@ -94,10 +94,36 @@ def test_what_a_combination_forbids_is_less_with_its_reason(settings, graphs, wh
     assert part.graphs.startswith(graphs) and why in part.why and not part.why.startswith("Cannot")
 
 
+ROUTERS = "attention, routers and preprocessing of experts"
+
+
+@pytest.mark.parametrize(
+    "settings, graphs, why",
+    [
+        ({"pipeline_model_parallel_size": 4}, "all layers as one region", ""),
+        ({"num_moe_experts": 8, "expert_model_parallel_size": 2}, "all layers as one region", ""),
+        ({"mtp_num_layers": 1}, "all layers as one region", "multi-token prediction runs eager"),
+        (
+            {"num_moe_experts": 8, "expert_model_parallel_size": 8},
+            ROUTERS,
+            "model.expert_model_parallel_size=8: experts of so many ranks take much memory in a graph; "
+            "cuda_graph_impl=full_iteration captures them",
+        ),
+        ({"num_moe_experts": 8, "expert_tensor_parallel_size": 2}, ROUTERS, "model.expert_tensor_parallel_size=2"),
+        ({"context_parallel_size": 2}, "whole layers", "model.context_parallel_size=2"),
+        ({"fp8": "hybrid"}, "whole layers", "model.fp8='hybrid'"),
+    ],
+)
+def test_padded_sequences_are_one_region_where_they_can_be(settings, graphs, why):
+    part = chosen({**DENSE, **settings})[1]["language model"]
+    assert part.graphs == graphs and part.why.startswith(why) and bool(part.why) == bool(why)
+
+
 def test_a_whole_step_with_experts_is_captured_only_where_a_person_asks():
     text = {"cuda_graphs": "exact", "num_moe_experts": 8}
     options, parts = chosen(SimpleNamespace(cuda_graph_impl="none", **text))
-    assert options.language_model.impl == "transformer_engine" and parts["language model"].graphs == "attention"
+    assert parts["language model"].graphs == "attention, routers and preprocessing of experts"
+    assert [module.name for module in options.language_model.modules] == ["attn", "moe_router", "moe_preprocess"]
     assert "the host reads the number of tokens of each expert" in parts["language model"].why
     options, _ = chosen(SimpleNamespace(cuda_graph_impl="none", **text), {"cuda_graph_impl": "full_iteration"})
     assert options.language_model.impl == "full_iteration"
@@ -122,7 +148,7 @@ def test_what_stays_eager_names_what_keeps_even_the_least_of_it_from_graphs(expe
 
 def test_the_encoder_recomputes_in_its_graphs_and_what_it_cannot_is_said():
     options, parts = chosen({**DENSE, "recompute_granularity": "full"})
-    assert options.vision.enabled and parts["language model"].graphs == "eager"
+    assert options.vision.enabled and parts["language model"].graphs == "all layers as one region"
     options, parts = chosen({**PACKED, **DENSE, "recompute_granularity": "full"})
     assert options.packed.enabled and parts["language model"].graphs.startswith("all layers")
     options, parts = chosen({**DENSE, "recompute_granularity": "selective", "recompute_modules": ["layernorm"]})

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.language.whole_model import Microbatch
 
 from . import packs
 from .hugging_face_towers import SIDE, draw_images, new_siglip
@@ -96,13 +95,3 @@ def test_rotary_angles_of_packed_layers_get_eagers_gradient(modules):
         assert graphs.statistics().replays == 0
         packs.losses_and_gradients(model, packs.pack((120, 150)))
         assert graphs.statistics().replays > 0
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_a_language_models_other_tensors_get_eagers_gradient(grad):
-    hidden, mask = torch.zeros(8, 1, 4), torch.ones(1, 8)
-    recorded = Microbatch(hidden, None, (), {"loss_mask": mask}, {})
-    call = Microbatch(hidden.requires_grad_(), None, (), {"loss_mask": mask.clone().requires_grad_()}, {})
-    with torch.set_grad_enabled(grad):
-        assert call.fits(recorded) == (Fallback.INPUT_GRADIENTS if grad else None)
-        assert recorded.fits(recorded) is None

@@ -95,15 +95,15 @@ def test_angles_rotate_as_upstream_does_to_the_last_bit(lengths, repeats, paddin
     assert not found[here:].any()
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=40))
-def test_rows_are_spread_to_the_marked_tokens(marks):
-    mask = torch.tensor([marks])
-    rows = torch.randn(sum(marks), 3, requires_grad=True)
-    found = spread(mask, rows)
-    expected = torch.zeros(len(marks), 1, 3)
-    expected[mask[0], 0] = rows.detach()
-    assert torch.equal(found, expected)
-    if sum(marks):
-        weights = torch.randn(len(marks), 1, 3)
-        (gradient,) = torch.autograd.grad((found * weights).sum(), rows)
-        assert torch.equal(gradient, weights[mask[0], 0])
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 3))
+def test_features_are_spread_to_the_marked_tokens(marks, rows):
+    """Also where there are none: a rank whose tokens are no image's takes part in a sum of gradients."""
+    mask = torch.tensor(marks).repeat(rows).roll(1).view(rows, -1)
+    features = torch.randn(int(mask.sum()), 3, requires_grad=True)
+    found = spread(mask, features)
+    expected = torch.zeros(rows, len(marks), 3)
+    expected[mask] = features.detach()
+    assert torch.equal(found, expected.transpose(0, 1))
+    weights = torch.randn(rows, len(marks), 3)
+    (gradient,) = torch.autograd.grad((found.transpose(0, 1) * weights).sum(), features)
+    assert torch.equal(gradient, weights[mask])

@@ -10,7 +10,10 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.pipeline_parallel import schedules
 
 import bridge_cg_plugin
+from bridge_cg_plugin.graphs.manager import joint_step
 from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PADDED_ROWS
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
 from bridge_cg_plugin.upstream.parallel.process_groups import microbatches_in_flight
 from tests.ranks import run_ranks
@@ -77,6 +80,45 @@ def test_stages_train_as_the_whole_model_eager_and_on_graphs(tmp_path, whole, st
         assert torch.tensor(graphed_losses).flatten().tolist() == pytest.approx(flat(eager_losses), rel=1e-5)
     assert flat(ranks[-1][0][0]) == pytest.approx(flat(losses), rel=1e-5)
     assert {name for eager, _, _ in ranks for name in eager[1]} == gradients.keys()
+
+
+# Of a stage with two chunks, which share a capture's turn, as many as it takes until all are on graphs.
+STEPS = 9
+
+
+def eager_and_layers(stages, virtual, microbatches):
+    """Train a step eager, and one with the language model's layers on graphs; return both and what was replayed."""
+    provider = provider_of(stages, virtual)
+    chunks = build_stage(provider)
+    eager = train_step(chunks, microbatches)
+    provider.cuda_graph_impl = "full_iteration"
+    constant = calculator.ConstantNumMicroBatchesCalculator(microbatches, 1, 1, False, 0)
+    calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = constant
+    PADDED_ROWS.follow(chunks, provider)
+    train_step(chunks, microbatches, seed=50)
+    helpers = active_helpers()
+    for helper in helpers:
+        helper.create_cudagraphs()
+    every = [helper.graphs for helper in helpers]
+    for _ in range(STEPS):  # a capture for one more microbatch in flight before each
+        before = [graphs.statistics().replays for graphs in every]
+        with joint_step(every):
+            graphed = train_step(chunks, microbatches)
+    replays = [graphs.statistics().replays - count for graphs, count in zip(every, before, strict=True)]
+    found = list(zip(replays, (graphs.workload.plan.additions() for graphs in every), strict=True))
+    PADDED_ROWS.forget()
+    return eager, graphed, found
+
+
+@pytest.mark.parametrize("virtual", [None, 2], ids=["PP2", "PP2, interleaved"])
+def test_layers_of_stages_train_as_eager(tmp_path, virtual):
+    """Upstream has all layers that add features of images on the first stage, in its first chunk."""
+    ranks = run_ranks(2, eager_and_layers, tmp_path, 2, virtual, 8, **pipeline(2, virtual))
+    for rank, ((eager_losses, eager), (graphed_losses, graphed), found) in enumerate(ranks):
+        assert flat(graphed_losses) == flat(eager_losses)
+        assert_close([graphed[name] for name in eager], list(eager.values()), 1e-5)
+        assert found == [(8, int(rank == chunk == 0)) for chunk in range(virtual or 1)]
+    assert flat(ranks[-1][0][0])
 
 
 def flat(losses):

@@ -14,7 +14,7 @@ from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import model as modelling
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import Qwen3VLTransformerConfig
 from megatron.core.enums import ModelType
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -25,6 +25,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bridge_cg_plugin.upstream.hooks import train_loop
 from examples.photographs.small_tower import SegmentAttention, start_single_process, vision_config
 
 from .test_gradients import DataParallel
@@ -92,8 +93,8 @@ def vision_layers():
     return spec
 
 
-def language_layers():
-    spec = copy.deepcopy(get_gpt_layer_local_spec())
+def language_layers(experts=None):
+    spec = copy.deepcopy(get_gpt_layer_local_spec(num_experts=experts))
     spec.submodules.self_attention.submodules.core_attention = CausalAttention
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     return spec
@@ -169,11 +170,13 @@ def build(
     )
     config.seq_length = SEQUENCE
     config.vision_cuda_graph_impl = "none"
+    layers = language_layers(config.num_moe_experts)
     model = modelling.Qwen3VLModel(
         config,
-        language_layers(),
+        layers,
         vision_config(layers=2, width=32, heads=2, out=HIDDEN, deepstack=deepstack),
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layers, False) if config.mtp_num_layers else None,
     )
     model.model_type = ModelType.encoder_or_decoder  # as Bridge's provider sets it
     half = WIDTH // 2
@@ -236,36 +239,45 @@ class Trainer:
     Args:
         model: The model; its parameters get a `main_grad`, which every step overwrites.
         graphs: Whether the configuration says full_iteration, and the schedule is in the wrapper as Bridge's train loop
-            then has it; without, the step pads no sequence.
-        warmup_steps: The wrapper's.
+            then has it, with the plugin's part of a step around it; without, the step pads no sequence.
+        warmup_steps: Those before graphs are captured.
     """
 
     def __init__(self, model, graphs: bool, warmup_steps: int = 1) -> None:
         self.model, self.graphs = model, graphs
+        model.config.cuda_graph_warmup_steps = warmup_steps
         self.parallel = DataParallel(model)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.schedule = schedules.forward_backward_no_pipelining
         if graphs:
             self.schedule = wrapper(self.schedule, warmup_steps)
+        config = SimpleNamespace(model=model.config, dist=SimpleNamespace(distributed_timeout_minutes=10))
+        self._state = SimpleNamespace(cfg=config, train_state=SimpleNamespace(step=0))
+        # As Bridge's train loop calls it, which evaluates without it.
+        self.train_step = next(p.make for p in train_loop.PATCHES if p.name == "train_step")(self._run)
 
     def step(self, samples, training: bool = True):
         """Run a step; returns what the schedule reports of every microbatch, and every `main_grad`."""
         for parameter in self.trained:
             parameter.main_grad.zero_()
         self.model.train(training)
+        step = self.train_step if training and self.graphs else self._run
         with on_cpu(), torch.set_grad_enabled(training):
-            reports = self.schedule(
-                forward_step_func=partial(qwen3_vl_step.forward_step, state(self.graphs)),
-                data_iterator=[iter(copy.deepcopy(samples))],
-                model=[self.model],
-                num_microbatches=len(samples),
-                seq_length=SEQUENCE,
-                micro_batch_size=1,
-                forward_only=not training,
-                pg_collection=self.model.pg_collection,
-            )
+            reports = step([self.model], self._state, samples, training)
         self.model.train()
         return [r["lm loss"] for r in reports], [p.main_grad.clone() for p in self.trained]
+
+    def _run(self, model, global_state, samples, training):
+        return self.schedule(
+            forward_step_func=partial(qwen3_vl_step.forward_step, state(self.graphs)),
+            data_iterator=[iter(copy.deepcopy(samples))],
+            model=model,
+            num_microbatches=len(samples),
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            forward_only=not training,
+            pg_collection=self.model.pg_collection,
+        )
 
 
 def wrapper(schedule, warmup_steps):

@@ -1,4 +1,4 @@
-"""One microbatch of packed documents, checked before anything touches it."""
+"""One microbatch of a decoder's layers: packed documents, checked before anything touches them, or padded rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ...graphs.buckets import Bucket
 
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
 PADDED_OFFSETS = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded")
@@ -21,13 +23,14 @@ class PackedBatch:
     """A microbatch for the layers of a decoder.
 
     Attributes:
-        hidden: `[tokens of this rank, 1, width]`.
+        hidden: `[tokens of this rank, 1, width]`; of padded rows `[tokens of each, rows, width]`.
         angles: `[rows, 1, 1, rotated]` fp32 rotary angles: a row per position, or per token; None without rotation.
+            Of padded rows `[tokens of each, rows, 1, rotated]`.
         offsets: The `cu_seqlens` that the batch has, by their name, each `[documents + 1]` int32 without the repeated
-            offsets at the end.
-        lengths: Tokens of every document, with their padding, on the host.
-        tokens: Tokens of the pack, those that other ranks hold included.
-        additions: `[tokens, 1, width]` each, added to the hidden states behind the first layers.
+            offsets at the end; none of padded rows.
+        lengths: Tokens of every document or row, with their padding, on the host.
+        tokens: Tokens of all of them, those that other ranks hold included.
+        additions: Like `hidden` each, added to the hidden states behind the first layers.
         loaded: Whether a part of the layers has written everything but the hidden states to where all parts read it.
         joint: The shapes of all ranks that must use the same bucket; None where all of them have this pack.
     """
@@ -84,6 +87,11 @@ class PackShape(NamedTuple):
     def each(self) -> "tuple[PackShape, ...]":
         """The shapes that a bucket must take: this one."""
         return (self,)
+
+    @property
+    def rows(self) -> Bucket:
+        """The only bucket that takes padded rows of this shape, with the limits (rows, tokens of each)."""
+        return Bucket(self.tokens, (len(self.lengths), self.lengths[0]))
 
 
 class JointShape(NamedTuple):
@@ -142,6 +150,12 @@ def pack_batch(
     lengths = tuple(max(lengths) for lengths in zip(*map(_lengths, physical.values()), strict=True))
     used = {name: value[:kept] for name, value in given.items()}
     return PackedBatch(hidden, angles, used, lengths[: kept - 1], tokens)
+
+
+def row_batch(hidden: Tensor, angles: Tensor | None, shards: int) -> PackedBatch:
+    """Return a microbatch of padded rows; arguments as for `pack_batch`."""
+    lengths = (hidden.shape[0] * shards,) * hidden.shape[1]
+    return PackedBatch(hidden, angles, {}, lengths, sum(lengths))
 
 
 def check_offsets(
@@ -258,20 +272,21 @@ def document_indices(offsets: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(offsets[1:], token, right=True, out_int32=True)[None]
 
 
-def spread(mask: Tensor, rows: Tensor) -> Tensor:
-    """Return `rows` at the tokens that a mask marks, in their order, and zero elsewhere: `[tokens, 1, width]`.
+def spread(mask: Tensor, features: Tensor) -> Tensor:
+    """Return features at the tokens that a mask marks, in their order, and zero elsewhere: `[tokens, rows, width]`.
 
-    A gather, so that neither it nor its backward reads the device.
+    A gather, so that neither it nor its backward reads the device. Where there are no features it depends on them all
+    the same: on other ranks their gradients are summed.
 
     Args:
-        mask: `[1, tokens]` bool.
-        rows: `[marked tokens, width]`.
+        mask: `[rows, tokens]` bool.
+        features: `[marked tokens, width]`, row by row.
     """
+    if not features.shape[0]:
+        return features.new_zeros(mask.shape[1], mask.shape[0], features.shape[1]) + features.sum()
     marked = mask.reshape(-1)
-    if not rows.shape[0]:
-        return rows.new_zeros(marked.shape[0], 1, rows.shape[1])
     place = (marked.cumsum(0) - 1).clamp(min=0)
-    return torch.where(marked[:, None], rows[place], 0)[:, None]
+    return torch.where(marked[:, None], features[place], 0).view(*mask.shape, -1).transpose(0, 1)
 
 
 def token_angles(table: Tensor, by_place: Tensor, offsets: Tensor, ranks: int = 1, rank: int = 0) -> Tensor:

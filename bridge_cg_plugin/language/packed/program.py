@@ -1,4 +1,4 @@
-"""A decoder's layers, or a part of one layer, over packed documents as a region."""
+"""A decoder's layers, or a part of one layer, over packed documents or padded rows as a region."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,11 +29,11 @@ class RecordedPack:
     """What a recorded piece of a decoder sees: buffers, and constants of the recording.
 
     Attributes:
-        hidden: `[tokens of this rank, 1, width]`.
+        hidden: `[tokens of this rank, 1, width]`; of padded rows `[tokens of each, rows, width]`.
         angles: Rotary angles of every token; None where nothing is rotated.
-        offsets: `cu_seqlens` by name, each `[documents + 1]` int32.
+        offsets: `cu_seqlens` by name, each `[documents + 1]` int32; none of padded rows.
         longest: Bound of a document's length in tokens.
-        additions: `[tokens, 1, width]` each, added behind the first layers.
+        additions: Like `hidden` each, added behind the first layers.
         used: `[1]` int32, how many of this rank's tokens are no padding; None where no layer asks.
         unchanged: `[1]` float32, 1 where weights are as they were quantized last; None where none are quantized.
     """
@@ -58,11 +58,11 @@ class DecoderCall:
     """The arguments of one call of a decoder.
 
     Attributes:
-        hidden: `[tokens / (shards * ranks), 1, width]`.
+        hidden: `[tokens / (shards * ranks), 1, width]`; of padded rows `[tokens of each / shards, rows, width]`.
         angles: Rotary angles; None where nothing is rotated.
-        offsets: `cu_seqlens` by name; None where the batch has none.
+        offsets: `cu_seqlens` by name; None where a pack has none of a name. Padded rows have no names.
         max_seqlens: Tokens of the longest document by name.
-        visual: What is added behind the first layers: `[1, tokens]` mask, and `[marked tokens, width]` for each layer.
+        visual: What is added behind the first layers: `[rows, tokens]` mask, and `[marked tokens, width]` for each.
     """
 
     hidden: Tensor
@@ -162,7 +162,7 @@ class PackLayout:
     """What does not change between the packs of one recording.
 
     Attributes:
-        offsets: Names of the `cu_seqlens` that a batch has.
+        offsets: Names of the `cu_seqlens` that a batch has; none of padded rows.
         rotated: Width of a row of rotary angles; 0 where nothing is rotated.
         width: Of the hidden states.
         dtype: Of the hidden states.
@@ -179,10 +179,11 @@ class PackLayout:
 
 
 class PackedProgram(RegionProgram):
-    """A piece of a decoder whose inputs are hidden states and packed documents.
+    """A piece of a decoder whose inputs are hidden states of packed documents or padded rows.
 
-    Buckets have the limits (documents, tokens of the longest document). Padding tokens lie behind the last offset.
-    Under context parallelism, where attention must know every token's document, they are one more document.
+    Buckets of packs have the limits (documents, tokens of the longest document). Padding tokens lie behind the last
+    offset. Under context parallelism, where attention must know every token's document, they are one more document.
+    Buckets of padded rows have the limits (rows, tokens of each) and take rows of that shape only.
 
     Args:
         part: The piece.
@@ -205,13 +206,14 @@ class PackedProgram(RegionProgram):
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
         documents, layout, family = bucket.limits[0], self.layout, self._family
-        tokens = bucket.tokens // (family.shards * family.ranks)
-        rows = TensorSpec((tokens, 1, layout.width), layout.dtype, differentiable=True)
+        sequences = 1 if layout.offsets else bucket.limits[0]
+        tokens = bucket.tokens // (sequences * family.shards * family.ranks)
+        rows = TensorSpec((tokens, sequences, layout.width), layout.dtype, differentiable=True)
         count = documents + 1 + (family.ranks > 1)
         return {
             "hidden": rows,
             **dict.fromkeys(self._additions, rows),
-            **self._angle_specs(bucket.tokens),
+            **self._angle_specs(bucket.tokens // sequences, sequences),
             **{name: TensorSpec((count,), torch.int32) for name in layout.offsets},
             **({"used": TensorSpec((1,), torch.int32)} if self._part.counted else {}),
             **({} if self._part.changed is None else {UNCHANGED: TensorSpec((1,), torch.float32)}),
@@ -227,6 +229,8 @@ class PackedProgram(RegionProgram):
         known = shape.layout == layout.offsets and shape.rotated == layout.rotated
         if not known or len(shape.additions) > layout.additions:
             return Fallback.OTHER_LAYOUT
+        if not layout.offsets:
+            return None if shape.rows == bucket else Fallback.OTHER_SHAPES
         if shape.tokens > bucket.tokens:
             return Fallback.TOO_MANY_TOKENS
         return refuse_pack(
@@ -243,7 +247,7 @@ class PackedProgram(RegionProgram):
         for name, rows in zip(self._additions, self._padded_additions(batch), strict=True):
             _load_rows(buffers[name], rows.detach())
         if self._part.counted:
-            buffers["used"].fill_(batch.hidden.shape[0])
+            buffers["used"].fill_(batch.hidden.shape[0] * batch.hidden.shape[1])
         if batch.angles is not None:
             _load_rows(buffers["angles"], batch.angles)
             buffers["by_place"].fill_(self._family.absolute and batch.angles.shape[0] == sum(batch.lengths))
@@ -262,10 +266,10 @@ class PackedProgram(RegionProgram):
 
     def load_example(self, buffers: Buffers, bucket: Bucket) -> None:
         """See `RegionProgram`."""
-        for name in ("hidden", *self._additions, *self._angle_specs(bucket.tokens)):
+        for name in ("hidden", *self._additions, *(("angles", "by_place") if self.layout.rotated else ())):
             buffers[name].zero_()
         if self._part.counted:
-            buffers["used"].fill_(buffers["hidden"].shape[0])
+            buffers["used"].fill_(buffers["hidden"].shape[0] * buffers["hidden"].shape[1])
         if self._part.changed is not None:
             buffers[UNCHANGED].fill_(True)
         tokens = longest = min(bucket.tokens, bucket.limits[1])
@@ -279,7 +283,7 @@ class PackedProgram(RegionProgram):
         """See `RegionProgram`. Outputs have `tokens / (shards * ranks)` rows."""
         offsets = {name: buffers[name] for name in self.layout.offsets}
         angles = buffers.get("angles")
-        if angles is not None and self._family.per_position:
+        if angles is not None and offsets and self._family.per_position:
             physical = offsets[self._physical[0]]
             angles = token_angles(angles, buffers["by_place"], physical, self._family.ranks, self._family.rank)
         additions = [buffers[name] for name in self._additions]
@@ -300,12 +304,12 @@ class PackedProgram(RegionProgram):
         """See `RegionProgram`."""
         return (batch.hidden, *self._padded_additions(batch))
 
-    def _angle_specs(self, tokens: int) -> dict[str, TensorSpec]:
+    def _angle_specs(self, tokens: int, sequences: int) -> dict[str, TensorSpec]:
         if not self.layout.rotated:
             return {}
         # A table of positions is the same on all ranks; angles of tokens are those of a rank's own.
         rows = tokens if self._family.per_position else tokens // self._family.ranks
-        angles = TensorSpec((rows, 1, 1, self.layout.rotated), torch.float32)
+        angles = TensorSpec((rows, sequences, 1, self.layout.rotated), torch.float32)
         return {"angles": angles, "by_place": TensorSpec((1,), torch.bool)}
 
     @property

@@ -1,4 +1,4 @@
-"""A decoder over packed documents as the graph manager sees it: calls as packs, what is recorded, results, notes."""
+"""A decoder as the graph manager sees it: calls as packs or padded rows, what is recorded, results, notes."""
 
 import math
 from collections import Counter
@@ -24,11 +24,23 @@ from ...graphs.replays.replay import want_gradients
 from ...graphs.replays.slot import SharedInputs
 from ...offload.offloading import offloading_of
 from ...options import PACKED_FIELDS, OptionError, PackedOptions
-from .batch import OFFSETS, PADDED_OFFSETS, JointShape, PackedBatch, PackShape, pack_batch, real_rows, spread
+from .batch import (
+    OFFSETS,
+    PADDED_OFFSETS,
+    JointShape,
+    PackedBatch,
+    PackShape,
+    pack_batch,
+    real_rows,
+    row_batch,
+    spread,
+)
 from .program import SHARED, DecoderCall, DecoderFamily, DecoderPart, PackedProgram, PackLayout
 
 # What all packs of a recording share: which offsets they have, width of angles, width and type of hidden states.
 Kind = tuple[tuple[str, ...], int, int, torch.dtype]
+# Where every microbatch has a shape of its own, captures would never end.
+MOST_SHAPES = 8
 
 
 def most_documents(shapes: Iterable[PackShape | JointShape]) -> int:
@@ -37,27 +49,29 @@ def most_documents(shapes: Iterable[PackShape | JointShape]) -> int:
 
 
 class PackPlan:
-    """Observes a decoder's packs and plans buckets for them.
+    """Observes a decoder's microbatches and plans buckets for them.
 
     Args:
-        options: What the user asked for.
+        options: What the user asked for; padded rows where packs are off.
         family: The decoder's upstream side.
+        additions: Behind how many layers something is added, seen or not.
 
     Attributes:
-        shapes: Of the packs that were seen.
+        shapes: Of the microbatches that were seen.
 
     Raises:
         OptionError: A bucket that the options name cannot be shared by the ranks.
     """
 
-    def __init__(self, options: PackedOptions, family: DecoderFamily) -> None:
-        self._options, self._family = options, family
+    def __init__(self, options: PackedOptions, family: DecoderFamily, additions: int = 0) -> None:
+        self._options, self._family, self._additions = options, family, additions
         self.shapes: list[PackShape | JointShape] = []
+        self._rows: list[Bucket] = []
         self._kinds: Counter[Kind] = Counter()
         self._check_buckets()
 
     def observe(self, batch: PackedBatch) -> None:
-        """Take a pack of the warm-up steps into account."""
+        """Take a microbatch of the warm-up steps into account."""
         self.shapes.append(batch.shape)
         first = batch.shape.each[0]
         self._kinds[first.layout, first.rotated, batch.hidden.shape[-1], batch.hidden.dtype] += 1
@@ -67,7 +81,11 @@ class PackPlan:
         return [bucket for capacity in self._options.named_buckets for bucket in self._buckets_of(capacity)]
 
     def _buckets_of(self, capacity: int, shapes: Iterable[PackShape | JointShape] = ()) -> list[Bucket]:
-        """Return the useful buckets of a capacity, cheapest first."""
+        """Return the useful buckets of a capacity, cheapest first; of padded rows, those of all shapes."""
+        if not self._options.enabled:
+            seen = dict.fromkeys([*self._rows, *(each.rows for shape in shapes for each in shape.each)])
+            self._rows = list(seen)[:MOST_SHAPES]
+            return self._rows
         chosen = self._options.max_packed_seqs == "auto"
         documents = raised(self.documents, most_documents(shapes)) if chosen else self.documents
         return pack_buckets([capacity], documents)
@@ -83,29 +101,31 @@ class PackPlan:
 
     def demand(self, program: PackedProgram) -> Demand:
         """Return what may be recorded on demand for a program."""
+        exact = self._family.shards > 1 or not self._options.enabled
         return Demand(
             self._buckets_of,
             program.refuse,
             replay_cost,
             unit=self._unit,
-            exact_below=math.inf if self._family.shards > 1 else EXACT_BELOW * self._family.ranks,
+            exact_below=math.inf if exact else EXACT_BELOW * self._family.ranks,
             named=self._options.named_buckets,
             weights=self._family.weights_per_token(),
         )
 
     def kind(self) -> Kind:
-        """Return what the packs that were seen most often share.
+        """Return what the microbatches that were seen most often share.
 
         Raises:
-            ValueError: No pack was observed.
+            ValueError: None was observed.
         """
         if not self._kinds:
-            raise ValueError("no packed microbatch was seen in the warm-up steps, so nothing says how packs look")
+            what = "packed microbatch" if self._options.enabled else "microbatch of padded rows"
+            raise ValueError(f"no {what} was seen in the warm-up steps, so nothing says how they look")
         return self._kinds.most_common(1)[0][0]
 
     def additions(self) -> int:
         """Return behind how many layers something is added at most."""
-        return max(len(each.additions) for shape in self.shapes for each in shape.each)
+        return max(self._additions, *(len(each.additions) for shape in self.shapes for each in shape.each))
 
     @property
     def _unit(self) -> int:
@@ -185,9 +205,10 @@ class PackedWorkload(Workload):
         family: The decoder's upstream side.
         host: Host copies of offsets.
         exchange: Ranks that have other packs and must replay them in the same bucket; None without any.
+        additions: Behind how many layers something is added, seen in warm-up steps or not.
 
     Attributes:
-        plan: Observes packs and plans buckets.
+        plan: Observes microbatches and plans buckets.
 
     Raises:
         OptionError: A bucket that the options name cannot be shared by the ranks.
@@ -209,12 +230,16 @@ class PackedWorkload(Workload):
         family: DecoderFamily,
         host: HostCopies | None = None,
         exchange: ShapeExchange | None = None,
+        additions: int = 0,
     ) -> None:
         self.options, self.modules, self.family = options, tuple(modules), family
         self.strict = options.strict
         self.host, self._exchange = host or HostCopies(), exchange
-        self.plan = PackPlan(options, family)
+        self.plan = PackPlan(options, family, additions)
         self._parts = 0
+        if not options.enabled:
+            self.title, self.group = "language-model CUDA graphs", "language_model_cuda_graph"
+            self.out_of_memory_remedy = "Lower the sequence length or the microbatch size."
 
     def read(self, *args: Any, **kwargs: Any) -> Call:
         """See `Workload`.
@@ -248,9 +273,12 @@ class PackedWorkload(Workload):
 
     def _batch(self, call: DecoderCall) -> PackedBatch:
         family = self.family
-        batch = pack_batch(
-            call.hidden, call.angles, call.offsets, call.max_seqlens, self.host.values, family.shards, family.ranks
-        )
+        if call.offsets:
+            batch = pack_batch(
+                call.hidden, call.angles, call.offsets, call.max_seqlens, self.host.values, family.shards, family.ranks
+            )
+        else:
+            batch = row_batch(call.hidden, call.angles, family.shards)
         if call.visual is None or self._parts:
             return batch
         mask, embeddings = call.visual
@@ -355,6 +383,10 @@ class PackedWorkload(Workload):
 
     def captured(self) -> None:
         """See `Workload`."""
+        if not self.options.enabled:
+            shapes = ", ".join("{} x {}".format(*bucket.limits) for bucket in self._planned())
+            announce(f"{self.title}: all layers, sequences x tokens {shapes}; {self.manager.slots} slot(s)")
+            return
         parts = f" in {self._parts} parts of layers" if self._parts > 1 else ""
         found, documents = names_of(self.buckets or ()), self.plan.documents
         announce(f"{self.title}{parts}: {found}; {self.manager.slots} slot(s), up to {documents} documents")
@@ -374,6 +406,8 @@ class PackedWorkload(Workload):
     def notes(self) -> dict[str, str]:
         """See `Workload`."""
         notes = {} if self.buckets is None else {"plan": names_of(self.buckets)}
+        if not self.options.enabled:
+            return notes
         if self.demand is not None and self.buckets:
             notes["next run"] = next_run(self.buckets, PACKED_FIELDS["buckets"])
         if self.plan.shapes:

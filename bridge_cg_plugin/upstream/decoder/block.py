@@ -1,4 +1,4 @@
-"""megatron-core's transformer block and hybrid stack over packed documents: calls, pieces, rotation per token."""
+"""megatron-core's transformer block and hybrid stack over packs or padded rows: calls, pieces, rotation per token."""
 
 import functools
 import importlib
@@ -20,13 +20,13 @@ from ...language.experts.exchange import ExpertExchange
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
 from ...language.packed.program import DecoderCall, DecoderPart, RecordedPack
 from ...options import OptionError
-from ...options.language_model import MODULES
+from ...options.language_model import IMPL, MODULES
 from ...options.packed import MAX_PACKED_SEQS
 from ...upstream_types import UpstreamModule
 from ..kernels.layers import fused_head_norms, kernels_available
 from ..kernels.recompute import computing_inside, known_activations, recomputing, usable_random_states
 from ..kernels.rotary import fused_rotary
-from ..kernels.transformer_engine import accumulating, forget_attention_selection, fused_accumulation
+from ..kernels.transformer_engine import accumulating, device_lengths, forget_attention_selection, fused_accumulation
 from ..parallel.process_groups import expert_group
 from ..seams.contract import PACKED_ROTARY
 from ..seams.own_code import foreign_function, refuse_own_code
@@ -65,6 +65,7 @@ from .layers import (
 # Which in a dense model are the whole layer.
 DENSE_PARTS = ("attn", "mlp")
 ROTARY = seam("packed_rotary")
+DELTA_NET = seam("delta_net_layers")
 VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
 READ = ("hidden_states", "rotary_pos_emb", "packed_seq_params", *VISUAL)
 DEEPSTACK = seam("packed_deepstack").target.rpartition(".")[2]
@@ -79,14 +80,15 @@ class TransformerBlockFamily:
 
     Args:
         decoder: A `TransformerBlock`, or a `HybridStack`.
+        packs: Whether microbatches are packs; padded rows otherwise.
 
     Raises:
         OptionError: A layer is of a kind that was not looked at, or context-parallel ranks exchange keys and values in
             a way that needs the host.
     """
 
-    def __init__(self, decoder: UpstreamModule) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: UpstreamModule, packs: bool = True) -> None:
+        self._decoder, self._packs = decoder, packs
         self._forward = decoder.forward
         config = decoder.config
         check_exchange(config)
@@ -104,7 +106,7 @@ class TransformerBlockFamily:
         for layer in self._mamba:
             check_mamba_layer(layer)
         for layer in self._transformer:
-            _check_layer(layer)
+            _check_layer(layer, packs)
         self.per_position = not any(_is_qwen(layer) for layer in self._transformer)
         self.absolute = not config.apply_rope_fusion
 
@@ -119,25 +121,28 @@ class TransformerBlockFamily:
         if any(weights.replaced for weights in self._quantized):
             self._say_replaced()
             return Fallback.MODEL_CHANGED
-        params = kwargs.get("packed_seq_params")
-        if params is None or params.qkv_format != "thd":
-            return Fallback.UNPACKED_BATCH
+        params: Any = kwargs.get("packed_seq_params")
+        if (params is not None and params.qkv_format == "thd") is not self._packs:
+            return Fallback.UNPACKED_BATCH if self._packs else Fallback.CALL_ARGUMENTS
         hidden = kwargs.get("hidden_states") if self._decoder.pre_process else self._decoder.input_tensor
         angles = kwargs.get("rotary_pos_emb")
         if args or not isinstance(hidden, Tensor):
             return Fallback.CALL_ARGUMENTS
-        others = [v for name, v in kwargs.items() if name not in (*READ, *WITHOUT_EFFECT)]
+        known = (*READ, *WITHOUT_EFFECT) if self._packs else READ
+        others = [v for name, v in kwargs.items() if name not in known]
         if any(v is not None and v != set() for v in others) or any(getattr(params, n, None) for n in UNKNOWN):
             return Fallback.CALL_ARGUMENTS
-        tokens = hidden.shape[0] * self.shards
-        if hidden.dim() != 3 or hidden.shape[1] != 1 or not self._rotates(angles, tokens):
+        if hidden.dim() != 3 or (self._packs and hidden.shape[1] != 1) or not self._rotates(angles, hidden):
             return Fallback.CALL_ARGUMENTS
-        # Those of tokens that other ranks hold are among them.
-        if self._mamba and (params.seq_idx is None or params.seq_idx.shape[-1] != tokens * self.ranks):
-            return Fallback.NO_SEQ_IDX
         visual = self._visual(kwargs)
-        if visual is not None and self.shards > 1:
+        if visual is not None and visual[0].shape != (hidden.shape[1], hidden.shape[0]):
             return Fallback.CALL_ARGUMENTS
+        if not self._packs:
+            return DecoderCall(hidden, angles, {}, {}, visual)
+        # Those of tokens that other ranks hold are among them.
+        tokens = hidden.shape[0] * self.shards * self.ranks
+        if self._mamba and (params.seq_idx is None or params.seq_idx.shape[-1] != tokens):
+            return Fallback.NO_SEQ_IDX
         max_seqlens = {n: getattr(params, n) for n in MAX_SEQLENS if getattr(params, n) is not None}
         return DecoderCall(hidden, angles, _offsets(params), max_seqlens, visual)
 
@@ -150,12 +155,14 @@ class TransformerBlockFamily:
                 "capture; microbatches run eager until they are back or graphs are captured again"
             )
 
-    def _rotates(self, angles: Any, tokens: int) -> bool:
+    def _rotates(self, angles: Any, hidden: Tensor) -> bool:
         """Whether angles are of the kind that recordings have buffers for; a hybrid may have none."""
         if not isinstance(angles, Tensor):
             return angles is None
-        rows_fit = self.per_position or angles.shape[0] == tokens
-        return angles.dtype == torch.float32 and angles.dim() == 4 and angles.shape[1:3] == (1, 1) and rows_fit
+        by_token = not (self._packs and self.per_position)
+        rows_fit = not by_token or angles.shape[0] == hidden.shape[0] * self.shards
+        fits = angles.dim() == 4 and angles.shape[1:3] == (hidden.shape[1], 1) and rows_fit
+        return angles.dtype == torch.float32 and fits
 
     def _visual(self, kwargs: Mapping[str, Any]) -> tuple[Tensor, Sequence[Tensor]] | None:
         mask, embeddings = (kwargs.get(name) for name in VISUAL)
@@ -180,7 +187,8 @@ class TransformerBlockFamily:
             for layer in experts:
                 CapturedExperts(layer, self._tables, self.exchange)  # refuses what cannot be recorded
             self._inside = experts
-            part = DecoderPart("packed_decoder", self._decoder, (), self._run_block, counted=bool(experts))
+            name = "packed_decoder" if self._packs else "decoder"
+            part = DecoderPart(name, self._decoder, (), self._run_block, counted=bool(experts))
             return [self._quantizing(part)]
         return self.layer_parts(modules)
 
@@ -248,12 +256,13 @@ class TransformerBlockFamily:
     def _run_block(self, pack: RecordedPack) -> tuple[Tensor]:
         visual = dict(zip(VISUAL, (None, pack.additions), strict=True)) if pack.additions else {}
         indexed = pack.hidden.shape[0] * self.shards * self.ranks if self._mamba else 0
+        params = packed_params(pack.offsets, pack.longest, indexed) if pack.offsets else None
         with computing_inside(partial(self._computing, pack)):
             output = self._forward(
                 hidden_states=pack.hidden,
                 attention_mask=None,
                 rotary_pos_emb=pack.angles,
-                packed_seq_params=packed_params(pack.offsets, pack.longest, indexed),
+                packed_seq_params=params,
                 **visual,
             )
         return (output,)
@@ -285,7 +294,8 @@ class TransformerBlockFamily:
         if computes_in_fp8(self._decoder.config) and not self._quantized:
             raise CaptureError("fp8 was switched on after capture")
         refuse_statistics(modules)
-        self._refuse_own_rotation()
+        if self._packs:
+            self._refuse_own_rotation()
         forget_attention_selection()
         with ExitStack() as stack:
             stack.enter_context(usable_random_states(modules))
@@ -295,6 +305,8 @@ class TransformerBlockFamily:
             stack.enter_context(current_parameters(modules))
             core = importlib.import_module(ROTARY.module)
             stack.enter_context(overridden(core, ROTARY.target, _per_token(getattr(core, ROTARY.target))))
+            if not self._packs:
+                stack.enter_context(device_lengths())
             if kernels_available():
                 stack.enter_context(fused_rotary(modules))
                 stack.enter_context(fused_head_norms(modules))
@@ -360,15 +372,21 @@ def _is_identity(module: nn.Module) -> bool:
     return isinstance(module, IdentityOp)
 
 
-def _check_layer(layer: nn.Module) -> None:
+def _check_layer(layer: nn.Module, packs: bool) -> None:
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     attention = getattr(layer, "self_attention", layer)
-    known = isinstance(layer, TransformerLayer) and (_is_qwen(layer) or type(attention) is SelfAttention)
-    if not (known or _is_identity(attention)):
-        kinds = "megatron-core's SelfAttention, Qwen3-VL's or a MambaMixer"
-        why = f"its layers must have {kinds}, and one has {type(attention).__name__}"
+    delta_net = sys.modules.get(DELTA_NET.module)
+    kinds = (SelfAttention,) if packs or delta_net is None else (SelfAttention, getattr(delta_net, DELTA_NET.target))
+    known = isinstance(layer, TransformerLayer) and (_is_qwen(layer) or type(attention) in kinds)
+    if known or _is_identity(attention):
+        return
+    if packs:
+        named = "megatron-core's SelfAttention, Qwen3-VL's or a MambaMixer"
+        why = f"its layers must have {named}, and one has {type(attention).__name__}"
         raise OptionError.because(
             MAX_PACKED_SEQS, f"Cannot use {MAX_PACKED_SEQS} on this model: {why}. Remove the option."
         )
+    why = f"no graphs of such layers were tried: {type(attention).__name__}"
+    raise OptionError.because(IMPL, f"Cannot use {IMPL}=full_iteration on this model: {why}. Set {IMPL}=none.")

@@ -63,7 +63,7 @@ class CapturedRouter:
         """Return probabilities and the routing map, `[tokens, experts]` each.
 
         Args:
-            hidden: `[tokens, 1, width]`.
+            hidden: `[tokens, rows, width]`.
             used: `[1]` int32, how many tokens are no padding: losses and statistics count these.
         """
         routed: tuple[Tensor, Tensor]
@@ -71,7 +71,7 @@ class CapturedRouter:
             routed = self._router(hidden)
             return routed
         with self._counted(used):
-            routed = self._router(hidden, _padding(hidden.shape[0], used))
+            routed = self._router(hidden, _padding(hidden.shape[0] * hidden.shape[1], used))
         return routed
 
     def _counted(self, used: Tensor) -> AbstractContextManager[None]:

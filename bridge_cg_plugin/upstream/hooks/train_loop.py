@@ -40,7 +40,7 @@ from .helpers.graph_helper import (
     drop_graphs,
     modules_on_graphs,
 )
-from .helpers.language_helpers import CURRENT, all_graphs
+from .helpers.language_helpers import PADDED_ROWS
 from .helpers.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
 
 # Those that Bridge's train loop does not make: it makes one for Qwen3-VL's encoder only.
@@ -73,6 +73,7 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
         LOOPS.leave_to_bridge(chunks)
         drop_graphs()
         make_other_helpers(chunks, state.cfg.model)
+        PADDED_ROWS.follow(chunks, state.cfg.model)
         capture_due(chunks, state.cfg.model)
         with ExitStack() as stack:
             if several_ranks() and asks_for_graphs(state.cfg.model):
@@ -116,7 +117,7 @@ def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
         result = old(*args, **kwargs)
         state = argument("global_state", args, kwargs)
         if state is not None and state.train_state.step % state.cfg.logger.log_interval == 0:
-            found = statistics_of_ranks(all_graphs(), state.cfg.model)
+            found = statistics_of_ranks(active_graphs(), state.cfg.model)
             FIGURES.take(state.train_state.step, found)
             for group, ranks in found.items():
                 write_metrics(state, metrics_of_ranks(list(ranks.values()), group))
@@ -140,7 +141,7 @@ def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
     def _delete_cuda_graphs(*args: Any, **kwargs: Any) -> None:
         for helper in active_helpers():
             helper.delete_cuda_graphs()
-        CURRENT.delete_cuda_graphs()
+        PADDED_ROWS.forget()
         FIGURES.end()
         old(*args, **kwargs)
 

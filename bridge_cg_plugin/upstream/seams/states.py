@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ...options import PACKED_FIELDS, PROVIDER_FIELDS, CudaGraphModule, Facts, GraphOptions
-from ...options.combinations import whole_language_model
+from ...options.combinations import padded_rows
 from ...options.language_model import IMPL
 from ...options.normalization import ALLREDUCE, splits_deepstack
 from .activation import activate, is_on, loaded_patches
@@ -139,12 +139,14 @@ _ASKS: dict[str, _Ask] = {
         lambda wish: wish.options.language_model.impl == "transformer_engine" and not wish.options.packed.enabled
     ),
     Feature.MULTIMODAL_ROTARY: _language_model(_rotates_in_graphs),
-    Feature.FULL_ITERATION: _language_model(lambda wish: whole_language_model(wish.options, wish.facts)),
+    Feature.FULL_ITERATION: _language_model(lambda wish: padded_rows(wish.options, wish.facts)),
     Feature.PACKED: _packed(),
     Feature.PACKED_ATTENTION: _packed(lambda wish: wish.provider not in QWEN3_VL and not wish.hybrid),
     Feature.PACKED_QWEN3_VL: _packed(lambda wish: wish.provider in QWEN3_VL),
     Feature.PACKED_HYBRIDS: _packed(lambda wish: wish.hybrid),
-    Feature.PACKED_EXPERTS: _packed(lambda wish: wish.facts.moe),
+    Feature.PACKED_EXPERTS: _language_model(
+        lambda wish: wish.facts.moe and (wish.options.packed.enabled or padded_rows(wish.options, wish.facts))
+    ),
     Feature.PACKED_FP8: _packed(lambda wish: wish.facts.low_precision),
     Feature.PIPELINES: _field(CHUNKS, "null", _model_chunks, lambda wish: _model_chunks(wish) > 1),
 }

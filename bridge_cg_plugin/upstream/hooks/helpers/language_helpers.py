@@ -1,35 +1,32 @@
-"""The helpers of graphs of packs and of a whole language model, behind megatron-core's interface.
+"""The helper of graphs of a decoder's layers, over packs or padded rows, behind megatron-core's interface.
 
 Bridge's train loop makes and drives that of packs like megatron-core's class of the name. Its step of a model that
 takes images reads sizes on the host, and megatron-core's full_iteration makes no images static: there the step runs as
-it is, under any schedule, and the language model inside it, from embeddings to losses, replays a graph of its forward
-and one of its backward in every microbatch.
+it is, under any schedule, and the layers of each stage inside it replay a graph of their forward and one of their
+backward in every microbatch.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
+from ....announce import announce, warn
 from ....graphs.manager import GraphManager
 from ....graphs.recordings.executor import Executor, Isolated
 from ....language.packed.workload import PackedWorkload, ShapeExchange
-from ....language.whole_model import LanguageModelWorkload
-from ....options import GraphOptions, check_options, packed_options
+from ....options import GraphOptions, OptionError, PackedOptions, check_options, packed_options
+from ....options.combinations import padded_rows
 from ....options.declaration import plain
 from ....options.normalization import options_of
 from ....options.sources import collect
-from ....upstream_types import UpstreamModule
 from ...decoder.block import TransformerBlockFamily
-from ...decoder.layers import levels, refuse_statistics
+from ...decoder.layers import levels
 from ...environment import check_process
-from ...kernels.layers import fused_head_norms, kernels_available
 from ...kernels.recompute import random_states
-from ...kernels.rotary import fused_rotary
-from ...kernels.transformer_engine import device_lengths, forget_attention_selection, fused_accumulation
 from ...parallel.process_groups import (
     consensus_of,
     expert_group,
@@ -38,19 +35,21 @@ from ...parallel.process_groups import (
     new_group,
     shared_group,
     sharing_groups,
-    tensor_group,
     without_collectives,
 )
 from ...seams.activation import before_deactivation
 from ...seams.patches import Patch
 from ...seams.registry import seam
-from ...wrappers import chunks_of, holders, overridden, unwrapped
+from ...seams.registry.bridge import MODEL, MODEL_OF_PROVIDER
+from ...wrappers import holders, unwrapped
 from ..batches import PACK_OFFSETS
-from .graph_helper import GraphHelper, active_graphs, default_executor, graphs_over, release_module
+from .graph_helper import GraphHelper, asks_for_graphs, default_executor, graphs_over, release_module
 
 
 class PackedCudaGraphHelper:
-    """Packed-sequence graphs behind the interface of megatron-core's `TECudaGraphHelper`, one helper per model chunk.
+    """Graphs of layers behind the interface of megatron-core's `TECudaGraphHelper`, one helper per model chunk.
+
+    Microbatches are packs where the options say so, else padded rows.
 
     Args:
         model: The training loop's model chunks.
@@ -89,7 +88,9 @@ class PackedCudaGraphHelper:
         for decoder in find_decoders(model):
             self.chunks.append(GraphHelper())
             graphs = _decoder_graphs(decoder, options, model, executor, releasable)
-            self.chunks[-1].take(graphs, options.packed.slots, in_flight)
+            self.chunks[-1].take(graphs, _packed(options).slots, in_flight)
+        if self.chunks and getattr(config, "mtp_num_layers", None):
+            announce("multi-token prediction runs eager, as output layer and losses do; the layers before it do not")
 
     def create_cudagraphs(self) -> None:
         """Capture; on failure a decoder goes on eager unless the options say strict."""
@@ -112,17 +113,19 @@ class PackedCudaGraphHelper:
 def _decoder_graphs(
     decoder: nn.Module, options: GraphOptions, chunks: Sequence[nn.Module], executor: Executor | None, releasable: bool
 ) -> GraphManager:
-    """Return packed-sequence graphs of one decoder; arguments as for `PackedCudaGraphHelper`."""
+    """Return graphs of one decoder's layers; arguments as for `PackedCudaGraphHelper`."""
     release_module(decoder)
-    packed, modules = options.packed, plain(options.language_model.modules)
-    family = TransformerBlockFamily(decoder)
+    packed, modules = _packed(options), plain(options.language_model.modules)
+    family = TransformerBlockFamily(decoder, packed.enabled)
     family.parts(modules)  # what cannot be recorded is refused before a step is trained
     experts = None if family.exchange is None else expert_group(decoder)
     consensus = consensus_of(shared_group(decoder, experts))
     return graphs_over(
         chunks,
         decoder,
-        PackedWorkload(packed, modules, family, PACK_OFFSETS, _shape_exchange(decoder, experts)),
+        PackedWorkload(
+            packed, modules, family, PACK_OFFSETS, _shape_exchange(decoder, experts), _deepstack(chunks, decoder)
+        ),
         executor
         or default_executor(
             random_states,
@@ -134,6 +137,11 @@ def _decoder_graphs(
         consensus=consensus,
         bucket_consensus=consensus,
     )
+
+
+def _packed(options: GraphOptions) -> PackedOptions:
+    """Return the options of packs; those of padded rows are the defaults."""
+    return options.packed if options.packed.enabled else PackedOptions()
 
 
 def checked_options(config: Any) -> GraphOptions:
@@ -150,15 +158,26 @@ def checked_options(config: Any) -> GraphOptions:
 
 def find_decoders(chunks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the language-model decoder of every chunk that has layers, under any wrapper."""
-    return [decoder for chunk in chunks if (decoder := next(_decoders(chunk), None)) is not None]
+    found = (next(_holders([chunk]), None) for chunk in chunks)
+    return [holder.decoder for holder in found if holder is not None]
 
 
-def _decoders(chunk: nn.Module) -> Iterator[nn.Module]:
-    for module in unwrapped(chunk):
+def _holders(chunks: Sequence[nn.Module]) -> Iterator[Any]:
+    """Yield what may be the language model: modules that have a decoder with layers."""
+    for module in (module for chunk in chunks for module in unwrapped(chunk)):
         for holder in (getattr(module, "language_model", None), module):
             decoder = getattr(holder, "decoder", None)
             if isinstance(decoder, nn.Module) and len(getattr(decoder, "layers", ())):
-                yield decoder
+                yield holder
+
+
+def _deepstack(chunks: Sequence[nn.Module], decoder: nn.Module) -> int:
+    """Return behind how many layers a decoder adds features of images: upstream has them all on the first stage."""
+    for model in holders(chunks):
+        if getattr(getattr(model, "language_model", None), "decoder", None) is decoder:
+            vision = getattr(getattr(model, "vision_model", None), "config", None)
+            return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    return 0
 
 
 def _shape_exchange(decoder: nn.Module, experts: distributed.ProcessGroup | None) -> ShapeExchange | None:
@@ -188,92 +207,57 @@ def _for_packs(old: type) -> type:
     return TECudaGraphHelper
 
 
-DEEPSTACK = seam("deepstack_addition").target.rpartition(".")[2]
+class PaddedRows:
+    """The helper of layers over padded rows, under `full_iteration` of a model that takes images.
 
-
-class CurrentGraphs(GraphHelper):
-    """The graphs of the language model that is trained in this process."""
-
-    workload: LanguageModelWorkload
-
-    def step(
-        self, chunks: Sequence[nn.Module], model: UpstreamModule, warmup_steps: int, microbatches: int, training: bool
-    ) -> AbstractContextManager[None]:
-        """Return what a step of a model that takes images, or an evaluation's, runs in.
-
-        Graphs belong to training: its first step makes them, and an evaluation uses what is there.
-        """
-        language_model = model.language_model
-        if self.graphs is None or self.graphs.model is not language_model:
-            if not training:
-                return nullcontext()
-            self.delete_cuda_graphs()  # left behind by a run that ended with an error
-            check_process()
-            deepstack = len(model.vision_model.config.deepstack_visual_indexes)
-            self.workload = LanguageModelWorkload(language_model, deepstack, recording, not sharing_groups(model))
-            executor = default_executor(random_states, shared=tensor_group(model) is not None)
-            self.graphs = graphs_over(chunks, language_model, self.workload, executor)
-        if not training:
-            return nullcontext()
-        if self.workload.observed and self.is_due(warmup_steps):
-            self.graphs.capture()
-        return self.workload.training_step(microbatches)
-
-
-CURRENT = CurrentGraphs()
-before_deactivation(CURRENT.delete_cuda_graphs)
-
-
-def all_graphs() -> list[GraphManager]:
-    """Return the graphs of this process's modules, those of a whole language model last."""
-    return active_graphs() + ([CURRENT.graphs] if CURRENT.graphs is not None else [])
-
-
-def find_model(chunks: nn.Module | Sequence[nn.Module]) -> nn.Module | None:
-    """Return the model, under any wrapper, that holds Qwen3-VL's vision model and a language model; None without."""
-    for model in holders(chunks):
-        vision, language = (getattr(model, part, None) for part in ("vision_model", "language_model"))
-        if hasattr(getattr(vision, "config", None), "deepstack_visual_indexes") and isinstance(language, nn.Module):
-            return model
-    return None
-
-
-@contextmanager
-def recording(language_model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let upstream's modules run inside a graph: no device reads, features of images as dense tensors.
-
-    Raises:
-        CaptureError: Somebody reads statistics that a replay does not leave.
+    Bridge's train loop makes none for it.
     """
-    refuse_statistics(modules)
-    forget_attention_selection()
-    with ExitStack() as stack:
-        stack.enter_context(overridden(language_model.decoder, DEEPSTACK, _add_dense))
-        stack.enter_context(fused_accumulation(modules))
-        stack.enter_context(device_lengths())
-        if kernels_available():
-            stack.enter_context(fused_rotary(modules))
-            stack.enter_context(fused_head_norms(modules))
-        yield
+
+    def __init__(self) -> None:
+        self._decoders: list[nn.Module] = []
+        self._helper: PackedCudaGraphHelper | None = None
+
+    def follow(self, chunks: Sequence[nn.Module], provider: Any) -> None:
+        """Make the helper before the first step of a model whose configuration asks for it."""
+        if not asks_for_graphs(provider) or (decoders := find_decoders(chunks)) == self._decoders:
+            return
+        self.forget()
+        self._decoders, written = decoders, collect(provider)
+        options = options_of(written)
+        if not padded_rows(options, written.facts):
+            return
+        try:
+            self._helper = PackedCudaGraphHelper(chunks, provider, options=options)
+        except OptionError as error:
+            warn(f"the language model runs eager. {error}")
+
+    def forget(self) -> None:
+        """Report and drop the graphs, if there are any."""
+        if self._helper is not None:
+            self._helper.delete_cuda_graphs()
+        self._decoders, self._helper = [], None
 
 
-def _add_dense(hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
-    """Add features, zero where no image is: what indexing by a mask does, without a shape that depends on data."""
-    return hidden_states + visual_embeds
+PADDED_ROWS = PaddedRows()
+before_deactivation(PADDED_ROWS.forget)
 
 
-def _of_the_language_model(old: Callable[..., Any]) -> Callable[..., Any]:
+def takes_images(chunks: nn.Module | Sequence[nn.Module]) -> bool:
+    """Whether a model, or its stage of a pipeline, is Bridge's Qwen3-VL or Qwen3.5-VL."""
+    kind = getattr(sys.modules.get(MODEL), MODEL_OF_PROVIDER, None)
+    return kind is not None and any(isinstance(holder, kind) for holder in holders(chunks))
+
+
+def _without_capture(old: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a step whose layers are on graphs run as it is."""
+
     @functools.wraps(old)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        chunks = chunks_of(kwargs.get("model", ()))
-        model = find_model(chunks)
-        if model is None:
-            return old(self, *args, **kwargs)
-        microbatches, training = kwargs["num_microbatches"], not kwargs["forward_only"]
-        with CURRENT.step(chunks, model, self.cuda_graph_warmup_steps, microbatches, training):
+        if takes_images(kwargs.get("model", ())):
             return self.forward_backward_func(*args, **kwargs)
+        return old(self, *args, **kwargs)
 
     return __call__
 
 
-PATCHES = (Patch(seam("packed_helper"), _for_packs), Patch(seam("full_iteration"), _of_the_language_model))
+PATCHES = (Patch(seam("packed_helper"), _for_packs), Patch(seam("full_iteration"), _without_capture))

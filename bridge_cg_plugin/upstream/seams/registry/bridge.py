@@ -70,7 +70,7 @@ _TOWERS = seams_of(
     ),
 )
 _STEP = seams_of(
-    (F.VISION, F.PACKED),
+    GRAPHS,
     train_step=patched(
         f"{TRAIN}:train_step(model, global_state)",
         "steps are counted; a train loop without vision graphs gets them here",
@@ -109,7 +109,7 @@ _CONFIG = seams_of(
     config_sections=read(f"{CONFIG}[model, rng, ddp, train, dist]", "the check reads these sections"),
 )
 _STATE = seams_of(
-    (F.VISION, F.PACKED, F.REPORTS),
+    (*GRAPHS, F.REPORTS),
     global_state=read(f"{STATE}[train_state, cfg]", "steps and configuration of a run"),
 )
 _SCRIPTS = seams_of(

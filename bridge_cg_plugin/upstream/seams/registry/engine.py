@@ -4,7 +4,7 @@ from ..encoders import NEMOTRON_OMNI, NEMOTRON_VL, QWEN3_VL
 from ..seam import GRAPHS, called, patched, read, replayed, seams_of, swapped
 from ..seam import Feature as F
 from .bridge import BLOCK as QWEN_BLOCKS
-from .bridge import MODEL, MODELLING, QWEN3_VL_STEP, TRAIN
+from .bridge import MODEL, QWEN3_VL_STEP, TRAIN
 
 CORE = "megatron.core"
 TRANSFORMER_LAYER = f"{CORE}.transformer.transformer_layer:TransformerLayer"
@@ -135,7 +135,7 @@ _DATA_PARALLEL = seams_of(
     ),
 )
 _MICROBATCHES = seams_of(
-    (F.VISION, F.PACKED),
+    GRAPHS,
     microbatches=called(
         f"{CORE}.num_microbatches_calculator:get_num_microbatches",
         "bounds the slots: how many microbatches a step has, and the largest one of a schedule of batch sizes",
@@ -219,7 +219,6 @@ MAMBA = f"{CORE}.ssm"
 TE_STORAGE = f"{TE}.tensor.storage"
 STEP = QWEN3_VL_STEP
 FULL_GRAPH = f"{CORE}.full_cuda_graph:FullCudaGraphWrapper"
-LANGUAGE_MODEL = f"{MODELLING}.text_model:Qwen3VLGPTModel"
 RANDOM = f"{CORE}.tensor_parallel.random"
 
 _BETWEEN = seams_of(
@@ -285,24 +284,14 @@ _FULL_ITERATION = seams_of(
     F.FULL_ITERATION,
     full_iteration=patched(
         f"{FULL_GRAPH}.__call__(self)",
-        "a step of a model that takes images runs eager, its language model on graphs",
-        *("self.forward_backward_func(*args, **kwargs)", "kwargs['forward_only']", "kwargs['num_microbatches']"),
+        "a step of a model that takes images runs as it is, its layers on graphs",
+        "self.forward_backward_func(*args, **kwargs)",
     ),
     full_iteration_wrapper=read(
-        f"{FULL_GRAPH}(forward_backward_func, cuda_graph_warmup_steps)[forward_backward_func, cuda_graph_warmup_steps]",
-        "the schedule that the wrapper holds, and its warm-up steps",
+        f"{FULL_GRAPH}(forward_backward_func)[forward_backward_func]", "the schedule that the wrapper holds"
     ),
-    language_model_forward=replayed(
-        f"{LANGUAGE_MODEL}.forward(decoder_input, position_ids, labels, visual_pos_masks, deepstack_visual_embeds)",
-        "a microbatch's language model replays a graph",
-    ),
-    language_model_parts=read(
-        f"{LANGUAGE_MODEL}[decoder, embedding, output_layer, share_embeddings_and_output_weights]",
-        "the modules whose parameters the language model's region owns",
-    ),
-    deepstack_addition=swapped(
-        f"{QWEN_BLOCK}._deepstack_process(hidden_states, visual_pos_masks, visual_embeds)",
-        "features of images are added as dense tensors while work is recorded",
+    delta_net_layers=read(
+        f"{CORE}.ssm.gated_delta_net:GatedDeltaNet", "layers that are on graphs over padded rows, but not over packs"
     ),
 )
 _STATES = seams_of(
@@ -310,7 +299,7 @@ _STATES = seams_of(
     random_states=called(f"{RANDOM}:get_all_rng_states", "a capture knows the generators that dropout draws from"),
 )
 _FORKS = seams_of(
-    (F.PACKED, F.VISION_QWEN3_VL),
+    (F.PACKED, F.FULL_ITERATION, F.VISION_QWEN3_VL),
     random_state_forks=swapped(
         f"{RANDOM}:CudaRNGStatesTracker.fork(name)",
         "recorded work that draws nothing runs where random states are none that a graph can use",
@@ -360,17 +349,17 @@ _DECODER = seams_of(
     ),
 )
 _BLOCK = seams_of(
-    (F.PACKED_ATTENTION, F.PACKED_QWEN3_VL),
+    (F.PACKED_ATTENTION, F.PACKED_QWEN3_VL, F.FULL_ITERATION),
     packed_block=swapped(
         f"{BLOCK}[layers, pre_process, input_tensor, config]",
         "a later pipeline stage takes its input from here, also while it is recorded",
     ),
 )
 _QWEN3_VL = seams_of(
-    F.PACKED_QWEN3_VL,
+    (F.PACKED_QWEN3_VL, F.FULL_ITERATION),
     packed_qwen3_vl_decoder=replayed(
         f"{QWEN_BLOCK}.forward",
-        "the layers of a packed microbatch of Qwen3-VL's language model replay a graph",
+        "the layers of a microbatch of Qwen3-VL's language model replay a graph",
         "self._deepstack_process(hidden_states, visual_pos_masks, deepstack_visual_embeds[l_no])",
         takes="hidden_states attention_mask rotary_pos_emb packed_seq_params visual_pos_masks deepstack_visual_embeds",
     ),
@@ -378,6 +367,9 @@ _QWEN3_VL = seams_of(
         f"{QWEN_BLOCK}._deepstack_process(hidden_states, visual_pos_masks, visual_embeds)",
         "image features are added to every token, zero where there are none, while work is recorded",
     ),
+)
+_LENGTHS = seams_of(
+    F.PACKED_QWEN3_VL,
     variable_lengths=patched(
         f"{MODEL}:Qwen3VLModel._expose_language_model_for_cuda_graph_helper(self)",
         "a model that is told that lengths vary may have packed graphs, which take any length",
@@ -523,7 +515,7 @@ _HYBRIDS = seams_of(
 )
 SEAMS = (
     *(*_BETWEEN, *_ROTARY, *_LENGTH, *_FULL_ITERATION, *_STATES, *_FORKS),
-    *(*_PACKED, *_OFFSETS, *_DECODER, *_BLOCK, *_QWEN3_VL, *_EXPERTS, *_FP8, *_PLANNER, *_HYBRIDS),
+    *(*_PACKED, *_OFFSETS, *_DECODER, *_BLOCK, *_QWEN3_VL, *_LENGTHS, *_EXPERTS, *_FP8, *_PLANNER, *_HYBRIDS),
     *(*_LAYERS, *_VISION, *_SEGMENTS, *_DATA_PARALLEL, *_MICROBATCHES, *_FAST, *_OFFLOAD, *_HEAD_NORMS, *_EVERY),
     *_UNPACKED,
 )
