@@ -18,14 +18,12 @@ class Preset:
         base: The name of Bridge's recipe.
         gpu: The GPU whose limits it has.
         fields: Further fields of the model's provider.
-        note: Which part of the model stays eager, and why.
     """
 
     name: str
     base: str
     gpu: str = "h200"
     fields: Mapping[str, Any] = field(default_factory=dict)
-    note: str = ""
 
 
 # Offloading holds twice as many tokens as an H100 does without it. Its slot was planned for 8192 tokens' memory.
@@ -44,11 +42,7 @@ PRESETS = (
         fields=_OFFLOAD,
     ),
     Preset(name="qwen3_vl_30b_a3b_vision_graphs_h200_sft_config", base="qwen3_vl_30b_a3b_sft_config"),
-    Preset(
-        name="qwen35_vl_9b_vision_graphs_h200_sft_config",
-        base="qwen35_vl_9b_sft_config",
-        note="The language model stays eager, because it predicts several tokens (`mtp_num_layers`).",
-    ),
+    Preset(name="qwen35_vl_9b_vision_graphs_h200_sft_config", base="qwen35_vl_9b_sft_config"),
 )
 
 
@@ -74,7 +68,7 @@ def _recipe(preset: Preset) -> Callable[[], Any]:
     recipe.__module__ = __package__
     said = [f"Return Bridge's `{preset.base}` with graphs: `with_graphs({preset.base}, gpu={preset.gpu!r})`"]
     said += [f"`{name}={value!r}`" for name, value in preset.fields.items()]
-    recipe.__doc__ = f"{', '.join(said)}. {preset.note}".rstrip()
+    recipe.__doc__ = f"{', '.join(said)}."
     return recipe
 
 

@@ -120,7 +120,9 @@ def test_graphs_change_graph_fields_only_and_a_launch_takes_them(bridge, base):
     allowed = GRAPH_FIELDS | ({"model.vision_deepstack_gradient_allreduce"} if base in SUMMED else set())
     assert changed(before, config) == allowed
     part = parts_of(config)["language model"]
-    assert part.graphs in LANGUAGE_MODEL and bool(part.why) == (LANGUAGE_MODEL[part.graphs] not in ("whole", "packs"))
+    assert part.graphs in LANGUAGE_MODEL
+    why = "multi-token prediction runs eager" if config.model.mtp_num_layers else ""
+    assert (part.why == why) == (LANGUAGE_MODEL[part.graphs] in ("layers", "packs"))
     packs = getattr(config.dataset, "enable_in_batch_packing", False)
     assert part.graphs == "eager" or ("packed" in part.graphs) == packs
     check_what_is_explained(in_words(normalize(config)[0]), base)
@@ -228,13 +230,11 @@ def test_a_preset_puts_the_encoder_and_the_language_model_on_graphs_or_says_why_
     chosen = parts_of(config)
     assert chosen["vision encoder"].graphs == "the whole encoder"
     language_model = chosen["language model"]
-    assert (language_model.graphs == "eager") == bool(preset.note) and preset.note in recipe.__doc__
-    assert all(field in language_model.why for field in re.findall("`(.*?)`", preset.note))
+    assert language_model.graphs != "eager" and preset.base in recipe.__doc__
     launched(config, gpus_of(bridge, preset.base))
     options = read_options(config)
     assert options.vision.enabled and options.vision.kernels == "exact" and config.model.cuda_graphs is None
-    assert options.language_model.enabled == (not preset.note)
-    assert options.packed.enabled == (config.dataset.enable_in_batch_packing and not preset.note)
+    assert options.language_model.enabled and options.packed.enabled == config.dataset.enable_in_batch_packing
 
 
 def test_recompute_that_is_added_later_keeps_the_model_eager_and_refuses_what_was_set_explicitly(bridge, capsys):
