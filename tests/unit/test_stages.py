@@ -1,5 +1,6 @@
 """Bridge's Qwen3-VL over the stages of a pipeline, interleaved and not: graphs equal eager, slots are what it needs."""
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,6 @@ from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.pipeline_parallel import schedules
 
 import bridge_cg_plugin
-from bridge_cg_plugin.graphs.manager import joint_step
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PADDED_ROWS
@@ -82,10 +82,6 @@ def test_stages_train_as_the_whole_model_eager_and_on_graphs(tmp_path, whole, st
     assert {name for eager, _, _ in ranks for name in eager[1]} == gradients.keys()
 
 
-# Of a stage with two chunks, which share a capture's turn, as many as it takes until all are on graphs.
-STEPS = 9
-
-
 def eager_and_layers(stages, virtual, microbatches):
     """Train a step eager, and one with the language model's layers on graphs; return both and what was replayed."""
     provider = provider_of(stages, virtual)
@@ -100,9 +96,11 @@ def eager_and_layers(stages, virtual, microbatches):
     for helper in helpers:
         helper.create_cudagraphs()
     every = [helper.graphs for helper in helpers]
-    for _ in range(STEPS):  # a capture for one more microbatch in flight before each
+    for _ in range(3):  # further microbatches in flight are captured before the second
         before = [graphs.statistics().replays for graphs in every]
-        with joint_step(every):
+        with ExitStack() as stack:
+            for graphs in every:
+                stack.enter_context(graphs.step())
             graphed = train_step(chunks, microbatches)
     replays = [graphs.statistics().replays - count for graphs, count in zip(every, before, strict=True)]
     found = list(zip(replays, (graphs.workload.plan.additions() for graphs in every), strict=True))
