@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 import bridge_cg_plugin
-from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.language.packed import workload as workload_module
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PADDED_ROWS
@@ -147,16 +145,6 @@ def test_a_shape_that_comes_later_gets_graphs_of_its_own():
     assert counts() == (11, 2, {"not_captured_yet": 1})
 
 
-def test_a_shape_that_finds_no_memory_runs_eager(caplog):
-    eager, graphs = pair()
-    steps = [[sample(TWO, 4 + seed), double_batch(seed)] for seed in range(4)]
-    assert_steps_equal(eager, graphs, [samples(MIX), steps[0]], TWO_SEQUENCES)
-    with mock.patch.object(ReferenceExecutor, "record_forward", side_effect=torch.OutOfMemoryError("made to fail")):
-        assert_steps_equal(eager, graphs, steps[1:], TWO_SEQUENCES)
-    assert sum("could not be captured" in record.message for record in caplog.records) == 1
-    assert counts()[0] == 4 and counts()[2].total() == 4
-
-
 def test_as_many_shapes_are_captured_as_may_be(monkeypatch):
     monkeypatch.setattr(workload_module, "MOST_SHAPES", 1)
     eager, graphs = pair()
@@ -198,15 +186,6 @@ def test_packs_and_other_arguments_run_eager_and_are_counted():
         decoder(**call)
         decoder(**{**call, "attention_mask": torch.zeros(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool)})
     assert counts()[2] == {"other_layout": 1, "call_arguments": 1}
-
-
-def test_a_failed_capture_leaves_the_run_eager(caplog):
-    eager, graphs = pair()
-    with mock.patch.object(ReferenceExecutor, "record_forward", side_effect=CaptureError("made to fail")):
-        assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(3)])
-    assert counts()[2] == {"capture_failed": 8}
-    assert "not captured: CaptureError: made to fail" in layers().report()
-    assert sum("runs eager" in record.message for record in caplog.records) == 1
 
 
 def test_statistics_that_attention_leaves_in_attributes_keep_the_language_model_eager():

@@ -20,6 +20,7 @@ from .packs import (
     graphs_on,
     losses_and_gradients,
     replayed,
+    unpacked,
 )
 from .towers import assert_close
 
@@ -74,6 +75,13 @@ def test_the_stand_in_keeps_documents_apart_and_has_a_state(bare):
 @pytest.mark.parametrize("name", PACKS)
 def test_losses_and_gradients_are_eagers(model, graphs, name):
     assert_replays_are_eagers(model, graphs, PACKS[name])
+
+
+def test_a_padded_row(bare):
+    expected = losses_and_gradients(bare, unpacked(96))
+    with graphs_on(bare, unpacked(96), cuda_graph_max_packed_seqs=None) as graphs:
+        assert_same(losses_and_gradients(bare, unpacked(96)), expected)
+        assert replayed(graphs) == 1
 
 
 MODULES = {

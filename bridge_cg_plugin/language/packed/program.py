@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,7 @@ from ...attention_bounds import refuse_pack
 from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
 from ...graphs.program import Buffers, CallSite, RegionProgram, TensorSpec
-from ...graphs.replays.replay import BackwardObserver
 from ...graphs.rows import fill_segments, leading, write_offsets, write_rows
-from ..experts.exchange import ExpertExchange
 from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch, PackShape, token_angles
 
 # Inputs that say how a pack is made: the same for all parts of a decoder's layers.
@@ -101,62 +99,6 @@ class DecoderPart:
         return [self.owner.get_submodule(name) for name in self.uses or ("",)]
 
 
-class Scales(BackwardObserver, Protocol):
-    """Scales that follow what microbatches hold."""
-
-    def after_forward(self) -> None:
-        """Called after the forward of a microbatch was replayed."""
-
-
-class DecoderFamily(Protocol):
-    """What the plugin must know of a decoder's upstream code.
-
-    Attributes:
-        per_position: Whether rotary angles come with a row per position.
-        absolute: Whether a table with a row per token is taken by the place in the pack.
-        shards: Tensor-parallel ranks that hold a part of the tokens each.
-        ranks: Context-parallel ranks that hold two chunks of every document each.
-        rank: Which of them this is.
-        rows: What a rank's tokens in a bucket are a multiple of.
-        exchange: Ranks of expert parallelism whose exchanges are in what is recorded; None without any.
-    """
-
-    per_position: bool
-    absolute: bool
-    shards: int
-    ranks: int
-    rank: int
-    rows: int
-    exchange: ExpertExchange | None
-
-    def kernels(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
-        """Be around recorded work; swaps in kernels that compute the same."""
-
-    def fused_accumulation(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
-        """Be around recorded work whose weight gradients are added to `main_grad` inside the GEMM."""
-
-    def known_activations(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[Any]:
-        """Be around recorded work where activations leave the device: notes what they are."""
-
-    def standing_in(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[None]:
-        """Be around eager passes over stand-ins for parameters of these modules, wherever they hold parameters."""
-
-    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | Fallback:
-        """Return a call's arguments, or why a graph cannot serve it."""
-
-    def parts(self, modules: Sequence[str]) -> list[DecoderPart]:
-        """Return the pieces to record; no modules are all layers as one piece."""
-
-    def weights_per_token(self) -> float:
-        """Return how many weights of this rank a token is multiplied with; of experts, those that it is sent to."""
-
-    def scales(self) -> Scales | None:
-        """Return what is told of replays; None where no scales outlive a microbatch."""
-
-    def statistics_kept(self) -> AbstractContextManager[None]:
-        """Be around captures, whose passes leave no trace in what layers count and log."""
-
-
 @dataclass(frozen=True, slots=True)
 class PackLayout:
     """What does not change between the packs of one recording.
@@ -166,7 +108,7 @@ class PackLayout:
         rotated: Width of a row of rotary angles; 0 where nothing is rotated.
         width: Of the hidden states.
         dtype: Of the hidden states.
-        family: How ranks share a pack, and how angles come.
+        family: The decoder's upstream side: how ranks share a pack, and how angles come.
         additions: Behind how many of the first layers something is added to the hidden states.
     """
 
@@ -174,7 +116,7 @@ class PackLayout:
     rotated: int
     width: int
     dtype: torch.dtype
-    family: DecoderFamily
+    family: Any
     additions: int = 0
 
 

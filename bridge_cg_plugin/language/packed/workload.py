@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from .batch import (
     row_batch,
     spread,
 )
-from .program import SHARED, DecoderCall, DecoderFamily, DecoderPart, PackedProgram, PackLayout
+from .program import SHARED, DecoderCall, DecoderPart, PackedProgram, PackLayout
 
 # What all packs of a recording share: which offsets they have, width of angles, width and type of hidden states.
 Kind = tuple[tuple[str, ...], int, int, torch.dtype]
@@ -63,7 +63,7 @@ class PackPlan:
         OptionError: A bucket that the options name cannot be shared by the ranks.
     """
 
-    def __init__(self, options: PackedOptions, family: DecoderFamily, additions: int = 0) -> None:
+    def __init__(self, options: PackedOptions, family: Any, additions: int = 0) -> None:
         self._options, self._family, self._additions = options, family, additions
         self.shapes: list[PackShape | JointShape] = []
         self._rows: list[Bucket] = []
@@ -227,7 +227,7 @@ class PackedWorkload(Workload):
         self,
         options: PackedOptions,
         modules: Sequence[str],
-        family: DecoderFamily,
+        family: Any,
         host: HostCopies | None = None,
         exchange: ShapeExchange | None = None,
         additions: int = 0,
@@ -360,7 +360,7 @@ class PackedWorkload(Workload):
         self._parts = sum(part.site is not None for part in parts)
         regions[0].statistics.static_bytes += shared.nbytes
 
-    def _standing_in(self, part: DecoderPart) -> AbstractContextManager[None]:
+    def _standing_in(self, part: DecoderPart) -> Any:
         return self.family.standing_in(part.roots())
 
     def _real_rows(self, batch: PackedBatch) -> Tensor | None:

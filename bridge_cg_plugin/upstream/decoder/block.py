@@ -76,11 +76,20 @@ UNKNOWN = ("local_cp_size", "cp_group", "tokens_per_sample", "pad_between_seqs")
 
 
 class TransformerBlockFamily:
-    """See `DecoderFamily`.
+    """What a decoder's graphs must know of its upstream code.
 
     Args:
         decoder: A `TransformerBlock`, or a `HybridStack`.
         packs: Whether microbatches are packs; padded rows otherwise.
+
+    Attributes:
+        per_position: Whether rotary angles of packs come with a row per position.
+        absolute: Whether a table with a row per token is taken by the place in the pack.
+        shards: Tensor-parallel ranks that hold a part of the tokens each.
+        ranks: Context-parallel ranks that hold two chunks of every document each.
+        rank: Which of them this is.
+        rows: What a rank's tokens in a bucket are a multiple of.
+        exchange: Ranks of expert parallelism whose exchanges are in what is recorded; None without any.
 
     Raises:
         OptionError: A layer is of a kind that was not looked at, or context-parallel ranks exchange keys and values in
@@ -110,12 +119,12 @@ class TransformerBlockFamily:
         self.per_position = not any(_is_qwen(layer) for layer in self._transformer)
         self.absolute = not config.apply_rope_fusion
 
-    def standing_in(self, modules: Sequence[nn.Module], /) -> AbstractContextManager[None]:
-        """See `DecoderFamily`."""
+    def standing_in(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Be around eager passes over stand-ins for parameters of these modules, wherever they hold parameters."""
         return current_parameters(modules)
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | Fallback:
-        """See `DecoderFamily`."""
+        """Return a call's arguments, or why a graph cannot serve it."""
         if is_on_around():
             return Fallback.AUTOCAST_CHANGED
         if any(weights.replaced for weights in self._quantized):
@@ -171,7 +180,7 @@ class TransformerBlockFamily:
         return mask, embeddings
 
     def parts(self, modules: Sequence[str]) -> list[DecoderPart]:
-        """See `DecoderFamily`.
+        """Return the pieces to record; no modules are all layers as one piece.
 
         Raises:
             OptionError: All layers were asked for and one of them has experts of a kind that cannot be recorded, or
@@ -193,19 +202,19 @@ class TransformerBlockFamily:
         return self.layer_parts(modules)
 
     def weights_per_token(self) -> float:
-        """See `DecoderFamily`."""
+        """Return how many weights of this rank a token is multiplied with; of experts, those that it is sent to."""
         experts = [layer.mlp for layer in self._transformer if layer.is_moe_layer]
         idle = [_weights(mlp.experts) * (1 - mlp.config.moe_router_topk / mlp.num_local_experts) for mlp in experts]
         return float(_weights(self._decoder) - sum(idle))
 
     def statistics_kept(self) -> AbstractContextManager[None]:
-        """See `DecoderFamily`."""
+        """Be around captures, whose passes leave no trace in what layers count and log."""
         complete_weights((self._decoder,))
         routers = [layer.mlp.router for layer in self._transformer if layer.is_moe_layer]
         return statistics_kept(routers, delayed_state((self._decoder,)))
 
     def scales(self) -> DelayedScales | None:
-        """See `DecoderFamily`."""
+        """Return what is told of replays; None where no scales outlive a microbatch."""
         return DelayedScales() if is_delayed(self._decoder.config) else None
 
     def layer_parts(self, modules: Sequence[str]) -> list[DecoderPart]:
@@ -285,7 +294,7 @@ class TransformerBlockFamily:
 
     @contextmanager
     def kernels(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """See `DecoderFamily`: recorded work rotates by angles per token and accumulates as a later microbatch does.
+        """Be around recorded work, which rotates by angles per token and accumulates as a later microbatch does.
 
         Raises:
             CaptureError: Somebody reads statistics that a replay does not leave, dropout draws from random states that
