@@ -146,6 +146,8 @@ class TransformerBlockFamily:
         visual = self._visual(kwargs)
         if visual is not None and visual[0].shape != (hidden.shape[1], hidden.shape[0]):
             return Fallback.CALL_ARGUMENTS
+        if visual is not None and self._packs and self.shards > 1:  # not compared with eager
+            return Fallback.CALL_ARGUMENTS
         if not self._packs:
             return DecoderCall(hidden, angles, {}, {}, visual)
         # Those of tokens that other ranks hold are among them.
