@@ -5,10 +5,10 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bridge_cg_plugin.attention_bounds import deterministic
 from bridge_cg_plugin.options import GraphOptions, VisionGraphOptions
@@ -47,75 +47,26 @@ class NotMeasured(ValueError):
     """No record supports a figure; says why in a sentence's part."""
 
 
-class Row(NamedTuple):
-    """One microbatch, forward and backward.
-
-    Attributes:
-        case, mode: Of its record.
-        tokens: Its tokens.
-        ratio: Time on graphs over time eager.
-    """
-
-    case: str
-    mode: str
-    tokens: int
-    ratio: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Microbatches of one model, trained whole.
-
-    Attributes:
-        of: The model in words.
-        kind: Of the language model: "dense", "experts" or "hybrid".
-        file, date, gpu: Of the records.
-        rows: The microbatches, ascending.
-        modules: Value of `cuda_graph_modules` that they hold for.
-        ranks: Fields of the layout that are not as on one GPU.
-    """
-
-    of: str
-    kind: str
-    file: str
-    date: str
-    gpu: str
-    rows: tuple[Row, ...]
-    modules: Sequence[str] = ()
-    ranks: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def source(self) -> str:
-        """Where they come from."""
-        return f"{self.file}, {self.date}, {self.gpu}"
-
-
 @cache
-def records() -> tuple[Measured, ...]:
-    """Return all measured microbatches."""
-    found = json.loads(FILE.read_text())["records"]
-    return tuple(Measured(**{**one, "rows": tuple(Row(*row) for row in one["rows"])}) for one in found)
+def records() -> dict[str, list[dict[str, Any]]]:
+    """Return all measured whole steps, and microbatches of packs: rows of case, mode, tokens, and time over eager's."""
+    found: dict[str, list[dict[str, Any]]] = json.loads(FILE.read_text())
+    return found
 
 
-@cache
-def steps() -> tuple[Mapping[str, Any], ...]:
-    """Return all measured whole steps."""
-    return tuple(json.loads(FILE.read_text())["steps"])
-
-
-def of_language_model(model: str, ranks: Mapping[str, Any], modules: Iterable[str] = (), kind: str = "") -> Measured:
-    """Return the records that are nearest to a language model: of its kind, its modules, ranks and layers in turn.
+def of_language_model(model: str, ranks: Mapping[str, Any], modules: Iterable[str], kind: str) -> dict[str, Any]:
+    """Return the packs nearest to a language model's: of its kind, its modules, ranks and layers in turn.
 
     Args:
         model: What `layers_of` returns.
         ranks: Fields of the layout that are not as on one GPU.
         modules: Parts of layers on graphs; none are all.
-        kind: Its kind; what the layers are if left out.
+        kind: Which of the measured kinds it is.
     """
     wanted = sorted(modules)
-    found = [each for each in records() if each.kind == (kind or kind_of(model))]
-    found = [each for each in found if each.modules == wanted] or [each for each in found if not each.modules]
-    return max(found, key=lambda each: (each.ranks == ranks, not each.ranks, each.of == model))
+    found = [each for each in records()["packs"] if each["kind"] == kind]
+    found = [each for each in found if each["modules"] == wanted] or [each for each in found if not each["modules"]]
+    return max(found, key=lambda each: (each["ranks"] == ranks, not each["ranks"], each["of"] == model))
 
 
 def kind_of(model: str) -> str:
@@ -218,9 +169,14 @@ class Nearest:
         model, place: What of the model, and of the batch and the GPUs, was not measured, each as it is written.
     """
 
-    found: Mapping[str, Any] | Measured
+    found: Mapping[str, Any]
     model: tuple[str, ...] = ()
     place: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a whole step."""
+        return "graphs_ms" in self.found
 
     @property
     def differs(self) -> tuple[str, ...]:
@@ -229,12 +185,12 @@ class Nearest:
 
     def time(self) -> str:
         """Return the time of a step in words."""
-        if isinstance(self.found, Measured):
-            ratios = [row.ratio for row in self.found.rows]
-            said = f"{self.found.of}, forward and backward of packs of {_range([r.tokens for r in self.found.rows])} "
-            text = f"{said}tokens, {_faster(ratios)} ({self.found.source})"
-            return f"not measured. Nearest: {text}"
-        one, eager = self.found, self.found["eager_ms"]
+        one = self.found
+        if not self.whole:
+            tokens, ratios = zip(*(row[2:] for row in one["rows"]), strict=True)
+            text = f"{one['of']}, forward and backward of packs of {_range(tokens)} tokens, {_faster(ratios)}"
+            return f"not measured. Nearest: {text} ({one['file']}, {one['date']}, {one['gpu']})"
+        eager = one["eager_ms"]
         text = f"{one['graphs_ms']:.0f} ms on graphs, {_range(eager)} ms eager, "
         text += f"{_faster([one['graphs_ms'] / ms for ms in eager])} ({_where(one)})"
         if not self.differs:
@@ -244,7 +200,7 @@ class Nearest:
 
     def memory(self) -> str:
         """Return the peak memory of a rank in words."""
-        if isinstance(self.found, Measured):
+        if not self.whole:
             return f"not measured. Steps that were measured took {_range(_peaks(), '.2f')} of eager's"
         text = f"{self.found['peak_gb']:.1f} GiB on graphs, {self.found['eager_peak_gb']:.1f} GiB eager"
         return f"not measured. Nearest, {self.found['case']}: {text}" if self.model else text
@@ -255,7 +211,7 @@ class Nearest:
         Args:
             gpu: A key of `CARDS`; None are all.
         """
-        if isinstance(self.found, Measured):
+        if not self.whole:
             return "not measured: no step of such a model was. bridge-cg compare measures it"
         peak = self.found["peak_gb"] * GIB / GB
         fit = [
@@ -266,10 +222,12 @@ class Nearest:
 
     def faster(self) -> str:
         """Return what made this step faster still in words; empty where nothing was measured."""
-        if isinstance(self.found, Measured) or self.found["setting"] != "exact":
+        if not self.whole or self.found["setting"] != "exact":
             return ""
         ms = (
-            step["graphs_ms"] for step in steps() if (step["case"], step["setting"]) == (self.found["case"], "fastest")
+            step["graphs_ms"]
+            for step in records()["steps"]
+            if (step["case"], step["setting"]) == (self.found["case"], "fastest")
         )
         return next(
             (f"{SETTING}=fastest: {one:.0f} ms in the place of {self.found['graphs_ms']:.0f}" for one in ms), ""
@@ -277,8 +235,7 @@ class Nearest:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain values: ms, GiB, ratios."""
-        found = asdict(self.found) if isinstance(self.found, Measured) else dict(self.found)
-        return {**found, "not_measured": list(self.differs)}
+        return {**self.found, "not_measured": list(self.differs)}
 
 
 def _faster(ratios: Sequence[float]) -> str:
@@ -290,7 +247,7 @@ def _range(values: Sequence[float], form: str = ".0f") -> str:
 
 
 def _peaks() -> list[float]:
-    return [step["peak_gb"] / step["eager_peak_gb"] for step in steps()]
+    return [step["peak_gb"] / step["eager_peak_gb"] for step in records()["steps"]]
 
 
 _LETTERS = {"tensor_model": "TP", "context": "CP", "expert_model": "EP", "pipeline_model": "PP"}
@@ -326,16 +283,16 @@ def nearest(config: Any, options: GraphOptions, gpu: str | None, gpus: int | Non
         layers, unknown = "", [str(why)]
     kind = kind_of(layers) if layers else kind or "dense"
     if options.vision.enabled:
-        found = [_step(step, config, options, layers, kind, (gpu, gpus)) for step in steps()]
+        found = [_step(step, config, options, layers, kind, (gpu, gpus)) for step in records()["steps"]]
         return min(found, key=lambda pair: pair[0])[1]
     if options.language_model.impl == "none":
         return None
     modules = [module.name for module in options.language_model.modules]
     near = of_language_model(layers, ranks_of(config.model), modules, kind)
-    differs = [*unknown, *([layers] if layers not in ("", near.of) else []), *_other_packs(options, near.modules)]
-    differs += differences(config, {**ALONE, **near.ranks})
+    differs = [*unknown, *([layers] if layers not in ("", near["of"]) else []), *_other_packs(options, near["modules"])]
+    differs += differences(config, {**ALONE, **near["ranks"]})
     return Nearest(
-        near, (*differs, *([] if options.packed.enabled else ["no packs"])), tuple(_other_gpu(near.gpu, gpu))
+        near, (*differs, *([] if options.packed.enabled else ["no packs"])), tuple(_other_gpu(near["gpu"], gpu))
     )
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 import warnings
 from collections.abc import Mapping
@@ -78,7 +79,7 @@ def plan_of_documents(arguments: argparse.Namespace) -> PackedPlan:
                 f"Cannot plan from {arguments.data}: a document has {length} tokens, and {layout} shares multiples "
                 f"of {layout.document_unit}. Pack again with pad_seq_to_mult={layout.document_unit}."
             )
-    packs = list(found.packs) or _packed(found.lengths, arguments, max(multiple, layout.document_unit))
+    packs = list(found.packs) or _packed(found.lengths, arguments, math.lcm(multiple, layout.document_unit))
     return plan_packs(padded_packs(packs, layout.unit), layout)
 
 
@@ -136,7 +137,11 @@ def _refuse_unused(arguments: argparse.Namespace, found: Documents) -> None:
     in_batch_packing, size = arguments.packing == IN_BATCH, arguments.pack_size
     unused = (
         (bool(found.packs), _OF_DOCUMENTS, "the file holds packs"),
-        (not in_batch_packing, ("micro_batch_size",), f"only --packing {IN_BATCH} has microbatches of documents"),
+        (
+            not in_batch_packing and arguments.recipe is None,
+            ("micro_batch_size",),
+            f"only --packing {IN_BATCH} has microbatches of documents",
+        ),
         (
             in_batch_packing and not arguments.truncate,
             ("pack_size",),

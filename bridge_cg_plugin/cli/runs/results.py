@@ -4,6 +4,8 @@ import datetime
 import importlib.metadata
 import json
 import os
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +24,17 @@ def provenance(repeats: int, seed: int) -> dict[str, Any]:
         "seed": seed,
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "host": _host(),
         "versions": {**{name: _version(name) for name in PACKAGES}, "commit": _commit()},
         "command": command_line(),
     }
+
+
+def _host() -> str:
+    """Return the processor and how many CPUs there are: eager's time depends on them."""
+    file = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.+)", file.read_text()) if file.exists() else None
+    return f"{named[1] if named else platform.processor() or 'unknown processor'}, {os.cpu_count()} CPUs"
 
 
 def command_line() -> str:
