@@ -139,7 +139,7 @@ def test_the_wheel_works_alone(wheel, tmp_path):
         archive.extractall(tmp_path)
     assert presets_in(tmp_path, tmp_path) == tmp_path / "bridge_cg_plugin" / "recipes" / "__init__.py"
     explained = json.loads(python("-I", "-S", "-c", EXPLAIN, tmp_path, *STACK, cwd=tmp_path))
-    assert explained["vision"]["impl"] != "none" and explained["forecast"]["measured"]["gpu"]
+    assert explained["vision"]["impl"] != "none" and explained["nearest"]["gpu"]
 
 
 def test_a_checkout_on_the_path_and_an_editable_install_have_the_presets(copy, tmp_path):

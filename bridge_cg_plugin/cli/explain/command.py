@@ -146,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("input", nargs="*", help="a recipe's name, a YAML file, name=value or a flag of an option")
     parser.add_argument("--recipe", metavar="NAME", help="the recipe, in place of its name alone")
-    kinds = dict(type=str.lower, choices=tuple(GPUS))
+    kinds: dict[str, Any] = {"type": str.lower, "choices": tuple(GPUS)}
     parser.add_argument("--graphs", **kinds, help="graphs within this GPU's limits, on the recipe")
     parser.add_argument("--gpu", **kinds, help="whether the step fits this GPU; that of --graphs if left out")
     parser.add_argument("--details", action="store_true", help="also what is captured, options and records")
