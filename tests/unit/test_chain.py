@@ -157,9 +157,6 @@ def test_a_part_without_gradients_leaves_what_all_parts_read_alone():
         assert graphs.statistics().replays == 4 * 2
 
 
-LAYERS = 3
-
-
 def on_pooled_parts(model, modules):
     """Put graphs of parts of layers on a model, whose activations leave."""
     return on_parts(model, modules, buckets=[512])
@@ -193,20 +190,6 @@ class Cut:
         made = losses(self.model, LARGE)
         early, self._early = self._early, None
         return made, early
-
-
-def test_backwards_of_later_parts_first():
-    cut, modules = Cut(), ("attn",)
-
-    def run():
-        made, early = cut.run()
-        return gradients_of(made, cut.model), gradients_of(early, cut.model)
-
-    right = run()
-    with on_pooled_parts(cut.model, modules) as graphs:
-        for _ in range(2):
-            assert all(map(alike, run(), right))
-        assert graphs.statistics().replays == 2 * LAYERS
 
 
 def test_a_backward_behind_that_of_an_earlier_part_fails():

@@ -87,23 +87,6 @@ def test_a_rank_whose_memory_moved_records_no_more_than_others_have(offload, mov
     assert agreements(offload, rows, 1, None, moves, 0) == right
 
 
-def test_a_rank_whose_memory_moved_asks_as_others_for_what_is_new():
-    def asked(moves):
-        model, consensus, found = new_model(), Counted(), []
-        with on_a_rank(model, CHAIN, consensus):
-            results(model, LARGE)
-            if moves:
-                move(model.decoder.layers[0])
-            results(model, LARGE)
-            for _ in range(3):
-                with torch.no_grad():
-                    losses(model, LARGE)
-                found.append(consensus.times)
-        return found
-
-    assert asked(True) == asked(False)
-
-
 def test_a_rank_whose_memory_moved_uses_the_slot_in_which_others_replay():
     """The second slot alone has the small bucket's recording of this state, and the first is free."""
 

@@ -11,13 +11,11 @@ from bridge_cg_plugin.attention_bounds import Shape, frame_limits, refuse_images
 from bridge_cg_plugin.graphs.buckets import (
     LONGEST_WAIT,
     TRIED_AGAIN,
-    WEIGHTS,
     WINDOW,
     Bucket,
     Demand,
 )
 from bridge_cg_plugin.graphs.fallback import Fallback
-from tests.models.workloads import coco_microbatches
 
 EXACT_BELOW = 256
 
@@ -66,12 +64,6 @@ def test_the_largest_that_saves_most_comes_first_and_nearer_ones_follow_where_th
     assert demand.next() == Bucket(1024)
 
 
-@pytest.mark.parametrize("weights, buckets", [(WEIGHTS, [2816]), (8 * WEIGHTS, [2816, 2560])], ids=["0.4B", "3.5B"])
-def test_padding_of_a_larger_model_is_worth_a_recording_sooner(weights, buckets):
-    demand = shown(plain(weights=weights), *[2560] * 9, *[2816] * 3)
-    assert [bucket.tokens for bucket in demand.begin(3)] == buckets
-
-
 def test_a_bucket_that_failed_is_not_waited_for():
     shape = Shape(2048, 20, 1024)
     demand = shown(of_images(), *[Shape(4096, 1, 4096)] * 8)
@@ -95,25 +87,6 @@ def test_it_looks_after_a_miss_and_seldom_otherwise():
             assert demand.next() is None
     assert looks < 20
     assert waits(demand, 2048) and demand.due()
-
-
-def test_sizes_of_photographs_need_a_dozen_recordings_in_fifty_steps():
-    seed, microbatches = 2, 4
-    demand, late = of_images(), []
-    grids = coco_microbatches(53 * microbatches, 4, seed)
-    shapes = [Shape(sum(t * h * w for t, h, w in g), len(g), max(h * w for _, h, w in g)) for g in grids]
-    shown(demand, *shapes[: 3 * microbatches]).begin(3)
-    for index, shape in enumerate(shapes[3 * microbatches :]):
-        if index % microbatches == 0 and demand.due() and (bucket := demand.next()):
-            demand.buckets.append(bucket)
-        taken = any(demand.accepts(shape, bucket) for bucket in demand.buckets)
-        if not taken:
-            demand.missed(shape)
-        if index >= 10 * microbatches:
-            late.append(taken)
-        demand.saw(shape)
-    assert len(demand.buckets) <= 20
-    assert sum(late) >= 0.95 * len(late)
 
 
 @given(st.lists(st.integers(1, 20_000), min_size=1, max_size=WINDOW), st.integers(64, 16_384))

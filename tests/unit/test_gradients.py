@@ -205,17 +205,6 @@ def _fail(gradient):
     raise RuntimeError("made to fail")
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_a_reset_between_forward_and_backward(again):
-    reference, parallel, region = pair()
-    eager_loss(reference, toy_batch()).backward()
-    loss = region_loss(region, toy_batch())
-    region.capture() if again else region.reset()
-    loss.backward()
-    assert_same(parallel.main_grads, reference.main_grads)
-    assert parallel.flags == [False] * 6
-
-
 @given(
     sizes=st.lists(st.sampled_from([1, 3, 1152, 4304]), max_size=9),
     dtypes=st.sampled_from([(torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16,) * 2]),
@@ -385,15 +374,6 @@ def test_recordings_of_two_states_tell_a_reduction_once_in_a_backward_of_both():
     assert_same(parallel.main_grads, seen[0])
 
 
-def test_a_reduction_is_told_when_the_last_replay_of_a_backward_has_added_its_gradients():
-    reference, parallel, reduction, region = setup()
-    reduction.now = True
-    sum(eager_loss(reference, toy_batch(FITTING, seed)) for seed in range(3)).backward()
-    reduction.then = lambda: assert_same(parallel.main_grads, reference.main_grads)
-    sum(region_loss(region, toy_batch(FITTING, seed)) for seed in range(3)).backward()
-    assert reduction.told == [set(parallel.model.parameters())]
-
-
 def test_replays_of_other_backwards_are_not_waited_for():
     """Under pipeline parallelism, where forwards run ahead; and where a microbatch never gets a backward."""
     _, parallel, reduction, region = setup()
@@ -418,23 +398,6 @@ def test_what_an_eager_pass_reaches_is_left_to_autograd(flip):
     assert_same(parallel.main_grads, reference.main_grads)
     assert sorted(parallel.fired) == sorted(n for n, _ in parallel.model.named_parameters())
     assert reduction.told == [set()]
-
-
-@pytest.mark.parametrize("order", [(FITTING, TOO_LARGE), (TOO_LARGE, FITTING)])
-@pytest.mark.parametrize("flip", [False, True])
-def test_hooks_of_an_eager_pass_learn_of_a_replay_to_come(order, flip):
-    _, parallel, _, region = setup()
-    later, replayed, parameter = [], [], parallel.model.out.weight
-    node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-    node.register_hook(
-        lambda *unused: later.append((region.sources.hooks.pending.adds_later({parameter}), bool(replayed)))
-    )
-    batches = [toy_batch(item, seed) for seed, item in enumerate(order)]
-    batches[order.index(FITTING)].x.register_hook(lambda gradient: replayed.append(1))
-    losses = [region_loss(region, batch) for batch in batches]
-    sum(reversed(losses) if flip else losses).backward()
-    assert [to_come for to_come, _ in later] == [not done for _, done in later]
-    assert not region.sources.hooks.pending.to_come()
 
 
 def test_a_users_hook_put_on_after_capture_fires():

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import weakref
 
 import pytest
 import torch
@@ -48,28 +47,6 @@ def test_what_warm_up_did_not_show_runs_eager_once_and_is_recorded_before_the_ne
         assert len(capacities(graphs)) == 2
         assert graphs.statistics().replays == before + 6 * regions
         assert list(graphs.statistics().pauses) == [2] and graphs.statistics().longest_pause > 0
-
-
-def test_frames_grow_as_tokens_do(tower):
-    graphs, stack = grown(tower, SMALL, max_frames="auto")
-    with stack:
-        for seed in range(4):
-            with graphs.step():
-                assert_equals_eager(tower, graphs, [[300, 2, 2]], seed)
-                assert_equals_eager(tower, graphs, SMALL, seed)
-        regions = len(graphs._regions)
-        assert graphs.statistics().fallbacks == {"not_captured_yet": regions}
-        assert graphs.statistics().replays == 7 * regions
-
-
-def test_nothing_but_text_in_warm_up(tower):
-    graphs, stack = grown(tower)
-    with stack:
-        assert graphs.captured and not capacities(graphs)
-        for seed in range(2):
-            with graphs.step():
-                assert_equals_eager(tower, graphs, SMALL, seed)
-        assert graphs.statistics().replays == 1
 
 
 def test_a_size_of_evaluation_alone_is_no_reason_for_a_backward(tower):
@@ -158,32 +135,6 @@ def test_a_recording_that_fails_leaves_the_run_on_the_graphs_that_it_has(
         assert graphs.statistics().fallbacks == {"not_captured_yet": 1, reason: 3}
         assert graphs.statistics().static_bytes == static_bytes
         assert sum("could not be captured" in record.message for record in caplog.records) == 1
-
-
-def test_memory_of_a_recording_that_fails_goes_back(tower, monkeypatch):
-    """Memory that can leave the device goes back when it is looked at, and nothing may hold it then."""
-    graphs, stack = grown(tower, SMALL, strict=False)
-    bodies, free = [], []
-
-    def fail(executor, body, pool):
-        bodies.append(weakref.ref(body))
-        body.forward()
-        raise torch.OutOfMemoryError("made to fail")
-
-    with stack:
-        with graphs.step():
-            assert_equals_eager(tower, graphs, LARGE)
-        monkeypatch.setattr(type(graphs.executor), "record_forward", fail)
-        monkeypatch.setattr(
-            type(graphs.executor), "tidy", lambda executor: free.append(all(body() is None for body in bodies))
-        )
-        gc.collect()
-        gc.disable()
-        try:
-            graphs.begin_step()
-            assert bodies and free[-1]
-        finally:
-            gc.enable()
 
 
 def test_packs():

@@ -43,14 +43,6 @@ def test_elements_and_gradients_are_those_of_the_plain_mask(shape, share, dtype,
     assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_mask_behind_other_dimensions():
-    plain, mask = masks((2, 5))
-    values = torch.randn(4, 2, 5)
-    with no_host_waits():
-        found = values[:, mask]
-    assert found.equal(values[:, plain])
-
-
 def test_features_of_another_number_are_refused():
     plain, mask = masks((2, 5))
     for index in (plain, mask):

@@ -202,16 +202,6 @@ def test_a_control_groups_limit_counts_less_what_it_uses(host):
     assert host(4096, memory_max="100", memory_current="4000", memory_stat="inactive_file 0\n") == 0
 
 
-def test_an_older_control_groups_limit_counts_as_well(tmp_path):
-    (tmp_path / "meminfo").write_text("MemAvailable: 4096 kB\n")
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    (folder / "memory.limit_in_bytes").write_text("90000\n")
-    (folder / "memory.usage_in_bytes").write_text("50000\n")
-    (folder / "memory.stat").write_text("total_inactive_file 10000\n")
-    assert available_bytes(tmp_path / "meminfo", tmp_path) == 50000
-
-
 def test_too_little_memory_is_refused_with_what_to_do(host, monkeypatch):
     host(10 * 2**20)
     memory = PinnedMemory(page_locked=False)

@@ -7,7 +7,6 @@ from types import MethodType
 
 import pytest
 import torch
-from megatron.bridge.models.qwen_vl.modelling_qwen3_vl import attention as qwen_attention
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model import Qwen3VLVisionModel
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.transformer import attention as core_attention
@@ -20,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import install_output_capuring_hook
 
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import TextOnlyMicrobatches
-from bridge_cg_plugin.upstream.seams.own_code import as_shipped, foreign, own_hook
+from bridge_cg_plugin.upstream.seams.own_code import own_hook
 
 from ..tape import TapeExecutor
 from . import hugging_face_towers as towers
@@ -77,17 +76,6 @@ def test_a_subclass_that_changes_nothing_of_the_outline_is_on_graphs():
     tower = new_tower()
     subclassed(tower, set_input_tensor=lambda self, tensor: None, extra=lambda self: 1)
     assert_on_graphs(tower)
-
-
-def test_a_wrapper_around_an_encoder_on_graphs_runs_and_the_encoder_replays():
-    tower = new_tower()
-    with graphs_on(tower, executor=TapeExecutor()) as graphs:
-        wrap(tower)
-        actual = forward(tower, GRID)
-        assert graphs.statistics().replays == 1
-        with graphs.paused():
-            assert_close(actual, forward(tower, GRID))
-        vars(tower)["forward"] = vars(tower)["forward"].__wrapped__
 
 
 class Scaled(nn.Embedding):
@@ -177,15 +165,6 @@ def test_an_attention_function_that_somebody_registered_runs(registered, monkeyp
         assert_close([tower(batch[0], grid_thw=batch[1]).pooler_output], [expected], 0)
 
 
-def test_adapters_on_every_linear_of_a_tower_are_on_graphs():
-    tower, batch = towers.new_qwen25(), towers.draw_windows([[1, 8, 8]])
-    lora("qkv", "proj", "gate_proj", "up_proj", "down_proj", "mlp.0", "mlp.2")(tower)
-    expected = tower(batch[0], grid_thw=batch[1]).pooler_output
-    with graphs_on(tower, buckets=(64,), executor=TapeExecutor()) as graphs:
-        assert_close([tower(batch[0], grid_thw=batch[1]).pooler_output], [expected])
-        assert graphs.statistics().replays == 1
-
-
 PACKED = {
     "rotation": (core_attention, "apply_rotary_pos_emb", {}),
     "experts": (MoELayer, "forward", packs.EXPERTS),
@@ -209,21 +188,6 @@ def test_a_packed_decoder_with_own_code_runs_eager(owner, name, model, monkeypat
             assert not graphs.capture()
             packs.losses_and_gradients(decoder, packs.pack((200, 120)))
             assert graphs.statistics().fallbacks == {"own_code": 1}
-
-
-def test_names_are_no_proof_and_the_plugins_own_wrappers_are_known(monkeypatch):
-    assert as_shipped(qwen_attention, "apply_rotary_pos_emb_absolute")
-    monkeypatch.setattr(
-        qwen_attention, "apply_rotary_pos_emb_absolute", doubled(qwen_attention.apply_rotary_pos_emb_absolute)
-    )
-    assert "doubled" in foreign(qwen_attention, "apply_rotary_pos_emb_absolute")
-    tower = new_tower()
-    assert as_shipped(tower, "forward"), "the plugin patches the class"
-    with graphs_on(tower):
-        assert as_shipped(tower, "forward"), "and the instance"
-    convolution = torch.nn.Conv3d(1, 1, 1)
-    convolution.forward = convolution.forward
-    assert as_shipped(convolution, "forward"), "its own method, bound"
 
 
 class Annotated(nn.Module):

@@ -151,15 +151,6 @@ def test_memory_that_pytorch_has_stays_until_it_gives_it_back():
     assert not device.mapped and not device.reserved
 
 
-def test_ranges_are_told_apart():
-    device = FakeVirtualMemory(CAPACITY)
-    one, other = AddressRange(device, ADDRESSES), AddressRange(device, ADDRESSES)
-    address = allocate(one, 8)
-    allocate(other, 8)
-    give_back(address)
-    assert (one._range.segments, other._range.segments) == (0, 1)
-
-
 @pytest.mark.parametrize("call", ["create", "map", "allow"])
 def test_a_driver_that_fails_leaves_nothing_behind(call):
     device = FakeVirtualMemory(CAPACITY)

@@ -1,13 +1,10 @@
 """The order in which bucket groups start their reductions, whatever the order in which they are ready."""
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
-from bridge_cg_plugin.upstream.parallel.data_parallel import ReductionOrder, megatron_reduction
+from bridge_cg_plugin.upstream.parallel.data_parallel import ReductionOrder
 
 
 class Group:
@@ -84,13 +81,6 @@ def test_groups_of_a_module_that_did_not_run_start_in_order_when_the_first_is_fi
         groups[0].finish_grad_sync()
 
 
-def test_the_first_batch_starts_and_finishes_one_after_the_other():
-    groups, _, log = in_order(3, first_batch=True)
-    for group in groups:
-        group.finish_grad_sync(force_all_reduce=True)
-    assert log == [(0, True), (1, True), (2, True)]
-
-
 def test_what_somebody_put_around_it_stays_without_effect():
     groups, order, log = in_order(2)
     ours = groups[1].start_grad_sync
@@ -108,24 +98,3 @@ def test_a_replay_that_never_comes_holds_no_reduction_beyond_the_step():
     for group in groups:
         group.finish_grad_sync()
     assert [n for n, _ in log] == [0, 1]
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_only_reductions_inside_a_backward_are_put_in_order(overlap):
-    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    log = []
-    last, first, apart = (Group(i, log) for i in range(3))
-    chunk = nn.Sequential(model, other)
-    # Data parallelism's order is that of its dictionary, the last parameters first.
-    chunk.param_to_bucket_group = {other.weight: apart, model.bias: last, model.weight: first}
-    chunk.ddp_config = SimpleNamespace(overlap_grad_reduce=overlap)
-    order = megatron_reduction([chunk], model).order()
-    assert (order is not None) is overlap
-    if order is not None:
-        assert "start_grad_sync" not in last.__dict__
-        order.keep(lambda parameters: False)
-    assert megatron_reduction([nn.Linear(2, 2)], model) is None
-    first.start_grad_sync()
-    apart.start_grad_sync()
-    last.start_grad_sync()
-    assert [n for n, _ in log] == ([2, 0, 1] if overlap else [1, 2, 0])

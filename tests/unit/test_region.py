@@ -97,14 +97,6 @@ def test_each_recording_is_made_in_its_own_mode(frozen, modes):
     assert seen == modes
 
 
-def test_recording_leaves_every_module_in_its_own_mode():
-    model = Toy(dropout=0.5)
-    model.drop.eval()
-    region, batch = toy_region(model), toy_batch((2, 4))
-    assert [m.training for m in (model, model.drop, model.mix)] == [True, False, True]
-    assert_same(region.run(batch), model(batch.x, batch.offsets))
-
-
 def test_memory_that_runs_out_for_static_buffers_is_a_capture_error(monkeypatch):
     region = new_region(ToyProgram(Toy()), ReferenceExecutor(), [Bucket(8)])
 
@@ -189,24 +181,6 @@ class Grudging:
 
     def release(self):
         pass
-
-
-def test_a_slot_is_recorded_again_with_all_its_buckets_until_it_is_accepted():
-    offloading = Grudging(refusals=2)
-    region = new_region(
-        ToyProgram(Toy()),
-        ReferenceExecutor(),
-        [Bucket(8), Bucket(16)],
-        slots=2,
-        offloading=offloading,
-    )
-    region.capture()
-    assert offloading.prepared == [(0, 16), (0, 8)] * 3 + [(1, 16), (1, 8)]
-    # What a slot takes are its buffers, of which buckets share the largest; the pools take nothing here.
-    statistics = region.statistics
-    assert len(set(offloading.shown)) == 1
-    assert statistics.static_bytes == 2 * (offloading.shown[0] - statistics.gradient_bytes)
-    assert_equals_eager(region, toy_batch((2, 4)))
 
 
 def test_a_slot_comes_back_when_its_autograd_graph_is_freed():

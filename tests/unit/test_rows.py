@@ -39,13 +39,6 @@ def test_several_tensors_at_once_are_written_as_one_by_one(sizes):
         assert torch.equal(buffer, expected)
 
 
-def test_gradients_that_are_expanded_are_written():
-    buffers = [dirty(4, torch.float32), dirty(2, torch.float32)]
-    write_each(buffers, [torch.ones(()).expand(3, 3), torch.ones(3, 2).t()])
-    assert torch.equal(buffers[0], torch.tensor([1.0, 1, 1, 0])[:, None].expand(4, 3))
-    assert torch.equal(buffers[1], torch.ones(2, 3))
-
-
 @given(sizes=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), DTYPES), max_size=4))
 def test_copies_have_memory_of_their_own(sizes):
     tensors = [filled(count + more, dtype) for count, more, dtype in sizes]
