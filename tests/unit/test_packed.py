@@ -132,33 +132,6 @@ def test_bad_offsets_are_refused_before_the_layers_run(model, graphs):
         model(**arguments)
 
 
-@pytest.mark.both_executors
-def test_evaluation_replays_without_gradients(model, graphs):
-    model.eval()
-    try:
-        with torch.no_grad():
-            with graphs.paused():
-                expected = model(**pack((130, 170)))
-            found = model(**pack((130, 170)))
-    finally:
-        model.train()
-    assert_close([found], [expected])
-    assert any(b.evaluations for b in graphs.statistics().buckets.values())
-
-
-@pytest.mark.both_executors
-def test_several_microbatches_in_flight(bare):
-    batches = [pack((100, 180)), pack((300,)), pack((20, 90, 190))]
-    expected = [losses_and_gradients(bare, batch)[1] for batch in batches]
-    wanted = list(bare.parameters())
-    with graphs_on(bare, pack(WARMUP), cuda_graph_packed_tuning={"slots": 2}) as graphs:
-        losses = [bare(**batch) for batch in batches]
-        assert graphs.statistics().fallbacks == {"no_free_slot": 1}
-        for loss, gradients in zip(losses, expected, strict=True):
-            weights = torch.linspace(0.5, 1.5, loss.numel()).view(loss.shape)
-            assert_close(torch.autograd.grad((loss * weights).sum(), wanted), gradients)
-
-
 def test_gradients_are_added_to_main_grad():
     model = new_model()
     assert_adds_to_main_grads(model, [pack((100, 180)), pack((300,))], lambda: graphs_on(model, pack(WARMUP)))

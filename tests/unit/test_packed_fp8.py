@@ -209,29 +209,6 @@ def test_without_transposes_that_are_kept_every_microbatch_quantizes(contexts):
     assert seen and set(map(type, seen)) == {type(None)}
 
 
-@pytest.mark.parametrize("modules", [[], ["attn"], ["mlp"]], ids=",".join)
-def test_layers_are_recorded_in_their_precision(contexts, modules):
-    model = quantizing_model(contexts)
-    with graphs_on(model, FULL, cuda_graph_modules=modules, capture=False) as graphs:
-        model(**FULL)
-        contexts.layers.clear()
-        assert graphs.capture()
-        assert set(contexts.layers) == {0, 1}
-
-
-def test_copies_that_modules_replaced_run_eager(contexts):
-    model = quantizing_model(contexts)
-    with graphs_on(model, FULL) as graphs:
-        losses_and_gradients(model, FULL)
-        kept = products(model)[1]._fp8_workspaces["weight"]
-        products(model)[1]._fp8_workspaces.clear()
-        losses_and_gradients(model, FULL)
-        assert graphs.statistics().fallbacks == {"model_changed": 1}
-        products(model)[1]._fp8_workspaces["weight"] = kept
-        losses_and_gradients(model, FULL)
-        assert replayed(graphs) == 2
-
-
 def test_scales_that_lie_elsewhere_run_eager(contexts, updates, caplog):
     """A checkpoint with another length of histories gives modules others, which eager and the updates use from then."""
     model = quantizing_model(contexts, "delayed")
@@ -295,14 +272,6 @@ def test_copies_that_come_during_a_capture_are_refused(contexts, monkeypatch):
     with weights.recorded(torch.zeros(1)):
         model(**FULL)
     assert not weights.replaced
-
-
-def test_copies_are_made_fit_for_a_backward(contexts):
-    model = quantizing_model(contexts)
-    model(**FULL)
-    fp8.complete_weights([model])
-    both = [{"rowwise": True, "columnwise": True}, {"rowwise_usage": True, "columnwise_usage": True}]
-    assert [module._fp8_workspaces["weight"].usages for module in products(model)] == [both] * 4
 
 
 def test_delayed_scales_are_updated_after_replays_alone(contexts, updates):

@@ -1,7 +1,6 @@
 """Packed-sequence graphs of parameters in fp8: Transformer Engine's tensors on a CPU, its products stood in for."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +11,10 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Tensor
 from transformer_engine.pytorch.tensor.storage import float8_tensor_storage as storage
 
-from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.upstream.decoder import fp8
-from tests.models.tower import MainGrads
 
 from .packs import graphs_on, losses_and_gradients, new_model, replayed
 from .test_packed_fp8 import FULL, trained, trained_on_graphs
-from .towers import loss_of
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -127,18 +123,6 @@ def test_steps_equal_eager(modules, turn, stale):
     assert all(torch.equal(one._data, other._data) for one, other in zip(weights(model), weights(eager), strict=True))
 
 
-def test_gradients_are_added_to_main_grad():
-    model = model_in_fp8()
-    grads = MainGrads(model)
-    loss_of([model(**FULL)]).backward()
-    expected = grads.copy()
-    with graphs_on(model, FULL) as graphs:
-        grads.zero()
-        loss_of([model(**FULL)]).backward()
-        assert replayed(graphs) == 1
-    torch.testing.assert_close(grads.copy(), expected)
-
-
 @pytest.mark.parametrize("names", [("_data",), ("_transpose",), ("_scale_inv",), ("_data", "_transpose")])
 def test_values_that_moved_run_eager(names):
     model = model_in_fp8()
@@ -155,15 +139,6 @@ def test_values_that_moved_run_eager(names):
             setattr(weight, name, value)
         losses_and_gradients(model, FULL)
         assert replayed(graphs) == 2
-
-
-def test_a_transpose_that_is_gone_runs_eager():
-    model = model_in_fp8()
-    with graphs_on(model, FULL) as graphs:
-        losses_and_gradients(model, FULL)
-        weights(model)[0].remove_caches()
-        losses_and_gradients(model, FULL)
-        assert replayed(graphs) == 1 and graphs.statistics().fallbacks == {"model_changed": 1}
 
 
 def test_transposes_are_made_before_a_capture():
@@ -188,47 +163,3 @@ def test_transposes_stay_where_an_optimizer_quantizes():
         weight._quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, torch.device("cpu"), columnwise=False)
     with graphs_on(model, FULL):
         assert all(weight._quantizer.columnwise_usage for weight in weights(model))
-
-
-def test_parameters_of_earlier_recordings_must_be_there():
-    model = model_in_fp8()
-    recorded = fp8.QuantizedWeights(lambda: [model.decoder], model.config)
-    with recorded.recorded(torch.zeros(1)):
-        model(**FULL)
-    assert not recorded.replaced
-    weights(model)[0]._data = weights(model)[0]._data.clone()
-    assert recorded.replaced
-    with pytest.raises(CaptureError, match="parameters in fp8 lie elsewhere"), recorded.recorded(torch.zeros(1)):
-        model(**FULL)
-
-
-def known(*modules):
-    made = fp8.QuantizedParameters()
-    made.keep(modules)
-    return made
-
-
-def test_a_parameter_that_is_not_in_fp8_any_more_was_replaced():
-    module = LinearInFp8(torch.randn(16, 32))
-    found = known(module)
-    assert found.are_there()
-    module.weight = nn.Parameter(torch.randn(16, 32))
-    assert not found.are_there()
-    module.weight = None
-    assert not found.are_there()
-
-
-def test_parameters_of_several_classes_are_followed_together():
-    """Of blocks some have their columns, others none; with one scale, each may be transposed or not."""
-    blocks, transposed, alone = nn.Module(), LinearInFp8(torch.randn(16, 32)), LinearInFp8(torch.randn(16, 32))
-    held = SimpleNamespace(_rowwise_data=torch.zeros(2), _rowwise_scale_inv=torch.zeros(2), update_usage=None)
-    blocks._parameters["weight"] = held
-    transposed.weight._create_transpose()
-    found = known(blocks, alone, transposed)
-    assert found.are_there()
-    transposed.weight._reset_caches()
-    alone.weight._reset_caches()
-    found.refresh()
-    assert found.are_there() and not transposed.weight._transpose_invalid and alone.weight._transpose is None
-    alone.weight._data = alone.weight._data.clone()
-    assert not found.are_there()

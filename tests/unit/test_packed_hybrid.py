@@ -5,7 +5,6 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.decoder import block as packed_decoder
 from bridge_cg_plugin.upstream.hooks import between as pack_indices
 from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PackedCudaGraphHelper
 
@@ -13,7 +12,6 @@ from .hybrids import hybrid_pack, new_hybrid, stand_ins
 from .packs import (
     EXPERTS,
     WARMUP,
-    assert_adds_to_main_grads,
     assert_same,
     eager,
     ends,
@@ -22,7 +20,6 @@ from .packs import (
     replayed,
     unpacked,
 )
-from .towers import assert_close
 
 PACKS = {
     "as many as captured": hybrid_pack((1, 90, 30, 100, 60, 20)),
@@ -61,15 +58,6 @@ def assert_replays_are_eagers(model, graphs, arguments):
     found = losses_and_gradients(model, arguments)
     assert replayed(graphs) == before + len(graphs._regions)
     assert_same(found, expected)
-
-
-def test_the_stand_in_keeps_documents_apart_and_has_a_state(bare):
-    """What all tests here rest on."""
-    two, one, alone = (hybrid_pack(lengths) | {"labels": None} for lengths in ((150, 150), (300,), (150,)))
-    alone["input_ids"] = two["input_ids"][:, 150:]
-    behind = bare(**alone)
-    assert_close([bare(**two)[:, 150:]], [behind])
-    assert not torch.allclose(bare(**one)[:, 150:], behind, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", PACKS)
@@ -112,22 +100,6 @@ def test_layers_of_experts(modules, regions):
     assert_same(found, expected)
 
 
-def test_layers_that_are_not_there_are_no_parts(bare):
-    family = packed_decoder.TransformerBlockFamily(bare.decoder)
-    names = [part.name for part in family.layer_parts(["attn", "mlp", "mamba"])]
-    assert names == ["packed_mamba_1", "packed_attention_2", "packed_mlp_3", "packed_mamba_4"]
-    with pytest.raises(OptionError, match="or mamba on one with Mamba layers"):
-        family.parts(["moe_router"])
-
-
-def test_gradients_are_added_to_main_grad():
-    """Also those of the parameters that a mixer keeps outside of its modules."""
-    model = new_hybrid()
-    assert_adds_to_main_grads(model, [hybrid_pack((100, 180))], lambda: graphs_on(model, hybrid_pack(WARMUP)))
-    mixer, inside = model.decoder.layers[0].mixer, set(model.decoder.parameters())
-    assert all(held in inside for held in vars(mixer.cp).values() if isinstance(held, torch.nn.Parameter))
-
-
 def without_indices(batch):
     batch["packed_seq_params"].seq_idx = None
     return batch
@@ -137,12 +109,6 @@ def test_a_pack_without_indices_runs_eager_and_is_counted(model, graphs):
     before = graphs.statistics().fallbacks["no_seq_idx"]
     losses_and_gradients(model, without_indices(hybrid_pack((100, 180))))
     assert graphs.statistics().fallbacks["no_seq_idx"] == before + 1
-
-
-def test_indices_of_another_count_of_tokens_are_none(model, graphs):
-    params = hybrid_pack((100, 180))["packed_seq_params"]
-    hidden = torch.zeros(281, 1, 32)
-    assert graphs.workload.family.read((), {"hidden_states": hidden, "packed_seq_params": params}) == "no_seq_idx"
 
 
 def test_other_mixers_are_refused(bare, monkeypatch):

@@ -36,14 +36,6 @@ class Group:
 ranks_of = st.sampled_from([(size, rank) for size in (1, 2, 3) for rank in range(size)])
 
 
-@given(documents, st.integers(0, 9), st.integers(0, 40))
-def test_indices_tell_documents_apart(lengths, repeats, padding):
-    """A token's number is that of its document, those of no tokens counted; padding has one of its own."""
-    expected = [index for index, n in enumerate(lengths) for _ in range(n)] + [len(lengths) + repeats] * padding
-    found = document_indices(offsets_of(lengths, repeats), len(expected))
-    assert found.tolist() == [expected] and found.dtype == torch.int32 and found.is_contiguous()
-
-
 @given(documents, st.integers(0, 40))
 def test_indices_are_what_megatron_core_finds(lengths, padding):
     tokens = sum(lengths) + padding

@@ -55,17 +55,6 @@ def test_losses_and_gradients_are_the_same_to_the_bit(expected, options):
         assert all(map(torch.equal, gradients, others))
 
 
-MIXES = {
-    "experts": {},
-    "a dense layer first": {"moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 16},
-}
-EXPERT_OPTIONS = {
-    "offload": {"cuda_graph_packed_offload": "all"},
-    "recompute": {"cuda_graph_packed_recompute": "all"},
-    "both": {"cuda_graph_packed_offload": ["mlp"], "cuda_graph_packed_recompute": "gelu"},
-}
-
-
 class Mix:
     """A model with experts, and what its graphs give with all activations kept."""
 
@@ -101,31 +90,12 @@ def planned(graphs):
     return found
 
 
-def moved(graphs):
-    """Return scopes and kinds of what leaves, with its fate."""
-    found = planned(graphs)
-    return {(one.scope, one.kind, fate) for one, fate in zip(found.inventory.seen, found.fates, strict=True)}
-
-
 @pytest.fixture
 def stores(monkeypatch):
     """Return the stores of recordings in the order in which they were made."""
     made, init = [], ActivationStore.__init__
     monkeypatch.setattr(ActivationStore, "__init__", lambda self, *args: made.append(self) or init(self, *args))
     return made
-
-
-@pytest.mark.parametrize("changes", MIXES.values(), ids=MIXES)
-def test_packs_with_experts_give_what_graphs_that_keep_all_give(changes):
-    mix = Mix(**changes)
-    for name, options in EXPERT_OPTIONS.items():
-        with mix.graphs(**options) as graphs:
-            mix.assert_kept(graphs)
-            fates = moved(graphs)
-            assert (graphs.statistics().pinned_bytes > 0) == (name != "recompute")
-        assert (("mlp", None, Fate.OFFLOAD) in fates) == (name != "recompute")
-        assert (("mlp", "gelu", Fate.REBUILD) in fates) == (name != "offload")
-        assert (("mlp", "linear", Fate.REBUILD) in fates) == (name == "recompute")
 
 
 @pytest.mark.reference_executor

@@ -120,20 +120,6 @@ def test_a_part_that_is_called_in_another_way_than_the_decoder_runs_eager(around
         assert graphs.statistics().fallbacks == {reason: 1} and replayed(graphs) == len(graphs._regions) - 1
 
 
-def test_parts_use_a_slot_that_is_free_in_all_of_them(bare):
-    """Where another microbatch still holds a slot in one part, no part uses it."""
-    with on_parts(bare, ["attn"], cuda_graph_packed_tuning={"slots": 2}) as graphs:
-        held = graphs._regions[1].slots[0].take()
-        found = losses_and_gradients(bare, pack((30, 180, 77)))
-        expected = eager(bare, graphs, pack((30, 180, 77)))
-        assert_close(found[1], expected[1])
-        other = graphs._regions[0].slots[1].take()
-        losses_and_gradients(bare, pack((30, 180, 77)))
-        assert graphs.statistics().fallbacks == {"no_free_slot": 1} and replayed(graphs) == len(graphs._regions)
-        held.release()
-        other.release()
-
-
 def test_mlp_is_a_part_of_dense_layers_alone():
     model = new_model()
     model.decoder.layers[0].is_moe_layer = True
