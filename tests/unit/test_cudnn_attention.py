@@ -4,9 +4,7 @@ import dataclasses
 import json
 import re
 import sys
-import tomllib
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -49,17 +47,6 @@ OLD_LIBRARY = SimpleNamespace(__version__="1.32.0", backend_version=lambda: 9050
 def test_why_cudnn_cannot_be_called(monkeypatch, module, reason):
     monkeypatch.setitem(sys.modules, "cudnn", module)
     assert reason in unavailable()
-
-
-def test_the_pinned_package_is_one_that_is_taken():
-    root = Path(__file__).resolve().parents[2]
-    (pinned,) = re.findall(
-        r"^nvidia-cudnn-frontend==([\d.]+)$", (root / "requirements/attention.txt").read_text(), re.M
-    )
-    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    oldest = ".".join(map(str, cudnn_attention.OLDEST_PACKAGE))
-    assert extras["attention"] == [f"{cudnn_attention.PACKAGE}>={oldest}"]
-    assert tuple(map(int, pinned.split(".")[:2])) >= cudnn_attention.OLDEST_PACKAGE
 
 
 class NotSupported(Exception):

@@ -181,20 +181,6 @@ def test_a_frozen_encoder_replays_without_gradients(case):
         assert graphs.statistics().fallbacks == {} and graphs.statistics().replays == 1
 
 
-@cases({"qwen2.5-vl": WINDOWS, "siglip": IMAGES, "qwen3-omni-audio": AUDIO})
-def test_buckets_come_from_warm_up(case):
-    model = case.new()
-    with graphs_on(model, capture=False, buckets="auto", max_frames="auto") as graphs:
-        for size in case.sizes:
-            case.run(model, size)
-        assert graphs.capture()
-        unit = graphs.workload.encoder.unit
-        assert all(capacity % unit == 0 for capacity in graphs.workload.buckets)
-        for size in case.sizes:
-            case.results(model, size)
-        assert graphs.statistics().fallbacks == {} and graphs.statistics().warmup_microbatches == len(case.sizes)
-
-
 @cases({**WITH_GRIDS, "siglip": IMAGES, "qwen3-omni-audio": AUDIO})
 def test_a_call_for_more_than_the_usual_result_runs_eager(case):
     model = case.new()
@@ -204,16 +190,6 @@ def test_a_call_for_more_than_the_usual_result_runs_eager(case):
         assert len(model(*given, output_hidden_states=True).hidden_states) > 1
         assert isinstance(model(*given, return_dict=False), tuple)
         assert graphs.statistics().fallbacks == {"call_arguments": 2}
-
-
-@cases({"qwen2.5-vl": WINDOWS, "siglip": IMAGES})
-def test_a_configuration_that_asks_for_another_result_runs_eager(case):
-    model = case.new()
-    given = case.draw(case.sizes[1])
-    with graphs_on(model, **case.largest) as graphs:
-        model.config.return_dict = False
-        assert isinstance(model(*given), tuple)
-        assert graphs.statistics().fallbacks == {"call_arguments": 1}
 
 
 @cases(WITH_GRIDS)

@@ -1,10 +1,8 @@
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.vision.layout import (
-    linspace_at,
     position_interpolation,
     rotary_angles,
     segment_offsets,
@@ -63,18 +61,3 @@ def test_offsets_are_bridges_cu_seqlens_then_empty_segments(grid, spare_rows, sp
     assert offsets.dtype == expected.dtype == torch.int32
     assert torch.equal(offsets[: frames + 1], expected)
     assert (offsets[frames + 1 :] == count(grid)).all()
-
-
-@given(grids, padding, unused_rows)
-def test_padding_is_told_apart_and_has_harmless_positions(grid, spare, spare_rows):
-    found = token_positions(padded(grid, spare_rows), count(grid) + spare, MERGE)
-    assert found.valid.tolist() == [True] * count(grid) + [False] * spare
-    for values, blank in ((found.row, 0), (found.column, 0), (found.height, 1), (found.width, 1)):
-        assert (values[count(grid) :] == blank).all()
-
-
-@pytest.mark.parametrize("end", [1, 15, 23, 47, 63])
-def test_linspace_at_equals_torch_linspace_to_the_last_bit(end):
-    for length in range(1, 601):
-        found = linspace_at(torch.arange(length), torch.full((length,), length), end)
-        assert torch.equal(found, torch.linspace(0, end, length)), length

@@ -17,7 +17,6 @@ from .towers import graphs_on, poison
 BUCKETS = {"buckets": (32, 64, 128, 256), "max_frames": 8}
 sides = st.integers(1, 4).map(lambda n: 2 * n)
 items = st.lists(st.tuples(st.integers(1, 4), sides, sides), min_size=1, max_size=5)
-MIX = [(1, 4, 6), (3, 2, 4), (1, 8, 2)]
 
 
 @pytest.fixture(autouse=True)

@@ -44,14 +44,6 @@ def test_what_autocast_casts_is_differentiated_outside_of_it():
     assert torch.equal(found, expected) and all(map(torch.equal, *gradients))
 
 
-def test_a_frozen_weight_gets_no_gradient():
-    module = make()
-    module.weight.requires_grad_(False)
-    with patch_gradients((module,)):
-        results(module, torch.randn(5, *SHAPE), torch.randn(5, 24, 1, 1, 1))
-    assert module.weight.grad is None and module.bias.grad is not None
-
-
 @pytest.mark.parametrize(
     "patches", [torch.randn(2, 3, 4, 4, 4), torch.randn(5, *SHAPE).requires_grad_()], ids=["larger", "differentiable"]
 )

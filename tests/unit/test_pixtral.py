@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.encoders.pixtral import PixtralEncoder
-from bridge_cg_plugin.vision.batch import BatchError, HostGrids
+from bridge_cg_plugin.vision.batch import BatchError
 
 from .hugging_face_towers import TOLERANCE, assert_equal_results, draw_padded, new_pixtral, run_pixtral
 from .test_encoders import PIXTRALS
@@ -35,20 +33,6 @@ def test_of_a_replays_hidden_states_the_last_can_be_had():
         assert returned.hidden_states[-1] is returned.last_hidden_state
         with pytest.raises(OptionError, match="vision_feature_layer=-2: it must be -1"):
             returned.hidden_states[-2]
-
-
-def test_patches_are_embedded_as_eager_does_in_whole_images():
-    """cuDNN's kernel depends on an image's size: a graph's own convolution could round otherwise."""
-    model = new_pixtral()
-    encoder, (pixels, sizes) = PixtralEncoder(model), draw_padded(PADDED)
-    batch = encoder.read(HostGrids(), pixels, sizes, output_hidden_states=True).batch
-    specs = encoder.input_specs(Bucket(64, (4, 64)))
-    buffers = {name: torch.full(spec.shape, 7, dtype=spec.dtype) for name, spec in specs.items()}
-    encoder.load(buffers, batch)
-    convolved = model.patch_conv(pixels)
-    images = [convolved[image, :, :h, :w].flatten(1).T for image, (_, h, w) in enumerate(batch.rows)]
-    assert torch.equal(buffers["embedded"][: batch.tokens], torch.cat(images))
-    assert not any(buffers[name][batch.tokens :].count_nonzero() for name in ("embedded", "pixels"))
 
 
 def test_embedded_patches_have_the_type_that_autocast_computes_in():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.vision.grid_encoder import interpolate
-from bridge_cg_plugin.vision.layout import first_frame_patches, token_positions
+from bridge_cg_plugin.vision.layout import token_positions
 
 from .test_layout import MERGE, count, grids, padded, padding, unused_rows
 from .towers import new_tower
@@ -53,13 +53,3 @@ def test_the_gradient_of_videos_is_bridges_up_to_the_order_of_frames(grid, spare
     rounding = torch.finfo(dtype).eps
     assert torch.isfinite(found).all()
     assert (found - expected).float().norm() <= 2 * rounding * expected.float().norm()
-
-
-@given(grids, padding, unused_rows)
-def test_tokens_of_a_first_frame_point_at_their_patch(grid, spare, spare_rows):
-    tokens = token_positions(padded(grid, spare_rows), count(grid) + spare, MERGE)
-    patches = first_frame_patches(padded(grid, spare_rows), count(grid) + spare)
-    assert int(patches.valid.sum()) == sum(h * w for _, h, w in grid)
-    for name in ("row", "column", "height", "width", "valid"):
-        of_tokens, of_patches = getattr(tokens, name), getattr(patches, name)
-        assert torch.equal(of_patches[tokens.patch[tokens.valid]], of_tokens[tokens.valid]), name

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from .mixes import (
@@ -13,25 +13,8 @@ from .mixes import (
     ONE_OVER,
     ONE_UNIT,
     TOO_MANY_FRAMES,
-    TOO_MANY_TOKENS,
 )
 from .towers import assert_close, forward, graphs_on, new_tower, poison, results, tower
-
-
-@pytest.mark.both_executors
-@pytest.mark.parametrize("deepstack", [True, False])
-def test_one_capture_replays_every_mix_as_eager(deepstack):
-    model = new_tower(deepstack=deepstack)
-    assert len(forward(model, IMAGES)) == (3 if deepstack else 1)
-    expected = [results(model, rows, seed) for seed, rows in enumerate(FITTING)]
-    with graphs_on(model) as graphs:
-        for seed, rows in enumerate(FITTING):
-            outputs, gradients = results(model, rows, seed)
-            assert_close(outputs, expected[seed][0])
-            assert_close(gradients, expected[seed][1])
-        assert graphs.statistics().fallbacks == {}
-        assert graphs.statistics().replays == len(FITTING)
-
 
 side = st.integers(1, 4).map(lambda n: 2 * n)
 
@@ -41,34 +24,27 @@ batches = st.lists(
 )
 
 
-def test_any_sequence_of_microbatches_equals_eager():
-    model = new_tower()
+@pytest.mark.both_executors
+@pytest.mark.parametrize("deepstack", [True, False])
+def test_any_sequence_of_microbatches_equals_eager(deepstack):
+    model, eager = new_tower(deepstack=deepstack), new_tower(deepstack=deepstack)
+    assert len(forward(eager, IMAGES)) == (3 if deepstack else 1)
 
     @settings(max_examples=8)
     @given(sequence=batches)
+    @example(sequence=FITTING)
     def check(sequence):
         for seed, rows in enumerate(sequence):
             poison(graphs, float("nan"))
             outputs, gradients = results(model, rows, seed)
-            expected = results(tower(), rows, seed)
+            expected = results(eager, rows, seed)
             assert_close(outputs, expected[0])
             assert_close(gradients, expected[1])
 
     with graphs_on(model) as graphs:
         check()
-
-
-@pytest.mark.parametrize(
-    ("rows", "reason"), [(TOO_MANY_FRAMES, "too_many_frames"), (TOO_MANY_TOKENS, "too_many_tokens")]
-)
-def test_more_than_recorded_runs_eager(rows, reason):
-    model = new_tower()
-    expected = results(model, rows)
-    with graphs_on(model) as graphs:
-        found = results(model, rows)
-        assert graphs.statistics().fallbacks == {reason: 1}
-        assert graphs.statistics().replays == 0
-    assert_close(found[0] + list(found[1]), expected[0] + list(expected[1]), 0.0)
+        assert graphs.statistics().replays >= len(FITTING)
+        assert set(graphs.statistics().fallbacks) <= {"too_many_tokens"}
 
 
 def test_small_microbatches_need_a_bucket_of_their_size():
@@ -80,19 +56,6 @@ def test_small_microbatches_need_a_bucket_of_their_size():
             forward(model, rows)
             assert (graphs.statistics().replays > before) == replayed
         assert graphs.statistics().fallbacks == {"too_few_tokens": 2}
-
-
-@pytest.mark.parametrize("deepstack", [True, False])
-def test_a_frozen_encoder_replays_without_gradients(deepstack):
-    model = new_tower(deepstack=deepstack).requires_grad_(False)
-    expected = forward(model, IMAGES)
-    with graphs_on(model) as graphs:
-        poison(graphs, float("nan"))
-        outputs = forward(model, IMAGES)
-        assert_close(outputs, expected)
-        assert not any(o.requires_grad for o in outputs)
-        assert graphs.statistics().fallbacks == {}
-        assert graphs.statistics().replays == 1
 
 
 @pytest.mark.parametrize("trained", [["merger", "deepstack"], ["decoder", "merger"]], ids=["mergers", "no patches"])

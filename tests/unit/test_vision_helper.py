@@ -15,15 +15,6 @@ from .mixes import MIXED
 from .towers import assert_close, new_helper, new_tower, results
 
 
-def test_slots_follow_the_pipeline_unless_given():
-    model = new_tower()
-    model.config.pipeline_model_parallel_size = 4
-    for given_slots, microbatches, expected in [("auto", 8, 4), ("auto", 2, 2), (3, 8, 3)]:
-        helper = new_helper(model, num_microbatches=microbatches, slots=given_slots)
-        assert helper.graphs.slots == expected
-        helper.graphs.detach()
-
-
 class Holder(nn.Module):
     def __init__(self, name, inner, config=None):
         super().__init__()

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from .mixes import IMAGES, MIXED
 from .towers import assert_close, forward, graphs_on, new_tower, results
@@ -44,37 +45,6 @@ def test_weights_loaded_after_capture_are_used():
     assert_close(found[1], expected[1])
 
 
-def test_paused_runs_eager_and_keeps_the_graphs():
-    """Parameters and the names of a checkpoint are the model's own all the while."""
-    model = new_tower()
-    keys, parameters = list(model.state_dict()), list(model.parameters())
-    with graphs_on(model) as graphs:
-        with graphs.paused():
-            with graphs.paused():
-                forward(model, IMAGES)
-            forward(model, IMAGES)
-            assert graphs.statistics().replays == 0
-        forward(model, IMAGES)
-        assert graphs.statistics().replays == 1 and list(model.state_dict()) == keys
-        assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-        with graphs.paused():
-            graphs.detach()
-        assert "forward" not in vars(model)
-
-
-@pytest.mark.both_executors
-def test_recapture_replays_the_new_graphs():
-    model = new_tower()
-    expected = results(model, MIXED)
-    with graphs_on(model) as graphs:
-        first = graphs._regions
-        assert graphs.capture()
-        assert all(not r.slots for r in first)
-        found = results(model, MIXED)
-        assert_close(found[1], expected[1])
-        assert graphs.statistics().replays == 1
-
-
 def test_an_eager_pass_waits_for_parameters_as_a_replay_does():
     """Gathers of all ranks go over one communicator, so they must start in one order, whatever a rank runs."""
     model, waited = new_tower(), []
@@ -92,3 +62,20 @@ def test_an_eager_pass_waits_for_parameters_as_a_replay_does():
         waited.clear()
         forward(model, IMAGES)
         assert waited
+
+
+def test_a_capture_inside_inference_mode_serves_training_later():
+    model, sizes = new_tower(), ([[1, 8, 8]], [[1, 12, 8]])
+    expected = [results(model, rows) for rows in sizes]
+    with graphs_on(model, capture=False, buckets="auto") as graphs:
+        with torch.inference_mode():
+            for rows in sizes:
+                forward(model, rows)
+                assert graphs.captured or graphs.capture()
+                for _ in range(4):
+                    graphs.begin_step()
+        for rows, (outputs, gradients) in zip(sizes, expected, strict=True):
+            actual = results(model, rows)
+            assert_close(actual[0], outputs)
+            assert_close(actual[1], gradients)
+        assert graphs.statistics().replays >= len(sizes)
