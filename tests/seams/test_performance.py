@@ -1,14 +1,11 @@
-"""Upstream's scripts/performance with the plugin on: a look-alike always, a checkout if BRIDGE_CG_UPSTREAM names one.
+"""Upstream's scripts/performance with the plugin on: a look-alike of them.
 
 The scripts import one another by top-level names, which other people use as well.
 """
 
 import importlib
-import os
-import shlex
 import sys
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from wrapt import register_post_import_hook
@@ -16,19 +13,14 @@ from wrapt import register_post_import_hook
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks import overrides as performance
-from bridge_cg_plugin.upstream.hooks import recipes
 from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.activation import patch_module
 
 from .lookalike import PARSER, write_lookalike
 
-CHECKOUT = os.environ.get("BRIDGE_CG_UPSTREAM", "")
 NAMES = ("argument_parser", "utils", "run_script", "run_recipe", "benchmark_parallelism", "recipe_metadata")
 VISION = ["--vision_cuda_graph_impl", "transformer_engine", "--max-vision-cuda-graph-seq-length", "16384"]
 PERMISSIVE = PARSER.replace('"local", "transformer_engine"]', '"local", "transformer_engine", "full_iteration"]')
-BENCHMARK = shlex.split(
-    "--domain qwen3vl -m qwen_vl -mr qwen3_vl_30b_a3b --task pretrain -ng 16 -g h100 -c bf16 --max_steps 5"
-)
 
 
 def forget():
@@ -154,40 +146,3 @@ def test_switching_off_puts_everything_back(scripts, tmp_path):
     assert [dict(vars(module)) for module in modules] != before
     bridge_cg_plugin.deactivate()
     assert [dict(vars(module)) for module in modules] == before
-
-
-@pytest.fixture
-def checkout(scripts, monkeypatch):
-    """A checkout of upstream's scripts/performance; NeMo-Run, which its parser asks for a folder, is stood in for."""
-    if not CHECKOUT:
-        pytest.skip("BRIDGE_CG_UPSTREAM names no checkout of Megatron-Bridge's repository")
-    stand_in = ModuleType("nemo_run.config")
-    stand_in.get_nemorun_home = lambda: "/nowhere"
-    monkeypatch.setitem(sys.modules, "nemo_run", ModuleType("nemo_run"))
-    monkeypatch.setitem(sys.modules, "nemo_run.config", stand_in)
-    scripts(Path(CHECKOUT, "scripts/training"))
-    scripts(Path(CHECKOUT, "scripts/performance"))
-
-
-@pytest.mark.parametrize("early", [True, False], ids=["plugin_first", "parser_first"])
-def test_a_checkout_launches_with_the_flags(checkout, tmp_path, early):
-    if not early:
-        bridge_cg_plugin.deactivate()
-    run_script = importlib.import_module("run_script")
-    bridge_cg_plugin.activate()
-    words = [*BENCHMARK, *VISION, "--cuda_graph_impl", "none", "--save_config_filepath", str(tmp_path / "c.yaml")]
-    args, rest = run_script.parse_cli_args().parse_known_args([*words, "train.global_batch_size=64"])
-    assert hasattr(args, "vision_cuda_graph_impl") is early
-    found = run_script._prepare_perf_recipe(args, rest)
-    vision = read_options(found).vision
-    assert (vision.impl, vision.max_seq_length) == ("transformer_engine", 16384)
-    assert found.rng.te_rng_tracker is True and found.model.use_te_rng_tracker is True
-    assert (found.train.train_iters, found.train.global_batch_size) == (5, 64)
-    importlib.import_module("utils.utils")
-    assert set(states().values()) == {"active"}
-
-
-def test_steps_are_the_checkouts(checkout):
-    metadata, runner = (importlib.import_module(name) for name in ("recipe_metadata", "recipe_runner"))
-    assert dict(metadata.RECIPE_FORWARD_STEP_PREFIXES) == recipes.FAMILIES
-    assert {k: v for k, v in runner.STEP_FUNCTIONS.items() if k != "gpt_step"} == recipes.STEPS

@@ -34,14 +34,6 @@ def test_committed_records_are_as_the_format_says(path):
         records.check_record(one)
 
 
-@pytest.mark.parametrize("missing", records.REQUIRED)
-def test_a_record_says_where_it_comes_from(missing):
-    one = dict(read_records(FOLDER / "pretrain.jsonl")[0])
-    del one[missing]
-    with pytest.raises(ValueError, match=f"{missing} missing"):
-        records.check_record(one)
-
-
 def test_the_pages_are_those_of_the_records():
     for folder, write in ((FOLDER, tables.page), (tables.ROOT, tables.readme)):
         text = (folder / "README.md").read_text()

@@ -106,12 +106,6 @@ def test_robustness_names_every_option_that_no_gpu_test_sets():
 # The site
 
 
-def navigation(entries):
-    for entry in entries:
-        (value,) = entry.values()
-        yield from navigation(value) if isinstance(value, list) else [value]
-
-
 def site():
     return yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
@@ -123,15 +117,6 @@ def test_the_documentation_is_short():
     """With tables and code."""
     words = {name_of(page): len(page.read_text().split()) for page in SITE}
     assert sum(words.values()) <= MOST_WORDS, sorted(words.items(), key=lambda item: -item[1])[:10]
-
-
-def test_the_site_needs_no_network():
-    assert site()["theme"]["font"] is False and "offline" in site()["plugins"]
-    libs = (ROOT / site()["theme"]["custom_dir"] / "main.html").read_text()
-    (script,) = re.findall(r"src=\"{{ '(.+)' \| url }}\"", libs)
-    assert (DOCS / script).exists() and "http" not in libs
-    for drawing in DOCS.rglob("*.svg"):
-        assert not re.search(r'href="(?!#)|@import', drawing.read_text()), drawing
 
 
 # Fenced blocks

@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 
-from bridge_cg_plugin.cli.report.runs import how_eager_fares
 from examples.photographs import gpu
 from examples.photographs.images import (
     IMAGE_TOKEN,
@@ -18,19 +17,6 @@ from examples.photographs.processes import TrainingFailed, TrainingProcess
 from examples.upstream_vision_graphs import distance, without_positions_and_boundaries
 
 from .towers import draw, new_tower
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ([[[2.0], [2.1], [2.2]]], "0 of 3 eager runs are outside."),
-        ([[[2.0], [2.1], [2.9]]], "1 of 3 eager runs are outside as well: give more."),
-        ([[[2.0, 2.0], [2.1, 2.0], [2.2, 2.0]], [[1.0], [1.1], [1.9]]], "1 of 3"),
-        ([[[2.0], [2.0], [float("nan")]]], "1 of 3"),
-    ],
-)
-def test_eager_runs_are_judged_by_the_others(values, said):
-    assert said in how_eager_fares(*values)
 
 
 def dataset(text_only_every=0):

@@ -117,12 +117,6 @@ def test_a_run_outside_is_different_and_the_step_is_named():
     assert outside.reason.endswith("1 is the limit. 2 eager runs say little of what eager can do: give more.")
 
 
-def test_gradient_norms_count_too():
-    norms = {"eager1": (1, 1, 1), "eager2": (1, 1, 1), "plugin": (1, 2, 1)}
-    (found,) = verdicts([run(mode, grad_norms=tuple(enumerate(values, 1))) for mode, values in norms.items()])
-    assert found.state == "different" and found.loss.inside and not found.norm.inside
-
-
 @pytest.mark.parametrize(
     ("runs", "says"),
     [
