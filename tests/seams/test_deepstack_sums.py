@@ -14,9 +14,6 @@ from bridge_cg_plugin.upstream.seams.seam import drift
 from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
 from examples.photographs.small_tower import start_single_process
 
-SIZES = {"tp_size": 2, "tp_rank": 1, "sequence_parallel": True}
-MASK = torch.tensor([[True, True, False, True]])
-
 
 @pytest.fixture
 def modelling(active):
@@ -39,14 +36,6 @@ def called(modelling, of):
     return qwen3_vl._summing(lambda self: modelling.split_deepstack_embs)(of)
 
 
-@pytest.mark.parametrize("value", [True, "true", 1])
-def test_a_forward_with_the_option_splits_features_whose_gradients_are_summed(modelling, value):
-    before = modelling.split_deepstack_embs
-    found = called(modelling, model(vision_deepstack_gradient_allreduce=value))
-    assert found is not before and found.__wrapped__ is before
-    assert modelling.split_deepstack_embs is before
-
-
 def test_a_value_that_is_none_is_refused(modelling):
     with pytest.raises(OptionError, match="vision_deepstack_gradient_allreduce='maybe'"):
         called(modelling, model(vision_deepstack_gradient_allreduce="maybe"))
@@ -58,14 +47,6 @@ def test_a_gradient_that_others_hold_is_not_changed(group, monkeypatch):
     given = torch.ones(4, 3).t()
     qwen3_vl._SumOfGradients.apply(features, group).backward(given)
     assert features.grad.eq(2).all() and given.eq(1).all()
-
-
-def test_frozen_features_and_evaluation_reduce_nothing(modelling, group, monkeypatch):
-    monkeypatch.setattr(distributed, "all_reduce", None)
-    split = called(modelling, model(group))
-    assert not any(part.requires_grad for part in split(MASK, [torch.randn(3, 4)], **SIZES)[1])
-    with torch.no_grad():
-        assert not any(part.requires_grad for part in split(MASK, [torch.randn(3, 4, requires_grad=True)], **SIZES)[1])
 
 
 @pytest.mark.parametrize(

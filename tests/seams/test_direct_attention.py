@@ -12,74 +12,12 @@ from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.encoders import direct_attention
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL, pack_segments
 from bridge_cg_plugin.upstream.kernels import layers as layer_kernels
-from bridge_cg_plugin.upstream.seams.patches import bridge_release
-from bridge_cg_plugin.upstream.seams.seam import NEWEST
 from bridge_cg_plugin.vision.encoder import OtherAttention, RecordedKernels
-from tests.scripts import interpreted
 from tests.unit.towers import new_tower
 
 pytest.importorskip("triton")
 
 from bridge_cg_plugin.vision.kernels import cudnn_attention
-
-TOWER_SCRIPT = """
-import torch
-from megatron.core.transformer.enums import AttnMaskType
-
-from bridge_cg_plugin.upstream.encoders import direct_attention
-from bridge_cg_plugin.upstream.kernels.layers import fused_layer_kernels
-from bridge_cg_plugin.upstream.encoders.qwen3_vl import pack_segments
-from bridge_cg_plugin.upstream.kernels.rotary import fused_rotary
-from bridge_cg_plugin.vision.batch import EncoderBatch, shape_of
-from bridge_cg_plugin.upstream.encoders.qwen3_vl import Qwen3VLEncoder
-from bridge_cg_plugin.graphs.buckets import Bucket
-from tests.interpreted import prepare
-from tests.segment_plans import use_reference_plans
-from tests.unit.towers import draw, new_tower
-
-prepare()
-planned = use_reference_plans()
-tower = new_tower().half()
-for layer in tower.decoder.layers:  # core 0.17 has another mask in its layers without Transformer Engine, unread here
-    layer.self_attention.attn_mask_type = AttnMaskType.no_mask
-attentions = [layer.self_attention.core_attention for layer in tower.decoder.layers]
-for module in attentions:  # what stands in for Transformer Engine's on a CPU, set up as that
-    module.softmax_scale, module.attention_dropout, module.window_size = 16**-0.5, 0.0, (-1, -1)
-    module.softmax_type, module.return_max_logit, module.config = "vanilla", False, tower.config
-direct_attention.is_te_attention = attentions.__contains__
-pixels, grid = draw([[1, 4, 6], [2, 2, 2]])
-bucket = Bucket(40, (8, 32))
-program = Qwen3VLEncoder(tower)
-buffers = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in program.input_specs(bucket).items()}
-ROWS = ((1, 4, 6), (2, 2, 2))
-program.load(buffers, EncoderBatch(pixels.half(), ROWS, shape_of(ROWS), grid))
-rows = 32 // tower.config.spatial_merge_size**2
-
-def run():
-    outputs = [o[:rows] for o in program.forward(buffers, bucket)]
-    parameters = [p for p in tower.parameters() if p.requires_grad]
-    loss = sum((o.float() * torch.linspace(0.5, 1.5, o.numel()).view(o.shape)).sum() for o in outputs)
-    return [*outputs, *torch.autograd.grad(loss, parameters)]
-
-with fused_rotary([tower]), fused_layer_kernels([tower]):
-    expected = run()
-    assert not planned
-    with direct_attention.direct_attention([tower]):
-        found = run()
-assert {(s.segments, s.largest, s.tokens) for s in planned} == {(8, 32, 40)}, planned
-assert len(planned) == len(tower.decoder.layers)
-for a, b in zip(found, expected, strict=True):
-    difference = float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-3))
-    assert difference < 3e-2, difference
-print("same", len(found))
-"""
-
-
-@pytest.mark.skipif(bridge_release() != NEWEST.bridge, reason="kernels are the same beside every release")
-def test_a_tower_that_attends_directly_computes_the_same():
-    written = interpreted(TOWER_SCRIPT)
-    assert written.strip().splitlines()[-1].startswith("same")
-
 
 SET_UP = {
     "softmax_scale": 0.25, "attention_dropout": 0.0, "softmax_type": "vanilla", "return_max_logit": False,

@@ -141,17 +141,6 @@ def on_cpu(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    ("width", "dtype", "taken"),
-    [
-        (72, torch.bfloat16, True), (80, torch.float16, True), (128, torch.bfloat16, True), (72, torch.float32, False),
-        (40, torch.bfloat16, False), (88, torch.bfloat16, False), (160, torch.bfloat16, False),
-    ],
-)  # fmt: skip
-def test_heads_that_were_tried_are_taken(width, dtype, taken):
-    assert flash_attention.takes(width, dtype) == taken
-
-
 @pytest.fixture
 def calls(monkeypatch):
     """Record what FlashAttention is called with."""

@@ -36,7 +36,6 @@ from bridge_cg_plugin.upstream.seams.seam import minor
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 4, "moe_layer_freq": [0, 1]}
 ABSENT, IMPL = object(), "cuda_graph_impl"
 FULL, INFERENCE, TE_IMPL = "full_iteration", "full_iteration_inference", "transformer_engine"
-TE = {"cuda_graph_impl": TE_IMPL}
 
 
 def core_config(**fields):

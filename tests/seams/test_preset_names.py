@@ -18,7 +18,6 @@ from bridge_cg_plugin.upstream.seams.seam import Seam
 
 from .conftest import with_presets
 
-BRIDGE = "megatron.bridge.recipes"
 A, B = list(RECIPES)[:2]
 SEAM = Seam(name="names", module="m", target="", kind="module", touch="patched", purpose="for a test")
 
