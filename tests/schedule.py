@@ -16,13 +16,13 @@ FORKED = (
     "unit/test_tower_attention",
     "seams/test_contract",
     "seams/test_data_workers",
-    "seams/test_direct_attention",
     "seams/test_layer_kernels",
     "seams/test_rebuilt_configs",
 )
 # Those that take longest come first, so that no process waits for another at the end.
 LONGEST = (
     *FORKED,
+    "unit/test_proof",
     "unit/test_changed_models",
     "unit/test_capture_faults",
     "unit/test_vision",
