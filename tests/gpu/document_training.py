@@ -74,18 +74,12 @@ LANGUAGE_MODELS: dict[str, tuple[type, dict[str, Any]]] = {
 PROMPTS, PROMPT, GENERATED, BETWEEN = 2, 32, 16, 6
 
 
-def worker_parser(prog: str) -> argparse.ArgumentParser:
-    """Return a parser of what every process of a `Training` is told: how to train, how many steps, where to write."""
-    parser = argparse.ArgumentParser(prog=prog)
+def train_words(words: Sequence[str]) -> None:
+    """Train as the words of a command line say."""
+    parser = argparse.ArgumentParser(prog="document_training")
     parser.add_argument("--train", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    return parser
-
-
-def train_words(words: Sequence[str]) -> None:
-    """Train as the words of a command line say."""
-    parser = worker_parser("document_training")
     parser.add_argument("--model", choices=LANGUAGE_MODELS, default="dense")
     parser.add_argument("--packed", action="store_true", help="train on packed documents")
     parser.add_argument("--flash-decode", action="store_true")

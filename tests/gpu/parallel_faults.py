@@ -55,33 +55,6 @@ def stale_weights_are_nan() -> None:
     DistributedOptimizer._copy_main_params_to_model_params = copy_main_params_to_model_params
 
 
-# As megatron-core writes a schedule: from so many samples on, a step has so many.
-GROWING = "0:2 6:4 14:8"
-GROWING_MICROBATCHES = (2, 2, 2, 4, 4, 8, 8, 8)
-
-
-def batch_sizes_grow() -> None:
-    """Let a callback give the run a schedule of batch sizes, as Bridge's users can; graphs' slots are set up before."""
-    from megatron.bridge.training.callbacks import Callback
-    from megatron.core import num_microbatches_calculator as calculator
-
-    from examples.photographs import training
-
-    class Growing(Callback):
-        def on_train_start(self, context):
-            train = context.state.cfg.train
-            sizes = train.global_batch_size, train.micro_batch_size, context.state.cfg.data_parallel_size
-            rank = torch.distributed.get_rank()
-            calculator.reconfigure_num_microbatches_calculator(rank, None, *sizes, step_batch_size_schedule=GROWING)
-
-    original = training.pretrain
-
-    def pretrain(config, step, callbacks):
-        return original(config, step, callbacks=[Growing(), *callbacks])
-
-    training.pretrain = pretrain
-
-
 # Steps before the fault: three of warm-up, then two on graphs.
 GOOD_STEPS = 5
 TIMEOUT_MINUTES = 0.5

@@ -1,7 +1,6 @@
 """Which of several processes, one on each GPU of a machine, runs which tests."""
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
 
 import pytest
 
@@ -41,23 +40,6 @@ OTHERS_S = 10.0
 TRAINING_S = 7.0
 
 
-@dataclass(slots=True)
-class Part:
-    """Tests of one process.
-
-    Attributes:
-        items: The tests.
-        done: What they need done, each once, and the seconds that it takes.
-    """
-
-    items: list[pytest.Item] = field(default_factory=list)
-    done: dict[Hashable, float] = field(default_factory=dict)
-
-    def seconds_with(self, needed: Mapping[Hashable, float]) -> float:
-        """Return the seconds of all that is needed once these things are as well."""
-        return sum((self.done | needed).values())
-
-
 def needs_of(item: pytest.Item) -> dict[Hashable, float]:
     """Return what a test needs done and the seconds that each takes: its training runs, or its whole module."""
     module = item.path.stem
@@ -66,26 +48,22 @@ def needs_of(item: pytest.Item) -> dict[Hashable, float]:
     return {module: SECONDS.get(module, OTHERS_S)}
 
 
-def parts_of(items: Sequence[pytest.Item], count: int) -> list[Part]:
-    """Give tests to parts, the longest first, each to the part that ends first with it.
+def part_of(items: Sequence[pytest.Item], part: str) -> list[pytest.Item]:
+    """Return the tests of one of several processes, `NUMBER/COUNT`, in their order.
 
-    Modules stay together, but for tests of training runs: where two need the same run, it is done in one part or in
-    both, whichever ends first.
+    The longest are given first, to the process that ends first with them. Modules stay together, but for tests of
+    training runs: where two need the same run, one process does it or both, whichever ends first.
     """
+    number, count = map(int, part.split("/"))
     together: dict[frozenset[Hashable], list[pytest.Item]] = {}
     for item in items:
         together.setdefault(frozenset(needs_of(item)), []).append(item)
+    kept: list[set[int]] = [set() for _ in range(count)]
+    done: list[dict[Hashable, float]] = [{} for _ in range(count)]
     units = [(needs_of(tests[0]), tests) for tests in together.values()]
-    parts = [Part() for _ in range(count)]
     for needed, tests in sorted(units, key=lambda unit: sum(unit[0].values()), reverse=True):
-        part = min(parts, key=lambda each: each.seconds_with(needed))
-        part.items += tests
-        part.done |= needed
-    return parts
-
-
-def part_of(items: Sequence[pytest.Item], part: str) -> list[pytest.Item]:
-    """Return the tests of one of several processes, `NUMBER/COUNT`, in their order."""
-    number, count = map(int, part.split("/"))
-    kept = set(map(id, parts_of(items, count)[number].items))
-    return [item for item in items if id(item) in kept]
+        ends = [sum((each | needed).values()) for each in done]
+        first = ends.index(min(ends))
+        kept[first] |= set(map(id, tests))
+        done[first] |= needed
+    return [item for item in items if id(item) in kept[number]]

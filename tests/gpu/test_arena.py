@@ -70,24 +70,6 @@ def test_any_order_takes_as_much_and_equals_eager(tower_module, model, grads, gr
     assert max(taken.values()) <= 1.01 * largest, (taken, largest)
 
 
-def test_buckets_that_come_ascending_take_what_the_largest_takes(tower_module, model, grads, graphs_of, check):
-    helper = graphs_of(capture=False, slots=1, **SETTINGS)
-    sides = (20, 28, 36, 44, 52, 60)
-    tower_module.step(model, tower_module.make_batch([(1, 20, 20)], model))
-    helper.create_cudagraphs()
-    graphs, (region,) = helper.graphs, helper.graphs._regions
-    for side in sides:
-        for seed in range(4):
-            with graphs.step():
-                check(graphs, [(1, side, side)], seed)
-    taken, recorded = memories(graphs)[0].nbytes, len(region.sources.current.recordings)
-    assert recorded == len(region.buckets) >= len(sides) - 1
-    for bucket in sorted(region.buckets)[:-1]:
-        region.drop(bucket)
-    assert memories(graphs)[0].nbytes >= taken / 1.03
-    check(graphs, [(1, sides[-1], sides[-1])])
-
-
 def test_two_slots_interleave_and_a_bucket_goes(tower_module, model, grads, graphs_of, check):
     helper = graphs_of(buckets=(512, 1024, 2048), slots=2, **SETTINGS)
     graphs, (region,) = helper.graphs, helper.graphs._regions

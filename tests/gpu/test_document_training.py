@@ -80,20 +80,6 @@ def test_generation_between_training_steps(trained, generating, plain, eager):
         assert result["packed"]["replays"] == without["packed"]["replays"] > 0
 
 
-RECOMPUTED = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
-
-
-@pytest.mark.parametrize(
-    "graphs, eager",
-    [(run("--packed", "--set", *RECOMPUTED, *PACKED), run("--packed", "--set", *RECOMPUTED))],
-    ids=["full"],
-)
-def test_packs_train_with_layers_that_are_recomputed(trained, graphs, eager):
-    one, other = trained(graphs), trained(eager)
-    assert one["packed"]["replays"] > 0 and set(one["packed"]["fallbacks"]) <= {"not_captured_yet"}
-    assert_losses_equal(one, other)
-
-
 def scope(name):
     words = ("cuda_graph_impl=local", f"inference_cuda_graph_scope={name}")
     return run("--generate", "--flash-decode", "--set", *words)

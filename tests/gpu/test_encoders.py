@@ -176,26 +176,3 @@ def test_replays_are_as_near_to_fp32_as_eager(encoder, options):
     exact, _ = reference.step(batch)
     near = lambda found, eager: encoder.differ(found, exact) <= ALLOWANCE * encoder.differ(eager, exact)  # noqa: E731
     check_evaluation(encoder, helper, batch, near)
-
-
-@encoders(("qwen25_vl", {}), ("ministral3", {}))
-def test_kernels_by_which_long_segments_attend(encoder, options):
-    """Exact kernels are PyTorch's for packed segments, fast ones cuDNN's, but for windows."""
-    from torch.profiler import ProfilerActivity, profile
-
-    pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
-    batch = encoder.batch([(1, 40, 40)])
-    for kernels in ("exact", "fast"):
-        helper = encoder.on_graphs(kernels=kernels, buckets=(1600,))
-        encoder.run(batch)
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            encoder.run(batch)
-            torch.cuda.synchronize()
-        names = [event.name for event in profiler.events()]
-        found = {kind: sum(kind in name for name in names) for kind in ("pytorch_flash::flash_fwd", "sdpa")}
-        print(f"{kernels}: {found}")
-        by_windows = LAYERS - 2 if encoder.kind is ENCODERS["qwen25_vl"] else 0
-        assert bool(found["sdpa"]) == (kernels == "fast")
-        assert found["pytorch_flash::flash_fwd"] == (LAYERS if kernels == "exact" else by_windows)
-        assert not helper.graphs.statistics().fallbacks
-        helper.delete_cuda_graphs()

@@ -7,7 +7,6 @@ import pytest
 
 from examples.photographs.arguments import layout_in
 from examples.photographs.processes import TrainingFailed
-from tests.gpu.parallel_faults import GROWING_MICROBATCHES
 from tests.gpu.trainings import Training
 
 SMALL = ("--global-batch", "8", "--loader-workers", "0")
@@ -101,26 +100,6 @@ def test_one_rank_may_replay_what_another_runs_eager(trained, expected, run):
     assert_same(result, other)
 
 
-# Samples without an image: the last of rank 1 in each step, and all of rank 1.
-LAST, ALL = (("--text-only-every", every) for every in ("8", "2"))
-
-
-@pytest.mark.parametrize(
-    "expected, run, with_images",
-    [
-        # As released, eager runs end with an assertion where reductions overlap.
-        (eager(*DP2, *words, "--no-overlap"), graphs(*DP2, *words), with_images)
-        for words, with_images in ((LAST, 3), (ALL, 0))
-    ],
-    ids=["last microbatch", "all microbatches"],
-)
-def test_a_rank_may_have_no_image(trained, expected, run, with_images):
-    result, other = trained(run), trained(expected)
-    steps = run.steps - WARMUP_STEPS
-    assert [graph["replays"] for graph in encoders(result, run)] == [4 * steps, with_images * steps]
-    assert_same(result, other)
-
-
 # Buckets that a run chooses itself: the first step shows some of the sizes, the nine after it the others.
 AUTOMATIC = (*BUCKETS[1:], "cuda_graph_warmup_steps=1")
 AUTOMATIC_STEPS, EVALUATED = 10, ("--validate-every", "4")
@@ -151,37 +130,7 @@ def test_buckets_that_appear_while_training_runs(trained, expected, run):
     assert bool(result["evaluations"]) is ("--validate-every" in run.words)
 
 
-PP4 = ("--pipeline-parallel", "4", "--language-model", "6x1024")
-
-
-def stages(samples):
-    words = (*PP4, "--loader-workers", "0", *BUCKETS, "--global-batch", str(samples))
-    return Training("graphs", words, steps=5)
-
-
-@pytest.mark.parametrize("few, many", [(stages(8), stages(32))], ids=["PP4"])
-def test_slots_and_their_memory_do_not_grow_with_the_microbatches(trained, few, many):
-    (small,), (large,) = encoders(trained(few), few), encoders(trained(many), many)
-    assert small["memory_bytes"] == pytest.approx(large["memory_bytes"], rel=0.02) and large["memory_bytes"] > 0
-    assert small["fallbacks"] == large["fallbacks"] == {}
-    assert (small["replays"], large["replays"]) == (2 * 8, 2 * 32)
-
-
 FAULTS = "tests.gpu.parallel_faults"
-
-
-def growing(mode, *words):
-    """Return a run whose first steps have two microbatches and its last eight."""
-    words = (*words, *SMALL, *(BUCKETS if mode == "graphs" else ()))
-    return Training(mode, words, steps=len(GROWING_MICROBATCHES), prepare=f"{FAULTS}:batch_sizes_grow")
-
-
-@pytest.mark.parametrize("expected, run", [(growing("eager", *PP2), growing("graphs", *PP2))], ids=["PP2"])
-def test_microbatches_that_grow_during_the_run_all_replay(trained, expected, run):
-    result, other = trained(run), trained(expected)
-    assert result["losses"] == pytest.approx(other["losses"], rel=5e-3)
-    (found,) = encoders(result, run)
-    assert (found["replays"], found["fallbacks"]) == (sum(GROWING_MICROBATCHES[WARMUP_STEPS:]), {})
 
 
 def faulty(fault, *words):
