@@ -4,11 +4,11 @@ import os
 from typing import Any
 
 from .announce import LOGGER, warn
-from .switches import ALLOWED, switched_on
-from .upstream.seams.activation import activate, deactivate, status
+from .switches import ALLOWED, PLUGIN, switched_on
+from .upstream.seams.activation import activate, deactivate, observe, status
 
 __all__ = ["SWITCH", "activate", "autoload", "deactivate", "enable", "release_memory", "status"]
-SWITCH = "BRIDGE_CG_PLUGIN"
+SWITCH = PLUGIN
 
 
 def enable(model: Any, *options: Any) -> None:
@@ -52,7 +52,6 @@ def autoload() -> None:
         on = switched_on(SWITCH, True)
         if on is None:
             warn(f"{SWITCH}={os.environ[SWITCH]!r} is no switch, so the plugin stays on. It must be {ALLOWED}")
-        if on is not False:
-            activate()
+        (observe if on is False else activate)()
     except Exception:
         LOGGER.exception("bridge_cg_plugin could not be activated; training runs without it")

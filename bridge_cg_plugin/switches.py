@@ -2,6 +2,8 @@
 
 import os
 
+# The plugin itself.
+PLUGIN = "BRIDGE_CG_PLUGIN"
 # Comparing replays with eager: off until its costs are measured on GPUs.
 PROOF = "BRIDGE_CG_PROOF"
 ON, OFF = ("1", "true", "on"), ("0", "false", "off")

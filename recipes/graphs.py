@@ -61,9 +61,9 @@ def with_graphs(
         _prepare(config, GPUS[gpu], encoder=written.get(PROVIDER_FIELDS["impl"]) != "none")
     setattr(config.model, SETTING, graphs)
     if written:
-        from ..upstream.hooks.overrides import apply_flags
+        from ..upstream.hooks.graph_fields import set_graphs
 
-        apply_flags(config, options)
+        set_graphs(config, options)
     return config
 
 

@@ -52,10 +52,8 @@ _PARTS = {
     CudaGraphModule.mamba: "Mamba layers",
 }
 
-# Columns that `bridge-cg explain` and training print first, and their widths; the reason takes the rest of a line.
-HEAD, WIDTHS = ("part", "runs", "memory a slot"), (14, 6, 8)
-NO_FIGURE, BY_SIZE = "-", "by size"
-FURTHER = "Measured time and memory: bridge-cg explain"
+PARTS = VISION_ENCODER, LANGUAGE_MODEL_PART
+NOTHING = "graphs: none, all eager (no option asks for any)"
 
 # Options that `_activations` describes.
 _ACTIVATIONS = ("offload_above_gb", "offload", "recompute")
@@ -125,25 +123,26 @@ def _part(
     return Part(name, "eager", "; ".join(reasons), tuple(further_options))
 
 
-def chosen_table(options: GraphOptions, width: int) -> str:
-    """Return what the one setting came to as the table that training prints, without what only records tell.
+def in_one_line(options: GraphOptions, names: Collection[str] = PARTS) -> str:
+    """Return what of a model is on graphs and what not, and why: the line that training begins with.
 
     Args:
-        options: With what was chosen.
-        width: Of a line.
+        options: As they were set, with what the one setting came to.
+        names: The parts that the model has.
     """
-    names = {part.name for part in options.chosen}
-    found = [part for part in parts(options) if part.name in names]
-    limit = options.vision.buckets_max_gb
-    rows = [(part.name, part.runs, _memory(part, limit), part.why) for part in found]
-    left = width - sum(WIDTHS) - len(GAP) * len(WIDTHS)
-    return "\n".join([*text_table([(*HEAD, "why"), *rows], (*WIDTHS, left)), FURTHER])
+    setting = options.choice.setting
+    if not (options.enabled or options.chosen):
+        return NOTHING
+    if setting == "off":
+        return f"{SETTING}: {options.chosen[0]}"
+    chosen = {part.name: part.what for part in options.chosen}
+    told = [part for part in parts(options) if part.name in {*names, *chosen}]
+    said = [f"{part.name}: {chosen.get(part.name) or _briefly(part)}" for part in told]
+    return f"{f'{SETTING}={setting}' if setting else 'graphs'}: {'; '.join(said)}"
 
 
-def _memory(part: Part, limit_gb: float | None) -> str:
-    if part.runs != "graphs":
-        return NO_FIGURE
-    return f"{limit_gb:g} GiB at most" if part.name == VISION_ENCODER and limit_gb else BY_SIZE
+def _briefly(part: Part) -> str:
+    return part.why.partition("; ")[0] if part.runs == "graphs" else f"eager ({part.why})"
 
 
 def _language_model(every: GraphOptions) -> str:

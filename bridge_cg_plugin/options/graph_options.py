@@ -14,7 +14,7 @@ from .language_model import (
     SWITCHES,
     LanguageModelGraphOptions,
 )
-from .packed import PACKED, PackedOptions
+from .packed import MAX_PACKED_SEQS, PACKED, PackedOptions
 from .vision import VISION, VisionGraphOptions
 
 SETTING = "cuda_graphs"
@@ -115,6 +115,21 @@ class GraphOptions:
     def enabled(self) -> bool:
         """Whether any graphs are asked for."""
         return self.language_model.enabled or self.vision.enabled
+
+
+def asks_for_vision_graphs(config: Any) -> bool:
+    """Whether a model's config has vision graphs on."""
+    return getattr(config, VISION.fields["impl"], None) not in (None, "none")
+
+
+def asks_for_packed_graphs(config: Any) -> bool:
+    """Whether a model's config has packed-sequence graphs on."""
+    return getattr(config, MAX_PACKED_SEQS, None) is not None and getattr(config, IMPL, None) == "transformer_engine"
+
+
+def asks_for_graphs(config: Any) -> bool:
+    """Whether a model's config has graphs on, of the vision encoder or the language model; alike on all ranks."""
+    return asks_for_vision_graphs(config) or getattr(config, IMPL, None) not in (None, "none")
 
 
 TE_RNG = "use_te_rng_tracker"

@@ -166,26 +166,18 @@ SWITCHES: dict[str, Implementation] = {"enable_cuda_graph": "local", "external_c
 DEPRECATED = (SCOPE, *SWITCHES)
 
 
-class DeprecatedScope(NamedTuple):
-    """What a word of the old scope means.
-
-    Attributes:
-        new: What to write instead.
-        implementations: Those that may be set with it; "none" keeps graphs off.
-        inference_scope: The inference scope that it means.
-    """
-
-    new: str
-    implementations: tuple[Implementation, ...]
-    inference_scope: InferenceCudaGraphScope
-
-
-DEPRECATED_SCOPES = {
-    "full_iteration": DeprecatedScope(
-        f"{IMPL}=full_iteration", ("none", "local", "full_iteration"), InferenceCudaGraphScope.none
+# Word of the old scope -> what to write instead, the implementations that may be set with it ("none" keeps graphs off),
+# and the inference scope that it means.
+DEPRECATED_SCOPES: dict[str, tuple[str, tuple[Implementation, ...], InferenceCudaGraphScope]] = {
+    "full_iteration": (
+        f"{IMPL}=full_iteration",
+        ("none", "local", "full_iteration"),
+        InferenceCudaGraphScope.none,
     ),
-    "full_iteration_inference": DeprecatedScope(
-        f"{IMPL}=local {INFERENCE}=block", ("none", "local"), InferenceCudaGraphScope.block
+    "full_iteration_inference": (
+        f"{IMPL}=local {INFERENCE}=block",
+        ("none", "local"),
+        InferenceCudaGraphScope.block,
     ),
 }
 
@@ -207,14 +199,13 @@ def check_deprecated_scope(
         raise OptionError(SCOPE, ",".join(deprecated), " or ".join(deprecated), "Keep one of them.")
     if not deprecated:
         return
-    meaning = DEPRECATED_SCOPES[deprecated[0]]
-    remedy = f"Keep {meaning.new}."
-    if impl is not None and impl not in meaning.implementations:
-        allowed = f"left out with {IMPL}={impl}, since it means {IMPL} {' or '.join(meaning.implementations)}"
+    new, implementations, meant = DEPRECATED_SCOPES[deprecated[0]]
+    remedy = f"Keep {new}."
+    if impl is not None and impl not in implementations:
+        allowed = f"left out with {IMPL}={impl}, since it means {IMPL} {' or '.join(implementations)}"
         raise OptionError(SCOPE, deprecated[0], allowed, remedy)
-    if inference_scope not in (None, meaning.inference_scope):
-        means = f"{INFERENCE}={meaning.inference_scope.name}"
-        allowed = f"left out with {INFERENCE}={inference_scope.name}, since it means {means}"
+    if inference_scope not in (None, meant):
+        allowed = f"left out with {INFERENCE}={inference_scope.name}, since it means {INFERENCE}={meant.name}"
         raise OptionError(SCOPE, deprecated[0], allowed, remedy)
 
 
@@ -296,7 +287,7 @@ def _modules(fields: Mapping[str, Any], explicit: frozenset[str], warnings: list
 def _migrated(
     name: str, impl: Implementation | None, scope: InferenceCudaGraphScope | None, warnings: list[str]
 ) -> tuple[Implementation, InferenceCudaGraphScope | None]:
-    new = DEPRECATED_SCOPES[name].new
+    new = DEPRECATED_SCOPES[name][0]
     if impl == "none":
         warnings.append(f"{SCOPE}={name} has no effect: {IMPL}=none keeps graphs off. Write {new} for them")
         return "none", None

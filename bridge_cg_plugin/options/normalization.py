@@ -323,6 +323,21 @@ def normalize(*sources: Any) -> tuple[GraphOptions, Written]:
     return replace(options, warnings=(*dropped, *options.warnings), chosen=chosen), written
 
 
+def held_options(config: Any) -> GraphOptions:
+    """Return the options that a model's config holds.
+
+    Raises:
+        OptionError: A value is none that exists, or a deprecated and a new one disagree.
+    """
+    return options_of(without_idle_fields(collect(config)))
+
+
+def without_idle_fields(written: Written) -> Written:
+    """Drop language-model fields that upstream does not read because graphs are off, as recipes leave them."""
+    on = written.fields.get(IMPL) not in (None, "none") or any(written.fields.get(name) for name in SWITCHES)
+    return written if on else _without(written, LANGUAGE_MODEL_FIELDS)
+
+
 def options_of(written: Written) -> GraphOptions:
     """Return the typed options of collected fields.
 
@@ -433,7 +448,7 @@ def _drop_conflicting_modules(written: Written, lines: list[str]) -> dict[str, A
     for name in (MODULES, SCOPE):
         held = normalize_cuda_graph_modules(written.fields.get(name), name)
         modules = plain(held.modules)
-        lost = [word for word in held.deprecated if impl not in DEPRECATED_SCOPES[word].implementations]
+        lost = [word for word in held.deprecated if impl not in DEPRECATED_SCOPES[word][1]]
         if impl == "full_iteration":
             lost, modules = [*modules, *lost], []
         if lost:
@@ -452,7 +467,7 @@ def _drop_conflicting_implementation(written: Written, lines: list[str]) -> dict
             continue
         for word in normalize_cuda_graph_modules(written.fields.get(name), name).deprecated:
             held = _implementation(written.fields)
-            if held is not None and held[1] not in DEPRECATED_SCOPES[word].implementations:
+            if held is not None and held[1] not in DEPRECATED_SCOPES[word][1]:
                 lines.append(_line(held[0], f"{name}={word}", "chooses another implementation"))
             idle = () if INFERENCE in written.explicit else (INFERENCE,)
             return dict.fromkeys((IMPL, *SWITCHES, *idle))

@@ -32,6 +32,7 @@ OTHER_FIELDS = (
 )
 MODEL_SECTIONS = ("model", "config", "cfg", "provider", "transformer")
 OTHER_SECTIONS = ("rng", "ddp", "dist", "rerun_state_machine", "dataset", "peft")
+_KNOWN = (*ATTRIBUTES, *FIELDS, *OTHER_FIELDS, *(name for name in SETTINGS if "cuda_graph" in name))
 # Fields that say the same thing: what is written later replaces all of a group.
 _GROUPS = ((IMPL, *SWITCHES), (MODULES, SCOPE))
 _ASSIGNMENT = re.compile(r"[+]{0,2}([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
@@ -247,13 +248,17 @@ def _refuse_section(part: str, name: str, value: Any) -> None:
 
 
 def _refuse_lookalike(name: str, value: Any) -> None:
-    known = (*ATTRIBUTES, *FIELDS, *OTHER_FIELDS, *(name for name in SETTINGS if "cuda_graph" in name))
-    if name in known:
-        return
-    graph = "cuda_graph" in name or "cudagraph" in name
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6 if graph else 0.88)
-    if near or graph:
-        raise OptionError.unknown(name, "option in docs/options.md", near[0] if near else "")
+    if name not in _KNOWN and ((near := _nearest(name, _KNOWN)) or _of_graphs(name)):
+        raise OptionError.unknown(name, "option in docs/options.md", near)
+
+
+def _of_graphs(name: str) -> bool:
+    return "cuda_graph" in name or "cudagraph" in name
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6 if _of_graphs(name) else 0.88)
+    return near[0] if near else ""
 
 
 def _from_object(source: Any) -> Written:
@@ -282,6 +287,13 @@ def fields_of(model: Any) -> dict[str, Any]:
             value = getattr(model, name)
             found |= TUNING[name].tuning_values(value) if name in TUNING else {name: value}
     return found
+
+
+def misspelt(model: Any) -> dict[str, str]:
+    """Return the attributes of a model's config that are no fields of it and look like options -> the option."""
+    declared = {*_KNOWN, *dir(type(model)), *getattr(model, "__dataclass_fields__", ())}
+    strange = (name for name in getattr(model, "__dict__", {}) if name not in declared and name[0] != "_")
+    return {name: near for name in strange if (near := _nearest(name, ATTRIBUTES))}
 
 
 def _is_saved(source: Mapping[str, Any]) -> bool:

@@ -139,7 +139,6 @@ class EncoderFamily:
         fused_accumulation: Entered like kernels; lets weight gradients be added to `main_grad` inside the GEMM.
         before_eager: Called with the modules before a microbatch runs eager in a step that may have replayed others.
         known_activations: Entered like kernels where activations leave the device: notes what they are.
-        driven_by_bridge: Whether Bridge's train loop drives graphs of this encoder itself.
         encodes: "vision" or "audio". A model may have one encoder of each; both are captured.
     """
 
@@ -153,7 +152,6 @@ class EncoderFamily:
     fused_accumulation: RecordingKernels = nullcontext
     before_eager: Callable[[Sequence[nn.Module]], None] = lambda modules: None
     known_activations: RecordingKernels = nullcontext
-    driven_by_bridge: bool = False
     encodes: Literal["vision", "audio"] = "vision"
 
 

@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import GraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
 from examples.photographs.images import FILES, SMALL_SIZES, Images, draw_images
 from examples.photographs.small_tower import build_tower
 
@@ -35,13 +36,13 @@ class Captioner(nn.Module):
         return functional.cross_entropy(self.head(pooled), torch.tensor([FILES.index(n) for n in images.names]))
 
 
-def train(graphs: bool, steps: int) -> tuple[list[float], VisionTECudaGraphHelper | None]:
+def train(graphs: bool, steps: int) -> tuple[list[float], GraphHelper | None]:
     """Train and return the losses of each step; with graphs, the helper as well, still active."""
     model, helper = Captioner(), None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if graphs:
         options = VisionGraphOptions(impl="transformer_engine", max_seq_length=1024, exact_below=0, strict=True)
-        helper = VisionTECudaGraphHelper(model.tower, model.tower.config, options=options, executor=ReferenceExecutor())
+        helper = encoder_helper(model.tower, model.tower.config, options=options, executor=ReferenceExecutor())
     losses = []
     for step in range(steps):
         if helper is not None and step == WARMUP_STEPS:

@@ -13,7 +13,7 @@ from tests.models.encoder_case import Batch, Encoder, step
 from tests.models.workloads import frames_of
 
 if TYPE_CHECKING:
-    from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import GraphHelper
 
 SECONDS = 1.0  # no further repeat of a measurement begins after this long
 # Ways of the plugin -> options that are not the default.
@@ -89,7 +89,7 @@ def case_of(name: str, case: str, layers: int) -> str:
     return case if (name, layers) == ("qwen3_vl", 27) else f"{name}_{case}_{layers}layers"
 
 
-def capture(model: nn.Module, **settings: Any) -> "VisionTECudaGraphHelper":
+def capture(model: nn.Module, **settings: Any) -> "GraphHelper":
     """Capture at once and strictly, with the given graph options; returns the helper.
 
     Raises:
@@ -100,7 +100,7 @@ def capture(model: nn.Module, **settings: Any) -> "VisionTECudaGraphHelper":
 
     wanted: dict[str, Any] = {"impl": "transformer_engine", "strict": True}
     options = VisionGraphOptions(**wanted, **settings)
-    helper: VisionTECudaGraphHelper = tower.new_helper(model, options)
+    helper: GraphHelper = tower.new_helper(model, options)
     assert helper.graphs is not None and isinstance(helper.graphs.workload, VisionWorkload)
     called = helper.graphs.workload.kernels.attention
     if options.attention not in ("auto", called):

@@ -29,10 +29,10 @@ def vision_graphs(model: nn.Module, capture: bool = True, around: dict[str, Any]
         options: Graph options.
     """
     from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
 
     settings: dict[str, Any] = {"impl": "transformer_engine", "strict": True, **options}
-    helper = VisionTECudaGraphHelper(model, model.config, options=VisionGraphOptions(**settings), **(around or {}))
+    helper = encoder_helper(model, model.config, options=VisionGraphOptions(**settings), **(around or {}))
     if capture:
         helper.create_cudagraphs()
     return helper

@@ -16,8 +16,8 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks import batches, between
-from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PackedCudaGraphHelper
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import decoder_helpers
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
 from tests.models import packed_parity as parity
@@ -110,9 +110,9 @@ def stepped(model, grads, packed, around=nullcontext):
 def graphs_on(model, packed, observed):
     """Put the encoder, and the decoder for packed batches, on graphs of what `observed` runs; yields them."""
     vision = VisionGraphOptions(impl="transformer_engine", strict=True)
-    helpers = [VisionTECudaGraphHelper(model, model.vision_model.config, options=vision)]
+    helpers = [encoder_helper(model, model.vision_model.config, options=vision)]
     if packed:
-        helpers += PackedCudaGraphHelper([model], model.config, num_microbatches=1).chunks
+        helpers += decoder_helpers([model], model.config, num_microbatches=1)
     try:
         observed()
         for helper in helpers:

@@ -344,15 +344,15 @@ def new_helper(
         exact: Whether weight gradients are rounded before they are added, as eager's are.
         options: `cuda_graph_...` fields of the configuration.
     """
-    from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PackedCudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import decoder_helpers
 
     tuning = {"gradient_accumulation_fusion": not exact, **options.pop("cuda_graph_packed_tuning", {})}
     options["cuda_graph_packed_tuning"] = tuning
     values = {"cuda_graph_packed_strict": True, "cuda_graph_modules": list(modules), **options}
     for name, value in values.items():
         setattr(model.config, name, value)
-    helper = PackedCudaGraphHelper([model], model.config, num_microbatches=8)
-    graphs = helper.chunks[0].graphs
+    (helper,) = decoder_helpers([model], model.config, num_microbatches=8)
+    graphs = helper.graphs
     assert graphs is not None
     workload: Any = graphs.workload
     if by_layer:
@@ -364,4 +364,4 @@ def new_helper(
             model(**pack.arguments)
     if capture:
         helper.create_cudagraphs()
-    return helper.chunks[0]
+    return helper

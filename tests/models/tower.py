@@ -225,9 +225,9 @@ def step(
 
 def new_helper(model: nn.Module, options: Any) -> Any:
     """Capture the tower with the options and return its helper."""
-    from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+    from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
 
-    helper = VisionTECudaGraphHelper(model, model.config, options=options)
+    helper = encoder_helper(model, model.config, options=options)
     try:
         helper.create_cudagraphs()
     except BaseException:

@@ -230,9 +230,9 @@ def test_a_loop_without_host_copies_waits_before_its_encoder_alone(model, sample
         expected = padded(model, call, lengths)
         with pytest.raises(HostWait):
             padded(model, call, lengths, no_host_waits())
-    reads = between.EarlyReads(model)
+    reads = between.early_reads(model)
     found = padded(model, call, lengths, no_host_waits())
-    reads.remove()
+    reads.close()
     assert all(same(*pair) for pair in zip(found, expected, strict=True))
     assert not KEPT._known and not between._ROWS._known  # a loop may write to its tensors by any means
     with pytest.raises(HostWait):
@@ -247,7 +247,7 @@ def test_nothing_is_read_that_upstream_does_not_read(change, on_a_device, monkey
         call["input_ids"] = call["input_ids"][0]  # a pack of tokens
     if change == "images":
         call = {name: value for name, value in call.items() if "grid" not in name and "pixel" not in name}
-    between.EarlyReads(torch.nn.Module())._began(torch.nn.Module(), (), call)
+    assert not between.read_ahead(call)
     assert not TOKENS._known and not GRIDS._known
 
 
@@ -277,7 +277,7 @@ def test_the_host_knows_what_the_step_gives_its_model(model, name, packed, monke
         monkeypatch.setattr(copies, "known", lambda tensor, known=known: asked.append(known(tensor)) or asked[-1])
     monkeypatch.setattr(host_copies, "on_host", lambda tensor: False)  # nothing is known that was not announced
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: pytest.fail("the device was read"))
-    between.EarlyReads(model)
+    between.early_reads(model)
     found = stepped(model, BATCHES[name], packed)
     assert all(same(*pair) for pair in zip(found, expected, strict=True))
     assert asked and all(values is not None for values in asked)

@@ -13,7 +13,7 @@ from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_OMNI, QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder, find_encoders
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, vision_helper
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
 from bridge_cg_plugin.upstream.seams.registry.bridge import TRAIN
 from examples.photographs.small_tower import start_single_process
 
@@ -137,7 +137,7 @@ def test_losses_and_gradients_with_both_encoders_on_graphs_are_eagers(frozen):
     expected = results(model, samples)
     vision = graphs_on(model, buckets=BUCKETS[-1:], slots=4)
     settings = {**DEFAULTS, "buckets": (16, 128), "slots": 4}
-    audio = VisionTECudaGraphHelper(
+    audio = encoder_helper(
         [model],
         model.thinker.audio_model.config,
         options=VisionGraphOptions(**settings),

@@ -18,8 +18,8 @@ from torch import distributed
 import bridge_cg_plugin
 from bridge_cg_plugin.options.facts import ENCODER_LAYERS
 from bridge_cg_plugin.options.normalization import ALLREDUCE
+from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
-from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PADDED_ROWS
 from tests.ranks import run_ranks
 
 from ..unit import vlm
@@ -104,7 +104,7 @@ def scheduled_gradients(model, graphs):
     if graphs:
         (found,) = [layers.statistics() for layers in active_graphs()]
         assert (found.replays, dict(found.fallbacks)) == (len(BATCHES), {})
-        PADDED_ROWS.forget()
+        LOOPS.end_bridges()
     return sum(report[0].item() for report in reports), finalized(model, "main_grad")
 
 

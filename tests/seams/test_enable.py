@@ -139,7 +139,7 @@ def test_of_a_language_model_packs_are_what_a_loop_can_have(monkeypatch, capsys,
     assert "vision encoder: eager (the model has no vision encoder that graphs support)" in said
     assert "language model: all layers as one region over packed sequences" in said
     if refused:
-        monkeypatch.setattr(any_loop, "PackedCudaGraphHelper", refuse)
+        monkeypatch.setattr(any_loop, "decoder_helpers", refuse)
     driver = LOOPS.driver_of(model, 1)
     assert [graphs.model for graphs in driver.graphs] == ([] if refused else [model.decoder])
     expected = "[rank 0] cuda_graphs=exact: the language model runs eager. Cannot use layers of this kind."

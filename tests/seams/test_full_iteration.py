@@ -12,8 +12,8 @@ import bridge_cg_plugin
 from bridge_cg_plugin.language.packed import workload as workload_module
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
+from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
-from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PADDED_ROWS
 from bridge_cg_plugin.upstream.hooks.qwen3_vl import replays_one_length
 from bridge_cg_plugin.upstream.kernels import recompute
 
@@ -29,7 +29,7 @@ MIX = [ONE, TEXT, TWO, [(4, 8)]]
 @pytest.fixture(autouse=True)
 def _no_graphs_afterwards(active):
     yield
-    PADDED_ROWS.forget()
+    LOOPS.end_bridges()
 
 
 def layers():
@@ -214,8 +214,8 @@ def test_layers_that_no_test_has_seen_stay_eager_and_are_named(caplog):
         pass
 
     graphs.model.language_model.decoder.layers[1].self_attention = OtherAttention()
-    PADDED_ROWS.follow([graphs.model], graphs.model.config)
-    PADDED_ROWS.follow([graphs.model], graphs.model.config)
+    LOOPS.bridges_driver([graphs.model], graphs.model.config)
+    LOOPS.bridges_driver([graphs.model], graphs.model.config)
     (said,) = [record.message for record in caplog.records if record.name == "bridge_cg_plugin"]
     assert "runs eager" in said and "no graphs of such layers were tried: OtherAttention" in said
     assert not active_graphs()

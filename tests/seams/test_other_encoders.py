@@ -1,7 +1,6 @@
 """Graphs of an encoder that Bridge's train loop does not drive."""
 
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +8,6 @@ from megatron.core import num_microbatches_calculator as calculator
 from torch import nn
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.upstream.encoders.registry import find_encoders
-from bridge_cg_plugin.upstream.hooks import train_loop
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, vision_helper
 from bridge_cg_plugin.upstream.seams.registry.bridge import MODEL, VISION_CONFIG
 
@@ -36,13 +33,8 @@ class Chunk(nn.Module):
         self.module.config = provider
 
 
-def not_driven_by_bridge(model):
-    return [each._replace(family=replace(each.family, driven_by_bridge=False)) for each in find_encoders(model)]
-
-
 @pytest.fixture
 def loop(active, monkeypatch):
-    monkeypatch.setattr(train_loop, "find_encoders", not_driven_by_bridge)
     monkeypatch.setattr(vision_helper, "default_executor", lambda **_: ReferenceExecutor())
     yield
     for helper in graph_helper.active_helpers():
@@ -76,12 +68,6 @@ def test_slots_follow_the_pipeline_and_the_microbatches(loop, monkeypatch):
     monkeypatch.setattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", SimpleNamespace(get=lambda: 3))
     step(new_model(pipeline_model_parallel_size=8))
     assert graph_helper.active_helpers()[0].graphs.slots == 3
-
-
-def test_the_loop_makes_nothing_where_upstream_drives_this_encoder(loop, monkeypatch):
-    monkeypatch.setattr(train_loop, "find_encoders", find_encoders)
-    step(new_model())
-    assert graph_helper.active_helpers() == []
 
 
 @pytest.fixture

@@ -11,12 +11,14 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks import qwen3_vl as language_model
 from bridge_cg_plugin.upstream.hooks.batches import PACK_OFFSETS
-from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
-from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PackedCudaGraphHelper, find_decoders
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import decoder_helpers, find_decoders
+from bridge_cg_plugin.upstream.hooks.train_loop import DrivenBySteps
 from bridge_cg_plugin.upstream.seams.registry.bridge import TRAIN
 from bridge_cg_plugin.upstream.seams.registry.engine import GPT_STEP
 
-from ..unit.packs import graphs_on, new_model, pack
+from ..unit.packs import new_model
+from ..unit.towers import bridges_step
 
 
 def test_the_loop_gets_the_plugins_helper_for_packs(active):
@@ -25,8 +27,7 @@ def test_the_loop_gets_the_plugins_helper_for_packs(active):
     helper = active[TRAIN].TECudaGraphHelper(
         model=[model], config=model.config, seq_length=64, micro_batch_size=1, optimizers=[], num_microbatches=1
     )
-    assert type(helper) is PackedCudaGraphHelper and not helper.graphs_created()
-    helper.delete_cuda_graphs()
+    assert type(helper) is DrivenBySteps and not helper.graphs_created()
     assert "forward" not in vars(model.decoder)
 
 
@@ -48,7 +49,7 @@ def test_the_loop_calls_nothing_that_the_helper_lacks(active):
     called = set(re.findall(r"(?<!vision_)\bcuda_graph_helper\.(\w+)", source))
     assert called >= {"graphs_created", "create_cudagraphs"}
     for name in called:
-        assert hasattr(PackedCudaGraphHelper, name), name
+        assert hasattr(DrivenBySteps, name), name
 
 
 def test_a_capture_knows_megatrons_random_states(active, monkeypatch):
@@ -63,21 +64,19 @@ def test_a_capture_knows_megatrons_random_states(active, monkeypatch):
     )
     model = new_model()
     model.config.cuda_graph_max_packed_seqs = 4
-    PackedCudaGraphHelper([model], model.config, num_microbatches=1).delete_cuda_graphs()
+    decoder_helpers([model], model.config)[0].delete_cuda_graphs()
     ((generators, _),) = given
     assert generators is random_states
 
 
 def test_steps_and_the_end_of_training_reach_the_decoder(active):
     model = new_model()
-    with graphs_on(model, pack((300,))) as graphs:
-        from bridge_cg_plugin.upstream.hooks import train_loop
-
-        step = next(p.make for p in train_loop.PATCHES if p.name == "train_step")(lambda model, global_state: None)
-        step([], SimpleNamespace(cfg=SimpleNamespace(model=None)))
-        assert graphs.step_number == 1
-        active[TRAIN]._delete_cuda_graphs(None)
-        assert "forward" not in vars(model.decoder) and not active_helpers()
+    model.config.cuda_graph_max_packed_seqs = 4
+    bridges_step([model], model.config, lambda: None)
+    (graphs,) = active_graphs()
+    assert graphs.model is model.decoder and graphs.step_number == 1
+    active[TRAIN]._delete_cuda_graphs(None)
+    assert "forward" not in vars(model.decoder) and not active_graphs()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +145,7 @@ def test_a_model_that_cannot_work_is_refused_by_the_helper_too(active):
     model = new_model(hidden_dropout=0.1)
     model.config.cuda_graph_max_packed_seqs = 4
     with pytest.raises(OptionError, match="hidden_dropout"):
-        PackedCudaGraphHelper([model], model.config, num_microbatches=1)
+        decoder_helpers([model], model.config, num_microbatches=1)
 
 
 def test_packs_are_not_padded_to_the_length_of_unpacked_graphs(active):

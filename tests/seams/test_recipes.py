@@ -244,7 +244,7 @@ def test_recompute_that_is_added_later_keeps_the_model_eager_and_refuses_what_wa
     launched(config, 2)
     assert not normalize(config)[0].enabled
     said = " ".join(capsys.readouterr().out.replace("[bridge-cg]", "").split())
-    assert "vision encoder eager - cuda_graphs=exact: eager (model. recompute_granularity='selective'" in said
+    assert "cuda_graphs=exact: vision encoder: eager (model.recompute_granularity='selective'" in said
     again.model.vision_cuda_graph_impl = "transformer_engine"
     with pytest.raises(OptionError, match="recompute_granularity"):
         launched(again, 2)
@@ -326,7 +326,7 @@ def test_dropout_keeps_the_language_model_eager_unless_its_graphs_were_set_expli
     launched(config, gpus_of(bridge, base))
     assert not read_options(config).language_model.enabled
     table = "".join(capsys.readouterr().out.replace("[bridge-cg]", "").split())  # cells are wrapped at any place
-    assert "languagemodeleager" in table and "model.hidden_dropout=" in table
+    assert "languagemodel:eager" in table and "model.hidden_dropout=" in table
     config = with_graphs(base, options="cuda_graph_impl=transformer_engine cuda_graph_max_packed_seqs=8")
     config.model.hidden_dropout = 0.1
     with pytest.raises(OptionError, match="hidden_dropout"):

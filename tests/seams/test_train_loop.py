@@ -1,5 +1,5 @@
 import copy
-import inspect
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -7,12 +7,12 @@ from torch import nn
 
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.hooks import train_loop
-from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.train_loop import DrivenBySteps
 from bridge_cg_plugin.upstream.parallel.data_parallel import megatron_reduction
 
-from ..unit.towers import draw, new_helper, new_tower
-from .loops import gathers
+from ..unit.towers import bridges_step, draw, new_helper, new_tower
+from .loops import Policy, gathers
 
 TRAIN = "megatron.bridge.training.train"
 
@@ -34,48 +34,45 @@ def helper(active):
 
 def test_the_loop_drives_the_plugins_helper(active):
     train = active[TRAIN]
-    assert train.VisionTECudaGraphHelper is VisionTECudaGraphHelper
+    assert train.VisionTECudaGraphHelper is DrivenBySteps
     bridge_cg_plugin.deactivate()
-    upstreams = train.VisionTECudaGraphHelper
-    assert upstreams is not VisionTECudaGraphHelper and upstreams.__module__.startswith("megatron.")
+    assert train.VisionTECudaGraphHelper.__module__.startswith("megatron.")
 
 
 def test_the_helper_has_upstreams_interface():
     from megatron.core.transformer.cuda_graphs import VisionTECudaGraphHelper as upstreams
 
-    ours = inspect.signature(VisionTECudaGraphHelper.__init__).parameters
-    assert set(inspect.signature(upstreams.__init__).parameters) <= set(ours)
     for name in ("create_cudagraphs", "graphs_created", "cuda_graph_set_manual_hooks", "delete_cuda_graphs"):
-        assert callable(getattr(upstreams, name)) and callable(getattr(VisionTECudaGraphHelper, name))
+        assert callable(getattr(upstreams, name)) and callable(getattr(DrivenBySteps, name))
 
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_run_whose_loop_skips_the_iteration_of_the_capture_is_captured(active, skips):
     """The loop captures before one iteration only, which `train.iterations_to_skip` may skip."""
-    model = new_tower()
-    made = new_helper(model)
-    step = make("train_step")(lambda model, global_state: model[0](*draw([[1, 4, 4]])))
-    state = SimpleNamespace(cfg=SimpleNamespace(model=SimpleNamespace(cuda_graph_warmup_steps=2)))
+    model, loops = Policy(cuda_graph_warmup_steps=2), DrivenBySteps()
     for number in range(4):
         if number == 2 and not skips:
-            made.create_cudagraphs()
-        step([model], state)
-        assert made.graphs_created() is (number >= 2)
-    assert made.graphs.statistics().replays == 2
-    made.delete_cuda_graphs()
+            loops.create_cudagraphs()
+        bridges_step([model], model.config, lambda: model([[1, 4, 4]], 0))
+        (graphs,) = active_graphs()
+        assert graphs.captured is (number >= 2)
+    assert graphs.statistics().replays == 2
 
 
 def a_step():
-    make("train_step")(lambda model, global_state: None)([], SimpleNamespace(cfg=SimpleNamespace(model=None)))
+    bridges_step([Policy(vision_cuda_graph_impl="none")], SimpleNamespace(), lambda: None)
 
 
 @pytest.mark.parametrize("then", [a_step, bridge_cg_plugin.deactivate], ids=["step", "deactivate"])
 def test_an_encoder_is_off_the_graphs_of_a_run_that_ended_with_an_error(active, then):
-    """Nobody holds that run's helper. The next one may have no graphs."""
-    model = new_tower()
-    new_helper(model).create_cudagraphs()
+    """The next one may have no graphs."""
+    model = Policy()
+    for work in (lambda: model([[1, 4, 4]], 0), lambda: 1 / 0):
+        with suppress(ZeroDivisionError):
+            bridges_step([model], model.config, work)
+    assert active_graphs()[0].captured
     then()
-    assert "forward" not in vars(model)
+    assert "forward" not in vars(model.vision_model) and not active_graphs()
 
 
 class Writer:
@@ -111,14 +108,13 @@ def test_metrics_reach_the_loggers_at_their_interval(helper, positional):
         assert ("vision_cuda_graph/replays", 1.0, 5) in board.scalars
 
 
-def test_the_end_of_training_reports_and_frees(helper, capsys):
-    order = []
-    model = helper.graphs.model
-    end = make("train_end")(lambda *args: order.append(helper.graphs is None))
+def test_the_end_of_training_reports_and_frees(active, capsys):
+    order, model = [], Policy()
+    bridges_step([model], model.config, lambda: None)
+    end = make("train_end")(lambda *args: order.append("forward" in vars(model.vision_model)))
     end("helper of the language model")
-    assert order == [True]
+    assert order == [False]
     assert "eager fallbacks" in capsys.readouterr().out
-    assert "forward" not in model.__dict__ and helper not in active_helpers()
 
 
 def test_upstreams_own_padding_is_never_used(active):
@@ -159,3 +155,9 @@ def test_the_reduction_waits_for_the_last_microbatch(overlap, last, waits):
     for group in chunk.param_to_bucket_group.values():
         group.is_last_microbatch = last
     assert megatron_reduction([chunk], model).waits() is waits
+
+
+def test_a_step_does_not_check_again_with_less_what_bridges_validation_took(active):
+    model = Policy(use_te_rng_tracker=False)  # `rng.te_rng_tracker` is no field of the model
+    bridges_step([model], model.config, lambda: None)
+    assert [graphs.model for graphs in active_graphs()] == [model.vision_model]

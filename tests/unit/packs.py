@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import bridge_cg_plugin
 from bridge_cg_plugin.language.packed import workload
-from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PackedCudaGraphHelper, checked_options
+from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import checked_options, decoder_helpers
 from examples.photographs.small_tower import start_single_process
 from tests.models.language_model import arguments_at, held
 
@@ -317,14 +317,14 @@ def graphs_on(model, *warmup, capture=True, executor=None, num_microbatches=1, g
     for name, value in values.items():
         setattr(model.config, name, value)
     wanted = checked_options(model.config)
-    helper = PackedCudaGraphHelper(
+    (helper,) = decoder_helpers(
         [model],
         model.config,
         num_microbatches=num_microbatches,
         options=replace(wanted, packed=replace(wanted.packed, grows=grows)),
         executor=executor or new_executor(),
     )
-    (graphs,) = [chunk.graphs for chunk in helper.chunks]
+    graphs = helper.graphs
     try:
         for arguments in warmup:
             model(**arguments)
@@ -332,10 +332,7 @@ def graphs_on(model, *warmup, capture=True, executor=None, num_microbatches=1, g
             helper.create_cudagraphs()
         yield graphs
     finally:
-        for chunk in helper.chunks:
-            if chunk.graphs is not None:
-                chunk.graphs.detach()
-                chunk.graphs = None
+        graphs.detach()
         vars(model.config).update(before)
 
 

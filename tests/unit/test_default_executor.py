@@ -13,8 +13,8 @@ from bridge_cg_plugin.graphs.recordings.streams import ReplayStream
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream import environment
 from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, language_helpers, vision_helper
-from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PackedCudaGraphHelper
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import decoder_helpers
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
 
 from ..executors import new_executor
 from .packs import DEFAULTS as PACKED
@@ -39,10 +39,10 @@ def test_replays_of_what_offloads_are_aside(monkeypatch, options, aside):
     asked, model, packs = [], new_tower(), new_model()
     for helper in (vision_helper, language_helpers):
         monkeypatch.setattr(helper, "default_executor", keeping(asked))
-    VisionTECudaGraphHelper(model, model.config, options=VisionGraphOptions(**DEFAULTS, **options)).delete_cuda_graphs()
+    encoder_helper(model, model.config, options=VisionGraphOptions(**DEFAULTS, **options)).delete_cuda_graphs()
     for name, value in {**PACKED, **{f"cuda_graph_packed_{name}": value for name, value in options.items()}}.items():
         setattr(packs.config, name, value)
-    PackedCudaGraphHelper([packs], packs.config, num_microbatches=1).delete_cuda_graphs()
+    decoder_helpers([packs], packs.config)[0].delete_cuda_graphs()
     assert asked == [aside] * 2
 
 

@@ -254,10 +254,8 @@ def test_commands_that_are_not_run_exist_with_their_flags(block):
 def source_of(words):
     """Return the source of the project's program that a command starts, empty where it starts another one."""
     program = words[words.index("python") + 1 :] if "python" in words else words
-    if program[0].startswith("scripts/"):
+    if program[0].startswith(("scripts/", "examples/")):
         return (ROOT / program[0]).read_text()
-    if program[:2] == ["-m", "examples.plain_loop"]:
-        return (PHOTOGRAPHS / "plain_runs.py").read_text()
     if program[0] == "-m" and program[1].startswith("examples"):
         return (PHOTOGRAPHS / "arguments.py").read_text() + str(LAYOUT_FLAGS)
     if program[0] == "./run":

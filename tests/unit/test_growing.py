@@ -14,7 +14,7 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.graphs.reports import GIB
 from bridge_cg_plugin.options import vision_options
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
 
 from ..executors import new_executor
 from ..ranks import run_ranks
@@ -185,7 +185,7 @@ def grow_with_other_ranks(hinder):
     """Grow on several ranks, of which one is hindered."""
     model = new_tower()
     options = VisionGraphOptions(**{**DEFAULTS, **ON_DEMAND, "strict": False})
-    helper = VisionTECudaGraphHelper(model, model.config, options=options)
+    helper = encoder_helper(model, model.config, options=options)
     forward(model, SMALL)
     helper.create_cudagraphs()
     graphs, found = helper.graphs, []

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import install_output_capuring_hook
 
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import TextOnlyMicrobatches
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_options
 from bridge_cg_plugin.upstream.seams.own_code import own_hook
 
 from ..tape import TapeExecutor
@@ -229,7 +229,7 @@ def collects():
     return next(iter(layer._forward_hooks.values()))
 
 
-@pytest.mark.parametrize("hook", [gathers(), partial(gathers()), TextOnlyMicrobatches._before_embedding, collects()])
+@pytest.mark.parametrize("hook", [gathers(), partial(gathers()), encoder_options, collects()])
 def test_hooks_of_upstream_and_of_the_plugin_are_their_own(hook):
     assert own_hook(hook)
 

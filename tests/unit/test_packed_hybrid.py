@@ -6,7 +6,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks import between as pack_indices
-from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PackedCudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import decoder_helpers
 
 from .hybrids import hybrid_pack, new_hybrid, stand_ins
 from .packs import (
@@ -117,7 +117,7 @@ def test_other_mixers_are_refused(bare, monkeypatch):
     with monkeypatch.context() as changed:
         changed.setattr(mixer, "__class__", type("NewMixer", (type(mixer),), {}))
         with pytest.raises(OptionError, match="NewMixer"):
-            PackedCudaGraphHelper([bare], bare.config, num_microbatches=1)
+            decoder_helpers([bare], bare.config, num_microbatches=1)
 
 
 def test_a_step_on_graphs_finds_the_indices_as_upstream_does(bare, monkeypatch):

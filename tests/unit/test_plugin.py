@@ -57,12 +57,13 @@ VALUES = {"0": (False, None), " OFF ": (False, None), "banana": (True, "stays on
 
 @pytest.mark.parametrize(("value", "found"), [*((v, (True, None)) for v in ("1", "True", " on ", "")), *VALUES.items()])
 def test_the_environment_switches_it(value, found, monkeypatch, caplog):
-    activated = []
+    done = []
     monkeypatch.setenv(plugin.SWITCH, value)
-    monkeypatch.setattr(plugin, "activate", lambda: activated.append(True))
+    for name in ("activate", "observe"):
+        monkeypatch.setattr(plugin, name, lambda name=name: done.append(name))
     plugin.autoload()
     on, said = found
-    assert bool(activated) == on and len(caplog.records) == (said is not None)
+    assert done == ["activate" if on else "observe"] and len(caplog.records) == (said is not None)
     assert said is None or (said in caplog.text and repr(value) in caplog.text and ALLOWED in caplog.text)
 
 

@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import distributed, nn
 
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, MIXED, VIDEO
@@ -74,7 +74,7 @@ def data_parallel(overlap, last=None, beside=()):
         model = data_parallel_model(Model(), overlap_grad_reduce=overlap)
         encoder = model.module.vision_model
         options = VisionGraphOptions(**DEFAULTS)
-        helper = VisionTECudaGraphHelper([model], encoder.config, num_microbatches=3, options=options)
+        helper = encoder_helper([model], encoder.config, num_microbatches=3, options=options)
         if graphs:
             helper.create_cudagraphs()
         steps = []
@@ -149,7 +149,7 @@ def with_text(overlap, graphs):
     options = VisionGraphOptions(**DEFAULTS)
     helper = None
     if graphs != "none":
-        helper = VisionTECudaGraphHelper([model], encoder.config, num_microbatches=3, options=options)
+        helper = encoder_helper([model], encoder.config, num_microbatches=3, options=options)
     steps = []
     for step, mixes in enumerate(TEXT * 2):
         if step == 2 and graphs == "captured":
@@ -194,7 +194,7 @@ def gathers(has_images):
     settings = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"), True)
     model = data_parallel_model(WithText(), **settings)
     encoder = model.module.vision_model
-    helper = VisionTECudaGraphHelper([model], encoder.config, options=VisionGraphOptions(**DEFAULTS))
+    helper = encoder_helper([model], encoder.config, options=VisionGraphOptions(**DEFAULTS))
     order = []
     for number, group in enumerate(dict.fromkeys(model.param_to_bucket_group.values())):
         group.finish_param_sync = lambda number=number, **unused: order.append(number)
@@ -223,6 +223,6 @@ def test_an_eager_pass_beside_a_replay_in_the_last_backward(tmp_path):
 
 def captured(model):
     options = VisionGraphOptions(**DEFAULTS)
-    helper = VisionTECudaGraphHelper(model, model.config, options=options)
+    helper = encoder_helper(model, model.config, options=options)
     helper.create_cudagraphs()
     return helper.graphs

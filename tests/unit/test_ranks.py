@@ -14,7 +14,7 @@ from torch import distributed
 
 from bridge_cg_plugin.graphs.errors import CaptureError, OtherRankFailed
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
 from bridge_cg_plugin.upstream.parallel.process_groups import (
     consensus_of,
     shared_group,
@@ -32,7 +32,7 @@ TOO_LARGE = [(1, 20, 20)]
 
 
 def helper_on(model, **options):
-    return VisionTECudaGraphHelper(model, model.config, options=VisionGraphOptions(**{**DEFAULTS, **options}))
+    return encoder_helper(model, model.config, options=VisionGraphOptions(**{**DEFAULTS, **options}))
 
 
 def full_results(model, rows):

@@ -12,9 +12,9 @@ from megatron.core.pipeline_parallel import schedules
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import VisionGraphOptions
+from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
-from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import PADDED_ROWS
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
 from bridge_cg_plugin.upstream.parallel.process_groups import microbatches_in_flight
 from tests.ranks import run_ranks
 
@@ -29,10 +29,9 @@ def pipeline(stages, virtual=None):
 
 def helper_on(chunks, provider, microbatches, slots="auto"):
     encoder = chunks[0].vision_model
-    config = encoder.config if encoder is not None else provider
     provider.vision_cuda_graph_impl = "transformer_engine"
     options = VisionGraphOptions(**{**DEFAULTS, "slots": slots})
-    return VisionTECudaGraphHelper(chunks, config, num_microbatches=microbatches, options=options)
+    return encoder and encoder_helper(chunks, encoder.config, num_microbatches=microbatches, options=options)
 
 
 def eager_and_graphs(stages, virtual, microbatches, slots):
@@ -40,14 +39,15 @@ def eager_and_graphs(stages, virtual, microbatches, slots):
     chunks = build_stage(provider)
     eager = train_step(chunks, microbatches)
     helper = helper_on(chunks, provider, microbatches, slots)
-    helper.create_cudagraphs()
+    if helper is not None:
+        helper.create_cudagraphs()
     graphed = train_step(chunks, microbatches)
     found = None
-    if helper.graphs is not None:
+    if helper is not None:
         statistics = helper.graphs.statistics()
         found = helper.graphs.slots, statistics.replays, dict(statistics.fallbacks)
         assert sum(slot.free for slot in helper.graphs._regions[0].slots) == helper.graphs.slots
-    helper.delete_cuda_graphs()
+        helper.delete_cuda_graphs()
     return eager, graphed, found
 
 
@@ -90,7 +90,7 @@ def eager_and_layers(stages, virtual, microbatches):
     provider.cuda_graph_impl = "full_iteration"
     constant = calculator.ConstantNumMicroBatchesCalculator(microbatches, 1, 1, False, 0)
     calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = constant
-    PADDED_ROWS.follow(chunks, provider)
+    LOOPS.bridges_driver(chunks, provider)
     train_step(chunks, microbatches, seed=50)
     helpers = active_helpers()
     for helper in helpers:
@@ -104,7 +104,7 @@ def eager_and_layers(stages, virtual, microbatches):
             graphed = train_step(chunks, microbatches)
     replays = [graphs.statistics().replays - count for graphs, count in zip(every, before, strict=True)]
     found = list(zip(replays, (graphs.workload.plan.additions() for graphs in every), strict=True))
-    PADDED_ROWS.forget()
+    LOOPS.end_bridges()
     return eager, graphed, found
 
 
@@ -164,7 +164,8 @@ def ramp_up(stages, late):
     chunks = build_stage(provider)
     helper = helper_on(chunks, provider, calculator.get_num_microbatches())
     schedule_of_batch_sizes()
-    helper.create_cudagraphs()
+    if helper is not None:
+        helper.create_cudagraphs()
     samples, sizes, left = 0, [], []
     for step in range(7):
         calculator.update_num_microbatches(samples if step < 6 else 0)
@@ -173,7 +174,7 @@ def ramp_up(stages, late):
         eager, graphed = (train_step(model, sizes[-1], 10 * step) for model in (plain, chunks))
         assert flat(graphed[0]) == pytest.approx(flat(eager[0]), rel=1e-5)
         assert_close(list(graphed[1].values()), list(eager[1].values()), 1e-4)
-        if helper.graphs is not None:
+        if helper is not None:
             statistics = helper.graphs.statistics()
             region = helper.graphs._regions[0]
             recordings = len(region.sources.current.recordings)
@@ -185,7 +186,7 @@ def ramp_up(stages, late):
                     dict(statistics.fallbacks),
                 )
             )
-    return sizes, left, helper.graphs and helper.graphs.statistics().replays
+    return sizes, left, helper and helper.graphs.statistics().replays
 
 
 @pytest.mark.parametrize("stages, late", [(1, False), (2, True)])

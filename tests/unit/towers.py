@@ -9,7 +9,7 @@ import torch
 import bridge_cg_plugin
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks import train_loop
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import VisionTECudaGraphHelper
+from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
 from examples.photographs.small_tower import build_tower
 
 from ..executors import new_executor
@@ -65,7 +65,7 @@ def new_helper(model, holder=None, executor=None, num_microbatches: int = 1, **o
     """Return the train loop's helper for the encoder, with what holds the encoder, before a capture."""
     options = VisionGraphOptions(**{**DEFAULTS, **options})
     given = {"num_microbatches": num_microbatches, "options": options, "executor": executor or new_executor()}
-    return VisionTECudaGraphHelper(model if holder is None else holder, model.config, **given)
+    return encoder_helper(model if holder is None else holder, model.config, **given)
 
 
 @contextmanager

@@ -225,6 +225,5 @@ QWEN3_VL = core_family(
     find=find_vision_model,
     encoder=Qwen3VLEncoder,
     kernels=fused_kernels,
-    driven_by_bridge=True,
     **OVER_SEGMENTS,
 )

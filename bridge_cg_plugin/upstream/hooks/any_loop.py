@@ -1,8 +1,8 @@
-"""Graphs in a training loop that calls megatron-core's schedules itself, as those of RL post-training do.
+"""What drives graphs in every training loop: one driver for each model, which begins and ends its steps.
 
-Every loop looks a schedule up when it calls it, so what stands in for the schedules meets them all. A model whose
-config asks for graphs gets helpers at its first call; each call is a step. Models that Bridge's own loop trains are
-left to it.
+In Bridge's own loop a step is the loop's (`train_loop`). In others, as those of RL post-training, each call of a
+megatron-core schedule is one: every loop looks a schedule up when it calls it, so what stands in for the schedules
+meets them all. A model whose config asks for graphs gets them at its first step.
 """
 
 import atexit
@@ -18,10 +18,20 @@ from torch import nn
 
 from ...announce import announce, warn
 from ...graphs.manager import GraphManager
-from ...options import OptionError, graph_options
+from ...options import GraphOptions, LanguageModelGraphOptions, OptionError, graph_options
+from ...options.combinations import DRIVEN_BY_BRIDGE, padded_rows
 from ...options.facts import LOOP_PARTS
-from ...options.graph_options import LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER
-from ...options.normalization import options_of
+from ...options.graph_options import (
+    LANGUAGE_MODEL_PART,
+    SETTING,
+    VISION_ENCODER,
+    Part,
+    asks_for_graphs,
+    asks_for_packed_graphs,
+    asks_for_vision_graphs,
+)
+from ...options.language_model import IMPL
+from ...options.normalization import held_options
 from ...options.sources import Written, collect
 from ..encoders.registry import find_encoders
 from ..environment import OPTIONS, memory_may_leave
@@ -32,22 +42,19 @@ from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
 from ..seams.registry.bridge import SCHEDULES
 from ..wrappers import chunks_of, config_of, unwrapped
-from .graph_fields import EVERY, apply_options, take_environment
+from .graph_fields import EVERY, announce_parts, applied, apply_options, environment_options
 from .helpers.graph_helper import (
     GraphHelper,
     active_graphs,
-    asks_for_packed_graphs,
-    asks_for_vision_graphs,
+    drop_graphs,
     modules_on_graphs,
 )
-from .helpers.language_helpers import PackedCudaGraphHelper, checked_options, find_decoders
-from .helpers.vision_helper import VisionTECudaGraphHelper, encoder_options
+from .helpers.language_helpers import checked_options, decoder_helpers, find_decoders
+from .helpers.vision_helper import encoder_helper, encoder_options
 from .leaving_models import ReturningBuffers, follow, has_left, undisturbed
 
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.
 WARMUP_CALLS = 3
-# Attribute of a config: the one setting by which its graphs were chosen.
-CHOSEN = "_bridge_cg_chosen"
 
 
 def graph_config(model: nn.Module | Sequence[nn.Module]) -> Any:
@@ -71,7 +78,6 @@ def set_options(model: nn.Module | Sequence[nn.Module], config: Any, *options: A
     loop = Written(settings={LOOP_PARTS: _parts_of(model, config)})
     wanted = graph_options(config, loop, *options)
     apply_options(wanted, config)
-    setattr(config, CHOSEN, wanted.choice.setting)
     steps = collect(*options).facts["cuda_graph_warmup_steps"]
     if steps is not None:
         config.cuda_graph_warmup_steps = steps
@@ -84,13 +90,28 @@ def _parts_of(model: nn.Module | Sequence[nn.Module], config: Any) -> tuple[str,
     return tuple(name for name, modules in found.items() if modules or stages_of(config) > 1)
 
 
+def _announce(model: nn.Module | Sequence[nn.Module]) -> None:
+    """Print once what of a model this loop has on graphs, what not, and why."""
+    config = config_of(model)
+    if not asks_for_graphs(config):
+        if config is not None:
+            announce_parts(config, GraphOptions())
+        return
+    options = held_options(config)
+    impl = options.language_model.impl
+    if impl in DRIVEN_BY_BRIDGE and not options.packed.enabled:
+        idle = Part(LANGUAGE_MODEL_PART, "eager", f"{IMPL}={impl}: only Bridge's own loop drives such graphs")
+        options = replace(options, language_model=LanguageModelGraphOptions(), chosen=(idle,))
+    announce_parts(config, options, _parts_of(model, config))
+
+
 class LoopDriver:
-    """Graphs of one model over a loop's schedule calls: helpers, warm-up, capture, steps.
+    """Graphs of one model over its loop's steps: makes them, warms up, captures between steps, reports.
 
     Args:
         chunks: The model's chunks on this rank.
         config: The model's config, with the plugin's options.
-        microbatches: Of the first call.
+        microbatches: Of the first step; None in Bridge's own loop, whose steps have as many as its configuration says.
         others: What it shares with other models, whose drivers have it on graphs.
 
     Raises:
@@ -100,27 +121,34 @@ class LoopDriver:
     _reported = False
     _helpers: Sequence[GraphHelper] = ()
 
-    def __init__(self, chunks: Sequence[nn.Module], config: Any, microbatches: int, others: Set[nn.Module]) -> None:
-        self.config, self._options = config, checked_options(config)
+    def __init__(
+        self, chunks: Sequence[nn.Module], config: Any, microbatches: int | None, others: Set[nn.Module]
+    ) -> None:
+        self.config, self._bridges = config, microbatches is None
+        # What Bridge's loop trains was checked with all of its configuration.
+        self._options = held_options(config) if self._bridges else checked_options(config)
         self._warmup = getattr(config, "cuda_graph_warmup_steps", WARMUP_CALLS)
         self._data_parallel, self._others = data_parallel(chunks), others
-        self._wanted = vision, packed = asks_for_vision_graphs(config), asks_for_packed_graphs(config)
+        rows = self._bridges and bool(padded_rows(self._options, collect(config).facts))
+        self._wanted = vision, packed = asks_for_vision_graphs(config), asks_for_packed_graphs(config) or rows
         encoders, decoders = find_encoders(chunks) if vision else [], find_decoders(chunks) if packed else []
         self._found = [*(found.model for found in encoders), *decoders]
         helpers: list[GraphHelper] = []
         # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
-        most = max(microbatches, 2 * stages_of(config) * len(chunks))
-        settings: Any = {"num_microbatches": most, "releasable": memory_may_leave()}
-        self._buffers = ReturningBuffers(chunks if settings["releasable"] else (), others)
+        most = 1 if microbatches is None else max(microbatches, 2 * stages_of(config) * len(chunks))
+        leaves = not self._bridges and memory_may_leave()
+        self._buffers = ReturningBuffers(chunks if leaves else (), others)
+        around: Any = {"num_microbatches": most, "releasable": leaves}
+        grows = not self._bridges
         for found in encoders:
             if found.model not in others:
-                with self._else_eager(VISION_ENCODER):
-                    options = replace(encoder_options(config, found), grows=True)
-                    helpers.append(VisionTECudaGraphHelper(chunks, config, found=found, options=options, **settings))
+                with self._else_eager(VISION_ENCODER, [found.model]):
+                    options = replace(encoder_options(config, found), grows=grows)
+                    helpers.append(encoder_helper(chunks, config, found=found, options=options, **around))
         if packed and others.isdisjoint(decoders):
-            with self._else_eager(LANGUAGE_MODEL_PART):
-                grows = replace(self._options, packed=replace(self._options.packed, grows=True))
-                helpers += PackedCudaGraphHelper(chunks, config, options=grows, **settings).chunks
+            with self._else_eager(LANGUAGE_MODEL_PART, decoders, always=rows):
+                packs = replace(self._options, packed=replace(self._options.packed, grows=grows))
+                helpers += decoder_helpers(chunks, config, options=packs, **around)
         self._helpers = helpers
         missing = ["vision encoder"] * (vision and not encoders) + ["decoder"] * (packed and not decoders)
         if missing and stages_of(config) == 1:
@@ -128,19 +156,21 @@ class LoopDriver:
             warn(f"{name} has no {what} that graphs know, though its options ask for graphs of one: it runs eager")
 
     @contextmanager
-    def _else_eager(self, part: str) -> Iterator[None]:
-        """Leave a part eager, with one warning, that the one setting chose and this model cannot have."""
+    def _else_eager(self, part: str, modules: Sequence[nn.Module], always: bool = False) -> Iterator[None]:
+        """Leave a part eager, with one warning, that the one setting chose, or any did, and this model cannot have."""
         try:
             yield
         except OptionError as error:
-            setting = getattr(self.config, CHOSEN, None)
-            if setting is None:
+            for module in modules:
+                drop_graphs(module)
+            setting = applied(self.config).choice.setting
+            if setting is None and not always:
                 raise
-            warn(f"{SETTING}={setting}: the {part} runs eager. {error}")
+            warn(f"{f'{SETTING}={setting}: ' if setting else ''}the {part} runs eager. {error}")
 
     def is_outdated(self) -> bool:
         """Whether the model's config has other options now, and no schedule call is under way."""
-        return options_of(collect(self.config)) != self._options and not self._in_step
+        return held_options(self.config) != self._options and not self._in_step
 
     def serves(self, chunks: Sequence[nn.Module]) -> bool:
         """Whether graphs are of what these chunks hold now, below data parallelism that replays wait for."""
@@ -161,13 +191,26 @@ class LoopDriver:
         """The graphs of all helpers."""
         return [helper.graphs for helper in self._helpers if helper.graphs is not None]
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Be in one schedule call; what is due is captured before it."""
-        self._buffers.put_back()
+    @property
+    def phase(self) -> str:
+        """What steps are doing now with this rank's graphs."""
+        if not self.graphs:
+            return "no graphs on this rank"
+        if any(graphs.failure is not None for graphs in self.graphs):
+            return "eager after a failed capture"
+        return "with graphs" if any(graphs.captured for graphs in self.graphs) else "warming up"
+
+    def capture_due(self) -> None:
+        """Capture what warm-up steps have shown enough of, and try once more what failed."""
         for helper in self._helpers:
             if helper.is_due(self._warmup):
                 helper.create_cudagraphs()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Be in one step; what is due is captured before it."""
+        self._buffers.put_back()
+        self.capture_due()
         with ExitStack() as stack:
             for graphs in self.graphs:
                 stack.enter_context(graphs.step())
@@ -234,26 +277,60 @@ class Loops:
         chunks = chunks_of(model)
         if chunks[0] in self._bridges:
             return None
+        if chunks[0] not in self._met:
+            self._met.add(chunks[0])
+            self._take_settings(chunks)
+            _announce(chunks)
+        return self._driver(chunks, config_of(chunks), microbatches)
+
+    def bridges_driver(self, chunks: Sequence[nn.Module], config: Any) -> LoopDriver | None:
+        """Return what drives the graphs of the model that Bridge's own loop trains; no other loop drives them then.
+
+        Graphs of another model of Bridge's, left behind by a run that ended with an error, are dropped.
+
+        Raises:
+            OptionError: An option cannot work.
+        """
+        if not chunks:
+            self.end_bridges()
+            return None
+        if chunks[0] not in self._bridges:
+            self.end_bridges()
+            self.leave_to_bridge(chunks)
+        return self._driver(chunks, config, None)
+
+    def _driver(self, chunks: Sequence[nn.Module], config: Any, microbatches: int | None) -> LoopDriver | None:
         driver = self._known(chunks[0])
         if driver is not None:
             if driver.serves(chunks):
                 return driver
             self._end(driver)
-        if chunks[0] not in self._met:
-            self._met.add(chunks[0])
-            self.tell(chunks)
-        config = config_of(chunks)
-        if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config)):
+        bridges_own = microbatches is None and asks_for_graphs(config)
+        if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config) or bridges_own):
             return None
         others = modules_on_graphs(chunks)
-        if others and not others <= {graphs.model for driver in self._drivers for graphs in driver.graphs}:
+        driven = {graphs.model for driver in self._drivers for graphs in driver.graphs}
+        if microbatches is not None and not others <= driven:
             return None
         driver = LoopDriver(chunks, config, microbatches, others)
         self._drivers.add(driver)
-        if memory_may_leave():
+        if microbatches is not None and memory_may_leave():
             follow(chunks, self.follow_models)
         vars(unwrapped(chunks[0])[-1])[HELD] = _Held(driver)
         return driver
+
+    def capture_bridges(self) -> None:
+        """Capture what is due of what Bridge's own loop trains."""
+        for driver in self._of_bridge():
+            driver.capture_due()
+
+    def end_bridges(self) -> None:
+        """Report and drop the graphs of what Bridge's own loop trained."""
+        for driver in self._of_bridge():
+            self._end(driver)
+
+    def _of_bridge(self) -> list[LoopDriver]:
+        return [driver for chunk in list(self._bridges) if (driver := self._known(chunk)) is not None]
 
     def _known(self, first: nn.Module) -> LoopDriver | None:
         held = vars(unwrapped(first)[-1]).get(HELD)
@@ -263,7 +340,7 @@ class Loops:
         self._drivers.discard(driver)
         driver.end()
 
-    def tell(self, model: nn.Module | Sequence[nn.Module]) -> None:
+    def _take_settings(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Set what the environment and the one setting of a model's config come to on this config, once.
 
         Raises:
@@ -275,25 +352,26 @@ class Loops:
             return
         config = graph_config(model)
         self._told[id(config)] = config
-        taken = take_environment(config, lambda fields, steps: set_options(model, config, {**fields, **steps}))
-        if asked and not taken:
-            set_options(model, config)
+        with environment_options(config) as said:
+            if asked or said:
+                set_options(model, config, said)
 
     def set(self, model: nn.Module | Sequence[nn.Module], *options: Any) -> None:
         """Set graph options on a model's config; drops graphs of other options. See `bridge_cg_plugin.enable`."""
         config = graph_config(model)
-        self.tell(model)
+        self._take_settings(model)
         set_options(model, config, *options)
         self._told[id(config)] = config
+        _announce(model)
         for driver in [driver for driver in self._drivers if driver.config is config and driver.is_outdated()]:
             self._end(driver)  # the model's next call begins anew
 
     def leave_to_bridge(self, model: nn.Module | Sequence[nn.Module]) -> None:
         """Stand back from a model that Bridge's own loop trains."""
-        if (chunks := chunks_of(model)) and not self.is_bridges(chunks):
-            self._bridges.add(chunks[0])
-            if (driver := self._known(chunks[0])) is not None:
-                self._end(driver)
+        chunks = chunks_of(model)
+        self._bridges.add(chunks[0])
+        if (driver := self._known(chunks[0])) is not None:
+            self._end(driver)
 
     def is_bridges(self, model: nn.Module | Sequence[nn.Module]) -> bool:
         """Whether Bridge's own loop trains a model."""

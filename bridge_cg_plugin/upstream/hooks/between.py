@@ -389,32 +389,27 @@ BATCH = seam("batch_of_model")
 Forget = Callable[[], None]
 
 
-class EarlyReads:
-    """Lets a Qwen3-VL model read its batch first; any other model is left alone.
+def early_reads(holder: nn.Module) -> ExitStack:
+    """Let a Qwen3-VL model read its batch first; any other model is left alone. Returns what takes the hooks off.
 
     Args:
         holder: The module that holds the vision model and the language model.
     """
+    forgets: list[Forget] = []
+    handles = ExitStack()
 
-    def __init__(self, holder: nn.Module) -> None:
-        self._forget: list[Forget] = []
-        self._handles = ExitStack()
-        if any(kind.__module__ == BATCH.module for kind in type(holder).__mro__):
-            self._handles.enter_context(holder.register_forward_pre_hook(self._began, with_kwargs=True))
-            self._handles.enter_context(holder.register_forward_hook(self._ended, always_call=True))
+    def began(holder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        forgets.extend(read_ahead(kwargs if not args else {"input_ids": args[0], **kwargs}))
 
-    def remove(self) -> None:
-        """Take the hooks off."""
-        self._handles.close()
-
-    def _began(self, holder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any_on_graphs():
-            self._forget += read_ahead(kwargs if not args else {"input_ids": args[0], **kwargs})
-
-    def _ended(self, *unused: Any) -> None:
-        for forget in self._forget:
+    def ended(*unused: Any) -> None:
+        for forget in forgets:
             forget()
-        self._forget = []
+        forgets.clear()
+
+    if any(kind.__module__ == BATCH.module for kind in type(holder).__mro__):
+        handles.enter_context(holder.register_forward_pre_hook(began, with_kwargs=True))
+        handles.enter_context(holder.register_forward_hook(ended, always_call=True))
+    return handles
 
 
 def read_ahead(call: Mapping[str, Any]) -> list[Forget]:
@@ -427,7 +422,7 @@ def read_ahead(call: Mapping[str, Any]) -> list[Forget]:
         What forgets tokens and mask that were read; sizes are kept as those of any batch.
     """
     tokens, mask, params = (call.get(name) for name in ("input_ids", "attention_mask", "packed_seq_params"))
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not tokens.is_contiguous():
+    if not (any_on_graphs() and isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.is_contiguous()):
         return []
     grids = [call[name] for name in GRID_NAMES if isinstance(call.get(name), Tensor)]
     padded = params is not None and len(tokens) > 1

@@ -10,20 +10,30 @@ import importlib.metadata
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ...announce import WIDTH, announce
+from ...announce import announce, warn
 from ...options import GraphOptions, OptionError, check_options, graph_options, normalize
 from ...options.declaration import is_unset
-from ...options.explain import chosen_table
+from ...options.explain import PARTS, in_one_line
 from ...options.facts import OFFLOADS
-from ...options.graph_options import CHOICE, SETTING, TE_RNG, Release, field_values, tuning_of
+from ...options.graph_options import CHOICE, TE_RNG, Release, field_values, tuning_of
 from ...options.language_model import INFERENCE, MODULES, SCOPE, LanguageModelGraphOptions
+from ...options.normalization import VISION_IMPL, warn_once
 from ...options.packed import PACKED
-from ...options.sources import ATTRIBUTES, LANGUAGE_MODEL_FIELDS, SETTINGS, Written, collect, fields_of, set_together
+from ...options.sources import (
+    ATTRIBUTES,
+    LANGUAGE_MODEL_FIELDS,
+    SETTINGS,
+    Written,
+    collect,
+    fields_of,
+    misspelt,
+    set_together,
+)
 from ...options.vision import VISION
 from ..environment import OPTIONS
 from ..seams.encoders import other_providers
@@ -35,6 +45,9 @@ from ..seams.seam import Seam, too_old
 # The one setting speaks for language model and encoder, so every model has its field.
 LANGUAGE_MODEL_DEFAULTS = CHOICE.added | PACKED.added
 EVERY = VISION.added | LANGUAGE_MODEL_DEFAULTS
+
+# Attributes of a config: the options that were set on it last, and what was printed of them.
+APPLIED, TOLD = "_bridge_cg_options", "_bridge_cg_told"
 
 Fields = Mapping[str, dataclasses.Field[Any]]
 
@@ -212,21 +225,57 @@ def apply_options(options: GraphOptions, config: Any) -> None:
         rng.te_rng_tracker = True
     if options.language_model.impl == "full_iteration" and hasattr(config, "rerun_state_machine"):
         config.rerun_state_machine.check_for_nan_in_loss = False
-    if options.chosen:
-        _apply_choice(options, config)
-
-
-def _apply_choice(options: GraphOptions, config: Any) -> None:
-    """Pad packed data where the one setting puts packs on graphs, and tell what it came to."""
-    if options.packed.enabled:
+    if options.chosen and options.packed.enabled:
         _pad_offline_packs(config)
-    setting = options.choice.setting
-    if setting == "off":
-        announce(f"{SETTING}: {options.chosen[0]}")
-    elif hasattr(config, "model"):
-        announce(chosen_table(options, WIDTH))
-    else:
-        announce(f"{SETTING}={setting}: {'; '.join(map(str, options.chosen))}")
+    setattr(model, APPLIED, options)
+    warn_once(options)
+
+
+def set_graphs(config: Any, *sources: Any) -> GraphOptions:
+    """Set what a configuration and further sources, later ones winning, come to; returns all graph options of it.
+
+    What else of the configuration forbids graphs is not looked at: Bridge's validation does so, with the plugin's
+    check, when all of it is known.
+
+    Args:
+        config: A Bridge `ConfigContainer`.
+        sources: Fields of the model and what was written; see `options.graph_options`.
+
+    Raises:
+        OptionError: The options cannot work; nothing was set.
+    """
+    options = normalize(collect_for_start(config), *sources)[0]
+    apply_options(options, config)
+    return options
+
+
+def applied(model: Any, options: GraphOptions | None = None) -> GraphOptions:
+    """Return the options of a model's config with what the one setting came to, where they are as it set them.
+
+    Args:
+        model: The config.
+        options: What its fields hold now, where that is known.
+    """
+    told = getattr(model, APPLIED, GraphOptions())
+    return told if options is None or replace(options, choice=told.choice) == told else options
+
+
+def announce_parts(model: Any, options: GraphOptions | None = None, names: Collection[str] | None = None) -> None:
+    """Print once what of a model is on graphs, what not, and why; warn of fields that look like misspelt options.
+
+    Args:
+        model: The model's config.
+        options: What its fields hold.
+        names: The parts that the model has; None takes those that its config has fields of.
+    """
+    names = PARTS[not hasattr(model, VISION_IMPL) :] if names is None else names
+    line = in_one_line(applied(model, options), names)
+    if getattr(model, TOLD, None) == (id(model), line):
+        return
+    setattr(model, TOLD, (id(model), line))
+    announce(line)
+    for name, meant in misspelt(model).items():
+        warn(f"{name} of the model's configuration is no field, and has no effect. Did you mean {meant}?")
 
 
 def _pad_offline_packs(config: Any) -> None:
@@ -261,7 +310,7 @@ def graph_options_overridden(config: Any, *sources: Any) -> Iterator[GraphOption
     """
     wanted = graph_options(config, *sources)
     targets = [getattr(config, "model", None) or config, getattr(config, "rng", None)]
-    names = (*ATTRIBUTES, TE_RNG, "te_rng_tracker")
+    names = (*ATTRIBUTES, APPLIED, TE_RNG, "te_rng_tracker")
     before = [(vars(t), {name: vars(t).get(name, _ABSENT) for name in names}) for t in targets if t is not None]
     try:
         apply_options(wanted, config)
@@ -337,9 +386,7 @@ _IDLE = ("none", "full", False)
 
 
 def apply_environment(config: Any) -> bool:
-    """Set the options of the environment on fields of the model that have their default values; returns whether it did.
-
-    Fields that the model does not have are left out, as one variable is for every model of a job.
+    """Set the options of the environment on a configuration's model, as `environment_options`; returns whether any.
 
     Args:
         config: A Bridge `ConfigContainer`.
@@ -347,39 +394,42 @@ def apply_environment(config: Any) -> bool:
     Raises:
         OptionError: The variable has a word that is no option, or its options cannot work with the configuration.
     """
+    if not hasattr(config, "model"):
+        return False
+    with environment_options(config.model) as said:
+        fields = {name: value for name, value in said.items() if name != WARMUP}
+        if said:
+            set_graphs(config, Written(fields))
+        if WARMUP in said:
+            config.model.cuda_graph_warmup_steps = said[WARMUP]
+    return bool(said)
 
-    def apply(fields: dict[str, Any], steps: dict[str, int]) -> None:
-        apply_options(normalize(collect_for_start(config), Written(fields))[0], config)
-        for name, value in steps.items():
-            setattr(config.model, name, value)
 
-    return hasattr(config, "model") and take_environment(config.model, apply)
+@contextmanager
+def environment_options(model: Any) -> Iterator[dict[str, Any]]:
+    """Give a block the options of the environment that a model's config leaves at their default values, by field.
 
-
-def take_environment(model: Any, apply: Callable[[dict[str, Any], dict[str, int]], None]) -> bool:
-    """Have the options of the environment applied that a model's config leaves at their default values.
-
-    Args:
-        model: The config.
-        apply: Sets graph fields, and warm-up steps, by name.
-
-    Returns:
-        Whether there were any.
+    Fields that the config does not have are left out, as one variable is for every model of a job. The block applies
+    the options, which are printed then.
 
     Raises:
-        OptionError: The variable has a word that is no option, or its options cannot work with the config.
+        OptionError: The variable has a word that is no option, or the block refuses its options.
     """
     words = os.environ.get(OPTIONS)
-    if not words:
-        return False
+    taken = None
     try:
-        return _take(model, collect(words), apply)
+        taken, left = _taken(model, collect(words)) if words else ({}, [])
+        yield taken
     except OptionError as error:
-        error.add_note(f"The environment variable {OPTIONS} says so.")
+        if taken != {}:
+            error.add_note(f"The environment variable {OPTIONS} says so.")
         raise
+    if taken:
+        announce(f"{OPTIONS} sets {_listed(taken)}" + (f"; set already: {', '.join(left)}" if left else ""))
 
 
-def _take(model: Any, said: Written, apply: Callable[[dict[str, Any], dict[str, int]], None]) -> bool:
+def _taken(model: Any, said: Written) -> tuple[dict[str, Any], list[str]]:
+    """Return what a config takes of what the environment says, and the fields that it has set already."""
     if OFFLOADS in said.settings:
         why = f"Cannot use {OFFLOADS} here: it is a field of megatron-core's. Set it on the model."
         raise OptionError.because(OFFLOADS, why)
@@ -388,12 +438,7 @@ def _take(model: Any, said: Written, apply: Callable[[dict[str, Any], dict[str, 
     taken = {name: said.fields[name] for name in known if kept.isdisjoint(set_together(name))}
     warm_up = said.facts[WARMUP]
     steps = {} if warm_up is None or WARMUP in kept else {WARMUP: warm_up}
-    if not taken and not steps:
-        return False
-    apply(taken, steps)
-    left = [name for name in known if name not in taken]
-    announce(f"{OPTIONS} sets {_listed({**taken, **steps})}" + (f"; set already: {', '.join(left)}" if left else ""))
-    return True
+    return {**taken, **steps}, [name for name in known if name not in taken]
 
 
 def _listed(values: dict[str, Any]) -> str:

@@ -12,16 +12,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ...options import GraphOptions, OptionError, check_options, normalize, vision_options
+from ...options import GraphOptions, OptionError, check_options, normalize
 from ...options.declaration import is_unset
 from ...options.flags import add_flags, clear_flags, given_flags, take_flags
-from ...options.graph_options import SETTING, field_values, split_name, tuning_of
+from ...options.graph_options import SETTING, asks_for_vision_graphs, field_values, split_name, tuning_of
 from ...options.language_model import IMPL, SCOPE
-from ...options.normalization import refuse_other_trackers, settle, warn_once
+from ...options.normalization import refuse_other_trackers, settle
 from ...options.sources import ATTRIBUTES, FIELDS, SETTINGS, Written, collect, fields_of
 from ..seams.patches import Patch
 from ..seams.registry import seam
-from .graph_fields import apply_environment, apply_options, collect_for_start, describe_release
+from .graph_fields import apply_environment, apply_options, collect_for_start, describe_release, set_graphs
 from .training_config import check_configuration
 
 
@@ -108,7 +108,8 @@ def apply_overrides(
     # First, as no combination with a field that the model lacks is of help.
     field_values(options, describe_release(getattr(config, "model", None) or config))
     check_options(options, written.facts)
-    return _apply(options, config)
+    apply_options(options, config)
+    return options
 
 
 def resolve(
@@ -126,29 +127,12 @@ def resolve(
     return options
 
 
-def apply_flags(config: Any, *sources: Any) -> GraphOptions:
-    """Apply graph options to a configuration as `bridge-cg explain` resolves them; returns all of the result.
-
-    As in Bridge's performance scripts, graphs switch the random-state tracker on, and graphs of the whole step switch
-    the NaN check of the loss off. What else of the configuration forbids them is not looked at: Bridge's validation
-    does so, with the plugin's check, when all of it is known.
-
-    Args:
-        config: A Bridge `ConfigContainer`.
-        sources: Fields of the model and what was written, later ones winning; see `options.graph_options`.
-
-    Raises:
-        OptionError: The options cannot work; nothing was set.
-    """
-    return _apply(normalize(collect_for_start(config), *sources)[0], config)
-
-
 def apply_to_bridges(config: Any, before: Written, written: Written, flags: Mapping[str, Any]) -> None:
     """Apply graph options to a configuration that Bridge's own overrides have changed already.
 
     Without flags, Bridge's result stays as it is unless something written contradicts what the recipe held, or
     `cuda_graphs` is set: it is resolved while it is known which fields were written. Of other settings only those are
-    checked that a person wrote and that graphs would change (see `apply_flags`).
+    checked that a person wrote and that graphs would change.
 
     Args:
         config: A Bridge `ConfigContainer`.
@@ -166,7 +150,7 @@ def apply_to_bridges(config: Any, before: Written, written: Written, flags: Mapp
         held = replace(collect_for_start(config), fields=before.fields)  # other settings as they are now
         options = normalize(held, written, flags)[0]
         check_options(options, Written(settings=written.settings).facts)
-        _apply(options, config)
+        apply_options(options, config)
 
 
 def written_by_bridge(config: Any, file: str | Path | None, words: Sequence[str]) -> Written:
@@ -220,12 +204,6 @@ def _held(model: Any, name: str) -> Any:
     field, _, key = name.partition(".")
     value = getattr(model, field, None)
     return (value or {}).get(key) if key else value
-
-
-def _apply(options: GraphOptions, config: Any) -> GraphOptions:
-    apply_options(options, config)
-    warn_once(options)
-    return options
 
 
 def check_word(config: Any, word: str) -> None:
@@ -337,7 +315,7 @@ def _with_flags(old: Callable[[], Any]) -> Callable[[], Any]:
 def _keeping_tracker(old: Callable[..., Any]) -> Callable[..., Any]:
     def set_cuda_graph_overrides(recipe: Any, *args: Any, **kwargs: Any) -> Any:
         found = old(recipe, *args, **kwargs)
-        if vision_options(recipe.model).enabled:
+        if asks_for_vision_graphs(recipe.model):
             recipe.rng.te_rng_tracker = recipe.model.use_te_rng_tracker = True
         return found
 
@@ -363,7 +341,7 @@ def _with_graphs(old: Callable[..., Any]) -> Callable[..., Any]:
         written, flags = _words.pop(id(recipe), (Written(), {}))
         flags = {**flags, **given_flags(args)}
         if flags:
-            apply_flags(recipe, written, flags)
+            set_graphs(recipe, written, flags)
         return old(recipe, clear_flags(args, (IMPL, SCOPE)))
 
     return set_user_overrides
@@ -374,7 +352,7 @@ def _with_graphs_of_recipes(old: Callable[..., Any]) -> Callable[..., Any]:
         config = old(config, args)
         flags = given_flags(args)
         if flags:
-            apply_flags(config, flags)
+            set_graphs(config, flags)
         return config
 
     return apply_argparse_overrides

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...options import OptionError, packed_options
+from ...options import OptionError
 from ...options.declaration import is_unset, parse_flag
-from ...options.language_model import IMPL
+from ...options.graph_options import asks_for_packed_graphs
 from ...options.normalization import ALLREDUCE
 from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
@@ -156,7 +156,7 @@ def _at_fixed_length(old: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple
     @functools.wraps(old)
     def get_batch(data_iterator: Any, cfg: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         batch = old(data_iterator, cfg, *args, **kwargs)
-        replays = replays_one_length(cfg.model) and not packed_options(cfg.model).enabled
+        replays = replays_one_length(cfg.model) and not asks_for_packed_graphs(cfg.model)
         return padded(batch, cfg.model.seq_length) if replays else batch
 
     return get_batch
@@ -207,7 +207,7 @@ def _with_packed_graphs(old: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(old)
     def expose(self: Any) -> None:
         config = getattr(self.language_model, "config", None)
-        if getattr(config, IMPL, None) != "transformer_engine" or not packed_options(config).enabled:
+        if not asks_for_packed_graphs(config):
             return old(self)
         with overridden(config, "variable_seq_lengths", False):
             return old(self)

@@ -7,7 +7,6 @@ launched, and upstream's own check of the first rejected value raises its error 
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -24,43 +23,49 @@ from ...graphs.reports import (
     metrics_of_ranks,
     render_steps,
 )
-from ..encoders.registry import find_encoders
+from ...options.graph_options import asks_for_graphs, asks_for_packed_graphs
 from ..parallel.watchdog import WATCHDOG, named_failure, several_ranks, timeout_s
 from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
 from ..wrappers import chunks_of, unwrapped
 from .any_loop import LOOPS
-from .helpers.graph_helper import (
-    GraphHelper,
-    active_graphs,
-    active_helpers,
-    any_on_graphs,
-    asks_for_graphs,
-    asks_for_vision_graphs,
-    drop_graphs,
-    modules_on_graphs,
-)
-from .helpers.language_helpers import PADDED_ROWS
-from .helpers.vision_helper import VisionTECudaGraphHelper, get_vision_cuda_graph_seq_length
-
-# Those that Bridge's train loop does not make: it makes one for Qwen3-VL's encoder only.
-OTHER_HELPERS: list[VisionTECudaGraphHelper] = []
+from .helpers.graph_helper import active_graphs, any_on_graphs
 
 
-def make_other_helpers(chunks: Sequence[nn.Module], provider: Any) -> None:
-    """Make the helpers of other encoders, before the first step of a model that enables graphs.
+class DrivenBySteps:
+    """Stands in for megatron-core's graph helpers, which Bridge's loop makes: the driver of its steps has the graphs.
 
-    Raises:
-        OptionError: An option cannot work.
+    The arguments, those of upstream's classes, are the driver's business.
     """
-    if not asks_for_vision_graphs(provider):
-        return
-    encoders = [each for each in find_encoders(chunks) if not each.family.driven_by_bridge]
-    graphed = [helper.graphs and helper.graphs.model for helper in OTHER_HELPERS]
-    if encoders and [each.model for each in encoders] != graphed:
-        for helper in OTHER_HELPERS:  # left behind by a run that ended with an error
-            helper.delete_cuda_graphs()
-        OTHER_HELPERS[:] = [VisionTECudaGraphHelper(chunks, provider, found=each) for each in encoders]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._created = False
+
+    def create_cudagraphs(self) -> None:
+        """Capture what is due now, where the loop has taken its hooks off the parameters."""
+        LOOPS.capture_bridges()
+        self._created = True
+
+    def graphs_created(self) -> bool:
+        """Whether there is nothing to capture for the loop, and nothing to delete."""
+        return self._created
+
+    def cuda_graph_set_manual_hooks(self) -> None:
+        """Nothing to set: every replay waits for the parameters itself."""
+
+    delete_cuda_graphs = cuda_graph_set_manual_hooks
+
+
+def _for_packs(old: type) -> type:
+    """Return megatron-core's helper class, which gives way where packed-sequence graphs are on."""
+
+    class TECudaGraphHelper(old):
+        def __new__(cls, model: Sequence[nn.Module], config: Any, *args: Any, **kwargs: Any) -> Any:
+            return DrivenBySteps() if asks_for_packed_graphs(config) else super().__new__(cls)
+
+    TECudaGraphHelper.__qualname__ = old.__qualname__
+    TECudaGraphHelper.__module__, TECudaGraphHelper.__doc__ = old.__module__, old.__doc__
+    return TECudaGraphHelper
 
 
 def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,32 +74,17 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(old)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         state = argument("global_state", args, kwargs)
-        chunks = chunks_of(argument("model", args, kwargs))
-        LOOPS.leave_to_bridge(chunks)
-        drop_graphs()
-        make_other_helpers(chunks, state.cfg.model)
-        PADDED_ROWS.follow(chunks, state.cfg.model)
-        capture_due(chunks, state.cfg.model)
+        driver = LOOPS.bridges_driver(chunks_of(argument("model", args, kwargs)), state.cfg.model)
         with ExitStack() as stack:
             if several_ranks() and asks_for_graphs(state.cfg.model):
-                doing = f"step {state.train_state.step + 1}, {phase_of(active_helpers())}"
+                doing = f"step {state.train_state.step + 1}, {driver.phase if driver else 'no graphs on this rank'}"
                 stack.enter_context(named_failure(doing))
                 stack.enter_context(WATCHDOG.during(doing, timeout_s(state.cfg)))
-            for graphs in active_graphs():
-                stack.enter_context(graphs.step())
+            if driver is not None:
+                stack.enter_context(driver.step())
             return old(*args, **kwargs)
 
     return train_step
-
-
-def capture_due(chunks: Sequence[nn.Module], provider: Any) -> None:
-    """Capture what the loop did not: it does so before one iteration only, where it may fail or be skipped."""
-    warmup_steps = getattr(provider, "cuda_graph_warmup_steps", math.inf)
-    if due := [helper for helper in active_helpers() if helper.is_due(warmup_steps)]:
-        own = modules_on_graphs(chunks)
-        for helper in due:
-            if helper.graphs is not None and helper.graphs.model in own:
-                helper.create_cudagraphs()
 
 
 def _none_where_absent(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,9 +129,7 @@ def write_metrics(state: Any, values: dict[str, float]) -> None:
 def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(old)
     def _delete_cuda_graphs(*args: Any, **kwargs: Any) -> None:
-        for helper in active_helpers():
-            helper.delete_cuda_graphs()
-        PADDED_ROWS.forget()
+        LOOPS.end_bridges()
         FIGURES.end()
         old(*args, **kwargs)
 
@@ -202,15 +190,6 @@ class Figures:
 
 
 FIGURES = Figures()
-
-
-def phase_of(helpers: Sequence[GraphHelper]) -> str:
-    """Return what steps are doing now with this rank's graphs."""
-    if not helpers:
-        return "no graphs on this rank"
-    if any(helper.graphs is not None and helper.graphs.failure is not None for helper in helpers):
-        return "eager after a failed capture"
-    return "with graphs" if any(helper.graphs_created() for helper in helpers) else "warming up"
 
 
 DISABLED = "disabled"
@@ -285,8 +264,8 @@ def _read_between(old: Callable[..., bool]) -> Callable[..., bool]:
 
 
 PATCHES = (
-    Patch(seam("train_helper"), lambda old: VisionTECudaGraphHelper),
-    Patch(seam("train_seq_length"), lambda old: get_vision_cuda_graph_seq_length),
+    Patch(seam("train_helper"), lambda old: DrivenBySteps),
+    Patch(seam("packed_helper"), _for_packs),
     Patch(seam("train_find_encoder"), _none_where_absent),
     Patch(seam("train_step"), _with_steps),
     Patch(seam("train_log"), _with_metrics),

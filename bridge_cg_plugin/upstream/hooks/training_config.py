@@ -7,7 +7,6 @@ import os
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ...announce import warn
@@ -17,19 +16,17 @@ from ...options import (
     GraphOptions,
     OptionError,
     check_options,
-    normalize,
-    packed_options,
 )
-from ...options.graph_options import SETTING
-from ...options.language_model import IMPL, SWITCHES
-from ...options.normalization import options_of, warn_once
-from ...options.sources import LANGUAGE_MODEL_FIELDS, Written
+from ...options.graph_options import SETTING, asks_for_packed_graphs
+from ...options.language_model import IMPL
+from ...options.normalization import options_of, warn_once, without_idle_fields
+from ...options.sources import Written
 from ..environment import check_process
 from ..seams.patches import DriftError, Patch, bridge_release
 from ..seams.registry import seam
 from ..seams.seam import RELEASES, Feature
 from ..seams.states import FEATURES, Wish, broken_seams, features_of, refusal
-from .graph_fields import apply_environment, apply_options, collect_for_start
+from .graph_fields import announce_parts, apply_environment, collect_for_start, set_graphs
 
 _told: set[str] = set()
 
@@ -65,7 +62,7 @@ def check_configuration(config: Any) -> None:
     Raises:
         OptionError: Training would refuse the configuration.
     """
-    written = _without_idle_fields(collect_for_start(config))
+    written = without_idle_fields(collect_for_start(config))
     options = options_of(written)
     if options.enabled or options.packed.enabled:
         check_options(options, _facts(written, options))
@@ -82,9 +79,10 @@ def check_training_config(config: Any) -> None:
     """
     apply_environment(config)
     if getattr(config.model, SETTING, None) is not None:  # the one setting is resolved to the fields it comes to
-        apply_options(normalize(collect_for_start(config))[0], config)
-    written = _without_idle_fields(collect_for_start(config))
+        set_graphs(config)
+    written = without_idle_fields(collect_for_start(config))
     options = options_of(written)
+    announce_parts(config.model, options)
     if not (options.enabled or options.packed.enabled):
         if options.vision.deepstack_gradient_allreduce:
             check_seams(Wish(options, written.facts), (Feature.DEEPSTACK_GRADIENTS,))
@@ -108,14 +106,6 @@ def _facts(written: Written, options: GraphOptions) -> Facts:
     return facts.but(te_rng_tracker=None, use_te_rng_tracker=None)
 
 
-def _without_idle_fields(written: Written) -> Written:
-    """Drop language-model fields that upstream does not read because graphs are off, as recipes leave them."""
-    fields = written.fields
-    on = fields.get(IMPL) not in (None, "none") or any(fields.get(name) for name in SWITCHES)
-    kept = fields if on else {name: v for name, v in fields.items() if name not in LANGUAGE_MODEL_FIELDS}
-    return replace(written, fields=kept)
-
-
 def _checked(old: Callable[..., None]) -> Callable[..., None]:
     def validate(self: Any, *args: Any, **kwargs: Any) -> None:
         check_training_config(self)
@@ -133,7 +123,7 @@ def _packs_without_graphs(model: Any) -> contextlib.AbstractContextManager[None]
     from ..wrappers import overridden  # with PyTorch, which `bridge-cg explain` does without
 
     whole = getattr(model, "recompute_granularity", None) == "full"
-    return overridden(model, IMPL, "none") if whole and packed_options(model).enabled else contextlib.nullcontext()
+    return overridden(model, IMPL, "none") if whole and asks_for_packed_graphs(model) else contextlib.nullcontext()
 
 
 PATCHES = (Patch(seam("config_check"), _checked),)

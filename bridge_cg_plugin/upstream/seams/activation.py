@@ -7,7 +7,7 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +22,7 @@ _QWEN3_VL_STEP = f"{QWEN_VL}.qwen3_vl_step"
 PATCHING: dict[str, tuple[str, ...]] = {
     "hooks.train_loop": (f"{_TRAINING}.train", f"{_CORE}.rerun_state_machine"),
     "hooks.any_loop": (f"{_CORE}.pipeline_parallel.schedules",),
-    "hooks.helpers.language_helpers": (f"{_TRAINING}.train", f"{_CORE}.full_cuda_graph"),
+    "hooks.helpers.language_helpers": (f"{_CORE}.full_cuda_graph",),
     "hooks.training_config": (f"{_TRAINING}.config",),
     "hooks.graph_fields": (
         *(f"{MODELS}.{name}" for name in ("gpt_provider", "hybrid.hybrid_provider", "mamba.mamba_provider")),
@@ -46,6 +46,8 @@ PATCHING: dict[str, tuple[str, ...]] = {
     ),
     "hooks.between": (f"{_QWEN3_VL}.model", _QWEN3_VL_STEP, f"{_CORE}.packed_seq_params"),
 }
+# Patched while the plugin is switched off, where a model may ask for graphs all the same.
+OBSERVING, OBSERVED = "hooks.switched_off", (f"{_TRAINING}.config", f"{_CORE}.pipeline_parallel.schedules")
 _on = False
 _hooked = False
 _before_deactivation: list[Callable[[], None]] = []
@@ -58,6 +60,8 @@ def activate() -> None:
     """
     global _on, _hooked
     _on = True
+    for patch in loaded_patches((OBSERVING,)):
+        patch.revert()
     if not _hooked:
         from wrapt import register_post_import_hook
 
@@ -68,6 +72,19 @@ def activate() -> None:
     for name in patched_modules():
         if name in sys.modules:
             patch_module(sys.modules[name])
+
+
+def observe() -> None:
+    """With the plugin switched off, let a line be printed for models that ask for graphs."""
+    from wrapt import register_post_import_hook
+
+    for name in OBSERVED:
+        register_post_import_hook(_observed, name)
+
+
+def _observed(module: ModuleType) -> None:
+    if not (_on or hasattr(module, "__stand_in__")):
+        _patch(module, OBSERVING)
 
 
 def patched_modules() -> tuple[str, ...]:
@@ -137,18 +154,23 @@ def patch_module(module: ModuleType) -> None:
     if not _on or hasattr(module, "__stand_in__"):  # `bridge-cg explain` does without most of upstream's modules
         return
     for name in (name for name, modules in PATCHING.items() if module.__name__ in modules):
-        try:
-            if _stays_off():
-                return
-            patches = importlib.import_module(f"bridge_cg_plugin.upstream.{name}").PATCHES
-            for patch in patches:
-                if patch.module == module.__name__:
-                    before = patch.state, patch.reason
-                    patch.apply(module)
-                    if (patch.state, patch.reason) != before:
-                        _log(patch)
-        except Exception:
-            LOGGER.exception("bridge_cg_plugin could not patch %s", module.__name__)
+        _patch(module, name)
+
+
+def _patch(module: ModuleType, name: str) -> None:
+    """Apply the patches of one of upstream's modules that one of this package's holds; never raises."""
+    try:
+        if _stays_off():
+            return
+        patches = importlib.import_module(f"bridge_cg_plugin.upstream.{name}").PATCHES
+        for patch in patches:
+            if patch.module == module.__name__:
+                before = patch.state, patch.reason
+                patch.apply(module)
+                if (patch.state, patch.reason) != before:
+                    _log(patch)
+    except Exception:
+        LOGGER.exception("bridge_cg_plugin could not patch %s", module.__name__)
 
 
 @functools.cache
@@ -168,7 +190,7 @@ def _log(patch: Any) -> None:
     LOGGER.log(level, "seam %s is %s: %s", patch.name, patch.state, patch.reason or patch.seam.purpose)
 
 
-def loaded_patches() -> list[Any]:
-    """Return the patches whose upstream module was imported."""
-    modules = (sys.modules.get(f"bridge_cg_plugin.upstream.{name}") for name in PATCHING)
+def loaded_patches(names: Iterable[str] = PATCHING) -> list[Any]:
+    """Return the patches, of these modules of the package, whose upstream module was imported."""
+    modules = (sys.modules.get(f"bridge_cg_plugin.upstream.{name}") for name in names)
     return [patch for module in modules if module is not None for patch in module.PATCHES]

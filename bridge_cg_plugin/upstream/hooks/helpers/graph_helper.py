@@ -1,10 +1,9 @@
-"""What Bridge's train loop drives: the interface of megatron-core's graph helpers over graphed modules."""
+"""Graphs over modules of a training loop's model, and which there are."""
 
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -13,9 +12,6 @@ from ....announce import announce
 from ....graphs.manager import GraphManager
 from ....graphs.program import SINGLE_RANK, RankConsensus, Surroundings, Workload
 from ....graphs.recordings.executor import CudaGraphExecutor, Executor, Isolated, ReferenceExecutor
-from ....options import PROVIDER_FIELDS
-from ....options.language_model import IMPL
-from ....options.packed import MAX_PACKED_SEQS
 from ...environment import sizes_may_share_memory
 from ...parallel.data_parallel import megatron_reduction
 from ...parallel.watchdog import WATCHDOG, named_failure
@@ -23,18 +19,27 @@ from ...seams.activation import before_deactivation
 from ...seams.own_code import EXEMPT
 
 # Of graphs that modules are on, oldest first.
-_owners: "weakref.WeakKeyDictionary[GraphManager, weakref.ref[GraphHelper]]" = weakref.WeakKeyDictionary()
+_helpers: "weakref.WeakKeyDictionary[GraphHelper, None]" = weakref.WeakKeyDictionary()
 
 
 class GraphHelper:
-    """Captures, reports and deletes the graphs of one module, as the train loop asks for it.
+    """The graphs of one module in a training loop: slots counted, captured, reported, dropped.
+
+    Args:
+        graphs: The module's graphs.
+        slots: What the options say.
+        in_flight: Counts them where that is "auto".
 
     Attributes:
-        graphs: The module's graphs; None where there is nothing to capture, or nothing left.
+        graphs: The module's graphs; None once they are dropped.
     """
 
-    graphs: GraphManager | None = None
-    _slots: Callable[[], int]
+    def __init__(self, graphs: GraphManager, slots: int | Literal["auto"], in_flight: Callable[[], int]) -> None:
+        self._slots = in_flight if slots == "auto" else lambda: slots
+        self.graphs: GraphManager | None = graphs
+        graphs.slots = self._slots()
+        _helpers[self] = None
+        graphs.at_detach.callback(_helpers.pop, self, None)
 
     def create_cudagraphs(self) -> None:
         """Capture; on failure the module goes on eager unless the options say strict.
@@ -57,29 +62,12 @@ class GraphHelper:
         """Whether graphs exist."""
         return self.graphs is not None and self.graphs.captured
 
-    def cuda_graph_set_manual_hooks(self) -> None:
-        """Nothing to set: every replay waits for the parameters itself."""
-
     def delete_cuda_graphs(self) -> None:
         """Report and drop the graphs, if there are any; the module gets its own forward back."""
-        if self.graphs is None:
-            return
-        announce(self.graphs.report())
-        self.graphs.detach()
-        self.graphs = None
-
-    def take(self, graphs: GraphManager, slots: int | Literal["auto"], in_flight: Callable[[], int]) -> None:
-        """Make these graphs this helper's.
-
-        Args:
-            graphs: The module's graphs.
-            slots: What the options say.
-            in_flight: Counts them where that is "auto".
-        """
-        self._slots = in_flight if slots == "auto" else lambda: slots
-        self.graphs, graphs.slots = graphs, self._slots()
-        _owners[graphs] = weakref.ref(self)
-        graphs.at_detach.callback(_owners.pop, graphs, None)
+        if self.graphs is not None:
+            announce(self.graphs.report())
+            self.graphs.detach()
+            self.graphs = None
 
 
 def graphs_over(
@@ -113,12 +101,12 @@ def graphs_over(
 
 def active_helpers() -> list[GraphHelper]:
     """Return the helpers whose module is still theirs, oldest first: in one order on all ranks."""
-    return [helper for owner in list(_owners.values()) if (helper := owner()) is not None]
+    return list(_helpers)
 
 
 def any_on_graphs() -> bool:
     """Whether some module is on graphs of the plugin, or is to be after warm-up steps. Any thread may ask."""
-    return len(_owners) > 0
+    return len(_helpers) > 0
 
 
 def active_graphs() -> list[GraphManager]:
@@ -132,22 +120,14 @@ def modules_on_graphs(chunks: Sequence[nn.Module]) -> set[nn.Module]:
     return graphed and graphed.intersection(module for chunk in chunks for module in chunk.modules())
 
 
-def drop_graphs(also: Callable[[GraphManager], bool] = lambda graphs: False) -> None:
-    """Report and drop graphs of runs that ended with an error, whose helpers are gone, and others that are meant."""
-    for graphs, owner in list(_owners.items()):
-        if (helper := owner()) is None:
-            announce(graphs.report())
-            graphs.detach()
-        elif also(graphs):
+def drop_graphs(module: nn.Module | None = None) -> None:
+    """Report and drop the graphs of a module; of every module without one."""
+    for helper in active_helpers():
+        if module is None or (helper.graphs is not None and helper.graphs.model is module):
             helper.delete_cuda_graphs()
 
 
-before_deactivation(partial(drop_graphs, lambda graphs: True))
-
-
-def release_module(module: nn.Module) -> None:
-    """Take a module from a helper that a run left behind when it ended with an error."""
-    drop_graphs(lambda graphs: graphs.model is module)
+before_deactivation(drop_graphs)
 
 
 def default_executor(
@@ -184,18 +164,3 @@ def default_executor(
         arenas=not shared or sizes_may_share_memory(),
         releasable=releasable,
     )
-
-
-def asks_for_vision_graphs(config: Any) -> bool:
-    """Whether a model's config has vision graphs on."""
-    return getattr(config, PROVIDER_FIELDS["impl"], None) not in (None, "none")
-
-
-def asks_for_packed_graphs(config: Any) -> bool:
-    """Whether a model's config has packed-sequence graphs on."""
-    return getattr(config, MAX_PACKED_SEQS, None) is not None and getattr(config, IMPL, None) == "transformer_engine"
-
-
-def asks_for_graphs(config: Any) -> bool:
-    """Whether a model's config has graphs on, of the vision encoder or the language model; alike on all ranks."""
-    return asks_for_vision_graphs(config) or getattr(config, IMPL, None) not in (None, "none")

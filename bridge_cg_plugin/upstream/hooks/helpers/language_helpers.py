@@ -1,9 +1,8 @@
-"""The helper of graphs of a decoder's layers, over packs or padded rows, behind megatron-core's interface.
+"""Graphs of a decoder's layers, over packs or padded rows.
 
-Bridge's train loop makes and drives that of packs like megatron-core's class of the name. Its step of a model that
-takes images reads sizes on the host, and megatron-core's full_iteration makes no images static: there the step runs as
-it is, under any schedule, and the layers of each stage inside it replay a graph of their forward and one of their
-backward in every microbatch.
+Bridge's step of a model that takes images reads sizes on the host, and megatron-core's full_iteration makes no images
+static: there the step runs as it is, under any schedule, and the layers of each stage inside it replay a graph of their
+forward and one of their backward in every microbatch.
 """
 
 import functools
@@ -14,14 +13,13 @@ from typing import Any
 
 from torch import distributed, nn
 
-from ....announce import announce, warn
+from ....announce import announce
 from ....graphs.manager import GraphManager
 from ....graphs.recordings.executor import Executor, Isolated
 from ....language.packed.workload import PackedWorkload, ShapeExchange
-from ....options import GraphOptions, OptionError, PackedOptions, check_options, packed_options
-from ....options.combinations import padded_rows
+from ....options import GraphOptions, PackedOptions, check_options
 from ....options.declaration import plain
-from ....options.normalization import options_of
+from ....options.normalization import held_options
 from ....options.sources import collect
 from ...decoder.block import TransformerBlockFamily
 from ...decoder.layers import levels
@@ -37,84 +35,53 @@ from ...parallel.process_groups import (
     sharing_groups,
     without_collectives,
 )
-from ...seams.activation import before_deactivation
 from ...seams.patches import Patch
 from ...seams.registry import seam
 from ...seams.registry.bridge import MODEL, MODEL_OF_PROVIDER
 from ...wrappers import holders, unwrapped
 from ..batches import PACK_OFFSETS
-from .graph_helper import GraphHelper, asks_for_graphs, default_executor, graphs_over, release_module
+from .graph_helper import GraphHelper, default_executor, drop_graphs, graphs_over
 
 
-class PackedCudaGraphHelper:
-    """Graphs of layers behind the interface of megatron-core's `TECudaGraphHelper`, one helper per model chunk.
+def decoder_helpers(
+    chunks: Sequence[nn.Module],
+    config: Any,
+    *,
+    options: GraphOptions | None = None,
+    num_microbatches: int = 1,
+    executor: Executor | None = None,
+    releasable: bool = False,
+) -> list[GraphHelper]:
+    """Put the layers of every chunk's decoder on graphs, before a capture.
 
     Microbatches are packs where the options say so, else padded rows.
 
     Args:
-        model: The training loop's model chunks.
+        chunks: The training loop's model chunks.
         config: The language model's transformer config.
-        seq_length: Unused: warm-up steps show how long packs are.
-        micro_batch_size: Unused: a pack is one row.
-        optimizers: Unused, for the interface.
-        pg_collection: Unused, for the interface.
-        num_microbatches: Microbatches of a step; megatron-core may run more.
         options: Options, checked; None reads and checks those of the config.
+        num_microbatches: Microbatches of a step; megatron-core may run more.
         executor: Makes recordings; None takes CUDA graphs on a GPU.
         releasable: Whether memory of graphs may leave the device between steps.
 
     Raises:
         OptionError: An option cannot work with this model.
     """
-
-    def __init__(
-        self,
-        model: Sequence[nn.Module],
-        config: Any,
-        seq_length: int = 0,
-        micro_batch_size: int = 1,
-        optimizers: Sequence[Any] = (),
-        pg_collection: Any = None,
-        *,
-        num_microbatches: int = 1,
-        options: GraphOptions | None = None,
-        executor: Executor | None = None,
-        releasable: bool = False,
-    ) -> None:
-        options = options or checked_options(config)
-        check_process()
-        in_flight = partial(microbatches_in_flight, config, num_microbatches)
-        self.chunks: list[GraphHelper] = []
-        for decoder in find_decoders(model):
-            self.chunks.append(GraphHelper())
-            graphs = _decoder_graphs(decoder, options, model, executor, releasable)
-            self.chunks[-1].take(graphs, _packed(options).slots, in_flight)
-        if self.chunks and getattr(config, "mtp_num_layers", None):
-            announce("multi-token prediction runs eager, as output layer and losses do; the layers before it do not")
-
-    def create_cudagraphs(self) -> None:
-        """Capture; on failure a decoder goes on eager unless the options say strict."""
-        for chunk in self.chunks:
-            chunk.create_cudagraphs()
-
-    def graphs_created(self) -> bool:
-        """Whether graphs exist."""
-        return any(chunk.graphs_created() for chunk in self.chunks)
-
-    def cuda_graph_set_manual_hooks(self) -> None:
-        """Nothing to set: every replay waits for the parameters itself."""
-
-    def delete_cuda_graphs(self) -> None:
-        """Report and drop the graphs, if there are any; the decoders get their own forward back."""
-        for chunk in self.chunks:
-            chunk.delete_cuda_graphs()
+    options = options or checked_options(config)
+    check_process()
+    in_flight = partial(microbatches_in_flight, config, num_microbatches)
+    made = (_decoder_graphs(decoder, options, chunks, executor, releasable) for decoder in find_decoders(chunks))
+    helpers = [GraphHelper(graphs, _packed(options).slots, in_flight) for graphs in made]
+    if helpers and getattr(config, "mtp_num_layers", None):
+        announce("multi-token prediction runs eager, as output layer and losses do; the layers before it do not")
+    return helpers
 
 
 def _decoder_graphs(
     decoder: nn.Module, options: GraphOptions, chunks: Sequence[nn.Module], executor: Executor | None, releasable: bool
 ) -> GraphManager:
-    """Return graphs of one decoder's layers; arguments as for `PackedCudaGraphHelper`."""
-    release_module(decoder)
+    """Return graphs of one decoder's layers; arguments as for `decoder_helpers`."""
+    drop_graphs(decoder)
     packed, modules = _packed(options), plain(options.language_model.modules)
     family = TransformerBlockFamily(decoder, packed.enabled)
     family.parts(modules)  # what cannot be recorded is refused before a step is trained
@@ -150,9 +117,8 @@ def checked_options(config: Any) -> GraphOptions:
     Raises:
         OptionError: They cannot work.
     """
-    written = collect(config)
-    options = options_of(written)
-    check_options(options, written.facts)
+    options = held_options(config)
+    check_options(options, collect(config).facts)
     return options
 
 
@@ -193,55 +159,6 @@ def without_exchanges(decoder: nn.Module, experts: distributed.ProcessGroup | No
     return without_collectives(*sharing_groups(decoder), *levels(decoder), *([] if experts is None else [experts]))
 
 
-def _for_packs(old: type) -> type:
-    """Return megatron-core's helper class, which makes the plugin's helper where packed-sequence graphs are on."""
-
-    class TECudaGraphHelper(old):
-        def __new__(cls, model: Sequence[nn.Module], config: Any, *args: Any, **kwargs: Any) -> Any:
-            if packed_options(config).enabled:
-                return PackedCudaGraphHelper(model, config, *args, **kwargs)
-            return super().__new__(cls)
-
-    TECudaGraphHelper.__qualname__ = old.__qualname__
-    TECudaGraphHelper.__module__, TECudaGraphHelper.__doc__ = old.__module__, old.__doc__
-    return TECudaGraphHelper
-
-
-class PaddedRows:
-    """The helper of layers over padded rows, under `full_iteration` of a model that takes images.
-
-    Bridge's train loop makes none for it.
-    """
-
-    def __init__(self) -> None:
-        self._decoders: list[nn.Module] = []
-        self._helper: PackedCudaGraphHelper | None = None
-
-    def follow(self, chunks: Sequence[nn.Module], provider: Any) -> None:
-        """Make the helper before the first step of a model whose configuration asks for it."""
-        if not asks_for_graphs(provider) or (decoders := find_decoders(chunks)) == self._decoders:
-            return
-        self.forget()
-        self._decoders, written = decoders, collect(provider)
-        options = options_of(written)
-        if not padded_rows(options, written.facts):
-            return
-        try:
-            self._helper = PackedCudaGraphHelper(chunks, provider, options=options)
-        except OptionError as error:
-            warn(f"the language model runs eager. {error}")
-
-    def forget(self) -> None:
-        """Report and drop the graphs, if there are any."""
-        if self._helper is not None:
-            self._helper.delete_cuda_graphs()
-        self._decoders, self._helper = [], None
-
-
-PADDED_ROWS = PaddedRows()
-before_deactivation(PADDED_ROWS.forget)
-
-
 def takes_images(chunks: nn.Module | Sequence[nn.Module]) -> bool:
     """Whether a model, or its stage of a pipeline, is Bridge's Qwen3-VL or Qwen3.5-VL."""
     kind = getattr(sys.modules.get(MODEL), MODEL_OF_PROVIDER, None)
@@ -260,4 +177,4 @@ def _without_capture(old: Callable[..., Any]) -> Callable[..., Any]:
     return __call__
 
 
-PATCHES = (Patch(seam("packed_helper"), _for_packs), Patch(seam("full_iteration"), _without_capture))
+PATCHES = (Patch(seam("full_iteration"), _without_capture),)

@@ -56,9 +56,6 @@ _LOOP_VISION = seams_of(
 )
 _REPORTS = seams_of(
     F.REPORTS,
-    train_seq_length=patched(
-        f"{TRAIN}:get_vision_cuda_graph_seq_length(vision_config)", "the log line names the largest bucket"
-    ),
     train_log=patched(f"{TRAIN}:training_log(loss_dict, global_state)", "graph statistics reach TensorBoard and W&B"),
     loggers=read(f"{STATE}[tensorboard_logger, wandb_logger]", "where figures are logged"),
 )

@@ -1,0 +1,61 @@
+"""With the plugin switched off: one line for a model that asks for its graphs. Nothing else is patched then."""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ...announce import announce, warn
+from ...options.graph_options import SETTING
+from ...options.normalization import VISION_IMPL
+from ...options.packed import MAX_PACKED_SEQS
+from ...options.sources import misspelt
+from ...switches import PLUGIN
+from ..environment import OPTIONS
+from ..seams.patches import Patch, arguments_of
+from ..seams.registry import seam
+from ..seams.registry.bridge import SCHEDULES
+
+_TOLD = "_bridge_cg_told"
+
+
+def _tell(config: Any) -> None:
+    """Print once that nothing of a model is on graphs, where its config or the environment asks for them."""
+    if config is None or hasattr(config, _TOLD):
+        return
+    setattr(config, _TOLD, True)
+    names = (name for name in (SETTING, VISION_IMPL, MAX_PACKED_SEQS) if getattr(config, name, None))
+    asked = {name: getattr(config, name) for name in names} | {OPTIONS: os.environ.get(OPTIONS)}
+    said = ", ".join(f"{name}={value}" for name, value in asked.items() if value not in (None, "", "none", "off"))
+    if said:
+        announce(f"graphs: none of bridge_cg_plugin's, which is off ({PLUGIN}={os.environ.get(PLUGIN)}). Asked: {said}")
+    for name, meant in misspelt(config).items():
+        warn(f"{name} of the model's configuration is no field. Did you mean {meant}, with {PLUGIN}=1?")
+
+
+def _of_bridge(old: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(old)
+    def validate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _tell(self.model)
+        return old(self, *args, **kwargs)
+
+    return validate
+
+
+def _of_a_loop(name: str, old: Callable[..., Any]) -> Callable[..., Any]:
+    argument = arguments_of(seam(name), old)
+
+    @functools.wraps(old)
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        from ..wrappers import config_of
+
+        _tell(config_of(argument("model", args, kwargs)))
+        return old(*args, **kwargs)
+
+    return schedule
+
+
+PATCHES = (
+    Patch(seam("config_check"), _of_bridge),
+    *(Patch(seam(name), functools.partial(_of_a_loop, name)) for name in SCHEDULES),
+)

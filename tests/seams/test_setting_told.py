@@ -1,0 +1,118 @@
+"""What training says at its start: what is on graphs, what not and why, also with the plugin off or a word misspelt."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bridge_cg_plugin.upstream.hooks import any_loop
+from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
+
+from .loops import Policy, call, in_one_process
+from .test_features import QWEN3_VL, config_of
+
+GRAPHS = {"vision_cuda_graph_impl": "transformer_engine"}
+BRIDGES = [
+    ({}, "graphs: none, all eager (no option asks for any)"),
+    ({"cuda_graphs": "off"}, "cuda_graphs: all: eager (cuda_graphs=off)"),
+    (
+        GRAPHS,
+        "graphs: vision encoder: one graph per bucket over the whole encoder; "
+        "language model: eager (cuda_graph_impl=none)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "line"), BRIDGES)
+def test_bridges_validation_says_in_one_line_what_is_on_graphs(active, capsys, fields, line):
+    config = config_of(QWEN3_VL, **fields)
+    for _ in range(2):
+        check_training_config(config)
+    assert capsys.readouterr().out == f"[bridge-cg] {line}\n"
+
+
+@pytest.fixture
+def loop(active, monkeypatch):
+    yield from in_one_process(monkeypatch)
+
+
+LOOPS = [
+    ({"vision_cuda_graph_impl": "none"}, "graphs: none, all eager (no option asks for any)"),
+    (GRAPHS, "graphs: vision encoder: one graph per bucket over the whole encoder"),
+    (
+        {"vision_cuda_graph_impl": "none", "cuda_graph_impl": "full_iteration"},
+        "graphs: vision encoder: eager (vision_cuda_graph_impl=none); "
+        "language model: eager (cuda_graph_impl=full_iteration: only Bridge's own loop drives such graphs)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "line"), LOOPS)
+def test_another_loops_first_step_says_it(loop, capsys, fields, line):
+    model = Policy(**fields)
+    for seed in range(2):
+        call(model, 1, seed=seed)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == f"[bridge-cg] {line}" and not any("graphs:" in each for each in others if "eager" in each)
+
+
+def misspelt_in_bridge():
+    config = config_of(QWEN3_VL)
+    config.model.cuda_grphs = "exact"
+    check_training_config(config)
+
+
+def misspelt_in_a_loop():
+    call(Policy(vision_cuda_graph_impl="none", cuda_grphs="exact"), 1)
+
+
+@pytest.mark.parametrize("start", [misspelt_in_bridge, misspelt_in_a_loop])
+def test_a_misspelt_field_is_named_with_the_one_that_was_meant(loop, caplog, start):
+    start()
+    (said,) = (entry.getMessage() for entry in caplog.records if "cuda_grphs" in entry.getMessage())
+    assert "Did you mean cuda_graphs?" in said
+
+
+IN_BRIDGE = """
+from types import SimpleNamespace
+from megatron.bridge.training.config import ConfigContainer
+for _ in range(2):
+    try:
+        ConfigContainer.validate(SimpleNamespace(model=model))
+    except AttributeError:
+        pass
+"""
+IN_A_LOOP = """
+from types import SimpleNamespace
+from torch import nn
+from megatron.core.pipeline_parallel import schedules
+chunk = nn.Module()
+chunk.config = model
+for _ in range(2):
+    try:
+        schedules.forward_backward_no_pipelining(
+            forward_step_func=None, data_iterator=None, model=chunk, num_microbatches=1, seq_length=1,
+            micro_batch_size=1,
+        )
+    except Exception:
+        pass
+"""
+
+
+@pytest.mark.parametrize("route", [IN_BRIDGE, IN_A_LOOP], ids=["bridge", "loop"])
+@pytest.mark.parametrize(
+    ("fields", "words", "said"),
+    [
+        ("cuda_graphs='exact'", "", "Asked: cuda_graphs=exact"),
+        ("", "cuda_graphs=exact", "Asked: BRIDGE_CG_OPTIONS=cuda_graphs=exact"),
+        ("cuda_graph_impl='none', vision_cuda_graph_impl='none'", "", ""),
+    ],
+)
+def test_with_the_plugin_off_a_model_that_asks_for_graphs_is_told(route, fields, words, said):
+    script = f"import torch\nfrom types import SimpleNamespace\nmodel = SimpleNamespace({fields}){route}"
+    environment = {**os.environ, any_loop.OPTIONS: words, "BRIDGE_CG_PLUGIN": "0"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[bridge-cg]")]
+    assert done.returncode == 0, done.stderr
+    assert len(lines) == bool(said) and all("BRIDGE_CG_PLUGIN=0" in line and said in line for line in lines)
