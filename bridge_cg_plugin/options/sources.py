@@ -130,7 +130,8 @@ def named(flag: str | None, words: Sequence[str]) -> tuple[str | None, list[str]
     names = [word for word in words if not is_word(word)]
     recipes = [name.lower() for name in (*([] if flag is None else [flag]), *names)]
     if len(recipes) > 1:
-        raise OptionError.because("recipe", f"Cannot use {recipes[0]} and {recipes[1]}: name one recipe.")
+        said = f"{recipes[0]} is the recipe, and other words must be section.name=value"
+        raise OptionError.because("recipe", f"Cannot use {recipes[1]!r}: {said}.")
     return next(iter(recipes), None), [word for word in words if word not in names]
 
 

@@ -83,7 +83,7 @@ def test_a_recipe_is_named_by_its_place_or_a_flag_in_any_case(written, name):
 def test_two_recipes_are_one_too_many(capsys):
     for command in ("train", "explain"):
         assert main([command, "a_config", "--recipe", "b_config"]) == 2
-        assert "name one recipe" in capsys.readouterr().err
+        assert "b_config is the recipe, and other words must be section.name=value" in capsys.readouterr().err
 
 
 RECIPE = ["--recipe", "qwen3_vl_8b_sft_config", "--vision_cuda_graph_impl", "transformer_engine", "train.train_iters=5"]
