@@ -6,6 +6,8 @@ import os
 PLUGIN = "BRIDGE_CG_PLUGIN"
 # Comparing replays with eager: off until its costs are measured on GPUs.
 PROOF = "BRIDGE_CG_PROOF"
+# Bounded room for tokens of more ranks' experts: off until it is measured on GPUs.
+EXPERT_BOUNDS = "BRIDGE_CG_EXPERT_BOUNDS"
 ON, OFF = ("1", "true", "on"), ("0", "false", "off")
 ALLOWED = f"{', '.join(OFF)} (off) or {', '.join(ON)} (on)"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import bridge_cg_plugin
 from bridge_cg_plugin import plugin
-from bridge_cg_plugin.switches import ALLOWED, PROOF, switched_on
+from bridge_cg_plugin.switches import ALLOWED, EXPERT_BOUNDS, PROOF, switched_on
 from bridge_cg_plugin.upstream.environment import (
     OPTIONS,
     RELEASE_MEMORY,
@@ -40,6 +40,7 @@ VARIABLES = (
     plugin.SWITCH,
     OPTIONS,
     PROOF,
+    EXPERT_BOUNDS,
     RELEASE_MEMORY,
     WATCHDOG_MINUTES,
     TORCH_AUTOLOAD,

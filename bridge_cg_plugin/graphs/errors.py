@@ -38,6 +38,10 @@ class ProofError(GraphError):
     """Replays of a recording differ from eager, and the user asked for a strict run."""
 
 
+class Overflow(GraphError):
+    """A microbatch had too little room in its graph: what its forward left is of no use, and it is to run eager."""
+
+
 class ReplayError(GraphError):
     """A replay was asked for in a way that cannot give right results: a backward twice, or after the model changed."""
 

@@ -69,6 +69,11 @@ class Fallback(StrEnum):
         "expert parallelism: another rank cannot replay its microbatch, so all run eager",
         "see the reasons that the other ranks count",
     )
+    EXPERTS_OVERFLOW = (
+        "experts_overflow",
+        "more tokens went to one rank's experts than graphs have room for; the room grows before the next step",
+        "none needed",
+    )
     # Slots and recordings
     NO_FREE_SLOT = (
         "no_free_slot",

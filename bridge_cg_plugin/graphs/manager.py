@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from .recordings.capture import collected_later, is_one_graph
 from .recordings.chain import NOTHING_LEAVES, Chain, Offloading
 from .recordings.executor import Executor
 from .region import Region
-from .reports import RegionStatistics, merge_statistics, render
+from .reports import RegionStatistics, counts_of, merge_statistics, render
 
 # From so many recordings on, a capture takes more than a few seconds.
 MANY_RECORDINGS = 4
@@ -113,8 +113,12 @@ class GraphManager:
 
     def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
-        with nullcontext() if self._watch is None else self._watch.passing():
+        with self.passing():
             return self._instance.original(*args, **kwargs)
+
+    def passing(self) -> AbstractContextManager[None]:
+        """Return what passes of the module run in."""
+        return nullcontext() if self._watch is None else self._watch.passing()
 
     def run(self, call: Call, eager: partial[Any]) -> Any:
         """Replay a call where possible, else run it eager and count why.
@@ -393,10 +397,23 @@ class GraphManager:
             self._grow()
 
     def _grow(self) -> None:
-        """Record a bucket that is worth it for the mode that the model is in."""
-        if self._growing is not None:
+        """Record what is worth it for the mode that the model is in, or everything with more room."""
+        if self.captured and self.workload.outgrown and self.model.training:
+            self._capture_again()
+        elif self._growing is not None:
             self._growing.demand.turn_to(self.model.training)
             self._growing.before_step(self.model.training)
+
+    def _capture_again(self) -> None:
+        """Capture with more room, if no microbatch is in flight on any rank that captures with this one."""
+        if not self.consensus.agree(lambda: float(all(region.is_idle() for region in self._regions))).smallest:
+            return
+        self._note_pause()
+        counted = counts_of([self._own, *(region.statistics for region in self._regions)])
+        self.reset()
+        self._own, before = counted, counted.capture_seconds
+        self.capture()
+        self._own.pauses[self.step_number] += self._seconds() - before
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -150,6 +150,13 @@ class RegionProgram(ABC):
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """Compute the padded outputs; rows come first in each."""
 
+    def overflow(self, buffers: Buffers) -> Tensor | None:
+        """Return what is not zero, once a forward was replayed, where its batch had too little room: `[1]`.
+
+        None where every batch that was not refused has room.
+        """
+        return None
+
     @abstractmethod
     def recording(self) -> AbstractContextManager[None]:
         """Return what is entered around each run of `forward` and of its backward that is recorded."""
@@ -294,6 +301,7 @@ class Workload(ABC):
         out_of_memory_remedy: What to do where a capture runs out of memory.
         strict: Whether a failed capture raises instead of leaving the module eager.
         observed: Microbatches that were observed before capture.
+        outgrown: Whether microbatches had too little room, so that graphs are to be captured again with more.
         demand: What microbatches ask for; None where all that may come is captured at once.
         named: Tokens of the buckets that a capture recorded without a demand; None before.
     """
@@ -305,6 +313,7 @@ class Workload(ABC):
     out_of_memory_remedy: str
     strict = False
     observed = 0
+    outgrown = False
     demand: Demand | None = None
     named: tuple[int, ...] | None = None
 

@@ -162,6 +162,14 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
     return total
 
 
+def counts_of(parts: Sequence[RegionStatistics]) -> RegionStatistics:
+    """Return what a module counted whose regions are no more; the first part's is the module's own."""
+    total = merge_statistics(parts)
+    total.known, total.step = parts[0].known, parts[0].step
+    total.graph_bytes = total.static_bytes = total.gradient_bytes = total.pinned_bytes = 0
+    return total
+
+
 def metrics(statistics: RegionStatistics, prefix: str) -> dict[str, float]:
     """Return the scalars for TensorBoard and W&B, by tag; every tag starts with `prefix/`."""
     fallbacks = sum(statistics.fallbacks.values())

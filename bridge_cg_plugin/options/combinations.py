@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..switches import EXPERT_BOUNDS, switched_on
 from .declaration import OptionError, plain
 from .facts import (
     BALANCING,
@@ -388,10 +389,19 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
         {"model.fp8_recipe": ("tensorwise with parts of layers", "Eager updates scales in what a replay leaves out")},
     ),
     (
+        _where(_whole_moe_layers, lambda options, facts: not switched_on(EXPERT_BOUNDS, False)),
+        _eager_experts,
+        {
+            "model.expert_tensor_parallel_size": (
+                "1",
+                f"Parts of experts were not measured; see {EXPERT_BOUNDS}",
+            )
+        },
+    ),
+    (
         _whole_moe_layers,
         _eager_experts,
         {
-            "model.expert_tensor_parallel_size": ("1", "Graphs do not support experts of which ranks hold parts"),
             **{
                 f"model.{name}": ("false" if needed is False else "null", _EXPERTS)
                 for name, needed in (ROUTERS | EXPERTS).items()

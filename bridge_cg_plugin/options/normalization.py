@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..switches import EXPERT_BOUNDS, switched_on
 from .combinations import DRIVEN_BY_BRIDGE, check_options
 from .declaration import (
     GraphOptionWarning,
@@ -47,7 +48,7 @@ VISION_IMPL, KERNELS = PROVIDER_FIELDS["impl"], PROVIDER_FIELDS["kernels"]
 UNTRIED = "no graphs of such layers were tried on a GPU"
 # Experts in a region take memory that grows with the ranks that share them.
 MOST_EXPERT_RANKS = 2
-MUCH_MEMORY = "experts of so many ranks take much memory in a graph; {} captures them"
+MUCH_MEMORY = "experts of so many ranks take much memory in a graph; {} captures them, with {}=1 in less"
 NOT_FOUND = "the model has no {} that graphs support"
 READS_COUNTS = f"{IMPL}=full_iteration with experts: the host reads the number of tokens of each expert"
 READS_IMAGES = f"{IMPL}=full_iteration on this model: megatron-core would capture the images of one step for all"
@@ -176,9 +177,9 @@ def _prediction(facts: Facts) -> str:
 def _many_experts(facts: Facts, captures: str) -> str:
     """Return why experts stay outside unless a person asks for them; empty where they need not."""
     ranks = facts.ranks("expert_model")
-    if not facts.moe or ranks <= MOST_EXPERT_RANKS:
+    if not facts.moe or ranks <= MOST_EXPERT_RANKS or switched_on(EXPERT_BOUNDS, False):
         return ""
-    return f"model.expert_model_parallel_size={ranks}: {MUCH_MEMORY.format(captures)}"
+    return f"model.expert_model_parallel_size={ranks}: {MUCH_MEMORY.format(captures, EXPERT_BOUNDS)}"
 
 
 def _packed(facts: Facts) -> Iterator[_Candidate]:
@@ -213,7 +214,7 @@ def _taken(
     if facts.loop_parts is not None and name not in facts.loop_parts:
         parts.append(Part(name, "eager", NOT_FOUND.format(name)))
         return written
-    why = reason = None
+    why = reason = first = None
     for candidate in candidates:
         fields = {field: value for field, value in candidate.fields.items() if not _is_set(written, field)}
         tried = replace(written, fields={**written.fields, **fields})
@@ -222,8 +223,9 @@ def _taken(
         if reason is None:
             parts.append(Part(name, candidate.graphs, "; ".join(filter(None, (why, candidate.note)))))
             return tried
-        why = why or reason
-    parts.append(Part(name, "eager", reason or UNTRIED))
+        why, first = why or reason, first or candidate.graphs
+    more = f" For {first}: {why.rstrip('.')}." if why and why != reason else ""
+    parts.append(Part(name, "eager", f"{reason or UNTRIED}{more}"))
     return written
 
 

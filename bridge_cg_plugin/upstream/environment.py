@@ -6,7 +6,7 @@ import os
 
 from ..announce import announce
 from ..options import OptionError
-from ..switches import ALLOWED, PROOF, switched_on
+from ..switches import ALLOWED, EXPERT_BOUNDS, PROOF, switched_on
 
 WATCHDOG_MINUTES = "BRIDGE_CG_WATCHDOG_MINUTES"
 RELEASE_MEMORY = "BRIDGE_CG_RELEASE_MEMORY"
@@ -24,9 +24,8 @@ def check_process() -> None:
             variable of the plugin has an invalid value.
     """
     watchdog_minutes()
-    if switched_on(PROOF, False) is None:
-        remedy = "Correct it, or unset it: replays are then not compared with eager."
-        raise OptionError(PROOF, os.environ[PROOF], ALLOWED, remedy)
+    for name in (PROOF, EXPERT_BOUNDS):
+        _is_on(name)
     allocator = ",".join(os.environ.get(n, "") for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     if "expandable_segments:true" in allocator.replace(" ", "").lower() and os.environ.get(GRAPH_REGISTER) != "0":
         raise OptionError(
@@ -77,8 +76,10 @@ def memory_may_leave() -> bool:
     Raises:
         OptionError: The variable holds what is no switch.
     """
-    may_leave = switched_on(RELEASE_MEMORY, False)
-    if may_leave is None:
-        value, remedy = os.environ[RELEASE_MEMORY], "Correct it, or unset it: graphs' memory then stays."
-        raise OptionError(RELEASE_MEMORY, value, ALLOWED, remedy)
-    return may_leave
+    return _is_on(RELEASE_MEMORY)
+
+
+def _is_on(name: str) -> bool:
+    if (found := switched_on(name, False)) is None:
+        raise OptionError(name, os.environ[name], ALLOWED, "Correct it, or unset it: it is off then.")
+    return found

@@ -10,6 +10,7 @@ from bridge_cg_plugin.options import (
     graph_options,
     normalize,
 )
+from bridge_cg_plugin.switches import EXPERT_BOUNDS
 
 DENSE = {"cuda_graphs": "fastest", "recompute_granularity": None, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 PACKED = {**DENSE, "pack_sequences_in_batch": True}
@@ -117,6 +118,12 @@ ROUTERS = "attention, routers and preprocessing of experts"
 def test_padded_sequences_are_one_region_where_they_can_be(settings, graphs, why):
     part = chosen({**DENSE, **settings})[1]["language model"]
     assert part.graphs == graphs and part.why.startswith(why) and bool(part.why) == bool(why)
+
+
+def test_experts_of_many_ranks_are_captured_where_their_room_is_bounded(monkeypatch):
+    monkeypatch.setenv(EXPERT_BOUNDS, "1")
+    part = chosen({**PACKED, "expert_model_parallel_size": 8, "num_moe_experts": 8})[1]["language model"]
+    assert "all layers as one region" in part.graphs and not part.why
 
 
 def test_a_whole_step_with_experts_is_captured_only_where_a_person_asks():

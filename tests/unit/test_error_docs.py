@@ -22,6 +22,7 @@ SOURCES = [
 FALLBACKS = re.compile(r"(?<=<!-- fallbacks -->\n).*?(?=<!-- /fallbacks -->)", re.DOTALL)
 # Not for a user: a seam that does not fit becomes a state, the group's failure a fallback that names its cause.
 INTERNAL = {
+    "Overflow",
     "TimeIsUp",
     "ProbeError",
     "SlowError",

@@ -39,11 +39,13 @@ for case in cases:
     inner, weights = case["inner"], case["probabilities"]
     out = kernels.swiglu(inner, weights, bounds)
     of_inner, of_weights = kernels.swiglu_backward(out, inner, weights, bounds)
-    rows = kernels.find_rows(case["routing_map"], case["used"], case["places"].shape[1])
+    top_k = case["places"].shape[1]
+    routing = case["routing_map"], case["used"], top_k
+    rows = kernels.find_rows(*routing, case["routing_map"].shape[0] * top_k)
     kernels.HELD, held = 64, kernels.HELD  # several blocks
-    again = kernels.find_rows(case["routing_map"], case["used"], case["places"].shape[1])
+    again = kernels.find_rows(*routing, case["routing_map"].shape[0] * top_k)
     kernels.HELD = held
-    found.append({"rows": rows, "again": again})
+    found.append({"rows": rows, "again": again, "few": kernels.find_rows(*routing, 11)})
     products = {"in": rows_in, "out": rows_out, "sums": sums, "made": made, "swapped": swapped, "combined": combined}
     products["wide"] = wide
     found[-1].update(products | {"swiglu": out, "of_inner": of_inner, "of_weights": of_weights})
@@ -163,6 +165,15 @@ def test_rows(case, name):
     assert torch.equal(bounds, given["bounds"]) and torch.equal(rows_of, given["rows_of"])
     assert torch.equal(places, given["places"])
     assert torch.equal(tokens[:used], given["tokens"][:used]) and torch.equal(entries, given["entries"])
+
+
+def test_rows_that_have_no_room(case):
+    given, found = case
+    bounds, *rows = found["few"]
+    overflow = torch.zeros(1, dtype=torch.int32)
+    expected = find_rows(given["routing_map"], given["used"], given["places"].shape[1], 11, overflow)
+    assert torch.equal(bounds, given["bounds"]) and overflow.item()
+    assert all(map(torch.equal, rows, (expected.tokens, expected.entries, expected.places, expected.rows_of)))
 
 
 COMPILED = """

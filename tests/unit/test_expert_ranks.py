@@ -238,7 +238,8 @@ def exchange():
     scores[1, 0, 0], chosen[1, 0, 0] = 0.0, True
     used, weights = (5, 3)[rank], torch.rand(2, 10, 3)
     own = scores[rank].clone().requires_grad_()
-    found, routing_map, count = ranks.choices(own, chosen[rank], torch.tensor([used], dtype=torch.int32))
+    of_rank = torch.tensor([used], dtype=torch.int32)
+    found, routing_map, count = ranks.lanes(chosen[rank], of_rank).choices(own, chosen[rank], of_rank)
     chosen[1, 3:] = False
     right = torch.cat([scores[each][:, 3 * rank : 3 * rank + 3] for each in range(2)])
     its = torch.cat([chosen[each][:, 3 * rank : 3 * rank + 3] for each in range(2)])
@@ -248,7 +249,7 @@ def exchange():
     wanted = torch.cat([weights[owner][5 * rank : 5 * rank + 5] for owner in range(2)], 1)
     assert torch.equal(gradient, torch.where(chosen[rank], wanted, 0))
     with without_collectives(distributed.group.WORLD)():  # kernels follow the map, also in such a pass
-        its = ranks.choices(own, chosen[rank], count)[1]
+        its = ranks.lanes(chosen[rank], count).choices(own, chosen[rank], count)[1]
     assert torch.equal(its, torch.cat((chosen[rank][:, :3], chosen[rank][:, 3:])))
 
 

@@ -49,6 +49,21 @@ def test_rows_are_sorted_by_expert_then_token(routing):
         assert rows.places[token].tolist() == [*its, *[-1] * (top_k - len(its))]
 
 
+@given(routings(), st.integers(1, 50))
+def test_rows_without_room_are_left_out_and_counted(routing, room):
+    routing_map, used, top_k = routing
+    whole, overflow = found_rows(routing), torch.zeros(1, dtype=torch.int32)
+    rows = find_rows(routing_map, torch.tensor([used], dtype=torch.int32), top_k, room, overflow)
+    needed, there = int(whole.bounds[-1]), min(room, routing_map.shape[0] * top_k)
+    assert overflow.tolist() == [needed > room]
+    assert rows.tokens.shape == rows.entries.shape == (there,)
+    assert torch.equal(rows.bounds, whole.bounds.clamp(max=there))
+    assert torch.equal(rows.tokens[:needed], whole.tokens[:there][:needed])
+    assert torch.equal(rows.entries[:needed], whole.entries[:there][:needed])
+    assert torch.equal(rows.rows_of, torch.where(whole.rows_of < there, whole.rows_of, -1))
+    assert torch.equal(rows.places, torch.where(whole.places < there, whole.places, -1))
+
+
 @settings(max_examples=40)
 @given(routings(), st.booleans())
 def test_experts_and_their_gradients_are_those_of_a_loop(routing, accumulated):

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from .. import ranges
 from ..buckets import Bucket
 from ..changes.source import Recorded, Source
-from ..errors import ReplayError
+from ..errors import Overflow, ReplayError
 from ..program import RegionProgram
 from ..ranges import named_range
 from ..recordings.recording import Gradients
@@ -102,9 +102,17 @@ class Replay:
         return outputs
 
     def launch(self) -> tuple[Tensor, ...]:
-        """Replay the forward; returns copies of the outputs' real rows."""
+        """Replay the forward; returns copies of the outputs' real rows.
+
+        Raises:
+            Overflow: The batch had too little room. The host waits to see that: nobody gets outputs that may be wrong.
+        """
         self.recorded.recording.forward()
-        return copies(self.recorded.recording.outputs, self.rows)
+        outputs = copies(self.recorded.recording.outputs, self.rows)
+        overflow = self.program.overflow(self.slot.buffers[self.bucket])
+        if overflow is not None and overflow.item():
+            raise Overflow
+        return outputs
 
 
 class _Replay(Function):

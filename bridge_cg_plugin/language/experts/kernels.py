@@ -355,6 +355,7 @@ def _place(
     blocks,
     tokens,
     experts,
+    room,
     TOP_K: tl.constexpr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -372,12 +373,12 @@ def _place(
         before += tl.sum(tl.where((block < number)[:, None], counts, 0), 0)
     ends = tl.cumsum(total, 0)
     rows = (ends - total + before)[None, :] + tl.cumsum(chosen, 0) - chosen
-    entry = token[:, None] * experts + expert[None, :]
-    inside = (token < tokens)[:, None] & (expert < experts)[None, :]
     is_chosen = chosen > 0
-    tl.store(rows_of_ptr + entry, tl.where(is_chosen, rows, -1), mask=inside)
-    tl.store(tokens_ptr + rows, tl.broadcast_to(token[:, None], (TOKENS, EXPERTS)), mask=is_chosen)
-    tl.store(entries_ptr + rows, entry, mask=is_chosen)
+    rows = tl.where(is_chosen & (rows < room), rows, -1)
+    entry = token[:, None] * experts + expert[None, :]
+    tl.store(rows_of_ptr + entry, rows, mask=(token < tokens)[:, None] & (expert < experts)[None, :])
+    tl.store(tokens_ptr + rows, tl.broadcast_to(token[:, None], (TOKENS, EXPERTS)), mask=rows >= 0)
+    tl.store(entries_ptr + rows, entry, mask=rows >= 0)
     among = tl.cumsum(chosen, 1) - chosen
     tl.store(places_ptr + token[:, None] * TOP_K + among, rows, mask=is_chosen)
     its = tl.sum(chosen, 1)
@@ -389,13 +390,12 @@ def _place(
         tl.store(bounds_ptr + 1 + expert, ends, mask=expert < experts)
 
 
-def find_rows(routing_map: Tensor, used: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def find_rows(routing_map: Tensor, used: Tensor, top_k: int, room: int) -> tuple[Tensor, ...]:
     """Return the fields of `Rows`; of rows behind the last bound, only entries are written: zeros.
 
     Args:
-        routing_map: `[tokens, experts]` bool, at most `top_k` in a row.
-        used: `[1]` int32.
-        top_k: Experts of a token.
+        routing_map, used, top_k: See `rows.find_rows`.
+        room: How many rows there are.
     """
     tokens, experts = routing_map.shape
 
@@ -406,12 +406,12 @@ def find_rows(routing_map: Tensor, used: Tensor, top_k: int) -> tuple[Tensor, Te
     held = max(HELD // wide, LEAST_TOKENS)
     blocks = triton.cdiv(tokens, held)
     of_map = (routing_map.contiguous().view(torch.uint8), used)
-    counts, bounds, rows = new(blocks, experts), new(experts + 1), (new(tokens * top_k), new(tokens * top_k).zero_())
+    counts, bounds, rows = new(blocks, experts), new(experts + 1), (new(room), new(room).zero_())
     places, rows_of = new(tokens, top_k), new(tokens, experts)
     sizes = {"TOKENS": held, "EXPERTS": wide, "num_warps": 4}
     _count[(blocks,)](*of_map, counts, tokens, experts, **sizes)
     made = (counts, bounds, *rows, places, rows_of)
-    _place[(blocks,)](*of_map, *made, blocks, tokens, experts, TOP_K=top_k, BLOCKS=held, **sizes)
+    _place[(blocks,)](*of_map, *made, blocks, tokens, experts, room, TOP_K=top_k, BLOCKS=held, **sizes)
     return bounds, *rows, places, rows_of
 
 

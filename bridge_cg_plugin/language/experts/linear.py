@@ -10,7 +10,7 @@ from ...graphs.recordings.recording import sum_of
 from ...upstream_types import MegatronParameter
 from . import device
 from .device import Tables, table_of_slices
-from .exchange import ExpertExchange, summed_in
+from .exchange import Lanes, summed_in
 from .rows import Rows
 
 
@@ -160,26 +160,26 @@ Sides = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]
 
 
 def dispatch_linear(
-    x: Tensor, rows: Rows, weights: Sequence[nn.Parameter], tables: Tables, exchange: ExpertExchange | None = None
+    x: Tensor, rows: Rows, weights: Sequence[nn.Parameter], tables: Tables, lanes: Lanes | None = None
 ) -> Tensor:
     """Return each token's row for each of its experts, times that expert's weight.
 
     Args:
         x: `[tokens, in]`.
-        rows: Of the batch; with an exchange, of all ranks' tokens.
+        rows: Of the batch; with lanes, of the tokens that come to this rank.
         weights: `[out, in]` of every expert. Gradients are added to their `main_grad` if they have one.
         tables: Tables of the weights and sums.
-        exchange: Ranks that hold other experts; None without any.
+        lanes: The batch's way to ranks that hold other experts; None without any.
 
     Returns:
         `[rows, out]`; rows behind the last bound hold anything.
     """
-    out: Tensor = _ExpertLinear.apply(x, rows, tables, exchange, True, *weights)
+    out: Tensor = _ExpertLinear.apply(x, rows, tables, lanes, True, *weights)
     return out
 
 
 def combine_linear(
-    x: Tensor, rows: Rows, weights: Sequence[nn.Parameter], tables: Tables, exchange: ExpertExchange | None = None
+    x: Tensor, rows: Rows, weights: Sequence[nn.Parameter], tables: Tables, lanes: Lanes | None = None
 ) -> Tensor:
     """Return the sum of each token's rows, `[tokens, out]`, each times its expert's weight; those of all ranks.
 
@@ -188,9 +188,9 @@ def combine_linear(
         rows: Of the batch.
         weights: See `dispatch_linear`.
         tables: See `dispatch_linear`.
-        exchange: See `dispatch_linear`.
+        lanes: See `dispatch_linear`.
     """
-    out: Tensor = _ExpertLinear.apply(x, rows, tables, exchange, False, *weights)
+    out: Tensor = _ExpertLinear.apply(x, rows, tables, lanes, False, *weights)
     return out
 
 
@@ -203,30 +203,30 @@ class _ExpertLinear(torch.autograd.Function):
         x: Tensor,
         rows: Rows,
         tables: Tables,
-        exchange: ExpertExchange | None,
+        lanes: Lanes | None,
         dispatches: bool,
         *weights: nn.Parameter,
     ) -> Tensor:
-        if dispatches and exchange is not None:
-            x = exchange.gather(x)
+        if dispatches and lanes is not None:
+            x = lanes.gather(x)
         ctx.save_for_backward(x, rows.bounds, rows.tokens, rows.places)
         # Parameters are nobody's to move; autograd would unpack others than those that hold `main_grad`.
-        ctx.weights, ctx.tables, ctx.exchange, ctx.dispatches = weights, tables, exchange, dispatches
+        ctx.weights, ctx.tables, ctx.lanes, ctx.dispatches = weights, tables, lanes, dispatches
         out = multiply(x, rows.tokens if dispatches else None, weights, rows.bounds, tables, transposed=False)
-        return out if dispatches else _combined(out, rows.places, exchange)
+        return out if dispatches else _combined(out, rows.places, lanes)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, bounds, tokens, places = ctx.saved_tensors
         gradient = gradient.contiguous()
-        if not ctx.dispatches and ctx.exchange is not None:
-            gradient = ctx.exchange.gather(gradient)
+        if not ctx.dispatches and ctx.lanes is not None:
+            gradient = ctx.lanes.gather(gradient)
         x_tokens, gradient_tokens = (tokens, None) if ctx.dispatches else (None, tokens)
         x_gradient = None
         if ctx.needs_input_grad[0]:
             x_gradient = multiply(gradient, gradient_tokens, ctx.weights, bounds, ctx.tables, transposed=True)
             if ctx.dispatches:
-                x_gradient = _combined(x_gradient, places, ctx.exchange)
+                x_gradient = _combined(x_gradient, places, ctx.lanes)
         weight_gradients: Sequence[Tensor | None] = (None,) * len(ctx.weights)
         if all(ctx.needs_input_grad[5:]):
             sides: Sides = (gradient, gradient_tokens, x, x_tokens, bounds)
@@ -234,11 +234,14 @@ class _ExpertLinear(torch.autograd.Function):
         return x_gradient, None, None, None, None, *weight_gradients
 
 
-def _combined(values: Tensor, places: Tensor, exchange: ExpertExchange | None) -> Tensor:
+def _combined(values: Tensor, places: Tensor, lanes: Lanes | None) -> Tensor:
     """Return the sums of tokens' rows, those of other ranks included, rounded once."""
-    if exchange is None:
+    if lanes is None:
         return combine(values, places, values.dtype)
-    return exchange.reduce(combine(values, places, summed_in(values.dtype))).to(values.dtype)
+    parts = combine(values, places, summed_in(values.dtype))
+    if lanes.places is None:
+        return lanes.exchange.reduce(parts).to(values.dtype)
+    return combine(lanes.returned(parts), lanes.places, values.dtype)
 
 
 def _gradients_of(weights: Sequence[MegatronParameter], sides: Sides, tables: Tables) -> Sequence[Tensor | None]:

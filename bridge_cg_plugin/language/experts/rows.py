@@ -4,7 +4,7 @@ Everything here has a fixed output shape and reads nothing on the host, so it ca
 kernels; elsewhere, for the reference executor, PyTorch's functions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from . import device
 class Rows:
     """Which row of the experts' work is for which token: sorted by expert, then by token.
 
-    There are as many rows as tokens times experts of a token. Those behind the last bound belong to no expert; nobody
-    reads what they hold, here as elsewhere.
+    There are as many rows as tokens times experts of a token, or as there is room for. Those behind the last bound
+    belong to no expert; nobody reads what they hold, here as elsewhere.
 
     Attributes:
         bounds: `[experts + 1]` int32, where every expert's rows begin; the last is the number of rows in use.
@@ -36,34 +36,50 @@ class Rows:
     rows_of: Tensor
 
 
-def find_rows(routing_map: Tensor, used: Tensor, top_k: int) -> Rows:
+def find_rows(
+    routing_map: Tensor, used: Tensor, top_k: int, room: int | None = None, overflow: Tensor | None = None
+) -> Rows:
     """Return the rows of a batch of which only the first tokens are real; the others go to no expert.
 
     Args:
         routing_map: `[tokens, experts]` bool, at most `top_k` in a row.
         used: `[1]` int32, how many tokens are real.
         top_k: Experts of a token.
+        room: Rows that there are; None is as many as there may be.
+        overflow: `[1]` int32, counted up where there are too few. Rows without room are left out.
     """
+    most = routing_map.shape[0] * top_k
+    room = most if room is None else min(room, most)
+    found = _find_rows(routing_map, used, top_k, room)
+    if overflow is None or room == most:
+        return found
+    overflow += found.bounds[-1:] > room
+    return replace(found, bounds=found.bounds.clamp(max=room))
+
+
+def _find_rows(routing_map: Tensor, used: Tensor, top_k: int, room: int) -> Rows:
+    """Return rows whose bounds may be beyond the room."""
     if device.runs_kernels(routing_map):
         from . import kernels
 
-        return Rows(*kernels.find_rows(routing_map, used, top_k))
+        return Rows(*kernels.find_rows(routing_map, used, top_k, room))
     count, experts = routing_map.shape
     chosen = routing_map & (torch.arange(count) < used)[:, None]
     by_expert = chosen.T.reshape(-1)
     numbers = by_expert.cumsum(0).to(torch.int32) - 1
-    rows_of = torch.where(chosen, numbers.view(experts, count).T, -1)
+    by_expert = by_expert & (numbers < room)
+    rows_of = torch.where(by_expert, numbers, -1).view(experts, count).T.contiguous()
     # What is not chosen goes into one place more than there are rows.
-    places = torch.where(by_expert, numbers, count * top_k).long()
+    places = torch.where(by_expert, numbers, room).long()
     token = torch.arange(count, dtype=torch.int32).repeat(experts)
     expert = torch.arange(experts, dtype=torch.int32).repeat_interleave(count)
     tokens, entries = (
-        torch.zeros(count * top_k + 1, dtype=torch.int32).scatter(0, places, values)[:-1]
+        torch.zeros(room + 1, dtype=torch.int32).scatter(0, places, values)[:-1]
         for values in (token, token * experts + expert)
     )
     bounds = functional.pad(chosen.sum(0).cumsum(0), (1, 0)).to(torch.int32)
-    behind = torch.where(rows_of >= 0, rows_of, count * top_k).sort(dim=1).values[:, :top_k]
-    return Rows(bounds, tokens, entries, torch.where(behind < count * top_k, behind, -1), rows_of)
+    behind = torch.where(rows_of >= 0, rows_of, room).sort(dim=1).values[:, :top_k]
+    return Rows(bounds, tokens, entries, torch.where(behind < room, behind, -1), rows_of)
 
 
 def row_weights(probabilities: Tensor, rows: Rows) -> Tensor:

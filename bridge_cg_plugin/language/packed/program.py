@@ -17,7 +17,7 @@ from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch, PackShape, token_angles
 
 # Inputs that say how a pack is made: the same for all parts of a decoder's layers.
 SHARED = ("angles", "by_place", "used", *OFFSETS, *PADDED_OFFSETS)
-UNCHANGED = "unchanged"
+UNCHANGED, OVERFLOW = "unchanged", "overflow"
 # Called with a program's modules.
 RecordingKernels = Callable[[Sequence[nn.Module]], AbstractContextManager[Any]]
 
@@ -34,6 +34,7 @@ class RecordedPack:
         additions: Like `hidden` each, added behind the first layers.
         used: `[1]` int32, how many of this rank's tokens are no padding; None where no layer asks.
         unchanged: `[1]` float32, 1 where weights are as they were quantized last; None where none are quantized.
+        overflow: `[1]` int32, counted up where experts have too little room; None where they have room for all.
     """
 
     hidden: Tensor
@@ -43,6 +44,7 @@ class RecordedPack:
     additions: Sequence[Tensor] = ()
     used: Tensor | None = None
     unchanged: Tensor | None = None
+    overflow: Tensor | None = None
 
 
 # Runs the recorded piece. Every output has as many rows as the hidden states.
@@ -151,12 +153,14 @@ class PackedProgram(RegionProgram):
         sequences = 1 if layout.offsets else bucket.limits[0]
         tokens = bucket.tokens // (sequences * family.shards * family.ranks)
         rows = TensorSpec((tokens, sequences, layout.width), layout.dtype, differentiable=True)
+        bounded = getattr(family.exchange, "bounds", None) is not None
         count = documents + 1 + (family.ranks > 1)
         return {
             "hidden": rows,
             **dict.fromkeys(self._additions, rows),
             **self._angle_specs(bucket.tokens // sequences, sequences),
             **{name: TensorSpec((count,), torch.int32) for name in layout.offsets},
+            **({OVERFLOW: TensorSpec((1,), torch.int32)} if bounded else {}),
             **({"used": TensorSpec((1,), torch.int32)} if self._part.counted else {}),
             **({} if self._part.changed is None else {UNCHANGED: TensorSpec((1,), torch.float32)}),
         }
@@ -179,8 +183,14 @@ class PackedProgram(RegionProgram):
             shape.lengths, shape.tokens, self._exact_below, bucket, self._family.shards, self._family.ranks
         )
 
+    def overflow(self, buffers: Buffers) -> Tensor | None:
+        """See `RegionProgram`."""
+        return buffers.get(OVERFLOW)
+
     def load(self, buffers: Buffers, batch: PackedBatch) -> None:
         """See `RegionProgram`. What parts of layers share is written with the first of them."""
+        if OVERFLOW in buffers:
+            buffers[OVERFLOW].zero_()
         _load_rows(buffers["hidden"], batch.hidden.detach())
         if self._part.changed is not None:
             buffers[UNCHANGED].fill_(not self._part.changed())
@@ -229,10 +239,8 @@ class PackedProgram(RegionProgram):
             physical = offsets[self._physical[0]]
             angles = token_angles(angles, buffers["by_place"], physical, self._family.ranks, self._family.rank)
         additions = [buffers[name] for name in self._additions]
-        used, unchanged = buffers.get("used"), buffers.get(UNCHANGED)
-        return self._part.run(
-            RecordedPack(buffers["hidden"], angles, offsets, bucket.limits[1], additions, used, unchanged)
-        )
+        optional = map(buffers.get, ("used", UNCHANGED, OVERFLOW))
+        return self._part.run(RecordedPack(buffers["hidden"], angles, offsets, bucket.limits[1], additions, *optional))
 
     def recording(self) -> AbstractContextManager[None]:
         """See `RegionProgram`."""

@@ -14,11 +14,12 @@ from torch import Tensor, distributed, nn
 from ...announce import announce
 from ...attention_bounds import pack_buckets, replay_cost
 from ...graphs.buckets import BEGIN_WITH, EXACT_BELOW, WINDOW, Bucket, Demand, names_of, next_run, raised
-from ...graphs.errors import CaptureError
+from ...graphs.errors import CaptureError, Overflow
 from ...graphs.fallback import Fallback
 from ...graphs.host_copies import HostCopies
 from ...graphs.manager import GraphManager
-from ...graphs.program import FAR, NEAR, Call, Piece, Workload, digest
+from ...graphs.program import FAR, NEAR, Call, Eager, Piece, Workload, digest
+from ...graphs.proof import Held
 from ...graphs.region import Region
 from ...graphs.replays.replay import want_gradients
 from ...graphs.replays.slot import SharedInputs
@@ -295,6 +296,8 @@ class PackedWorkload(Workload):
         consensus = self.manager.consensus
         if not consensus.agree(self._digest).same:
             raise CaptureError("tensor- or context-parallel ranks planned different buckets: they saw different packs")
+        if self.family.exchange is not None:
+            self.family.exchange.fit()
         self._connect()
         consensus.agree(self._record)
 
@@ -316,9 +319,12 @@ class PackedWorkload(Workload):
     def _digest(self) -> float:
         """Plan; returns a number that stands for the buckets, their order and the slots."""
         kind, self.named = self.plan.kind(), self.options.named_buckets
-        if self.options.on_demand:
+        if self.options.on_demand and not self.outgrown:
             self.demand = self._begin()
-        return digest(self.manager.slots, kind, *map(str, self._planned()))
+        self.outgrown = False
+        needs = getattr(self.family.exchange, "needs", None)
+        passes = 0 if needs is None else len(needs)
+        return digest(self.manager.slots, kind, passes, *map(str, self._planned()))
 
     def _planned(self) -> Sequence[Bucket]:
         """Return the buckets to capture now."""
@@ -385,11 +391,19 @@ class PackedWorkload(Workload):
         """See `Workload`."""
         if not self.options.enabled:
             shapes = ", ".join("{} x {}".format(*bucket.limits) for bucket in self._planned())
-            announce(f"{self.title}: all layers, sequences x tokens {shapes}; {self.manager.slots} slot(s)")
+            announce(f"{self.title}: all layers, sequences x tokens {shapes}; {self.manager.slots} slot(s){self._room}")
             return
         parts = f" in {self._parts} parts of layers" if self._parts > 1 else ""
         found, documents = names_of(self.buckets or ()), self.plan.documents
-        announce(f"{self.title}{parts}: {found}; {self.manager.slots} slot(s), up to {documents} documents")
+        slots = f"{self.manager.slots} slot(s), up to {documents} documents{self._room}"
+        announce(f"{self.title}{parts}: {found}; {slots}")
+
+    @property
+    def _room(self) -> str:
+        if self._bounds is None:
+            return ""
+        sent, computed = self._bounds
+        return f"; a rank's experts have room for {sent:.0%} of each rank's tokens, {computed:.2f} rows a token"
 
     def forget(self) -> None:
         """See `Workload`."""
@@ -398,10 +412,30 @@ class PackedWorkload(Workload):
     def replay(self, region: Region, batch: PackedBatch) -> tuple[Tensor, ...] | None:
         """See `Workload`."""
         scales = self.family.scales()
-        outputs = region.run(batch, scales)
+        outputs = region.run(batch, scales) if self._bounds is None else self._bounded(region, batch, scales)
         if scales is not None and outputs is not None:
             scales.after_forward()
         return outputs
+
+    @property
+    def _bounds(self) -> tuple[float, float] | None:
+        return None if self.family.exchange is None else self.family.exchange.bounds
+
+    def _bounded(self, region: Region, batch: PackedBatch, scales: Any) -> tuple[Tensor, ...] | None:
+        """Replay, and leave nothing of it where the batch had too little room on some rank; all find the same."""
+        before = Held(self.manager.executor.generators(), self.family.statistics())
+        try:
+            return region.run(batch, scales)
+        except Overflow:
+            before.put_back()
+        self.outgrown = True
+        region.fell_back(Fallback.EXPERTS_OVERFLOW, batch)
+        return None
+
+    def run_eager(self, call: Call, eager: Eager) -> Any:
+        """See `Workload`."""
+        with self.manager.passing(), self.family.needs_noted():
+            return eager()
 
     def notes(self) -> dict[str, str]:
         """See `Workload`."""

@@ -4,7 +4,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,25 +15,28 @@ from torch import Tensor, nn
 from ...announce import warn
 from ...graphs.errors import CaptureError, Refused
 from ...graphs.fallback import Fallback
+from ...language.experts.bounds import Needs
 from ...language.experts.device import Tables
 from ...language.experts.exchange import ExpertExchange
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
 from ...language.packed.program import DecoderCall, DecoderPart, RecordedPack
 from ...options import OptionError
 from ...options.language_model import IMPL, MODULES
+from ...options.normalization import MOST_EXPERT_RANKS
 from ...options.packed import MAX_PACKED_SEQS
+from ...switches import EXPERT_BOUNDS, switched_on
 from ...upstream_types import UpstreamModule
 from ..kernels.layers import fused_head_norms, kernels_available
 from ..kernels.recompute import computing_inside, known_activations, recomputing, usable_random_states
 from ..kernels.rotary import fused_rotary
 from ..kernels.transformer_engine import accumulating, device_lengths, forget_attention_selection, fused_accumulation
-from ..parallel.process_groups import expert_group
+from ..parallel.process_groups import expert_group, expert_shards, shared_group
 from ..seams.contract import PACKED_ROTARY
 from ..seams.own_code import foreign_function, refuse_own_code
 from ..seams.registry import seam
 from ..seams.registry.bridge import ATTENTION as QWEN_ATTENTION
 from ..wrappers import overridden
-from .experts import CapturedExperts, statistics_kept
+from .experts import CapturedExperts, needs_noted, statistics_kept, statistics_of
 from .fp8 import (
     ROWS,
     DelayedScales,
@@ -193,8 +196,7 @@ class TransformerBlockFamily:
         experts = [layer for layer in self._transformer if layer.is_moe_layer]
         every = {*DENSE_PARTS, "mamba"} if self._mamba else {*DENSE_PARTS}
         if not modules or (set(modules) == every and not experts):
-            group = expert_group(self._decoder) if experts else None
-            self.exchange = None if group is None else ExpertExchange(group)
+            self.exchange = self.exchange or (self._new_exchange() if experts else None)
             for layer in experts:
                 CapturedExperts(layer, self._tables, self.exchange)  # refuses what cannot be recorded
             self._inside = experts
@@ -202,6 +204,22 @@ class TransformerBlockFamily:
             part = DecoderPart(name, self._decoder, (), self._run_block, counted=bool(experts))
             return [self._quantizing(part)]
         return self.layer_parts(modules)
+
+    def _new_exchange(self) -> ExpertExchange | None:
+        """Return what experts of several ranks exchange tokens by; above `MOST_EXPERT_RANKS` with bounds, if wanted."""
+        group = expert_group(self._decoder)
+        if group is None:
+            return None
+        bounded = group.size() > MOST_EXPERT_RANKS and switched_on(EXPERT_BOUNDS, False)
+        shards = expert_shards(self._decoder)
+        return ExpertExchange(group, shared_group(self._decoder, group), Needs() if bounded else None, shards)
+
+    def needs_noted(self) -> AbstractContextManager[None]:
+        """Be around eager passes; notes how much room experts need."""
+        exchange = self.exchange
+        if exchange is None or exchange.needs is None:
+            return nullcontext()
+        return needs_noted(self._routers(), exchange.holders, exchange.needs)
 
     def weights_per_token(self) -> float:
         """Return how many weights of this rank a token is multiplied with; of experts, those that it is sent to."""
@@ -212,8 +230,14 @@ class TransformerBlockFamily:
     def statistics_kept(self) -> AbstractContextManager[None]:
         """Be around captures, whose passes leave no trace in what layers count and log."""
         complete_weights((self._decoder,))
-        routers = [layer.mlp.router for layer in self._transformer if layer.is_moe_layer]
-        return statistics_kept(routers, delayed_state((self._decoder,)))
+        return statistics_kept(self._routers(), delayed_state((self._decoder,)))
+
+    def statistics(self) -> list[Tensor]:
+        """Return what passes count and log, of which one that is given up must leave no trace."""
+        return statistics_of(self._routers())
+
+    def _routers(self) -> list[UpstreamModule]:
+        return [layer.mlp.router for layer in self._transformer if layer.is_moe_layer]
 
     def scales(self) -> DelayedScales | None:
         """Return what is told of replays; None where no scales outlive a microbatch."""
@@ -276,6 +300,8 @@ class TransformerBlockFamily:
                 packed_seq_params=params,
                 **visual,
             )
+        if pack.overflow is not None and self.exchange is not None:
+            self.exchange.agree(pack.overflow)
         return (output,)
 
     @contextmanager
@@ -283,7 +309,8 @@ class TransformerBlockFamily:
         """Let layers compute a recorded pack."""
         with ExitStack() as stack:
             for layer in self._inside:  # looked up each time: the model may have changed since the last recording
-                stack.enter_context(CapturedExperts(layer, self._tables, self.exchange).recorded(_used(pack)))
+                experts = CapturedExperts(layer, self._tables, self.exchange)
+                stack.enter_context(experts.recorded(_used(pack), pack.overflow))
             if pack.additions:
                 refuse_own_code(self._decoder, DEEPSTACK)
                 stack.enter_context(overridden(self._decoder, DEEPSTACK, _add))

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from ...graphs.recordings.capture import is_capturing
 from ...language.experts import device
+from ...language.experts.bounds import Needs, needed
 from ...language.experts.device import Tables
 from ...language.experts.exchange import ExpertExchange
 from ...language.experts.linear import combine_linear, dispatch_linear, multiply, weighted_swiglu
@@ -22,6 +23,7 @@ from ...offload.registry import derive
 from ...options import OptionError
 from ...options.facts import BALANCING, BALANCING_TYPE, EXPERTS, FUSION, ROUTERS
 from ...options.language_model import MODULES
+from ...switches import EXPERT_BOUNDS, switched_on
 from ...upstream_types import UpstreamModule
 from ..kernels.recompute import runs_again
 from ..seams.own_code import refuse_own_code
@@ -133,6 +135,23 @@ def statistics_of(routers: Sequence[nn.Module]) -> list[Tensor]:
     return [*(count for count in counts if count is not None), *(entry.values for entry in tracker.metrics.values())]
 
 
+@contextmanager
+def needs_noted(routers: Sequence[UpstreamModule], ranks: int, needs: Needs) -> Iterator[None]:
+    """Note what an eager pass of these routers sends to each rank."""
+    found: list[Tensor] = []
+
+    def route(forward: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        probabilities, routing_map = forward(*args, **kwargs)
+        found.append(needed(routing_map, ranks))
+        return probabilities, routing_map
+
+    with ExitStack() as stack:
+        for router in routers:
+            stack.enter_context(overridden(router, "forward", partial(route, router.forward)))
+        yield
+    needs.note(found)
+
+
 def _padding(tokens: int, used: Tensor) -> Tensor:
     """Return which tokens are padding, `[tokens, 1]` bool."""
     return (torch.arange(tokens, device=used.device) >= used)[:, None]
@@ -169,50 +188,49 @@ class CapturedExperts:
     def __init__(self, layer: UpstreamModule, tables: Tables, exchange: ExpertExchange | None = None) -> None:
         self._moe: UpstreamModule = layer.mlp
         config = self._moe.config
-        check_fields(config, NEEDED)
+        check_fields(config, EXPERTS if switched_on(EXPERT_BOUNDS, False) else NEEDED)
         self._router = CapturedRouter(self._moe.router)
         self._linear = _linear_layers(self._moe.experts)
         self._activate, self._is_swiglu = activation(config), is_swiglu(config)
         self._top_k: int = config.moe_router_topk
         self._tables, self._exchange = tables, exchange
 
-    def recorded(self, used: Tensor) -> AbstractContextManager[None]:
+    def recorded(self, used: Tensor, overflow: Tensor | None = None) -> AbstractContextManager[None]:
         """Let the layer compute so.
 
         Args:
             used: `[1]` int32, how many tokens are no padding; padding goes to no expert and gets zeros.
+            overflow: `[1]` int32, counted up where bounds leave too little room; None without bounds.
         """
 
         def forward(hidden_states: Tensor, *unused: Any, **unused_too: Any) -> tuple[Tensor, None]:
-            return self._forward(hidden_states, used), None
+            return self._forward(hidden_states, used, overflow), None
 
         return overridden(self._moe, FORWARD, forward)
 
-    def _forward(self, hidden: Tensor, used: Tensor) -> Tensor:
+    def _forward(self, hidden: Tensor, used: Tensor, overflow: Tensor | None) -> Tensor:
         shared = None if self._moe.shared_experts is None else self._moe.shared_experts(hidden)
         with statistics_kept([self._moe.router]) if runs_again() else nullcontext():
             probabilities, routing_map = self._router.route(hidden, used)
+        lanes = room = None
         if self._exchange is not None:
-            probabilities, routing_map, used = self._exchange.choices(probabilities, routing_map, used)
-        rows = find_rows(routing_map, used, min(self._top_k, routing_map.shape[1]))
+            probabilities, routing_map = map(self._exchange.for_shards, (probabilities, routing_map))
+            lanes = self._exchange.lanes(routing_map, used, overflow)
+            tokens_of_all = routing_map.shape[0] * self._exchange.ranks
+            probabilities, routing_map, used = lanes.choices(probabilities, routing_map, used)
+            room = None if overflow is None else self._exchange.rows(tokens_of_all)
+        rows = find_rows(routing_map, used, min(self._top_k, routing_map.shape[1]), room, overflow)
         first, second = (linear.weights() for linear in self._linear)
         tokens = hidden.reshape(-1, hidden.shape[-1])
         never_offload(rows.tokens)  # small, and read to recompute what is large
-        inner = dispatch_linear(tokens, rows, first, self._tables, self._exchange)
-        if self._recomputes:
+        inner = dispatch_linear(tokens, rows, first, self._tables, lanes)
+        # With other ranks' tokens there is room for more rows than are in use, and what is behind them never repeats.
+        if lanes is None:
             again = partial(multiply, weights=first, bounds=rows.bounds, tables=self._tables, transposed=False)
             derive(inner, "linear", (tokens, rows.tokens), again)
         inner = self._between(inner, never_offload(row_weights(probabilities, rows)), rows.bounds)
-        out = combine_linear(inner, rows, second, self._tables, self._exchange).view(hidden.shape)
+        out = combine_linear(inner, rows, second, self._tables, lanes).view(hidden.shape)
         return out if shared is None else out + shared
-
-    @property
-    def _recomputes(self) -> bool:
-        """Whether the backward may recompute experts' work.
-
-        With other ranks' tokens there is room for more rows than are in use, and what is behind them never repeats.
-        """
-        return self._exchange is None
 
     def _between(self, inner: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:
         """Return what goes into the second linear layers: of megatron-core's function, or the kernel in its place."""
@@ -223,7 +241,7 @@ class CapturedExperts:
             return self._activate(inner, weights[:, None])
 
         out = activate(inner, weights)
-        if self._recomputes:
+        if self._exchange is None:
             derive(out, "gelu", (inner, weights), activate)
         return out
 

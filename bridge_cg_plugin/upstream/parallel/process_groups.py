@@ -85,7 +85,13 @@ def shared_group(
 
 def expert_group(model: UpstreamModule) -> distributed.ProcessGroup | None:
     """Return the ranks that hold a part of a model's experts each; None where there is one."""
-    return _several(getattr(model.pg_collection, "ep", None))
+    return _several(getattr(model.pg_collection, "tp_ep" if expert_shards(model) > 1 else "ep", None))
+
+
+def expert_shards(model: UpstreamModule) -> int:
+    """Return how many ranks, one after the other, hold a part of the same experts each."""
+    group = _several(getattr(model.pg_collection, "expt_tp", None))
+    return 1 if group is None else group.size()
 
 
 def has_ranks(group: distributed.ProcessGroup, other: distributed.ProcessGroup) -> bool:

@@ -156,7 +156,8 @@ def _shape_exchange(decoder: nn.Module, experts: distributed.ProcessGroup | None
 
 def without_exchanges(decoder: nn.Module, experts: distributed.ProcessGroup | None = None) -> Isolated:
     """Return a context in which a decoder's layers exchange nothing; see `without_collectives`."""
-    return without_collectives(*sharing_groups(decoder), *levels(decoder), *([] if experts is None else [experts]))
+    together = () if experts is None else (experts, shared_group(decoder, experts))
+    return without_collectives(*sharing_groups(decoder), *levels(decoder), *together)
 
 
 def takes_images(chunks: nn.Module | Sequence[nn.Module]) -> bool:
