@@ -160,7 +160,9 @@ def _draws_again(options: GraphOptions, facts: Facts) -> bool:
 
 
 # What selective recompute names and recorded work runs again as upstream does.
-RECOMPUTED = frozenset(("core_attn", "mlp"))
+RECOMPUTED = frozenset(("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts"))
+# Of these, what reaches around a router that is captured without its experts.
+AROUND_ROUTERS = frozenset(("layernorm", "moe"))
 
 
 def _recomputes_norms(options: GraphOptions, facts: Facts) -> bool:
@@ -170,8 +172,9 @@ def _recomputes_norms(options: GraphOptions, facts: Facts) -> bool:
 def _recomputes_otherwise(options: GraphOptions, facts: Facts) -> bool:
     """Whether what layers would recompute was not compared with eager, or reaches around what is captured."""
     named = {module.name for module in options.language_model.modules}
-    around = facts["recompute_granularity"] == "full" and bool(named) and named != {"attn", "mlp"}
-    known = frozenset(("core_attn",)) if facts.moe else RECOMPUTED
+    in_parts = bool(named) and (facts.moe or named != {"attn", "mlp"})
+    known = RECOMPUTED - AROUND_ROUTERS if "moe_router" in named else RECOMPUTED
+    around = facts["recompute_granularity"] == "full" and in_parts
     return around or facts.mamba or facts["fp8"] or not known.issuperset(facts.recomputed)
 
 
@@ -345,7 +348,8 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
         {
             RECOMPUTE: (
                 "null",
-                "Graphs recompute whole layers that are in them, core_attn, and mlp of dense layers, in bf16",
+                "Graphs recompute in bf16, whole layers where all are one region, and layernorm and moe not around a "
+                "router that is captured without its experts",
             )
         },
     ),

@@ -26,32 +26,45 @@ FULL = {
     "the first layer": {"recompute_method": "block", "recompute_num_layers": 1},
 }
 # What a layer decides by `recompute_modules` when it is made.
-SELECTIVE = {"core_attn": "self_attention.checkpoint_core_attention", "mlp": "recompute_mlp"}
+SELECTIVE = {
+    "core_attn": ["self_attention.checkpoint_core_attention"],
+    "mlp": ["recompute_mlp"],
+    "layernorm": ["recompute_input_layernorm", "recompute_pre_mlp_layernorm"],
+    "moe": ["mlp.moe_layer_recompute"],
+    "moe_act": ["mlp.experts.activation_recompute"],
+    "shared_experts": ["mlp.shared_experts_recompute"],
+}
 
 
 @pytest.fixture
 def again(monkeypatch):
     """Count how often recorded work runs what it recomputes once more."""
-    found, checkpoint = count(), recompute.checkpoint
+    found = count()
 
-    def counting(function, *args, **settings):
-        runs = count()
+    def counting(call):
+        def counted_call(*args, **settings):
+            place = next(place for place, each in enumerate(args) if callable(each))
+            function, runs = args[place], count()
 
-        def counted(*given):
-            if next(runs):
-                next(found)
-            return function(*given)
+            def counted(*given):
+                if next(runs):
+                    next(found)
+                return function(*given)
 
-        return checkpoint(counted, *args, **settings)
+            return call(*args[:place], counted, *args[place + 1 :], **settings)
 
-    monkeypatch.setattr(recompute, "checkpoint", counting)
+        return counted_call
+
+    for owner in (recompute, recompute.WithoutOutput):
+        monkeypatch.setattr(owner, "checkpoint", counting(owner.checkpoint))
     return found
 
 
 def let_layers_recompute(layers, module):
     for layer in layers:
-        owner, _, name = SELECTIVE[module].rpartition(".")
-        setattr(layer.get_submodule(owner), name, True)
+        for path in SELECTIVE[module]:
+            owner, _, name = path.rpartition(".")
+            setattr(layer.get_submodule(owner), name, True)
 
 
 def let_whole_layers_be_recomputed(model, **fields):
@@ -100,6 +113,7 @@ PACKS = {
     "each layer, replayed whole": (partial(let_whole_layers_be_recomputed, **FULL["each layer"]), ReferenceExecutor),
     "mlp": (lambda model: let_layers_recompute(model.decoder.layers, "mlp"), TapeExecutor),
     "core_attn": (lambda model: let_layers_recompute(model.decoder.layers, "core_attn"), ReferenceExecutor),
+    "layernorm": (lambda model: let_layers_recompute(model.decoder.layers, "layernorm"), TapeExecutor),
 }
 
 
@@ -142,10 +156,20 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize("let_recompute", [PACKS["each layer"][0], PACKS["two layers"][0], PACKS["core_attn"][0]])
+def of_experts(module):
+    return lambda model: let_layers_recompute(model.decoder.layers, module)
+
+
+WITH_EXPERTS = {
+    **{name: PACKS[name][0] for name in ("each layer", "two layers", "core_attn", "layernorm")},
+    **{name: of_experts(name) for name in ("moe", "moe_act", "shared_experts")},
+}
+
+
+@pytest.mark.parametrize("let_recompute", WITH_EXPERTS.values(), ids=WITH_EXPERTS)
 @pytest.mark.parametrize("changes", COUNTED.values(), ids=COUNTED)
 def test_layers_with_experts_are_recomputed_and_count_once(let_recompute, changes, again):
-    model = packs.new_model(**{**packs.EXPERTS, **changes})
+    model = packs.new_model(**{**packs.EXPERTS, "moe_shared_expert_intermediate_size": 16, **changes})
     batches = [packs.pack((30, 180, 77)), packs.pack((300,), seed=1), packs.pack((321, 100), seed=2)]
     routers = [layer.mlp.router for layer in model.decoder.layers]
     take_statistics(routers)
@@ -163,11 +187,13 @@ def test_layers_with_experts_are_recomputed_and_count_once(let_recompute, change
     assert_close(take_statistics(routers), counted)
 
 
-def test_attention_with_experts_outside_recomputes_its_core(again):
+@pytest.mark.parametrize("inside", [SELECTIVE["core_attn"], SELECTIVE["layernorm"][:1]], ids=["core", "norm"])
+def test_attention_with_experts_outside_recomputes_its_own(inside, again, monkeypatch):
+    monkeypatch.setitem(SELECTIVE, "inside", inside)
     model, plain = (packs.new_model(**packs.EXPERTS) for _ in range(2))
     wanted = {"capture": False, "cuda_graph_modules": ["attn", "moe_router"]}
     with packs.ON_CPU(), packs.graphs_on(model, packs.pack(packs.WARMUP), **wanted) as graphs:
-        let_layers_recompute(model.decoder.layers, "core_attn")
+        let_layers_recompute(model.decoder.layers, "inside")
         graphs.capture()
         batch = packs.pack((120, 150))
         found, expected = (packs.losses_and_gradients(each, batch) for each in (model, plain))
@@ -203,6 +229,14 @@ def test_a_frozen_encoder_keeps_nothing_to_recompute():
     with graphs_on(tower, buckets=(64,), executor=TapeExecutor()) as graphs:
         assert all(map(torch.equal, forward(tower, [[1, 4, 4]]), forward(plain, [[1, 4, 4]])))
         assert graphs.statistics().replays == 1
+
+
+def test_a_pass_that_fails_before_an_output_is_discarded_leaves_no_hooks():
+    model = packs.new_model()
+    with pytest.raises(KeyError), recompute.recomputing([model]):
+        tensor_parallel.CheckpointWithoutOutput().checkpoint(torch.exp, torch.ones(2, requires_grad=True))
+        raise KeyError
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 def test_layers_that_draw_are_refused():

@@ -25,7 +25,7 @@ from ...options.facts import BALANCING, BALANCING_TYPE, EXPERTS, FUSION, ROUTERS
 from ...options.language_model import MODULES
 from ...switches import EXPERT_BOUNDS, switched_on
 from ...upstream_types import UpstreamModule
-from ..kernels.recompute import runs_again
+from ..kernels.recompute import WithoutOutput, recomputed, runs_again
 from ..seams.own_code import refuse_own_code
 from ..seams.registry import seam
 from ..wrappers import overridden
@@ -204,12 +204,16 @@ class CapturedExperts:
         """
 
         def forward(hidden_states: Tensor, *unused: Any, **unused_too: Any) -> tuple[Tensor, None]:
-            return self._forward(hidden_states, used, overflow), None
+            compute = partial(self._forward, used=used, overflow=overflow)
+            again = self._moe.moe_layer_recompute and self._moe.training
+            return recomputed(compute, hidden_states) if again else compute(hidden_states), None
 
         return overridden(self._moe, FORWARD, forward)
 
     def _forward(self, hidden: Tensor, used: Tensor, overflow: Tensor | None) -> Tensor:
-        shared = None if self._moe.shared_experts is None else self._moe.shared_experts(hidden)
+        shared = self._moe.shared_experts
+        if shared is not None:
+            shared = recomputed(shared, hidden) if self._moe.shared_experts_recompute else shared(hidden)
         with statistics_kept([self._moe.router]) if runs_again() else nullcontext():
             probabilities, routing_map = self._router.route(hidden, used)
         lanes = room = None
@@ -228,8 +232,14 @@ class CapturedExperts:
         if lanes is None:
             again = partial(multiply, weights=first, bounds=rows.bounds, tables=self._tables, transposed=False)
             derive(inner, "linear", (tokens, rows.tokens), again)
-        inner = self._between(inner, never_offload(row_weights(probabilities, rows)), rows.bounds)
+        between = partial(self._between, bounds=rows.bounds)
+        kept = WithoutOutput() if getattr(self._moe.experts, "activation_recompute", False) else None
+        if kept is not None:
+            between = partial(kept.checkpoint, between)
+        inner = between(inner, never_offload(row_weights(probabilities, rows)))
         out = combine_linear(inner, rows, second, self._tables, lanes).view(hidden.shape)
+        if kept is not None:
+            kept.discard_output_and_register_recompute(out)
         return out if shared is None else out + shared
 
     def _between(self, inner: Tensor, weights: Tensor, bounds: Tensor) -> Tensor:

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ...graphs.errors import CaptureError
 from ...graphs.instance import every_module
-from ...offload.registry import current_registry, derive, scoped
+from ...offload.registry import View, current_registry, derive, scoped, view_of
 from ..seams.registry import seam
 from ..seams.registry.engine import TE_LAYERNORM_LINEAR
 from ..wrappers import overridden
@@ -87,8 +88,9 @@ def _refusal(option: str) -> CaptureError:
 
 
 # Where upstream's modules look it up.
-RECOMPUTE = seam("recompute")
+RECOMPUTE, DISCARD = seam("recompute"), seam("recomputed_outputs")
 PACKAGE = RECOMPUTE.module.rpartition(".")[0]
+DISCARD_CLASS = DISCARD.target.partition(".")[0]
 
 
 @contextmanager
@@ -103,8 +105,19 @@ def recomputing(modules: Sequence[nn.Module]) -> Iterator[None]:
     if code is None or code.co_filename != importlib.import_module(RECOMPUTE.module).__file__:
         yield
         return
-    with overridden(package, RECOMPUTE.target, partial(_recomputed, modules)):
-        yield
+    with overridden(package, RECOMPUTE.target, partial(_recomputed, modules)), ExitStack() as stack:
+        if getattr(package, DISCARD_CLASS, None) is getattr(importlib.import_module(DISCARD.module), DISCARD_CLASS):
+            stack.enter_context(overridden(package, DISCARD_CLASS, WithoutOutput))
+        try:
+            yield
+        finally:
+            while _saving:  # a pass failed
+                _saving.pop().__exit__()
+
+
+def recomputed(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function as upstream's code does where it is to be recomputed."""
+    return getattr(importlib.import_module(PACKAGE), RECOMPUTE.target)(function, False, *args)
 
 
 # Of the pass under way: what it is inside of, and how many of the calls around what runs now are recomputed later.
@@ -160,6 +173,47 @@ def _recomputed(
             return function(*given)
 
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+
+
+_saving: list[saved_tensors_hooks] = []
+
+
+class WithoutOutput:
+    """Stands in for upstream's `CheckpointWithoutOutput`: the backward computes an output once more that others save.
+
+    Between `checkpoint` and `discard_output_and_register_recompute` autograd keeps how to compute it in its place.
+    """
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return the function's output; several are kept."""
+        output = function(*args)
+        held = self._held = [output] if isinstance(output, Tensor) else []  # hooks live as long as what they saved
+        given = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
+        again: list[Tensor] = []
+        if held and output.requires_grad:
+            output.register_hook(lambda gradient: again.clear())  # all that read it have their gradients
+
+        def pack(tensor: Tensor) -> Tensor | View:
+            if held and tensor.untyped_storage().data_ptr() == held[0].untyped_storage().data_ptr():
+                return view_of(tensor)
+            return tensor if tensor.is_leaf else tensor.detach()  # a node that held its own output would never be freed
+
+        def unpack(saved: Tensor | View) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            if not again:
+                with torch.no_grad():
+                    again.append(function(*given))
+            return saved.over(again[0].untyped_storage())
+
+        _saving.append(saved_tensors_hooks(pack, unpack))
+        _saving[-1].__enter__()
+        return output
+
+    def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
+        """Take note that all who read the output have saved it."""
+        _saving.pop().__exit__()
+        self._held.clear()
 
 
 # Attribute of a module -> the name of what runs in it, for `vision_cuda_graph_offload`.

@@ -161,6 +161,10 @@ _OFFLOAD = seams_of(
         f"{CORE}.tensor_parallel.random:checkpoint(function, distribute_saved_activations)",
         "layers are recomputed inside a recorded backward",
     ),
+    recomputed_outputs=swapped(
+        f"{CORE}.tensor_parallel.random:CheckpointWithoutOutput.checkpoint(run_function)",
+        "outputs of norms and activations are recomputed inside a recorded backward",
+    ),
     layernorm_linear_forward=swapped(
         f"{TE_LAYERNORM_LINEAR}:_LayerNormLinear.forward",
         "recompute of activations notes how the norm's and the product's outputs are made",
