@@ -4,7 +4,9 @@ import dataclasses
 import json
 import re
 import sys
+import tomllib
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,8 +32,10 @@ H200 = {
     "memClockRateKHz": 3201000, "l2CacheSize": 62914560, "totalGlobalMem": 150000000000, "cudaDeviceId": 0,
     "deviceName": "NVIDIA H200",
 }  # fmt: skip
-OLD = SimpleNamespace(__version__="1.28.0", backend_version=lambda: 91900)
-OLD_LIBRARY = SimpleNamespace(__version__="1.32.0", backend_version=lambda: 90501)
+
+
+def package(version, library=91900):
+    return SimpleNamespace(__version__=version, backend_version=lambda: library)
 
 
 @pytest.mark.parametrize(
@@ -39,14 +43,31 @@ OLD_LIBRARY = SimpleNamespace(__version__="1.32.0", backend_version=lambda: 9050
     [
         (None, "nvidia-cudnn-frontend cannot be used"),
         (SimpleNamespace(), "nvidia-cudnn-frontend cannot be used"),
-        (OLD, "nvidia-cudnn-frontend is 1.28.0, older than 1.29"),
-        (OLD_LIBRARY, "cuDNN is 90501, older than 90600"),
+        (package("1.23.0"), "nvidia-cudnn-frontend is 1.23.0, older than 1.24"),
+        (package("1.26.0"), "nvidia-cudnn-frontend 1.26.0 needs cuDNN 92200, and this is 91900"),
+        (package("1.27.0"), "nvidia-cudnn-frontend 1.27.0 may choose kernels of its own"),
+        (package("1.32.0", 90501), "cuDNN is 90501, older than 90600"),
+        (package("1.24.0", 92200), None),
+        (package("1.28.0"), None),
     ],
-    ids=["missing", "another package", "old", "old library"],
+    ids=["missing", "another package", "old", "of a later library", "unchosen", "old library", "container", "chosen"],
 )
 def test_why_cudnn_cannot_be_called(monkeypatch, module, reason):
     monkeypatch.setitem(sys.modules, "cudnn", module)
-    assert reason in unavailable()
+    found = unavailable()
+    assert found is None if reason is None else reason in found
+
+
+def test_the_pinned_package_is_one_that_is_taken():
+    root = Path(__file__).resolve().parents[2]
+    (pinned,) = re.findall(
+        r"^nvidia-cudnn-frontend==([\d.]+)$", (root / "requirements/attention.txt").read_text(), re.M
+    )
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    oldest = ".".join(map(str, cudnn_attention.OLDEST_PACKAGE))
+    unchosen = ".".join(map(str, cudnn_attention.UNCHOSEN))
+    assert extras["attention"] == [f"{cudnn_attention.PACKAGE}>={oldest},!={unchosen}.*"]
+    assert tuple(map(int, pinned.split(".")[:2])) >= cudnn_attention.OLDEST_PACKAGE
 
 
 class NotSupported(Exception):
@@ -157,6 +178,14 @@ def test_the_librarys_first_choice_runs_on_what_is_bound(library):
     cudnn_attention._Plan(library, graph, "handle").run({cudnn_attention.LENGTHS: lengths})
     assert (graph.modes, graph.selected) == (["A"], 1)
     assert graph.runs == [{cudnn_attention.LENGTHS: lengths.data_ptr()}]
+
+
+def test_where_only_the_library_has_plans_its_first_one_runs(library, monkeypatch):
+    monkeypatch.delattr(PlannedGraph, "select_plan")
+    monkeypatch.delitem(sys.modules, "cudnn.engines.engine_ids")
+    graph = PlannedGraph()
+    cudnn_attention._Plan(library, graph, "handle").run({cudnn_attention.LENGTHS: torch.zeros(1)})
+    assert len(graph.runs) == 1
 
 
 def test_a_plan_runs_outside_a_capture_first(library, monkeypatch):

@@ -24,8 +24,11 @@ from .padding import clear_padding
 
 PACKAGE = "nvidia-cudnn-frontend"
 PLAN = "a plan of cuDNN's attention"
-# The oldest release that Transformer Engine 2.20 takes; its graphs let a plan be chosen.
-OLDEST_PACKAGE = (1, 29)
+OLDEST_PACKAGE = (1, 24)
+# It has engines in Python and lets no plan be chosen; earlier releases have the library's engines alone.
+UNCHOSEN = (1, 27)
+# Releases before that describe packed backwards for this cuDNN and later ones, whatever is loaded.
+THEIR_CUDNN = 92200
 # Statistics of packed segments, as numbered by `cudnn.backend_version()`.
 OLDEST_CUDNN = 90600
 # Unique numbers of a graph's tensors.
@@ -67,6 +70,10 @@ def unavailable() -> str | None:
         return f"the package {PACKAGE} cannot be used ({type(error).__name__}: {error})"
     if release < OLDEST_PACKAGE:
         return f"{PACKAGE} is {cudnn.__version__}, older than {'.'.join(map(str, OLDEST_PACKAGE))}"
+    if release == UNCHOSEN:
+        return f"{PACKAGE} {cudnn.__version__} may choose kernels of its own: install another release"
+    if release < UNCHOSEN and version < THEIR_CUDNN:
+        return f"{PACKAGE} {cudnn.__version__} needs cuDNN {THEIR_CUDNN}, and this is {version}"
     return None if version >= OLDEST_CUDNN else f"cuDNN is {version}, older than {OLDEST_CUDNN}"
 
 
@@ -161,14 +168,15 @@ class _Plan:
 
     def __init__(self, cudnn: ModuleType, graph: Any, handle: Any) -> None:
         self._cudnn, self._graph, self._handle = cudnn, graph, handle
-        is_python_engine = importlib.import_module("cudnn.engines.engine_ids").is_python_engine
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([cudnn.heur_mode.A])
-        native = [i for i, plan in enumerate(graph.plans) if not is_python_engine(plan.engine_id)]
-        if not native:
-            raise cudnn.cudnnGraphNotSupportedError("cuDNN's library has no plan for it")
-        graph.select_plan(native[0])
+        if hasattr(graph, "select_plan"):
+            is_python_engine = importlib.import_module("cudnn.engines.engine_ids").is_python_engine
+            native = [i for i, plan in enumerate(graph.plans) if not is_python_engine(plan.engine_id)]
+            if not native:
+                raise cudnn.cudnnGraphNotSupportedError("cuDNN's library has no plan for it")
+            graph.select_plan(native[0])
         graph.check_support()
         graph.build_plans()
         self._workspace, self._has_run = max(graph.get_workspace_size(), 1), False
