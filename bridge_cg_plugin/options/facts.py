@@ -36,6 +36,7 @@ EXPERTS: dict[str, Any] = {
     "moe_latent_size": None,
     "moe_apply_probs_on_input": False,
     "moe_shared_expert_overlap": False,
+    "log_moe_overload_factor": False,
     "moe_router_padding_for_quantization": False,
     "moe_mlp_glu_interleave_size": None,
     "add_bias_linear": False,

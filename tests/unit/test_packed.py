@@ -12,6 +12,7 @@ from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PackedBatchError, pack_batch
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
+from bridge_cg_plugin.upstream.decoder.layers import MAX_SEQLENS
 
 from ..main_grads import hook_main_grads
 from .packs import (
@@ -159,9 +160,18 @@ def test_a_later_pipeline_stage():
 
 def test_fused_rotary_positions_are_the_documents(model, monkeypatch):
     """With upstream's fused kernel a table of as many rows as tokens goes by the documents, too."""
-    assert TransformerBlockFamily(model.decoder).absolute
+    family, longest = TransformerBlockFamily(model.decoder), dict.fromkeys(MAX_SEQLENS, 200)
+    assert family.by_place(300, 300, longest)
     monkeypatch.setattr(model.config, "apply_rope_fusion", True)
-    assert not TransformerBlockFamily(model.decoder).absolute
+    assert not family.by_place(300, 300, longest)
+
+
+def test_a_pack_whose_last_places_have_no_angles_runs_eager(model, graphs, monkeypatch):
+    """Upstream repeats the last angles there, where it is told how long documents are."""
+    monkeypatch.setattr(graphs.workload.family, "by_place", lambda *_: True)
+    before = graphs.statistics().fallbacks.get("call_arguments", 0)
+    model(**pack((100, 200)))
+    assert graphs.statistics().fallbacks["call_arguments"] == before + 1
 
 
 @pytest.mark.parametrize("change", [lambda a: a.double(), lambda a: a[:, 0], lambda a: (a, a)])

@@ -1,11 +1,15 @@
+from types import SimpleNamespace
+
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd, _apply_rotary_pos_emb_thd
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from bridge_cg_plugin.graphs.rows import fill_segments, write_offsets
 from bridge_cg_plugin.language.packed.batch import document_indices, spread, token_angles
+from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily, takes_longest
+from bridge_cg_plugin.upstream.decoder.layers import MAX_SEQLENS
 
 documents = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
 WIDTH = 6
@@ -68,20 +72,26 @@ def test_example_documents_fill_the_tokens(tokens, largest, more):
     assert buffer[0] == 0 and buffer[-1] == tokens and min(lengths) >= 0 and max(lengths) <= largest
 
 
-@given(documents, st.integers(0, 9), st.integers(0, 20), st.integers(0, 60), ranks_of)
-def test_angles_rotate_as_upstream_does_to_the_last_bit(lengths, repeats, padding, more_rows, group):
-    """Also where the table has exactly as many rows as the pack has tokens, which upstream takes in another way."""
+UNFUSED = SimpleNamespace(per_position=True, _decoder=SimpleNamespace(config=SimpleNamespace(apply_rope_fusion=False)))
+
+
+@given(documents, st.integers(0, 9), st.integers(0, 20), st.integers(0, 60), st.integers(0, 60), ranks_of)
+def test_angles_rotate_as_upstream_does_to_the_last_bit(lengths, repeats, padding, more_rows, longer, group):
+    """Also where the table has a row for every token of the pack, which upstream takes in another way."""
     (size, rank), unit = group, 2 * group[0] if group[0] > 1 else 1
     lengths = [unit * n for n in lengths]
     tokens, rows = sum(lengths), max(lengths) + more_rows
-    here, by_place = tokens // size, torch.tensor([rows == tokens])
+    longest, takes = dict.fromkeys(MAX_SEQLENS, max(lengths) + longer), takes_longest()
+    by_place = TransformerBlockFamily.by_place(UNFUSED, rows, tokens, longest)
+    assume(not by_place or rows >= tokens)  # others run eager
+    here, told = tokens // size, {"max_seqlen": max(longest.values())} if takes else {}
     generator = torch.Generator().manual_seed(tokens)
     t = torch.randn(here, 2, WIDTH, generator=generator).to(torch.bfloat16)
-    expected = _apply_rotary_pos_emb_thd(t, offsets_of(lengths), angles_table(rows), cp_group=Group(size, rank))
+    expected = _apply_rotary_pos_emb_thd(t, offsets_of(lengths), angles_table(rows), cp_group=Group(size, rank), **told)
     capacity = tokens + unit * padding
     table = torch.zeros(capacity, 1, 1, WIDTH)
     table[: min(rows, capacity)] = angles_table(rows)[:capacity]
-    found = token_angles(table, by_place, offsets_of(lengths, repeats), size, rank)
+    found = token_angles(table, torch.tensor([by_place]), offsets_of(lengths, repeats), size, rank)
     assert found.shape[0] == capacity // size
     assert torch.equal(_apply_rotary_pos_emb_bshd(t[:, None], found[:here])[:, 0], expected)
     assert not found[here:].any()

@@ -31,6 +31,7 @@ class PackedBatch:
         lengths: Tokens of every document or row, with their padding, on the host.
         tokens: Tokens of all of them, those that other ranks hold included.
         additions: Like `hidden` each, added to the hidden states behind the first layers.
+        by_place: Whether the table of angles is taken by the place in the pack; a document's position counts otherwise.
         loaded: Whether a part of the layers has written everything but the hidden states to where all parts read it.
         joint: The shapes of all ranks that must use the same bucket; None where all of them have this pack.
     """
@@ -41,6 +42,7 @@ class PackedBatch:
     lengths: tuple[int, ...]
     tokens: int
     additions: tuple[Tensor, ...] = ()
+    by_place: bool = False
     loaded: bool = False
     joint: "JointShape | None" = None
 

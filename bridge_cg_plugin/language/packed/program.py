@@ -202,7 +202,7 @@ class PackedProgram(RegionProgram):
             buffers["used"].fill_(batch.hidden.shape[0] * batch.hidden.shape[1])
         if batch.angles is not None:
             _load_rows(buffers["angles"], batch.angles)
-            buffers["by_place"].fill_(self._family.absolute and batch.angles.shape[0] == sum(batch.lengths))
+            buffers["by_place"].fill_(batch.by_place)
         for name in self.layout.offsets:
             write_offsets(buffers[name], batch.offsets[name], self._end(name, buffers["hidden"].shape[0]))
 

@@ -258,6 +258,8 @@ class PackedWorkload(Workload):
         if want_gradients((call.angles,)):
             return Call(None, Fallback.INPUT_GRADIENTS, counts=False)
         batch = self._batch(call)
+        if call.angles is not None and batch.by_place and call.angles.shape[0] < sum(batch.lengths):
+            return Call(None, Fallback.CALL_ARGUMENTS, counts=False)  # upstream repeats the last angles
         return Call(batch, None, batch.tokens, note=batch.shape)
 
     def _together(self, call: Call, exchange: ShapeExchange) -> Call:
@@ -278,6 +280,9 @@ class PackedWorkload(Workload):
             batch = pack_batch(
                 call.hidden, call.angles, call.offsets, call.max_seqlens, self.host.values, family.shards, family.ranks
             )
+            if call.angles is not None:
+                by_place = family.by_place(call.angles.shape[0], sum(batch.lengths), call.max_seqlens)
+                batch = replace(batch, by_place=by_place)
         else:
             batch = row_batch(call.hidden, call.angles, family.shards)
         if call.visual is None or self._parts:

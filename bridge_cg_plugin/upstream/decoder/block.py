@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -67,7 +68,7 @@ from .layers import (
 
 # Which in a dense model are the whole layer.
 DENSE_PARTS = ("attn", "mlp")
-ROTARY = seam("packed_rotary")
+ROTARY, POSITIONS = seam("packed_rotary"), seam("packed_rotary_positions")
 DELTA_NET = seam("delta_net_layers")
 VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
 READ = ("hidden_states", "rotary_pos_emb", "packed_seq_params", *VISUAL)
@@ -87,7 +88,6 @@ class TransformerBlockFamily:
 
     Attributes:
         per_position: Whether rotary angles of packs come with a row per position.
-        absolute: Whether a table with a row per token is taken by the place in the pack.
         shards: Tensor-parallel ranks that hold a part of the tokens each.
         ranks: Context-parallel ranks that hold two chunks of every document each.
         rank: Which of them this is.
@@ -120,11 +120,25 @@ class TransformerBlockFamily:
         for layer in self._transformer:
             _check_layer(layer, packs)
         self.per_position = not any(_is_qwen(layer) for layer in self._transformer)
-        self.absolute = not config.apply_rope_fusion
 
     def standing_in(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Be around eager passes over stand-ins for parameters of these modules, wherever they hold parameters."""
         return current_parameters(modules)
+
+    def by_place(self, rows: int, tokens: int, max_seqlens: Mapping[str, int]) -> bool:
+        """Return whether a table of angles is taken by the place in a pack.
+
+        Upstream's function decides so; its fused kernel never takes it so.
+
+        Args:
+            rows: Of the table.
+            tokens: Of the pack.
+            max_seqlens: Tokens of the longest document by name, as given in the batch.
+        """
+        if self._decoder.config.apply_rope_fusion or not self.per_position:
+            return False
+        told = takes_longest() and len(max_seqlens) == len(MAX_SEQLENS)
+        return rows > max(max_seqlens.values()) if told else rows == tokens
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | Fallback:
         """Return a call's arguments, or why a graph cannot serve it."""
@@ -341,8 +355,9 @@ class TransformerBlockFamily:
             stack.enter_context(accumulating(modules))
             stack.enter_context(fp8_recorded(modules, self._decoder.config))
             stack.enter_context(current_parameters(modules))
-            core = importlib.import_module(ROTARY.module)
-            stack.enter_context(overridden(core, ROTARY.target, _per_token(getattr(core, ROTARY.target))))
+            if self.per_position:
+                core = importlib.import_module(ROTARY.module)
+                stack.enter_context(overridden(core, ROTARY.target, _per_token(getattr(core, ROTARY.target))))
             if not self._packs:
                 stack.enter_context(device_lengths())
             if kernels_available():
@@ -353,7 +368,8 @@ class TransformerBlockFamily:
     def _refuse_own_rotation(self) -> None:
         if not self.per_position:  # Qwen3-VL's attention rotates by a function of its own
             return
-        homes = PACKED_ROTARY if self.absolute else (ROTARY.module,)  # fused, megatron-core calls its own kernel
+        fused = self._decoder.config.apply_rope_fusion  # megatron-core calls its own kernel
+        homes = (ROTARY.module,) if fused else PACKED_ROTARY
         for found in filter(None, (foreign_function(home, PACKED_ROTARY) for home in homes)):
             raise Refused(Fallback.OWN_CODE, found)
 
@@ -381,6 +397,16 @@ def _offsets(params: Any) -> dict[str, Tensor | None]:
     return found
 
 
+@functools.cache
+def takes_longest() -> bool:
+    """Whether upstream's rotation of packs is told how long documents are; if not, it reads where the last one ends.
+
+    Such releases, after 0.19, also leave the fused kernel where it lacks an option.
+    """
+    rotate = getattr(importlib.import_module(POSITIONS.module), POSITIONS.target)
+    return "max_seqlen" in inspect.signature(rotate).parameters
+
+
 def _per_token(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Rotate packed tokens by angles of their own: an unpacked sequence of as many tokens, through upstream's code."""
 
@@ -390,7 +416,7 @@ def _per_token(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         if cu_seqlens is None:
             return original(t, freqs, config, cu_seqlens, mscale, **kwargs)
-        if config.apply_rope_fusion:  # the packed kernel supports neither
+        if config.apply_rope_fusion and not takes_longest():  # the packed kernel supports neither
             mscale = 1.0
             kwargs.pop("mla_rotary_interleaved", None)
         return original(t[:, None], freqs, config, None, mscale, **kwargs)[:, 0]

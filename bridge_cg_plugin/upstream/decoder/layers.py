@@ -31,7 +31,10 @@ ROUTER = ("pre_mlp_layernorm", "mlp.router")
 # A router with one of these, or with other values than those of `options.facts.ROUTERS`, adds to statistics or losses
 # that outlive the step, draws random numbers, or counts tokens: only its matrix product is recorded, the rest runs on
 # real tokens, eager.
-ROUTER_EFFECTS = ("moe_z_loss_coeff", "moe_router_enable_expert_bias", "moe_expert_capacity_factor")
+ROUTER_EFFECTS = (
+    *("moe_z_loss_coeff", "moe_router_enable_expert_bias", "moe_expert_capacity_factor"),
+    "moe_n_hash_layers",  # goes by the tokens' numbers
+)
 STATEFUL_BALANCING = ("sinkhorn", "quantile_balancing")
 
 
