@@ -29,15 +29,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bridge_cg_plugin.cli import audit as auditing
+from bridge_cg_plugin.upstream.seams.registry import INSTEAD
 from bridge_cg_plugin.upstream.seams.seam import BRIDGE, CORE, RELEASES, TRANSFORMER_ENGINE, TRANSFORMERS, minor
 
 RECORD = ROOT / "bridge_cg_plugin" / "upstream" / "seams" / "audited.json"
 PAGE = ROOT / "docs" / "releases.md"
 TABLES = re.compile(r"(<!-- audited -->\n)(.*?)(<!-- /audited -->)", re.DOTALL)
+COSTS = re.compile(r"(<!-- costs -->\n)(.*?)(<!-- /costs -->)", re.DOTALL)
 # The oldest release of each package that is audited.
 FLOORS = {BRIDGE: "0.5.0", CORE: "0.18.0", TRANSFORMER_ENGINE: "2.14.0", TRANSFORMERS: "5.0.0"}
-# The newest one, where it is not the newest on the index: Bridge accepts no later release.
-CEILINGS = {TRANSFORMERS: "5.12.1"}
+# The newest one, where it is not the newest on the index: released Bridges import with none after it.
+CEILINGS = {TRANSFORMERS: "5.23.0"}
 # What an audit reads of a seam.
 COMPARED = ("name", "module", "target", "formerly", "kind", "parameters", "attributes", "uses", "since", "packaged")
 
@@ -128,10 +130,9 @@ def audited(folder: Path) -> dict[str, Any]:
 
 def compared(sources: list[str], package: str) -> dict[str, Any]:
     """Return how many seams of a top-level package were compared with sources, and those that drifted."""
-    found = auditing.audit(sources)
-    own = {seam.name for seam in auditing.SEAMS if seam.module.split(".")[0] == package}
-    drift = {name: difference["found"] for name, difference in found.drift.items() if name in own}
-    return {"compared": len(own.intersection(found.fits)) + len(drift), "drift": drift}
+    found = auditing.audit(sources, package)
+    drift = {name: difference["found"] for name, difference in found.drift.items()}
+    return {"compared": len(found.fits) + len(drift), "drift": drift}
 
 
 def registry() -> str:
@@ -164,11 +165,19 @@ def _span(versions: Iterable[str]) -> str:
     return ", ".join(different) if len(different) < 4 else f"{different[-1]} to {different[0]}"
 
 
+def costs() -> str:
+    """Return what each seam costs where it does not fit, as Markdown."""
+    lines = ["| seam | without it graphs have |", "| --- | --- |"]
+    lines += [f"| {', '.join(f'`{name}`' for name in names)} | {words} |" for words, names in INSTEAD.items()]
+    others = sum(not seam.instead for seam in auditing.SEAMS)
+    return "\n".join([*lines, f"| each of the other {others} | all but the features that it serves |"])
+
+
 def write(record: dict[str, Any]) -> None:
     """Write the record and the tables of the page."""
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     text = TABLES.sub(lambda found: f"{found[1]}{tables(record)}\n{found[3]}", PAGE.read_text())
-    PAGE.write_text(text)
+    PAGE.write_text(COSTS.sub(lambda found: f"{found[1]}{costs()}\n{found[3]}", text))
 
 
 def main(arguments: list[str]) -> int:

@@ -7,6 +7,7 @@ import re
 import zipfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,12 +16,15 @@ from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.seam import (
     BRIDGE,
+    CONTAINERS,
     CORE,
+    NEWEST,
     RELEASES,
     RUN_ONCE,
     TRANSFORMER_ENGINE,
     TRANSFORMERS,
     is_known,
+    minor,
     too_old,
 )
 from bridge_cg_plugin.upstream.seams.source_reader import (
@@ -29,7 +33,7 @@ from bridge_cg_plugin.upstream.seams.source_reader import (
     from_folders,
     installed,
 )
-from bridge_cg_plugin.upstream.seams.states import compare, feature_states
+from bridge_cg_plugin.upstream.seams.states import compare, feature_states, lost_with
 
 INSTALLED = "installed"
 _DISTRIBUTION = re.compile(r"megatron_(bridge|core)-([^/-]+)\.dist-info")
@@ -47,7 +51,7 @@ class Audit:
         versions: "bridge" and "core" -> version, as far as the files say.
         known: Whether the plugin was checked against this series of releases.
         fits: Names of seams that are as expected.
-        drift: Seam -> what differs, what the plugin wants there, and the features that do not work without it.
+        drift: Seam -> what differs, what the plugin wants there, and what is lost with it.
         features: Feature -> its state, the drifted seams that it needs, and the classes of model providers concerned.
         not_compared: Seam -> why it could not be compared.
     """
@@ -60,30 +64,32 @@ class Audit:
     not_compared: dict[str, str] = field(default_factory=dict)
 
 
-def audit(sources: Sequence[str]) -> Audit:
+def audit(sources: Sequence[str], package: str = "") -> Audit:
     """Compare every seam with a release.
 
     Args:
-        sources: Wheels, folders with unpacked packages, or "installed"; together they are one release.
+        sources: Wheels, folders with unpacked packages, checkouts of repositories, or "installed"; together they are
+            one release. Packages that a checkout lacks are those that are installed.
+        package: The top-level package whose seams are compared; all where it is empty.
 
     Raises:
         AuditError: A source is neither, or has no module of upstream, or the release is too old.
     """
     readers: list[ReadModule] = []
     found = Audit()
-    for source in sources:
+    for source in dict.fromkeys((*sources, INSTALLED) if any(map(_is_checkout, sources)) else sources):
         read_module, versions = _open(source)
         readers.append(read_module)
         found.versions = {**versions, **found.versions}
-    reader = SourceReader(lambda module: next((text for read in readers if (text := read(module))), None))
+    reader = SourceReader(partial(_read, readers))
     release = found.versions.get("bridge", "")
     if why := too_old(release):
         raise AuditError(f"Cannot audit {', '.join(sources)}: {why}.")
-    found.known = is_known(release)
-    for seam in SEAMS:
+    found.known = is_known(release, found.versions.get("core", ""))
+    for seam in (each for each in SEAMS if package in ("", each.module.partition(".")[0])):
         state, reason = compare(seam, reader, release)
         if state == "broken":
-            found.drift[seam.name] = {"found": reason, "wanted": seam.purpose, "features": list(seam.features)}
+            found.drift[seam.name] = {"found": reason, "wanted": seam.purpose, "lost": lost_with(seam)}
         elif state == "off" or reason:
             found.not_compared[seam.name] = reason
         else:
@@ -92,6 +98,18 @@ def audit(sources: Sequence[str]) -> Audit:
     if not found.fits and not found.drift:
         raise AuditError(f"Cannot audit {', '.join(sources)}: no module of Bridge or megatron-core is in there.")
     return found
+
+
+def _read(readers: Sequence[ReadModule], module: str) -> tuple[str, bool] | None:
+    """Read a module where its package is: what a checkout has no more is not found elsewhere."""
+    package = ".".join(module.split(".")[: 2 if module.startswith("megatron.") else 1])
+    return next((read(module) for read in readers if read(module) or read(package)), None)
+
+
+def _is_checkout(source: str) -> bool:
+    path = Path(source)
+    packages = ("megatron", "src/megatron", "transformer_engine")
+    return any((path / package).is_dir() for package in packages) and not list(path.glob("*.dist-info"))
 
 
 def _open(source: str) -> tuple[ReadModule, dict[str, str]]:
@@ -103,7 +121,15 @@ def _open(source: str) -> tuple[ReadModule, dict[str, str]]:
         raise AuditError(f"Cannot audit {source}: it must be a wheel, a folder or the word {INSTALLED}.")
     folder = path if path.is_dir() else zipfile.Path(path)
     found = map(_DISTRIBUTION.fullmatch, sorted(entry.name for entry in folder.iterdir()))
-    return from_folders([folder]), {match[1]: match[2] for match in found if match}
+    read = from_folders([folder, folder / "src"])  # where Bridge's repository has its package
+    written = {name: _written_version(read, name) for name in ("bridge", "core")}
+    return read, {name: v for name, v in written.items() if v} | {match[1]: match[2] for match in found if match}
+
+
+def _written_version(read: ReadModule, name: str) -> str:
+    """Return the version that a package's source says it is; empty where it is not there."""
+    text, _ = read(f"megatron.{name}.package_info") or ("", False)
+    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)$", text, re.MULTILINE))
 
 
 def render(found: Audit) -> str:
@@ -114,10 +140,11 @@ def render(found: Audit) -> str:
         lines += [
             f"  drift  {name}: {difference['found']}",
             f"         wanted: {difference['wanted']}",
-            f"         without it: {', '.join(difference['features'])}",
+            f"         lost: {difference['lost']}",
         ]
     lines += [f"  -      {name}: {reason}" for name, reason in sorted(found.not_compared.items())]
     lines.append(f"{len(found.fits)} seams fit, {len(found.drift)} drifted, {len(found.not_compared)} not compared")
+    lines.append(f"lost for users: {', '.join(lost_features(found.drift)) or 'no feature'}")
     return "\n".join(lines)
 
 
@@ -163,6 +190,20 @@ def combination_status(versions: Mapping[str, str | None]) -> CombinationStatus:
         if found.items() <= release.packages.items():
             return CombinationStatus("run", release.tests)
     return _audited({name: version.partition("+")[0] for name, version in found.items()})
+
+
+def nearest_set(versions: Mapping[str, str | None]) -> str:
+    """Return the set of releases that is nearest to a combination, how it differs, and what was run with it."""
+    sets = {**CONTAINERS, **{release.bridge: release for release in RELEASES[1:]}, "newest": NEWEST}
+
+    def same(name: str) -> tuple[bool, int]:
+        known = [minor(version) == minor(versions.get(name) or "") for name, version in sets[name].packages.items()]
+        return known[0], sum(known)
+
+    nearest = max(reversed(sets), key=same)
+    others = {name: v for name, v in sets[nearest].packages.items() if v and versions.get(name) != v}
+    differs = ", ".join(f"{name} {version}" for name, version in others.items())
+    return f"{nearest}{f' (which has {differs})' if differs else ''}. Run with it: {sets[nearest].tests}"
 
 
 def lost_features(drift: Collection[str]) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ class Diagnosis:
         versions: Package -> version, None where it is not installed.
         known_release: Whether the plugin was checked against this series of megatron-bridge.
         combination: What Bridge, megatron-core and Transformer Engine of these versions were checked with: "state"
-            ("run", "audited" or "unknown") and "reason".
+            ("run", "audited" or "unknown") and "reason"; "nearest" is the nearest set, and what was run with it.
         encoders: "built_in": the models whose encoders graphs take; "others": provider -> adapter, of other packages.
         entry_points: This plugin's entry points that load with PyTorch.
         active: Whether the plugin is on in this process.
@@ -219,12 +219,12 @@ def _import_what_is_patched(found: Diagnosis) -> None:
 
 def _look_at_seams(found: Diagnosis, imports: bool) -> None:
     from bridge_cg_plugin.upstream.seams.seam import RELEASES, is_known, too_old
-    from bridge_cg_plugin.upstream.seams.states import feature_states, features_of, seam_states
+    from bridge_cg_plugin.upstream.seams.states import feature_states, lost_with, seam_states
 
-    from .audit import combination_status
+    from .audit import combination_status, nearest_set
 
     release = found.versions["megatron-bridge"] or ""
-    found.known_release = is_known(release)
+    found.known_release = is_known(release, found.versions["megatron-core"] or "")
     if why := too_old(release):
         what, _, remedy = why.partition(": ")
         found.add(f"{what}, so the plugin stays off", remedy)
@@ -240,12 +240,14 @@ def _look_at_seams(found: Diagnosis, imports: bool) -> None:
     broken = {name: one for name, one in states.items() if one.state == "broken"}
     found.features = {str(feature): asdict(state) for feature, state in feature_states(broken, found.active).items()}
     combination = combination_status(found.versions)
-    found.combination = {"state": combination.state, "reason": combination.reason}
+    nearest = nearest_set(found.versions)
+    found.combination = {"state": combination.state, "reason": combination.reason, "nearest": nearest}
     table = ", ".join(r.bridge for r in RELEASES)
     for name, one in broken.items():
+        refused = "Graphs run" if one.seam.instead else "Runs that ask for one of these are refused, others train"
         found.add(
             f"seam {name} does not fit megatron-bridge {release}: {one.reason}",
-            f"not available: {features_of(one.seam)}. Runs that ask for one of these are refused, others train; "
+            f"not available: {lost_with(one.seam)}. {refused}; "
             f"use a release of the version table ({table}), or port the seam",
         )
 
@@ -279,6 +281,8 @@ def render(found: Diagnosis, details: bool = False) -> str:
     if found.combination.get("state") == "unknown":
         fine = f"not tested with these releases: {found.combination['reason']}. Nothing else is wrong"
     lines = [f"{count} problem{'s' if count > 1 else ''}" if count else fine]
+    if found.seams and not found.known_release:
+        lines[0] += "; this release is not in the version table: what fits is used. bridge-cg audit compares it"
     lines += [line for problem in found.problems for line in (f"  {problem.what}", f"    -> {problem.remedy}")]
     lines += ["", *_summary(found)]
     lines += _details(found) if details else ["bridge-cg doctor --details names every seam"]
@@ -290,8 +294,7 @@ def _summary(found: Diagnosis) -> Iterator[str]:
     if found.combination:
         verb = "is" if found.combination["state"] == "unknown" else "was"
         yield f"  this combination {verb} {found.combination['state']}: {found.combination['reason']}"
-    if found.seams and not found.known_release:
-        yield "  this megatron-bridge is not in the version table: what fits is used, what does not is refused"
+        yield f"  nearest set: {found.combination['nearest']}"
     yield f"plugin {'on' if found.active else 'off'}, entry points: {', '.join(found.entry_points) or 'none'}"
     yield f"GPU: {', '.join(f'{k} {v}' for k, v in found.gpu.items()) if found.gpu else 'none'}"
     yield f"environment: {found.environment or 'nothing that matters is set'}"

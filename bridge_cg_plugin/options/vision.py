@@ -164,9 +164,10 @@ class VisionGraphOptions(CapturedOptions):
         one_of(("auto", "transformer_engine", "cudnn", "flash")),
         "attention over several frames: auto, transformer_engine, cudnn or flash",
         "`cudnn` calls cuDNN directly (package `nvidia-cudnn-frontend`, from 1.24 with cuDNN 9.22, else from 1.28) for "
-        "the bucket's number and size of frames, with the same kernels and outputs ([design](design.md#attention)). `auto` is `cudnn` if "
-        "possible. Both use Transformer Engine without the package or a GPU, under deterministic algorithms, or if "
-        "eager does not use cuDNN's kernels (`NVTE_FUSED_ATTN=0`, `attention_backend`, read at capture). `flash` is "
+        "the bucket's number and size of frames, with the same kernels and outputs ([design](design.md#attention)). "
+        "`auto` is `cudnn` if possible. Both use Transformer Engine without the package or a GPU, under deterministic "
+        "algorithms, or if eager does not use cuDNN's kernels (`NVTE_FUSED_ATTN=0`, `attention_backend`, read at "
+        "capture). `flash` is "
         "`auto`, with FlashAttention in buckets for frames of 640 tokens and more (package `flash-attn-4`, "
         "`requirements/flash.txt`; Hopper GPUs). It is faster and rounds differently: outputs are as close to fp32 as "
         "eager's, but not bit-identical. For Hugging Face's "

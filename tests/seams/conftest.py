@@ -86,13 +86,15 @@ def reader():
 def break_seam(monkeypatch, reader):
     """Return a function that lets one seam expect what is not there, and compares it as ever."""
     release = bridge_release()
-    real = states.installed_states(release)
+    real = states.installed_state
 
     def break_one(broken):
         other = "function" if broken.kind == "class" else "class"
         wrong = replace(broken, kind=other, target=broken.target or "Absent")
         found = states.compare(wrong, reader, release)
-        monkeypatch.setattr(states, "installed_states", lambda release: {**real, broken.name: found})
+        monkeypatch.setattr(
+            states, "installed_state", lambda name, release: found if name == broken.name else real(name, release)
+        )
 
     return break_one
 

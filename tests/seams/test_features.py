@@ -15,7 +15,7 @@ from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.upstream.hooks import training_config
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from bridge_cg_plugin.upstream.seams import states
-from bridge_cg_plugin.upstream.seams.patches import DriftError, arguments_of, bridge_release
+from bridge_cg_plugin.upstream.seams.patches import DriftError, arguments_of, bridge_release, core_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS, seam
 from bridge_cg_plugin.upstream.seams.registry.bridge import LANGUAGE_MODELS, PROVIDERS, TRAIN
 from bridge_cg_plugin.upstream.seams.seam import Feature as F
@@ -38,7 +38,7 @@ QWEN3_VISION = {F.OPTIONS, F.VISION, F.VISION_QWEN3_VL}
 ANY_PACKED = {F.OPTIONS, F.PACKED}
 # Configuration -> provider, its fields, the features that these ask for.
 CONFIGURATIONS = {
-    "vision graphs of Qwen3-VL": (QWEN3_VL, VISION, {*QWEN3_VISION, F.FAST_KERNELS}),
+    "vision graphs of Qwen3-VL": (QWEN3_VL, VISION, QWEN3_VISION),
     "with exact kernels": (QWEN3_VL, EXACT, QWEN3_VISION),
     "that offload": (
         QWEN3_VL,
@@ -87,6 +87,11 @@ CONFIGURATIONS = {
         GPT,
         {**PACKED, "cuda_graph_modules": ["attn", "moe_router"], "num_moe_experts": 8},
         {*ANY_PACKED, F.PACKED_ATTENTION, F.PACKED_EXPERTS},
+    ),
+    "packs with experts inside": (
+        GPT,
+        {**PACKED, "num_moe_experts": 8, "add_bias_linear": False},
+        {*ANY_PACKED, F.PACKED_ATTENTION, F.PACKED_EXPERTS, F.EXPERTS_INSIDE},
     ),
     "packs in fp8": (
         GPT,
@@ -166,7 +171,7 @@ def test_a_broken_seam_is_found(active, broken, break_seam):
 
 
 # One seam of each kind that configurations can tell apart.
-KINDS = {(frozenset(s.features), frozenset(s.models)): s for s in SEAMS}
+KINDS = {(frozenset(s.features), frozenset(s.models), bool(s.instead)): s for s in SEAMS}
 
 
 @pytest.mark.parametrize("broken", KINDS.values(), ids=lambda s: s.name)
@@ -174,7 +179,7 @@ def test_a_broken_seam_refuses_those_that_use_its_features(configs, broken, monk
     monkeypatch.setattr(training_config, "broken_seams", lambda: {broken.name: "it is gone"})
     for label in configs:
         model, _, asked = CONFIGURATIONS[label]
-        uses = set(broken.features) & asked and (not broken.models or model in broken.models)
+        uses = set(broken.features) & asked and (not broken.models or model in broken.models) and not broken.instead
         reason = refused(configs[label])
         assert bool(reason) == bool(uses), (label, reason)
         if uses:
@@ -185,13 +190,25 @@ def test_a_broken_seam_refuses_those_that_use_its_features(configs, broken, monk
 
 @pytest.mark.parametrize("name", ["recipe_names", "Gemma3VLModelProvider.init"])
 def test_seams_of_other_features_leave_vision_graphs_alone(configs, monkeypatch, caplog, name):
-    training_config._told.discard(name)
+    training_config._told.clear()
     monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it moved"})
     for _ in range(2):
         check_training_config(configs["vision graphs of Qwen3-VL"])
     (said,) = [r.getMessage() for r in caplog.records if name in r.getMessage()]
-    assert f"seam {name} does not fit megatron-bridge {bridge_release()}: it moved" in said
+    assert f"megatron-bridge {bridge_release()} with megatron-core {core_release()} is used as far as it fits" in said
+    assert f"without: seam {name} (" in said and "`bridge-cg audit`" in said
     assert all(feature in said for feature in seam(name).features)
+
+
+@pytest.mark.parametrize("release", ["bridge_release", "core_release"])
+def test_a_release_that_nobody_tested_is_said_once(configs, monkeypatch, caplog, release):
+    training_config._told.clear()
+    monkeypatch.setattr(training_config, "broken_seams", dict)
+    monkeypatch.setattr(training_config, release, lambda: "0.77.0")
+    for _ in range(2):
+        check_training_config(configs["vision graphs of Qwen3-VL"])
+    (said,) = [r.getMessage() for r in caplog.records if "0.77.0" in r.getMessage()]
+    assert "not in the version table" in said and "without: nothing" in said and "`bridge-cg audit`" in said
 
 
 def test_sums_of_deepstack_gradients_without_graphs_need_their_own_seams_alone(active, monkeypatch):
@@ -262,9 +279,9 @@ def test_a_replacement_that_drops_an_argument_is_drift(active, monkeypatch):
 def test_code_that_a_patched_function_must_contain_is_compared_too(configs, monkeypatch):
     """A patch looks at the signature of the live function alone."""
     lost = replace(seam("full_iteration"), uses=("self.something_of_old(",))
-    real = states.installed_states(bridge_release())
+    real = states.installed_state
     found = states.compare(lost, SourceReader(), bridge_release())
-    monkeypatch.setattr(states, "installed_states", lambda release: {**real, lost.name: found})
+    monkeypatch.setattr(states, "installed_state", lambda name, _: found if name == lost.name else real(name, _))
     assert "no longer contains self.something_of_old(" in refused(configs["full iteration"])
     assert refused(configs["vision graphs of Qwen3-VL"]) == ""
 
@@ -309,10 +326,10 @@ def test_doctor_shows_each_feature(active, break_seam, capsys):
 @quick
 def test_messages_name_the_models_that_a_seam_concerns(active, break_seam, caplog):
     """A run of another model does ask for the feature."""
-    training_config._told.discard("Gemma3VLModelProvider.init")
+    training_config._told.clear()
     break_seam(seam("Gemma3VLModelProvider.init"))
     check_training_config(config_of("Qwen3VLModelProvider", vision_cuda_graph_impl="transformer_engine"))
     concerned = "options of a model's provider (for Gemma3VLModelProvider)"
-    assert f"This run asks for none of: {concerned}" in caplog.text
+    assert f"seam Gemma3VLModelProvider.init ({concerned})" in caplog.text
     (problem,) = doctor.diagnose(wants_gpu=False).problems
     assert problem.remedy.startswith(f"not available: {concerned}. Runs that ask for one of these are refused")

@@ -13,16 +13,19 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.cli.audit import AuditError, audit, audit_record, combination_status
+from bridge_cg_plugin.cli.audit import AuditError, audit, audit_record, combination_status, nearest_set
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.options import OptionError, graph_options
 from bridge_cg_plugin.upstream.hooks import graph_fields
 from bridge_cg_plugin.upstream.seams import activation, patches
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.seam import (
+    CONTAINERS,
+    FRONTEND,
     NEWEST,
     RELEASES,
     RUN_ONCE,
+    TRANSFORMER_ENGINE,
     Feature,
     Found,
     Seam,
@@ -68,7 +71,7 @@ def test_the_page_has_the_releases_that_were_run():
     [
         (("0.7.0", "0.19.2", "2.20.2"), "megatron-bridge 0.7.0 with megatron-core 0.19.2 was not audited"),
         (("0.6.2", "0.19.2", "2.13.0"), "transformer-engine 2.13.0 was not audited"),
-        (("0.6.2", "0.19.2", "2.20.2", "5.13.0"), "transformers 5.13.0 was not audited"),
+        (("0.6.2", "0.19.2", "2.20.2", "5.99.0"), "transformers 5.99.0 was not audited"),
         (("0.6.2", None, ""), "not installed: megatron-core, transformer-engine"),
     ],
 )
@@ -86,6 +89,7 @@ def test_the_record_is_of_this_registry(tool):
 def test_the_page_has_the_record(tool):
     page = (ROOT / "docs" / "releases.md").read_text()
     assert tool.TABLES.search(page)[2].strip() == tool.tables(audit_record())
+    assert tool.COSTS.search(page)[2].strip() == tool.costs()
     for bound in (*tool.FLOORS.values(), *tool.CEILINGS.values()):
         assert bound in page
 
@@ -117,6 +121,59 @@ def test_a_wheel_is_read_and_what_moved_in_it_is_found(tmp_path):
     assert "train._delete_cuda_graphs does not exist" in drift["train_end"]["found"] and "train_loop" not in drift
 
 
+CORE = {
+    "megatron/core/package_info.py": "MAJOR = 0\nMINOR = 77\nPATCH = 1\n",
+    "megatron/core/transformer/attention.py": "class SelfAttention:\n    pass\n",
+}
+BRIDGE = {"src/megatron/bridge/package_info.py": "MAJOR = 0\nMINOR = 6\nPATCH = 2\n"}
+ENGINE = {"transformer_engine/pytorch/module/linear.py": "class Linear:\n    pass\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "versions", "drifted"),
+    [
+        (CORE, "megatron-core 0.77.1 (not in the version table)", "packed_rotary"),
+        (BRIDGE, "megatron-bridge 0.6.2", "train_step"),
+        (ENGINE, f"megatron-bridge {importlib.metadata.version('megatron-bridge')}", "weight_gradients.Linear"),
+    ],
+    ids=["core", "Bridge", "Transformer Engine"],
+)
+def test_a_checkout_is_compared_beside_what_is_installed(tmp_path, capsys, files, versions, drifted):
+    """What it has no more is not found in the installed package; its packages' own `__init__` tells them apart."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    package = tmp_path / next(iter(files)).partition("/pytorch")[0]
+    (package if package.is_dir() else package.parent).joinpath("__init__.py").write_text("")
+    assert main(["audit", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert versions in out.splitlines()[0] and f"drift  {drifted}: " in out and not out.count("\n0 seams fit")
+    assert "lost for users: " in out and "lost for users: no feature" not in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "newest. Run with it: all tests, on a GPU too"),
+        ({"torch": "2.14.0"}, "newest (which has torch 2.11.0). Run with it: "),
+        ({TRANSFORMER_ENGINE: "2.18.0", "torch": "2.13.0", FRONTEND: "1.26.0"}, "nemo-26.08. Run with it: "),
+        ({"megatron-bridge": "0.5.1", "megatron-core": "0.18.2"}, "0.5.1. Run with it: "),
+        (dict.fromkeys(CONTAINERS["nemo-26.06"].packages, None) | CONTAINERS["nemo-26.06"].packages, "nemo-26.06. "),
+        (dict.fromkeys(NEWEST.packages, "0.0"), "(which has "),
+    ],
+)
+def test_the_nearest_set_is_named_with_how_it_differs(changes, said):
+    assert said in nearest_set({**NEWEST.packages, **changes})
+
+
+def test_sets_are_pinned_as_containers_have_them():
+    pinned = {path.stem: path.read_text() for path in (ROOT / "requirements").glob("nemo-*.txt")}
+    assert pinned.keys() == {name for name, release in CONTAINERS.items() if not too_old(release.bridge)}
+    for name, text in pinned.items():
+        packages = dict(re.findall(r"^([a-z-]+)==([\d.]+)$", text, re.MULTILINE))
+        assert packages.items() <= CONTAINERS[name].packages.items() and len(packages) == len(text.splitlines()) - 1
+
+
 def test_arguments_that_are_no_release(tmp_path, capsys):
     (tmp_path / "text.whl").write_text("no archive")
     for argument in (tmp_path / "text.whl", tmp_path / "absent", tmp_path):
@@ -140,8 +197,9 @@ assert not bad, bad
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"megatron-bridge {importlib.metadata.version('megatron-bridge')}" in done.stdout
-    assert "siglip_forward" in done.stdout and done.stdout.count("without it: ") == 1
-    assert "without it: vision graphs of Gemma 3" in done.stdout
+    assert "siglip_forward" in done.stdout and done.stdout.count("  lost: ") == 1
+    assert "  lost: vision graphs of Gemma 3" in done.stdout
+    assert done.stdout.endswith("lost for users: vision graphs of Gemma 3\n")
 
 
 def test_versions_are_compared_by_their_series():
@@ -149,6 +207,7 @@ def test_versions_are_compared_by_their_series():
     assert minor("0.7rc1") == (0, 7) and minor("main") == (0, 0) and minor("") == (0, 0)
     assert all(is_known(release.bridge) for release in RELEASES)
     assert is_known("0.6.9") and not is_known("0.7.0") and not is_known("0.4.2")
+    assert is_known("0.6.2", "0.19.5") and not is_known("0.6.2", "0.20.0") and not is_known("0.5.1", "0.19.2")
     assert too_old("0.4.2") == "megatron-bridge 0.4.2 is too old for bridge_cg_plugin: use 0.5 or newer"
     assert not any(map(too_old, ("0.5.0", "0.6.9", "0.7.0", "1.0", "main", "")))
     assert sorted(RELEASES, key=lambda r: minor(r.bridge), reverse=True) == list(RELEASES)

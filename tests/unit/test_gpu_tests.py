@@ -77,7 +77,6 @@ FIRST = {
             ("vision graphs of Nemotron Omni", "equal_eager_to_the_bit", "nemotron_omni"),
         )
     },
-    F.FAST_KERNELS: "test_kernels.py::test_fast_kernels_with_frozen_parts[layers.1.mlp]",
     F.OFFLOAD_IN_GRAPHS: "test_offload.py::test_outputs_and_gradients_are_equal_to_the_bit[fast-both]",
     F.LANGUAGE_MODEL: "test_pretrain.py::test_language_model_graphs_beside_vision_graphs[attn-mlp]",
     F.MULTIMODAL_ROTARY: "test_pretrain.py::test_language_model_graphs_beside_vision_graphs[attn-mlp]",
@@ -89,7 +88,7 @@ FIRST = {
     F.CHECKS: "test_host_waits.py::test_verdicts_are_read_while_later_work_still_runs",
     F.COPIES: "test_batch_copies.py::test_batches_arrive_whole_while_the_gpu_computes[page-locked]",
     F.PACKED_HYBRIDS: "test_packed_mamba.py::test_thirty_packs_replayed_from_one_capture",
-    F.PACKED_EXPERTS: "test_captured_experts.py::test_replays_repeat_to_the_bit",
+    **dict.fromkeys((F.PACKED_EXPERTS, F.EXPERTS_INSIDE), "test_captured_experts.py::test_replays_repeat_to_the_bit"),
     F.PACKED_FP8: "test_packed_fp8.py::test_steps_equal_eager[tensorwise-hybrid]",
 }
 SEVERAL_GPUS = {F.DEEPSTACK_GRADIENTS, F.PIPELINES}

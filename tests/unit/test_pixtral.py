@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.models.pixtral import modeling_pixtral as upstream
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.vision.batch import BatchError
@@ -56,6 +57,7 @@ def test_what_lies_beside_smaller_images_is_not_read():
         assert_close([outputs.hidden_states[-1]], expected[0], TOLERANCE)
 
 
+@pytest.mark.skipif(not hasattr(upstream, "position_ids_in_meshgrid"), reason="a later release has no table")
 def test_an_image_behind_the_table_of_positions_is_refused():
     rows = [[1, 20, 20]]
     with pytest.raises(IndexError):

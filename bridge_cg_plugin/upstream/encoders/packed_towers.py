@@ -1,6 +1,7 @@
 """What Hugging Face's encoders of images of any size share: calls, segments, rotation, attention, the backward."""
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -198,12 +199,23 @@ def has_kernels(tensor: Tensor) -> bool:
 
 
 def rotation_at(model: UpstreamModule, positions: TokenPositions) -> Rotation:
-    """Return the rotation of tokens by their row and column, whose angles the model computes."""
-    return rotation(model.rotary_pos_emb(torch.stack((positions.row, positions.column), dim=-1)))
+    """Return the rotation of tokens by their row and column; see `rotation`."""
+    return rotation(model, places(positions))
 
 
-def rotation(angles: Tensor) -> Rotation:
-    """Return the rotation by angles `[tokens, width / 2]`."""
+def places(positions: TokenPositions) -> Tensor:
+    """Return tokens' rows and columns, `[tokens, 2]`."""
+    return torch.stack((positions.row, positions.column), dim=-1)
+
+
+def rotation(model: UpstreamModule, positions: Tensor) -> Rotation:
+    """Return the rotation of tokens by rows and columns `[tokens, 2]`, as the model computes it.
+
+    Its embedding gives angles `[tokens, width / 2]`; after transformers 5.16 cosines and sines of both halves.
+    """
+    if "x" in inspect.signature(model.rotary_pos_emb.forward).parameters:
+        return Rotation.of(*model.rotary_pos_emb(positions, positions))
+    angles = model.rotary_pos_emb(positions)
     angles = torch.cat((angles, angles), dim=-1)
     return Rotation.of(angles.cos(), angles.sin())
 

@@ -25,6 +25,7 @@ from .packed_towers import (
     attend,
     frame_segments,
     held_as,
+    places,
     projections,
     returns_an_object,
     tower_family,
@@ -58,6 +59,8 @@ class PixtralEncoder(TowerEncoder):
     def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
         super().__init__(model, exact_below, kernels)
         self.unit, self._side = EMBEDDING, model.config.patch_size
+        # After transformers 5.16 angles are computed from rows and columns, of images of any size.
+        self._from_table = not hasattr(model.patch_positional_embedding, "recomposition_frequencies")
 
     @staticmethod
     def sizes(config: Any) -> tuple[int, int]:
@@ -104,7 +107,8 @@ class PixtralEncoder(TowerEncoder):
         hidden = model.ln_pre(poisoned(hidden, buffers["grid"]))
         most = config.image_size // side
         # A grid that is not the host's may lie outside the table; the guard turns what comes of it into NaN.
-        place = (positions.row * most + positions.column).clamp(max=most**2 - 1)
+        numbers = (positions.row * most + positions.column).clamp(max=most**2 - 1)
+        place = numbers if self._from_table else places(positions)
         cosines, sines = model.patch_positional_embedding(hidden, place)
         returned = model.transformer(
             hidden,
@@ -124,7 +128,8 @@ class PixtralEncoder(TowerEncoder):
         if misfit is None:
             rows = _rows(grids, pixel_values, image_sizes, side)
             misfit = _rows_misfit(rows, pixel_values, side)
-            _refuse_large(rows, config.image_size // side)
+            if self._from_table:
+                _refuse_large(rows, config.image_size // side)
         sizes = image_sizes if isinstance(image_sizes, Tensor) else None
         hidden = others.get("output_hidden_states") is True
         usual = hidden and returns_an_object(self.model, {**others, "output_hidden_states": False})

@@ -42,7 +42,7 @@ class Qwen25VLEncoder(TowerEncoder):
         order, place, positions = window_order(grid, cells, self.merge, self._side)
         hidden = poisoned(model.patch_embed(buffers["pixels"]), buffers["grid"])
         hidden = permuted(hidden.view(cells, -1), order, place).view(bucket.tokens, -1)
-        rotated = rotation(model.rotary_pos_emb(positions))
+        rotated = rotation(model, positions)
         for index, block in enumerate(model.blocks):
             segments = frames if index in model.fullatt_block_indexes else windows
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotated)

@@ -22,13 +22,13 @@ from ...options.language_model import IMPL
 from ...options.normalization import options_of, warn_once, without_idle_fields
 from ...options.sources import Written
 from ..environment import check_process
-from ..seams.patches import DriftError, Patch, bridge_release
+from ..seams.patches import DriftError, Patch, bridge_release, core_release
 from ..seams.registry import seam
-from ..seams.seam import RELEASES, Feature
-from ..seams.states import FEATURES, Wish, broken_seams, features_of, refusal
+from ..seams.seam import RELEASES, Feature, is_known
+from ..seams.states import FEATURES, Wish, broken_seams, lost_with, refusal
 from .graph_fields import announce_parts, apply_environment, collect_for_start, set_graphs
 
-_told: set[str] = set()
+_told: set[frozenset[str]] = set()
 
 
 def check_seams(wish: Wish, features: Collection[str] = FEATURES) -> None:
@@ -45,12 +45,22 @@ def check_seams(wish: Wish, features: Collection[str] = FEATURES) -> None:
     reason = refusal(wish, broken, bridge_release(), (release.bridge for release in RELEASES))
     if reason:
         raise DriftError(reason)
-    for name in broken.keys() - _told:
-        _told.add(name)
-        warn(
-            f"seam {name} does not fit megatron-bridge {bridge_release()}: {broken[name]}. This run asks for none of: "
-            f"{features_of(seam(name))}"
-        )
+    _say_what_does_not_fit(frozenset(broken))
+
+
+def _say_what_does_not_fit(broken: frozenset[str]) -> None:
+    """Say once what a run goes on without, or that the release is one that nobody has tested."""
+    bridge, core = bridge_release(), core_release()
+    known = is_known(bridge, core)
+    if broken in _told or (known and not broken):
+        return
+    _told.add(broken)
+    without = "; ".join(f"seam {name} ({lost_with(seam(name))})" for name in sorted(broken)) or "nothing"
+    where = "is" if known else "is not in the version table and was not tested. It is"
+    warn(
+        f"megatron-bridge {bridge} with megatron-core {core} {where} used as far as it fits. This run goes on without: "
+        f"{without}. `bridge-cg audit` says what differs"
+    )
 
 
 def check_configuration(config: Any) -> None:

@@ -19,6 +19,7 @@ from ...upstream_types import UpstreamModule
 from ..seams.contract import BIAS_DROPOUT_ADD, SWAPS, is_shipped
 from ..seams.own_code import as_shipped, foreign_function
 from ..seams.registry.engine import EXTENSIONS, MLP, TE_ATTENTION, TE_LAYERNORM, TE_LAYERNORM_LINEAR, TE_RMSNORM
+from ..seams.states import fits
 from ..wrappers import overridden
 from .transformer_engine import fused_attention_refusal
 
@@ -41,9 +42,10 @@ def fused_layernorm_backward(modules: Sequence[nn.Module]) -> Iterator[None]:
     extension = importlib.import_module(TE_EXTENSION)
     kernel = _layernorm_backward(extension.layernorm_bwd)
     with residual_stream() as stream, ExitStack() as stack:
-        for owner in (extension, importlib.import_module(TE_LAYERNORM)):
+        owners = {"layernorm_backward": extension, "layernorm_operation": importlib.import_module(TE_LAYERNORM)}
+        for owner in (owner for name, owner in owners.items() if fits(name)):
             stack.enter_context(overridden(owner, "layernorm_bwd", kernel))
-        for module in every_module(modules):
+        for module in every_module(modules) if fits("layernorm_backward") else ():
             if begins_with_layernorm(module) and as_shipped(module, "forward"):
                 stack.callback(module.register_forward_pre_hook(functools.partial(_begin_branch, stream)).remove)
         yield
@@ -77,7 +79,7 @@ def fused_layer_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let layers add biases together with what follows, and one segment's attention run unpacked."""
     from ...vision.kernels.reduction import deferred_sums
 
-    adds = foreign_function(BIAS_DROPOUT_ADD, SWAPS) is None
+    adds = fits("layer_residuals") and foreign_function(BIAS_DROPOUT_ADD, SWAPS) is None
     with deferred_sums(modules), ExitStack() as stack:
         for module in every_module(modules):
             for name in ("self_attn_bda", "mlp_bda"):
@@ -142,6 +144,8 @@ def is_te_attention(module: nn.Module) -> bool:
     extensions = sys.modules.get(EXTENSIONS)
     if extensions is None or type(module) is not extensions.TEDotProductAttention:
         return False
+    if not fits("attention_forward", "te_attention"):
+        return False
     kernels = filter(None, map(module._modules.get, ("fused_attention", "flash_attention")))
     (base, *_) = extensions.TEDotProductAttention.__bases__
     shipped = is_shipped(TE_ATTENTION, vars(base).get("forward"))
@@ -177,7 +181,8 @@ def _attention_forward(
 def adds_bias_before_activation(module: UpstreamModule) -> bool:
     """Whether a module is megatron-core's MLP in the form `fc2(activation(fc1(x) + bias))`."""
     mlp = sys.modules.get(MLP)
-    if mlp is None or not isinstance(module, mlp.MLP) or not as_shipped(module, "forward"):
+    fitting = mlp is not None and isinstance(module, mlp.MLP) and fits("mlp_forward")
+    if not fitting or not as_shipped(module, "forward"):
         return False
     others = ("gated_linear_unit", "bias_activation_fusion", "use_te_activation_func")
     return not any(getattr(module.config, name, True) for name in others)
@@ -214,7 +219,7 @@ BACKWARD = "rmsnorm_bwd"
 @contextmanager
 def fused_head_norms(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let norms of 128 elements, as of queries and keys, be differentiated by kernels that give the same bits."""
-    if not any(map(is_head_norm, every_module(modules))):
+    if not fits("rmsnorm_operation") or not any(map(is_head_norm, every_module(modules))):
         yield
         return
     owner = sys.modules[TE_RMSNORM]

@@ -22,6 +22,7 @@ from ...graphs.instance import every_module
 from ...offload.registry import View, current_registry, derive, scoped, view_of
 from ..seams.registry import seam
 from ..seams.registry.engine import TE_LAYERNORM_LINEAR
+from ..seams.states import fits
 from ..wrappers import overridden
 from .transformer_engine import in_linear_modules
 
@@ -245,9 +246,9 @@ def known_activations(modules: Sequence[nn.Module]) -> Iterator[None]:
             enter, leave = scoped(scope)
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave).remove)
-        stack.enter_context(in_linear_modules("general_gemm", _noting_product))
         owner = sys.modules.get(TE_LAYERNORM_LINEAR)
-        if owner is not None:
+        if owner is not None and fits("layernorm_linear_forward"):
+            stack.enter_context(in_linear_modules("general_gemm", _noting_product))
             stack.enter_context(overridden(owner, "apply_normalization", _noting_norm(owner.apply_normalization)))
         yield
 

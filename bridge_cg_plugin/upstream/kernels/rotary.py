@@ -17,6 +17,7 @@ from ..seams.contract import ROTARY_HOMES, SWAPS
 from ..seams.own_code import as_shipped, foreign_function
 from ..seams.registry import seam
 from ..seams.registry.bridge import ATTENTION
+from ..seams.states import fits
 from ..wrappers import overridden
 
 ROTARY = seam("rotary_kernel").target
@@ -26,7 +27,7 @@ ROTARY = seam("rotary_kernel").target
 def fused_rotary(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let the attention modules below `modules` rotate queries and keys with the plugin's kernels."""
     attention = sys.modules.get(ATTENTION)
-    if attention is None or any(foreign_function(home, SWAPS) for home in ROTARY_HOMES):
+    if attention is None or not fits("rotary_kernel") or any(foreign_function(home, SWAPS) for home in ROTARY_HOMES):
         yield
         return
     rotation = _Rotation(getattr(attention, ROTARY))
@@ -43,7 +44,8 @@ def fused_rotary(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def _rotates_at_projection(module: UpstreamModule, attention: Any) -> bool:
     """Whether attention is Bridge's, and its projection gives query, key and value head by head, and no more."""
-    if type(module) is not attention.Qwen3VLSelfAttention or not as_shipped(module, "get_query_key_value_tensors"):
+    fitting = fits("vision_attention", "vision_projection") and as_shipped(module, "get_query_key_value_tensors")
+    if type(module) is not attention.Qwen3VLSelfAttention or not fitting:
         return False
     config = module.config
     one_group_a_head = module.num_query_groups_per_partition == module.num_attention_heads_per_partition

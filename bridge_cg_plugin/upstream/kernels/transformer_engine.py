@@ -7,7 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ...graphs.replays.gradients import SMALL
 from ...upstream_types import UpstreamModule
 from ..seams.registry import seam
 from ..seams.registry.engine import TE_ATTENTION, TE_ATTENTION_UTILS, TE_GEMM, TE_LAYERNORM_LINEAR, TE_LINEAR
+from ..seams.states import fits
 from ..wrappers import overridden
 
 
@@ -69,8 +70,9 @@ def fused_accumulation(modules: Sequence[nn.Module]) -> Iterator[None]:
     The sum keeps the fp32 product that a separate addition first rounds to the weight's dtype. What was set before
     comes back.
     """
+    fitting = fits("weight_gradients.Linear", "weight_gradients.LayerNormLinear")
     with ExitStack() as stack:
-        for module in every_module(modules):
+        for module in every_module(modules) if fitting else ():
             weight = module._parameters.get("weight")
             fusable = hasattr(module, "fuse_wgrad_accumulation") and weight is not None and weight.requires_grad
             if fusable and sum_of(weight) is not None:
@@ -85,7 +87,8 @@ def _small_placeholders() -> Iterator[None]:
 
     Transformer Engine's placeholders are as large as the weights, one for each shape, and stay for good.
     """
-    with in_linear_modules("get_dummy_wgrad", lambda original: _placeholder):
+    fitting = fits("placeholder_gradients.linear", "placeholder_gradients.layernorm_linear")
+    with in_linear_modules("get_dummy_wgrad", lambda original: _placeholder) if fitting else nullcontext():
         yield
 
 
@@ -115,6 +118,8 @@ def fused_attention_refusal() -> str | None:
     The variables are the whole choice: megatron-core writes `attention_backend` into them when it builds a language
     model. Transformer Engine reads them whenever its attention parameters change.
     """
+    if not fits("attention_choice", "attention_backend", "flash_attention_installed"):
+        return "this release chooses attention otherwise than those that were looked at"
     if not _is_on(FUSED):
         return f"{FUSED}=0 or attention_backend keeps eager from cuDNN's attention"
     capability = torch.cuda.get_device_capability()
@@ -197,7 +202,8 @@ def side_weight_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
     they are.
     """
     side, gemm = current_side_stream(), sys.modules.get(TE_GEMM)
-    if side is None or gemm is None:
+    fitting = fits("gemm_workspace", "side_products.linear", "side_products.layernorm_linear")
+    if side is None or gemm is None or not fitting:
         yield
         return
     workspace = _own_workspace(side, gemm.get_cublas_workspace, gemm.get_cublas_workspace_size_bytes)

@@ -25,11 +25,24 @@ class DriftError(RuntimeError):
 
 def bridge_release() -> str:
     """Return the version of the megatron-bridge that this process uses, "" if there is none."""
-    version = getattr(sys.modules.get("megatron.bridge.package_info"), "__version__", None)
-    if isinstance(version, str):
-        return version.partition("+")[0]  # in a git checkout it goes on with that checkout's commit
+    return _release("megatron-bridge", "megatron.bridge.package_info")
+
+
+def core_release() -> str:
+    """Return the version of the megatron-core that this process uses, "" if there is none."""
+    return _release("megatron-core", "megatron.core.package_info")
+
+
+def _release(package: str, module: str) -> str:
+    version = getattr(sys.modules.get(module), "__version__", None)
+    # In a git checkout it goes on with that checkout's commit.
+    return version.partition("+")[0] if isinstance(version, str) else _installed_release(package)
+
+
+@functools.cache
+def _installed_release(package: str) -> str:
     try:
-        return importlib.metadata.version("megatron-bridge")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
 

@@ -11,17 +11,19 @@ from typing import Any, Literal
 
 BRIDGE, CORE = "megatron-bridge", "megatron-core"
 TRANSFORMER_ENGINE, TRANSFORMERS = "transformer-engine", "transformers"
+TORCH, FRONTEND = "torch", "nvidia-cudnn-frontend"
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One combination of upstream releases that the plugin's tests were run with.
+    """One combination of upstream releases: one that the plugin's tests were run with, or a container's.
 
     Attributes:
         bridge: Version of megatron-bridge.
         core: Version of megatron-core that belongs to it.
         transformer_engine: Version of transformer-engine.
         transformers: Version of transformers; megatron-bridge 0.5 asks for an older one.
+        torch, frontend: Versions of PyTorch and of cuDNN's frontend.
         tests: What was run with it.
     """
 
@@ -29,13 +31,16 @@ class Release:
     core: str
     transformer_engine: str = "2.20.2"
     transformers: str = "5.12.1"
+    torch: str = "2.11.0"
+    frontend: str = "1.32.0"
     tests: str = "seam tests and the demo, without a GPU"
 
     @property
     def packages(self) -> dict[str, str]:
         """Package -> version."""
-        versions = (self.bridge, self.core, self.transformer_engine, self.transformers)
-        return dict(zip((BRIDGE, CORE, TRANSFORMER_ENGINE, TRANSFORMERS), versions, strict=True))
+        names = (BRIDGE, CORE, TRANSFORMER_ENGINE, TRANSFORMERS, TORCH, FRONTEND)
+        versions = (self.bridge, self.core, self.transformer_engine, self.transformers, self.torch, self.frontend)
+        return dict(zip(names, versions, strict=True))
 
 
 # The two newest minor releases, newest first. The first is pinned in requirements/stack.txt.
@@ -49,6 +54,17 @@ RUN_ONCE = (
     Release("0.6.0", "0.19.0", tests="seam tests once, without a GPU"),
     Release("0.5.0", "0.18.0", tests="seam tests once, without a GPU"),
 )
+
+
+# What containers have. `requirements/<name>.txt` pins what of it can be laid over .venv; see scripts/releases.py.
+CONTAINERS = {
+    "nemo-26.08": Release(
+        *("0.6.2", "0.19.2", "2.18.0", "5.12.1", "2.13.0", "1.26.0"),
+        tests="tests of cuDNN's attention, without a GPU, with PyTorch 2.11.0 and Transformer Engine 2.20.2",
+    ),
+    "nemo-26.06": Release(*("0.5.1", "0.18.2", "2.16.0", "5.8.1", "2.12.0", "1.24.0"), tests="compared by source"),
+    "nemo-26.04": Release(*("0.4.2", "0.17.1", "2.14.0", "5.3.0", "2.11.0", ""), tests="not supported"),
+}
 
 
 def minor(version: str) -> tuple[int, int]:
@@ -65,9 +81,10 @@ def too_old(bridge: str) -> str:
     return f"megatron-bridge {bridge} is too old for bridge_cg_plugin: use {oldest[0]}.{oldest[1]} or newer"
 
 
-def is_known(bridge: str) -> bool:
-    """Whether a megatron-bridge version belongs to a series that was checked."""
-    return minor(bridge) in {minor(release.bridge) for release in RELEASES}
+def is_known(bridge: str, core: str = "") -> bool:
+    """Whether versions of megatron-bridge and megatron-core, where it is known, belong to a series that was checked."""
+    known = {minor(release.bridge): minor(release.core) for release in RELEASES}
+    return minor(bridge) in known and minor(core) in ((0, 0), known[minor(bridge)])
 
 
 Kind = Literal["function", "class", "value", "module"]
@@ -84,7 +101,6 @@ class Feature(StrEnum):
     VISION = "vision graphs"
     VISION_QWEN3_VL = "vision graphs of Qwen3-VL and Qwen3.5-VL"
     DEEPSTACK_GRADIENTS = "sums of deepstack gradients"
-    FAST_KERNELS = "fast kernels"
     OFFLOAD_IN_GRAPHS = "offloading and recompute in graphs"
     LANGUAGE_MODEL = "language-model graphs"
     MULTIMODAL_ROTARY = "language-model graphs with multimodal rotary embedding"
@@ -94,6 +110,7 @@ class Feature(StrEnum):
     PACKED_QWEN3_VL = "packed sequences of Qwen3-VL"
     PACKED_HYBRIDS = "packed sequences of hybrids"
     PACKED_EXPERTS = "packed sequences with experts"
+    EXPERTS_INSIDE = "experts inside graphs of packed sequences"
     PACKED_FP8 = "packed sequences in fp8"
     PIPELINES = "interleaved pipelines of Qwen3-VL"
     BETWEEN = "no host waits between encoder and language model"
@@ -124,7 +141,8 @@ class Seam:
             "replayed" in its place on an instance, while graphs are on the model; "swapped" for a while, as a rule
             while work is recorded; "called" or "read".
         purpose: What the plugin wants there, in a few words.
-        features: What does not work without it: a `Feature`, or an encoder's.
+        features: What it serves: a `Feature`, or an encoder's. They do not work without it, unless there is `instead`.
+        instead: What runs inside graphs in its place where it does not fit, which costs no more than time or memory.
         models: Classes of model providers that it concerns; every one where empty.
         parameters: Parameters that a function, or a class's constructor, must take.
         attributes: Fields, methods and instance attributes that a class must have, inherited ones included.
@@ -143,6 +161,7 @@ class Seam:
     touch: Touch
     purpose: str
     features: tuple[str, ...] = ()
+    instead: str = ""
     models: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()

@@ -11,12 +11,12 @@ from typing import Any, Literal, NamedTuple
 
 from ...options import PACKED_FIELDS, PROVIDER_FIELDS, CudaGraphModule, Facts, GraphOptions
 from ...options.combinations import padded_rows
-from ...options.language_model import IMPL
+from ...options.language_model import IMPL, MODULES
 from ...options.normalization import ALLREDUCE, splits_deepstack
 from .activation import activate, is_on, loaded_patches
 from .encoders import DECLARED, DECLARED_MODELS, QWEN3_VL, Declaration, other_providers
 from .patches import Patch, State, bridge_release
-from .registry import SEAMS
+from .registry import SEAMS, seam
 from .registry.bridge import LANGUAGE_MODELS
 from .seam import Feature, Seam, drift
 from .source_reader import NoSourceError, SourceReader
@@ -103,6 +103,10 @@ def _rotates_in_graphs(wish: Wish) -> bool:
     return captured and getattr(wish.facts.model, "position_embedding_type", None) == "mrope"
 
 
+def _packs_whole_layers(wish: Wish) -> bool:
+    return wish.options.packed.enabled and not wish.options.language_model.modules
+
+
 def _model_chunks(wish: Wish) -> int:
     return getattr(wish.facts.model, CHUNKS, None) or 1
 
@@ -121,12 +125,6 @@ _ASKS: dict[str, _Ask] = {
         lambda wish: wish.options.vision.deepstack_gradient_allreduce and splits_deepstack(wish.facts),
         lambda wish: f"{ALLREDUCE}=true",
         f"{ALLREDUCE}=false, which trains with upstream's gradients",
-    ),
-    Feature.FAST_KERNELS: _field(
-        "vision_cuda_graph_tuning.kernels",
-        "exact",
-        lambda wish: wish.options.vision.kernels,
-        lambda wish: wish.qwen3_vl_encoder and wish.options.vision.kernels != "exact",
     ),
     Feature.OFFLOAD_IN_GRAPHS: _Ask(
         lambda wish: any(
@@ -147,6 +145,11 @@ _ASKS: dict[str, _Ask] = {
     Feature.PACKED_EXPERTS: _language_model(
         lambda wish: wish.facts.moe and (wish.options.packed.enabled or padded_rows(wish.options, wish.facts))
     ),
+    Feature.EXPERTS_INSIDE: _Ask(
+        lambda wish: wish.facts.moe and (_packs_whole_layers(wish) or padded_rows(wish.options, wish.facts)),
+        lambda wish: "experts in graphs of all layers",
+        f"{MODULES}=attn,moe_router with packs, where experts stay eager",
+    ),
     Feature.PACKED_FP8: _packed(lambda wish: wish.facts.low_precision),
     Feature.PIPELINES: _field(CHUNKS, "null", _model_chunks, lambda wish: _model_chunks(wish) > 1),
 }
@@ -154,7 +157,7 @@ _ASKS: dict[str, _Ask] = {
 
 def needs(wish: Wish, seam: Seam) -> str | None:
     """Return the feature for which a configuration needs a seam; None where it does not."""
-    if seam.models and wish.provider not in seam.models:
+    if seam.instead or (seam.models and wish.provider not in seam.models):
         return None
     return next((feature for feature in seam.features if wish.asks(feature)), None)
 
@@ -169,10 +172,10 @@ def refusal(wish: Wish, broken: Mapping[str, str], release: str, table: Iterable
         table: Releases that were checked.
     """
     needed: dict[str, list[str]] = {}
-    for seam in SEAMS:
-        feature = needs(wish, seam) if seam.name in broken else None
+    for name, why in broken.items():
+        feature = needs(wish, seam(name))
         if feature is not None:
-            needed.setdefault(feature, []).append(f"{seam.name}: {broken[seam.name]}")
+            needed.setdefault(feature, []).append(f"{name}: {why}")
     return " ".join(
         f"{_ASKS[feature].words(wish)} needs {feature}, a feature that does not fit megatron-bridge {release} "
         f"({'; '.join(found)}). Set {_ASKS[feature].remedy}, or use a release of the version table "
@@ -216,7 +219,7 @@ def feature_states(broken: Collection[str], on: bool = True) -> dict[str, Featur
 
 def _feature_state(feature: str, broken: Collection[str], on: bool) -> FeatureState:
     seams = [seam for seam in SEAMS if feature in seam.features]
-    lost = [seam for seam in seams if seam.name in broken]
+    lost = [seam for seam in seams if seam.name in broken and not seam.instead]
     if not lost:
         return FeatureState("ready" if on or feature in _WITHOUT_PLUGIN else "off")
     names = tuple(seam.name for seam in lost)
@@ -227,8 +230,10 @@ def _feature_state(feature: str, broken: Collection[str], on: bool) -> FeatureSt
     return FeatureState("partly", names, models)
 
 
-def features_of(seam: Seam) -> str:
-    """Return the names of the features that a seam serves, and for which models, for messages."""
+def lost_with(seam: Seam) -> str:
+    """Return what is lost where a seam does not fit, for messages: features, and for which models, or a swap."""
+    if seam.instead:
+        return f"a swap: {seam.instead} in its place"
     models = f" (for {', '.join(seam.models)})" if seam.models else ""
     return f"{', '.join(seam.features)}{models}"
 
@@ -251,8 +256,14 @@ class SeamState(NamedTuple):
 def seam_states() -> dict[str, SeamState]:
     """Return the state of every seam by name. Imports nothing of upstream: its sources are read."""
     known, on = {patch.name: patch for patch in loaded_patches()}, is_on()
-    installed = installed_states(bridge_release())
-    return {s.name: SeamState(s, *_state(s, known.get(s.name), on, *installed[s.name])) for s in SEAMS}
+    release = bridge_release()
+    return {s.name: SeamState(s, *_state(s, known.get(s.name), on, *installed_state(s.name, release))) for s in SEAMS}
+
+
+def fits(*names: str) -> bool:
+    """Whether seams are as expected in the sources that this process uses; swaps that are not are left out."""
+    release = bridge_release()
+    return all(installed_state(name, release)[0] != "broken" for name in names)
 
 
 def broken_seams() -> dict[str, str]:
@@ -266,10 +277,14 @@ def broken_seams() -> dict[str, str]:
 
 
 @functools.cache
-def installed_states(release: str) -> dict[str, tuple[State, str]]:
-    """Compare every seam with the sources that this process uses; they do not change while it runs."""
-    reader = SourceReader()
-    return {seam.name: compare(seam, reader, release) for seam in SEAMS}
+def installed_state(name: str, release: str) -> tuple[State, str]:
+    """Compare a seam with the sources that this process uses; they do not change while it runs."""
+    return compare(seam(name), _installed_sources(), release)
+
+
+@functools.cache
+def _installed_sources() -> SourceReader:
+    return SourceReader()
 
 
 def _state(seam: Seam, patch: Patch | None, on: bool, state: State, reason: str) -> tuple[State, str]:

@@ -51,7 +51,8 @@ def _tower(name: str, tower: str, parts: str, *uses: str) -> dict[str, Seam]:
         name,
         f"{tower}.forward(hidden_states, grid_thw)",
         f"patch_embed rotary_pos_emb blocks merger {parts}",
-        *("self.patch_embed(", "self.rotary_pos_emb(", "self.merger(", "pooler_output=merged_hidden_states"),
+        *("self.patch_embed(", "self.merger(", "pooler_output=merged_hidden_states"),
+        ("self.rotary_pos_emb(position_ids)", "self.rotary_pos_emb(hidden_states, position_ids)"),
         *uses,
     )
 
@@ -133,14 +134,16 @@ _MINISTRAL3 = seams_of(
         "pixtral",
         f"{PIXTRAL}:PixtralVisionModel.forward(pixel_values, image_sizes)",
         "patch_conv ln_pre transformer patch_positional_embedding",
-        *("self.patch_conv(", "size[0] // self.patch_size", "self.ln_pre(", "position_ids_in_meshgrid("),
-        *("self.patch_positional_embedding(patch_embeds, position_ids)", "self.transformer("),
+        *("self.patch_conv(", "size[0] // self.patch_size", "self.ln_pre(", "self.transformer("),
+        ("position_ids_in_meshgrid(", "torch.stack([hpos_ids.flatten(), wpos_ids.flatten()], dim=-1)"),
+        "self.patch_positional_embedding(patch_embeds, position_ids)",
         *("attention_mask=attention_mask", "position_embeddings=position_embeddings"),
     ),
     pixtral_places=read(
-        f"{PIXTRAL}:position_ids_in_meshgrid(patch_embeds_list, max_width)",
-        "a patch's place in the table of frequencies follows from its row and column",
-        "h_grid * max_width + v_grid",
+        f"{PIXTRAL}:PixtralVisionRotaryEmbedding.forward",
+        "a patch's angles follow from its row and column, in a table or as they are",
+        ("h_grid * max_width + v_grid", "position_ids[..., None].float()"),
+        formerly=("position_ids_in_meshgrid",),
     ),
     pixtral_layer=called(
         f"{PIXTRAL}:PixtralAttentionLayer.forward(hidden_states, attention_mask, position_embeddings)",
@@ -200,13 +203,13 @@ _QWEN25_OMNI = seams_of(
         "windowed_omni_tower",
         f"{QWEN25_OMNI_TOWER}:Qwen2_5OmniVisionEncoder",
         _WINDOW_PARTS,
-        *(*_WINDOWS, "position_embeddings=rotary_pos_emb"),
+        *(*_WINDOWS, ("position_embeddings=rotary_pos_emb", "position_embeddings=position_embeddings")),
     ),
     **_layers("windowed_omni", f"{QWEN25_OMNI_TOWER}:Qwen2_5OmniVision", *("self.q(", "self.k(", "self.v(")),
     windowed_omni_rotary=read(
-        f"{QWEN25_OMNI_TOWER}:apply_rotary_pos_emb_vision(tensor, freqs)",
+        f"{QWEN25_OMNI_TOWER}:apply_rotary_pos_emb_vision",
         "a region takes cosines and sines once for all layers, and multiplies by them as here",
-        "tensor * cos + rotate_half(tensor) * sin",
+        ("tensor * cos + rotate_half(tensor) * sin", "q * cos + rotate_half(q) * sin"),
     ),
     windowed_omni_queries=ROTARY,
 )
@@ -279,8 +282,9 @@ _QWEN3_OMNI_AUDIO = seams_of(
     ),
     qwen3_omni_audio_lengths=read(
         f"{OMNI_TOWERS}:_get_feat_extract_output_lengths",
-        "tokens are counted by chunks of 100 frames",
-        *("input_lengths % 100", "input_lengths // 100 * 13"),
+        "tokens are counted by chunks of 100 frames, or of the encoder's",
+        ("input_lengths % 100", "input_lengths % chunk_len"),
+        ("input_lengths // 100 * 13", "input_lengths // chunk_len * 13"),
     ),
     qwen3_omni_audio_layer=called(
         f"{OMNI_TOWERS}:Qwen3OmniMoeAudioEncoderLayer.forward(hidden_states, cu_seqlens)",

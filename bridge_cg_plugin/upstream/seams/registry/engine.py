@@ -143,7 +143,7 @@ _MICROBATCHES = seams_of(
     ),
 )
 _FAST = seams_of(
-    F.FAST_KERNELS,
+    F.VISION_QWEN3_VL,
     layernorm_backward=swapped(
         f"{TE_LAYERNORM_LINEAR}:_LayerNormLinear.backward",
         "vision_cuda_graph_tuning.kernels=fast has a kernel of its own for what it calls",
@@ -327,6 +327,9 @@ _PACKED = seams_of(
         "layers without graphs of megatron-core's own run their forward",
         "self.cuda_graphs",
     ),
+)
+_PACKED_ROTARY = seams_of(
+    (F.PACKED_ATTENTION, F.PACKED_HYBRIDS),
     packed_attention=read(f"{CORE_ATTENTION}:SelfAttention", "the attention that was looked at for packed graphs"),
     packed_rotary=swapped(
         f"{CORE_ATTENTION}:apply_rotary_pos_emb(t, freqs, config, cu_seqlens, mscale, cp_group)",
@@ -335,7 +338,8 @@ _PACKED = seams_of(
     packed_rotary_positions=read(
         f"{ROPE}:_apply_rotary_pos_emb_thd(t, cu_seqlens, freqs)",
         "which positions upstream gives the tokens of a pack",
-        *("freqs.size(0) == ", "_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs)"),
+        ("freqs.size(0) == ", "freqs.size(0) > max_seqlen"),
+        ("_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs)", "freq_pos = freq_pos + global_seq_start"),
     ),
 )
 _OFFSETS = seams_of(
@@ -380,6 +384,8 @@ _LENGTHS = seams_of(
         "self.language_model.config.variable_seq_lengths",
     ),
 )
+# What a router gets on megatron-core's branch dev, too: it goes by them where its configuration asks for that alone.
+_MORE_OF_ROUTER = ("", ", input_ids=input_ids, packed_seq_params=packed_seq_params")
 _EXPERTS = seams_of(
     F.PACKED_EXPERTS,
     packed_norm=replayed(
@@ -389,11 +395,19 @@ _EXPERTS = seams_of(
     packed_router=replayed(
         f"{ROUTER}:TopKRouter.forward(input, padding_mask)",
         "a router that leaves no trace replays a graph",
-        *("self.apply_input_jitter(input)", "self.gating(input)", "self.routing(logits, padding_mask=padding_mask)"),
+        *("self.apply_input_jitter(input)", "self.gating(input)"),
+        tuple(f"self.routing(logits, padding_mask=padding_mask{more})" for more in _MORE_OF_ROUTER),
+    ),
+    packed_router_metrics=called(f"{MOE}.moe_logging:get_moe_metrics_tracker", "passes before a capture log no losses"),
+    packed_route=read(
+        f"{MOE}.moe_layer:MoELayer.route", "the router is called once for what the norm gave", "self.router"
     ),
     packed_gating=replayed(
         f"{ROUTER}:Router.gating(input)", "of a router with losses or statistics the matrix product replays a graph"
     ),
+)
+_EXPERTS_INSIDE = seams_of(
+    F.EXPERTS_INSIDE,
     packed_masked_router=called(
         f"{ROUTER}:TopKRouter.routing(logits, padding_mask)",
         "a router's losses count the tokens that are no padding",
@@ -404,14 +418,14 @@ _EXPERTS = seams_of(
         "tokens of each expert are counted without padding, while all layers are recorded",
         "self.local_tokens_per_expert += routing_map.sum(dim=0)",
     ),
-    packed_router_metrics=called(f"{MOE}.moe_logging:get_moe_metrics_tracker", "passes before a capture log no losses"),
-    packed_route=read(
-        f"{MOE}.moe_layer:MoELayer.route", "the router is called once for what the norm gave", "self.router"
-    ),
     packed_experts=swapped(
         f"{MOE}.moe_layer:MoELayer.forward(hidden_states)",
         "experts get their tokens by counts that stay on the device, while all layers are recorded",
-        *("self.shared_experts_compute(hidden_states)", "self.route(hidden_states, padding_mask)"),
+        "self.shared_experts_compute(hidden_states)",
+        (
+            "self.route(hidden_states, padding_mask)",
+            "self.route(hidden_states, padding_mask, input_ids, packed_seq_params)",
+        ),
         "self.postprocess(output, shared_expert_output)",
     ),
     packed_grouped_experts=read(
@@ -519,7 +533,8 @@ _HYBRIDS = seams_of(
 )
 SEAMS = (
     *(*_BETWEEN, *_ROTARY, *_LENGTH, *_FULL_ITERATION, *_STATES, *_FORKS),
-    *(*_PACKED, *_OFFSETS, *_DECODER, *_BLOCK, *_QWEN3_VL, *_LENGTHS, *_EXPERTS, *_FP8, *_PLANNER, *_HYBRIDS),
+    *(*_PACKED, *_PACKED_ROTARY, *_OFFSETS, *_DECODER, *_BLOCK, *_QWEN3_VL, *_LENGTHS, *_EXPERTS, *_EXPERTS_INSIDE),
+    *(*_FP8, *_PLANNER, *_HYBRIDS),
     *(*_LAYERS, *_VISION, *_SEGMENTS, *_DATA_PARALLEL, *_MICROBATCHES, *_FAST, *_OFFLOAD, *_HEAD_NORMS, *_EVERY),
     *_UNPACKED,
 )
