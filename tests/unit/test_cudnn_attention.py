@@ -1,6 +1,7 @@
 """What cuDNN is asked for, and where it can be asked."""
 
 import dataclasses
+import importlib
 import json
 import re
 import sys
@@ -204,7 +205,9 @@ def test_a_plan_runs_outside_a_capture_first(library, monkeypatch):
 
 @pytest.fixture(scope="module")
 def cudnn():
-    return pytest.importorskip("cudnn", reason="needs nvidia-cudnn-frontend")
+    if why := unavailable():
+        pytest.skip(why)
+    return importlib.import_module("cudnn")
 
 
 def planned_or_refused(cudnn, describe, shape):

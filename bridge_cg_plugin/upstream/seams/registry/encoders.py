@@ -25,7 +25,7 @@ ROTARY = called(
 )
 
 
-def _region(name: str, tower: str, parts: str, *uses: str) -> dict[str, Seam]:
+def _region(name: str, tower: str, parts: str, *uses: str | tuple[str, ...]) -> dict[str, Seam]:
     """Return the rows of a tower's forward, and of the parts that a region runs in its place.
 
     Args:
@@ -45,7 +45,7 @@ def _region(name: str, tower: str, parts: str, *uses: str) -> dict[str, Seam]:
     }
 
 
-def _tower(name: str, tower: str, parts: str, *uses: str) -> dict[str, Seam]:
+def _tower(name: str, tower: str, parts: str, *uses: str | tuple[str, ...]) -> dict[str, Seam]:
     """Return the rows of a tower of images of any size; see `_region`."""
     return _region(
         name,
