@@ -37,7 +37,7 @@ PAGE = ROOT / "docs" / "releases.md"
 TABLES = re.compile(r"(<!-- audited -->\n)(.*?)(<!-- /audited -->)", re.DOTALL)
 COSTS = re.compile(r"(<!-- costs -->\n)(.*?)(<!-- /costs -->)", re.DOTALL)
 # The oldest release of each package that is audited.
-FLOORS = {BRIDGE: "0.5.0", CORE: "0.18.0", TRANSFORMER_ENGINE: "2.14.0", TRANSFORMERS: "5.0.0"}
+FLOORS = {BRIDGE: "0.5.0", CORE: "0.18.0", TRANSFORMER_ENGINE: "2.14.0", TRANSFORMERS: "5.6.0"}
 # The newest one, where it is not the newest on the index: released Bridges import with none after it.
 CEILINGS = {TRANSFORMERS: "5.23.0"}
 # What an audit reads of a seam.
