@@ -16,14 +16,14 @@ from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
 from ..seams.registry.bridge import SCHEDULES
 
-_TOLD = "_bridge_cg_told"
+_told: list[Any] = []  # configs; nothing is written on them while the plugin is off
 
 
 def _tell(config: Any) -> None:
     """Print once that nothing of a model is on graphs, where its config or the environment asks for them."""
-    if config is None or hasattr(config, _TOLD):
+    if config is None or any(config is each for each in _told):
         return
-    setattr(config, _TOLD, True)
+    _told.append(config)
     names = (name for name in (SETTING, VISION_IMPL, MAX_PACKED_SEQS) if getattr(config, name, None))
     asked = {name: getattr(config, name) for name in names} | {OPTIONS: os.environ.get(OPTIONS)}
     said = ", ".join(f"{name}={value}" for name, value in asked.items() if value not in (None, "", "none", "off"))
