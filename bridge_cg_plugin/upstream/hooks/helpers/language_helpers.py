@@ -21,7 +21,7 @@ from ....options import GraphOptions, PackedOptions, check_options
 from ....options.declaration import plain
 from ....options.normalization import held_options
 from ....options.sources import collect
-from ...decoder.block import TransformerBlockFamily
+from ...decoder.block import DEEPSTACK, TransformerBlockFamily
 from ...decoder.layers import levels
 from ...environment import check_process
 from ...kernels.recompute import random_states
@@ -139,6 +139,8 @@ def _holders(chunks: Sequence[nn.Module]) -> Iterator[Any]:
 
 def _deepstack(chunks: Sequence[nn.Module], decoder: nn.Module) -> int:
     """Return behind how many layers a decoder adds features of images: upstream has them all on the first stage."""
+    if not hasattr(decoder, DEEPSTACK):
+        return 0
     for model in holders(chunks):
         if getattr(getattr(model, "language_model", None), "decoder", None) is decoder:
             vision = getattr(getattr(model, "vision_model", None), "config", None)
