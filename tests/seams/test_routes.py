@@ -72,7 +72,9 @@ def by_script(model, monkeypatch):
 
 
 def by_train(model, monkeypatch):
-    parsed, words = command.read(["--recipe", RECIPE, "--cuda_graphs", "exact", "dataset.enable_in_batch_packing=true"])
+    fields = vars(build_recipe(RECIPE).dataset)
+    packing = next(name for name in ("enable_in_batch_packing", "pack_sequences_in_batch") if name in fields)
+    parsed, words = command.read(["--recipe", RECIPE, "--cuda_graphs", "exact", f"dataset.{packing}=true"])
     in_bridges_loop(model, command.prepare(parsed, words).config)
 
 
