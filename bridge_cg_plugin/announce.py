@@ -3,6 +3,9 @@
 import logging
 import os
 import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 LOGGER = logging.getLogger("bridge_cg_plugin")
 PREFIX = "[bridge-cg] "
@@ -19,6 +22,24 @@ def rank() -> int:
         return next((int(told) for name in _LAUNCHED if (told := os.environ.get(name, "")).isdecimal()), 0)
     number: int = torch.distributed.get_rank()
     return number
+
+
+class Told:
+    """What was said last of each object. Nothing is written on it; one that takes weak references may go."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, tuple[Callable[[], Any], str]] = {}
+
+    def is_new(self, owner: Any, message: str = "") -> bool:
+        """Whether something else, or nothing, was said of an object; notes the message."""
+        known, said = self._said.get(id(owner), (lambda: None, ""))
+        if known() is owner and said == message:
+            return False
+        try:
+            self._said[id(owner)] = weakref.ref(owner), message
+        except TypeError:
+            self._said[id(owner)] = lambda: owner, message
+        return True
 
 
 def announce(message: str) -> None:

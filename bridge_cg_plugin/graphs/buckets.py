@@ -124,9 +124,11 @@ class Demand:
         named: Capacities that the user named, ascending; empty where all may be recorded.
         weights: How many weights of this rank a token is multiplied with.
         limit: The most tokens that a bucket may have.
+        most: How many buckets there may be.
 
     Attributes:
-        buckets: What is recorded, to be kept up to date.
+        buckets: What is recorded.
+        evaluated: What is recorded for passes without a backward alone.
         cost: See above.
     """
 
@@ -141,7 +143,9 @@ class Demand:
         named: tuple[int, ...] = (),
         weights: float = WEIGHTS,
         limit: float = math.inf,
+        most: float = math.inf,
     ) -> None:
+        self._most = most
         self._buckets_of, self._refusal, self.cost = buckets_of, refusal, cost
         self._unit, self._exact_below, self._named, self._limit = unit, exact_below, named, limit
         # How much longer a token takes than costs assume.
@@ -149,6 +153,7 @@ class Demand:
         # The least tokens that memory was not enough for.
         self._too_many, self._failed_for = math.inf, Fallback.CAPTURE_FAILED
         self.buckets: list[Bucket] = []
+        self.evaluated: list[Bucket] = []
         self._refused: dict[Bucket, Fallback] = {}
         self._retry = Retry(TRIED_AGAIN)
         self._modes = {training: _Lately() for training in (False, True)}
@@ -167,6 +172,8 @@ class Demand:
 
     def missed(self, shape: Any) -> Fallback:
         """Note a shape that no recording takes; returns why: a bucket that does comes later, or why none will."""
+        if len(self.buckets) >= self._most:
+            return self._refusal(shape, self.buckets[0]) or Fallback.TOO_MANY_TOKENS
         failed = self._failed_for if shape.tokens >= self._too_many else None
         reason = Fallback.TOO_MANY_TOKENS
         for bucket in self._candidates({shape: 1}):
@@ -201,9 +208,19 @@ class Demand:
             self.buckets.append(bucket)
         return self.buckets
 
+    def add(self, bucket: Bucket, training: bool) -> None:
+        """Note that a bucket is recorded, for passes without a backward alone where it is not for training."""
+        self.drop(bucket)
+        (self.buckets if training else self.evaluated).append(bucket)
+
     def drop(self, bucket: Bucket) -> None:
         """Note that a bucket is not recorded any more; it may be again."""
-        self.buckets = [each for each in self.buckets if each != bucket]
+        self.buckets, self.evaluated = ([b for b in held if b != bucket] for held in (self.buckets, self.evaluated))
+
+    @property
+    def _usable(self) -> list[Bucket]:
+        """What microbatches of the mode can use now."""
+        return self.buckets if self._lately is self._modes[True] else [*self.buckets, *self.evaluated]
 
     def due(self) -> bool:
         """Whether it is time to look; called once a step."""
@@ -218,12 +235,14 @@ class Demand:
         """Return the bucket that saves most if the microbatches seen come again, None where none saves its price."""
         lately = self._lately
         lately.missed, lately.waited = False, 0
+        if len(self.buckets) >= self._most:
+            return None
         shapes: Counter[Any] = Counter(lately.seen)
         replayed = {shape: self._replayed(shape) for shape in shapes}
         often = HORIZON / max(len(lately.seen), 1)
         best, most = None, RECORDING / self._weight
         for bucket in self._candidates(shapes):
-            if bucket in self.buckets or self.refuses(bucket):
+            if bucket in self._usable or self.refuses(bucket):
                 continue
             cost, saved = self.cost(bucket), 0.0
             for shape, count in shapes.items():
@@ -262,7 +281,7 @@ class Demand:
 
     def _replayed(self, shape: Any) -> float | None:
         """Return what a shape's cheapest replay costs; None where it runs eager."""
-        costs = [self.cost(bucket) for bucket in self.buckets if self.accepts(shape, bucket)]
+        costs = [self.cost(bucket) for bucket in self._usable if self.accepts(shape, bucket)]
         return min(costs, default=None)
 
     def _candidates(self, shapes: dict[Any, int]) -> list[Bucket]:

@@ -41,6 +41,7 @@ class Growing:
         self._consensus, self._strict, self._counted = consensus, strict, counted
         self._limit = bytes_per_slot
         self._allowed = 1.0  # part of the limit
+        demand.evaluated = []  # regions begin with those for training
 
     def before_step(self, training: bool) -> None:
         """Record what is worth most, if no microbatch is in flight.
@@ -73,7 +74,7 @@ class Growing:
     def _add(self, bucket: Bucket, training: bool) -> None:
         for region in self._regions:
             region.add(bucket, training)
-        self.demand.buckets.append(bucket)
+        self.demand.add(bucket, training)
 
     def _forget(self, bucket: Bucket, reason: Fallback = Fallback.CAPTURE_FAILED) -> None:
         """Forget a bucket that failed or does not fit; no larger one is tried where it was the largest."""
@@ -87,8 +88,8 @@ class Growing:
             return
         with self._counted():
             excess = self._excess(self._limit)
-            while self.demand.buckets and excess > self._allowed:
-                bucket = max(self.demand.buckets)
+            while (held := [*self.demand.buckets, *self.demand.evaluated]) and excess > self._allowed:
+                bucket = max(held)
                 self._forget(bucket)
                 warn(f"{self._title}: bucket {bucket} does not fit the memory limit and is dropped")
                 excess = self._excess(self._limit)

@@ -410,14 +410,14 @@ class GraphManager:
             return
         self._note_pause()
         counted = counts_of([self._own, *(region.statistics for region in self._regions)])
-        self.reset()
         self._own, before = counted, counted.capture_seconds
+        self.reset()
         self.capture()
         self._own.pauses[self.step_number] += self._seconds() - before
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Be in a training step: its first replay looks whether memory is where it was, the others do not."""
+        """Be in a training step: its first replay compares all of the model with what was recorded."""
         self.begin_step()
         with nullcontext() if self._watch is None else self._watch.step():
             self.in_step = True

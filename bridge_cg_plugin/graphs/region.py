@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..announce import warn_once
-from .buckets import Bucket, choose
+from .buckets import TRIED_AGAIN, Bucket, choose
 from .changes.model_watch import ModelWatch
 from .changes.source import Source
 from .changes.sources import LASTING, Sources
-from .errors import CaptureError, named, reason_of
+from .errors import CaptureError, Retry, named, reason_of
 from .fallback import Fallback
 from .program import SINGLE_RANK, Piece, Surroundings
 from .proof import Proofs
@@ -122,7 +122,8 @@ class Region(Part):
 
         Args:
             bucket: The bucket.
-            record: Whether to record it now, as training steps ask for it; else it is recorded when it is asked for.
+            record: Whether to record it now, as training steps ask for it. Else it is for passes without a backward,
+                which record it when they ask for it, until it is added for training, too.
 
         Raises:
             CaptureError: It could not be recorded; `drop` it then.
@@ -130,9 +131,10 @@ class Region(Part):
         self.add_inputs([bucket])
         source = self.source() if record and not self.disproved else None
         if isinstance(source, Source):
-            for slot in self.slots:
-                self.record(source, slot.index, bucket, self._training_mode(bucket))
-        self.buckets = self._ordered((*self.buckets, bucket))
+            for index in range(self.slot_count):
+                self.record(source, index, bucket, self._training_mode(bucket))
+        (self._not_for_training.discard if record else self._not_for_training.add)(bucket)
+        self.buckets = self._ordered(dict.fromkeys((*self.buckets, bucket)))
 
     def begin_step(self, proofs: Proofs) -> None:
         """Note that a training step begins, some of whose replays may be compared with eager."""
@@ -149,6 +151,7 @@ class Region(Part):
     def drop(self, bucket: Bucket) -> None:
         """Forget a bucket with what was recorded: it could not be recorded, or its memory is wanted for others."""
         self.buckets = tuple(each for each in self.buckets if each != bucket)
+        self._not_for_training.discard(bucket)
         self.executor.tidy()  # last replays of it have ended by then
         for source in self.sources:
             source.recordings = {place: made for place, made in source.recordings.items() if place[1] != bucket}
@@ -172,6 +175,8 @@ class Region(Part):
         if (watch := vars(self).pop("watch", None)) is not None and self._given_watch is None:
             watch.close()
         self._asked: Counter[Hashable] = Counter()
+        self._not_for_training: set[Bucket] = set()
+        self._forward_slot_failed = Retry(TRIED_AGAIN)
 
     def run(self, batch: Any, observer: BackwardObserver | None = None) -> tuple[Tensor, ...] | None:
         """Replay the batch; returns its real outputs, or None with the reason counted: then run it eager.
@@ -208,7 +213,8 @@ class Region(Part):
 
     def choose(self, batch: Any, mode: Mode = TRAINING) -> Bucket | Fallback:
         """Return the first bucket that accepts the batch, or the reason why none does."""
-        buckets = self.buckets if mode.gradients else self._forward_only_buckets()
+        trained = [bucket for bucket in self.buckets if bucket not in self._not_for_training]
+        buckets = trained if mode.gradients else self._forward_only_buckets()
         found = choose(self.program.size(batch), buckets, partial(self.program.refuse, batch))
         if isinstance(found, Bucket) or self._growth is None:
             return found
@@ -241,8 +247,9 @@ class Region(Part):
         bucket = self.choose(batch, mode)
         if not isinstance(bucket, Bucket):
             return bucket
-        if (slot := self._free_slot(source, bucket, mode, index)) is None:
-            return Fallback.NO_FREE_SLOT
+        slot = self._free_slot(source, bucket, mode, index)
+        if not isinstance(slot, Slot):
+            return slot
         wish = slot.index, bucket, mode
         if wish not in source.recordings and (failed := self._record_missing(source, wish, records)) is not None:
             return failed
@@ -303,17 +310,39 @@ class Region(Part):
         """Whether no microbatch is between its forward and its backward."""
         return all(slot.free for slot in self.slots)
 
-    def _free_slot(self, source: Source, bucket: Bucket, mode: Mode, index: int | None) -> Slot | None:
-        """Return a slot that no microbatch holds, one with the recording where there is one."""
+    def _free_slot(self, source: Source, bucket: Bucket, mode: Mode, index: int | None) -> Slot | Fallback:
+        """Return a slot that no microbatch holds, one with the recording where there is one, or why there is none."""
         first = None
-        for slot in self.slots if index is None else self.slots[index : index + 1]:
+        for slot in self.slots[: self.slot_count] if index is None else self.slots[index : index + 1]:
             if slot.lease is None:
                 wish = slot.index, bucket, mode
                 # A rank whose memory moved has lost recordings: it makes them again where others replay theirs.
                 if wish in source.recordings or wish in source.recorded_by_other_ranks:
                     return slot
                 first = first or slot
-        return first
+        if first is None and index is None and not mode.gradients:
+            return self._forward_only_slot(source, bucket, mode)
+        return first or Fallback.NO_FREE_SLOT
+
+    def _forward_only_slot(self, source: Source, bucket: Bucket, mode: Mode) -> Slot | Fallback:
+        """Return a slot for passes without a backward while microbatches hold all others, or why there is none.
+
+        It is made once such passes come again: a reference pass between a policy's forward and its backward, as of DPO.
+        """
+        self._forward_slot_failed.turn()
+        missing = len(self.slots) == self.slot_count and self._forward_slot_failed.due
+        if missing and (source.lasting or self._asked_before("forward-only slot")):
+            try:
+                self._consensus.agree(self._add_forward_only_slot)
+            except Exception as error:  # no memory for one more
+                del self.slots[self.slot_count :]
+                self._forward_slot_failed.failed()
+                return self._failed(source, bucket, mode, error)
+        return next((slot for slot in self.slots[self.slot_count :] if slot.free), Fallback.NO_FREE_SLOT)
+
+    def _add_forward_only_slot(self) -> None:
+        self.slots.append(self._new_slot(self.slot_count))
+        self.add_inputs(self.slots[0].buffers)
 
     def _record_missing(self, source: Source, wish: Wish, records: bool) -> Fallback | None:
         """Record what a batch asks for; returns why it cannot be or is not yet."""

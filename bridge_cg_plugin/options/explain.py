@@ -137,7 +137,9 @@ def in_one_line(options: GraphOptions, names: Collection[str] = PARTS) -> str:
         return f"{SETTING}: {options.chosen[0]}"
     chosen = {part.name: part.what for part in options.chosen}
     told = [part for part in parts(options) if part.name in {*names, *chosen}]
-    said = [f"{part.name}: {chosen.get(part.name) or _briefly(part)}" for part in told]
+    said = [f"{part.name}: {chosen.get(part.name) or _briefly(part)}" for part in told] or [
+        "none: the model has no part that graphs take"
+    ]
     return f"{f'{SETTING}={setting}' if setting else 'graphs'}: {'; '.join(said)}"
 
 

@@ -48,7 +48,7 @@ def graphs_on(model, *warmup, modules=(), **options):
     """Capture; yields the decoder's graphs and drops them."""
     values = {"cuda_graph_max_packed_seqs": MAX_SEQS, "cuda_graph_packed_buckets": BUCKETS, **options}
     helper = lm.new_helper(model, *warmup, modules=modules, **values)
-    assert helper.graphs_created(), helper.graphs.failure
+    assert helper.graphs.captured, helper.graphs.failure
     try:
         yield helper.graphs
     finally:

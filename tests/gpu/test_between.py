@@ -117,7 +117,7 @@ def graphs_on(model, packed, observed):
         observed()
         for helper in helpers:
             helper.create_cudagraphs()
-            assert helper.graphs_created(), helper.graphs.failure
+            assert helper.graphs.captured, helper.graphs.failure
         yield [helper.graphs for helper in helpers]
     finally:
         for helper in helpers:

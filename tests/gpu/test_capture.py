@@ -29,12 +29,12 @@ def test_host_read_during_capture(tower_module, model, grads, graphs_of, monkeyp
 
     model.decoder.forward = reads_the_device
     helper.create_cudagraphs()
-    assert not helper.graphs_created()
+    assert not helper.graphs.captured
     assert "CaptureError" in helper.graphs.failure
     assert usable(tower_module, model, batch)
     del model.decoder.forward
     helper.create_cudagraphs()
-    assert helper.graphs_created()
+    assert helper.graphs.captured
     assert usable(tower_module, model, batch)
     assert helper.graphs.statistics().replays == 1
 
@@ -48,7 +48,7 @@ def test_out_of_memory_falls_back(tower_module, model, grads, graphs_of, caplog)
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 6 * 2**30) / total)
     try:
         helper.create_cudagraphs()
-        assert not helper.graphs_created()
+        assert not helper.graphs.captured
         assert "max_vision_cuda_graph_seq_length" in caplog.text
         assert len([r for r in caplog.records if "could not be captured" in r.message]) == 1
         assert usable(tower_module, model, batch)
@@ -60,7 +60,7 @@ def test_live_autograd_graph_of_an_eager_pass(tower_module, model, grads, graphs
     batch = tower_module.make_batch([(1, 28, 28)], model)
     alive = tower_module.forward(model, batch)
     helper = graphs_of(buckets=(1024,))
-    assert helper.graphs_created()
+    assert helper.graphs.captured
     torch.autograd.backward(alive, batch.gradients)
     assert usable(tower_module, model, batch)
 

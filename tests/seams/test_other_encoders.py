@@ -58,7 +58,7 @@ def test_graphs_are_made_after_the_warm_up_steps(loop):
     for _ in range(4):
         step(model)
         (helper,) = graph_helper.active_helpers()
-        made.append(helper.graphs_created())
+        made.append(helper.graphs.captured)
     assert made == [False, False, True, True]
     assert helper.graphs.statistics().replays == 2 and helper.graphs.statistics().warmup_microbatches == 2
     assert helper.graphs.slots == 1

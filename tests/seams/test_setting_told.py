@@ -1,11 +1,17 @@
 """What training says at its start: what is on graphs, what not and why, also with the plugin off or a word misspelt."""
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
+from dataclasses import dataclass
 
 import pytest
+import transformers
+from torch import nn
 
+from bridge_cg_plugin.announce import Told
 from bridge_cg_plugin.upstream.hooks import any_loop
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 
@@ -116,3 +122,28 @@ def test_with_the_plugin_off_a_model_that_asks_for_graphs_is_told(route, fields,
     lines = [line for line in done.stdout.splitlines() if line.startswith("[bridge-cg]")]
     assert done.returncode == 0, done.stderr
     assert len(lines) == bool(said) and all("BRIDGE_CG_PLUGIN=0" in line and said in line for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """The config of a model that has nothing of Megatron's."""
+
+    hidden_size: int = 8
+
+
+def test_a_model_that_asks_for_nothing_is_left_as_it_is(active):
+    chunk = nn.Module()
+    chunk.config = Foreign()
+    assert any_loop.Loops().driver_of(chunk, 1) is None
+    chunk.config = transformers.PretrainedConfig()
+    before = chunk.config.to_dict()
+    assert any_loop.Loops().driver_of(chunk, 1) is None and chunk.config.to_dict() == before
+
+
+def test_what_was_said_keeps_no_config_alive():
+    told, config = Told(), transformers.PretrainedConfig()
+    assert told.is_new(config, "a") and not told.is_new(config, "a") and told.is_new(config, "b")
+    gone = weakref.ref(config)
+    del config
+    gc.collect()
+    assert gone() is None

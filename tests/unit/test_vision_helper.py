@@ -30,7 +30,7 @@ def test_a_helper_on_wrapped_chunks(with_config):
     assert helper.graphs.statistics().replays == 1
     helper.delete_cuda_graphs()
     assert helper not in active_helpers()
-    assert not helper.graphs_created()
+    assert helper.graphs is None
     assert "forward" not in tower.__dict__
 
 
@@ -46,7 +46,7 @@ def test_a_helper_reads_the_options_of_the_models_provider():
     options = helper.graphs.workload.options
     assert options.buckets == (32, 64) and options.scope == ("mlp",)
     helper.create_cudagraphs()
-    assert helper.graphs_created()
+    assert helper.graphs.captured
     helper.delete_cuda_graphs()
 
 

@@ -76,7 +76,7 @@ def graphs_on(model, capture: bool = True, executor=None, **options):
     try:
         if capture:
             helper.create_cudagraphs()
-            assert helper.graphs_created()
+            assert helper.graphs.captured
         yield helper.graphs
     finally:
         if helper.graphs is not None:

@@ -67,7 +67,6 @@ class PackPlan:
     def __init__(self, options: PackedOptions, family: Any, additions: int = 0) -> None:
         self._options, self._family, self._additions = options, family, additions
         self.shapes: list[PackShape | JointShape] = []
-        self._rows: list[Bucket] = []
         self._kinds: Counter[Kind] = Counter()
         self._check_buckets()
 
@@ -82,11 +81,9 @@ class PackPlan:
         return [bucket for capacity in self._options.named_buckets for bucket in self._buckets_of(capacity)]
 
     def _buckets_of(self, capacity: int, shapes: Iterable[PackShape | JointShape] = ()) -> list[Bucket]:
-        """Return the useful buckets of a capacity, cheapest first; of padded rows, those of all shapes."""
+        """Return the useful buckets of a capacity, cheapest first; of padded rows, those of shapes that were seen."""
         if not self._options.enabled:
-            seen = dict.fromkeys([*self._rows, *(each.rows for shape in shapes for each in shape.each)])
-            self._rows = list(seen)[:MOST_SHAPES]
-            return self._rows
+            return list({each.rows for shape in shapes for each in shape.each if each.rows.tokens == capacity})
         chosen = self._options.max_packed_seqs == "auto"
         documents = raised(self.documents, most_documents(shapes)) if chosen else self.documents
         return pack_buckets([capacity], documents)
@@ -111,6 +108,7 @@ class PackPlan:
             exact_below=math.inf if exact else EXACT_BELOW * self._family.ranks,
             named=self._options.named_buckets,
             weights=self._family.weights_per_token(),
+            most=math.inf if self._options.enabled else MOST_SHAPES,
         )
 
     def kind(self) -> Kind:

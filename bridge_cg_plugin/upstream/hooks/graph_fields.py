@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from ...announce import announce, warn
+from ...announce import Told, announce, warn
 from ...options import GraphOptions, OptionError, check_options, graph_options, normalize
 from ...options.declaration import is_unset
 from ...options.explain import PARTS, in_one_line
@@ -47,7 +47,8 @@ LANGUAGE_MODEL_DEFAULTS = CHOICE.added | PACKED.added
 EVERY = VISION.added | LANGUAGE_MODEL_DEFAULTS
 
 # Attributes of a config: the options that were set on it last, and what was printed of them.
-APPLIED, TOLD = "_bridge_cg_options", "_bridge_cg_told"
+APPLIED = "_bridge_cg_options"
+_told = Told()
 
 Fields = Mapping[str, dataclasses.Field[Any]]
 
@@ -256,7 +257,9 @@ def applied(model: Any, options: GraphOptions | None = None) -> GraphOptions:
         model: The config.
         options: What its fields hold now, where that is known.
     """
-    told = getattr(model, APPLIED, GraphOptions())
+    told = getattr(model, APPLIED, None)
+    if told is None:
+        return options or GraphOptions()
     return told if options is None or replace(options, choice=told.choice) == told else options
 
 
@@ -270,9 +273,8 @@ def announce_parts(model: Any, options: GraphOptions | None = None, names: Colle
     """
     names = PARTS[not hasattr(model, VISION_IMPL) :] if names is None else names
     line = in_one_line(applied(model, options), names)
-    if getattr(model, TOLD, None) == (id(model), line):
+    if not _told.is_new(model, line):
         return
-    setattr(model, TOLD, (id(model), line))
     announce(line)
     for name, meant in misspelt(model).items():
         warn(f"{name} of the model's configuration is no field, and has no effect. Did you mean {meant}?")

@@ -21,7 +21,7 @@ from ...options.normalization import refuse_other_trackers, settle
 from ...options.sources import ATTRIBUTES, FIELDS, SETTINGS, Written, collect, fields_of
 from ..seams.patches import Patch
 from ..seams.registry import seam
-from .graph_fields import apply_environment, apply_options, collect_for_start, describe_release, set_graphs
+from .graph_fields import applied, apply_environment, apply_options, collect_for_start, describe_release, set_graphs
 from .training_config import check_configuration
 
 
@@ -122,7 +122,7 @@ def resolve(
     """
     options = apply_overrides(config, flags, words, apply)
     if apply_environment(config):
-        options = normalize(collect_for_start(config))[0]
+        options = applied(config.model, normalize(collect_for_start(config))[0])
     check_configuration(config)
     return options
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ...announce import announce, warn
+from ...announce import Told, announce, warn
 from ...options.graph_options import SETTING
 from ...options.normalization import VISION_IMPL
 from ...options.packed import MAX_PACKED_SEQS
@@ -16,14 +16,13 @@ from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
 from ..seams.registry.bridge import SCHEDULES
 
-_told: list[Any] = []  # configs; nothing is written on them while the plugin is off
+_told = Told()
 
 
 def _tell(config: Any) -> None:
     """Print once that nothing of a model is on graphs, where its config or the environment asks for them."""
-    if config is None or any(config is each for each in _told):
+    if config is None or not _told.is_new(config):
         return
-    _told.append(config)
     names = (name for name in (SETTING, VISION_IMPL, MAX_PACKED_SEQS) if getattr(config, name, None))
     asked = {name: getattr(config, name) for name in names} | {OPTIONS: os.environ.get(OPTIONS)}
     said = ", ".join(f"{name}={value}" for name, value in asked.items() if value not in (None, "", "none", "off"))

@@ -58,10 +58,6 @@ class GraphHelper:
             return False
         return graphs.step_number >= warmup_steps or graphs.failure is not None
 
-    def graphs_created(self) -> bool:
-        """Whether graphs exist."""
-        return self.graphs is not None and self.graphs.captured
-
     def delete_cuda_graphs(self) -> None:
         """Report and drop the graphs, if there are any; the module gets its own forward back."""
         if self.graphs is not None:
