@@ -4,9 +4,10 @@
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ _OTHERS = {
 
 
 class NotMeasured(ValueError):
-    """No record supports a figure; says why in a sentence's part."""
+    """No record supports a figure; names what was not measured."""
 
 
 @cache
@@ -92,17 +93,17 @@ def layers_of(model: Any) -> str:
     for what, fields in _OTHERS.items():
         values = (getattr(model, name, None) for name in fields)
         if any(isinstance(value, (bool, int, str, list)) and value for value in values):
-            raise NotMeasured(f"{what} was not measured")
+            raise NotMeasured(what)
     patterns = (getattr(model, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
     pattern = next((text for text in patterns if isinstance(text, str) and text), "").partition("/")[0]
     experts, frequency = _size(model, "num_moe_experts") or 0, getattr(model, "moe_layer_freq", 1)
     every = frequency == 1 or (isinstance(frequency, Sequence) and {*frequency} == {1})
     if not pattern and experts > 1 and not every:
-        raise NotMeasured("layers with and without experts were not measured")
+        raise NotMeasured("layers with and without experts")
     if not pattern:
         pattern = ("*E" if experts > 1 else "*-") * _known(model, "num_layers")
     if unknown := set(pattern) - set("M*-E|"):
-        raise NotMeasured(f"layers {', '.join(sorted(unknown))} of hybrid_layer_pattern were not measured")
+        raise NotMeasured(f"layers {', '.join(sorted(unknown))} of hybrid_layer_pattern")
     names = {"*": "attention", "-": "MLP", "E": f"{experts}-expert", "M": "Mamba"}
     counts = ", ".join(f"{pattern.count(letter)} {name}" for letter, name in names.items() if letter in pattern)
     return f"{counts} layers of {_known(model, 'hidden_size')}"
@@ -115,7 +116,7 @@ def _size(model: Any, name: str) -> int | None:
 
 def _known(model: Any, name: str) -> int:
     if not (value := _size(model, name)):
-        raise NotMeasured(f"model.{name} is not known here")
+        raise NotMeasured(f"unknown model.{name}")
     return value
 
 
@@ -165,45 +166,41 @@ class Nearest:
     """The measured step, or the microbatches, that are nearest to a configuration.
 
     Attributes:
-        found: A step as `measured.json` has it, or microbatches of a part.
-        model, place: What of the model, and of the batch and the GPUs, was not measured, each as it is written.
+        found: A step as `measured.json` has it, or microbatches of a part; empty where none is alike.
+        differs: What of the configuration was not measured, each as it is written.
     """
 
     found: Mapping[str, Any]
-    model: tuple[str, ...] = ()
-    place: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
 
     @property
     def whole(self) -> bool:
         """Whether it is a whole step."""
         return "graphs_ms" in self.found
 
-    @property
-    def differs(self) -> tuple[str, ...]:
-        """All that was not measured."""
-        return (*self.model, *self.place)
-
     def time(self) -> str:
         """Return the time of a step in words."""
+        others = f" and {len(self.differs) - 3} more" if len(self.differs) > 3 else ""
+        missing = f" with {', '.join(self.differs[:3])}{others}" if self.differs else ""
+        if not self.found:
+            return f"not measured{missing}. bridge-cg compare measures it"
         one = self.found
-        if not self.whole:
+        if self.whole:
+            eager = one["eager_ms"]
+            text = f"{one['graphs_ms']:.0f} ms on graphs, {_range(eager)} ms eager, "
+            text += _faster([one["graphs_ms"] / ms for ms in eager])
+        else:
             tokens, ratios = zip(*(row[2:] for row in one["rows"]), strict=True)
             text = f"{one['of']}, forward and backward of packs of {_range(tokens)} tokens, {_faster(ratios)}"
-            return f"not measured. Nearest: {text} ({one['file']}, {one['date']}, {one['gpu']})"
-        eager = one["eager_ms"]
-        text = f"{one['graphs_ms']:.0f} ms on graphs, {_range(eager)} ms eager, "
-        text += f"{_faster([one['graphs_ms'] / ms for ms in eager])} ({_where(one)})"
-        if not self.differs:
-            return text
-        others = f" and {len(self.differs) - 3} more" if len(self.differs) > 3 else ""
-        return f"not measured with {', '.join(self.differs[:3])}{others}. Nearest: {text}"
+        text += f" ({_where(one)})"
+        return text if self.whole and not missing else f"not measured{missing}. Nearest: {text}"
 
     def memory(self) -> str:
         """Return the peak memory of a rank in words."""
         if not self.whole:
-            return f"not measured. Steps that were measured took {_range(_peaks(), '.2f')} of eager's"
-        text = f"{self.found['peak_gb']:.1f} GiB on graphs, {self.found['eager_peak_gb']:.1f} GiB eager"
-        return f"not measured. Nearest, {self.found['case']}: {text}" if self.model else text
+            steps = f". Steps that were measured took {_range(_peaks(), '.2f')} of eager's" if self.found else ""
+            return f"not measured{steps}"
+        return self._nearest(f"{self.found['peak_gb']:.1f} GiB on graphs, {self.found['eager_peak_gb']:.1f} GiB eager")
 
     def fits(self, gpu: str | None) -> str:
         """Return in words whether the peak memory fits a GPU, or which.
@@ -217,21 +214,19 @@ class Nearest:
         fit = [
             f"{one} ({size} GB) {'yes' if peak <= size else 'no'}" for one, size in CARDS.items() if gpu in (None, one)
         ]
-        text = f"{', '.join(fit)}, by a peak of {peak:.1f} GB on {self.found['gpu']}"
-        return f"not measured. Nearest, {self.found['case']}: {text}" if self.model else text
+        return self._nearest(f"{', '.join(fit)}, by a peak of {peak:.1f} GB on {self.found['gpu']}")
 
     def faster(self) -> str:
         """Return what made this step faster still in words; empty where nothing was measured."""
         if not self.whole or self.found["setting"] != "exact":
             return ""
-        ms = (
-            step["graphs_ms"]
-            for step in records()["steps"]
-            if (step["case"], step["setting"]) == (self.found["case"], "fastest")
-        )
-        return next(
-            (f"{SETTING}=fastest: {one:.0f} ms in the place of {self.found['graphs_ms']:.0f}" for one in ms), ""
-        )
+        wanted = self.found["case"], "fastest"
+        ms = [step["graphs_ms"] for step in records()["steps"] if (step["case"], step["setting"]) == wanted]
+        texts = [f"{SETTING}=fastest: {one:.0f} ms in the place of {self.found['graphs_ms']:.0f}" for one in ms]
+        return self._nearest(texts[0]) if texts else ""
+
+    def _nearest(self, text: str) -> str:
+        return f"not measured. Nearest, {self.found['case']}: {text}" if self.differs else text
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain values: ms, GiB, ratios."""
@@ -257,14 +252,17 @@ def _layout(ranks: Mapping[str, Any]) -> str:
     sizes = [
         f"{letters}{ranks[name]}" for kind, letters in _LETTERS.items() if (name := f"{kind}_parallel_size") in ranks
     ]
-    return ", ".join([*sizes, *(["sequence parallel"] if ranks.get("sequence_parallel") else [])])
+    others = ["sequence parallel"] if ranks.get("sequence_parallel") else []
+    return ", ".join([*sizes, *others, *([ranks["cp_comm_type"]] if "cp_comm_type" in ranks else [])])
 
 
-def _where(step: Mapping[str, Any]) -> str:
-    gpus = f"{step['gpus']} {step['gpu']}" if step["gpus"] > 1 else step["gpu"]
-    batch = f"{step['samples']} samples of {step['tokens']} tokens" if step["samples"] else ""
-    words = (step["case"], gpus, _layout(step["ranks"]), batch, step["date"], step.get("host", "host not recorded"))
-    return ", ".join(word for word in words if word)
+def _where(one: Mapping[str, Any]) -> str:
+    sizes = (value for value in one["ranks"].values() if isinstance(value, int))
+    gpus = one.get("gpus") or math.prod(sizes)
+    gpu = f"{gpus} {one['gpu']}" if gpus > 1 else one["gpu"]
+    batch = f"{one['samples']} samples of {one['tokens']} tokens" if one.get("samples") else ""
+    source, host = one.get("case") or one["file"], one.get("host", "host not recorded")
+    return ", ".join(filter(None, (source, gpu, _layout(one["ranks"]), batch, one["date"], host)))
 
 
 def nearest(config: Any, options: GraphOptions, gpu: str | None, gpus: int | None, kind: str = "") -> Nearest | None:
@@ -278,22 +276,23 @@ def nearest(config: Any, options: GraphOptions, gpu: str | None, gpus: int | Non
         kind: Of the language model, where its layers are not known.
     """
     try:
-        layers, unknown = layers_of(config.model), []
+        layers, unlike = layers_of(config.model), []
     except NotMeasured as why:
-        layers, unknown = "", [str(why)]
+        layers, unlike = "", [str(why)]
     kind = kind_of(layers) if layers else kind or "dense"
     if options.vision.enabled:
         found = [_step(step, config, options, layers, kind, (gpu, gpus)) for step in records()["steps"]]
         return min(found, key=lambda pair: pair[0])[1]
     if options.language_model.impl == "none":
         return None
+    unlike += [] if options.packed.enabled else ["unpacked sequences"]
+    if unlike:
+        return Nearest({}, tuple(unlike))
     modules = [module.name for module in options.language_model.modules]
     near = of_language_model(layers, ranks_of(config.model), modules, kind)
-    differs = [*unknown, *([layers] if layers not in ("", near["of"]) else []), *_other_packs(options, near["modules"])]
-    differs += differences(config, {**ALONE, **near["ranks"]})
-    return Nearest(
-        near, (*differs, *([] if options.packed.enabled else ["no packs"])), tuple(_other_gpu(near["gpu"], gpu))
-    )
+    differs = [*([] if layers == near["of"] else [layers]), *_other_packs(options, near["modules"])]
+    differs += [*differences(config, {**ALONE, **near["ranks"]}), *_other_gpu(near["gpu"], gpu)]
+    return Nearest(near, tuple(differs))
 
 
 def _step(
@@ -306,7 +305,7 @@ def _step(
 ) -> tuple[tuple[Any, ...], Nearest]:
     """Return a step with what it differs in, and how much that is."""
     encoder, model = encoder_of(config.model), []
-    model += [] if encoder == TOWER else [f"{encoder}"]
+    model += [] if encoder == TOWER else [str(encoder)]
     model += [] if step["layers"] == layers else [layers or "its language model's layers"]
     model += [] if step["impl"] == options.language_model.impl else [f"{IMPL}={options.language_model.impl}"]
     model += differences(config, {**ALONE, **step["ranks"]}, step["adapter"])
@@ -314,17 +313,26 @@ def _step(
     if step["setting"] not in (None, options.choice.setting):
         model.append(f"{SETTING}={options.choice.setting}")
     model += _other_vision(options.vision, ("exact",) if step["setting"] == "exact" else ("auto", "fast"))
-    length, batch = (
-        getattr(getattr(config, section, None), name, None)
-        for section, name in (("model", "seq_length"), ("train", "global_batch_size"))
-    )
-    model += [f"model.seq_length={length}"] if step["tokens"] and length not in (None, step["tokens"]) else []
-    own = [f"train.global_batch_size={batch}"] if step["samples"] and batch not in (None, step["samples"]) else []
+    held = {
+        "model.seq_length": step["tokens"],
+        "train.micro_batch_size": step["micro"],
+        "optimizer.optimizer": "adam",
+        "ddp.use_distributed_optimizer": True,
+    }
+    model += _others(config, held)
+    own = _others(config, {"train.global_batch_size": step["samples"]})
     own += [] if place[1] in (None, step["gpus"]) else [f"{place[1]} GPUs"]
     own += _other_gpu(step["gpu"], place[0])
     kinds = kind_of(step["layers"]) != kind, any(field.startswith("peft=") for field in model)
     alike = (*kinds, _width(step["layers"]) != _width(layers), len(model), len(own))
-    return alike, Nearest(step, tuple(model), tuple(own))
+    return alike, Nearest(step, (*model, *own))
+
+
+def _others(config: Any, held: Mapping[str, Any]) -> list[str]:
+    found = {name: reduce(lambda owner, part: getattr(owner, part, None), name.split("."), config) for name in held}
+    return [
+        f"{name}={value}" for name, value in found.items() if None not in (value, held[name]) and value != held[name]
+    ]
 
 
 def _other_gpu(measured: str, gpu: str | None) -> list[str]:
