@@ -13,6 +13,7 @@ from typing import Any
 
 from bridge_cg_plugin.options import GraphOptions, OptionError, check_options, normalize
 from bridge_cg_plugin.options import explain as wording
+from bridge_cg_plugin.options.facts import LOOP_PARTS
 from bridge_cg_plugin.options.flags import FLAGS, as_typed, take_flags, unknown_flag
 from bridge_cg_plugin.options.graph_options import SETTING, TUNING, VISION_ENCODER, split_name, tuning_of
 from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, OTHER_FIELDS, SETTINGS, named
@@ -191,7 +192,8 @@ def look(given: Sequence[str]) -> Answer:
         for name in ("graphs", "gpu", "nodes", "gpus_per_node"):
             if getattr(parsed, name) is not None:
                 raise OptionError.because(name, f"Cannot use --{name} without a recipe. Write a recipe's name first.")
-        return _of_words(flags, as_bridges(words, parsed, (*_GRAPH_FIELDS, *SETTINGS))[0])
+        bridges = as_bridges(words, parsed, (*_GRAPH_FIELDS, *SETTINGS))[0]
+        return _of_words({**flags, **({} if bridges == words else {LOOP_PARTS: wording.PARTS})}, bridges)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _of_recipe(recipe, flags, words, parsed)
@@ -219,11 +221,14 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         config = with_graphs(config, gpu=place.graphs)
     fields = {*getattr(getattr(config, "model", None), "__dict__", ()), *_GRAPH_FIELDS}
     bridges, others = as_bridges(words, place, fields)
+    other_loop = bridges != list(words)
+    if other_loop and hasattr(config, "model"):
+        setattr(config.model, LOOP_PARTS, wording.PARTS)
     options = resolved(config, flags, bridges)
     gpus = None if place.nodes is place.gpus_per_node is None else (place.nodes or 1) * (place.gpus_per_node or 1)
     if hasattr(config, "train"):
         check_fit(config, gpus)
-        if bridges == list(words):  # other loops have checks of their own
+        if not other_loop:  # such a loop has checks of its own
             check_training(name, config, options, gpus, gpu)
     unknown = models.unknown()
     said = (
