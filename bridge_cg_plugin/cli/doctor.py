@@ -297,7 +297,8 @@ def _summary(found: Diagnosis) -> Iterator[str]:
         yield f"  nearest set: {found.combination['nearest']}"
     yield f"plugin {'on' if found.active else 'off'}, entry points: {', '.join(found.entry_points) or 'none'}"
     yield f"GPU: {', '.join(f'{k} {v}' for k, v in found.gpu.items()) if found.gpu else 'none'}"
-    yield f"environment: {found.environment or 'nothing that matters is set'}"
+    variables = ", ".join(f"{name}={value}" for name, value in found.environment.items())
+    yield f"environment: {variables or 'nothing that matters is set'}"
     other = [f"{name} ({one['state']})" for name, one in found.features.items() if one["state"] != "ready"]
     yield f"features: {len(found.features) - len(other)} of {len(found.features)} ready"
     if other:

@@ -80,7 +80,7 @@ def test_variables_that_cannot_be_read_or_do_not_go_together_are_one_problem(mon
         bridge_cg_plugin.deactivate()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-        assert diagnose().environment[name] == value
+        assert diagnose().environment[name] == value and f"{name}={value}" in doctor.render(diagnose())
     (said,) = problems()
     assert problem in said and remedy in said.partition(" -> ")[2]
 

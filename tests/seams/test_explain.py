@@ -331,6 +331,14 @@ def test_a_broken_seam_refuses_what_asks_for_its_feature_only(stands_in):
     assert "vision_cuda_graph_impl=transformer_engine needs vision graphs" in err and "it moved" in err
 
 
+def test_graphs_that_are_off_would_bring_most_when_on(capsys, sft):
+    status, out, err = explain(capsys, sft, "cuda_graphs=off")
+    text = " ".join(out.split())
+    assert (
+        "language model eager: cuda_graphs=off" in text and "would bring most: cuda_graphs=exact: not measured" in text
+    )
+
+
 FP8 = "mixed_precision=bf16-with-fp8-current-scaling-mixed"
 
 

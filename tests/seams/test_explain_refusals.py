@@ -57,6 +57,8 @@ def test_what_a_dry_run_refuses_is_refused(capsys, sft):
 def test_a_familys_name_suggests_its_recipes(capsys, sft):
     status, out, err = explain(capsys, "qwen3_vl")
     assert (status, out) == (2, "") and "Did you mean qwen3_vl_8b_sft_config, " in err and "30b_a3b_sft_config" in err
+    assert err.endswith("bridge-cg recipes qwen3_vl lists all.\n")
+    assert "bridge-cg recipes" not in explain(capsys, "qwen3_vl_8b_sft_confg")[2]
 
 
 def test_a_recipe_where_bridge_is_not_installed(capsys, monkeypatch):

@@ -99,7 +99,7 @@ class Answer:
         }
 
     def _most(self, lines: Sequence[wording.Part]) -> str:
-        if not (self.options.enabled or self.options.packed.enabled or self.options.chosen):
+        if not _asks(self.options):
             return _NO_GRAPHS if self.nearest is None else f"{_NO_GRAPHS}: {self.nearest.time()}"
         if any(line.runs == NOT_KNOWN for line in lines):
             return "not known: see the first line"
@@ -238,7 +238,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
     words_for = models.encoder_of(getattr(config, "model", None))
     found = None
     if hasattr(config, "model"):
-        asked = options if options.enabled or options.chosen else _with_all(config)
+        asked = options if _asks(options) else _with_all(config)
         found = nearest(config, asked, gpu, gpus, models.kind_of_names(unknown))
     return Answer(
         options=options,
@@ -254,6 +254,12 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
             *([f"Words of another loop that say nothing of graphs: {', '.join(others)}."] if others else []),
         ),
     )
+
+
+def _asks(options: GraphOptions) -> bool:
+    """Return whether anybody asked for graphs, also where none can be."""
+    chosen = options.chosen and options.choice.setting != "off"
+    return bool(options.enabled or options.packed.enabled or chosen)
 
 
 def _with_all(config: Any) -> GraphOptions:

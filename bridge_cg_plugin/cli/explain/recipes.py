@@ -271,6 +271,8 @@ def built(name: str) -> Any:
     try:
         return build_recipe(name)
     except OptionError as error:
+        if error.__cause__ is None and sum(name in each for each in recipe_names()) > 1:
+            raise OptionError.because("recipe", f"{error} bridge-cg recipes {name} lists all.") from None
         if error.__cause__ is None or not installed():
             raise
         advice = "bridge-cg train --dry-run imports Bridge and builds it as training does."

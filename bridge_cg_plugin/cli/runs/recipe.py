@@ -76,7 +76,7 @@ def read(arguments: Sequence[str], description: str | None = None) -> tuple[argp
         raise OptionError("nodes", parsed.nodes, "1 with --launcher torchrun", "Start torchrun on every node.")
     parsed.recipe, words = named(parsed.recipe, words)
     if parsed.recipe is None:
-        raise OptionError.because("recipe", "Name a recipe: bridge-cg train NAME. `bridge-cg recipes` lists them.")
+        raise OptionError.because("recipe", "Name a recipe. `bridge-cg recipes` lists them.")
     normalize(given_flags(parsed))
     return parsed, words
 
