@@ -55,17 +55,16 @@ def records() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def of_language_model(model: str, ranks: Mapping[str, Any], modules: Iterable[str], kind: str) -> dict[str, Any]:
+def of_language_model(model: str, ranks: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Any]:
     """Return the packs nearest to a language model's: of its kind, its modules, ranks and layers in turn.
 
     Args:
         model: What `layers_of` returns.
         ranks: Fields of the layout that are not as on one GPU.
         modules: Parts of layers on graphs; none are all.
-        kind: Which of the measured kinds it is.
     """
     wanted = sorted(modules)
-    found = [each for each in records()["packs"] if each["kind"] == kind]
+    found = [each for each in records()["packs"] if each["kind"] == kind_of(model)]
     found = [each for each in found if each["modules"] == wanted] or [each for each in found if not each["modules"]]
     return max(found, key=lambda each: (each["ranks"] == ranks, not each["ranks"], each["of"] == model))
 
@@ -125,11 +124,11 @@ def differences(config: Any, ranks: Mapping[str, Any], adapter: str | None = Non
 
     Args:
         config: A Bridge `ConfigContainer`.
-        ranks: Fields of the layout that were measured, as far as they matter.
+        ranks: Fields of the layout that were measured and are not as on one GPU.
         adapter: The kind of adapters that was measured.
     """
-    held = {**{name: ALONE[name] for name in ranks}, **ranks_of(config.model)}
-    found = [f"model.{name}={held[name]}" for name in ranks if held[name] != ranks[name]]
+    held, measured = {**ALONE, **ranks_of(config.model)}, {**ALONE, **ranks}
+    found = [f"model.{name}={held[name]}" for name in ALONE if held[name] != measured[name]]
     trained = {name: getattr(config.model, name, None) for name in _TRAINED}
     found += [f"model.{name}={value}" for name, value in trained.items() if value not in (None, _TRAINED[name])]
     peft, precision = getattr(config, "peft", None), getattr(config, "mixed_precision", None)
@@ -198,9 +197,11 @@ class Nearest:
     def memory(self) -> str:
         """Return the peak memory of a rank in words."""
         if not self.whole:
-            steps = f". Steps that were measured took {_range(_peaks(), '.2f')} of eager's" if self.found else ""
+            peaks = [step["peak_gb"] / step["eager_peak_gb"] for step in records()["steps"]]
+            steps = f". Steps that were measured took {_range(peaks, '.2f')} of eager's" if self.found else ""
             return f"not measured{steps}"
-        return self._nearest(f"{self.found['peak_gb']:.1f} GiB on graphs, {self.found['eager_peak_gb']:.1f} GiB eager")
+        graphs, eager = self.found["peak_gb"], self.found["eager_peak_gb"]
+        return self._nearest(f"{graphs:.1f} GiB on graphs, {eager:.1f} GiB eager, on {_gpus(self.found)}")
 
     def fits(self, gpu: str | None) -> str:
         """Return in words whether the peak memory fits a GPU, or which.
@@ -211,10 +212,9 @@ class Nearest:
         if not self.whole:
             return "not measured: no step of such a model was. bridge-cg compare measures it"
         peak = self.found["peak_gb"] * GIB / GB
-        fit = [
-            f"{one} ({size} GB) {'yes' if peak <= size else 'no'}" for one, size in CARDS.items() if gpu in (None, one)
-        ]
-        return self._nearest(f"{', '.join(fit)}, by a peak of {peak:.1f} GB on {self.found['gpu']}")
+        cards = CARDS if gpu is None else {gpu: CARDS[gpu]}
+        fit = [f"{card} ({size} GB) {'yes' if peak <= size else 'no'}" for card, size in cards.items()]
+        return self._nearest(f"{', '.join(fit)}, by a peak of {peak:.1f} GB on {_gpus(self.found)}")
 
     def faster(self) -> str:
         """Return what made this step faster still in words; empty where nothing was measured."""
@@ -241,10 +241,6 @@ def _range(values: Sequence[float], form: str = ".0f") -> str:
     return " to ".join(dict.fromkeys(f"{value:{form}}" for value in (min(values), max(values))))
 
 
-def _peaks() -> list[float]:
-    return [step["peak_gb"] / step["eager_peak_gb"] for step in records()["steps"]]
-
-
 _LETTERS = {"tensor_model": "TP", "context": "CP", "expert_model": "EP", "pipeline_model": "PP"}
 
 
@@ -256,16 +252,18 @@ def _layout(ranks: Mapping[str, Any]) -> str:
     return ", ".join([*sizes, *others, *([ranks["cp_comm_type"]] if "cp_comm_type" in ranks else [])])
 
 
+def _gpus(one: Mapping[str, Any]) -> str:
+    count = one.get("gpus") or math.prod(value for value in one["ranks"].values() if isinstance(value, int))
+    return f"{count} {one['gpu']}" if count > 1 else str(one["gpu"])
+
+
 def _where(one: Mapping[str, Any]) -> str:
-    sizes = (value for value in one["ranks"].values() if isinstance(value, int))
-    gpus = one.get("gpus") or math.prod(sizes)
-    gpu = f"{gpus} {one['gpu']}" if gpus > 1 else one["gpu"]
     batch = f"{one['samples']} samples of {one['tokens']} tokens" if one.get("samples") else ""
     source, host = one.get("case") or one["file"], one.get("host", "host not recorded")
-    return ", ".join(filter(None, (source, gpu, _layout(one["ranks"]), batch, one["date"], host)))
+    return ", ".join(filter(None, (source, _gpus(one), _layout(one["ranks"]), batch, one["date"], host)))
 
 
-def nearest(config: Any, options: GraphOptions, gpu: str | None, gpus: int | None, kind: str = "") -> Nearest | None:
+def nearest(config: Any, options: GraphOptions, gpu: str | None, gpus: int | None) -> Nearest | None:
     """Return what was measured that is nearest to a configuration; None where none of it runs on graphs.
 
     Args:
@@ -273,15 +271,13 @@ def nearest(config: Any, options: GraphOptions, gpu: str | None, gpus: int | Non
         options: Its graph options.
         gpu: A key of `CARDS`; None is not known.
         gpus: How many there are; None is not known.
-        kind: Of the language model, where its layers are not known.
     """
     try:
         layers, unlike = layers_of(config.model), []
     except NotMeasured as why:
         layers, unlike = "", [str(why)]
-    kind = kind_of(layers) if layers else kind or "dense"
     if options.vision.enabled:
-        found = [_step(step, config, options, layers, kind, (gpu, gpus)) for step in records()["steps"]]
+        found = [_step(step, config, options, layers, (gpu, gpus)) for step in records()["steps"]]
         return min(found, key=lambda pair: pair[0])[1]
     if options.language_model.impl == "none":
         return None
@@ -289,9 +285,9 @@ def nearest(config: Any, options: GraphOptions, gpu: str | None, gpus: int | Non
     if unlike:
         return Nearest({}, tuple(unlike))
     modules = [module.name for module in options.language_model.modules]
-    near = of_language_model(layers, ranks_of(config.model), modules, kind)
+    near = of_language_model(layers, ranks_of(config.model), modules)
     differs = [*([] if layers == near["of"] else [layers]), *_other_packs(options, near["modules"])]
-    differs += [*differences(config, {**ALONE, **near["ranks"]}), *_other_gpu(near["gpu"], gpu)]
+    differs += [*differences(config, near["ranks"]), *_other_gpu(near["gpu"], gpu)]
     return Nearest(near, tuple(differs))
 
 
@@ -300,7 +296,6 @@ def _step(
     config: Any,
     options: GraphOptions,
     layers: str,
-    kind: str,
     place: tuple[str | None, int | None],
 ) -> tuple[tuple[Any, ...], Nearest]:
     """Return a step with what it differs in, and how much that is."""
@@ -308,10 +303,10 @@ def _step(
     model += [] if encoder == TOWER else [str(encoder)]
     model += [] if step["layers"] == layers else [layers or "its language model's layers"]
     model += [] if step["impl"] == options.language_model.impl else [f"{IMPL}={options.language_model.impl}"]
-    model += differences(config, {**ALONE, **step["ranks"]}, step["adapter"])
+    model += differences(config, step["ranks"], step["adapter"])
     model += _other_packs(options)
-    if step["setting"] not in (None, options.choice.setting):
-        model.append(f"{SETTING}={options.choice.setting}")
+    setting = options.choice.setting
+    model += [] if step["setting"] in (None, setting) else [f"{SETTING}={setting}"]
     model += _other_vision(options.vision, ("exact",) if step["setting"] == "exact" else ("auto", "fast"))
     held = {
         "model.seq_length": step["tokens"],
@@ -323,16 +318,16 @@ def _step(
     own = _others(config, {"train.global_batch_size": step["samples"]})
     own += [] if place[1] in (None, step["gpus"]) else [f"{place[1]} GPUs"]
     own += _other_gpu(step["gpu"], place[0])
+    kind = kind_of(layers or "expert" * ((_size(config.model, "num_moe_experts") or 0) > 1))
     kinds = kind_of(step["layers"]) != kind, any(field.startswith("peft=") for field in model)
     alike = (*kinds, _width(step["layers"]) != _width(layers), len(model), len(own))
     return alike, Nearest(step, (*model, *own))
 
 
-def _others(config: Any, held: Mapping[str, Any]) -> list[str]:
-    found = {name: reduce(lambda owner, part: getattr(owner, part, None), name.split("."), config) for name in held}
-    return [
-        f"{name}={value}" for name, value in found.items() if None not in (value, held[name]) and value != held[name]
-    ]
+def _others(config: Any, measured: Mapping[str, Any]) -> list[str]:
+    own = {name: reduce(lambda owner, part: getattr(owner, part, None), name.split("."), config) for name in measured}
+    pairs = ((name, value, measured[name]) for name, value in own.items())
+    return [f"{name}={value}" for name, value, other in pairs if value != other and None not in (value, other)]
 
 
 def _other_gpu(measured: str, gpu: str | None) -> list[str]:

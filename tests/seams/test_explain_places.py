@@ -2,6 +2,8 @@
 
 import pytest
 
+from bridge_cg_plugin.cli.measured import records
+
 from .explained import explain, found
 
 PRESET = "qwen3_vl_30b_a3b_vision_graphs_h200_sft_config"
@@ -13,6 +15,18 @@ def mixture(bridge):
     if not hasattr(bridge, PRESET):
         pytest.skip("the preset derives from a recipe of a later megatron-bridge")
     return PRESET
+
+
+@pytest.mark.parametrize("step", [step for step in records()["steps"] if step["samples"]], ids=lambda one: one["case"])
+def test_a_step_that_was_measured_differs_in_nothing(capsys, bridge, step, tmp_path):
+    recipe, *words = step["of"].split()
+    if not hasattr(bridge, recipe):
+        pytest.skip("the preset derives from a recipe of a later megatron-bridge")
+    words += [f"train.global_batch_size={step['samples']}", f"checkpoint.pretrained_checkpoint={tmp_path}"]
+    place = ["--gpus_per_node", str(step["gpus"]), "--gpu", "h200"]
+    nearest = found(capsys, recipe, *words, *place, f"cuda_graphs={step['setting']}")["nearest"]
+    assert (nearest["case"], nearest["graphs_ms"]) == (step["case"], step["graphs_ms"])
+    assert nearest["not_measured"] == []
 
 
 @pytest.mark.parametrize("columns", [80, 160])

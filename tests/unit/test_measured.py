@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.cli.explain.command import Answer, render
-from bridge_cg_plugin.cli.explain.models import kind_of_names, sizes_of
+from bridge_cg_plugin.cli.explain.models import sizes_of
 from bridge_cg_plugin.cli.measured import CARDS, NotMeasured, layers_of, nearest, records
 from bridge_cg_plugin.cli.runs.results import ROOT, read_records
 from bridge_cg_plugin.options import graph_options
@@ -132,16 +132,9 @@ def test_the_layout_of_packs_is_named():
     assert "2 NVIDIA H200, CP2, a2a" in said and "5.5 to" not in said
 
 
-@pytest.mark.parametrize(
-    ("names", "case"),
-    [
-        (["moonshotai/Kimi-K2.5"], "30b_a3b_8_layers_ep2"),
-        (["google/gemma-2-2b"], "8b_sft_dp4"),
-        ([], "8b_sft_dp4"),
-    ],
-)
-def test_a_model_of_unknown_sizes_has_a_step_of_its_kind(names, case):
-    found = nearest(config(num_layers=None), options(), None, 4, kind_of_names(names))
+@pytest.mark.parametrize(("experts", "case"), [(128, "30b_a3b_8_layers_ep2"), (None, "8b_sft_dp4")])
+def test_a_model_of_unknown_sizes_has_a_step_of_its_kind(experts, case):
+    found = nearest(config(num_layers=None, num_moe_experts=experts), options(), None, 4)
     assert found.found["case"] == case and "its language model's layers" in found.differs
 
 

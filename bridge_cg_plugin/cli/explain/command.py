@@ -239,7 +239,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
     found = None
     if hasattr(config, "model"):
         asked = options if _asks(options) else _with_all(config)
-        found = nearest(config, asked, gpu, gpus, models.kind_of_names(unknown))
+        found = nearest(config, asked, gpu, gpus)
     return Answer(
         options=options,
         encoder=encoder_of(getattr(config, "model", None)),

@@ -11,16 +11,8 @@ _MODEL = re.compile(
     re.DOTALL,
 )
 _OTHERS = (
-    "actor_rollout_ref",
-    "algorithm",
-    "critic",
-    "cluster",
-    "data",
-    "grpo",
-    "loss_fn",
-    "policy",
-    "reward",
-    "trainer",
+    *("actor_rollout_ref", "algorithm", "critic", "cluster", "data"),
+    *("grpo", "loss_fn", "policy", "reward", "trainer"),
 )
 _PLACES = {
     **dict.fromkeys(("trainer.nnodes", "cluster.num_nodes"), "nodes"),

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -146,18 +146,6 @@ def asked() -> list[str]:
 def unknown() -> list[str]:
     """Return those of them of which no sizes are known."""
     return [name for name in asked() if _family(name) is None]
-
-
-# Kinds of layers of models whose sizes are not known.
-_KINDS = {
-    r"nvidia/.*Nemotron-(3|H|Nano)": "hybrid",
-    r"(deepseek-ai|moonshotai|openai|zai-org|MiniMaxAI|stepfun-ai)/|.*-A\d+B|.*(Qwen3-Next|qwen35_text)": "experts",
-}
-
-
-def kind_of_names(names: Sequence[str]) -> str:
-    """Return of which of the measured kinds models are by their names on the hub; "dense" where no name tells."""
-    return next((kind for name in names if (kind := _first(name, _KINDS))), "dense")
 
 
 def _family(name: str) -> Family | None:
