@@ -13,6 +13,7 @@ PACKING_FIELDS = ("enable_in_batch_packing", "pack_sequences_in_batch")
 FP8_ATTENTION = ("fp8_dot_product_attention", "fp8_multi_head_attention")
 # Bridge's providers of models that take images and whose encoder's layers are set like the language model's.
 BRIDGES_MODELS, PROVIDER = "megatron.bridge.models.", "ModelProvider"
+BRIDGES_DIFFUSION = "megatron.bridge.diffusion."
 QWEN3_VL = (
     *("Qwen3VLModelProvider", "Qwen3VLMoEModelProvider"),
     *("Qwen35VLModelProvider", "Qwen35VLMoEModelProvider"),
@@ -203,6 +204,11 @@ class Facts:
         bridges = any(b.__module__.startswith(BRIDGES_MODELS) and b.__name__.endswith(PROVIDER) for b in mro)
         takes_images = any(hasattr(self.model, name) for name in ("vision_cuda_graph_impl", *IMAGE_FIELDS))
         return bridges and takes_images and self._bases.isdisjoint(QWEN3_VL)
+
+    @property
+    def diffusion(self) -> bool:
+        """Whether the model is one of Bridge's diffusion models, which are no language models."""
+        return any(base.__module__.startswith(BRIDGES_DIFFUSION) for base in type(self.model).__mro__)
 
     @property
     def images(self) -> bool | None:

@@ -148,6 +148,8 @@ def _vision(setting: str) -> Iterator[_Candidate]:
 
 def _language_model(facts: Facts, written: Written) -> Iterator[_Candidate]:
     """Yield what may be captured of a language model, the fastest first; docs/benchmarks has what ran on a GPU."""
+    if facts.diffusion:
+        return
     layers = not _has_linear_attention(written.model)
     if facts.packed_data or facts.loop_parts is not None or not is_unset(written.fields.get(MAX_PACKED_SEQS)):
         yield from _packed(facts) if layers else ()

@@ -27,7 +27,7 @@ def test_the_loop_gets_the_plugins_helper_for_packs(active):
     helper = active[TRAIN].TECudaGraphHelper(
         model=[model], config=model.config, seq_length=64, micro_batch_size=1, optimizers=[], num_microbatches=1
     )
-    assert type(helper) is DrivenBySteps and not helper.graphs.captured
+    assert type(helper) is DrivenBySteps and not helper.graphs_created()
     assert "forward" not in vars(model.decoder)
 
 

@@ -200,7 +200,9 @@ def test_refused_input_ends_with_status_2_and_what_to_do(trained, capsys, words,
     assert said in err and out == "" and trained == []
 
 
-@pytest.mark.parametrize("words, said", [([], "bridge-cg train NAME"), (["--recpe", "x"], "Did you mean --recipe?")])
+@pytest.mark.parametrize(
+    "words, said", [([], "`bridge-cg recipes` lists them"), (["--recpe", "x"], "Did you mean --recipe?")]
+)
 def test_a_recipe_is_needed(trained, capsys, words, said):
     assert run_recipe.main(words) == 2
     assert said in capsys.readouterr().err

@@ -231,9 +231,10 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         if not other_loop:  # such a loop has checks of its own
             check_training(name, config, options, gpus, gpu)
     unknown = models.unknown()
-    said = (
-        f"the sizes of {' and '.join(unknown)} are on Hugging Face's hub only, so training's checks of it were not made"
-    )
+    reasons = [f"the sizes of {' and '.join(unknown)} are on Hugging Face's hub only"] if unknown else []
+    if hasattr(getattr(config, "model", None), "_stands_in"):
+        reasons.append("the model is built by code that is not run here")
+    said = f"{' and '.join(reasons)}, so training's checks of it were not made"
     layout = None if gpus is None else divided(config.model, gpus)
     words_for = models.encoder_of(getattr(config, "model", None))
     found = None
@@ -245,7 +246,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         encoder=encoder_of(getattr(config, "model", None)),
         has_audio=has_audio_encoder(getattr(config, "model", None)),
         has_encoder=words_for is not None,
-        unknown=f"{said}. bridge-cg train --dry-run makes them where the hub can be reached" if unknown else "",
+        unknown=f"{said}. bridge-cg train --dry-run makes them where the hub can be reached" if reasons else "",
         nearest=found,
         gpu=gpu,
         layout=layout,
