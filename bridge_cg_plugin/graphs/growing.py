@@ -11,7 +11,7 @@ from .errors import reason_of
 from .fallback import Fallback
 from .program import RankConsensus
 from .recordings.executor import give_up
-from .region import Region
+from .region import Region, all_idle
 
 
 class Growing:
@@ -57,7 +57,7 @@ class Growing:
 
     def _record(self, bucket: Bucket, training: bool) -> None:
         """Record on all ranks alike, where no microbatch is in flight."""
-        if not self._consensus.agree(lambda: float(all(region.is_idle() for region in self._regions))).smallest:
+        if not all_idle(self._regions, self._consensus):
             return
         started, what = time.perf_counter(), f"{self._title}: bucket {bucket}"
         try:

@@ -29,7 +29,7 @@ from .ranges import named_range
 from .recordings.capture import collected_later, is_one_graph
 from .recordings.chain import NOTHING_LEAVES, Chain, Offloading
 from .recordings.executor import Executor
-from .region import Region
+from .region import Region, all_idle
 from .reports import RegionStatistics, counts_of, merge_statistics, render
 
 # From so many recordings on, a capture takes more than a few seconds.
@@ -406,7 +406,7 @@ class GraphManager:
 
     def _capture_again(self) -> None:
         """Capture with more room, if no microbatch is in flight on any rank that captures with this one."""
-        if not self.consensus.agree(lambda: float(all(region.is_idle() for region in self._regions))).smallest:
+        if not all_idle(self._regions, self.consensus):
             return
         self._note_pause()
         counted = counts_of([self._own, *(region.statistics for region in self._regions)])

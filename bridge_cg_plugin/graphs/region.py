@@ -1,7 +1,7 @@
 """A region: a piece of a model that runs as a graph whenever it can, and reports why when it cannot."""
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..announce import warn_once
-from .buckets import TRIED_AGAIN, Bucket, choose
+from .buckets import Bucket, choose
 from .changes.model_watch import ModelWatch
-from .changes.source import Source
+from .changes.source import TRIED_AGAIN, Source
 from .changes.sources import LASTING, Sources
 from .errors import CaptureError, Retry, named, reason_of
 from .fallback import Fallback
-from .program import SINGLE_RANK, Piece, Surroundings
+from .program import SINGLE_RANK, Piece, RankConsensus, Surroundings
 from .proof import Proofs
 from .recordings.capture import in_checkpoint, is_capturing, is_one_graph, operations_are_seen
 from .recordings.chain import Chain, Part
@@ -133,7 +133,6 @@ class Region(Part):
         if isinstance(source, Source):
             for index in range(self.slot_count):
                 self.record(source, index, bucket, self._training_mode(bucket))
-        (self._not_for_training.discard if record else self._not_for_training.add)(bucket)
         self.buckets = self._ordered(dict.fromkeys((*self.buckets, bucket)))
 
     def begin_step(self, proofs: Proofs) -> None:
@@ -151,7 +150,6 @@ class Region(Part):
     def drop(self, bucket: Bucket) -> None:
         """Forget a bucket with what was recorded: it could not be recorded, or its memory is wanted for others."""
         self.buckets = tuple(each for each in self.buckets if each != bucket)
-        self._not_for_training.discard(bucket)
         self.executor.tidy()  # last replays of it have ended by then
         for source in self.sources:
             source.recordings = {place: made for place, made in source.recordings.items() if place[1] != bucket}
@@ -175,7 +173,6 @@ class Region(Part):
         if (watch := vars(self).pop("watch", None)) is not None and self._given_watch is None:
             watch.close()
         self._asked: Counter[Hashable] = Counter()
-        self._not_for_training: set[Bucket] = set()
         self._forward_slot_failed = Retry(TRIED_AGAIN)
 
     def run(self, batch: Any, observer: BackwardObserver | None = None) -> tuple[Tensor, ...] | None:
@@ -213,7 +210,8 @@ class Region(Part):
 
     def choose(self, batch: Any, mode: Mode = TRAINING) -> Bucket | Fallback:
         """Return the first bucket that accepts the batch, or the reason why none does."""
-        trained = [bucket for bucket in self.buckets if bucket not in self._not_for_training]
+        evaluated = () if self._growth is None else self._growth.evaluated
+        trained = [bucket for bucket in self.buckets if bucket not in evaluated]
         buckets = trained if mode.gradients else self._forward_only_buckets()
         found = choose(self.program.size(batch), buckets, partial(self.program.refuse, batch))
         if isinstance(found, Bucket) or self._growth is None:
@@ -418,3 +416,8 @@ class Region(Part):
         source.refuse((bucket, mode), reason := reason_of(error))
         give_up(error, f"{self.name}: bucket {bucket}", "it runs eager", self._strict, self.executor)
         return reason
+
+
+def all_idle(regions: Sequence[Region], consensus: RankConsensus) -> bool:
+    """Whether no microbatch is between its forward and its backward, on any rank that is asked together."""
+    return bool(consensus.agree(lambda: float(all(region.is_idle() for region in regions))).smallest)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ...announce import announce, warn
+from ...announce import Told, announce, warn
 from ...graphs.manager import GraphManager
 from ...options import GraphOptions, LanguageModelGraphOptions, OptionError, graph_options
 from ...options.combinations import DRIVEN_BY_BRIDGE, padded_rows
@@ -266,7 +266,7 @@ class Loops:
         self._drivers: weakref.WeakSet[LoopDriver] = weakref.WeakSet()
         self._bridges: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._settled = Told()
 
     def driver_of(self, model: nn.Module | Sequence[nn.Module], microbatches: int) -> LoopDriver | None:
         """Return what drives a model's graphs; None where nothing of it is on graphs, or somebody else does.
@@ -348,10 +348,11 @@ class Loops:
         """
         config = config_of(model)
         asked = getattr(config, SETTING, None) is not None
-        if not (asked or os.environ.get(OPTIONS)) or (config is not None and self._told.get(id(config)) is config):
+        if not (asked or os.environ.get(OPTIONS)):
             return
         config = graph_config(model)
-        self._told[id(config)] = config
+        if not self._settled.is_new(config):
+            return
         with environment_options(config) as said:
             if asked or said:
                 set_options(model, config, said)
@@ -361,7 +362,7 @@ class Loops:
         config = graph_config(model)
         self._take_settings(model)
         set_options(model, config, *options)
-        self._told[id(config)] = config
+        self._settled.is_new(config)
         _announce(model)
         for driver in [driver for driver in self._drivers if driver.config is config and driver.is_outdated()]:
             self._end(driver)  # the model's next call begins anew
@@ -397,7 +398,7 @@ class Loops:
         self._drivers.clear()
         self._bridges.clear()
         self._met.clear()
-        self._told.clear()
+        self._settled = Told()
 
 
 LOOPS = Loops()
