@@ -69,7 +69,7 @@ def move_parameters(tower, flat):
 
 def replace_gradients(tower, flat):
     for parameter in tower.parameters():
-        parameter.main_grad = parameter.main_grad.view_as(parameter.main_grad)
+        parameter.main_grad = parameter.main_grad.clone()
     return []
 
 
@@ -96,6 +96,19 @@ def test_memory_that_moves_between_forward_and_backward_is_an_error_and_is_not_w
             loss_of(outputs).backward()
         assert graphs.statistics().replays == 2
         assert are_intact(others) and torch.equal(flat.view(torch.int32), written.view(torch.int32))
+
+
+def test_other_views_of_the_same_gradients_are_written():
+    tower = new_tower()
+    flat = with_main_grads(tower)
+    with graphs_on(tower, buckets=(16,), executor=TapeExecutor()) as graphs:
+        loss_of(forward(tower, [[1, 4, 4]])).backward()
+        expected = flat.clone()
+        for parameter in tower.parameters():
+            parameter.main_grad = parameter.main_grad.view_as(parameter.main_grad)
+        flat.zero_()
+        loss_of(forward(tower, [[1, 4, 4]])).backward()
+        assert graphs.statistics().replays == 2 and flat.any() and torch.equal(flat, expected)
 
 
 def test_gradients_without_main_grad_lie_in_memory_that_all_recordings_share():

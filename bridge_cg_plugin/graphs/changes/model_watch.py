@@ -129,7 +129,7 @@ class ModelWatch:
         self._kinds = list(map(type, self._modules))
         self._types = tuple(dict.fromkeys(self._kinds))
         self._forwards, self._code = list(map(_forward_of, self._types)), self.exempt.code()
-        self._unwatched = [h for h in self._holders.values() if h.unwatched or isinstance(h.owner, type)]
+        self._unwatched = [holder for holder in self._holders.values() if holder.unwatched]
         self.generation += 1
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from ..replays.slot import Turn
 from .state import State
 
 _requires_grad, _dtype, _version = map(operator.attrgetter, ("requires_grad", "dtype", "_version"))
+_main_grad = operator.attrgetter("main_grad")
 _address = Tensor.data_ptr
 # Microbatches that ask for a recording that failed, before it is first tried again.
 TRIED_AGAIN = 16
@@ -139,8 +140,10 @@ class Source:
         self.reads: tuple[Tensor, ...] = (*self.aliases.originals, *read)
         self._types, self._layouts = list(map(_dtype, self.reads)), _layouts_of(self.reads)
         self._storages = [_storage_of(tensor) for tensor in self.reads]
-        self._written = [gradient for gradient in self.sinks.given if gradient is not None]
-        self._read_at, self._written_at = list(map(_address, self.reads)), list(map(_address, self._written))
+        given = list(zip(self.sinks.parameters, self.sinks.given, strict=True))
+        self._with_main_grad = [parameter for parameter, gradient in given if gradient is not None]
+        self._without = [parameter for parameter, gradient in given if gradient is None]
+        self._read_at, self._written_at = list(map(_address, self.reads)), self._main_grads_at()
         self._found_none = self.gradients_left()
         self._unreplaced_at = -1
 
@@ -204,10 +207,18 @@ class Source:
             list(map(_version, self._constants)) != self._versions
             or list(map(_address, self.reads)) != self._read_at
             or (gradients and self._found_none)
-            or (gradients and self.sinks.replaced())
-            or (gradients and list(map(_address, self._written)) != self._written_at)
+            or (gradients and self._main_grads_at() != self._written_at)
             or (layouts and _layouts_of(self.reads) != self._layouts)
         )
+
+    def _main_grads_at(self) -> list[int] | None:
+        """Return where `main_grad`s lie; None once a parameter has lost or got one."""
+        try:
+            lie = list(map(_address, map(_main_grad, self._with_main_grad)))
+        except (AttributeError, TypeError):
+            return None
+        got = self._without and any(getattr(p, "main_grad", None) is not None for p in self._without)
+        return None if got else lie
 
     def gradients_left(self) -> bool:
         """Whether memory of a `main_grad` has left the device, so that no backward can be recorded or replayed."""

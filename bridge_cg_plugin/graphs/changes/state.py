@@ -3,6 +3,7 @@
 A *token* stands for a value: its contents where they are plain, its identity otherwise.
 """
 
+import gc
 import operator
 import sys
 from collections import deque
@@ -225,9 +226,12 @@ class Holder:
         self.tokens: dict[str, Any] = {}
         self.unwatched: dict[str, tuple[int, bool]] = {}
         kind = isinstance(owner, type)
-        self.tokens |= self.seen_unwatched() if kind else {}
-        self.tables += [] if kind else [(vars(owner), None)]
-        for name, value in () if kind else vars(owner).items():
+        own = vars_of(owner)
+        self.tables.append((own, None))
+        if kind:
+            seen = ((name, v) for name, v in own.items() if isinstance(v, FunctionType) or not name.startswith("__"))
+            self.tokens |= {name: token(value, 0) for name, value in seen}
+        for name, value in () if kind else own.items():
             if name in self.ignored or (module and name in OF_EVERY_MODULE) or type(value) is StandIn:
                 continue
             if module and name == CONFIG and is_config(value):
@@ -257,27 +261,19 @@ class Holder:
 
     def seen_unwatched(self) -> dict[str, Any]:
         """Return the tokens now of what no watcher sees change."""
-        held = vars(self.owner)
-        seen = {name: token(held.get(name, MISSING), *how) for name, how in self.unwatched.items()}
-        if isinstance(self.owner, type):
-            names = (name for name, v in held.items() if isinstance(v, FunctionType) or not name.startswith("__"))
-            seen = {name: token(held[name], 0) for name in names}
-        return {name: stands for name, stands in seen.items() if name not in self.left}
+        held, read = vars(self.owner), (item for item in self.unwatched.items() if item[0] not in self.left)
+        return {name: token(held.get(name, MISSING), *how) for name, how in read}
 
     def has_changed(self) -> bool:
         """Whether something that no watcher sees is another than when it was read."""
         if self._elements is not None and all(_has(container, elements) for container, elements in self._elements):
             return False
-        now = self.seen_unwatched()
-        gone = isinstance(self.owner, type) and now.keys() | self.left.keys() != self.tokens.keys()
-        if gone or any(self.tokens.get(name, MISSING) != stands for name, stands in now.items()):
+        if any(self.tokens.get(name, MISSING) != stands for name, stands in self.seen_unwatched().items()):
             return True
         self._elements = [(each, _elements_of(each)) for each in self._unwatched_containers()]
         return False
 
     def _unwatched_containers(self) -> Iterator[Any]:
-        if isinstance(self.owner, type):
-            yield vars(self.owner)
         for name, (depth, _) in self.unwatched.items():
             if name not in self.left:
                 yield from _mutable(vars(self.owner).get(name), depth)
@@ -319,6 +315,12 @@ def _has(container: Any, elements: Sequence[Any]) -> bool:
     """Whether the elements are the same objects."""
     now = container if type(container) is list else _elements_of(container)
     return len(now) == len(elements) and all(map(operator.is_, now, elements))
+
+
+def vars_of(owner: Any) -> dict[str, Any]:
+    """Return the dict of an object's or a class's attributes; a class shows a view of it, which cannot be watched."""
+    held: dict[str, Any] = gc.get_referents(vars(owner))[0] if isinstance(owner, type) else vars(owner)
+    return held
 
 
 def is_config(value: Any) -> bool:

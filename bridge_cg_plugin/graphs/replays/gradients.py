@@ -5,7 +5,6 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from itertools import repeat
 from typing import Any, Protocol
 
 import torch
@@ -214,11 +213,6 @@ class GradientSinks:
     def static_bytes(self) -> int:
         """Device memory of gradients that are returned."""
         return static_bytes_of((self,))
-
-    def replaced(self) -> bool:
-        """Whether a parameter's `main_grad` is another tensor than when this object was made."""
-        there = map(getattr, self.parameters, repeat("main_grad"), repeat(None))
-        return not all(map(operator.is_, there, self.given))
 
     def hooked_otherwise(self) -> bool:
         """Whether other parameters have a hook of somebody else than when this object was made."""
