@@ -1,6 +1,7 @@
 """What a forward leaves behind or draws on the host is refused with its name; updates in place stay on graphs."""
 
 import random
+import tempfile
 import threading
 from types import SimpleNamespace
 
@@ -131,6 +132,14 @@ def test_a_draw_in_the_first_pass_alone_is_none_of_replays():
     model = Noting(KEPT["nothing"])
     model.note = lambda module, x, y: "seed" in module.nested or module.nested.update(seed=random.random())
     assert region_of(model).run(torch.ones(8, WIDTH)) is not None
+
+
+def test_temporary_files_whose_names_are_random_may_be_written():
+    def compile_something(module, x, y):
+        with tempfile.TemporaryDirectory():
+            pass
+
+    assert region_of(Noting(compile_something)).run(torch.ones(8, WIDTH)) is not None
 
 
 def test_other_threads_may_draw_and_keep_tensors():

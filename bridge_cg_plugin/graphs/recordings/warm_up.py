@@ -10,6 +10,7 @@ import gc
 import pickle
 import random
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
@@ -191,6 +192,8 @@ class HostGenerators:
         others = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
         self._kinds: tuple[type, ...] = (random.Random, *others)
         self._called: dict[int, tuple[Any, object, str]] = {}
+        # Names of temporary files, which compilers write, are random, too.
+        self._of_files: list[Any] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -215,7 +218,11 @@ class HostGenerators:
             return
         bound = isinstance(function, (BuiltinMethodType, MethodType))
         generator = function.__self__ if bound else first  # type: ignore[attr-defined]
-        if isinstance(generator, self._kinds) and id(generator) not in self._called:
+        if not isinstance(generator, self._kinds) or any(generator is each for each in self._of_files):
+            return
+        if code.co_filename == tempfile.__file__:
+            self._of_files.append(generator)
+        elif id(generator) not in self._called:
             self._called[id(generator)] = generator, _state(generator), self._place(sys._getframe(1))
 
     def draws(self) -> list[str]:
