@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import ReplayError
@@ -246,46 +245,6 @@ def test_placeholders_take_memory_only_where_autograd_gets_them(reduction, eleme
     assert nodes and storage.numel() == elements
 
 
-def _asked(model, name):
-    return [dict(model.named_parameters())[name]]
-
-
-@pytest.mark.parametrize("reduced", [False, True])
-def test_gradients_of_the_input_alone_leave_main_grad(reduced):
-    reference, parallel, region = pair()
-    if reduced:
-        region = toy_region(parallel.model, reduction=Silent())
-    for gradient in parallel.main_grads:
-        gradient.fill_(3.0)
-    found = []
-    for loss in (partial(eager_loss, reference), partial(region_loss, region)):
-        batch = toy_batch(FITTING)
-        batch.x.requires_grad_()
-        found.append(torch.autograd.grad(loss(batch), [batch.x]))
-    assert region.statistics.replays == 1
-    assert_same(*found)
-    assert all((g == 3).all() for g in parallel.main_grads)
-    for gradient in reference.main_grads:
-        gradient.fill_(3.0)
-    eager_loss(reference, toy_batch(FITTING)).backward()
-    region_loss(region, toy_batch(FITTING)).backward()
-    assert_same(parallel.main_grads, reference.main_grads)
-
-
-@pytest.mark.parametrize("name", ["mix.weight", "pair.bias"])
-def test_gradients_of_some_parameters(name):
-    reference, parallel, region = pair()
-    sides = [(reference, eager_loss(reference, toy_batch())), (parallel, region_loss(region, toy_batch()))]
-    assert_same(*(torch.autograd.grad(loss, _asked(side.model, name)) for side, loss in sides))
-    assert not any(g.any() for side, _ in sides for g in side.main_grads)
-    sides = [(reference, eager_loss(reference, toy_batch())), (parallel, region_loss(region, toy_batch()))]
-    for side, loss in sides:
-        loss.backward(inputs=_asked(side.model, name))
-    assert_same(parallel.main_grads, reference.main_grads)
-    assert parallel.fired == reference.fired == [name]
-    assert region.statistics.replays == 2
-
-
 class Silent:
     """A reduction that waits for nothing."""
 
@@ -294,28 +253,20 @@ class Silent:
 
 
 ASKS = [
-    torch.autograd.grad,
-    lambda loss, wanted: loss.backward(inputs=wanted),
-    lambda loss, wanted: torch.autograd.grad(loss, list(map(get_gradient_edge, wanted)), allow_unused=True),
+    lambda loss, batch, model: torch.autograd.grad(loss, [batch.x]),
+    lambda loss, batch, model: loss.backward(inputs=[batch.x]),
+    lambda loss, batch, model: torch.autograd.grad(loss, [batch.x, model.mix.weight], allow_unused=True),
 ]
 
 
 @pytest.mark.parametrize("ask", ASKS)
-def test_gradients_of_parameters_that_a_reduction_waits_for_are_refused(ask):
-    """Autograd does not know of them: it would give None, or nothing."""
-    before = torch.autograd._engine_run_backward
+@pytest.mark.parametrize("reduction", [None, Silent()], ids=["alone", "reduced"])
+def test_a_backward_for_some_inputs_adds_nothing_to_main_grad(ask, reduction):
     _, parallel, _ = pair()
-    region = toy_region(parallel.model, reduction=Silent())
+    region, batch = toy_region(parallel.model, reduction=reduction), toy_batch(FITTING)
     with pytest.raises(ReplayError, match="backward\\(inputs=\\)"):
-        ask(region_loss(region, toy_batch()), list(parallel.model.parameters())[:1])
-    assert not any(g.any() for g in parallel.main_grads)
-    loss, other = region_loss(region, toy_batch()), eager_loss(parallel, toy_batch(TOO_LARGE))
-    (found,) = torch.autograd.grad(other, [parallel.model.mix.weight])  # no replay is behind it
-    assert found.any()
-    loss.backward()
-    assert all(g.any() for g in parallel.main_grads)
-    region.reset()
-    assert torch.autograd._engine_run_backward is before
+        ask(region_loss(region, batch), batch, parallel.model)
+    assert region.statistics.replays == 1 and not any(g.any() for g in parallel.main_grads)
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -70,7 +70,6 @@ class ParameterHooks:
         """Take the hooks off the parameters."""
         self.clear()
         self.keep(NO_PARAMETERS)
-        self.pending.release()
 
     def _note(self, hooks: dict[Any, Any], key: Hashable, hook: Any) -> None:
         self._changed = True
@@ -151,8 +150,6 @@ class GradientSinks:
     hook, gets its gradient from autograd, in memory that all recordings share; a module that adds to `main_grad`
     itself does so in its recording, too.
 
-    A backward for some inputs alone (`torch.autograd.grad`, `backward(inputs=)`) gets all gradients from autograd.
-
     Args:
         parameters: The region's trainable parameters.
         reduction: What waits for gradients; None hands every gradient over.
@@ -161,7 +158,6 @@ class GradientSinks:
     Attributes:
         given: The `main_grad` of each parameter when this object was made.
         handed: Parameters with a `main_grad` that get their gradient from autograd.
-        anchor_node: A node that every backward through a replay runs, but one for some inputs alone.
     """
 
     def __init__(
@@ -181,7 +177,6 @@ class GradientSinks:
             None if p in self.handed else g for p, g in zip(self.parameters, self.given, strict=True)
         )
         self._accumulated = tuple(p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is not None)
-        self._sums = tuple(g for g in self.main_grads if g is not None)
         self._added_to = frozenset(self._accumulated)
         self._zeros = self._hooks.zeros
         self._zeros.reserve(self._accumulated, scalars=reduction is not None)
@@ -192,7 +187,7 @@ class GradientSinks:
         self._static: dict[nn.Parameter, Tensor] = {}
         self._fused: set[nn.Parameter] = set()
         anchor = torch.zeros((), requires_grad=True)
-        self.anchor_node = get_gradient_edge(anchor).node
+        self._anchor_node = get_gradient_edge(anchor).node
         self._known, self._unknown = (anchor, *self.parameters), (anchor, *self._returned)
         if hooks is not None:
             hooks.put_on(given)
@@ -287,20 +282,12 @@ class GradientSinks:
         if receivers is self._unknown:
             self._hooks.pending.expect(node, self._added_to)
 
-    def set_aside(self) -> list[Tensor]:
-        """Zero each `main_grad`, for one replay's gradients alone, and return what was there."""
-        before = list(map(Tensor.clone, self._sums))
-        for each in self._sums:
-            each.zero_()
-        return before
-
-    def put_back(self, before: Sequence[Tensor]) -> None:
-        """Have in each `main_grad` what `set_aside` returned."""
-        for each, values in zip(self._sums, before, strict=True):
-            each.copy_(values)
+    def would_add_unasked(self) -> bool:
+        """Whether the backward under way is for some inputs alone, but a replay would add to a `main_grad`."""
+        return bool(self._accumulated) and not WILL_RUN(self._anchor_node)
 
     def hand_over(
-        self, gradients: Sequence[Tensor | None], receivers: Sequence[Tensor], node: Node, partial: bool
+        self, gradients: Sequence[Tensor | None], receivers: Sequence[Tensor], node: Node
     ) -> tuple[Tensor | None, ...]:
         """Return what a replayed backward gives autograd for each receiver: placeholders, or copies.
 
@@ -308,19 +295,15 @@ class GradientSinks:
             gradients: Those that the recording returned.
             receivers: What `receivers` returned for the replay.
             node: The replay's.
-            partial: Whether `main_grad` holds nothing but the replay's gradients, and will not keep them.
         """
         if receivers is self._unknown:
-            self._hooks.pending.ran(node, self._accumulated, partial)
-            if not partial:
-                self._tell()
+            self._hooks.pending.ran(node, self._accumulated)
+            self._tell()
             kept = map(gradients.__getitem__, self._returned_places)
             return None, *map(self._handed_on, self._returned, kept)
         torch.autograd.Variable._execution_engine.queue_callback(self._hooks.clear)
         # Autograd steals what nobody else holds.
         placeholders: Iterator[Tensor] = map(Tensor.detach, self._placeholders)
-        if partial:
-            placeholders = (g.to(p.dtype, copy=True) for p, g in zip(self._accumulated, self._sums, strict=True))
         return None, *(
             next(placeholders) if main_grad is not None else self._handed_on(parameter, g)
             for parameter, g, main_grad in zip(self.parameters, gradients, self.main_grads, strict=True)

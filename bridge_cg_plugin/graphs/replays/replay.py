@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import Function
 
 from .. import ranges
@@ -19,7 +18,6 @@ from ..ranges import named_range
 from ..recordings.recording import Gradients
 from ..reports import RegionStatistics
 from ..rows import copies, write_each
-from .pending import WILL_RUN
 from .slot import Lease, Slot, second_backward
 
 NO_RANGE = nullcontext()
@@ -125,15 +123,11 @@ class _Replay(Function):
 
     @staticmethod
     def backward(ctx: Any, *output_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return _Replay._backward(ctx, output_gradients)
-        receivers = () if ctx.call is None else ctx.call.receivers
-        with torch.no_grad():
-            gradients = _Replay._backward(ctx, output_gradients)
-        return _undifferentiable(gradients, (*receivers, *output_gradients))
-
-    @staticmethod
-    def _backward(ctx: Any, output_gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ReplayError(
+                "the gradients of a graphed microbatch cannot be differentiated (create_graph=True keeps an autograd "
+                "graph, a CUDA graph has none); run such a microbatch eager"
+            )
         call: Replay | None = ctx.call
         if call is None or call.lease is None:
             raise second_backward()
@@ -145,62 +139,29 @@ class _Replay(Function):
                 "parameters or of their main_grad was moved or freed, a parameter was frozen or unfrozen, or a hook "
                 "was put on one; do it between steps"
             )
+        if (sinks := call.source.sinks).would_add_unasked():
+            raise ReplayError(
+                f"{call.program.name}: a graphed microbatch adds gradients to main_grad, which torch.autograd.grad and "
+                "backward(inputs=) must not; run such a microbatch eager"
+            )
         slot.common.ends(lease)
         slot.order_after_last_use()
         if call.observer is not None:
             call.observer.before_backward(output_gradients)
-        try:
-            write_each(call.recorded.output_gradients, output_gradients)
-        except RuntimeError as error:
-            if any(g is not None and (is_legacy_batchedtensor(g) or is_batchedtensor(g)) for g in output_gradients):
-                raise ReplayError(
-                    f"{call.program.name}: a graphed microbatch has one backward, for one gradient, not for a batch of "
-                    "them (is_grads_batched=True, vectorize=True or torch.func.vmap); run such a microbatch eager"
-                ) from error
-            raise
-        sinks = call.source.sinks
-        partial = not WILL_RUN(sinks.anchor_node)
-        before = sinks.set_aside() if partial else ()
-        try:
-            with named_range(f"replay {call.program.name}, backward") if ranges.on else NO_RANGE:
-                gradients = call.recorded.recording.backward().through(output_gradients)
-            if call.observer is not None:
-                gradients = call.observer.after_backward(gradients) or gradients
-            inputs = tuple(
-                None if g is None else g[:rows].clone()
-                for g, rows in zip(gradients.inputs, call.input_rows, strict=True)
-            )
-            parameters = sinks.hand_over(gradients.parameters, call.receivers, ctx, partial)
-        finally:
-            if partial:
-                sinks.put_back(before)
+        write_each(call.recorded.output_gradients, output_gradients)
+        with named_range(f"replay {call.program.name}, backward") if ranges.on else NO_RANGE:
+            gradients = call.recorded.recording.backward().through(output_gradients)
+        if call.observer is not None:
+            gradients = call.observer.after_backward(gradients) or gradients
+        inputs = tuple(
+            None if g is None else g[:rows].clone() for g, rows in zip(gradients.inputs, call.input_rows, strict=True)
+        )
+        parameters = sinks.hand_over(gradients.parameters, call.receivers, ctx)
         lease.release()
         # An autograd graph may outlive its step, and garbage collection does not look into it: megatron-core's token
         # dispatchers keep the probabilities of the last microbatch, and with them all of its nodes.
         ctx.call = None
         return None, *inputs, *parameters
-
-
-class _Undifferentiable(Function):
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(gradient.view_as(gradient) for gradient in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise ReplayError(
-            "the gradients of a graphed microbatch cannot be differentiated (create_graph=True keeps an autograd "
-            "graph, a CUDA graph has none); run such a microbatch eager"
-        )
-
-
-def _undifferentiable(
-    gradients: Sequence[Tensor | None], depends_on: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """Return gradients that raise where they are differentiated: as constants they would drop out silently."""
-    there = [gradient for gradient in gradients if gradient is not None]
-    marked = iter(_Undifferentiable.apply(len(there), *there, *depends_on) if there else ())
-    return tuple(None if gradient is None else next(marked) for gradient in gradients)
 
 
 def want_gradients(inputs: Iterable[Tensor | None]) -> bool:
