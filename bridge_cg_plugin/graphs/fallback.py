@@ -117,17 +117,6 @@ class Fallback(StrEnum):
         "inside a checkpoint with `use_reentrant=False`, which counts the tensors that a forward saves",
         "checkpoint only what follows, or pass `use_reentrant=True`",
     )
-    OPERATIONS_SEEN = (
-        "operations_seen",
-        "inside `torch.jit.trace`, a transform of `torch.func`, forward-mode AD or a mode of torch, to which a replay "
-        "shows no operations",
-        "none needed; outside of it graphs continue",
-    )
-    ONE_GRAPH = (
-        "one_graph",
-        "compiled with `fullgraph=True` or traced by `torch.export`; counted once for each trace",
-        "compile without `fullgraph=True`",
-    )
     DIFFERS_FROM_EAGER = (
         "differs_from_eager",
         "a replay differs from eager; after two in a row the region stays eager, and the warning names the output or "

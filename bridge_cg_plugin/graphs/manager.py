@@ -26,7 +26,7 @@ from .parts import Parts
 from .program import Call, Eager, Piece, Surroundings, Workload
 from .proof import Pass, Proofs
 from .ranges import named_range
-from .recordings.capture import collected_later, is_one_graph
+from .recordings.capture import collected_later
 from .recordings.chain import NOTHING_LEAVES, Chain, Offloading
 from .recordings.executor import Executor
 from .region import Region, all_idle
@@ -84,7 +84,6 @@ class GraphManager:
         self.proofs = Proofs(executor, self.bucket_consensus, workload.strict) if switched_on(PROOF, False) else None
         self._untraced = torch.compiler.disable(self._forward)
         self._instance = InstanceMethod(model, "forward", self._forward)
-        self._traced = self._instance.original  # torch.compile cannot look it up
 
     def detach(self) -> None:
         """Give the module its former forward back and drop all graphs."""
@@ -95,21 +94,13 @@ class GraphManager:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward: a replay where possible, eager otherwise."""
         if torch.compiler.is_dynamo_compiling():  # what a loop compiles around the module must not trace captures
-            return (self._traced if self._is_in_one_graph() else self._untraced)(*args, **kwargs)
+            return self._untraced(*args, **kwargs)
         call = self.workload.read(*args, **kwargs)
         eager = partial(self.eager_forward, *args, **kwargs)
         if ranges.on:
             with named_range(f"microbatch, {self.workload.noun}, {call.tokens} tokens"):
                 return self.run(call, eager)
         return self.run(call, eager)
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _is_in_one_graph(self) -> bool:
-        """Whether torch.compile traces a graph now that has no place for a replay; counted where there are graphs."""
-        found = is_one_graph()
-        if found and self.captured:
-            self.fell_back(Fallback.ONE_GRAPH)
-        return found
 
     def eager_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""

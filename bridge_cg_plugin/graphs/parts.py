@@ -138,7 +138,7 @@ class Parts:
             args, kwargs: Further arguments of the call.
         """
         if torch.compiler.is_dynamo_compiling():  # as in `GraphManager`, where a loop compiles around the part alone
-            return None if region.is_in_one_graph() else self._untraced(region, eager, hidden, *args, **kwargs)
+            return self._untraced(region, eager, hidden, *args, **kwargs)
         if self._batch is None:
             return None
         batch = self._batch.of_part(hidden)

@@ -11,13 +11,13 @@ from torch import Tensor
 from ..announce import warn_once
 from .buckets import Bucket, choose
 from .changes.model_watch import ModelWatch
-from .changes.source import TRIED_AGAIN, Source
+from .changes.source import Source
 from .changes.sources import LASTING, Sources
-from .errors import CaptureError, Retry, named, reason_of
+from .errors import CaptureError, named, reason_of
 from .fallback import Fallback
 from .program import SINGLE_RANK, Piece, RankConsensus, Surroundings
 from .proof import Proofs
-from .recordings.capture import in_checkpoint, is_capturing, is_one_graph, operations_are_seen
+from .recordings.capture import in_checkpoint, is_capturing
 from .recordings.chain import Chain, Part
 from .recordings.executor import Executor, give_up
 from .recordings.recording import EVALUATION, TRAINING, Mode
@@ -109,13 +109,12 @@ class Region(Part):
         self.sources = Sources(self.program, self.watch, executor.device, self._around.reduction, executor.home())
         self.planned = [self._planned(index) for index in range(self.slot_count)]
         chain.parts.append(self)
-        self.slots = [self._new_slot(index) for index in range(self.slot_count)]
+        self.slots = [
+            Slot(index, executor.device, chain.common(index), self._piece.shared, executor.static_memory())
+            for index in range(self.slot_count)
+        ]
         self.add_inputs(self.buckets)
         chain.count(self)
-
-    def _new_slot(self, index: int) -> Slot:
-        executor = self.executor
-        return Slot(index, executor.device, self.chain.common(index), self._piece.shared, executor.static_memory())
 
     def add(self, bucket: Bucket, record: bool) -> None:
         """Let batches use one more bucket of a piece that grows.
@@ -173,7 +172,6 @@ class Region(Part):
         if (watch := vars(self).pop("watch", None)) is not None and self._given_watch is None:
             watch.close()
         self._asked: Counter[Hashable] = Counter()
-        self._forward_slot_failed = Retry(TRIED_AGAIN)
 
     def run(self, batch: Any, observer: BackwardObserver | None = None) -> tuple[Tensor, ...] | None:
         """Replay the batch; returns its real outputs, or None with the reason counted: then run it eager.
@@ -271,8 +269,6 @@ class Region(Part):
 
     def source(self, gradients: bool = True, asks: bool = True) -> Source | Fallback:
         """See `Part`."""
-        if operations_are_seen():
-            return Fallback.OPERATIONS_SEEN
         try:
             source = self.sources.find(gradients, self.is_idle, asks)
         except Exception as error:
@@ -296,14 +292,6 @@ class Region(Part):
     def _wants_gradients(self, source: Source, batch: Any) -> bool:
         return bool(source.sinks.parameters) or any(t.requires_grad for t in self.program.differentiable_inputs(batch))
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def is_in_one_graph(self) -> bool:
-        """Whether torch.compile traces a graph now that has no place for a replay; counted."""
-        found = is_one_graph()
-        if found:
-            self.statistics.fell_back(self.name, Fallback.ONE_GRAPH)
-        return found
-
     def is_idle(self) -> bool:
         """Whether no microbatch is between its forward and its backward."""
         return all(slot.free for slot in self.slots)
@@ -311,36 +299,14 @@ class Region(Part):
     def _free_slot(self, source: Source, bucket: Bucket, mode: Mode, index: int | None) -> Slot | Fallback:
         """Return a slot that no microbatch holds, one with the recording where there is one, or why there is none."""
         first = None
-        for slot in self.slots[: self.slot_count] if index is None else self.slots[index : index + 1]:
+        for slot in self.slots if index is None else self.slots[index : index + 1]:
             if slot.lease is None:
                 wish = slot.index, bucket, mode
                 # A rank whose memory moved has lost recordings: it makes them again where others replay theirs.
                 if wish in source.recordings or wish in source.recorded_by_other_ranks:
                     return slot
                 first = first or slot
-        if first is None and index is None and not mode.gradients:
-            return self._forward_only_slot(source, bucket, mode)
         return first or Fallback.NO_FREE_SLOT
-
-    def _forward_only_slot(self, source: Source, bucket: Bucket, mode: Mode) -> Slot | Fallback:
-        """Return a slot for passes without a backward while microbatches hold all others, or why there is none.
-
-        It is made once such passes come again: a reference pass between a policy's forward and its backward, as of DPO.
-        """
-        self._forward_slot_failed.turn()
-        missing = len(self.slots) == self.slot_count and self._forward_slot_failed.due
-        if missing and (source.lasting or self._asked_before("forward-only slot")):
-            try:
-                self._consensus.agree(self._add_forward_only_slot)
-            except Exception as error:  # no memory for one more
-                del self.slots[self.slot_count :]
-                self._forward_slot_failed.failed()
-                return self._failed(source, bucket, mode, error)
-        return next((slot for slot in self.slots[self.slot_count :] if slot.free), Fallback.NO_FREE_SLOT)
-
-    def _add_forward_only_slot(self) -> None:
-        self.slots.append(self._new_slot(self.slot_count))
-        self.add_inputs(self.slots[0].buffers)
 
     def _record_missing(self, source: Source, wish: Wish, records: bool) -> Fallback | None:
         """Record what a batch asks for; returns why it cannot be or is not yet."""

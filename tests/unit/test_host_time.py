@@ -3,7 +3,6 @@
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,10 +37,6 @@ class Idle:
         recording.forward()
         left = recording.backward()
         self.forward, self.backward = launched, (lambda: left)
-
-
-# Lets a mode be around replays, which else run eager for it.
-UNSEEN = mock.patch("bridge_cg_plugin.graphs.region.operations_are_seen", lambda: False)
 
 
 class Calls(TorchDispatchMode):
@@ -85,7 +80,7 @@ def replaying(rows, awaited: bool = False, layers: int = 3, capacity: int | None
 @pytest.mark.parametrize(("rows", "capacity"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("awaited", [False, True])
 def test_a_microbatch_launches_a_handful_of_kernels_beside_its_graphs(rows, capacity, awaited):
-    with replaying(rows, awaited, capacity=capacity) as run, UNSEEN, Calls() as calls:
+    with replaying(rows, awaited, capacity=capacity) as run, Calls() as calls:
         run()
     # In: pixels, grid, and the grid's unused rows. Out: all outputs at once. Back: all their gradients at once. Padding
     # adds one each way.

@@ -33,6 +33,15 @@ def test_a_forward_that_was_on_the_instance_comes_back():
     assert model.__dict__.get("forward") is theirs
 
 
+def test_a_module_that_is_compiled_replays(monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    torch.compiler.reset()
+    model = new_tower()
+    with graphs_on(model) as graphs:
+        torch.compile(forward, backend="eager")(model, IMAGES)
+        assert graphs.statistics().replays == 1
+
+
 @pytest.mark.both_executors
 def test_weights_loaded_after_capture_are_used():
     model, other = new_tower(0), new_tower(1)
