@@ -53,8 +53,6 @@ class View:
 class Memory:
     """Memory of one slot, which all of its recordings use from the beginning."""
 
-    shrinks = True
-
     def __init__(self) -> None:
         self.pools: list[Pool] = []
 

@@ -14,11 +14,10 @@ from torch import nn
 from ..announce import announce, warn, warn_once
 from ..switches import PROOF, switched_on
 from . import ranges
-from .buckets import Demand
+from .buckets import Bucket, Demand
 from .changes.model_watch import ModelWatch
 from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, Retry, named, reason_of, release_frames
 from .fallback import Fallback
-from .growing import Growing
 from .instance import InstanceMethod
 from .memory.ranges import DeviceMemoryError
 from .memory.returning import release_homes
@@ -28,7 +27,7 @@ from .proof import Pass, Proofs
 from .ranges import named_range
 from .recordings.capture import collected_later
 from .recordings.chain import NOTHING_LEAVES, Chain, Offloading
-from .recordings.executor import Executor
+from .recordings.executor import Executor, give_up
 from .region import Region, all_idle
 from .reports import RegionStatistics, counts_of, merge_statistics, render
 
@@ -78,7 +77,9 @@ class GraphManager:
         self._noted_seconds = 0.0
         self._paused, self._stays_away = 0, False
         self._watch: ModelWatch | None = None
-        self._growing: Growing | None = None
+        # What microbatches ask for, and the regions that get it.
+        self._demand: Demand | None = None
+        self._growing: list[Region] = []
         self._warned: set[str] = set()
         workload.manager, self.captured = self, False
         self.proofs = Proofs(executor, self.bucket_consensus, workload.strict) if switched_on(PROOF, False) else None
@@ -118,8 +119,8 @@ class GraphManager:
             call: The call.
             eager: Runs the module's own forward for it.
         """
-        if self._growing is not None and call.note is not None and not self._paused:
-            self._growing.demand.saw(call.note)
+        if self._demand is not None and call.note is not None and not self._paused:
+            self._demand.saw(call.note)
         if not self.captured:
             if self.failure is None:
                 self.workload.observe(call)
@@ -254,7 +255,6 @@ class GraphManager:
         self,
         pieces: Sequence[Piece],
         demand: Demand | None = None,
-        bytes_per_slot: float | None = None,
         offloading: Offloading = NOTHING_LEAVES,
     ) -> list[Region]:
         """Capture pieces of the module between two steps, and let their call sites replay them.
@@ -262,7 +262,6 @@ class GraphManager:
         Args:
             pieces: One whose call is the module's forward, or parts of it with call sites.
             demand: What microbatches ask for, of pieces that grow.
-            bytes_per_slot: What recordings of these may take of one slot; None is all there is.
             offloading: Where activations are; where some leave, parts share memory.
 
         Returns:
@@ -290,10 +289,8 @@ class GraphManager:
                 self._parts = self._parts or Parts(self.slots, watch.looked_at_once, chain)
                 self._parts.install(region, piece.site)
         if demand is not None:
-            grow = [region for region, piece in zip(regions, pieces, strict=True) if piece.growth]
-            title, strict = self.workload.title, self.workload.strict
-            self._growing = Growing(title, grow, demand, self.bucket_consensus, strict, self._counted, bytes_per_slot)
-            self._growing.fit()
+            self._demand, demand.evaluated = demand, []  # regions begin with those for training
+            self._growing = [region for region, piece in zip(regions, pieces, strict=True) if piece.growth]
         self.captured = True
         return regions
 
@@ -309,7 +306,7 @@ class GraphManager:
         if self._parts is not None:
             self._parts.restore()
             self._parts = None
-        self._growing, self.captured = None, False
+        self._demand, self._growing, self.captured = None, [], False
         for region in self._regions:
             region.reset()
         self._regions = []
@@ -391,9 +388,35 @@ class GraphManager:
         """Record what is worth it for the mode that the model is in, or everything with more room."""
         if self.captured and self.workload.outgrown and self.model.training:
             self._capture_again()
-        elif self._growing is not None:
-            self._growing.demand.turn_to(self.model.training)
-            self._growing.before_step(self.model.training)
+        elif (demand := self._demand) is not None:
+            demand.turn_to(self.model.training)
+            # One a step at most: ranks that train other microbatches wait meanwhile.
+            if demand.due() and (bucket := demand.next()) and all_idle(self._growing, self.bucket_consensus):
+                self._record_bucket(demand, bucket, self.model.training)
+
+    def _record_bucket(self, demand: Demand, bucket: Bucket, training: bool) -> None:
+        """Record one more bucket, on all ranks that see the same microbatches.
+
+        Raises:
+            CaptureError: It failed, and the run is strict.
+        """
+        started, what = time.perf_counter(), f"{self.workload.title}: bucket {bucket}"
+
+        def record() -> None:
+            for region in self._growing:
+                region.add(bucket, training)
+
+        try:
+            with self._counted():
+                self.bucket_consensus.agree(record)
+        except Exception as error:
+            for region in self._growing:
+                region.drop(bucket)
+            demand.refuse(bucket, reason_of(error))
+            give_up(error, what, "the others go on", self.workload.strict, self.executor)
+            return
+        demand.add(bucket, training)
+        announce(f"{what} captured in {time.perf_counter() - started:.1f} s")
 
     def _capture_again(self) -> None:
         """Capture with more room, if no microbatch is in flight on any rank that captures with this one."""

@@ -159,10 +159,6 @@ class Region(Part):
         self.executor.tidy()
         self.chain.tidy(self)
 
-    def slot_bytes(self) -> float:
-        """Return the device memory of the slot that takes most, in bytes, with its share of gradients."""
-        return max(map(self.chain.slot_bytes, range(self.slot_count)))
-
     def reset(self) -> None:
         """Drop all recordings and their memory."""
         self.slots = []

@@ -134,12 +134,6 @@ class VisionGraphOptions(CapturedOptions):
         "buckets double it for microbatches with more",
         tuning=True,
     )
-    buckets_max_gb: float | None = option(
-        None,
-        positive_number,
-        "graph memory of one slot that automatic buckets may use",
-        "A bucket with which the slot takes more is dropped, and its memory given back",
-    )
     exact_below: int = option(
         256,
         whole_number(0),

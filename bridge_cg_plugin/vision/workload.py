@@ -15,7 +15,6 @@ from ..graphs.errors import CaptureError
 from ..graphs.manager import GraphManager
 from ..graphs.program import FAR, NEAR, Call, Eager, Piece, Workload, digest
 from ..graphs.region import Region
-from ..graphs.reports import GIB
 from ..offload.offloading import offloading_of
 from ..options import PROVIDER_FIELDS, VisionGraphOptions
 from .batch import BatchError, HostGrids
@@ -46,8 +45,8 @@ class VisionWorkload(Workload):
     manager: GraphManager
     noun = "encoder"
     out_of_memory_remedy = (
-        "Lower max_vision_cuda_graph_seq_length, vision_cuda_graph_tuning.slots or vision_cuda_graph_buckets_max_gb, "
-        "or give vision_cuda_graph_buckets a smaller largest bucket."
+        "Lower max_vision_cuda_graph_seq_length or vision_cuda_graph_tuning.slots, or give vision_cuda_graph_buckets a "
+        "smaller largest bucket."
     )
 
     def __init__(
@@ -107,10 +106,8 @@ class VisionWorkload(Workload):
         for shape in self.last:
             self.demand.saw(shape)
         self.demand.begin(BEGIN_WITH)
-        limited = options.buckets_max_gb is not None and options.buckets == "auto"
-        limit = (options.buckets_max_gb or 0) * GIB if limited else None
         piece = self._piece(self.demand.buckets, self.demand)
-        self._regions = self.manager.record([piece], self.demand, limit, offloading)
+        self._regions = self.manager.record([piece], self.demand, offloading)
 
     def _named(self) -> tuple[int, ...]:
         """Return the capacities that the options name."""

@@ -16,7 +16,6 @@ VALUES = {
     "buckets": [64, 128],
     "slots": 3,
     "max_frames": 8,
-    "buckets_max_gb": 2.5,
     "exact_below": 0,
     "kernels": "fast",
     "attention": "cudnn",

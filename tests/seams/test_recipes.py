@@ -191,11 +191,11 @@ def test_packs_are_on_graphs_beside_a_recompute_of_whole_layers(bridge):
 
 def test_what_was_set_explicitly_stays(bridge):
     config = bridge.qwen3_vl_8b_sft_config()
-    config.model.max_vision_cuda_graph_seq_length, config.model.vision_cuda_graph_buckets_max_gb = 4096, 3.5
+    config.model.max_vision_cuda_graph_seq_length = 4096
     config.model.cuda_graph_max_packed_seqs = 3
     launched(with_graphs(config, gpu="h200"), 2)
     options = read_options(config)
-    assert (options.vision.max_seq_length, options.vision.buckets_max_gb) == (4096, 3.5)
+    assert options.vision.max_seq_length == 4096
     assert options.packed.max_packed_seqs == 3 and options.language_model.impl == "transformer_engine"
 
 

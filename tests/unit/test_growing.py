@@ -1,4 +1,4 @@
-"""Buckets that are recorded on demand: what microbatches ask for, one a step, each equal to eager, within a limit."""
+"""Buckets that are recorded on demand: what microbatches ask for, one a step, each equal to eager."""
 
 import gc
 import logging
@@ -9,14 +9,11 @@ from torch import distributed
 
 from bridge_cg_plugin.graphs.errors import CaptureError, Refused
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.memory.pools import PlainMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.region import Region
-from bridge_cg_plugin.graphs.reports import GIB
 from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
 
-from ..executors import new_executor
 from ..ranks import run_ranks
 from . import packs
 from .growing import LARGE, ON_DEMAND, OTHER, SMALL, assert_equals_eager, capacities, grown
@@ -166,20 +163,8 @@ def test_packs():
         assert graphs.statistics().replays >= 4 * len(graphs._regions)
 
 
-def limit(graphs, bytes_per_slot):
-    graphs._growing._limit = bytes_per_slot
-
-
-def slot_bytes(graphs):
-    return sum(region.slot_bytes() for region in graphs._regions)
-
-
 def fails(graphs):
     Region.record = lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError("none left"))
-
-
-def has_less_memory(graphs):
-    limit(graphs, slot_bytes(graphs) * 1.5)
 
 
 SEEN = (SMALL, LARGE, LARGE, OTHER, LARGE, SMALL)
@@ -193,7 +178,6 @@ def grow_with_other_ranks(hinder):
     forward(model, SMALL)
     helper.create_cudagraphs()
     graphs, found = helper.graphs, []
-    limit(graphs, slot_bytes(graphs) * 100)
     if hinder is not None and distributed.get_rank() == 1:
         hinder(graphs)
     for seed, rows in enumerate(SEEN):
@@ -203,7 +187,7 @@ def grow_with_other_ranks(hinder):
 
 
 @pytest.mark.reference_executor
-@pytest.mark.parametrize("hinder", [None, fails, has_less_memory])
+@pytest.mark.parametrize("hinder", [None, fails])
 def test_ranks_that_share_layers_record_alike(tmp_path, hinder):
     ranks = run_ranks(2, grow_with_other_ranks, tmp_path, hinder, tensor_model_parallel_size=2)
     assert ranks[0][1:] == ranks[1][1:]
@@ -288,52 +272,6 @@ def test_frames_that_no_deterministic_bucket_takes_are_told(tower, monkeypatch):
     with stack:
         assert not capacities(graphs)
         assert_runs_eager(tower, graphs, large, "frame_too_large")
-
-
-def steps(tower, graphs, *microbatches, count=1):
-    for seed in range(count):
-        with graphs.step():
-            for rows in microbatches:
-                assert_equals_eager(tower, graphs, rows, seed)
-
-
-def test_a_bucket_that_takes_more_than_the_limit_is_left_out(tower, caplog):
-    graphs, stack = grown(tower, SMALL)
-    with stack:
-        before = slot_bytes(graphs)
-    graphs, stack = grown(tower, SMALL, buckets_max_gb=1.5 * before / GIB)
-    with stack, caplog.at_level(logging.WARNING):
-        steps(tower, graphs, SMALL, LARGE, count=4)
-        assert capacities(graphs) == [64] and slot_bytes(graphs) == before
-        assert sum("does not fit the memory limit" in record.message for record in caplog.records) == 1
-        replays = graphs.statistics().replays
-        steps(tower, graphs, SMALL, LARGE)
-        assert graphs.statistics().replays == replays + len(graphs._regions)
-
-
-class Plain(PlainMemory):
-    """Memory as a pool of PyTorch's: what one recording had stays while another one is left."""
-
-    nbytes = 0
-
-    def __init__(self): ...
-
-    def settle(self):
-        self.nbytes += 2**20
-        return self.nbytes
-
-    def keep(self, nbytes):
-        self.nbytes = self.nbytes if nbytes else 0
-
-
-def test_where_memory_stays_with_others_no_more_than_one_bucket_is_dropped(tower, monkeypatch):
-    executor = new_executor()
-    monkeypatch.setattr(executor, "new_memory", Plain)
-    graphs, stack = grown(tower, SMALL, executor=executor)
-    with stack:
-        limit(graphs, slot_bytes(graphs) + 2**19)
-        steps(tower, graphs, SMALL, LARGE, count=4)
-        assert capacities(graphs) == [64]
 
 
 def test_no_garbage_is_collected_while_a_step_waits_for_a_capture(tower, monkeypatch):

@@ -48,13 +48,7 @@ class Pool:
 
 
 class SlotMemory:
-    """Memory of one slot's recordings; of these, which are no graphs, none.
-
-    Attributes:
-        shrinks: Whether the largest recording's memory goes with it, though others are left.
-    """
-
-    shrinks = True
+    """Memory of one slot's recordings; of these, which are no graphs, none."""
 
     @property
     def nbytes(self) -> int:
@@ -71,8 +65,6 @@ class SlotMemory:
 
 class PlainMemory(SlotMemory, Pool):
     """One pool of PyTorch's for all recordings: blocks of smaller ones are too small for later, larger ones."""
-
-    shrinks = False
 
     def __init__(self) -> None:
         self._pool = torch.cuda.MemPool()

@@ -303,11 +303,6 @@ class Chain:
             self.common(index).keep((place[2].gradients, made.nbytes) for place, made in self._held(index))
             self.count(self.parts[0])
 
-    @property
-    def shrinks(self) -> bool:
-        """Whether a dropped bucket gives its memory back."""
-        return all(common.memory(gradients=True).shrinks for common in self._slots.values())
-
     def is_free(self, index: int) -> bool:
         """Whether no microbatch holds the slot in any part."""
         return all(slot.free for slot in self._slots_of(index))
