@@ -35,14 +35,13 @@ class Fallback(StrEnum):
     )
     TOO_FEW_TOKENS = (
         "too_few_tokens",
-        "at most `vision_cuda_graph_tuning.exact_below` tokens (packs: 256 on a rank), and no bucket of exactly this "
-        "size",
-        "add a bucket of this size; or set `vision_cuda_graph_tuning.exact_below=0`, which changes the rounding",
+        "at most `vision_cuda_graph_exact_below` tokens (packs: 256 on a rank), and no bucket of exactly this size",
+        "add a bucket of this size; or set `vision_cuda_graph_exact_below=0`, which changes the rounding",
     )
     TOO_MANY_FRAMES = (
         "too_many_frames",
-        "more images and video frames than `vision_cuda_graph_tuning.max_frames`, or than a deterministic kernel takes",
-        "raise `vision_cuda_graph_tuning.max_frames`",
+        "more images and video frames than `vision_cuda_graph_max_frames`, or than a deterministic kernel takes",
+        "raise `vision_cuda_graph_max_frames`",
     )
     FRAME_TOO_LARGE = (
         "frame_too_large",
@@ -78,7 +77,7 @@ class Fallback(StrEnum):
     NO_FREE_SLOT = (
         "no_free_slot",
         "all slots hold microbatches between forward and backward",
-        "raise `vision_cuda_graph_tuning.slots` or `cuda_graph_packed_tuning.slots`; each slot needs the memory of the "
+        "raise `vision_cuda_graph_slots` or `cuda_graph_packed_slots`; each slot needs the memory of the "
         "largest bucket",
     )
     PARTS_IN_ANOTHER_ORDER = (

@@ -72,23 +72,6 @@ class Part:
 
 GROUPS = (CHOICE, LANGUAGE_MODEL, VISION, PACKED)
 
-# Field that holds a mapping of tuning values -> its group.
-TUNING = {group.tuning: group for group in GROUPS if group.tuned}
-
-
-def split_name(name: str) -> tuple[list[str], str]:
-    """Return the sections of a dotted name and its field, which has a mapping's name in front for a tuning value."""
-    *path, field = name.split(".")
-    if path and path[-1] in TUNING:
-        field = f"{path.pop()}.{field}"
-    return path, field
-
-
-def tuning_of(field: str) -> str:
-    """Return the mapping that a field is, or is a value of; empty for other fields."""
-    mapping = field.partition(".")[0]
-    return mapping if mapping in TUNING else ""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOptions:
@@ -190,16 +173,14 @@ def _language_model_values(options: LanguageModelGraphOptions, release: Release)
 
 def _values(group: Group, part: Any, release: Release) -> dict[str, Any]:
     """Return the fields of a group's options; those that the release does not have must be at their default."""
-    values: dict[str, Any] = {group.tuning: {}} if group.tuned and group.tuning in release.fields else {}
+    values = {}
     for one in group.options:
         value = getattr(part, one.name)
-        if one.tuning and group.tuning in values:
-            values[group.tuning] |= {one.name: plain(value)} if value != one.default else {}
-        elif one.field in release.fields:
+        if one.field in release.fields:
             values[one.field] = plain(value)
         elif value != one.default:
             raise _no_such_field(group, one, value)
-    return {name: None if value == {} else value for name, value in values.items()}
+    return values
 
 
 def _no_such_field(group: Group, one: Option, value: Any) -> OptionError:

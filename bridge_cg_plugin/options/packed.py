@@ -32,7 +32,6 @@ class PackedOptions(CapturedOptions):
         whole_number(1, "auto"),
         "most packs between forward and backward at the same time, or auto",
         "As for vision graphs",
-        tuning=True,
     )
     offload: tuple[str, ...] | None = option(*OFFLOADED, "As for vision graphs")
     recompute: tuple[str, ...] | None = option(*RECOMPUTED, "As for vision graphs")
@@ -43,7 +42,6 @@ class PackedOptions(CapturedOptions):
         "add weight gradients of packs to main_grad inside the GEMM, in fp32",
         "If false, they are first rounded to the weight's dtype, as in eager without Megatron's option of this name, "
         "and bit-identical to eager's",
-        tuning=True,
     )
     strict: bool = option(False, flag, "a failed capture of packed-sequence graphs stops the run")
     grows: bool = False

@@ -10,13 +10,11 @@ from typing import Any
 
 from .declaration import GONE, OptionError, refuse_gone
 from .facts import SETTINGS, Facts
-from .graph_options import GROUPS, TUNING, split_name, tuning_of
+from .graph_options import GROUPS
 from .language_model import DEPRECATED, IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE, SWITCHES
 
 LANGUAGE_MODEL_FIELDS = (*LANGUAGE_MODEL.names, *DEPRECATED)
 FIELDS = (*(name for group in GROUPS for name in group.names), *DEPRECATED)
-# The attributes of a model's configuration that hold them.
-ATTRIBUTES = (*(name for group in GROUPS for name in group.attributes), *DEPRECATED)
 # Upstream's other fields of similar names, which are none of this package's business.
 OTHER_FIELDS = (
     "cuda_graph_use_single_mempool",
@@ -32,7 +30,7 @@ OTHER_FIELDS = (
 )
 MODEL_SECTIONS = ("model", "config", "cfg", "provider", "transformer")
 OTHER_SECTIONS = ("rng", "ddp", "dist", "rerun_state_machine", "dataset", "peft")
-_KNOWN = (*ATTRIBUTES, *FIELDS, *OTHER_FIELDS, *(name for name in SETTINGS if "cuda_graph" in name))
+_KNOWN = (*FIELDS, *OTHER_FIELDS, *(name for name in SETTINGS if "cuda_graph" in name))
 # Fields that say the same thing: what is written later replaces all of a group.
 _GROUPS = ((IMPL, *SWITCHES), (MODULES, SCOPE))
 _ASSIGNMENT = re.compile(r"[+]{0,2}([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
@@ -155,7 +153,7 @@ def _from_words(given: Sequence[Any]) -> Written:
         if assignment:
             together.append((assignment[1], assignment[2]))
         elif token.startswith("--"):
-            end = position + _takes_pairs(token, given[position:])
+            end = position
             while end < len(given) and not is_word(str(given[end])):
                 end += 1
             value = ",".join(map(str, given[position:end])) if end > position else True
@@ -170,16 +168,10 @@ def _from_words(given: Sequence[Any]) -> Written:
     return found.then(_assigned(together))
 
 
-def _takes_pairs(flag: str, following: Sequence[Any]) -> bool:
-    """Whether what follows a flag is its tuning values, which look like a word."""
-    named = flag.removeprefix("--").replace("-", "_").split(".")[-1] in TUNING
-    return named and bool(following) and not str(following[0]).startswith("--")
-
-
 def _assigned(pairs: Sequence[tuple[str, Any]]) -> Written:
     leaves, settings = [], {}
     for name, value in pairs:
-        path, leaf = split_name(name.replace("-", "_"))
+        *path, leaf = name.replace("-", "_").split(".")
         for part in path:
             _refuse_section(part, name, value)
         if not path or path[-1] in MODEL_SECTIONS:
@@ -211,7 +203,9 @@ def _walk(
     source: Mapping[str, Any], section: str | None = None, depth: int = 0
 ) -> Iterator[tuple[str | None, str, Any]]:
     for key, value in source.items():
-        path, name = split_name(str(key).replace("-", "_"))
+        *path, name = str(key).replace("-", "_").split(".")
+        for part in path:
+            _refuse_section(part, str(key), value)
         inside = path[-1] if path else section
         if isinstance(value, Mapping) and depth < _DEPTH and name in MODEL_SECTIONS + OTHER_SECTIONS:
             yield from _walk(value, name, depth + 1)
@@ -223,10 +217,7 @@ def _from_leaves(leaves: Sequence[tuple[str, Any]], check: bool = True) -> Writt
     fields: dict[str, Any] = {}
     settings = {}
     for name, value in leaves:
-        if mapping := tuning_of(name):
-            _, _, key = name.partition(".")
-            fields |= TUNING[mapping].tuning_values({key: value} if key else value)
-        elif name in FIELDS:
+        if name in FIELDS:
             fields[name] = value
         elif name in SETTINGS:
             settings[name] = value
@@ -238,14 +229,14 @@ def _from_leaves(leaves: Sequence[tuple[str, Any]], check: bool = True) -> Writt
 
 
 def _refuse_section(part: str, name: str, value: Any) -> None:
-    """Refuse a word whose section is a misspelt mapping of options, or a key under one of its keys."""
-    if part in TUNING:
-        raise OptionError.because(
-            name, f"Cannot use {name}={value!r}: a tuning value has no parts. Write {part}.NAME=VALUE."
-        )
-    if "cuda_graph" in part:
-        near = difflib.get_close_matches(part, TUNING, n=1)
-        raise OptionError.unknown(name, "section", f"{near[0] if near else 'model'}.NAME=VALUE")
+    """Refuse a word whose section is an option that has gone, or looks like one.
+
+    Raises:
+        OptionError: It is.
+    """
+    refuse_gone(part, value)
+    if _of_graphs(part) and part not in GONE:
+        raise OptionError.unknown(name, "section", "model.NAME=VALUE")
 
 
 def _refuse_lookalike(name: str, value: Any) -> None:
@@ -277,24 +268,15 @@ def _from_object(source: Any) -> Written:
 
 
 def fields_of(model: Any) -> dict[str, Any]:
-    """Return the graph fields that a model's config object holds.
-
-    Raises:
-        OptionError: A tuning value has a name that does not exist.
-    """
-    found: dict[str, Any] = {}
-    for name in ATTRIBUTES:
-        if hasattr(model, name):
-            value = getattr(model, name)
-            found |= TUNING[name].tuning_values(value) if name in TUNING else {name: value}
-    return found
+    """Return the graph fields that a model's config object holds."""
+    return {name: getattr(model, name) for name in FIELDS if hasattr(model, name)}
 
 
 def misspelt(model: Any) -> dict[str, str]:
     """Return the attributes of a model's config that are no fields of it and look like options -> the option."""
     declared = {*_KNOWN, *dir(type(model)), *getattr(model, "__dataclass_fields__", ())}
     strange = (name for name in getattr(model, "__dict__", {}) if name not in declared and name[0] != "_")
-    return {name: near for name in strange if (near := _nearest(name, ATTRIBUTES))}
+    return {name: near for name in strange if (near := _nearest(name, FIELDS))}
 
 
 def _is_saved(source: Mapping[str, Any]) -> bool:

@@ -124,7 +124,6 @@ class VisionGraphOptions(CapturedOptions):
         whole_number(1, "auto"),
         "most microbatches between forward and backward at the same time, or auto",
         "`auto` is the pipeline depth, doubled when interleaved, and at most the microbatches of a step",
-        tuning=True,
     )
     max_frames: int | Literal["auto"] = option(
         "auto",
@@ -132,7 +131,6 @@ class VisionGraphOptions(CapturedOptions):
         "most images and video frames of one microbatch, or auto",
         "`auto` is 64, or twice the most of warm-up steps if that is more, rounded up to a multiple of 16. Automatic "
         "buckets double it for microbatches with more",
-        tuning=True,
     )
     exact_below: int = option(
         256,
@@ -140,7 +138,6 @@ class VisionGraphOptions(CapturedOptions):
         "microbatches of up to this size need a bucket of exactly their size, else they run eager",
         "For few rows, matrix libraries choose kernels by the number of rows, so padding would change the rounding. "
         "0 pads all sizes",
-        tuning=True,
     )
     kernels: Literal["auto", "exact", "fast"] = option(
         "auto",
@@ -151,7 +148,6 @@ class VisionGraphOptions(CapturedOptions):
         "rounding. Outputs equal eager's in all cases, except for encoders that are [near fp32](encoders.md), of which "
         "some then [attend by cuDNN](encoders.md#what-differs-by-encoder). `auto` is `exact` under deterministic "
         "algorithms (`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0` or PyTorch's), `fast` otherwise",
-        tuning=True,
     )
     attention: Literal["auto", "transformer_engine", "cudnn", "flash"] = option(
         "auto",
@@ -168,7 +164,6 @@ class VisionGraphOptions(CapturedOptions):
         "[encoders](encoders.md#what-differs-by-encoder), read PyTorch for Transformer Engine. There `cudnn` rounds "
         "differently, needs a Hopper GPU or newer, and does not depend on eager's kernels; `auto` is PyTorch's with "
         "`kernels=exact`",
-        tuning=True,
     )
     offload: tuple[str, ...] | None = option(
         *OFFLOADED,

@@ -163,7 +163,7 @@ class RecordedKernels:
         family: The encoder's upstream side.
 
     Attributes:
-        attention: What recordings call, as `vision_cuda_graph_tuning.attention` names it.
+        attention: What recordings call, as `vision_cuda_graph_attention` names it.
         attends_directly: Whether cuDNN's attention is called directly where FlashAttention is not.
     """
 
@@ -196,7 +196,7 @@ class RecordedKernels:
         other = self.family.direct_attention
         stays = "cuDNN's, called directly" if self.attends_directly else other.replaces
         stays = "as it is" if other is NO_OTHER_ATTENTION else stays
-        announce(f"vision_cuda_graph_tuning.attention={self._options.attention}: {reason}; attention stays {stays}")
+        announce(f"vision_cuda_graph_attention={self._options.attention}: {reason}; attention stays {stays}")
 
     @property
     def fast(self) -> bool:

@@ -45,7 +45,7 @@ class VisionWorkload(Workload):
     manager: GraphManager
     noun = "encoder"
     out_of_memory_remedy = (
-        "Lower max_vision_cuda_graph_seq_length or vision_cuda_graph_tuning.slots, or give vision_cuda_graph_buckets a "
+        "Lower max_vision_cuda_graph_seq_length or vision_cuda_graph_slots, or give vision_cuda_graph_buckets a "
         "smaller largest bucket."
     )
 

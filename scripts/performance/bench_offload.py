@@ -41,8 +41,6 @@ FIXED: dict[str, dict[str, Any]] = {
 }
 TARGETS = (0.6, 0.4, 0.3, 0.25)
 DOCUMENTS, PACK_TOKENS = 5, 8192
-# Beside slots and evaluation.
-TUNING: dict[str, Any] = {}
 OFF = dict.fromkeys(f"cuda_graph_packed_{name}" for name in ("offload", "recompute", "offload_above_gb"))
 
 Record = dict[str, Any]
@@ -117,7 +115,7 @@ def packs(name: str, slots: int, modules: Sequence[str]) -> Case:
             modules=modules,
             cuda_graph_max_packed_seqs=2 * DOCUMENTS,
             cuda_graph_packed_buckets=[PACK_TOKENS],
-            cuda_graph_packed_tuning={"slots": slots, **TUNING},
+            cuda_graph_packed_slots=slots,
             **{**OFF, **{f"cuda_graph_packed_{option}": value for option, value in options.items()}},
         )
 

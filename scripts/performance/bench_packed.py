@@ -168,7 +168,7 @@ class Bench:
         options: dict[str, Any] = {
             "cuda_graph_max_packed_seqs": most,
             "cuda_graph_packed_buckets": [pack.tokens],
-            "cuda_graph_packed_tuning": {"slots": 1},
+            "cuda_graph_packed_slots": 1,
         }
         bucket: Any = place(pack.lengths, pack_buckets([pack.tokens], most))
         parts = LAYER_MODULES.get(self.name, USUAL_LAYER_MODULES) if modules is None else modules

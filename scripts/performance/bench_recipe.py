@@ -30,7 +30,6 @@ from bridge_cg_plugin.cli.runs.compare import eager_words
 from bridge_cg_plugin.cli.runs.recipe import error_in, read
 from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.options.flags import as_typed
 from examples.photographs.processes import TrainingFailed, TrainingProcess
 from scripts.performance.records import at_least, loss_distance, names_of, output_path, put_cases
 from tests.models.hub_folders import MODELS, variables_of
@@ -185,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args, rest = parse(given)
         out = output_path(args.out, "whole_step.jsonl")
     except ValueError as error:
-        print(f"bench_recipe.py: {as_typed(error, given)}", file=sys.stderr)
+        print(f"bench_recipe.py: {error}", file=sys.stderr)
         return 2
     first, *others = (f"eager{number + 1}" for number in range(args.eager_runs))
     case = args.case or args.recipe.removesuffix("_config")

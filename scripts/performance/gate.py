@@ -108,8 +108,7 @@ def captured(case: str) -> Iterator[tuple[Run, float]]:
         outputs = lambda: [lm.step(model, pack)]  # noqa: E731
         expected = outputs()
         options: dict[str, Any] = {"cuda_graph_max_packed_seqs": DOCUMENTS, "cuda_graph_packed_buckets": [PACKS[case]]}
-        tuning = {"slots": 1}
-        helper = lm.new_helper(model, pack, exact=False, cuda_graph_packed_tuning=tuning, **options)
+        helper = lm.new_helper(model, pack, exact=False, cuda_graph_packed_slots=1, **options)
         run = partial(lm.step, model, pack)
     yield run, tower.largest_relative(outputs(), expected)
     helper.delete_cuda_graphs()

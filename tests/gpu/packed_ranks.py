@@ -217,7 +217,7 @@ class Rank:
 
     def _helper(self, model: Any) -> Any:
         values = {"cuda_graph_max_packed_seqs": MAX_SEQS, "cuda_graph_packed_buckets": list(BUCKETS)}
-        return lm.new_helper(model, self._pack((512, 512)), cuda_graph_packed_tuning={"slots": 1}, **values)
+        return lm.new_helper(model, self._pack((512, 512)), cuda_graph_packed_slots=1, **values)
 
 
 def _from(found: parity.Result, exact: parity.Result) -> list[float]:

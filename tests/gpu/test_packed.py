@@ -106,8 +106,8 @@ def test_gradients_added_inside_products_are_nearer_to_fp32(gpt, fp32):
     expected = accumulated()
     found = {}
     for fused in (False, True):
-        tuning = {"gradient_accumulation_fusion": fused}
-        with graphs_on(gpt.model, lm.make_pack((500, 200)), cuda_graph_packed_tuning=tuning) as graphs:
+        fusion = {"cuda_graph_packed_gradient_accumulation_fusion": fused}
+        with graphs_on(gpt.model, lm.make_pack((500, 200)), **fusion) as graphs:
             found[fused] = accumulated()
             assert graphs.statistics().replays == len(packs), graphs.statistics().fallbacks
     assert_same(found[False], [expected], gpt.names, "not fused")
@@ -171,7 +171,7 @@ def test_gradients_add_up_over_microbatches_in_flight(gpt):
             loss.backward(pack.weights.to(loss.dtype))
         return torch.cat([loss.detach() for loss in losses], 1), gpt.grads.copy()
 
-    with graphs_on(gpt.model, made[1], cuda_graph_packed_tuning={"slots": 2}) as graphs:
+    with graphs_on(gpt.model, made[1], cuda_graph_packed_slots=2) as graphs:
 
         def eager():
             return run([*(parity.eager_at(graphs, rows_of(pack)) for pack in made[:2]), graphs.paused()])

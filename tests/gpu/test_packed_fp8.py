@@ -260,7 +260,7 @@ def test_steps_after_evaluation_equal_eager(config, evaluated):
 
 def test_accumulation_inside_products_is_as_near():
     """Sums keep what a product gives in fp32, where eager rounds it to bf16 first."""
-    tuning = {"cuda_graph_packed_tuning": {"gradient_accumulation_fusion": True}}
+    tuning = {"cuda_graph_packed_gradient_accumulation_fusion": True}
     eager, graphs, _, statistics = side_by_side(TENSORWISE, replayed, **tuning)
     assert statistics.replays == STEPS * MICROBATCHES, statistics
     (losses, gradients), (other_losses, others) = eager[0][0], graphs[0][0]

@@ -60,8 +60,8 @@ def test_losses_and_gradients_are_eagers(gpt, deterministic_algorithms):
 
 def replayed(trained, packs, modules=(), buckets=BUCKETS, **options):
     """Return what graphs of all layers, or of parts of them, give for packs, over poisoned buffers, and statistics."""
-    tuning = {"slots": 2} if modules else {"gradient_accumulation_fusion": True}
-    wanted = {**KEPT, "cuda_graph_packed_buckets": buckets, "cuda_graph_packed_tuning": tuning, **options}
+    further = {"cuda_graph_packed_slots": 2} if modules else {"cuda_graph_packed_gradient_accumulation_fusion": True}
+    wanted = {**KEPT, "cuda_graph_packed_buckets": buckets, **further, **options}
     with graphs_on(trained.model, packs[0], modules=modules, **wanted) as graphs:
         found = []
         for pack in packs:
@@ -132,10 +132,10 @@ def test_packs_that_do_not_fit_train_with_a_memory_target(tower_module):
     trained = Trained(lm.build_model(lm.Shape(layers=8, hidden=2048, heads=16, ffn=6144)))
     pack = lm.make_pack(LONG)
     buckets = [pack.tokens]
-    settings = {"cuda_graph_packed_buckets": buckets, "cuda_graph_packed_tuning": {}, **KEPT}
+    settings = {"cuda_graph_packed_buckets": buckets, **KEPT}
     with graphs_on(trained.model, pack, **settings) as graphs:
         one = graphs.statistics().memory_bytes
-    settings["cuda_graph_packed_tuning"] = {"slots": 4}
+    settings["cuda_graph_packed_slots"] = 4
     try:
         limited(3 * one)
         said = failure(trained.model, pack, settings)

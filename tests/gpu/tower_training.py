@@ -85,7 +85,7 @@ def graph_fields(tower: Tower) -> dict[str, Any]:
         "vision_cuda_graph_impl": "transformer_engine",
         "vision_cuda_graph_buckets": list(tower.buckets),
         "vision_cuda_graph_strict": True,
-        "vision_cuda_graph_tuning": {"max_frames": 4},
+        "vision_cuda_graph_max_frames": 4,
     }
 
 

@@ -346,9 +346,8 @@ def new_helper(
     """
     from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import decoder_helpers
 
-    tuning = {"gradient_accumulation_fusion": not exact, **options.pop("cuda_graph_packed_tuning", {})}
-    options["cuda_graph_packed_tuning"] = tuning
-    values = {"cuda_graph_packed_strict": True, "cuda_graph_modules": list(modules), **options}
+    fusion = {"cuda_graph_packed_gradient_accumulation_fusion": not exact}
+    values = {"cuda_graph_packed_strict": True, "cuda_graph_modules": list(modules), **fusion, **options}
     for name, value in values.items():
         setattr(model.config, name, value)
     (helper,) = decoder_helpers([model], model.config, num_microbatches=8)

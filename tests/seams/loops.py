@@ -21,7 +21,7 @@ FIELDS = {
     "vision_cuda_graph_impl": "transformer_engine",
     "vision_cuda_graph_buckets": [32, 64, 128],
     "vision_cuda_graph_strict": True,
-    "vision_cuda_graph_tuning": {"exact_below": 0},
+    "vision_cuda_graph_exact_below": 0,
     "cuda_graph_warmup_steps": 1,
 }
 

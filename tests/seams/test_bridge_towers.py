@@ -41,7 +41,7 @@ MODELS = [
 # Fields of a model that the train loop drives.
 DRIVEN = {
     "vision_cuda_graph_buckets": list(BUCKETS),
-    "vision_cuda_graph_tuning": {"exact_below": 0},
+    "vision_cuda_graph_exact_below": 0,
     "vision_cuda_graph_strict": True,
     "cuda_graph_warmup_steps": 1,
 }

@@ -154,5 +154,5 @@ def chosen(attention, direct=None, flash=None):
 )
 def test_attention_is_what_was_asked_for_or_its_refusal_is_said(capsys, asked, direct, flash, found, said):
     assert chosen(asked, direct, flash) == found
-    lines = [line for line in capsys.readouterr().out.splitlines() if "vision_cuda_graph_tuning.attention" in line]
-    assert lines == ([f"[bridge-cg] vision_cuda_graph_tuning.attention={asked}: {said}"] if said else [])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "vision_cuda_graph_attention" in line]
+    assert lines == ([f"[bridge-cg] vision_cuda_graph_attention={asked}: {said}"] if said else [])

@@ -29,7 +29,7 @@ def configured(active):
 
 
 def test_the_environment_switches_graphs_on_where_bridge_validates(configured, monkeypatch, capsys):
-    monkeypatch.setenv(VARIABLE, f"{ON} vision_cuda_graph_buckets=64,128 vision_cuda_graph_tuning.slots=3")
+    monkeypatch.setenv(VARIABLE, f"{ON} vision_cuda_graph_buckets=64,128 vision_cuda_graph_slots=3")
     config = configured()
     config.model.use_te_rng_tracker = config.rng.te_rng_tracker = False
     check_training_config(config)
@@ -44,7 +44,7 @@ def test_the_environment_switches_graphs_on_where_bridge_validates(configured, m
 @pytest.mark.parametrize(
     ("fields", "said", "found"),
     [
-        ({"vision_cuda_graph_tuning": {"slots": 2}}, f"{ON} vision_cuda_graph_tuning.slots=5", ("slots", 2)),
+        ({"vision_cuda_graph_slots": 2}, f"{ON} vision_cuda_graph_slots=5", ("slots", 2)),
         ({"cuda_graphs": "off"}, ON, ("enabled", False)),
         ({"cuda_graphs": "off"}, "cuda_graphs=fastest", ("enabled", False)),
     ],

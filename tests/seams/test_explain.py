@@ -363,10 +363,10 @@ def test_what_the_one_setting_cannot_have_is_eager_with_its_reason(capsys, sft, 
 
 
 def test_graphs_on_a_recipe(capsys, sft):
-    words = [sft, "--graphs", "h200", "--vision-cuda-graph-tuning", "slots=2,kernels=exact"]
+    words = [sft, "--graphs", "h200", "--vision-cuda-graph-slots", "2", "--vision_cuda_graph_kernels=exact"]
     line = table(capsys, *words, "model.vision_cuda_graph_strict=true")["vision encoder"]
     assert line["why"].endswith("up to 16384 tokens; cuda_graphs=exact")
-    tuned = {"vision_cuda_graph_tuning.slots=2", "vision_cuda_graph_tuning.kernels=exact"}
+    tuned = {"vision_cuda_graph_slots=2", "vision_cuda_graph_kernels=exact"}
     assert set(line["options"]) == {"vision_cuda_graph_strict=True", *tuned}
 
 

@@ -25,10 +25,10 @@ def test_words_that_mean_nothing_or_contradict_each_other_are_refused(capsys, wo
     assert (status, out) == (2, "") and said in err
 
 
-def test_a_file_may_have_other_fields_of_the_model_and_tuning_values(capsys, tmp_path):
+def test_a_file_may_have_other_fields_of_the_model(capsys, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
-        "vision_cuda_graph_tuning:\n  kernels: exact\n"
+        "vision_cuda_graph_kernels: exact\n"
         "model:\n  num_layers: 4\n  vision_cuda_graph_impl: transformer_engine\n  cuda_graph_use_single_mempool: true\n"
     )
     found = json.loads(explain(capsys, "--json", str(path))[1])

@@ -16,7 +16,7 @@ from ..unit.towers import bridges_step, draw, new_tower
 GRAPHS = {
     "vision_cuda_graph_impl": "transformer_engine",
     "vision_cuda_graph_buckets": [32, 64],
-    "vision_cuda_graph_tuning": {"exact_below": 0},
+    "vision_cuda_graph_exact_below": 0,
     "vision_cuda_graph_strict": True,
     "cuda_graph_warmup_steps": 2,
     "pipeline_model_parallel_size": 1,

@@ -117,7 +117,7 @@ def test_flags_of_library_recipes(scripts, tmp_path, recipe):
     args, words = importlib.import_module("argument_parser").parse_cli_args().parse_known_args(VISION)
     utilities = importlib.import_module("utils.utils")
     assert read_options(utilities.apply_argparse_overrides(recipe, args)).vision.max_seq_length == 16384
-    late = ["--vision_cuda_graph_tuning", "slots=2", "train.train_iters=5"]
+    late = ["--vision_cuda_graph_slots", "2", "train.train_iters=5"]
     found = omegaconf_utils.process_config_with_overrides(recipe, cli_overrides=[*words, *late])
     assert read_options(found).vision.slots == 2 and found.train.train_iters == 5
 

@@ -103,7 +103,7 @@ def with_buckets(active):
     return config
 
 
-@pytest.mark.parametrize("flags", [[], ["--vision_cuda_graph_tuning", "slots=2"]], ids=["alone", "with_flags"])
+@pytest.mark.parametrize("flags", [[], ["--vision_cuda_graph_slots", "2"]], ids=["alone", "with_flags"])
 @pytest.mark.parametrize("way", [by_bridges_words, by_bridges_yaml], ids=lambda w: w.__name__)
 def test_an_interpolation_means_what_bridge_makes_of_it(with_buckets, way, flags, tmp_path):
     way(with_buckets, "max_vision_cuda_graph_seq_length", "${dataset.seq_length}", tmp_path, flags)

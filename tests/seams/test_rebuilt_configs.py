@@ -34,7 +34,8 @@ PACKED = {
     "cuda_graph_packed_offload": ["mlp"],
     "cuda_graph_packed_recompute": [],
     "cuda_graph_packed_offload_above_gb": 1e-5,
-    "cuda_graph_packed_tuning": {"slots": 3},
+    "cuda_graph_packed_slots": 3,
+    "cuda_graph_packed_gradient_accumulation_fusion": False,
     "cuda_graph_packed_strict": True,
     "cuda_graphs": "exact",
 }

@@ -152,7 +152,7 @@ def test_a_recipe_is_a_name_a_function_or_a_configuration(bridge):
 
 
 def test_further_options_win(bridge):
-    words = "vision_cuda_graph_buckets=1024,2304 vision_cuda_graph_tuning.slots=2"
+    words = "vision_cuda_graph_buckets=1024,2304 vision_cuda_graph_slots=2"
     for options in (words, words.split(), {"model": dict(word.split("=") for word in words.split())}):
         vision = vision_options(with_graphs("qwen3_vl_8b_sft_config", options=options).model)
         assert (vision.buckets, vision.slots, vision.max_seq_length) == ((1024, 2304), 2, 8192)

@@ -29,7 +29,7 @@ ROUTERS = {**EXPERTS, "moe_router_enable_expert_bias": True, "moe_router_score_f
 MICROBATCHES = (([[1, 4, 6]], (100, 150, 50)), ([[1, 8, 8], [1, 4, 4]], (120, 150)))
 OFFLOADED = {
     "vision_cuda_graph_offload": "all",
-    "vision_cuda_graph_tuning": {"exact_below": 0},
+    "vision_cuda_graph_exact_below": 0,
     "cuda_graph_packed_offload": "all",
 }
 ROUNDS, PARTS = 5, 3

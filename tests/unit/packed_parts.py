@@ -34,9 +34,7 @@ def on_parts(
         grows: Whether named buckets are captured when packs ask for them.
         options: Of packed-sequence graphs, by the names that `PackedOptions` has for them.
     """
-    tuned = {"slots": options.pop("slots")} if "slots" in options else None
     values = {f"cuda_graph_packed_{name}": value for name, value in options.items()}
-    values["cuda_graph_packed_tuning"] = tuned
     values |= {"cuda_graph_modules": list(modules), "cuda_graph_packed_offload": offload}
     seen = [lengths if isinstance(lengths, dict) else packs.pack(lengths) for lengths in warmup]
     with (

@@ -26,7 +26,7 @@ def test_kernels_and_attention_keep_eagers_outputs_unless_a_person_asks_for_othe
     setting = {**DENSE, "cuda_graphs": how}
     assert chosen(setting)[0].vision.kernels == ("exact" if how == "exact" else "auto")
     assert chosen(setting)[0].vision.attention == "auto"
-    assert chosen(setting, {"vision_cuda_graph_tuning": {"attention": "flash"}})[0].vision.attention == "flash"
+    assert chosen(setting, {"vision_cuda_graph_attention": "flash"})[0].vision.attention == "flash"
 
 
 def test_a_bare_off_in_yaml_which_reads_it_as_false_is_off(tmp_path):

@@ -111,9 +111,9 @@ def test_torchrun_gets_the_script_as_a_worker(monkeypatch):
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--launcher", "torchrun", "--nodes", "2"], "Cannot use --nodes 2: it must be 1 with --launcher torchrun"),
-        (["--launcher", "mpirun"], "Cannot use --launcher mpirun: it must be none or torchrun"),
-        (["--launcher", "slurm"], "Cannot use --launcher slurm: it must be none or torchrun"),
+        (["--launcher", "torchrun", "--nodes", "2"], "Cannot use nodes=2: it must be 1 with --launcher torchrun"),
+        (["--launcher", "mpirun"], "Cannot use launcher='mpirun': it must be none or torchrun"),
+        (["--launcher", "slurm"], "Cannot use launcher='slurm': it must be none or torchrun"),
         (["--container-image=i.sqsh"], "Cannot use '--container-image': there is no such flag"),
     ],
 )

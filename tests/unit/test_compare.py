@@ -117,7 +117,7 @@ def test_a_dry_run_prints_the_commands(capsys):
 
 
 def test_graph_options_are_the_plugins(capsys):
-    graphs = ["--vision_cuda_graph_tuning", "slots=2", "--max-vision-cuda-graph-seq-length", "4096"]
+    graphs = ["--vision_cuda_graph_slots", "2", "--max-vision-cuda-graph-seq-length", "4096"]
     commands = dry(capsys, *graphs, "model.vision_cuda_graph_buckets=[64]", "train.global_batch_size=4")
     assert {*graphs, "model.vision_cuda_graph_buckets=[64]"} <= set(commands["plugin"])
     assert {*graphs, "model.vision_cuda_graph_buckets=[64]"}.isdisjoint(commands["eager1"])
@@ -142,11 +142,11 @@ def test_graphs_that_the_setting_of_a_recipe_would_choose_are_off_in_eager_runs(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--steps", "6"], "Cannot use --steps 6: it must be a whole number of at least 7"),
-        (["--launcher", "torchrun"], "Cannot use --launcher torchrun: it must be none"),
+        (["--steps", "6"], "Cannot use steps=6: it must be a whole number of at least 7"),
+        (["--launcher", "torchrun"], "Cannot use launcher='torchrun': it must be none"),
         (["train.train_iters=50"], "train.train_iters='50': it must be what --steps says"),
         (["--vision_cuda_graph_bukets", "2"], "Did you mean --vision_cuda_graph_buckets"),
-        (["--vision_cuda_graph_tuning", "slots=0"], "Cannot use --vision_cuda_graph_tuning slots=0: it"),
+        (["--vision_cuda_graph_slots", "0"], "Cannot use vision_cuda_graph_slots='0': it"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(capsys, words, says):

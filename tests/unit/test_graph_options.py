@@ -154,7 +154,7 @@ REFUSED = [
     ("enable_cuda_graph", "perhaps"),
     ("cuda_graph_max_packed_seqs", "many"),
     ("cuda_graph_packed_buckets", [0, 64]),
-    ("cuda_graph_packed_tuning.slots", -1),
+    ("cuda_graph_packed_slots", -1),
 ]
 
 

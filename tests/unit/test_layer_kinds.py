@@ -123,8 +123,7 @@ def vision_graphs(model):
 
 
 def pack_graphs(model):
-    tuning = {}
-    return packs.graphs_on(model, packs.pack((300,)), cuda_graph_modules=[], cuda_graph_packed_tuning=tuning)
+    return packs.graphs_on(model, packs.pack((300,)), cuda_graph_modules=[])
 
 
 # Builds the model, finds its layers, puts graphs of two buckets on it; the layers' kinds, and eager passes before.

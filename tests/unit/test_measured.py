@@ -16,7 +16,7 @@ from bridge_cg_plugin.options import graph_options
 from scripts.performance.bench_recipe import CASES
 from tests.models.language_model import SHAPES, settings_of
 
-AUTO = "vision_cuda_graph_tuning.kernels=auto"
+AUTO = "vision_cuda_graph_kernels=auto"
 PACKS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": "auto", "cuda_graph_modules": []}
 
 

@@ -15,16 +15,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 
 def group_table(group):
     """Return the table of a group's fields."""
-    rows = [(f"`{one.field}`", *cells(one)) for one in group.options if not one.tuning]
-    if group.tuned:
-        rows.append((f"`{group.tuning}`", "a mapping of names and values; None", "`None`", "tuning values, below"))
+    rows = [(f"`{one.field}`", *cells(one)) for one in group.options]
     return table(("field", "values", "default", "meaning"), rows)
-
-
-def tuning_table(group):
-    """Return the table of a group's tuning values."""
-    rows = [(f"`{one.name}`", *cells(one)) for one in group.tuned]
-    return table((f"in `{group.tuning}`", "values", "default", "meaning"), rows)
 
 
 def cells(one):
@@ -32,10 +24,7 @@ def cells(one):
     return one.allowed, f"`{plain(one.default)}`", f"{one.help}. {one.details}" if one.details else one.help
 
 
-TABLES = {
-    **{group.name: group_table(group) for group in GROUPS},
-    **{f"{group.name}_tuning": tuning_table(group) for group in GROUPS if group.tuned},
-}
+TABLES = {group.name: group_table(group) for group in GROUPS}
 
 
 def place(name):
@@ -49,7 +38,7 @@ def test_tables_are_the_codes(name):
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_field_is_on_the_page(field):
-    assert f"`{field.rpartition('.')[2]}" in PAGE.read_text()
+    assert f"`{field}" in PAGE.read_text()
 
 
 def write():

@@ -1,4 +1,4 @@
-"""Options of vision graphs, of every spelling; tuning values, which are entries of a mapping."""
+"""Options of vision graphs, of every spelling."""
 
 from enum import Enum
 from types import SimpleNamespace
@@ -10,13 +10,9 @@ from bridge_cg_plugin.options import (
     OFFLOAD_MODULES,
     PROVIDER_FIELDS,
     OptionError,
-    VisionGraphOptions,
     normalize,
     vision_options,
 )
-from bridge_cg_plugin.options.vision import VISION
-
-TUNING = {one.name for one in VISION.tuned}
 
 
 class Scope(Enum):
@@ -33,11 +29,9 @@ class Implementation(Enum):
 
 
 def read(merge_unit=4, **options):
-    fields = {PROVIDER_FIELDS[name]: value for name, value in options.items() if name not in TUNING}
-    tuning = {name: value for name, value in options.items() if name in TUNING}
-    found = vision_options(SimpleNamespace(**fields, vision_cuda_graph_tuning=tuning), merge_unit)
-    assert vision_options({**fields, "vision_cuda_graph_tuning": tuning}, merge_unit) == found
-    assert vision_options({PROVIDER_FIELDS[name]: value for name, value in options.items()}, merge_unit) == found
+    fields = {PROVIDER_FIELDS[name]: value for name, value in options.items()}
+    found = vision_options(SimpleNamespace(**fields), merge_unit)
+    assert vision_options(fields, merge_unit) == found
     return found
 
 
@@ -132,52 +126,28 @@ def test_capacities_follow_the_merge_unit():
 @pytest.mark.parametrize(
     "written",
     [
-        "vision_cuda_graph_tuning.kernels=exact vision_cuda_graph_tuning.slots=2",
-        "model.vision_cuda_graph_tuning.kernels=exact vision_cuda_graph_tuning=slots=2",
-        "model.vision_cuda_graph_tuning={kernels:exact,slots:2}",
-        "--vision-cuda-graph-tuning kernels=exact,slots=2",
-        "model:\n  vision_cuda_graph_tuning:\n    kernels: exact\n    slots: 2\n",
-        {"model": {"vision_cuda_graph_tuning": {"kernels": "exact", "slots": 2}}},
-        {"vision_cuda_graph_tuning.kernels": "exact", "model.vision_cuda_graph_tuning.slots": 2},
-        SimpleNamespace(vision_cuda_graph_tuning={"kernels": "exact", "slots": 2}),
+        "vision_cuda_graph_kernels=exact vision_cuda_graph_slots=2",
+        "--vision-cuda-graph-kernels exact --model.vision_cuda_graph_slots=2",
+        "model:\n  vision_cuda_graph_kernels: exact\n  vision_cuda_graph_slots: 2\n",
+        {"model": {"vision_cuda_graph_kernels": "exact", "vision_cuda_graph_slots": 2}},
+        {"vision_cuda_graph_kernels": "exact", "model.vision_cuda_graph_slots": 2},
+        SimpleNamespace(vision_cuda_graph_kernels="exact", vision_cuda_graph_slots=2),
     ],
     ids=str,
 )
-def test_spellings_of_tuning_values(written):
+def test_spellings_of_sources(written):
     vision = normalize(written)[0].vision
     assert (vision.kernels, vision.slots) == ("exact", 2)
 
 
-def test_later_tuning_values_win_one_by_one():
-    recipe = SimpleNamespace(vision_cuda_graph_tuning={"kernels": "exact", "slots": 2})
-    vision = normalize(recipe, "vision_cuda_graph_tuning.slots=4")[0].vision
+def test_later_values_win_one_by_one():
+    recipe = SimpleNamespace(vision_cuda_graph_kernels="exact", vision_cuda_graph_slots=2)
+    vision = normalize(recipe, "vision_cuda_graph_slots=4")[0].vision
     assert (vision.kernels, vision.slots) == ("exact", 4)
-    assert normalize(recipe, "vision_cuda_graph_tuning=null")[0].vision == VisionGraphOptions()
-    assert normalize(recipe, "vision_cuda_graph_tuning.slots=null")[0].vision.kernels == "exact"
+    vision = normalize(recipe, "vision_cuda_graph_slots=null")[0].vision
+    assert (vision.kernels, vision.slots) == ("exact", "auto")
 
 
-@pytest.mark.parametrize(
-    "written, says",
-    [
-        (
-            "vision_cuda_graph_tuning.kernls=fast",
-            r"kernls': there is no such tuning value. Did you mean vision_cuda_graph_tuning.kernels\?",
-        ),
-        ("vision_cuda_graph_tuning.zzz=2", "there are slots, max_frames"),
-        ("vision_cuda_graph_tuning=fast", "vision_cuda_graph_tuning='fast': it must be name=value,name=value"),
-        (
-            "vision_cuda_graph_tuning.slots=0",
-            "tuning.slots='0': it must be a whole number of at least 1",
-        ),
-        (
-            SimpleNamespace(vision_cuda_graph_tuning={"slts": 2}),
-            "vision_cuda_graph_tuning.slts'.*vision_cuda_graph_tuning.slots",
-        ),
-        (SimpleNamespace(vision_cuda_graph_tuning=3), "vision_cuda_graph_tuning=3"),
-        ("vision_cuda_graph_kernels=fast", "there is no such option"),
-    ],
-    ids=str,
-)
-def test_refused_tuning_values(written, says):
-    with pytest.raises(OptionError, match=says):
-        normalize(written)
+def test_a_name_that_does_not_exist_names_the_nearest():
+    with pytest.raises(OptionError, match=r"kernls': there is no such option.*vision_cuda_graph_kernels\?"):
+        normalize("vision_cuda_graph_kernls=fast")

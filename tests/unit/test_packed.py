@@ -225,8 +225,8 @@ def test_weight_gradients_are_added_inside_products_of_recorded_work_only(monkey
     fresh.nodes = hook_main_grads(product.weight for product in products)
     for kind in {type(product) for product in products}:
         monkeypatch.setattr(kind, "forward", noting(kind.forward, seen))
-    tuning = {} if fused is None else {"gradient_accumulation_fusion": fused}
-    with graphs_on(fresh, pack(WARMUP), cuda_graph_modules=modules, cuda_graph_packed_tuning=tuning) as graphs:
+    options = {} if fused is None else {"cuda_graph_packed_gradient_accumulation_fusion": fused}
+    with graphs_on(fresh, pack(WARMUP), cuda_graph_modules=modules, **options) as graphs:
         assert (False, True) in seen and ((True, False) in seen) == (fused is not False)
         assert (True, True) not in seen and (False, False) not in seen
         seen.clear()

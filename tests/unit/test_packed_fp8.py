@@ -309,7 +309,7 @@ def test_scales_are_reduced_in_one_order_whoever_replays(contexts, updates):
 
     eager_order = in_flight((FULL, OTHER, FULL), lambda number: nullcontext())
     assert eager_order == ["forward"] * 3 + ["backward"] * 3
-    with graphs_on(model, FULL, num_microbatches=3, cuda_graph_packed_tuning={"slots": 3}) as graphs:
+    with graphs_on(model, FULL, num_microbatches=3, cuda_graph_packed_slots=3) as graphs:
         for replayed_ones in ((0, 1, 2), (0, 2), (1,)):
             before = replayed(graphs)
             assert eager_order == in_flight(

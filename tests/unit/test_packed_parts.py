@@ -92,7 +92,7 @@ def test_microbatches_in_flight_keep_their_offsets_apart(bare, modules, order):
         return [torch.autograd.grad(losses[i], wanted) for i in order]
 
     expected = run()
-    with on_parts(bare, modules, cuda_graph_packed_tuning={"slots": 2}) as graphs:
+    with on_parts(bare, modules, cuda_graph_packed_slots=2) as graphs:
         for _ in range(2):
             for found, right in zip(run(), expected, strict=True):
                 assert_close(found, right)

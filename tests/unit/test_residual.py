@@ -35,7 +35,7 @@ def test_a_left_gradient_is_taken_once_by_its_own_norm():
     stream.leave(branch, gradient)
     assert stream.take(x, torch.ones(3)) is None
     assert stream.take(torch.ones(2, 3), weight) is None
-    with pytest.raises(RuntimeError, match='vision_cuda_graph_tuning.kernels="exact"'):
+    with pytest.raises(RuntimeError, match='vision_cuda_graph_kernels="exact"'):
         stream.check()
     with pytest.raises(RuntimeError, match="two branches"):
         stream.leave(branch, torch.zeros(2, 3))

@@ -14,9 +14,9 @@ from typing import Any
 from bridge_cg_plugin.options import GraphOptions, OptionError, check_options, normalize
 from bridge_cg_plugin.options import explain as wording
 from bridge_cg_plugin.options.facts import LOOP_PARTS
-from bridge_cg_plugin.options.flags import FLAGS, as_typed, take_flags, unknown_flag
-from bridge_cg_plugin.options.graph_options import SETTING, TUNING, VISION_ENCODER, split_name, tuning_of
-from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, OTHER_FIELDS, SETTINGS, named
+from bridge_cg_plugin.options.flags import FLAGS, take_flags, unknown_flag
+from bridge_cg_plugin.options.graph_options import SETTING, VISION_ENCODER
+from bridge_cg_plugin.options.sources import FIELDS, OTHER_FIELDS, SETTINGS, named
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.recipes import GPUS, with_graphs
 from bridge_cg_plugin.upstream.seams.encoders import NO_ADAPTER, encoder_of, has_audio_encoder
@@ -34,7 +34,6 @@ _NO_FIGURES = "Times and memory depend on the model: write a recipe's name first
 _NO_GRAPHS = "cuda_graphs=exact"
 AUDIO_ENCODER = "audio encoder"
 NOT_KNOWN = "not known"
-_GRAPH_FIELDS = (*FIELDS, *ATTRIBUTES, *TUNING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +164,7 @@ def run(given: Sequence[str], tell: Tell) -> int:
     try:
         answer = look(given)
     except (OptionError, RuntimeError) as error:
-        print(as_typed(error, given), file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     tell(json.dumps(as_json(answer)) if "--json" in given else render(answer, "--details" in given))
     return 0
@@ -192,7 +191,7 @@ def look(given: Sequence[str]) -> Answer:
         for name in ("graphs", "gpu", "nodes", "gpus_per_node"):
             if getattr(parsed, name) is not None:
                 raise OptionError.because(name, f"Cannot use --{name} without a recipe. Write a recipe's name first.")
-        bridges = as_bridges(words, parsed, (*_GRAPH_FIELDS, *SETTINGS))[0]
+        bridges = as_bridges(words, parsed, (*FIELDS, *SETTINGS))[0]
         return _of_words({**flags, **({} if bridges == words else {LOOP_PARTS: wording.PARTS})}, bridges)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -219,7 +218,7 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
     config, gpu = built(name), place.gpu or place.graphs
     if place.graphs is not None:
         config = with_graphs(config, gpu=place.graphs)
-    fields = {*getattr(getattr(config, "model", None), "__dict__", ()), *_GRAPH_FIELDS}
+    fields = {*getattr(getattr(config, "model", None), "__dict__", ()), *FIELDS}
     bridges, others = as_bridges(words, place, fields)
     other_loop = bridges != list(words)
     if other_loop and hasattr(config, "model"):
@@ -276,9 +275,8 @@ def _check_name(word: str) -> None:
     Raises:
         OptionError: Names the nearest.
     """
-    sections, field = split_name(word.lstrip("+").partition("=")[0].replace("-", "_"))
-    known = field in (*FIELDS, *ATTRIBUTES, *SETTINGS, *OTHER_FIELDS) or tuning_of(field)
-    if known or (sections and "graph" not in field):
+    *sections, field = word.lstrip("+").partition("=")[0].replace("-", "_").split(".")
+    if field in (*FIELDS, *SETTINGS, *OTHER_FIELDS) or (sections and "graph" not in field):
         return
     near = difflib.get_close_matches(field, (*FIELDS, *SETTINGS), n=1, cutoff=0.4)
     raise OptionError.unknown(field, "option in docs/options.md", near[0] if near else "")

@@ -28,7 +28,7 @@ from typing import Any
 import bridge_cg_plugin
 from bridge_cg_plugin.cli.answers import Tell
 from bridge_cg_plugin.options import GraphOptions, OptionError
-from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS, OTHER_FIELDS, SETTINGS
+from bridge_cg_plugin.options.sources import FIELDS, OTHER_FIELDS, SETTINGS
 from bridge_cg_plugin.recipes import RECIPES
 from bridge_cg_plugin.upstream.hooks.overrides import resolve
 from bridge_cg_plugin.upstream.hooks.recipes import PACKAGES, build_recipe, recipe_names
@@ -54,9 +54,7 @@ _PARTS = frozenset(
 
 
 # What is read of a configuration: a stand-in has what was given to it.
-_OPTIONS = frozenset(
-    (*FIELDS, *ATTRIBUTES, *SETTINGS, *OTHER_FIELDS, "enable_offline_packing", "offline_packing_specs")
-)
+_OPTIONS = frozenset((*FIELDS, *SETTINGS, *OTHER_FIELDS, "enable_offline_packing", "offline_packing_specs"))
 # What Bridge asks for the version of, in functions such as is_te_min_version.
 _VERSIONED = {"te": "transformer-engine", "torch": "torch"}
 

@@ -34,11 +34,11 @@ from bridge_cg_plugin.cli.runs.first_look import with_package
 from bridge_cg_plugin.cli.runs.recipe import error_in, free_port, read, require_gpu, torchrun
 from bridge_cg_plugin.cli.runs.results import command_line, provenance, write_records
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.options.flags import as_typed, take_flags
+from bridge_cg_plugin.options.flags import take_flags
 from bridge_cg_plugin.options.graph_options import SETTING
 from bridge_cg_plugin.options.language_model import IMPL
 from bridge_cg_plugin.options.packed import PACKED_FIELDS
-from bridge_cg_plugin.options.sources import ATTRIBUTES, FIELDS
+from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 
 RECIPE = Path(__file__).with_name("train.py")
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(refused, file=sys.stderr)
             return 2
     except OptionError as error:
-        print(as_typed(error, given), file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def plugin_words(rest: Sequence[str]) -> list[str]:
 
 def eager_words(rest: Sequence[str]) -> list[str]:
     """Return the words of `bridge-cg train` for an eager run: graph options among them are left out."""
-    others = [word for word in take_flags(rest)[1] if _field_of(word) not in (*FIELDS, *ATTRIBUTES)]
+    others = [word for word in take_flags(rest)[1] if _field_of(word) not in FIELDS]
     packs = f"{PACKED_FIELDS['max_packed_seqs']}=null"
     return [f"--{PROVIDER_FIELDS['impl']}", "none", f"--{IMPL}", "none", packs, *others]
 

@@ -25,7 +25,7 @@ from bridge_cg_plugin.cli.runs.recipe import mode_and_step, read, with_presets
 from bridge_cg_plugin.cli.runs.results import ROOT
 from bridge_cg_plugin.options import GraphOptions, OptionError
 from bridge_cg_plugin.options.explain import in_words
-from bridge_cg_plugin.options.flags import as_typed, given_flags
+from bridge_cg_plugin.options.flags import given_flags
 from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
 
 _WORLD = ("WORLD_SIZE", "SLURM_NTASKS")
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if parsed.dry_run:
                 check_training(parsed.recipe, config, options, gpus, parsed.graphs)
     except OptionError as error:
-        print(as_typed(error, given))
+        print(error)
         return REFUSED
     if parsed.dry_run:
         print("\n".join([dry_run(parsed.recipe, mode, step, options, missing), f"note: {NOT_BUILT}"]))

@@ -34,7 +34,6 @@ from bridge_cg_plugin.cli.runs.recipe import (
     train,
 )
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.options.flags import as_typed
 
 
 def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
@@ -75,7 +74,7 @@ def main(arguments: Sequence[str] | None = None, script: str = __file__) -> int:
         if looked and isinstance(error.__cause__, RuntimeError):  # building it asks for a GPU
             say(looked)
             return 0
-        print(as_typed(error, given), file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     if rank() == 0:
         say(first_look.dry_run(parsed.recipe, run.mode, run.step, run.options, missing))

@@ -218,7 +218,7 @@ class PackedWorkload(Workload):
     noun = "decoder"
     group = "packed_cuda_graph"
     out_of_memory_remedy = (
-        "Lower the tokens of a pack, cuda_graph_packed_tuning.slots or cuda_graph_max_packed_seqs, or give "
+        "Lower the tokens of a pack, cuda_graph_packed_slots or cuda_graph_max_packed_seqs, or give "
         "cuda_graph_packed_buckets a smaller largest bucket."
     )
 

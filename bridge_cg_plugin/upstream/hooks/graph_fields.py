@@ -20,12 +20,12 @@ from ...options import GraphOptions, OptionError, check_options, graph_options, 
 from ...options.declaration import is_unset
 from ...options.explain import PARTS, in_one_line
 from ...options.facts import OFFLOADS
-from ...options.graph_options import CHOICE, TE_RNG, Release, field_values, tuning_of
+from ...options.graph_options import CHOICE, TE_RNG, Release, field_values
 from ...options.language_model import INFERENCE, MODULES, SCOPE, LanguageModelGraphOptions
 from ...options.normalization import VISION_IMPL, warn_once
 from ...options.packed import PACKED
 from ...options.sources import (
-    ATTRIBUTES,
+    FIELDS,
     LANGUAGE_MODEL_FIELDS,
     SETTINGS,
     Written,
@@ -191,7 +191,7 @@ def describe_release(model: Any) -> Release:
     """
     if why := too_old(bridge_release()):
         raise OptionError.because("megatron-bridge", f"Cannot use graph options: {why}.")
-    fields = frozenset(name for name in (*ATTRIBUTES, TE_RNG) if hasattr(model, name))
+    fields = frozenset(name for name in (*FIELDS, TE_RNG) if hasattr(model, name))
     versions = {name: importlib.metadata.version(name) for name in ("megatron-bridge", "megatron-core")}
     return Release(
         name=f"megatron-bridge {versions['megatron-bridge']} (megatron-core {versions['megatron-core']})",
@@ -312,7 +312,7 @@ def graph_options_overridden(config: Any, *sources: Any) -> Iterator[GraphOption
     """
     wanted = graph_options(config, *sources)
     targets = [getattr(config, "model", None) or config, getattr(config, "rng", None)]
-    names = (*ATTRIBUTES, APPLIED, TE_RNG, "te_rng_tracker")
+    names = (*FIELDS, APPLIED, TE_RNG, "te_rng_tracker")
     before = [(vars(t), {name: vars(t).get(name, _ABSENT) for name in names}) for t in targets if t is not None]
     try:
         apply_options(wanted, config)
@@ -436,7 +436,7 @@ def _taken(model: Any, said: Written) -> tuple[dict[str, Any], list[str]]:
         why = f"Cannot use {OFFLOADS} here: it is a field of megatron-core's. Set it on the model."
         raise OptionError.because(OFFLOADS, why)
     kept = _explicit_fields(model)
-    known = [name for name in said.fields if hasattr(model, tuning_of(name) or name)]
+    known = [name for name in said.fields if hasattr(model, name)]
     taken = {name: said.fields[name] for name in known if kept.isdisjoint(set_together(name))}
     warm_up = said.facts[WARMUP]
     steps = {} if warm_up is None or WARMUP in kept else {WARMUP: warm_up}
@@ -448,7 +448,7 @@ def _listed(values: dict[str, Any]) -> str:
 
 
 def _explicit_fields(model: Any) -> set[str]:
-    """Return the graph fields, and keys of mappings, that have other values than their defaults."""
+    """Return the graph fields that have other values than their defaults."""
     defaults = {**EVERY, **dict(_defaults(dataclasses.fields(model) if dataclasses.is_dataclass(model) else ()))}
     held = {**fields_of(model), WARMUP: getattr(model, WARMUP, None)}
     return {name for name, value in held.items() if not is_unset(value) and not _is_default(name, value, defaults)}

@@ -15,10 +15,10 @@ from typing import Any
 from ...options import GraphOptions, OptionError, check_options, normalize
 from ...options.declaration import is_unset
 from ...options.flags import add_flags, clear_flags, given_flags, take_flags
-from ...options.graph_options import SETTING, asks_for_vision_graphs, field_values, split_name, tuning_of
+from ...options.graph_options import SETTING, asks_for_vision_graphs, field_values
 from ...options.language_model import IMPL, SCOPE
 from ...options.normalization import refuse_other_trackers, settle
-from ...options.sources import ATTRIBUTES, FIELDS, SETTINGS, Written, collect, fields_of
+from ...options.sources import FIELDS, SETTINGS, Written, collect, fields_of
 from ..seams.patches import Patch
 from ..seams.registry import seam
 from .graph_fields import applied, apply_environment, apply_options, collect_for_start, describe_release, set_graphs
@@ -170,11 +170,10 @@ def written_by_bridge(config: Any, file: str | Path | None, words: Sequence[str]
     in_file = frozenset(section) if isinstance(section, Mapping) else frozenset()
     in_words = frozenset(map(_leaf, graph_words(words)))
     said = in_file | in_words
-    fields = {name: value for name, value in fields_of(model).items() if not said.isdisjoint((name, tuning_of(name)))}
+    fields = {name: value for name, value in fields_of(model).items() if name in said}
     explicit = in_words if "_target_" in in_file else said
-    chosen = frozenset(name for name in fields if not explicit.isdisjoint((name, tuning_of(name))))
     settings = _settings_written(config, loaded, words)
-    return Written(fields, chosen | settings.keys(), settings)
+    return Written(fields, (explicit & fields.keys()) | settings.keys(), settings)
 
 
 def _settings_written(config: Any, loaded: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
@@ -196,14 +195,7 @@ def resolved_words(config: Any, words: Sequence[str]) -> Written:
     """Return the graph fields that words set, with what Bridge made of the interpolations among their values."""
     mine = graph_words(words)
     plain = [word for word in mine if "${" not in word]
-    return collect(plain, {name: _held(config.model, name) for name in map(_leaf, set(mine) - set(plain))})
-
-
-def _held(model: Any, name: str) -> Any:
-    """Return the value of a model's field, or of one key of a field that is a mapping."""
-    field, _, key = name.partition(".")
-    value = getattr(model, field, None)
-    return (value or {}).get(key) if key else value
+    return collect(plain, {name: getattr(config.model, name, None) for name in map(_leaf, set(mine) - set(plain))})
 
 
 def check_word(config: Any, word: str) -> None:
@@ -245,7 +237,7 @@ def _places(config: Any, names: set[str], path: Sequence[str]) -> dict[str, str]
         if dataclasses.is_dataclass(section)
         for field in dataclasses.fields(section)
     }
-    return {**inside, **{name: name for name in (*names, *ATTRIBUTES)}}
+    return {**inside, **{name: name for name in (*names, *FIELDS)}}
 
 
 def _nearest(part: str, known: Mapping[str, str]) -> str:
@@ -263,12 +255,12 @@ def _is_graph_word(word: str) -> bool:
     match = _WORD.fullmatch(word)
     if match is None or match["value"] is None:
         return False
-    path, leaf = split_name(match["name"])
-    return (leaf in FIELDS or bool(tuning_of(leaf))) and path in ([], ["model"])
+    path, _, leaf = match["name"].rpartition(".")
+    return leaf in FIELDS and path in ("", "model")
 
 
 def _leaf(word: str) -> str:
-    return split_name(word.partition("=")[0].lstrip("+~"))[1]
+    return word.partition("=")[0].lstrip("+~").rpartition(".")[2]
 
 
 def _apply_words(config: Any, words: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...graphs.recordings.recording import saved_address
 
-REMEDY = 'set vision_cuda_graph_tuning.kernels="exact"'
+REMEDY = 'set vision_cuda_graph_kernels="exact"'
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ PACKED = {
     "cuda_graph_modules": [],
     "cuda_graph_max_packed_seqs": 2 * PAIR,
     "cuda_graph_packed_buckets": list(PACK_BUCKETS),
-    "cuda_graph_packed_tuning": {"gradient_accumulation_fusion": False},
+    "cuda_graph_packed_gradient_accumulation_fusion": False,
     "use_te_rng_tracker": True,
 }
 PLUGIN, PLUGIN_PACKED, EAGER_PADDED = "plugin", "plugin_packed", "eager_padded"

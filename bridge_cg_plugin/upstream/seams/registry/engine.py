@@ -146,7 +146,7 @@ _FAST = seams_of(
     F.VISION_QWEN3_VL,
     layernorm_backward=swapped(
         f"{TE_LAYERNORM_LINEAR}:_LayerNormLinear.backward",
-        "vision_cuda_graph_tuning.kernels=fast has a kernel of its own for what it calls",
+        "vision_cuda_graph_kernels=fast has a kernel of its own for what it calls",
         "tex.layernorm_bwd(dgrad, inputmat, mu, rsigma, ln_weight,",
     ),
     layernorm_operation=swapped(
