@@ -1,10 +1,30 @@
 """Gradients in `main_grad`, as megatron-core's data parallelism keeps them."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+
+from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
+
+
+class Silent:
+    """A reduction that waits for nothing: recordings add to `main_grad`."""
+
+    def waits(self) -> bool:
+        return False
+
+    def order(self) -> None: ...
+
+    def gather(self) -> None: ...
+
+
+def reduced() -> Any:
+    """Let graphs that are made inside add to `main_grad`, as where data parallelism reduces it."""
+    return mock.patch.object(graph_helper, "megatron_reduction", lambda chunks, model: Silent())
 
 
 def give_main_grads(parameters: Iterable[nn.Parameter], flat: Tensor) -> None:

@@ -121,25 +121,25 @@ class GraphManager:
         """
         if self._demand is not None and call.note is not None and not self._paused:
             self._demand.saw(call.note)
+        if self.captured and self._paused:
+            return self._run_eager(call, eager)
         if not self.captured:
             if self.failure is None:
                 self.workload.observe(call)
             elif call.counts:
                 self.fell_back(self._failed_for, call.tokens)
-        elif self._paused:
-            self._note_eager()
         elif self.executor.memory_away and not self._take_back():
-            self._refuse(call, Fallback.MEMORY_RELEASED)
+            self.fell_back(Fallback.MEMORY_RELEASED, call.tokens)
             with self.paused():  # nor is it timed
                 return self._run_eager(call, eager)
         elif call.refusal is not None:
-            self._refuse(call, call.refusal)
+            self.fell_back(call.refusal, call.tokens)
         elif self._parts is not None:
             self._await_parameters()
             decided = self._parts.decide(call.batch)
             if not isinstance(decided, Fallback):
                 return self._parts.run(call.batch, decided, eager)
-            self._refuse(call, decided)
+            self.fell_back(decided, call.tokens)
             return self.workload.run_eager(call, eager)
         else:
             if (proofs := self._regions[0].proofs) is not None:
@@ -161,10 +161,6 @@ class GraphManager:
         """
         if self.surroundings.before_replay is not None:
             self.surroundings.before_replay()
-
-    def _refuse(self, call: Call, reason: Fallback) -> None:
-        self._note_eager()
-        self.fell_back(reason, call.tokens)
 
     def release_memory(self) -> int:
         """Take the graphs' memory off the device until the next microbatch that replays; returns how many bytes left.
@@ -200,11 +196,6 @@ class GraphManager:
     def fell_back(self, reason: Fallback, tokens: int | None = None) -> None:
         """Count a microbatch that runs eager in the whole module."""
         self._own.fell_back(self.workload.noun, reason, tokens)
-
-    def _note_eager(self) -> None:
-        """Let gradients of an eager pass reach `main_grad` after replays."""
-        for region in self._regions:
-            region.sources.hooks.clear()
 
     def capture(self) -> bool:
         """Plan buckets and capture; returns whether graphs exist now.

@@ -228,7 +228,6 @@ class Region(Part):
         if self.disproved:
             return Fallback.DIFFERS_FROM_EAGER
         sources = self.sources
-        sources.hooks.clear()
         gradients = torch.is_grad_enabled()
         source = self.source(gradients, asks=records)
         if not isinstance(source, Source):

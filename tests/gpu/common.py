@@ -30,9 +30,11 @@ def vision_graphs(model: nn.Module, capture: bool = True, around: dict[str, Any]
     """
     from bridge_cg_plugin.options import VisionGraphOptions
     from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
+    from tests.models.tower import MainGrads
 
     settings: dict[str, Any] = {"impl": "transformer_engine", "strict": True, **options}
     helper = encoder_helper(model, model.config, options=VisionGraphOptions(**settings), **(around or {}))
+    MainGrads.reduce_gradients(model, helper.graphs)
     if capture:
         helper.create_cudagraphs()
     return helper

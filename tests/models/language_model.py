@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bridge_cg_plugin.graphs.buckets import Bucket
+from tests.models.tower import MainGrads
 
 VOCABULARY = 32_768
 
@@ -353,6 +354,7 @@ def new_helper(
     (helper,) = decoder_helpers([model], model.config, num_microbatches=8)
     graphs = helper.graphs
     assert graphs is not None
+    MainGrads.reduce_gradients(model, graphs)
     workload: Any = graphs.workload
     if by_layer:
         workload.family.parts = workload.family.layer_parts

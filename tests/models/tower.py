@@ -4,11 +4,11 @@ Without a GPU the tower is `small_tower`'s: the same code runs, for tests.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import batched
-from typing import Any, cast
+from typing import Any, ClassVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -106,14 +106,16 @@ class MegatronParameter(nn.Parameter):
 class MainGrads:
     """Accumulates gradients into fp32 `main_grad` in a hook on each parameter, as Megatron's data parallelism does.
 
-    It is a `Reduction` for the plugin, too, which waits for gradients in every backward but inside `not_awaited`.
+    It is a `Reduction` for the plugin, too, as data parallelism is; in graphs of the model by `reduce_gradients`.
     """
 
     _awaited = True
+    _of: ClassVar[WeakValueDictionary[int, "MainGrads"]] = WeakValueDictionary()
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = cast("list[MegatronParameter]", [p for p in model.parameters() if p.requires_grad])
         self._accumulators: list[Any] = []
+        MainGrads._of[id(model)] = self
         for parameter in self.parameters:
             parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
             parameter.grad_added_to_main_grad = False
@@ -147,14 +149,11 @@ class MainGrads:
     def arrived(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `graphs.replays.gradients.Reduction`."""
 
-    @contextmanager
-    def not_awaited(self) -> Iterator[None]:
-        """Inside, no reduction waits for gradients, as in all microbatches of a step but the last."""
-        self._awaited = False
-        try:
-            yield
-        finally:
-            self._awaited = True
+    @staticmethod
+    def reduce_gradients(model: nn.Module, graphs: Any) -> None:
+        """Let the next recordings of a model's graphs, or of a part's, add to its `main_grad`, if it has them."""
+        reduction = MainGrads._of.get(id(model))
+        graphs.surroundings = replace(graphs.surroundings, reduction=reduction)
 
     def zero(self) -> None:
         """Zero all gradients."""
@@ -228,6 +227,7 @@ def new_helper(model: nn.Module, options: Any) -> Any:
     from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
 
     helper = encoder_helper(model, model.config, options=options)
+    MainGrads.reduce_gradients(model, helper.graphs)
     try:
         helper.create_cudagraphs()
     except BaseException:

@@ -27,7 +27,7 @@ from examples.photographs.small_tower import start_single_process
 from tests.models.language_model import arguments_at, held
 
 from ..executors import new_executor
-from ..main_grads import hook_main_grads
+from ..main_grads import hook_main_grads, reduced
 from .towers import assert_close, loss_of
 
 bridge_cg_plugin.activate()
@@ -352,7 +352,7 @@ def assert_adds_to_main_grads(model, batches, put_on_graphs):
     """Compare `main_grad` in the decoder, and `grad` elsewhere, after replays of batches with eager's gradients."""
     expected = [losses_and_gradients(model, batch)[1] for batch in batches]
     model.nodes = hook_main_grads(model.decoder.parameters())
-    with put_on_graphs() as graphs:
+    with reduced(), put_on_graphs() as graphs:
         for batch in batches:
             loss_of([model(**batch)]).backward()
         assert replayed(graphs) == len(batches)

@@ -12,9 +12,9 @@ from torch import nn
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import ReplayError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.replays.gradients import SMALL, GradientSinks, ParameterHooks, SmallGradients
+from bridge_cg_plugin.graphs.replays.gradients import SMALL, GradientSinks, SmallGradients
 
-from ..main_grads import hook_main_grads
+from ..main_grads import Silent, hook_main_grads
 from ..pooled import PooledExecutor
 from ..regions import new_region
 from .toy import WIDTH, Toy, ToyProgram, assert_same, loss_of, poison, toy_batch, toy_region
@@ -227,29 +227,11 @@ def test_gradients_of_every_size_reach_main_grad():
         parameter.main_grad = torch.ones_like(parameter)
     nodes = hook_main_grads(model.values())
     aliases = {p: torch.nn.Parameter(p.detach()) for p in model.values()}
-    sinks = GradientSinks(list(model.values()))
+    sinks = GradientSinks(list(model.values()), Silent())
     with sinks.attached(aliases):
         loss = sum((alias * 3).sum() for alias in aliases.values())
         torch.autograd.grad(loss, list(aliases.values()))
     assert nodes and all((p.main_grad == 4).all() for p in model.values())
-
-
-@pytest.mark.parametrize("reduction, elements", [(None, 4 * 4), (object(), 1)], ids=["autograd", "reduction"])
-def test_placeholders_take_memory_only_where_autograd_gets_them(reduction, elements):
-    """A reduction is notified directly; the largest weight of a tower alone is 40 MiB."""
-    model = nn.Linear(4, 4)
-    nodes = hook_main_grads(model.parameters())
-    hooks = ParameterHooks()
-    GradientSinks(list(model.parameters()), reduction, hooks)
-    (storage,) = itertools.chain(*hooks.zeros._flat.values())
-    assert nodes and storage.numel() == elements
-
-
-class Silent:
-    """A reduction that waits for nothing."""
-
-    def waits(self):
-        return False
 
 
 ASKS = [
@@ -260,10 +242,9 @@ ASKS = [
 
 
 @pytest.mark.parametrize("ask", ASKS)
-@pytest.mark.parametrize("reduction", [None, Silent()], ids=["alone", "reduced"])
-def test_a_backward_for_some_inputs_adds_nothing_to_main_grad(ask, reduction):
+def test_a_backward_for_some_inputs_adds_nothing_to_main_grad(ask):
     _, parallel, _ = pair()
-    region, batch = toy_region(parallel.model, reduction=reduction), toy_batch(FITTING)
+    region, batch = toy_region(parallel.model, reduction=Silent()), toy_batch(FITTING)
     with pytest.raises(ReplayError, match="backward\\(inputs=\\)"):
         ask(region_loss(region, batch), batch, parallel.model)
     assert region.statistics.replays == 1 and not any(g.any() for g in parallel.main_grads)

@@ -63,9 +63,10 @@ def replaying(rows, awaited: bool = False, layers: int = 3, capacity: int | None
     grads = MainGrads(model)
     grads._awaited = awaited
     batch = make_batch(rows, model)
-    with graphs_on(model, buckets=(capacity or batch.tokens,)) as graphs:
+    with graphs_on(model, capture=False, buckets=(capacity or batch.tokens,)) as graphs:
+        grads.reduce_gradients(model, graphs)
+        graphs.capture()
         (region,) = graphs._regions
-        region.sources.current.sinks._reduction = grads
         for (_, _, mode), recorded in region.sources.current.recordings.items():
             if mode.gradients:
                 recorded.recording = Idle(recorded.recording)

@@ -14,7 +14,7 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 from bridge_cg_plugin.upstream.decoder.layers import MAX_SEQLENS
 
-from ..main_grads import hook_main_grads
+from ..main_grads import hook_main_grads, reduced
 from .packs import (
     WARMUP,
     assert_adds_to_main_grads,
@@ -226,7 +226,7 @@ def test_weight_gradients_are_added_inside_products_of_recorded_work_only(monkey
     for kind in {type(product) for product in products}:
         monkeypatch.setattr(kind, "forward", noting(kind.forward, seen))
     options = {} if fused is None else {"cuda_graph_packed_gradient_accumulation_fusion": fused}
-    with graphs_on(fresh, pack(WARMUP), cuda_graph_modules=modules, **options) as graphs:
+    with reduced(), graphs_on(fresh, pack(WARMUP), cuda_graph_modules=modules, **options) as graphs:
         assert (False, True) in seen and ((True, False) in seen) == (fused is not False)
         assert (True, True) not in seen and (False, False) not in seen
         seen.clear()

@@ -24,6 +24,7 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.switches import PROOF
 from bridge_cg_plugin.upstream.environment import check_process
 
+from ..main_grads import reduced
 from ..ranks import run_ranks
 from ..tape import TapeExecutor
 from . import packed_parts, packs
@@ -100,7 +101,7 @@ def training(kind, parallel=True, **options):
     """Yield a model on graphs, the graphs, and the same model without."""
     models = kind.new(), kind.new()
     sides = [DataParallel(model) for model in models] if parallel else None
-    with kind.graphs(models[0], **options) as graphs:
+    with reduced() if parallel else nullcontext(), kind.graphs(models[0], **options) as graphs:
         graphs.models = models
         yield models[0], close(graphs), models[1]
     del sides

@@ -23,7 +23,7 @@ from bridge_cg_plugin.graphs.changes.state import Holder
 from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
 from bridge_cg_plugin.graphs.program import Agreed
 
-from ..main_grads import hook_main_grads
+from ..main_grads import Silent, hook_main_grads
 from ..regions import new_region
 from ..rows_program import RowsProgram
 from ..tape import TapeExecutor
@@ -382,7 +382,7 @@ def test_a_frozen_model_replays_in_a_checkpoint():
 )
 def test_a_backward_whose_parameters_changed_since_its_forward_is_refused(change, inside):
     model = with_main_grads(two_layers())
-    region = region_of(model)
+    region = region_of(model, reduction=Silent())
     with region.watch.step() if inside else torch.enable_grad():
         (outputs,) = region.run(batch())
         change(model[0].linear.weight)

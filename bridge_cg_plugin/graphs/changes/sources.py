@@ -277,7 +277,7 @@ class Sources:
             return reason
         self._warn(what, what)
         trained = [parameter.requires_grad for *_, parameter in self._parameters()]
-        key = (self._state, numerics, trained, self._watch.replaced, set(map(id, self.hooks.foreign())))
+        key = (self._state, numerics, trained, self._watch.replaced, set(map(id, self.hooks.hooked())))
         asked = next((each for each in self._asked if each[0] == key), None)
         if asked is None:
             self._asked.append(asked := [key, 0])

@@ -1,6 +1,5 @@
 """Where a recorded backward puts the gradients of a region's parameters."""
 
-import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
@@ -10,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from ...upstream_types import MegatronParameter
 from ..changes.dict_watch import WATCHER
@@ -30,107 +28,64 @@ class Reduction(Protocol):
         """Take note that the `main_grad` of these parameters holds all of this backward's gradient."""
 
 
-class ParameterHooks:
-    """The hooks on a region's parameters: the plugin has one on each, to distinguish replayed from eager gradients.
+NO_PARAMETERS: frozenset[nn.Parameter] = frozenset()
 
-    Recordings of several sources share them. A hook that somebody else put on a parameter must see the gradient itself.
+
+class ParameterHooks:
+    """Whether anybody has a hook on a region's parameters: it must see the gradient itself.
+
+    Recordings of several sources share what is known.
     """
 
     def __init__(self) -> None:
         self.pending = PendingReplays()
-        self.zeros = Zeros()
-        self._handles: dict[nn.Parameter, RemovableHandle] = {}
-        self._marked: list[MegatronParameter] = []
+        self._watched: set[nn.Parameter] = set()
         self._changed = True
-        self._foreign: frozenset[nn.Parameter] = NO_PARAMETERS
+        self._hooked: frozenset[nn.Parameter] = NO_PARAMETERS
 
-    def put_on(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Put a hook on the parameters that have none of the plugin's yet."""
-        for parameter in parameters:
-            if parameter not in self._handles:
-                self._handles[parameter] = parameter.register_hook(_Marker(self, parameter))
-                if parameter._post_accumulate_grad_hooks is None:
-                    # Made before anybody needs it, to be watched.
-                    parameter._post_accumulate_grad_hooks = OrderedDict()
-                for table in _tables_of(parameter):
-                    WATCHER.watch(table, self._note)
+    def watch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Follow the hooks on parameters."""
+        for parameter in set(parameters) - self._watched:
+            # Made before anybody needs them, to be watched.
+            if parameter._backward_hooks is None:
+                parameter._backward_hooks = OrderedDict()
+            if parameter._post_accumulate_grad_hooks is None:
+                parameter._post_accumulate_grad_hooks = OrderedDict()
+            for table in _tables_of(parameter):
+                WATCHER.watch(table, self._note)
+            self._watched.add(parameter)
         self._changed = True
 
     def keep(self, parameters: Set[nn.Parameter]) -> None:
-        """Take the hooks off all other parameters, which have left the model."""
-        for parameter in self._handles.keys() - parameters:
+        """Follow those of other parameters no more, which have left the model."""
+        for parameter in self._watched - parameters:
             for table in _tables_of(parameter):
                 WATCHER.unwatch(table, self._note)
+            if not parameter._backward_hooks:
+                parameter._backward_hooks = None
             if not parameter._post_accumulate_grad_hooks:
                 parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-            self._handles.pop(parameter).remove()
+        self._watched &= parameters
         self._changed = True
 
     def release(self) -> None:
-        """Take the hooks off the parameters."""
-        self.clear()
+        """Follow none."""
         self.keep(NO_PARAMETERS)
 
     def _note(self, hooks: dict[Any, Any], key: Hashable, hook: Any) -> None:
         self._changed = True
 
-    def foreign(self) -> frozenset[nn.Parameter]:
-        """Return the parameters on which somebody else has a hook."""
+    def hooked(self) -> frozenset[nn.Parameter]:
+        """Return the parameters that have a hook."""
         if self._changed:
             self._changed = False
-            self._foreign = frozenset(filter(hooked, self._handles))
-        return self._foreign
-
-    def arrived(self, parameter: MegatronParameter, gradient: Tensor | None) -> None:
-        """Set a parameter's flag if the sum of a backward pass is a bare placeholder: `main_grad` has everything.
-
-        A sum with an eager gradient is another tensor, still to be added, as placeholders are zero.
-        """
-        if gradient is not None and gradient.data_ptr() in self.zeros.addresses:
-            parameter.grad_added_to_main_grad = True
-            self._marked.append(parameter)
-
-    def clear(self) -> None:
-        """Take the flags back that replays set, also those that a failed backward left behind.
-
-        A placeholder that is still there as `.grad` becomes zeros of its own, to which autograd may add.
-        """
-        for parameter in self._marked:
-            parameter.grad_added_to_main_grad = False
-            if (left := parameter.grad) is not None and left.data_ptr() in self.zeros.addresses:
-                parameter.grad = left.clone()
-        self._marked = []
-
-
-class _Marker:
-    """The plugin's hook on a parameter, called with a backward pass's sum before data parallelism's hook."""
-
-    def __init__(self, hooks: ParameterHooks, parameter: nn.Parameter) -> None:
-        self._hooks, self._parameter = hooks, parameter
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        self._hooks.arrived(self._parameter, gradient)
-
-
-NO_PARAMETERS: frozenset[nn.Parameter] = frozenset()
+            self._hooked = frozenset(filter(hooked, self._watched))
+        return self._hooked
 
 
 def hooked(parameter: nn.Parameter) -> bool:
-    """Whether somebody else than the plugin has a hook on a parameter."""
-    return any(not isinstance(hook, _Marker) for table in _tables_of(parameter) for hook in table.values())
-
-
-def accumulated_by_hook(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's gradient accumulator has a hook, as data parallelism's, which adds `.grad` to `main_grad`.
-
-    An accumulator that nobody holds has none: autograd makes another one for each backward.
-    """
-    handle = get_gradient_edge(parameter).node.register_hook(lambda *unused: None)
-    try:
-        hooks = handle.hooks_dict_ref()
-        return hooks is not None and len(hooks) > 1
-    finally:
-        handle.remove()
+    """Whether anybody has a hook on a parameter."""
+    return any(_tables_of(parameter))
 
 
 def _tables_of(parameter: nn.Parameter) -> Iterator[dict[Any, Any]]:
@@ -143,12 +98,10 @@ def _tables_of(parameter: nn.Parameter) -> Iterator[dict[Any, Any]]:
 class GradientSinks:
     """Routes each trainable parameter's gradient to where eager training would put it.
 
-    The recorded backward adds a gradient to the parameter's `main_grad` where data parallelism would: with a reduction,
-    or where a hook on the gradient accumulator does so. Autograd gets a placeholder and the flag
-    `grad_added_to_main_grad`, as with Transformer Engine's fused accumulation. Placeholders of hundreds of parameters
-    take milliseconds: with a reduction, that is notified directly instead. Any other parameter, or one with a user's
-    hook, gets its gradient from autograd, in memory that all recordings share; a module that adds to `main_grad`
-    itself does so in its recording, too.
+    With a reduction, the recorded backward adds a gradient to the parameter's `main_grad`, as data parallelism does
+    with Transformer Engine's fused accumulation, and the reduction is notified: placeholders of hundreds of parameters
+    take milliseconds. Any other parameter, or one with a user's hook, gets its gradient from autograd, in memory that
+    all recordings share; a module that adds to `main_grad` itself does so in its recording, too.
 
     Args:
         parameters: The region's trainable parameters.
@@ -158,6 +111,8 @@ class GradientSinks:
     Attributes:
         given: The `main_grad` of each parameter when this object was made.
         handed: Parameters with a `main_grad` that get their gradient from autograd.
+        main_grads: The `main_grad` of each parameter to which the recorded backward adds; None for others.
+        receivers: The tensors through which autograd is to know a replay's backward: an anchor and parameters.
     """
 
     def __init__(
@@ -170,17 +125,14 @@ class GradientSinks:
         self._reduction, self._hooks = reduction, hooks or ParameterHooks()
         self.given = tuple(getattr(p, "main_grad", None) for p in self.parameters)
         given = [p for p, g in zip(self.parameters, self.given, strict=True) if g is not None]
-        self._hooked = frozenset(filter(hooked, given))
-        left = () if reduction is not None else itertools.filterfalse(accumulated_by_hook, given)
-        self.handed = self._hooked.union(left)
+        self._hooked = NO_PARAMETERS if reduction is None else frozenset(filter(hooked, given))
+        self.handed = frozenset(given) if reduction is None else self._hooked
         self.main_grads: tuple[Tensor | None, ...] = tuple(
             None if p in self.handed else g for p, g in zip(self.parameters, self.given, strict=True)
         )
         self._accumulated = tuple(p for p, g in zip(self.parameters, self.main_grads, strict=True) if g is not None)
         self._added_to = frozenset(self._accumulated)
-        self._zeros = self._hooks.zeros
-        self._zeros.reserve(self._accumulated, scalars=reduction is not None)
-        self._placeholders = [] if reduction is not None else list(map(self._zeros.shaped, self._accumulated))
+        self._zeros = {(p.dtype, p.device): torch.zeros((), dtype=p.dtype, device=p.device) for p in self._accumulated}
         self._nodes: list[Node] = []
         self._returned_places = [place for place, g in enumerate(self.main_grads) if g is None]
         self._returned = tuple(map(self.parameters.__getitem__, self._returned_places))
@@ -188,9 +140,9 @@ class GradientSinks:
         self._fused: set[nn.Parameter] = set()
         anchor = torch.zeros((), requires_grad=True)
         self._anchor_node = get_gradient_edge(anchor).node
-        self._known, self._unknown = (anchor, *self.parameters), (anchor, *self._returned)
-        if hooks is not None:
-            hooks.put_on(given)
+        self.receivers: tuple[Tensor, ...] = (anchor, *self._returned)
+        if hooks is not None and reduction is not None:
+            hooks.watch(given)
 
     def prepare(self) -> None:
         """Take the memory of gradients that recordings return to autograd."""
@@ -210,8 +162,8 @@ class GradientSinks:
         return static_bytes_of((self,))
 
     def hooked_otherwise(self) -> bool:
-        """Whether other parameters have a hook of somebody else than when this object was made."""
-        found = self._hooks.foreign()
+        """Whether other parameters have a hook than when this object was made."""
+        found = self._hooks.hooked()
         if not (found or self._hooked):
             return False
         return found.intersection(self.parameters) != self._hooked
@@ -224,7 +176,7 @@ class GradientSinks:
             alias: MegatronParameter = aliases[parameter]
             alias.grad_added_to_main_grad = False
             if main_grad is not None:
-                receive = _adder(alias, main_grad, self._zeros.scalar(alias), small)
+                receive = _adder(alias, main_grad, self._zeros[alias.dtype, alias.device], small)
             elif parameter in self._static:
                 receive = self._keeper(parameter, alias, small)
             else:
@@ -273,41 +225,27 @@ class GradientSinks:
         places = zip(self.parameters, self.given, self.main_grads, strict=True)
         return tuple(g if main is not None or p in self._fused else None for p, g, main in places)
 
-    def receivers(self) -> tuple[Tensor, ...]:
-        """Return the tensors through which autograd is to know a replay's backward: an anchor and parameters."""
-        return self._known if self._reduction is None else self._unknown
-
-    def expect(self, node: Node, receivers: Sequence[Tensor]) -> None:
-        """Note that a replay's backward is to come, with its node and what `receivers` returned for it."""
-        if receivers is self._unknown:
+    def expect(self, node: Node) -> None:
+        """Note that a replay's backward is to come, with its node."""
+        if self._accumulated:
             self._hooks.pending.expect(node, self._added_to)
 
     def would_add_unasked(self) -> bool:
         """Whether the backward under way is for some inputs alone, but a replay would add to a `main_grad`."""
         return bool(self._accumulated) and not WILL_RUN(self._anchor_node)
 
-    def hand_over(
-        self, gradients: Sequence[Tensor | None], receivers: Sequence[Tensor], node: Node
-    ) -> tuple[Tensor | None, ...]:
-        """Return what a replayed backward gives autograd for each receiver: placeholders, or copies.
+    def hand_over(self, gradients: Sequence[Tensor | None], node: Node) -> tuple[Tensor | None, ...]:
+        """Return what a replayed backward gives autograd for each receiver: copies.
 
         Args:
             gradients: Those that the recording returned.
-            receivers: What `receivers` returned for the replay.
             node: The replay's.
         """
-        if receivers is self._unknown:
+        if self._accumulated:
             self._hooks.pending.ran(node, self._accumulated)
             self._tell()
-            kept = map(gradients.__getitem__, self._returned_places)
-            return None, *map(self._handed_on, self._returned, kept)
-        torch.autograd.Variable._execution_engine.queue_callback(self._hooks.clear)
-        # Autograd steals what nobody else holds.
-        placeholders: Iterator[Tensor] = map(Tensor.detach, self._placeholders)
-        return None, *(
-            next(placeholders) if main_grad is not None else self._handed_on(parameter, g)
-            for parameter, g, main_grad in zip(self.parameters, gradients, self.main_grads, strict=True)
-        )
+        kept = map(gradients.__getitem__, self._returned_places)
+        return None, *map(self._handed_on, self._returned, kept)
 
     def _handed_on(self, parameter: MegatronParameter, gradient: Tensor | None) -> Tensor | None:
         """Return what autograd gets for a parameter: a copy of its gradient; zeros for hooks, which cannot take None.
@@ -419,40 +357,3 @@ class SmallGradients:
             parts = flat.split([g.numel() for g in gradients])
             torch._foreach_add_(main_grads, [part.view_as(g) for part, g in zip(parts, main_grads, strict=True)])
         self._pairs = {}
-
-
-class Zeros:
-    """Zeros of any size over one storage per dtype and device.
-
-    A storage that a larger one follows is kept: a gradient must never lie where a placeholder was.
-
-    Attributes:
-        addresses: Where the storages begin.
-    """
-
-    def __init__(self) -> None:
-        self._flat: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        self.addresses: set[int] = set()
-
-    def reserve(self, parameters: Sequence[nn.Parameter], scalars: bool = False) -> None:
-        """Make room for the largest of these parameters, or for scalars of their dtypes."""
-        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-        for parameter in parameters:
-            key = (parameter.dtype, parameter.device)
-            sizes[key] = 1 if scalars else max(sizes.get(key, 0), parameter.numel())
-        for (dtype, device), size in sizes.items():
-            kept = self._flat.setdefault((dtype, device), [])
-            if not kept or kept[-1].numel() < size:
-                kept.append(torch.zeros(size, dtype=dtype, device=device))
-                self.addresses.add(kept[-1].data_ptr())
-
-    def shaped(self, parameter: nn.Parameter) -> Tensor:
-        """Return zeros of a parameter's shape and strides."""
-        return self._last(parameter).as_strided(parameter.shape, parameter.stride())
-
-    def scalar(self, parameter: nn.Parameter) -> Tensor:
-        """Return a zero of a parameter's dtype and device, to be expanded to any shape."""
-        return self._last(parameter)[0]
-
-    def _last(self, parameter: nn.Parameter) -> Tensor:
-        return self._flat[parameter.dtype, parameter.device][-1]

@@ -48,7 +48,6 @@ class Replay:
         statistics: The region's.
         lease: On the slot, once it runs.
         observer: Watches the backward.
-        receivers: The tensors through which autograd knows of the backward.
         rows: Real rows of each output.
         input_rows: Real rows of each differentiable input.
     """
@@ -63,7 +62,6 @@ class Replay:
     statistics: RegionStatistics
     lease: Lease | None = None
     observer: BackwardObserver | None = None
-    receivers: tuple[Tensor, ...] = ()
     rows: tuple[int, ...] = ()
     input_rows: tuple[int, ...] = ()
 
@@ -88,9 +86,9 @@ class Replay:
                 else:
                     slot.common.begins(self.recorded.turn, lease)
                     inputs = program.differentiable_inputs(batch)
-                    self.receivers, self.input_rows = self.source.sinks.receivers(), tuple(map(len, inputs))
+                    self.input_rows = tuple(map(len, inputs))
                     # Without `Function.apply`'s look for functorch's wrappers, 0.2 ms for an encoder's parameters.
-                    outputs = super(Function, _Replay).apply(self, *inputs, *self.receivers)
+                    outputs = super(Function, _Replay).apply(self, *inputs, *self.source.sinks.receivers)
             except BaseException:
                 lease.release()
                 raise
@@ -116,7 +114,7 @@ class _Replay(Function):
     def forward(ctx: Any, call: Replay, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        call.source.sinks.expect(ctx, call.receivers)
+        call.source.sinks.expect(ctx)
         return call.launch()
 
     @staticmethod
@@ -154,7 +152,7 @@ class _Replay(Function):
         inputs = tuple(
             None if g is None else g[:rows].clone() for g, rows in zip(gradients.inputs, call.input_rows, strict=True)
         )
-        parameters = sinks.hand_over(gradients.parameters, call.receivers, ctx)
+        parameters = sinks.hand_over(gradients.parameters, ctx)
         lease.release()
         # An autograd graph may outlive its step, and garbage collection does not look into it: megatron-core's token
         # dispatchers keep the probabilities of the last microbatch, and with them all of its nodes.
