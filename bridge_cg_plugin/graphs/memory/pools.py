@@ -6,8 +6,8 @@ captures. PyTorch finds memory by address over all pools: nothing that it knows 
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from ..errors import CaptureError
 from .ranges import AddressRange
 
-# Entered around the making of tensors.
-Making = Callable[[], AbstractContextManager[None]]
 # Blocks that something has; others are PyTorch's to give again, or wait for the device.
 ALIVE = "active_allocated"
 
@@ -209,20 +207,3 @@ class Arena(SlotMemory):
     def keep(self, nbytes: int) -> None:
         """See `SlotMemory`."""
         self._addresses.keep(nbytes)
-
-
-class StaticMemory:
-    """Memory of tensors that recordings read and write; its content comes back with it.
-
-    Args:
-        addresses: What it is behind, for nothing else.
-    """
-
-    def __init__(self, addresses: AddressRange) -> None:
-        self._addresses, self._pool = addresses, addresses.new_pool()
-
-    @contextmanager
-    def making(self) -> Iterator[None]:
-        """Make tensors inside."""
-        with self._addresses.giving(), torch.cuda.use_mem_pool(self._pool):
-            yield
