@@ -439,7 +439,7 @@ class GraphManager:
 
     def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
         """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
-        return self.captured and any(each.sources.hooks.pending.adds_later(parameters) for each in self._regions)
+        return self.captured and any(each.sources.hooks.adds_later(parameters) for each in self._regions)
 
     def statistics(self) -> RegionStatistics:
         """Return what happened so far, over all regions."""

@@ -21,7 +21,7 @@ from .recordings.capture import in_checkpoint, is_capturing
 from .recordings.chain import Chain, Part
 from .recordings.executor import Executor, give_up
 from .recordings.recording import EVALUATION, TRAINING, Mode
-from .replays.pending import NO_BACKWARD
+from .replays.gradients import NO_BACKWARD
 from .replays.replay import BackwardObserver, Replay
 from .replays.slot import Slot
 from .reports import BucketStatistics

@@ -1,9 +1,8 @@
 """Graph options in words and as JSON."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
-from itertools import zip_longest
 from typing import Any
 
 from .declaration import Group, plain
@@ -15,17 +14,6 @@ from .vision import PROVIDER_FIELDS, VISION, WITHOUT_GRAPHS, VisionGraphOptions
 GAP = "  "
 # Where names that are longer than a cell are divided.
 _JOINTS = re.compile(r"(?<=[_.=,:/])")
-
-
-def text_table(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
-    """Return the lines of a table; only a name without joints may be wider than its column."""
-    return [line for row in rows for line in _lines(row, widths)]
-
-
-def _lines(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    columns = [cell_lines(text, width) for text, width in zip(cells, widths, strict=True)]
-    for texts in zip_longest(*columns, fillvalue=""):
-        yield GAP.join(text.ljust(width) for text, width in zip(texts, widths, strict=True)).rstrip()
 
 
 def cell_lines(text: str, width: int) -> list[str]:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.graphs import instance as modules
 from bridge_cg_plugin.graphs.recordings import streams as side_stream
 from bridge_cg_plugin.upstream.hooks import any_loop
 from bridge_cg_plugin.upstream.hooks.any_loop import HELD, LOOPS, WARMUP_CALLS, _with_graphs
@@ -91,7 +90,7 @@ def test_models_of_two_threads_are_recorded_one_after_the_other(monkeypatch):
         for training in [threads.submit(train, *pair) for pair in pairs]:
             training.result()
     assert all(graphs.statistics().replays == 12 for graphs in active_graphs())
-    assert modules._walked is None and side_stream.current_side_stream() is None
+    assert side_stream.current_side_stream() is None
 
 
 def test_warm_up_is_what_the_config_says_or_a_few_calls():

@@ -4,7 +4,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.nn.utils import parametrize
 
 from bridge_cg_plugin.graphs.changes import sources
 from bridge_cg_plugin.graphs.changes.sources import LASTING
@@ -12,7 +11,7 @@ from bridge_cg_plugin.graphs.changes.sources import LASTING
 from ..tape import TapeExecutor
 from . import packs
 from .changes import GraphedAndEager
-from .towers import assert_close, draw, graphs_on, new_tower, results
+from .towers import draw, graphs_on, new_tower
 
 
 @pytest.mark.parametrize("kind", ["whole", "parts", "parts whose activations leave"])
@@ -69,31 +68,6 @@ def test_a_model_that_changes_all_the_time_is_captured_seldom_and_on_graphs_agai
             tower(*draw([[1, 4, 4]]))
         assert graphs.statistics().replays >= changing + LASTING
     assert len(caplog.records) <= 6
-
-
-class Scaled(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.tensor(1.3))
-
-    def forward(self, weight):
-        return self.scale * weight
-
-
-def test_parametrized_weights_that_are_cached_around_a_capture_are_not_part_of_it():
-    tower, reference = new_tower(), new_tower()
-    for model in (tower, reference):
-        parametrize.register_parametrization(model.decoder.layers[0].mlp.linear_fc2, "weight", Scaled())
-    with parametrize.cached(), graphs_on(tower, buckets=(16,), executor=TapeExecutor()) as graphs:
-        for seed in range(3):
-            actual, expected = (results(model, [[1, 4, 4]], seed) for model in (tower, reference))
-            assert_close(actual[0], expected[0])
-            assert_close(actual[1], expected[1])
-            parametrize._cache.clear()  # as where `cached` ends after each step
-            with torch.no_grad():
-                for parameter in (*tower.parameters(), *reference.parameters()):
-                    parameter.mul_(1.1)
-        assert graphs.statistics().replays == 3
 
 
 @pytest.mark.parametrize("field", ["qk_clip", "log_max_attention_logit"])

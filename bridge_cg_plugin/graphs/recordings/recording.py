@@ -10,12 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
-from torch.nn.utils import parametrize
 
 from ...upstream_types import MegatronParameter
 from ..buckets import Bucket
 from ..changes.dict_watch import WATCHER
-from ..instance import every_module, walked_once
+from ..instance import every_module
 from ..program import Buffers, RegionProgram
 from ..replays.gradients import GradientSinks
 from ..replays.slot import StaticTensors
@@ -275,12 +274,10 @@ class RegionBody:
             ONE_THREAD,
             torch.set_grad_enabled(self._sinks is not None),
             _own_autocast_cache(),
-            _own_parametrizations(),
             self._passing(),
             self._aliases.active(handed) as aliases,
             _own_saved_tensors(),
             nullcontext() if self._side is None else self._side.active(),
-            walked_once(),
             self._program.recording(),
             self._saving(aliases),
         ):
@@ -323,7 +320,6 @@ class RegionBody:
             self._passing(),
             self._sinks.attached(aliases),
             nullcontext() if self._side is None else self._side.active(),
-            walked_once(),
             self._program.recording(),
             self.activations.restoring(),
         ):
@@ -372,17 +368,6 @@ def _own_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
-
-
-@contextmanager
-def _own_parametrizations() -> Iterator[None]:
-    """Compute parametrized weights in this pass: one that `parametrize.cached` kept would be recorded as a constant."""
-    before = parametrize._cache_enabled, parametrize._cache
-    parametrize._cache_enabled, parametrize._cache = 0, {}
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled, parametrize._cache = before
 
 
 def _own_saved_tensors() -> AbstractContextManager[None]:

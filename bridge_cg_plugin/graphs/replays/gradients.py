@@ -4,7 +4,9 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +14,11 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from ...upstream_types import MegatronParameter
 from ..changes.dict_watch import WATCHER
-from .pending import WILL_RUN, PendingReplays
 
+# What PyTorch calls the backward under way where there is none.
+NO_BACKWARD = -1
+# Whether the backward under way runs a node of the autograd graph.
+WILL_RUN = torch._C._will_engine_execute_node
 # Elements up to which a gradient waits for the end of the backward, to be added with others in one kernel.
 SMALL = 1 << 16
 
@@ -32,13 +37,17 @@ NO_PARAMETERS: frozenset[nn.Parameter] = frozenset()
 
 
 class ParameterHooks:
-    """Whether anybody has a hook on a region's parameters: it must see the gradient itself.
+    """What recordings of a region share: hooks on its parameters, and replayed backwards of which these do not know.
 
-    Recordings of several sources share what is known.
+    A hook must see the gradient itself. The reduction is notified once per backward, when the last replay has added
+    its part.
     """
 
     def __init__(self) -> None:
-        self.pending = PendingReplays()
+        # Of backwards that are to come: the parameters to whose `main_grad` each adds, by its node.
+        self._to_come: WeakKeyDictionary[Node, frozenset[nn.Parameter]] = WeakKeyDictionary()
+        self._done: list[tuple[nn.Parameter, ...]] = []
+        self._backward = NO_BACKWARD
         self._watched: set[nn.Parameter] = set()
         self._changed = True
         self._hooked: frozenset[nn.Parameter] = NO_PARAMETERS
@@ -81,6 +90,33 @@ class ParameterHooks:
             self._changed = False
             self._hooked = frozenset(filter(hooked, self._watched))
         return self._hooked
+
+    def expect(self, node: Node, accumulated: frozenset[nn.Parameter]) -> None:
+        """Note that a replay's backward is to come, and the parameters to whose `main_grad` it adds."""
+        self._to_come[node] = accumulated
+
+    def ran(self, node: Node, accumulated: tuple[nn.Parameter, ...]) -> None:
+        """Note that the backward under way has replayed it."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # the one before may have failed
+            self._backward, self._done = backward, []
+        self._to_come.pop(node, None)
+        if not self._done or self._done[-1] is not accumulated:
+            self._done.append(accumulated)
+
+    def done(self) -> tuple[nn.Parameter, ...]:
+        """Return the parameters to which the backward under way has added by replays; nothing while one is to come."""
+        to_come = self._to_come.data  # type: ignore[attr-defined] # its own dict: no call of Python's
+        if to_come and any(map(WILL_RUN, self._to_come)):
+            return ()
+        done, self._done = self._done, []
+        return tuple(dict.fromkeys(chain(*done))) if done[1:] else done[0]
+
+    def adds_later(self, parameters: Set[nn.Parameter]) -> bool:
+        """Whether the backward under way will yet replay what adds to the gradient of one of these parameters."""
+        if torch._C._current_graph_task_id() == NO_BACKWARD:
+            return False
+        return any(WILL_RUN(node) and not added.isdisjoint(parameters) for node, added in self._to_come.items())
 
 
 def hooked(parameter: nn.Parameter) -> bool:
@@ -228,7 +264,7 @@ class GradientSinks:
     def expect(self, node: Node) -> None:
         """Note that a replay's backward is to come, with its node."""
         if self._accumulated:
-            self._hooks.pending.expect(node, self._added_to)
+            self._hooks.expect(node, self._added_to)
 
     def would_add_unasked(self) -> bool:
         """Whether the backward under way is for some inputs alone, but a replay would add to a `main_grad`."""
@@ -242,7 +278,7 @@ class GradientSinks:
             node: The replay's.
         """
         if self._accumulated:
-            self._hooks.pending.ran(node, self._accumulated)
+            self._hooks.ran(node, self._accumulated)
             self._tell()
         kept = map(gradients.__getitem__, self._returned_places)
         return None, *map(self._handed_on, self._returned, kept)
@@ -266,7 +302,7 @@ class GradientSinks:
 
         Not of parameters that this backward reaches in another way, too: autograd calls their hooks.
         """
-        if self._reduction is not None and self._reduction.waits() and (done := self._hooks.pending.done()):
+        if self._reduction is not None and self._reduction.waits() and (done := self._hooks.done()):
             own = done is self._accumulated
             nodes = self._nodes if own and self._nodes else [get_gradient_edge(parameter).node for parameter in done]
             if own:
