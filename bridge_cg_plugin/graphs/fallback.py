@@ -80,11 +80,6 @@ class Fallback(StrEnum):
         "raise `vision_cuda_graph_slots` or `cuda_graph_packed_slots`; each slot needs the memory of the "
         "largest bucket",
     )
-    PARTS_IN_ANOTHER_ORDER = (
-        "parts_in_another_order",
-        "activations of parts of layers are offloaded or recomputed, and a later layer ran before this one",
-        "run layers in the model's order, or keep activations on the device",
-    )
     MODE_NOT_CAPTURED = (
         "mode_not_captured",
         "the first microbatch in an unusual mode: training without gradients, evaluation with gradients, or modules in "

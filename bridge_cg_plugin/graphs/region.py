@@ -243,8 +243,6 @@ class Region(Part):
         if wish not in source.recordings and (failed := self._record_missing(source, wish, records)) is not None:
             return failed
         recorded = source.recordings[wish]
-        if not slot.common.admits(recorded.turn):
-            return Fallback.PARTS_IN_ANOTHER_ORDER
         return Replay(self.program, source, recorded, slot, bucket, mode.gradients, sources.holds, self.statistics)
 
     def still_holds(self, decided: Replay, batch: Any) -> bool:
@@ -254,7 +252,6 @@ class Region(Part):
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return (
             decided.slot.lease is None
-            and decided.slot.common.admits(decided.recorded.turn)
             and gradients == decided.gradients
             and autocast == decided.source.numerics.autocast
             and not (gradients and in_checkpoint())

@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs.errors import ReplayError
 from bridge_cg_plugin.graphs.memory.pools import SlotMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.recordings.recording import STAY
 from bridge_cg_plugin.offload.plan import Fate
 
 from . import packs
-from .packed_parts import APART, LARGE, SMALL, losses, new_model, on_parts, results, same
-from .towers import assert_close, loss_of
+from .packed_parts import APART, LARGE, SMALL, new_model, on_parts, results, same
+from .towers import assert_close
 
 LEAST_BYTES = 1024
 
@@ -155,74 +154,3 @@ def test_a_part_without_gradients_leaves_what_all_parts_read_alone():
             found = [torch.autograd.grad(each.sum(), own) for each, own in zip((made, expected), wanted, strict=True)]
             assert_close([made, *found[0]], [expected, *found[1]])
         assert graphs.statistics().replays == 4 * 2
-
-
-def on_pooled_parts(model, modules):
-    """Put graphs of parts of layers on a model, whose activations leave."""
-    return on_parts(model, modules, buckets=[512])
-
-
-def gradients_of(made, model):
-    return torch.autograd.grad(loss_of([made]), list(model.parameters()), allow_unused=True)
-
-
-def alike(found, right) -> bool:
-    pairs = list(zip(found, right, strict=True))
-    assert [a is None for a, _ in pairs] == [b is None for _, b in pairs]
-    return all(torch.allclose(a, b, atol=1e-5, rtol=1e-4) for a, b in pairs if a is not None)
-
-
-class Cut:
-    """A model whose second layer hands no gradient to the first, and what its first layer returns."""
-
-    def __init__(self):
-        self.model = new_model()
-        first, second = self.model.decoder.layers[:2]
-        first.register_forward_hook(self._keep)
-        run = second.forward
-        second.forward = lambda hidden_states, *args, **kwargs: run(hidden_states.detach(), *args, **kwargs)
-
-    def _keep(self, layer, args, outputs):
-        self._early = outputs[0]
-
-    def run(self):
-        """Return losses and the output of the first layer."""
-        made = losses(self.model, LARGE)
-        early, self._early = self._early, None
-        return made, early
-
-
-def test_a_backward_behind_that_of_an_earlier_part_fails():
-    """The earlier part's has overwritten what it needs; the next microbatch is right again."""
-    cut, modules = Cut(), ("mlp",)
-    made, early = cut.run()
-    right = gradients_of(early, cut.model), gradients_of(made, cut.model)
-    del made, early
-    with on_pooled_parts(cut.model, modules) as graphs:
-        for _ in range(2):
-            made, early = cut.run()
-            assert alike(gradients_of(early, cut.model), right[0])
-            with pytest.raises(ReplayError, match="came after that of an earlier layer"):
-                gradients_of(made, cut.model)
-            made, early = cut.run()
-            assert alike(gradients_of(made, cut.model), right[1])
-            del made, early
-        assert not graphs.statistics().fallbacks
-
-
-def test_layers_in_another_order():
-    model, order, modules = new_model(), [0, 1, 2], ("attn",)
-    runs = [layer.forward for layer in model.decoder.layers]
-    for place, layer in enumerate(model.decoder.layers):
-        layer.forward = lambda *args, place=place, **kwargs: runs[order[place]](*args, **kwargs)
-
-    def run(*now):
-        order[:] = now
-        return gradients_of(losses(model, LARGE), model)
-
-    orders = [(0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1), (0, 0, 2), (0, 1, 2)]
-    right = [run(*now) for now in orders]
-    with on_pooled_parts(model, modules) as graphs:
-        found = [run(*now) for now in orders]
-        assert all(map(alike, found, right))
-        assert graphs.statistics().fallbacks == {"parts_in_another_order": 4, "no_free_slot": 1}

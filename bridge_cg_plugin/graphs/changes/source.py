@@ -18,7 +18,6 @@ from ..program import RegionProgram
 from ..recordings.executor import Recording
 from ..recordings.recording import Mode, ParameterAliases
 from ..replays.gradients import GradientSinks, ParameterHooks, Reduction
-from ..replays.slot import Turn
 from .state import State
 
 _requires_grad, _dtype, _version = map(operator.attrgetter, ("requires_grad", "dtype", "_version"))
@@ -71,14 +70,12 @@ class Recorded:
         output_gradients: The buffers that its backward reads.
         place: The slot's number, bucket and mode.
         nbytes: What it needs of its slot's memory.
-        turn: When it was made; None without a backward.
     """
 
     recording: Recording
     output_gradients: tuple[Tensor, ...]
     place: tuple[int, Bucket, Mode]
     nbytes: int = 0
-    turn: Turn | None = None
 
 
 class Source:

@@ -437,11 +437,10 @@ class Chain:
             nbytes = pool.settle()
         self.captures += mode.gradients
         place = index, bucket, mode
-        for order, ((_, source), body, recording) in enumerate(zip(wanted, bodies, made, strict=True)):
+        for (_, source), body, recording in zip(wanted, bodies, made, strict=True):
             if source.moved(mode.gradients):
                 raise CaptureError("memory of parameters or of their main_grad was moved inside a step")
-            turn = (self.captures, order) if mode.gradients else None
-            source.recordings[place] = Recorded(recording, body.output_gradients, place, nbytes, turn)
+            source.recordings[place] = Recorded(recording, body.output_gradients, place, nbytes)
             if place not in source.recorded_by_other_ranks:
                 source.unproven.add(place)
             source.warm.add(mode)

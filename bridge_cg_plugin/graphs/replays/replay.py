@@ -84,7 +84,6 @@ class Replay:
                     outputs = self.launch()
                     lease.release()
                 else:
-                    slot.common.begins(self.recorded.turn, lease)
                     inputs = program.differentiable_inputs(batch)
                     self.input_rows = tuple(map(len, inputs))
                     # Without `Function.apply`'s look for functorch's wrappers, 0.2 ms for an encoder's parameters.
@@ -140,7 +139,6 @@ class _Replay(Function):
                 f"{call.program.name}: a graphed microbatch adds gradients to main_grad, which torch.autograd.grad and "
                 "backward(inputs=) must not; run such a microbatch eager"
             )
-        slot.common.ends(lease)
         slot.order_after_last_use()
         if call.observer is not None:
             call.observer.before_backward(output_gradients)

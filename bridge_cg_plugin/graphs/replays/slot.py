@@ -1,6 +1,5 @@
 """Slots: the memory of one microbatch between its forward and its backward."""
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -173,11 +172,11 @@ def second_backward() -> ReplayError:
 class Lease:
     """A microbatch's hold on a slot; given back by its backward, or when its autograd graph is freed."""
 
-    __slots__ = ("_lost", "_number", "slot", "__weakref__")
+    __slots__ = ("_number", "slot")
 
     def __init__(self, slot: Slot, number: int) -> None:
         self.slot = slot
-        self._number, self._lost = number, False
+        self._number = number
 
     def release(self) -> None:
         """Give the slot back; further calls do nothing."""
@@ -190,40 +189,18 @@ class Lease:
         Raises:
             ReplayError: The slot was given back, so its activations are gone.
         """
-        if self._lost:  # an earlier part of the chain has overwritten the activations
-            raise ReplayError(
-                "the backward of a graphed part of a layer came after that of an earlier layer, which uses the same "
-                "memory where activations of parts are offloaded or recomputed; call one backward for all layers, or "
-                "keep their activations on the device"
-            )
         if self.slot.lease != self._number:
             raise second_backward()
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the slot is held by this microbatch."""
-        return self.slot.lease == self._number
-
-    def lose(self) -> None:
-        """Give the slot back because its activations were overwritten: a backward that comes yet fails."""
-        self._lost = self.is_current
-        self.release()
 
     def __del__(self) -> None:
         self.release()
 
 
-# When a recording with a backward was made: the number of the capture that recorded all of the chain's parts, and its
-# place among these, in the order of their forwards.
-Turn = tuple[int, int]
-
-
 class ChainSlot:
-    """What the parts of a chain have in common in a slot, and which of them hold it; a whole region is one part.
+    """What the parts of a chain have in common in a slot; a whole region is one part.
 
-    A forward overwrites what later parts of its capture keep for their backwards, and all that another capture keeps. A
-    backward overwrites what later parts keep. So forwards that come in another order are refused, and of parts whose
-    backward comes too late nothing is left.
+    A forward overwrites what later parts keep for their backwards, and so does a backward: they come in the order of
+    the capture.
 
     Args:
         device: Where the memory is.
@@ -240,7 +217,6 @@ class ChainSlot:
         self._memory = {True: new_memory()}
         self.border = StaticTensors(device) if in_parts else None
         self.last_stream: torch.cuda.Stream | None = None
-        self._held: list[tuple[Turn, weakref.ref[Lease]]] = []
 
     def memory(self, gradients: bool) -> SlotMemory:
         """Return the memory of recordings with or without a backward."""
@@ -263,27 +239,3 @@ class ChainSlot:
         needed = [(gradients or not self._in_parts, nbytes) for gradients, nbytes in recordings]
         for own, memory in self._memory.items():
             memory.keep(max((nbytes for of, nbytes in needed if of == own), default=0))
-
-    def admits(self, turn: Turn | None) -> bool:
-        """Whether a part's forward leaves alone what other parts keep for a backward to come."""
-        while self._held and turn is not None:
-            last, holder = self._held[-1]
-            lease = holder()
-            if lease is not None and lease.is_current:
-                return last[0] == turn[0] and last < turn
-            self._held.pop()
-        return True
-
-    def begins(self, turn: Turn | None, lease: Lease) -> None:
-        """Note that a part, which was admitted, holds the slot until its backward."""
-        if turn is not None:
-            self._held.append((turn, weakref.ref(lease)))
-
-    def ends(self, lease: Lease) -> None:
-        """Note that a part's backward runs: later parts that hold the slot lose their activations."""
-        while self._held:
-            held = self._held.pop()[1]()
-            if held is lease:
-                return
-            if held is not None:
-                held.lose()
