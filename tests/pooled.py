@@ -68,7 +68,7 @@ class Memory:
         self.pools = [pool for pool in self.pools if pool.nbytes <= nbytes]
 
 
-class Pool(pools.Pool):
+class Pool(pools.SlotMemory):
     """What one recording makes."""
 
     def __init__(self, memory: Memory) -> None:
