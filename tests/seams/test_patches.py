@@ -24,7 +24,7 @@ every_patch = pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.name)
 
 
 def fresh(patch):
-    return Patch(patch.seam, patch.make, patch.needed)
+    return Patch(patch.seam, patch.make)
 
 
 def made_up(target, make, module="m", kind="function", **changes):

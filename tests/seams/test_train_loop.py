@@ -125,8 +125,6 @@ def test_upstreams_own_padding_is_never_used(active):
     model.merger.register_forward_pre_hook(lambda *_: asked.append(model._uses_vision_cuda_graph()))
     model(*draw([[1, 4, 4]]))
     assert asked == [False]
-    assert model._uses_vision_cuda_graph() is True, "whoever else asks gets upstream's answer"
-    assert "_uses_vision_cuda_graph" not in vars(model)
     bridge_cg_plugin.deactivate()
     model.config.max_vision_cuda_graph_seq_length = 16
     with pytest.raises(AttributeError, match="cu_seqlens_q"):  # upstream's own path drops the boundaries

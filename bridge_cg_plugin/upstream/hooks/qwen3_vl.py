@@ -15,10 +15,7 @@
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import Lock
-from types import CodeType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,41 +34,14 @@ from ..seams.seam import Seam
 from ..wrappers import overridden
 from .batches import TOKENS
 
-PADDING_SWITCH = seam("vision_padding_switch").target.rpartition(".")[2]
-_ONE_THREAD = Lock()
 
-
-def _never_pads(old: Callable[..., Any]) -> Callable[..., Any]:
+def _never_pads(old: Callable[..., bool]) -> Callable[..., bool]:
     """Upstream's own padding and masking for graphs drops the attention boundaries: forward never takes that path."""
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _not_padding(self):
-            return old(self, *args, **kwargs)
-
-    return forward
-
-
-class _No:
-    """Answers the model's question whether to pad, for all its passes that are under way in some thread."""
-
-    passes = 0
-
-    def __call__(self) -> bool:
+    def _uses_vision_cuda_graph(self: Any) -> bool:
         return False
 
-
-@contextmanager
-def _not_padding(model: Any) -> Iterator[None]:
-    with _ONE_THREAD:
-        no = vars(model).setdefault(PADDING_SWITCH, _No())
-        no.passes += 1
-    try:
-        yield
-    finally:
-        with _ONE_THREAD:
-            no.passes -= 1
-            if not no.passes:
-                del vars(model)[PADDING_SWITCH]
+    return _uses_vision_cuda_graph
 
 
 FORWARD, SPLIT = seam("deepstack_forward"), seam("deepstack_split")
@@ -239,17 +209,11 @@ def _tells_stage(entry: Seam) -> Callable[[Callable[..., Any]], Callable[..., An
     return make
 
 
-def _drops_stage(old: Callable[..., Any]) -> bool:
-    """Whether a `provide` passes its stage to nothing: no call in it has a keyword of that name."""
-    code = getattr(old, "__code__", None)
-    return isinstance(code, CodeType) and not any(isinstance(c, tuple) and STAGE in c for c in code.co_consts)
-
-
 PATCHES = (
     Patch(seam("vision_padding"), _never_pads),
     Patch(FORWARD, _summing),
     Patch(seam("language_model_rotary"), _with_rotary),
     Patch(seam("language_model_length"), _at_fixed_length),
     Patch(seam("variable_lengths"), _with_packed_graphs),
-    *(Patch(entry, _tells_stage(entry), needed=_drops_stage) for entry in STAGES),
+    *(Patch(entry, _tells_stage(entry)) for entry in STAGES),
 )

@@ -110,12 +110,10 @@ class Patch(AtSeam):
 
     Attributes:
         make: Builds the new value from the old one.
-        needed: Whether a release with this old value needs the patch; None means that every one does.
         extra: Changes what belongs with the target, given the target's owner, and returns what undoes the changes.
     """
 
     make: Callable[[Any], Any]
-    needed: Callable[[Any], bool] | None = None
     extra: Callable[[Any], Callable[[], None]] | None = None
     _extras: ExitStack = field(default_factory=ExitStack, init=False, repr=False)
 
@@ -153,8 +151,6 @@ class Patch(AtSeam):
         differences = drift(self.seam, None if old is _ABSENT else _describe(old))
         if differences:
             raise DriftError("; ".join(differences))
-        if self.needed is not None and not self.needed(inspect.unwrap(old) if callable(old) else old):
-            return "this release needs no patch here"
         installed = _Installed(owner, name, vars(owner).get(name, _ABSENT))
         installed.made = _switched(installed, old, self.make(old))
         setattr(owner, name, installed.made)

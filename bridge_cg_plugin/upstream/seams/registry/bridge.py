@@ -242,10 +242,9 @@ _VISION = seams_of(
         "the vision encoder's configuration says that it is on graphs",
         "config.cuda_graph_impl = megatron_config.vision_cuda_graph_impl",
     ),
-    vision_padding=patched(f"{VISION_MODEL}.forward(self)", "warm-up and eager steps keep attention inside each image"),
-    vision_padding_switch=swapped(
+    vision_padding=patched(
         f"{VISION_MODEL}._uses_vision_cuda_graph(self)",
-        "says no while forward runs, so that upstream's own padding is not used",
+        "warm-up and eager steps keep attention inside each image: upstream's own padding is not used",
     ),
     vision_forward=replayed(
         f"{VISION_MODEL}.forward(hidden_states, grid_thw, inference_params, extra_block_kwargs)",
