@@ -45,19 +45,11 @@ def test_a_release_of_before_the_recipes_gets_what_derives_from_none(monkeypatch
     assert vars(module) == {"base": len}
 
 
-def test_a_class_of_a_reloaded_module_gets_them_again(monkeypatch):
+def test_what_is_no_class_gets_nothing():
     module, added = ModuleType("m"), Additions(replace(SEAM, target="Kind", kind="class"), {"method": len})
-    monkeypatch.setitem(sys.modules, "m", module)
-    module.Kind = first = type("Kind", (), {})
+    module.Kind = len
     added.apply(module)
-    module.Kind = type("Kind", (), {})
-    added.look()
-    assert added.state == "broken" and "reload" in added.reason
-    added.apply(module)
-    assert module.Kind.method is len and added.state == "active" and not hasattr(first, "method")
-    for module.Kind in (None, len):
-        added.apply(module)
-        assert added.state == "broken" and "m.Kind is no class" in added.reason
+    assert added.state == "broken" and "m.Kind is no class" in added.reason
 
 
 def test_a_preset_without_its_recipe_says_which(active):

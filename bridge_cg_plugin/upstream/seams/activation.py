@@ -56,7 +56,7 @@ _before_deactivation: list[Callable[[], None]] = []
 def activate() -> None:
     """Patch upstream modules now if they are imported, else when they are. Calling it again does nothing.
 
-    After another plugin replaced a patched attribute, or upstream's module was reloaded, it patches what is there now.
+    After another plugin replaced a patched attribute, it patches what is there now.
     """
     global _on, _hooked
     _on = True

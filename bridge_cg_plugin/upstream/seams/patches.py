@@ -103,6 +103,9 @@ class AtSeam:
         """The seam's module."""
         return self.seam.module
 
+    def look(self) -> None:
+        """Bring `state` and `reason` up to date with what others did since."""
+
 
 @dataclass(slots=True)
 class Patch(AtSeam):
@@ -125,7 +128,7 @@ class Patch(AtSeam):
     def apply(self, module: ModuleType) -> None:
         """Replace the attribute, once however often it is called. A mismatch is noted in `state`, not raised.
 
-        Where something took the plugin's place since (a reload, another plugin), it is applied on what is there now.
+        Where something took the plugin's place since, it is applied on what is there now.
         """
         try:
             owner = self._owner(module)
@@ -179,26 +182,22 @@ class Patch(AtSeam):
         installed = next((i for i in self._installed if i.on), None)
         if installed is None:
             return
-        current, module = installed.current(), sys.modules.get(self.module)
-        reloaded = module is not None and self._owner(module) is not installed.owner
-        if not reloaded and _contains(current, installed.made):
+        current = installed.current()
+        if _contains(current, installed.made):
             self.state, self.reason = "active", "" if current is installed.made else f"{_label(current)} wraps it"
             return
-        culprit = "a reload of the module" if reloaded else _label(current)
         self.state = "broken"
-        self.reason = f"{culprit} replaced {self.seam.place}; call bridge_cg_plugin.activate() after it"
+        self.reason = f"{_label(current)} replaced {self.seam.place}; call bridge_cg_plugin.activate() after it"
 
     def _resumes(self, owner: Any) -> bool:
         """Whether an earlier replacement is still in place; it is switched on, all others are switched off."""
-        resumed = False
-        for installed in reversed(self._installed[:]):
-            current = installed.current()
-            installed.on = not resumed and installed.owner is owner and _contains(current, installed.made)
-            resumed = resumed or installed.on
-            if installed.owner is not owner and current is installed.made:  # the class of before a reload
-                installed.restore()
-                self._installed.remove(installed)
-        return resumed
+        for installed in self._installed:
+            installed.on = False
+        found = (i for i in reversed(self._installed) if i.owner is owner and _contains(i.current(), i.made))
+        resumed = next(found, None)
+        if resumed is not None:
+            resumed.on = True
+        return resumed is not None
 
     def _owner(self, module: ModuleType) -> Any:
         """Return the module or class that has the target; `_ABSENT` without one."""
@@ -295,16 +294,6 @@ class Additions(AtSeam):
                 added.restore()
         self._installed.clear()
         self.state, self.reason = "off", ""
-
-    def look(self) -> None:
-        """Bring `state` and `reason` up to date with what others did to the owner since."""
-        module = sys.modules.get(self.module)
-        owner = None if module is None else _reached(module, self.seam.target)
-        reloaded = owner is not None and any(added.owner is not owner for added in self._installed)
-        replaced = [added.name for added in self._installed if reloaded or added.current() is not added.made]
-        if replaced:
-            culprit = "a reload of the module" if reloaded else "something"
-            self.state, self.reason = "broken", f"{culprit} replaced {', '.join(replaced)} in {self.seam.place}"
 
 
 def _reached(module: Any, path: str) -> Any:
