@@ -9,7 +9,7 @@ import atexit
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -47,7 +47,7 @@ from .helpers.graph_helper import (
     GraphHelper,
     active_graphs,
     drop_graphs,
-    modules_on_graphs,
+    has_graphs,
 )
 from .helpers.language_helpers import checked_options, decoder_helpers, find_decoders
 from .helpers.vision_helper import encoder_helper, encoder_options
@@ -112,7 +112,6 @@ class LoopDriver:
         chunks: The model's chunks on this rank.
         config: The model's config, with the plugin's options.
         microbatches: Of the first step; None in Bridge's own loop, whose steps have as many as its configuration says.
-        others: What it shares with other models, whose drivers have it on graphs.
 
     Raises:
         OptionError: An option cannot work.
@@ -121,14 +120,12 @@ class LoopDriver:
     _reported = False
     _helpers: Sequence[GraphHelper] = ()
 
-    def __init__(
-        self, chunks: Sequence[nn.Module], config: Any, microbatches: int | None, others: Set[nn.Module]
-    ) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], config: Any, microbatches: int | None) -> None:
         self.config, self._bridges = config, microbatches is None
         # What Bridge's loop trains was checked with all of its configuration.
         self._options = held_options(config) if self._bridges else checked_options(config)
         self._warmup = getattr(config, "cuda_graph_warmup_steps", WARMUP_CALLS)
-        self._data_parallel, self._others = data_parallel(chunks), others
+        self._data_parallel = data_parallel(chunks)
         rows = self._bridges and bool(padded_rows(self._options, collect(config).facts))
         self._wanted = vision, packed = asks_for_vision_graphs(config), asks_for_packed_graphs(config) or rows
         encoders, decoders = find_encoders(chunks) if vision else [], find_decoders(chunks) if packed else []
@@ -137,15 +134,14 @@ class LoopDriver:
         # A later call may have more microbatches; a pipeline holds no more than twice its stages for each chunk.
         most = 1 if microbatches is None else max(microbatches, 2 * stages_of(config) * len(chunks))
         leaves = not self._bridges and memory_may_leave()
-        self._buffers = ReturningBuffers(chunks if leaves else (), others)
+        self._buffers = ReturningBuffers(chunks if leaves else ())
         around: Any = {"num_microbatches": most, "releasable": leaves}
         grows = not self._bridges
         for found in encoders:
-            if found.model not in others:
-                with self._else_eager(VISION_ENCODER, [found.model]):
-                    options = replace(encoder_options(config, found), grows=grows)
-                    helpers.append(encoder_helper(chunks, config, found=found, options=options, **around))
-        if packed and others.isdisjoint(decoders):
+            with self._else_eager(VISION_ENCODER, [found.model]):
+                options = replace(encoder_options(config, found), grows=grows)
+                helpers.append(encoder_helper(chunks, config, found=found, options=options, **around))
+        if packed:
             with self._else_eager(LANGUAGE_MODEL_PART, decoders, always=rows):
                 packs = replace(self._options, packed=replace(self._options.packed, grows=grows))
                 helpers += decoder_helpers(chunks, config, options=packs, **around)
@@ -177,10 +173,9 @@ class LoopDriver:
         if self._in_step:
             return True
         known = all(each in self._data_parallel for each in data_parallel(chunks))
-        shared = not self._others or self._others <= modules_on_graphs(chunks)
         vision, packed = self._wanted
         found = [each.model for each in find_encoders(chunks)] if vision else []
-        return known and shared and self._found == found + (find_decoders(chunks) if packed else [])
+        return known and self._found == found + (find_decoders(chunks) if packed else [])
 
     @property
     def _in_step(self) -> bool:
@@ -308,11 +303,9 @@ class Loops:
         bridges_own = microbatches is None and asks_for_graphs(config)
         if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config) or bridges_own):
             return None
-        others = modules_on_graphs(chunks)
-        driven = {graphs.model for driver in self._drivers for graphs in driver.graphs}
-        if microbatches is not None and not others <= driven:
+        if has_graphs(chunks):
             return None
-        driver = LoopDriver(chunks, config, microbatches, others)
+        driver = LoopDriver(chunks, config, microbatches)
         self._drivers.add(driver)
         if microbatches is not None and memory_may_leave():
             follow(chunks, self.follow_models)

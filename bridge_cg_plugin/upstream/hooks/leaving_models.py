@@ -126,12 +126,10 @@ class ReturningBuffers:
 
     Args:
         models: The model's chunks.
-        others: Modules of theirs whose buffers somebody else puts back.
     """
 
-    def __init__(self, models: Iterable[nn.Module], others: Iterable[nn.Module] = ()) -> None:
-        left = {module for other in others for module in other.modules()}
-        modules = {module for model in models for module in model.modules()} - left
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        modules = {module for model in models for module in model.modules()}
         self._of = WeakKeyDictionary({module: dict(module._buffers) for module in modules if module._buffers})
 
     def put_back(self) -> None:

@@ -110,10 +110,10 @@ def active_graphs() -> list[GraphManager]:
     return [helper.graphs for helper in active_helpers() if helper.graphs is not None]
 
 
-def modules_on_graphs(chunks: Sequence[nn.Module]) -> set[nn.Module]:
-    """Return the modules of a model that are on some helper's graphs, or are to be."""
+def has_graphs(chunks: Sequence[nn.Module]) -> bool:
+    """Whether a module of a model is on some helper's graphs, or is to be."""
     graphed = {graphs.model for graphs in active_graphs()}
-    return graphed and graphed.intersection(module for chunk in chunks for module in chunk.modules())
+    return bool(graphed) and not graphed.isdisjoint(module for chunk in chunks for module in chunk.modules())
 
 
 def drop_graphs(module: nn.Module | None = None) -> None:
