@@ -209,24 +209,22 @@ def pause_metrics(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str, f
     return {f"{prefix}/pause_s": float(sum(pauses)), f"{prefix}/longest_pause_s": max(pauses, default=0.0)}
 
 
-def render_steps(ranks: Sequence[RegionStatistics], before: RegionStatistics, title: str) -> str:
-    """Return what happened since an earlier look: one line, and a second one where microbatches ran eager.
+def render_steps(ranks: Sequence[RegionStatistics], title: str) -> str:
+    """Return what happened so far: one line, and a second one where microbatches ran eager.
 
     Args:
-        ranks: Statistics of all ranks now.
-        before: The sum of what they were then.
+        ranks: Statistics of all ranks.
         title: Begins the first line.
 
     Returns:
         Nothing where no microbatch ran.
     """
     now = merge_statistics(ranks)
-    eager = now.fallbacks - before.fallbacks
-    replays = now.replays - before.replays
+    eager, replays = now.fallbacks, now.replays
     runs = replays + eager.total()
     if not runs:
         return ""
-    tokens, padding = now.replayed_tokens - before.replayed_tokens, now.padding - before.padding
+    tokens, padding = now.replayed_tokens, now.padding
     memory = max(rank.memory_bytes for rank in ranks) / GIB
     line = (
         f"{title}: {replays} of {runs} microbatches replayed ({replays / runs:.1%}), "

@@ -15,7 +15,6 @@ from bridge_cg_plugin.graphs.reports import (
     metrics_of_ranks,
 )
 from bridge_cg_plugin.upstream.hooks import train_loop
-from bridge_cg_plugin.upstream.hooks.train_loop import Figures
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, TOO_MANY_TOKENS
@@ -125,20 +124,15 @@ def test_a_rank_that_an_error_ends_says_what_it_was_doing(tmp_path):
     assert second == ["[rank 1] this rank ends in step 7, warming up: RuntimeError: no more", "no more\nof it"]
 
 
-def look(replays, eager=0):
-    found = RegionStatistics(buckets={Bucket(64): BucketStatistics(replays=replays, tokens=32 * replays)})
-    found.fallbacks[Fallback.TOO_MANY_TOKENS] += eager
-    return {"vision_cuda_graph": {0: found}}
+def look(replays):
+    return [RegionStatistics(buckets={Bucket(64): BucketStatistics(replays=replays, tokens=32 * replays)})]
 
 
 @pytest.mark.parametrize("interval", [1, 40, 250])
-def test_reports_while_training_come_with_the_first_replays_and_then_every_hundred_steps(capsys, interval):
-    reports = Figures()
+def test_short_reports_come_with_the_first_logged_step_of_every_hundred(capsys, interval):
     for step in range(interval, 1001, interval):
-        reports.take(step, look(max(0, step - 5)))
-    said = [line for line in capsys.readouterr().out.splitlines() if "steps" in line]
-    ends = [int(re.search(r"to (\d+):", line)[1]) for line in said]
-    assert ends[0] == (6 if interval == 1 else interval)
-    assert all(100 <= later - end < 100 + interval for end, later in zip(ends, ends[1:], strict=False))
-    shown = [int(re.search(r": (\d+) of", line)[1]) for line in said]
-    assert sum(shown) == ends[-1] - 5
+        train_loop.announce_short_report("encoder", look(max(0, step - 5)), step, interval)
+    said = re.findall(r"encoder, (\d+) steps: (\d+) of", capsys.readouterr().out)
+    steps = [int(step) for step, _ in said]
+    assert steps == [step for step in range(interval, 1001, interval) if step % 100 < interval]
+    assert [int(replays) for _, replays in said] == [step - 5 for step in steps]

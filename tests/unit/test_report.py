@@ -48,7 +48,7 @@ regions = st.builds(
 @given(regions, st.sampled_from([(kind.title, kind.name) for kind in KINDS]))
 def test_every_report_of_the_plugin_is_read_as_it_was_counted(found, names):
     title, model = names
-    short = render_steps([found], RegionStatistics(), f"{title}, steps 1 to 100")
+    short = render_steps([found], f"{title}, 100 steps")
     read = read_graphs([*short.splitlines(), *render(found, title, {"plan": "1 2 3"}).splitlines()])[model]
     meant = counts_of(found.as_dict())
     assert (read.replays, read.fallbacks) == (meant.replays, meant.fallbacks)

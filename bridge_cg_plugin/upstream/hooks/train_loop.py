@@ -31,6 +31,8 @@ from ..wrappers import chunks_of, unwrapped
 from .any_loop import LOOPS
 from .helpers.graph_helper import active_graphs, any_on_graphs
 
+SHORT_REPORT_STEPS = 100
+
 
 class DrivenBySteps:
     """Stands in for megatron-core's graph helpers, which Bridge's loop makes: the driver of its steps has the graphs.
@@ -107,13 +109,18 @@ def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
         result = old(*args, **kwargs)
         state = argument("global_state", args, kwargs)
         if state is not None and state.train_state.step % state.cfg.logger.log_interval == 0:
-            found = statistics_of_ranks(active_graphs(), state.cfg.model)
-            FIGURES.take(state.train_state.step, found)
-            for group, ranks in found.items():
-                write_metrics(state, metrics_of_ranks(list(ranks.values()), group))
+            for group, ranks in statistics_of_ranks(active_graphs(), state.cfg.model).items():
+                write_metrics(state, metrics_of_ranks(ranks, group))
+                announce_short_report(group, ranks, state.train_state.step, state.cfg.logger.log_interval)
         return result
 
     return training_log
+
+
+def announce_short_report(group: str, ranks: Sequence[RegionStatistics], step: int, log_interval: int) -> None:
+    """Print what happened so far with the first logged step of every hundred."""
+    if step % SHORT_REPORT_STEPS < log_interval and (said := render_steps(ranks, f"{group}, {step} steps")):
+        announce(said)
 
 
 def write_metrics(state: Any, values: dict[str, float]) -> None:
@@ -130,14 +137,13 @@ def _with_deletion(old: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(old)
     def _delete_cuda_graphs(*args: Any, **kwargs: Any) -> None:
         LOOPS.end_bridges()
-        FIGURES.end()
         old(*args, **kwargs)
 
     return _delete_cuda_graphs
 
 
-def statistics_of_ranks(modules: Sequence[GraphManager], config: Any) -> dict[str, dict[int, RegionStatistics]]:
-    """Return every rank's statistics by its number, by the name that loggers give a module's figures.
+def statistics_of_ranks(modules: Sequence[GraphManager], config: Any) -> dict[str, list[RegionStatistics]]:
+    """Return the statistics of every rank that has some, by the name that loggers give a module's figures.
 
     All ranks call it together, those without graphs too: the rank that has loggers may be one without an encoder. Where
     the configuration asks for no graphs nothing is exchanged.
@@ -155,41 +161,7 @@ def statistics_of_ranks(modules: Sequence[GraphManager], config: Any) -> dict[st
         ranks = [None] * distributed.get_world_size()
         distributed.all_gather_object(ranks, own)
     groups = dict.fromkeys(group for rank in ranks for group in rank)
-    return {group: {n: rank[group] for n, rank in enumerate(ranks) if group in rank} for group in groups}
-
-
-class Figures:
-    """Short reports of all ranks while training: with the first logged step after warm-up, then every hundred steps."""
-
-    EVERY = 100
-
-    def __init__(self) -> None:
-        # Of each group, the step of its last short report and the sum of its figures then.
-        self._told: dict[str, tuple[int, RegionStatistics]] = {}
-
-    def take(self, step: int, found: dict[str, dict[int, RegionStatistics]]) -> None:
-        """Print what happened since the last report, if one is due after a step that was logged.
-
-        Args:
-            step: The step.
-            found: Statistics of all ranks after it; see `statistics_of_ranks`.
-        """
-        for group, ranks in found.items():
-            last, before = self._told.get(group, (0, RegionStatistics()))
-            if step < last:  # of another training in this process
-                last, before = 0, RegionStatistics()
-            if last and step - last < self.EVERY:
-                continue
-            if said := render_steps(list(ranks.values()), before, f"{group}, steps {last + 1} to {step}"):
-                self._told[group] = step, merge_statistics(list(ranks.values()))
-                announce(said)
-
-    def end(self) -> None:
-        """Forget all: training has ended."""
-        self._told = {}
-
-
-FIGURES = Figures()
+    return {group: [rank[group] for rank in ranks if group in rank] for group in groups}
 
 
 DISABLED = "disabled"
