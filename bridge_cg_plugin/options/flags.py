@@ -45,22 +45,15 @@ def flags_of(groups: Iterable[Group]) -> tuple[Flag, ...]:
 FLAGS = flags_of(GROUPS)
 
 
-def add_flags(parser: argparse.ArgumentParser, replace: bool = False) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add every flag, in both spellings, to a parser. A flag that was not given is None.
 
-    Args:
-        parser: Any parser.
-        replace: Whether a flag that the parser has already gives way.
-
     Raises:
-        argparse.ArgumentError: The parser has one of these flags already, and `replace` is false.
+        argparse.ArgumentError: The parser has one of these flags already.
     """
-    before = parser.conflict_handler
-    parser.conflict_handler = "resolve" if replace else before
     group = parser.add_argument_group("CUDA graphs")
     for flag in FLAGS:
         group.add_argument(*flag.spellings, dest=flag.name, metavar="VALUE", help=flag.meaning)
-    parser.conflict_handler = before
 
 
 def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:

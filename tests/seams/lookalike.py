@@ -44,19 +44,10 @@ def set_user_overrides(recipe, args):
         recipe.train.train_iters = args.max_steps
     return recipe
 """
-UTILITIES = """
-class WorkloadBaseConfig:
-    pass
-
-
-def apply_argparse_overrides(config, args):
-    return config
-"""
 FILES = {
     "argument_parser.py": PARSER,
     "utils/__init__.py": "",
     "utils/overrides.py": OVERRIDES,
-    "utils/utils.py": UTILITIES,
     "run_script.py": "",
     "setup_experiment.py": "",
 }

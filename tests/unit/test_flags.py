@@ -35,20 +35,6 @@ def test_both_spellings_set_the_field(flag):
     assert {flag.name, flag.name.replace("_", "-")} <= {s.removeprefix("--") for s in flag.spellings}
 
 
-def test_a_parser_with_a_flag_of_that_name_keeps_it_or_gives_way():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cuda_graph_impl", type=int)
-    with pytest.raises(argparse.ArgumentError, match="conflicting"):
-        add_flags(parser)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cuda_graph_impl", type=int)
-    add_flags(parser, replace=True)
-    assert given_flags(parser.parse_args(["--cuda_graph_impl", "full_iteration"])) == {
-        "cuda_graph_impl": "full_iteration"
-    }
-    assert parser.conflict_handler == "error"
-
-
 def test_an_unknown_flag_names_the_nearest():
     assert "--vision_cuda_graph_impl" in str(unknown_flag("--vision-cuda-graph-imp=x", ["--vision_cuda_graph_impl"]))
     with pytest.raises(OptionError, match="Cannot use offload='--offload': the option has gone"):

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...options import GraphOptions, OptionError, check_options, normalize
 from ...options.declaration import is_unset
-from ...options.flags import add_flags, clear_flags, given_flags, take_flags
+from ...options.flags import clear_flags, given_flags, take_flags
 from ...options.graph_options import SETTING, asks_for_vision_graphs, field_values
 from ...options.language_model import IMPL, SCOPE
 from ...options.normalization import refuse_other_trackers, settle
@@ -272,12 +272,8 @@ def _apply_words(config: Any, words: Sequence[str]) -> None:
         raise OptionError.because("overrides", f"Cannot use {' '.join(words)}: Hydra refuses it. {error}.") from None
 
 
-# What upstream's modules of these names define, and others do not.
-DEFINED = {
-    "argument_parser": "VALID_CUDA_GRAPH_SCOPES",
-    "utils.overrides": "set_workload_base_configs",
-    "utils.utils": "WorkloadBaseConfig",
-}
+# What upstream's module defines, and others of its name do not.
+DEFINED = "set_workload_base_configs"
 # Graph options among a configuration's Hydra words, until its parsed arguments come, by the configuration's id: what
 # the words set, and the flags between them.
 _words: dict[int, tuple[Written, dict[str, Any]]] = {}
@@ -289,29 +285,10 @@ class ScriptPatch(Patch):
 
     def apply(self, module: ModuleType) -> None:
         """Replace the attribute if the module is upstream's."""
-        if hasattr(module, DEFINED[self.module]):
+        if hasattr(module, DEFINED):
             Patch.apply(self, module)
         else:
             self.state, self.reason = "native", "another module of this name"
-
-
-def _with_flags(old: Callable[[], Any]) -> Callable[[], Any]:
-    def parse_cli_args() -> Any:
-        parser = old()
-        add_flags(parser, replace=True)
-        return parser
-
-    return parse_cli_args
-
-
-def _keeping_tracker(old: Callable[..., Any]) -> Callable[..., Any]:
-    def set_cuda_graph_overrides(recipe: Any, *args: Any, **kwargs: Any) -> Any:
-        found = old(recipe, *args, **kwargs)
-        if asks_for_vision_graphs(recipe.model):
-            recipe.rng.te_rng_tracker = recipe.model.use_te_rng_tracker = True
-        return found
-
-    return set_cuda_graph_overrides
 
 
 def _after_words(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -327,27 +304,19 @@ def _after_words(old: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_graphs(old: Callable[..., Any]) -> Callable[..., Any]:
-    """Graph options come first: what upstream does next depends on them."""
+    """Graph options come first: what upstream does next depends on them. It switches off the tracker of images, too."""
 
     def set_user_overrides(recipe: Any, args: Any) -> Any:
         written, flags = _words.pop(id(recipe), (Written(), {}))
         flags = {**flags, **given_flags(args)}
         if flags:
             set_graphs(recipe, written, flags)
-        return old(recipe, clear_flags(args, (IMPL, SCOPE)))
+        recipe = old(recipe, clear_flags(args, (IMPL, SCOPE)))
+        if asks_for_vision_graphs(recipe.model):
+            recipe.rng.te_rng_tracker = recipe.model.use_te_rng_tracker = True
+        return recipe
 
     return set_user_overrides
-
-
-def _with_graphs_of_recipes(old: Callable[..., Any]) -> Callable[..., Any]:
-    def apply_argparse_overrides(config: Any, args: Any) -> Any:
-        config = old(config, args)
-        flags = given_flags(args)
-        if flags:
-            set_graphs(config, flags)
-        return config
-
-    return apply_argparse_overrides
 
 
 def _without_flags(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -364,10 +333,7 @@ def _without_flags(old: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES = (
-    ScriptPatch(seam("performance_parser"), _with_flags),
-    ScriptPatch(seam("performance_overrides"), _keeping_tracker),
     ScriptPatch(seam("performance_user_overrides"), _with_graphs),
     ScriptPatch(seam("performance_words"), _after_words),
-    ScriptPatch(seam("performance_recipes"), _with_graphs_of_recipes),
     Patch(seam("hydra_words"), _without_flags),
 )

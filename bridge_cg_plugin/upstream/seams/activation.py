@@ -31,8 +31,7 @@ PATCHING: dict[str, tuple[str, ...]] = {
     "hooks.recipes": ("megatron.bridge.recipes", "megatron.bridge.recipes.qwen_vl"),
     "hooks.overrides": (
         f"{_TRAINING}.utils.omegaconf_utils",
-        # Modules of upstream's scripts/performance; others of these names are left alone.
-        *("argument_parser", "utils.overrides", "utils.utils"),
+        "utils.overrides",  # of upstream's scripts/performance; another module of this name is left alone
     ),
     "hooks.batches": (
         *(f"{_TRAINING}.gpt_step", _QWEN3_VL_STEP),

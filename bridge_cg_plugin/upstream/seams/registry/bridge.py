@@ -140,23 +140,13 @@ _RECIPES = seams_of(
 )
 _PERFORMANCE = seams_of(
     F.PERFORMANCE,
-    performance_parser=_script("argument_parser:parse_cli_args", "the performance scripts have the graph flags"),
-    performance_overrides=_script(
-        f"{OVERRIDES}:_set_cuda_graph_overrides(recipe, cuda_graph_impl, cuda_graph_scope)",
-        "vision graphs keep their random-state tracker when the language model has no graphs",
-    ),
     performance_user_overrides=_script(
         f"{OVERRIDES}:set_user_overrides(recipe, args)",
-        "graph flags of the performance scripts reach the configuration",
+        "graph flags of the performance scripts reach the configuration, and vision graphs keep their tracker",
     ),
     performance_words=_script(
         f"{OVERRIDES}:set_cli_overrides(recipe, cli_overrides)",
-        "graph flags that the parser did not know, since it was imported before PyTorch, are no Hydra words",
-    ),
-    performance_recipes=_script(
-        "utils.utils:apply_argparse_overrides(config, args)",
-        "graph flags reach the configuration with --use_recipes too",
-        since="0.6.2",
+        "graph flags, which the parser does not know, are no Hydra words",
     ),
     hydra_words=patched(
         "megatron.bridge.training.utils.omegaconf_utils:process_config_with_overrides(config, cli_overrides)",
