@@ -191,13 +191,6 @@ def _load(file: str | Path | None) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
-def resolved_words(config: Any, words: Sequence[str]) -> Written:
-    """Return the graph fields that words set, with what Bridge made of the interpolations among their values."""
-    mine = graph_words(words)
-    plain = [word for word in mine if "${" not in word]
-    return collect(plain, {name: getattr(config.model, name, None) for name in map(_leaf, set(mine) - set(plain))})
-
-
 def check_word(config: Any, word: str) -> None:
     """Refuse a word that names nothing in a configuration, or gives a field a value of another type.
 
@@ -295,7 +288,7 @@ def _after_words(old: Callable[..., Any]) -> Callable[..., Any]:
     def set_cli_overrides(recipe: Any, cli_overrides: list[str]) -> Any:
         flags, rest = take_flags(cli_overrides or [])
         recipe = old(recipe, rest)
-        written = resolved_words(recipe, rest)
+        written = written_by_bridge(recipe, None, rest)
         if flags or written.fields:
             _words[id(recipe)] = written, flags
         return recipe
