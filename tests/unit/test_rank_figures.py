@@ -121,7 +121,7 @@ def fail_in_a_step():
 def test_a_rank_that_an_error_ends_says_what_it_was_doing(tmp_path):
     first, second = run_ranks(2, fail_in_a_step, tmp_path)
     assert first == []
-    assert second == ["[rank 1] this rank ends in step 7, warming up: RuntimeError: no more", "no more\nof it"]
+    assert second == ["[rank 1] this rank ends in step 7: RuntimeError: no more", "no more\nof it"]
 
 
 def look(replays):

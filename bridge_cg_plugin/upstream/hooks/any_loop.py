@@ -186,15 +186,6 @@ class LoopDriver:
         """The graphs of all helpers."""
         return [helper.graphs for helper in self._helpers if helper.graphs is not None]
 
-    @property
-    def phase(self) -> str:
-        """What steps are doing now with this rank's graphs."""
-        if not self.graphs:
-            return "no graphs on this rank"
-        if any(graphs.failure is not None for graphs in self.graphs):
-            return "eager after a failed capture"
-        return "with graphs" if any(graphs.captured for graphs in self.graphs) else "warming up"
-
     def capture_due(self) -> None:
         """Capture what warm-up steps have shown enough of, and try once more what failed."""
         for helper in self._helpers:

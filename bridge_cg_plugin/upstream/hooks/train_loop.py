@@ -79,7 +79,7 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
         driver = LOOPS.bridges_driver(chunks_of(argument("model", args, kwargs)), state.cfg.model)
         with ExitStack() as stack:
             if several_ranks() and asks_for_graphs(state.cfg.model):
-                doing = f"step {state.train_state.step + 1}, {driver.phase if driver else 'no graphs on this rank'}"
+                doing = f"step {state.train_state.step + 1}"
                 stack.enter_context(named_failure(doing))
                 stack.enter_context(WATCHDOG.during(doing, timeout_s(state.cfg)))
             if driver is not None:
