@@ -12,8 +12,8 @@ from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_OMNI, QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder, find_encoders
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
-from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, vision_helper
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
+from bridge_cg_plugin.upstream.hooks import graph_helper, helpers
+from bridge_cg_plugin.upstream.hooks.helpers import encoder_helper
 from bridge_cg_plugin.upstream.seams.registry.bridge import TRAIN
 from examples.photographs.small_tower import start_single_process
 
@@ -92,7 +92,7 @@ def test_losses_and_gradients_are_eagers(build, sample, sizes, family, attribute
 @every_model
 def test_steps_of_the_train_loop_drive_the_graphs(build, sample, sizes, family, attribute, monkeypatch):
     """Also on releases whose own loop drives Qwen3-VL's encoder: it does not know these."""
-    monkeypatch.setattr(vision_helper, "default_executor", lambda **_: ReferenceExecutor())
+    monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
     model = build(**DRIVEN)
     chunks = [nn.Module()]
     chunks[0].module = model

@@ -14,7 +14,7 @@ from bridge_cg_plugin.language.packed import workload as workload_module
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
-from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.qwen3_vl import replays_one_length
 from bridge_cg_plugin.upstream.kernels import recompute
 

@@ -9,10 +9,9 @@ from bridge_cg_plugin.graphs.memory.returning import ReturningStorages
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.environment import memory_may_leave
-from bridge_cg_plugin.upstream.hooks import leaving_models
+from bridge_cg_plugin.upstream.hooks import helpers, leaving_models
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
-from bridge_cg_plugin.upstream.hooks.helpers import language_helpers, vision_helper
-from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from tests.leaving import LeavingExecutor
 from tests.returning import Filled
 
@@ -38,8 +37,7 @@ def leaving(monkeypatch, asked_for):
         made.append(LeavingExecutor() if releasable else ReferenceExecutor())
         return made[-1]
 
-    for helper in (vision_helper, language_helpers):
-        monkeypatch.setattr(helper, "default_executor", executor)
+    monkeypatch.setattr(helpers, "default_executor", executor)
     return made
 
 

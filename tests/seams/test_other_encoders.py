@@ -8,7 +8,7 @@ from megatron.core import num_microbatches_calculator as calculator
 from torch import nn
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, vision_helper
+from bridge_cg_plugin.upstream.hooks import graph_helper, helpers
 from bridge_cg_plugin.upstream.seams.registry.bridge import MODEL, VISION_CONFIG
 
 from ..unit.towers import bridges_step, draw, new_tower
@@ -35,7 +35,7 @@ class Chunk(nn.Module):
 
 @pytest.fixture
 def loop(active, monkeypatch):
-    monkeypatch.setattr(vision_helper, "default_executor", lambda **_: ReferenceExecutor())
+    monkeypatch.setattr(helpers, "default_executor", lambda **_: ReferenceExecutor())
     yield
     for helper in graph_helper.active_helpers():
         helper.delete_cuda_graphs()

@@ -12,9 +12,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import nn
 
 from bridge_cg_plugin.graphs.memory.returning import Home, ReturningStorages
-from bridge_cg_plugin.upstream.hooks import leaving_models
-from bridge_cg_plugin.upstream.hooks.helpers import language_helpers, vision_helper
-from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks import helpers, leaving_models
+from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from tests.held_addresses import HeldAddresses
 from tests.main_grads import give_main_grads
 from tests.returning import LeavingReturning
@@ -135,8 +134,7 @@ def executors(monkeypatch):
         made.append(LeavingReturning())
         return made[-1]
 
-    for helper in (vision_helper, language_helpers):
-        monkeypatch.setattr(helper, "default_executor", new)
+    monkeypatch.setattr(helpers, "default_executor", new)
     monkeypatch.setenv("BRIDGE_CG_RELEASE_MEMORY", "1")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(leaving_models, "is_on_device", lambda tensor: True)

@@ -12,9 +12,8 @@ from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor, Refer
 from bridge_cg_plugin.graphs.recordings.streams import ReplayStream
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream import environment
-from bridge_cg_plugin.upstream.hooks.helpers import graph_helper, language_helpers, vision_helper
-from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import decoder_helpers
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
+from bridge_cg_plugin.upstream.hooks import graph_helper, helpers
+from bridge_cg_plugin.upstream.hooks.helpers import decoder_helpers, encoder_helper
 
 from ..executors import new_executor
 from .packs import DEFAULTS as PACKED
@@ -37,8 +36,7 @@ CASES = {
 @pytest.mark.parametrize("options, aside", CASES.values(), ids=CASES)
 def test_replays_of_what_offloads_are_aside(monkeypatch, options, aside):
     asked, model, packs = [], new_tower(), new_model()
-    for helper in (vision_helper, language_helpers):
-        monkeypatch.setattr(helper, "default_executor", keeping(asked))
+    monkeypatch.setattr(helpers, "default_executor", keeping(asked))
     encoder_helper(model, model.config, options=VisionGraphOptions(**DEFAULTS, **options)).delete_cuda_graphs()
     for name, value in {**PACKED, **{f"cuda_graph_packed_{name}": value for name, value in options.items()}}.items():
         setattr(packs.config, name, value)

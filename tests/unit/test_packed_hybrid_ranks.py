@@ -7,7 +7,7 @@ import torch
 from torch import distributed
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.upstream.hooks.helpers.language_helpers import without_exchanges
+from bridge_cg_plugin.upstream.hooks.helpers import without_exchanges
 from bridge_cg_plugin.upstream.parallel.process_groups import expert_group
 from tests.models.language_model import held
 from tests.ranks import run_ranks

@@ -3,8 +3,8 @@
 import pytest
 from torch import nn
 
-from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
-from bridge_cg_plugin.upstream.hooks.helpers.vision_helper import encoder_helper
+from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.hooks.helpers import encoder_helper
 
 from .mixes import MIXED
 from .towers import assert_close, new_helper, new_tower, results
