@@ -3,13 +3,11 @@
 Overrides, YAML and checkpoints find the fields on the providers. The environment's options come to them, too.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import inspect
 import os
-import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -52,15 +50,6 @@ _told = Told()
 
 Fields = Mapping[str, dataclasses.Field[Any]]
 
-# Providers have hundreds of parameters, and more than a hundred classes derive from them.
-_signatures: "weakref.WeakKeyDictionary[Callable[..., Any], inspect.Signature]" = weakref.WeakKeyDictionary()
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    if function not in _signatures:
-        _signatures[function] = inspect.signature(function)
-    return _signatures[function]
-
 
 def missing_fields(present: Container[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the plugin's fields, with defaults, that a provider does not have."""
@@ -74,7 +63,7 @@ def extended_fields(present: Fields, defaults: Mapping[str, Any]) -> dict[str, d
 
 def accepting_init(original: Callable[..., None], defaults: Mapping[str, Any]) -> Callable[..., None]:
     """Return a provider's constructor with those of the plugin's fields that it lacks as keyword-only parameters."""
-    signature = _signature(original)
+    signature = inspect.signature(original)
     added = missing_fields(signature.parameters, defaults)
 
     @functools.wraps(original)
@@ -95,61 +84,18 @@ def _extended(signature: inspect.Signature, added: Mapping[str, Any]) -> inspect
     return signature.replace(parameters=[*present[:end], *further, *present[end:]])
 
 
-def extend_family(defaults: Mapping[str, Any], provider: type) -> Callable[[], None]:
-    """Give a provider's class the defaults, for objects made before, and classes derived before the fields.
+def give_defaults(defaults: Mapping[str, Any], provider: type) -> Callable[[], None]:
+    """Give a provider's class the defaults, for objects made before the fields; returns what takes them away."""
+    added = {name: default for name, default in defaults.items() if not hasattr(provider, name)}
+    for name, default in added.items():
+        setattr(provider, name, default)
 
-    Dataclasses that are derived later take the fields over by themselves. A derived class with a constructor of its
-    own keeps it: it takes the fields if it hands its keywords on.
+    def take_away() -> None:
+        for name, default in added.items():
+            if vars(provider).get(name) is default:
+                delattr(provider, name)
 
-    Returns:
-        A function that undoes all of it.
-    """
-    changes = contextlib.ExitStack()
-    for name, default in defaults.items():
-        if not hasattr(provider, name):
-            _set(changes, provider, name, default)
-    for derived in filter(_is_generated, _derived(provider)):
-        constructor: Callable[..., None] = vars(derived)["__init__"]
-        if missing_fields(_signature(constructor).parameters, defaults):
-            _set(changes, derived, "__init__", accepting_init(constructor, defaults))
-        fields: Fields = vars(derived)["__dataclass_fields__"]
-        if missing_fields(fields, defaults):
-            _set(changes, derived, "__dataclass_fields__", extended_fields(fields, defaults))
-    return changes.close
-
-
-def _set(changes: contextlib.ExitStack, owner: type, name: str, value: Any) -> None:
-    """Set an attribute until `changes` ends, or until somebody else replaces it."""
-    absent, before = name not in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-
-    def undo() -> None:
-        if vars(owner).get(name) is not value:
-            return
-        if absent:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-    changes.callback(undo)
-
-
-def _derived(provider: type) -> Iterator[type]:
-    """Yield the classes derived from a provider, but for those with seams of their own and what is derived there."""
-    subclasses: list[type] = provider.__subclasses__()
-    for derived in subclasses:
-        if (derived.__module__, derived.__qualname__) not in PATCHED:
-            yield derived
-            yield from _derived(derived)
-
-
-def _is_generated(derived: type) -> bool:
-    """Whether a class has a constructor of its own that `dataclass` made from its fields."""
-    own = vars(derived)
-    if "__init__" not in own or "__dataclass_fields__" not in own:
-        return False
-    parameters = _signature(own["__init__"]).parameters
-    return all(f.name in parameters or f.name in EVERY for f in dataclasses.fields(derived) if f.init)
+    return take_away
 
 
 def _field(name: str, default: Any) -> dataclasses.Field[Any]:
@@ -164,15 +110,13 @@ def _field(name: str, default: Any) -> dataclasses.Field[Any]:
 def _patches(init: Seam, fields: Seam, defaults: Mapping[str, Any]) -> tuple[Patch, Patch]:
     accepting = functools.partial(accepting_init, defaults=defaults)
     extend = functools.partial(extended_fields, defaults=defaults)
-    family = functools.partial(extend_family, defaults)
-    return Patch(init, accepting), Patch(fields, extend, extra=family)
+    return Patch(init, accepting), Patch(fields, extend, extra=functools.partial(give_defaults, defaults))
 
 
 def _known(provider: str, defaults: Mapping[str, Any]) -> tuple[Patch, Patch]:
     return _patches(seam(f"{provider}.init"), seam(f"{provider}.fields"), defaults)
 
 
-PATCHED = frozenset((module, provider) for module, provider, *_ in (*LANGUAGE_MODELS, *PROVIDERS, *other_providers()))
 PATCHES = (
     *(patch for _, provider, _ in LANGUAGE_MODELS for patch in _known(provider, LANGUAGE_MODEL_DEFAULTS)),
     *(patch for _, provider in PROVIDERS for patch in _known(provider, EVERY)),
