@@ -25,33 +25,21 @@ ROTARY = called(
 )
 
 
-def _region(name: str, tower: str, parts: str, *uses: str | tuple[str, ...]) -> dict[str, Seam]:
-    """Return the rows of a tower's forward, and of the parts that a region runs in its place.
+def _forward(tower: str, *uses: str | tuple[str, ...]) -> Seam:
+    """Return the row of a tower's forward, whose code names the parts that a region runs in its place.
 
     Args:
-        name: Of the tower, for the seams' names.
-        tower: The tower's forward with its parameters, as a row has it.
-        parts: The parts.
-        uses: Code that the forward must contain.
+        tower: The forward with its parameters, as a row has it.
+        uses: Code that it must contain.
     """
-    return {
-        f"{name}_forward": replayed(tower, "a whole encoder's microbatch replays a graph, computed as here", *uses),
-        f"{name}_parts": called(
-            tower.partition(".forward")[0],
-            "the parts that a recorded region runs in place of the encoder's forward",
-            kind="class",
-            has=parts,
-        ),
-    }
+    return replayed(tower, "a whole encoder's microbatch replays a graph, computed as here", *uses)
 
 
-def _tower(name: str, tower: str, parts: str, *uses: str | tuple[str, ...]) -> dict[str, Seam]:
-    """Return the rows of a tower of images of any size; see `_region`."""
-    return _region(
-        name,
+def _tower(tower: str, *uses: str | tuple[str, ...]) -> Seam:
+    """Return the row of the forward of a tower of images of any size; see `_forward`."""
+    return _forward(
         f"{tower}.forward(hidden_states, grid_thw)",
-        f"patch_embed rotary_pos_emb blocks merger {parts}",
-        *("self.patch_embed(", "self.merger(", "pooler_output=merged_hidden_states"),
+        *("self.patch_embed(", "self.blocks", "self.merger(", "pooler_output=merged_hidden_states"),
         ("self.rotary_pos_emb(position_ids)", "self.rotary_pos_emb(hidden_states, position_ids)"),
         *uses,
     )
@@ -98,10 +86,8 @@ _GLM45V = seams_of(
         EMBEDDINGS_READ,
         *("self.get_image_features(", "self.get_video_features(", ".pooler_output"),
     ),
-    **_tower(
-        "glm45v_tower",
+    glm45v_tower_forward=_tower(
         f"{GLM_TOWER}:Glm4vVisionModel",
-        "post_conv_layernorm embeddings post_layernorm downsample",
         *("self.post_conv_layernorm(", "self.embeddings(", "self.post_layernorm(", "self.downsample("),
         *("cu_seqlens=cu_seqlens", "position_embeddings=position_embeddings"),
     ),
@@ -130,10 +116,8 @@ _MINISTRAL3 = seams_of(
         "the tower is asked for all hidden states, of which the last are read",
         *("image_sizes=image_sizes", "output_hidden_states=True", "image_outputs.hidden_states[vision_feature_layer]"),
     ),
-    **_region(
-        "pixtral",
+    pixtral_forward=_forward(
         f"{PIXTRAL}:PixtralVisionModel.forward(pixel_values, image_sizes)",
-        "patch_conv ln_pre transformer patch_positional_embedding",
         *("self.patch_conv(", "size[0] // self.patch_size", "self.ln_pre(", "self.transformer("),
         ("position_ids_in_meshgrid(", "torch.stack([hpos_ids.flatten(), wpos_ids.flatten()], dim=-1)"),
         "self.patch_positional_embedding(patch_embeds, position_ids)",
@@ -191,7 +175,7 @@ _NEMOTRON_VL = seams_of(
     ),
 )
 # Alike in both towers whose layers attend inside windows.
-_WINDOW_PARTS, _WINDOWS = "window_size patch_size", ("self.fullatt_block_indexes", "cu_seqlens=cu_seqlens_now")
+_WINDOWS = ("self.window_size", "self.fullatt_block_indexes", "cu_seqlens=cu_seqlens_now")
 _QWEN25_OMNI = seams_of(
     encoders.QWEN25_OMNI.feature,
     qwen25_omni_model=read(
@@ -199,10 +183,8 @@ _QWEN25_OMNI = seams_of(
         EMBEDDINGS_READ,
         *("self.visual(pixel_values, grid_thw=image_grid_thw)", ".pooler_output"),
     ),
-    **_tower(
-        "windowed_omni_tower",
+    windowed_omni_tower_forward=_tower(
         f"{QWEN25_OMNI_TOWER}:Qwen2_5OmniVisionEncoder",
-        _WINDOW_PARTS,
         *(*_WINDOWS, ("position_embeddings=rotary_pos_emb", "position_embeddings=position_embeddings")),
     ),
     **_layers("windowed_omni", f"{QWEN25_OMNI_TOWER}:Qwen2_5OmniVision", *("self.q(", "self.k(", "self.v(")),
@@ -220,10 +202,8 @@ _QWEN25_VL = seams_of(
         EMBEDDINGS_READ,
         *("self.get_image_features(", ".pooler_output"),
     ),
-    **_tower(
-        "windowed_tower",
+    windowed_tower_forward=_tower(
         f"{QWEN25_TOWER}:Qwen2_5_VisionTransformerPretrainedModel",
-        _WINDOW_PARTS,
         *(*_WINDOWS, "position_embeddings=position_embeddings"),
     ),
     **_layers("windowed", f"{QWEN25_TOWER}:Qwen2_5_VLVision", "self.qkv("),
@@ -239,11 +219,10 @@ _QWEN3_OMNI = seams_of(
         "embeddings and deepstack features are all that the model reads of the tower's result",
         *("'pooler_output'", "'deepstack_features'"),
     ),
-    **_tower(
-        "qwen3_omni_tower",
+    qwen3_omni_tower_forward=_tower(
         f"{OMNI_TOWERS}:Qwen3OmniMoeVisionEncoder",
-        "pos_embed num_grid_per_side deepstack_visual_indexes deepstack_merger_list",
-        *("self.pos_embed(", "self.deepstack_merger_list[", "cu_seqlens=cu_seqlens"),
+        *("self.pos_embed(", "self.num_grid_per_side", "self.deepstack_visual_indexes", "self.deepstack_merger_list["),
+        "cu_seqlens=cu_seqlens",
         *("position_embeddings=position_embeddings", "deepstack_features=deepstack_feature_lists"),
     ),
     **_layers("qwen3_omni", f"{OMNI_TOWERS}:Qwen3OmniMoeVision", "self.qkv("),
@@ -259,11 +238,8 @@ _QWEN3_OMNI_AUDIO = seams_of(
         "the tower is found as `audio_model`, and its last hidden states are all that the model reads",
         *("self.audio_model(", "feature_lens=audio_feature_lengths", "audio_outputs.last_hidden_state"),
     ),
-    **_region(
-        "qwen3_omni_audio",
+    qwen3_omni_audio_forward=_forward(
         f"{OMNI_TOWERS}:Qwen3OmniMoeAudioEncoder.forward(input_features, feature_lens)",
-        "num_mel_bins n_window n_window_infer conv_chunksize positional_embedding layers "
-        "conv2d1 conv2d2 conv2d3 conv_out ln_post proj1 act proj2",
         *("chunk_and_pad_features(", "get_valid_indices(", "get_audio_cu_seqlens(", "self.conv_chunksize"),
         *("F.gelu(self.conv2d1(", "F.gelu(self.conv2d2(", "F.gelu(self.conv2d3(", "self.conv_out("),
         *("self.positional_embedding.positional_embedding[", "self.ln_post(", "self.proj1(", "self.act("),
