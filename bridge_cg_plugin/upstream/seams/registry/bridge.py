@@ -238,19 +238,19 @@ _VISION = seams_of(
     ),
     vision_forward=replayed(
         f"{VISION_MODEL}.forward(hidden_states, grid_thw, inference_params, extra_block_kwargs)",
-        "a whole encoder's microbatch replays a graph",
-    ),
-    vision_parts=called(
-        f"{VISION_MODEL}[patch_embed, pos_embed, rotary_pos_emb, decoder, merger, config]",
-        "the parts that a recorded region runs in place of the encoder's forward",
+        "a whole encoder's microbatch replays a graph, which runs these parts",
+        *(
+            "self.patch_embed(",
+            "self.fast_pos_embed_interpolate(",
+            "self.rot_pos_emb(",
+            "self.decoder(",
+            "self.merger(",
+        ),
     ),
     vision_block=called(
         f"{VISION_BLOCK}.forward(hidden_states, attention_mask, inference_params, rotary_pos_emb, packed_seq_params)",
-        "the layers, with packed segments and rotary angles as arguments",
-    ),
-    vision_block_parts=read(
-        f"{VISION_BLOCK}[layers, deepstack_merger_list]",
-        "layers that become regions of their own; deepstack features are further outputs",
+        "the layers, with packed segments and rotary angles as arguments; deepstack features are further outputs",
+        *("self.layers", "self.deepstack_merger_list["),
     ),
     patch_embedding=read(f"{PARTS}:Qwen3VLVisionPatchEmbed[proj]", "pixels enter a graph in the type of its weight"),
     rotary_frequencies=called(

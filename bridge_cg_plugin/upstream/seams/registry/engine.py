@@ -291,9 +291,6 @@ _FULL_ITERATION = seams_of(
         "a step of a model that takes images runs as it is, its layers on graphs",
         "self.forward_backward_func(*args, **kwargs)",
     ),
-    full_iteration_wrapper=read(
-        f"{FULL_GRAPH}(forward_backward_func)[forward_backward_func]", "the schedule that the wrapper holds"
-    ),
     delta_net_layers=read(
         f"{CORE}.ssm.gated_delta_net:GatedDeltaNet", "layers that are on graphs over padded rows, but not over packs"
     ),
