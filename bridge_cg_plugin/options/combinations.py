@@ -209,6 +209,7 @@ _ROWS_IN_FP8 = "Padded sequences in low precision were not compared with eager"
 _DROPOUT = "A graph does not advance Megatron's random states for dropout"
 _EXPERTS = "Experts and routers inside the graph do not support it"
 _ATTENTION = "Attention in fp8 was not compared with eager"
+_PADDING = "Padding would change the scales that real tokens are quantized with"
 # Features, what to do about settings that they do not allow, and these: what each must be, and why. `_fits` reads the
 # former: what begins with "true" or "set" must be set, anything else may be unset, or one of the words.
 ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...] = (
@@ -385,7 +386,14 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
             "model.fp8_recipe": ("tensorwise, delayed, blockwise", "Other recipes were not compared with eager"),
             **{f"model.{name}": ("false", _ATTENTION) for name in FP8_ATTENTION},
             "model.tensor_model_parallel_size": ("1", "Exchanges of scales in graphs were not compared with eager"),
+            "model.add_bias_linear": ("false", _PADDING),
+            "model.normalization": ("RMSNorm", _PADDING),
         },
+    ),
+    (
+        _where(_fp8_packs, lambda options, facts: facts.ranks("context") > 1),
+        "Change it, or train in bf16.",
+        {"model.add_qkv_bias": ("false", _PADDING)},
     ),
     (
         _where(_fp8_packs, _delayed_parts),

@@ -96,7 +96,7 @@ def _as_it_is(name: str, value: Any) -> Any:
 _READERS: dict[Callable[[str, Any], Any], tuple[str, ...]] = {
     parse_flag: (
         *("te_rng_tracker", "use_te_rng_tracker", "use_megatron_fsdp", "use_torch_fsdp2", "variable_seq_lengths"),
-        *("check_for_nan_in_loss", "is_hybrid_model", "multi_latent_attention"),
+        *("check_for_nan_in_loss", "is_hybrid_model", "multi_latent_attention", "add_qkv_bias"),
         *(*PACKING_FIELDS, "enable_offline_packing", *FP8_ATTENTION, "cpu_offloading"),
         *("sequence_parallel", "freeze_vision_model", "freeze_vision_projection", FUSION, OFFLOADS),
         *(name for name, needed in (ROUTERS | EXPERTS).items() if needed is False),
@@ -108,7 +108,7 @@ _READERS: dict[Callable[[str, Any], Any], tuple[str, ...]] = {
     ),
     _number: ("attention_dropout", "hidden_dropout", "num_moe_experts", "moe_input_jitter_eps"),
     _numbers: (LOSS,),
-    _word: ("recompute_granularity", "experimental_attention_variant", "fp8", "fp8_recipe", "fp4"),
+    _word: ("recompute_granularity", "experimental_attention_variant", "fp8", "fp8_recipe", "fp4", "normalization"),
     _names: ("recompute_modules", "cp_comm_type", BALANCING_TYPE),
     _targets: ("target_modules",),
     _as_it_is: (

@@ -95,7 +95,10 @@ CONFIGURATIONS = {
     ),
     "packs in fp8": (
         GPT,
-        {**PACKED, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
+        {
+            **{**PACKED, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
+            **{"normalization": "RMSNorm", "add_bias_linear": False},
+        },
         {*ANY_PACKED, F.PACKED_ATTENTION, F.PACKED_FP8},
     ),
     "packs of Qwen3-VL": (QWEN3_VL, PACKED, {*ANY_PACKED, F.PACKED_QWEN3_VL}),

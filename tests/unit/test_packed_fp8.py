@@ -337,20 +337,6 @@ def test_fp8_that_is_switched_on_after_capture_is_refused(contexts):
             losses_and_gradients(model, FULL)
 
 
-@pytest.mark.parametrize(
-    "field, value, ranks",
-    [("add_bias_linear", True, 1), ("normalization", "LayerNorm", 1), ("add_qkv_bias", True, 2)],
-)
-def test_layers_that_make_something_of_padding_are_refused(field, value, ranks):
-    config = SimpleNamespace(fp8="hybrid", add_bias_linear=False, normalization="RMSNorm", add_qkv_bias=False)
-    fp8.check_padding(config, ranks)
-    setattr(config, field, value)
-    with pytest.raises(OptionError, match=f"model.{field}={value!r}"):
-        fp8.check_padding(config, ranks)
-    config.fp8 = None
-    fp8.check_padding(config, ranks)
-
-
 def test_buckets_have_rows_that_products_take(contexts):
     model = quantizing_model(contexts)
     with (

@@ -42,7 +42,6 @@ from .fp8 import (
     ROWS,
     DelayedScales,
     QuantizedWeights,
-    check_padding,
     complete_weights,
     computes_in_fp8,
     delayed_state,
@@ -202,10 +201,8 @@ class TransformerBlockFamily:
         """Return the pieces to record; no modules are all layers as one piece.
 
         Raises:
-            OptionError: All layers were asked for and one of them has experts of a kind that cannot be recorded, or
-                layers in fp8 make something of padding.
+            OptionError: All layers were asked for and one of them has experts of a kind that cannot be recorded.
         """
-        check_padding(self._decoder.config, self.ranks)
         self._quantized, self._told = [], False
         experts = [layer for layer in self._transformer if layer.is_moe_layer]
         every = {*DENSE_PARTS, "mamba"} if self._mamba else {*DENSE_PARTS}

@@ -19,7 +19,6 @@ from ...graphs.errors import CaptureError
 from ...graphs.instance import every_module
 from ...graphs.recordings.recording import Gradients
 from ...language.packed.program import DecoderPart, RecordedPack
-from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ..seams.registry import seam
 from ..wrappers import overridden
@@ -140,25 +139,6 @@ def is_on_around() -> bool:
     """Whether the caller of the layers has switched fp8 on, besides what their config says."""
     module = sys.modules.get(STATE.module)
     return module is not None and bool(getattr(module, STATE.target).is_fp8_enabled())
-
-
-def check_padding(config: Any, ranks: int) -> None:
-    """Refuse layers that make something else than zeros of padding: scales come from the largest value of all tokens.
-
-    Args:
-        config: The model's.
-        ranks: Context-parallel ranks, where attention sees padding as a document.
-
-    Raises:
-        OptionError: Names the field.
-    """
-    if not computes_in_fp8(config):
-        return
-    needed = {"add_bias_linear": False, "normalization": "RMSNorm", **({"add_qkv_bias": False} if ranks > 1 else {})}
-    for field, value in needed.items():
-        if (found := getattr(config, field, value)) != value:
-            remedy = "Train in bf16: padding would change the scales that real tokens are quantized with."
-            raise OptionError(f"model.{field}", found, f"{value} with packed-sequence graphs in fp8", remedy)
 
 
 def in_fp8(part: DecoderPart, layer: UpstreamModule) -> Callable[[RecordedPack], tuple[Tensor, ...]]:
