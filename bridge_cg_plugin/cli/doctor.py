@@ -16,7 +16,6 @@ from bridge_cg_plugin.switches import ALLOWED, EXPERT_BOUNDS, PROOF, switched_on
 from bridge_cg_plugin.upstream.environment import (
     OPTIONS,
     RELEASE_MEMORY,
-    WATCHDOG_MINUTES,
     check_process,
     memory_may_leave,
 )
@@ -42,7 +41,6 @@ VARIABLES = (
     PROOF,
     EXPERT_BOUNDS,
     RELEASE_MEMORY,
-    WATCHDOG_MINUTES,
     TORCH_AUTOLOAD,
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",

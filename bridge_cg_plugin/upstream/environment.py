@@ -1,14 +1,12 @@
 """Environment variables of NCCL, PyTorch and Transformer Engine that decide whether graphs and offloading can work."""
 
 import functools
-import math
 import os
 
 from ..announce import announce
 from ..options import OptionError
 from ..switches import ALLOWED, EXPERT_BOUNDS, PROOF, switched_on
 
-WATCHDOG_MINUTES = "BRIDGE_CG_WATCHDOG_MINUTES"
 RELEASE_MEMORY = "BRIDGE_CG_RELEASE_MEMORY"
 GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 # Graph options as words.
@@ -23,7 +21,6 @@ def check_process() -> None:
         OptionError: Expandable segments are on and NCCL registers graph memory, which hangs or crashes later; or a
             variable of the plugin has an invalid value.
     """
-    watchdog_minutes()
     for name in (PROOF, EXPERT_BOUNDS):
         _is_on(name)
     allocator = ",".join(os.environ.get(n, "") for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
@@ -45,29 +42,6 @@ def sizes_may_share_memory() -> bool:
             f"{GRAPH_REGISTER}=0 all of a slot share it"
         )
     return may
-
-
-def watchdog_minutes() -> float | None:
-    """Return after how many minutes a replay that has not ended ends the process; 0 is never, None is unset.
-
-    Raises:
-        OptionError: The variable holds something else.
-    """
-    value = os.environ.get(WATCHDOG_MINUTES, "").strip()
-    if not value:
-        return None
-    try:
-        minutes = float(value)
-    except ValueError:
-        minutes = -1.0
-    if not (math.isfinite(minutes) and minutes >= 0):
-        raise OptionError(
-            WATCHDOG_MINUTES,
-            value,
-            "the minutes that a replay may wait for another rank, or 0 to keep the process",
-            "Correct it, or unset it for the run's dist.distributed_timeout_minutes.",
-        )
-    return minutes
 
 
 def memory_may_leave() -> bool:

@@ -19,7 +19,6 @@ from torch import distributed
 
 from ...announce import warn
 from ...graphs.errors import named
-from ..environment import WATCHDOG_MINUTES, watchdog_minutes
 
 # Exit status of a process that is ended here, the same as that of the `timeout` command.
 TIMEOUT_STATUS = 124
@@ -74,13 +73,9 @@ class Watchdog:
             doing: What that is, for messages.
             limit_s: The time-out of the run's process groups in seconds; None is that of the last time, and where
                 there was none nothing is watched.
-
-        Raises:
-            OptionError: The time that the environment gives replays is invalid.
         """
         if limit_s is not None:
-            minutes = watchdog_minutes()
-            self._limit_s = 60.0 * minutes if minutes else limit_s
+            self._limit_s = limit_s
         if not self._limit_s:
             yield
             return
@@ -131,15 +126,15 @@ class Watchdog:
 
 
 def end_process(message: str) -> None:
-    """Report a replay that hangs and end this process, unless the user wants to keep it.
+    """Report a replay that hangs and end this process.
 
     Process groups are not aborted. The device would go on with what a broken reduction left, and an error handler of
-    the user's could save that.
+    the user's could save that. It is written in a thread of its own: whoever holds a lock of the logger may be the one
+    that waits for the device.
     """
-    if watchdog_minutes() == 0:
-        _in_thread(_report, f"this rank waits in {message}. {WATCHDOG_MINUTES}=0 keeps the process")
-        return
-    _in_thread(_report, f"this rank ends in {message}").join(REPORT_S)
+    writing = threading.Thread(target=_report, args=(f"this rank ends in {message}",), daemon=True)
+    writing.start()
+    writing.join(REPORT_S)
     os._exit(TIMEOUT_STATUS)
 
 
@@ -149,13 +144,6 @@ def _report(message: str) -> None:
     warn(message)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-
-
-def _in_thread(write: Callable[[str], None], message: str) -> threading.Thread:
-    """Write in a thread of its own: whoever holds a lock of the logger may be the one that waits for the device."""
-    thread = threading.Thread(target=write, args=(message,), name="bridge-cg-watchdog-report", daemon=True)
-    thread.start()
-    return thread
 
 
 WATCHDOG = Watchdog(end_process)
