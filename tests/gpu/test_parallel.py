@@ -145,7 +145,7 @@ STOPPED = Training("graphs", (*SMALL, *BUCKETS, *TP2), steps=8, prepare=f"{FAULT
 def test_a_replay_that_waits_for_a_rank_ends_within_the_time_out(trained, run):
     with pytest.raises(TrainingFailed, match="process 0 of 2 ended with status 124") as caught:
         trained(run)
-    stacks, ends, reason = caught.value.written.partition("[rank 0] this rank ends in step 6, with graphs: ")
+    stacks, ends, reason = caught.value.written.partition("[rank 0] this rank ends in step 6: ")
     assert ends and "most recent call first" in stacks
     assert reason.startswith("the replay of the") and "has not ended for 30 s" in reason
 

@@ -1,6 +1,5 @@
-"""What the ranks of a job say: figures of all of them where the loggers are, and which one an error ends."""
+"""What the ranks of a job say: figures of all of them where the loggers are."""
 
-import logging
 import re
 from types import SimpleNamespace
 
@@ -99,29 +98,6 @@ def test_the_rank_with_loggers_writes_figures_of_all(tmp_path):
     assert last["vision_cuda_graph/replays"] == 3
     assert last["vision_cuda_graph/fallback/too_many_tokens"] == 2
     assert last["vision_cuda_graph/smallest_replayed_share"] == 0.5
-
-
-def fail_in_a_step():
-    heard = []
-    handler = logging.Handler()
-    handler.emit = lambda entry: heard.append(entry.getMessage())
-    logging.getLogger("bridge_cg_plugin").addHandler(handler)
-
-    def train_step(model, global_state):
-        if distributed.get_rank() == 1:
-            raise RuntimeError("no more\nof it")
-
-    try:
-        patched("train_step", train_step)(new_tower(), state_of(distributed.get_rank(), 6))
-    except RuntimeError as error:
-        heard.append(str(error))
-    return heard
-
-
-def test_a_rank_that_an_error_ends_says_what_it_was_doing(tmp_path):
-    first, second = run_ranks(2, fail_in_a_step, tmp_path)
-    assert first == []
-    assert second == ["[rank 1] this rank ends in step 7: RuntimeError: no more", "no more\nof it"]
 
 
 def look(replays):

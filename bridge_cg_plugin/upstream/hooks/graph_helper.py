@@ -14,7 +14,7 @@ from ...graphs.program import SINGLE_RANK, RankConsensus, Surroundings, Workload
 from ...graphs.recordings.executor import CudaGraphExecutor, Executor, Isolated, ReferenceExecutor
 from ..environment import sizes_may_share_memory
 from ..parallel.data_parallel import megatron_reduction
-from ..parallel.watchdog import WATCHDOG, named_failure
+from ..parallel.watchdog import WATCHDOG
 from ..seams.activation import before_deactivation
 from ..seams.own_code import EXEMPT
 
@@ -48,7 +48,7 @@ class GraphHelper:
         """
         if self.graphs is not None:
             self.graphs.slots = self._slots()
-            with named_failure("capture"), WATCHDOG.during("capture"):
+            with WATCHDOG.during("capture"):
                 self.graphs.capture()
 
     def is_due(self, warmup_steps: float) -> bool:
