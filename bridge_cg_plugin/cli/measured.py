@@ -5,17 +5,17 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
 from bridge_cg_plugin.attention_bounds import deterministic
-from bridge_cg_plugin.options import GraphOptions, VisionGraphOptions
+from bridge_cg_plugin.options import GraphOptions
 from bridge_cg_plugin.options.graph_options import SETTING
 from bridge_cg_plugin.options.language_model import IMPL, MODULES
-from bridge_cg_plugin.options.packed import PACKED_FIELDS, PackedOptions
+from bridge_cg_plugin.options.packed import PACKED_FIELDS
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 
 from .explain.models import encoder_of
@@ -35,7 +35,10 @@ ALONE = {
     "sequence_parallel": False,
     "cp_comm_type": "p2p",
 }
-_TRAINED = {"freeze_vision_model": False, "freeze_language_model": False, "recompute_granularity": None}
+# Fields of a model, of its precision and of options -> the values that records are of.
+_TRAINED = {"freeze_vision_model": (False,), "freeze_language_model": (False,), "recompute_granularity": ()}
+_BF16 = dict.fromkeys(("fp32", "fp16", "fp8", "fp4"), (False, ""))
+_KEPT: Mapping[str, Sequence[Any]] = {"offload": (), "recompute": (), "offload_above_gb": ()}
 # Fields of layers that no record is of.
 _OTHERS = {
     "multi-latent attention": ("multi_latent_attention",),
@@ -55,23 +58,38 @@ def records() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def of_language_model(model: str, ranks: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Any]:
-    """Return the packs nearest to a language model's: of its kind, its modules, ranks and layers in turn.
+def of_language_model(model: Any, modules: Iterable[str]) -> dict[str, Any]:
+    """Return the packs nearest to a language model's: of its kind, its modules, ranks and width in turn.
 
     Args:
-        model: What `layers_of` returns.
-        ranks: Fields of the layout that are not as on one GPU.
+        model: A Bridge provider.
         modules: Parts of layers on graphs; none are all.
     """
-    wanted = sorted(modules)
+    wanted, ranks = sorted(modules), ranks_of(model)
     found = [each for each in records()["packs"] if each["kind"] == kind_of(model)]
     found = [each for each in found if each["modules"] == wanted] or [each for each in found if not each["modules"]]
-    return max(found, key=lambda each: (each["ranks"] == ranks, not each["ranks"], each["of"] == model))
+    return min(found, key=lambda each: (each["ranks"] != ranks, bool(each["ranks"]), _distance(each["of"], model)))
 
 
-def kind_of(model: str) -> str:
-    """Return which of the measured kinds a language model is."""
-    return "hybrid" if "Mamba" in model else "experts" if "expert" in model else "dense"
+def kind_of(model: Any) -> str:
+    """Return which of the measured kinds the language model of a Bridge provider is, as far as its fields tell."""
+    if "M" in _pattern(model):
+        return "hybrid"
+    return "experts" if max(_size(model, name) or 0 for name in _EXPERTS) > 1 else "dense"
+
+
+_EXPERTS = ("num_moe_experts", "expert_model_parallel_size")
+
+
+def _distance(layers: str, model: Any) -> float:
+    """Return how far the width of measured layers is from a model's; 0 where that is not known."""
+    width = int(layers.rpartition(" of ")[2])
+    return abs(math.log((_size(model, "hidden_size") or width) / width))
+
+
+def _pattern(model: Any) -> str:
+    patterns = (getattr(model, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
+    return next((text for text in patterns if isinstance(text, str) and text), "").partition("/")[0]
 
 
 def ranks_of(model: Any) -> dict[str, Any]:
@@ -93,9 +111,8 @@ def layers_of(model: Any) -> str:
         values = (getattr(model, name, None) for name in fields)
         if any(isinstance(value, (bool, int, str, list)) and value for value in values):
             raise NotMeasured(what)
-    patterns = (getattr(model, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern"))
-    pattern = next((text for text in patterns if isinstance(text, str) and text), "").partition("/")[0]
-    experts, frequency = _size(model, "num_moe_experts") or 0, getattr(model, "moe_layer_freq", 1)
+    pattern, experts = _pattern(model), _size(model, "num_moe_experts") or 0
+    frequency = getattr(model, "moe_layer_freq", 1)
     every = frequency == 1 or (isinstance(frequency, Sequence) and {*frequency} == {1})
     if not pattern and experts > 1 and not every:
         raise NotMeasured("layers with and without experts")
@@ -129,35 +146,34 @@ def differences(config: Any, ranks: Mapping[str, Any], adapter: str | None = Non
     """
     held, measured = {**ALONE, **ranks_of(config.model)}, {**ALONE, **ranks}
     found = [f"model.{name}={held[name]}" for name in ALONE if held[name] != measured[name]]
-    trained = {name: getattr(config.model, name, None) for name in _TRAINED}
-    found += [f"model.{name}={value}" for name, value in trained.items() if value not in (None, _TRAINED[name])]
+    found += _others(config.model, _TRAINED, "model.{}".format)
     peft, precision = getattr(config, "peft", None), getattr(config, "mixed_precision", None)
     own = None if peft is None else type(peft).__name__
     found += [] if own == adapter else [f"peft={own}"]
     if isinstance(precision, str):
         found += [] if precision == "bf16_mixed" else [f"mixed_precision={precision}"]
     else:
-        low = {name: getattr(precision, name, None) for name in ("fp32", "fp16", "fp8", "fp4")}
-        found += [f"mixed_precision.{name}={value}" for name, value in low.items() if value]
+        found += _others(precision, _BF16, "mixed_precision.{}".format)
     return [*found, *(["deterministic algorithms"] if deterministic() else [])]
 
 
-def _other_memory(options: VisionGraphOptions | PackedOptions, fields: Mapping[str, str]) -> list[str]:
-    held = {name: getattr(options, name) for name in ("offload", "recompute", "offload_above_gb")}
-    return [f"{fields[name]}={value}" for name, value in held.items() if value not in (None, ())]
+def _others(owner: Any, measured: Mapping[str, Sequence[Any]], written: Callable[[str], str]) -> list[str]:
+    """Return values that no record is of, each as it is written.
 
-
-def _other_vision(options: VisionGraphOptions, kernels: Sequence[str]) -> list[str]:
-    measured = {"kernels": kernels, "attention": ("auto", "cudnn")}
-    held = {name: getattr(options, name) for name in measured}
-    others = [f"{PROVIDER_FIELDS[name]}={value}" for name, value in held.items() if value not in measured[name]]
-    return [*_other_memory(options, PROVIDER_FIELDS), *others]
+    Args:
+        owner: What has the fields.
+        measured: Field -> the values that records are of; None among them is a value that they do not tell.
+        written: How a field is written.
+    """
+    known = [name for name, values in measured.items() if None not in values]
+    own = {name: reduce(lambda found, part: getattr(found, part, None), name.split("."), owner) for name in known}
+    return [f"{written(name)}={value}" for name, value in own.items() if value not in (None, (), *measured[name])]
 
 
 def _other_packs(options: GraphOptions, modules: Sequence[str] = ()) -> list[str]:
     named = sorted(module.name for module in options.language_model.modules)
     others = [f"{MODULES}={named}"] if named and named != list(modules) else []
-    return [*_other_memory(options.packed, PACKED_FIELDS), *others]
+    return [*_others(options.packed, _KEPT, PACKED_FIELDS.__getitem__), *others]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +181,8 @@ class Nearest:
     """The measured step, or the microbatches, that are nearest to a configuration.
 
     Attributes:
-        found: A step as `measured.json` has it, or microbatches of a part; empty where none is alike.
+        found: A step as `measured.json` has it, or microbatches of a part; these without their rows where they are of
+            other data or layers. Empty for a model that has no language model.
         differs: What of the configuration was not measured, each as it is written.
     """
 
@@ -177,6 +194,11 @@ class Nearest:
         """Whether it is a whole step."""
         return "graphs_ms" in self.found
 
+    @property
+    def alike(self) -> bool:
+        """Whether its figures are of such data and layers."""
+        return self.whole or "rows" in self.found
+
     def time(self) -> str:
         """Return the time of a step in words."""
         others = f" and {len(self.differs) - 3} more" if len(self.differs) > 3 else ""
@@ -184,7 +206,9 @@ class Nearest:
         if not self.found:
             return f"not measured{missing}. bridge-cg compare measures it"
         one = self.found
-        if self.whole:
+        if not self.alike:
+            text = f"packs of {one['of']}, not this model"
+        elif self.whole:
             eager = one["eager_ms"]
             text = f"{one['graphs_ms']:.0f} ms on graphs, {_range(eager)} ms eager, "
             text += _faster([one["graphs_ms"] / ms for ms in eager])
@@ -198,7 +222,7 @@ class Nearest:
         """Return the peak memory of a rank in words."""
         if not self.whole:
             peaks = [step["peak_gb"] / step["eager_peak_gb"] for step in records()["steps"]]
-            steps = f". Steps that were measured took {_range(peaks, '.2f')} of eager's" if self.found else ""
+            steps = f". Steps that were measured took {_range(peaks, '.2f')} of eager's" if self.alike else ""
             return f"not measured{steps}"
         graphs, eager = self.found["peak_gb"], self.found["eager_peak_gb"]
         return self._nearest(f"{graphs:.1f} GiB on graphs, {eager:.1f} GiB eager, on {_gpus(self.found)}")
@@ -282,10 +306,11 @@ def nearest(config: Any, options: GraphOptions, gpu: str | None, gpus: int | Non
     if options.language_model.impl == "none":
         return None
     unlike += [] if options.packed.enabled else ["unpacked sequences"]
-    if unlike:
+    if unlike and hasattr(config.model, "_stands_in"):  # of diffusion
         return Nearest({}, tuple(unlike))
-    modules = [module.name for module in options.language_model.modules]
-    near = of_language_model(layers, ranks_of(config.model), modules)
+    near = of_language_model(config.model, [module.name for module in options.language_model.modules])
+    if unlike:
+        return Nearest({name: value for name, value in near.items() if name != "rows"}, tuple(unlike))
     differs = [*([] if layers == near["of"] else [layers]), *_other_packs(options, near["modules"])]
     differs += [*differences(config, near["ranks"]), *_other_gpu(near["gpu"], gpu)]
     return Nearest(near, tuple(differs))
@@ -307,32 +332,26 @@ def _step(
     model += _other_packs(options)
     setting = options.choice.setting
     model += [] if step["setting"] in (None, setting) else [f"{SETTING}={setting}"]
-    model += _other_vision(options.vision, ("exact",) if step["setting"] == "exact" else ("auto", "fast"))
-    held = {
-        "model.seq_length": step["tokens"],
-        "train.micro_batch_size": step["micro"],
-        "optimizer.optimizer": "adam",
-        "ddp.use_distributed_optimizer": True,
+    vision = {
+        **_KEPT,
+        "kernels": ("exact",) if step["setting"] == "exact" else ("auto", "fast"),
+        "attention": ("auto", "cudnn"),
     }
-    model += _others(config, held)
-    own = _others(config, {"train.global_batch_size": step["samples"]})
+    model += _others(options.vision, vision, PROVIDER_FIELDS.__getitem__)
+    held = {
+        "model.seq_length": (step["tokens"],),
+        "train.micro_batch_size": (step["micro"],),
+        "optimizer.optimizer": ("adam",),
+        "ddp.use_distributed_optimizer": (True,),
+    }
+    model += _others(config, held, str)
+    own = _others(config, {"train.global_batch_size": (step["samples"],)}, str)
     own += [] if place[1] in (None, step["gpus"]) else [f"{place[1]} GPUs"]
     own += _other_gpu(step["gpu"], place[0])
-    kind = kind_of(layers or "expert" * ((_size(config.model, "num_moe_experts") or 0) > 1))
-    kinds = kind_of(step["layers"]) != kind, any(field.startswith("peft=") for field in model)
-    alike = (*kinds, _width(step["layers"]) != _width(layers), len(model), len(own))
+    kinds = step["kind"] != kind_of(config.model), any(field.startswith("peft=") for field in model)
+    alike = (*kinds, _distance(step["layers"], config.model), len(model), len(own))
     return alike, Nearest(step, (*model, *own))
-
-
-def _others(config: Any, measured: Mapping[str, Any]) -> list[str]:
-    own = {name: reduce(lambda owner, part: getattr(owner, part, None), name.split("."), config) for name in measured}
-    pairs = ((name, value, measured[name]) for name, value in own.items())
-    return [f"{name}={value}" for name, value, other in pairs if value != other and None not in (value, other)]
 
 
 def _other_gpu(measured: str, gpu: str | None) -> list[str]:
     return [] if gpu is None or gpu in measured.lower() else [f"--gpu {gpu}"]
-
-
-def _width(layers: str) -> str:
-    return layers.rpartition(" of ")[2]

@@ -41,6 +41,7 @@ def test_steps_are_the_records(step):
     assert (round(graphs["ms"], 1), round(graphs["peak_gb"], 1)) == (step["graphs_ms"], step["peak_gb"])
     assert step["eager_peak_gb"] in {round(r["peak_gb"], 1) for r in eager}
     assert (graphs["date"], graphs["gpu"], graphs.get("gpus", 1)) == (step["date"], step["gpu"], step["gpus"])
+    assert step["kind"] == ("experts" if "expert" in step["layers"] else "dense")
     if step["samples"]:
         case = CASES[step["case"]]
         assert (" ".join([case.recipe, *case.words]), case.gpus, case.batch) == (
@@ -125,6 +126,30 @@ def test_no_figure_of_packs_is_of_other_data_or_layers(made, chosen, said):
     found = nearest(made, packs(**chosen), None, None)
     text = " ".join([found.time(), found.memory(), found.fits(None), found.faster()])
     assert found.time().startswith(f"not measured with {said}") and not re.search(r"times as fast|\d GiB|eager's", text)
+    assert (
+        "Nearest: packs of 16 attention, 16 MLP layers of 2048, not this model (docs/benchmarks/packed.jsonl, " in text
+    )
+    assert "rows" not in found.as_json()
+
+
+UNKNOWN = {"num_layers": None, "hidden_size": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "of"),
+    [
+        ({"hidden_size": 8192}, "8 attention, 8 MLP layers of 5120"),
+        ({"hidden_size": 2560}, "16 attention, 16 MLP layers of 2048"),
+        ({**UNKNOWN, "expert_model_parallel_size": 8}, "16 attention, 16 32-expert layers of 2048"),
+        ({**UNKNOWN, "hybrid_layer_pattern": "M*G"}, "2 attention, 7 MLP, 7 Mamba layers of 2048"),
+    ],
+)
+def test_the_nearest_packs_are_of_the_kind_and_width_of_the_layers(fields, of):
+    assert nearest(text_model(**fields), packs(), None, None).found["of"] == of
+
+
+def test_no_packs_are_near_a_model_that_has_no_language_model():
+    assert nearest(text_model(num_layers=None, _stands_in=True), packs(), None, None).found == {}
 
 
 def test_the_layout_of_packs_is_named():
