@@ -10,7 +10,7 @@ from .. import status
 from ..options import PROVIDER_FIELDS, Facts, GraphOptions, OptionError
 from ..options.declaration import parse_choice
 from ..options.graph_options import CHOICE, SETTING, SETTINGS
-from ..options.normalization import as_fields, settle, splits_deepstack, warn_once
+from ..options.normalization import as_fields, settle, splits_deepstack, warn_of_options
 from ..options.sources import collect
 from .gpus import GPUS
 
@@ -154,7 +154,7 @@ def _limit_vision_graphs(config: Any, max_seq_length: int, facts: Facts) -> None
     written, dropped = settle(collect(config, said))
     for option in (*values, "buckets"):
         setattr(model, PROVIDER_FIELDS[option], written.fields.get(PROVIDER_FIELDS[option], "auto"))
-    warn_once(GraphOptions(warnings=dropped))
+    warn_of_options(GraphOptions(warnings=dropped))
 
 
 def mock_dataset(dataset: Any) -> Any:

@@ -306,7 +306,7 @@ def graph_options(*sources: Any) -> GraphOptions:
     """
     options, written = normalize(*sources)
     check_options(options, written.facts)
-    warn_once(options)
+    warn_of_options(options)
     return options
 
 
@@ -390,7 +390,7 @@ def _unit(written: Written) -> tuple[int, str]:
     return merge**2 if isinstance(merge, int) and merge > 0 else 4, "one embedding"
 
 
-def warn_once(options: GraphOptions) -> None:
+def warn_of_options(options: GraphOptions) -> None:
     """Warn of what the options should tell the user, each sentence once in a process."""
     for text in options.warnings:
         if text not in _warned:

@@ -124,6 +124,20 @@ def test_with_the_plugin_off_a_model_that_asks_for_graphs_is_told(route, fields,
     assert len(lines) == bool(said) and all("BRIDGE_CG_PLUGIN=0" in line and said in line for line in lines)
 
 
+def test_with_the_plugin_off_the_status_names_what_is_wrapped():
+    script = (
+        "import torch, bridge_cg_plugin\nfrom megatron.core.pipeline_parallel import schedules\n"
+        "found = bridge_cg_plugin.status()\nassert not found['active']\n"
+        "wrapped = [one for one in found['patches'].values() if one['state'] == 'active']\n"
+        "assert len(wrapped) == 3 and all('is off' in one['purpose'] for one in wrapped)\n"
+        "bridge_cg_plugin.activate()\nwrapped = bridge_cg_plugin.status()['patches']\n"
+        "assert wrapped and not any('is off' in one['purpose'] for one in wrapped.values())\n"
+    )
+    environment = {**os.environ, "BRIDGE_CG_PLUGIN": "0"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 @dataclass(frozen=True, slots=True)
 class Foreign:
     """The config of a model that has nothing of Megatron's."""

@@ -95,7 +95,7 @@ def test_summed_deepstack_gradients_of_a_release_that_moved_a_part_they_need(con
     config.model.tensor_model_parallel_size = 2
     config.model.vision_deepstack_gradient_allreduce = True
     monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "moved"})
-    monkeypatch.setattr(training_config, "warn_once", lambda options: None)
+    monkeypatch.setattr(training_config, "warn_of_options", lambda options: None)
     check_training_config(config)  # without sequence parallelism the option has no effect
     config.model.sequence_parallel = True
     with pytest.raises(DriftError, match=f"vision_deepstack_gradient_allreduce=true needs .*{name}: moved"):

@@ -20,7 +20,7 @@ from ...options.explain import PARTS, in_one_line
 from ...options.facts import OFFLOADS
 from ...options.graph_options import CHOICE, TE_RNG, Release, field_values
 from ...options.language_model import INFERENCE, MODULES, SCOPE, LanguageModelGraphOptions
-from ...options.normalization import VISION_IMPL, warn_once
+from ...options.normalization import VISION_IMPL, warn_of_options
 from ...options.packed import PACKED
 from ...options.sources import (
     FIELDS,
@@ -173,7 +173,7 @@ def apply_options(options: GraphOptions, config: Any) -> None:
     if options.chosen and options.packed.enabled:
         _pad_offline_packs(config)
     setattr(model, APPLIED, options)
-    warn_once(options)
+    warn_of_options(options)
 
 
 def set_graphs(config: Any, *sources: Any) -> GraphOptions:

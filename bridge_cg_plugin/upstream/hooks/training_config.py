@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from ...announce import warn
+from ...announce import warn_once
 from ...options import (
     SCOPE_FIELD,
     Facts,
@@ -19,7 +19,7 @@ from ...options import (
 )
 from ...options.graph_options import SETTING, asks_for_packed_graphs
 from ...options.language_model import IMPL
-from ...options.normalization import options_of, warn_once, without_idle_fields
+from ...options.normalization import options_of, warn_of_options, without_idle_fields
 from ...options.sources import Written
 from ..environment import check_process
 from ..seams.patches import DriftError, Patch, bridge_release, core_release
@@ -28,7 +28,7 @@ from ..seams.seam import RELEASES, Feature, is_known
 from ..seams.states import FEATURES, Wish, broken_seams, lost_with, refusal
 from .graph_fields import announce_parts, apply_environment, collect_for_start, set_graphs
 
-_told: set[frozenset[str]] = set()
+_said: set[str] = set()
 
 
 def check_seams(wish: Wish, features: Collection[str] = FEATURES) -> None:
@@ -52,14 +52,14 @@ def _say_what_does_not_fit(broken: frozenset[str]) -> None:
     """Say once what a run goes on without, or that the release is one that nobody has tested."""
     bridge, core = bridge_release(), core_release()
     known = is_known(bridge, core)
-    if broken in _told or (known and not broken):
+    if known and not broken:
         return
-    _told.add(broken)
     without = "; ".join(f"seam {name} ({lost_with(seam(name))})" for name in sorted(broken)) or "nothing"
     where = "is" if known else "is not in the version table and was not tested. It is"
-    warn(
+    warn_once(
         f"megatron-bridge {bridge} with megatron-core {core} {where} used as far as it fits. This run goes on without: "
-        f"{without}. `bridge-cg audit` says what differs"
+        f"{without}. `bridge-cg audit` says what differs",
+        _said,
     )
 
 
@@ -102,7 +102,7 @@ def check_training_config(config: Any) -> None:
     facts = _facts(written, options)
     check_seams(Wish(options, facts))
     check_options(options, facts)
-    warn_once(options)
+    warn_of_options(options)
     if options.vision.enabled:
         setattr(config.model, SCOPE_FIELD, list(options.vision.scope))
 

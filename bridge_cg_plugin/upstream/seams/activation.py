@@ -112,8 +112,11 @@ def is_on() -> bool:
 
 
 def status() -> dict[str, Any]:
-    """Return whether the plugin is on and the state of every patch whose upstream module was imported."""
-    patches = loaded_patches()
+    """Return whether the plugin is on and the state of every patch whose upstream module was imported.
+
+    With the plugin switched off, what tells of it at a model that asks for graphs is among them.
+    """
+    patches = loaded_patches((*PATCHING, *(() if _on else (OBSERVING,))))
     for patch in patches:
         patch.look()
     return {
