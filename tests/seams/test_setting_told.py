@@ -8,6 +8,7 @@ import weakref
 from dataclasses import dataclass
 
 import pytest
+import torch
 import transformers
 from torch import nn
 
@@ -49,7 +50,7 @@ LOOPS = [
     (
         {"vision_cuda_graph_impl": "none", "cuda_graph_impl": "full_iteration"},
         "graphs: vision encoder: eager (vision_cuda_graph_impl=none); "
-        "language model: eager (cuda_graph_impl=full_iteration: only Bridge's own loop drives such graphs)",
+        "language model: eager (cuda_graph_impl=full_iteration: only train steps of Bridge's loop drive such graphs)",
     ),
 ]
 
@@ -61,6 +62,20 @@ def test_another_loops_first_step_says_it(loop, capsys, fields, line):
         call(model, 1, seed=seed)
     first, *others = capsys.readouterr().out.splitlines()
     assert first == f"[bridge-cg] {line}" and not any("graphs:" in each for each in others if "eager" in each)
+
+
+def test_bridges_evaluation_without_train_steps_names_these_as_what_is_missing(loop, capsys):
+    """As `validation.skip_train` has it: what training has on graphs was told, and evaluation captures the encoder."""
+    config = config_of(QWEN3_VL, **GRAPHS, cuda_graph_impl="full_iteration")
+    check_training_config(config)
+    model = Policy()
+    model.config = config.model
+    for seed in range(2):
+        with torch.no_grad():
+            call(model.eval(), 1, forward_only=True, seed=seed)
+    before, now = (line for line in capsys.readouterr().out.splitlines() if line.startswith("[bridge-cg] graphs: "))
+    assert "language model: eager" not in before
+    assert "vision encoder: one graph" in now and "only train steps of Bridge's loop drive such graphs" in now
 
 
 def misspelt_in_bridge():

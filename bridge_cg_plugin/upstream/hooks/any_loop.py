@@ -99,7 +99,7 @@ def _announce(model: nn.Module | Sequence[nn.Module]) -> None:
     options = held_options(config)
     impl = options.language_model.impl
     if impl in DRIVEN_BY_BRIDGE and not options.packed.enabled:
-        idle = Part(LANGUAGE_MODEL_PART, "eager", f"{IMPL}={impl}: only Bridge's own loop drives such graphs")
+        idle = Part(LANGUAGE_MODEL_PART, "eager", f"{IMPL}={impl}: only train steps of Bridge's loop drive such graphs")
         options = replace(options, language_model=LanguageModelGraphOptions(), chosen=(idle,))
     announce_parts(config, options, _parts_of(model, config))
 
