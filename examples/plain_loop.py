@@ -57,8 +57,8 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="Qwen/Qwen3-VL-2B-Instruct", help="name on the hub, or a folder")
-    parser.add_argument("--cuda-graphs", default="exact", help="exact, fastest or off")
-    args = parser.parse_args()
+    parser.add_argument("--cuda-graphs", default="exact", choices=("exact", "fastest", "off"))
+    args = parser.parse_args() if torch.cuda.is_available() else parser.error("it needs an NVIDIA GPU")
     provider: Any = AutoBridge.from_hf_pretrained(args.model).to_megatron_provider()
     provider.finalize()
     provider.initialize_model_parallel(seed=1234, seed_kwargs={"te_rng_tracker": True})

@@ -55,7 +55,8 @@ def _run(given: Sequence[str], lasting: bool) -> int:
         module = importlib.import_module(f"bridge_cg_plugin.cli.runs.{given[0]}")
         status: int = module.main(given[1:])
         return status
-    parser = Parser(prog="bridge-cg", description="CUDA graphs for training on Megatron-Bridge")
+    first = "First: bridge-cg doctor, then bridge-cg explain RECIPE cuda_graphs=exact"
+    parser = Parser(prog="bridge-cg", description="CUDA graphs for training on Megatron-Bridge", epilog=first)
     parser.add_argument("--version", action="version", version=f"bridge-cg {__version__}")
     commands = parser.add_subparsers(dest="command")
     doctor = commands.add_parser("doctor", help="say what the plugin finds here and what to do about problems")
@@ -85,7 +86,7 @@ def _run(given: Sequence[str], lasting: bool) -> int:
     plans = planner.add_arguments(commands.add_parser("plan", help="recommend graph options from a dataset's sizes"))
     for command in (doctor, audit, report, listing):
         command.add_argument("--json", action="store_true", help="print one JSON object")
-    if not given:
+    if given in ([], ["help"]):
         parser.print_help()
         return 0
     args, rest = parser.parse_known_args(given)

@@ -59,6 +59,16 @@ def test_a_familys_name_suggests_its_recipes(capsys, sft):
     assert (status, out) == (2, "") and "Did you mean qwen3_vl_8b_sft_config, " in err and "30b_a3b_sft_config" in err
     assert err.endswith("bridge-cg recipes qwen3_vl lists all.\n")
     assert "bridge-cg recipes" not in explain(capsys, "qwen3_vl_8b_sft_confg")[2]
+    assert explain(capsys, "no_such_name")[2].endswith(" there is no such recipe. bridge-cg recipes lists all.\n")
+
+
+@pytest.mark.parametrize(
+    ("model", "listed"), [("Qwen/Qwen3-VL-8B-Instruct", "qwen3_vl_8b"), ("Qwen/Qwen3-VL-30B-A3B", "qwen3_vl_30b_a3b")]
+)
+def test_a_models_name_on_the_hub_suggests_its_recipes(capsys, sft, model, listed):
+    status, out, err = explain(capsys, model)
+    assert (status, out) == (2, "") and f"Did you mean {listed}_sft_config, " in err
+    assert err.endswith(f"bridge-cg recipes {listed} lists all.\n")
 
 
 def test_a_recipe_where_bridge_is_not_installed(capsys, monkeypatch):

@@ -4,6 +4,7 @@ import ast
 import inspect
 from pathlib import Path
 
+import pytest
 import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model import Qwen3VLModel
 
@@ -19,6 +20,14 @@ def test_a_reader_can_copy_it():
     assert [name for name in names if name.startswith(("bridge_cg_plugin", "examples", "scripts", "tests"))] == [
         "bridge_cg_plugin"
     ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_ends_before_it_asks_the_hub(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["plain_loop.py"])
+    with pytest.raises(SystemExit):
+        plain_loop.main()
+    assert "it needs an NVIDIA GPU" in capsys.readouterr().err
 
 
 def test_its_step_calls_qwen3_vl():

@@ -36,9 +36,22 @@ def test_a_mistyped_word_names_the_nearest(capsys, words, nearest):
     assert ended.value.code == 2 and f"Did you mean {nearest}?" in capsys.readouterr().err
 
 
-def test_the_command_alone_prints_its_help(capsys):
-    assert main([]) == 0
-    assert "usage: bridge-cg" in capsys.readouterr().out
+@pytest.mark.parametrize("words", [[], ["help"]])
+def test_the_command_alone_prints_its_help(capsys, words):
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "usage: bridge-cg" in said and "bridge-cg explain RECIPE cuda_graphs=exact" in said
+
+
+def test_what_can_be_planned_is_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan"])
+    assert "required: packed" in capsys.readouterr().err
+
+
+def test_explain_alone_asks_for_a_recipe(capsys):
+    assert main(["explain"]) == 0
+    assert "write a recipe's name first" in capsys.readouterr().out
 
 
 def test_recipes_are_counted_by_family(capsys):
@@ -67,6 +80,7 @@ def test_commands_with_a_parser_of_their_own(capsys, command):
         main([command, "--help"])
     said = capsys.readouterr().out
     assert ended.value.code == 0 and f"usage: bridge-cg {command}" in said and "--recipe" in said
+    assert all(len(line) <= 80 for line in said.splitlines() if not line.startswith("  --"))
     assert main([command]) == 2
     assert capsys.readouterr().err == "Name a recipe. `bridge-cg recipes` lists them.\n"
 

@@ -209,7 +209,7 @@ def _of_words(flags: Mapping[str, Any], words: Sequence[str]) -> Answer:
     if (options.enabled or options.packed.enabled) and facts.te_rng_tracker is None:
         missing = f"{_TRACKER}=true is missing: training refuses graphs without it. bridge-cg train and presets set it"
         options = replace(options, warnings=(*options.warnings, missing))
-    return Answer(options=options, notes=(_NO_FIGURES,) if options.enabled or options.packed.enabled else ())
+    return Answer(options=options, notes=(_NO_FIGURES,))
 
 
 def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place: argparse.Namespace) -> Answer:

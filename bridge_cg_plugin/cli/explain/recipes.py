@@ -31,7 +31,7 @@ from bridge_cg_plugin.options import GraphOptions, OptionError
 from bridge_cg_plugin.options.sources import FIELDS, OTHER_FIELDS, SETTINGS
 from bridge_cg_plugin.recipes import RECIPES
 from bridge_cg_plugin.upstream.hooks.overrides import resolve
-from bridge_cg_plugin.upstream.hooks.recipes import PACKAGES, build_recipe, recipe_names
+from bridge_cg_plugin.upstream.hooks.recipes import PACKAGES, build_recipe, letters, recipe_names
 from bridge_cg_plugin.upstream.seams.activation import patch_other_providers
 from bridge_cg_plugin.upstream.seams.seam import minor
 
@@ -269,8 +269,6 @@ def built(name: str) -> Any:
     try:
         return build_recipe(name)
     except OptionError as error:
-        if error.__cause__ is None and sum(name in each for each in recipe_names()) > 1:
-            raise OptionError.because("recipe", f"{error} bridge-cg recipes {name} lists all.") from None
         if error.__cause__ is None or not installed():
             raise
         advice = "bridge-cg train --dry-run imports Bridge and builds it as training does."
@@ -306,7 +304,7 @@ def run(part: str, as_json: bool, benchmarks: bool, tell: Tell) -> int:
         benchmarks: Whether those for a number of GPUs are listed too.
         tell: Prints the answer.
     """
-    found = (filter(lambda name: _letters(part) in _letters(name), names) for names in (RECIPES, recipes_of_bridge()))
+    found = (filter(lambda name: letters(part) in letters(name), names) for names in (RECIPES, recipes_of_bridge()))
     presets, others = map(sorted, found)
     if not presets and not others:
         remedy = "Write another part of it; bridge-cg recipes lists all."
@@ -332,7 +330,3 @@ def recipes_of_bridge() -> set[str]:
         warnings.simplefilter("ignore")
         without_imports()
         return recipe_names() - set(RECIPES)
-
-
-def _letters(text: str) -> str:
-    return re.sub(r"[\W_]", "", text).lower()

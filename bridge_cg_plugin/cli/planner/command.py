@@ -31,7 +31,7 @@ PACKING = "first_fit_shuffle"
 
 def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
     """Add what can be planned, and its arguments, to a parser; returns the parser of each."""
-    kinds = plan.add_subparsers(dest="kind", required=True)
+    kinds = plan.add_subparsers(dest="kind", required=True, metavar="packed")
     packed = kinds.add_parser("packed", help="how many documents of a pack graphs take, from a dataset's lengths")
     packed.add_argument("data", type=Path, help="histogram .json, .jsonl, .parquet, .arrow, Bridge's packed files")
     packed.add_argument(

@@ -1,14 +1,16 @@
-"""Train a recipe eager and with the plugin's graphs, and write one page about all runs.
+r"""Train a recipe eager and on graphs, and write one page about all runs.
 
-    bridge-cg compare --recipe qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config \
-        --gpus_per_node 4 --steps 30 --out runs/compare train.global_batch_size=8
-    bridge-cg compare --recipe NAME --dry-run
+    bridge-cg compare qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config \
+        --gpus_per_node 4 --steps 30 train.global_batch_size=8
+    bridge-cg compare NAME --dry-run
 
-Flags and `section.name=value` overrides are those of `bridge-cg train`; graph options among them are for the plugin's
-run. Each run has a process of its own. One that fails is shown with its error, and the others go on. Eager runs at
-least twice: the plugin's run is held against what eager runs differ by. Into the folder go page.md, page.json,
-compare.jsonl and a log of each run. Exit status: 1 where a run failed, or the plugin's was not shown to train what
-eager trains; 2 for input that is refused.
+Flags and `section.name=value` overrides are those of `bridge-cg train`; graph
+options among them are for the plugin's run. Each run has a process of its
+own. One that fails is shown with its error, and the others go on. The
+plugin's run is held against what eager runs differ by. Into the folder go
+page.md, page.json, compare.jsonl and a log of each run. Exit status: 1 where
+a run failed, or the plugin's was not shown to train what eager trains; 2 for
+input that is refused.
 """
 
 import argparse

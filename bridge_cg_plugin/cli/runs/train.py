@@ -1,13 +1,12 @@
-"""Train any recipe of Bridge or preset of the plugin, with graph flags and then `section.name=value` overrides.
+r"""Train any recipe of Bridge or preset of the plugin, with graph flags.
 
-    bridge-cg train --recipe qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config --dry-run
-    torchrun --nproc_per_node=4 -m bridge_cg_plugin.cli.runs.train --recipe qwen3_vl_8b_pretrain_mock_config \
-        --vision_cuda_graph_impl transformer_engine --max_vision_cuda_graph_seq_length 16384 train.train_iters=50
+    bridge-cg train qwen3_vl_8b_pretrain_mock_config --graphs h200 --dry-run
+    torchrun --nproc_per_node=4 -m bridge_cg_plugin.cli.runs.train \
+        qwen3_vl_8b_pretrain_mock_config --graphs h200 train.train_iters=50
 
-In a checkout `python scripts/performance/run_recipe.py` is the same command.
-
-Flags are applied first, overrides after them in the order of the command line: later ones win. `--dry-run` prints what
-all of it resolves to. Exit status 2 means refused input; the reason is on standard error.
+Flags are applied first, then overrides `section.name=value`; later ones win.
+`--dry-run` prints what all of it resolves to. Exit status 2 means refused
+input; the reason is on standard error.
 """
 
 import contextlib

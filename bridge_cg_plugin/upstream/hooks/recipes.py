@@ -4,7 +4,8 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,11 +36,27 @@ def build_recipe(name: str) -> Any:
         if inspect.isfunction(found):
             return _built(name, found)
         known.update({key: value for key, value in vars(module).items() if key.endswith("_config")})
+    raise OptionError.because("recipe", f"Cannot use {name!r}: there is no such recipe. {_meant(name, known)}")
+
+
+def letters(name: str) -> str:
+    """Return a name's letters and digits, by which names are compared that people write in several ways."""
+    return re.sub(r"[\W_]", "", name).lower()
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """Return which recipes a name may mean: one that is nearly it, a family's, or those of a model on the hub."""
+    wanted = re.sub(r"\W", "_", name.rpartition("/")[2]).lower()
     spelt = {key.lower(): key for key in known}
-    near = difflib.get_close_matches(name.lower(), spelt, n=1, cutoff=0.8)
-    near = near or sorted((key for key in spelt if name.lower() in key), key=lambda key: (len(key), key))[:MOST_NAMED]
-    near = near or difflib.get_close_matches(name.lower(), spelt, n=1, cutoff=0.6)
-    raise OptionError.unknown(name, "recipe", ", ".join(spelt[key] for key in near))
+    if near := difflib.get_close_matches(wanted, spelt, n=1, cutoff=0.8):
+        return f"Did you mean {spelt[near[0]]}?"
+    parts = wanted.split("_")
+    for begin in ("_".join(parts[:count]) for count in range(len(parts), 0, -1)):
+        alike = (key for key in spelt.values() if letters(key).startswith(letters(begin)) or wanted in key)
+        if near := sorted(alike, key=lambda key: (len(key), key)):
+            listing = f" bridge-cg recipes {begin} lists all." if len(near) > 1 else ""
+            return f"Did you mean {', '.join(near[:MOST_NAMED])}?{listing}"
+    return "bridge-cg recipes lists all."
 
 
 def recipe_names() -> set[str]:
