@@ -11,7 +11,7 @@ __all__ = ["SWITCH", "activate", "autoload", "deactivate", "enable", "release_me
 SWITCH = PLUGIN
 
 
-def enable(model: Any, *options: Any) -> None:
+def enable(model: Any, *options: Any, **fields: Any) -> None:
     """Put a model on graphs that a training loop other than Bridge's trains, by megatron-core's schedules.
 
     Call it once the model is built, before the loop's first step. Graphs that the model has with other options are
@@ -21,13 +21,14 @@ def enable(model: Any, *options: Any) -> None:
     Args:
         model: The model under any wrapper, or the list of its chunks on this rank.
         options: Graph options in any spelling of `options.graph_options`, later ones winning.
+        fields: Graph options by their names, which win over all of these.
 
     Raises:
         OptionError: The options cannot work, or the model has no config.
     """
     from .upstream.hooks.any_loop import LOOPS
 
-    LOOPS.set(model, *options)
+    LOOPS.set(model, *options, fields)
 
 
 def release_memory() -> int:

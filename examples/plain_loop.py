@@ -67,7 +67,7 @@ def main() -> None:
     settings = OptimizerConfig(lr=1e-5, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(settings, model)
     provider.finalize_model_grads_func, provider.grad_scale_func = finalize_model_grads, optimizer.scale_loss
-    bridge_cg_plugin.enable(model, {"cuda_graphs": args.cuda_graphs})
+    bridge_cg_plugin.enable(model, cuda_graphs=args.cuda_graphs)
     processor = AutoProcessor.from_pretrained(args.model)
     images = (Image.effect_noise((64 * (4 + n % 5), 256), 50).convert("RGB") for n in count())
     batches = (processor(text=[TEXT], images=[image], return_tensors="pt").to("cuda") for image in images)

@@ -38,6 +38,16 @@ def test_enable_puts_a_model_on_graphs():
     assert active_graphs()[0].captured and active_graphs()[0].workload.strict
 
 
+def test_options_are_keywords_too():
+    model = plain()
+    bridge_cg_plugin.enable(model, "vision_cuda_graph_strict=true", vision_cuda_graph_buckets=[64])
+    assert (model.config.vision_cuda_graph_strict, list(model.config.vision_cuda_graph_buckets)) == (True, [64])
+    bridge_cg_plugin.enable(model, cuda_graphs="exact")
+    assert model.config.vision_cuda_graph_impl == "transformer_engine"
+    with pytest.raises(OptionError, match="Did you mean cuda_graphs"):
+        bridge_cg_plugin.enable(model, cuda_graph="exact")
+
+
 def test_other_options_for_a_model_on_graphs_hold_from_its_next_call():
     model, eager, found = Policy(), Policy(vision_cuda_graph_impl="none"), []
     wrapper = nn.Module()
