@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import torch
+
 from bridge_cg_plugin.graphs.memory.ranges import (
     ALLOW,
     CREATE,
@@ -24,6 +26,7 @@ class FakeVirtualMemory:
         free_bytes: What others have left.
         mapped: Handles by first address.
         reserved: Sizes by first address.
+        contents: Of memory, by handle.
         sizes: Of memory, by handle.
         fails: Name of a call that fails from now on.
     """
@@ -32,7 +35,7 @@ class FakeVirtualMemory:
 
     def __init__(self, free_bytes=1 << 20):
         self.free_bytes, self.fails = free_bytes, None
-        self.mapped, self.reserved, self.sizes = {}, {}, {}
+        self.mapped, self.reserved, self.contents, self.sizes = {}, {}, {}, {}
         self._next = 1000 * self.granularity
         self._handles = 0
         kinds = {"create": CREATE, "map": MAP, "allow": ALLOW, "unmap": UNMAP, "release": RELEASE}
@@ -55,6 +58,30 @@ class FakeVirtualMemory:
     @property
     def mapped_bytes(self):
         return sum(self.sizes[handle] for handle in self.mapped.values())
+
+    def has_memory(self, address):
+        """Whether memory is behind an address."""
+        return self._block(address) is not None
+
+    def content(self, address, nbytes):
+        """Return what is in memory."""
+        return b"".join(map(bytes, self._parts(address, nbytes)))
+
+    def _block(self, address):
+        for first, handle in self.mapped.items():
+            if first <= address < first + self.sizes[handle]:
+                return first, handle
+        return None
+
+    def _parts(self, address, nbytes):
+        """Yield the memory behind some addresses, in as many parts as it was made in."""
+        while nbytes:
+            found = self._block(address)
+            self._check("access", found is not None)
+            first, handle = found
+            part = memoryview(self.contents[handle])[address - first :][:nbytes]
+            yield part
+            address, nbytes = address + len(part), nbytes - len(part)
 
     def _check(self, name, whether=True):
         if self.fails == name or not whether:
@@ -81,11 +108,13 @@ class FakeVirtualMemory:
         self.free_bytes -= nbytes
         self._handles += 1
         self.sizes[self._handles] = nbytes
+        self.contents[self._handles] = bytearray(b"\xa5" * nbytes)
         handle[0] = self._handles
 
     def _release(self, handle):
         self._check("release", handle in self.sizes and handle not in self.mapped.values())
         self.free_bytes += self.sizes.pop(handle)
+        del self.contents[handle]
 
     def _map(self, address, nbytes, offset, handle, flags):
         self._check("map", self.sizes[handle] == nbytes and address % self.granularity == 0)
@@ -103,3 +132,16 @@ class FakeVirtualMemory:
 
     def wait(self):
         self._check("wait")
+
+    def host_memory(self, nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def read(self, address, content):
+        self._check("read")
+        content.copy_(torch.frombuffer(bytearray(self.content(address, len(content))), dtype=torch.uint8))
+
+    def write(self, address, content):
+        self._check("write")
+        values = bytes(content.tolist())
+        for part in self._parts(address, len(content)):
+            part[:], values = values[: len(part)], values[len(part) :]

@@ -1,5 +1,7 @@
 """An executor without a GPU whose memory leaves: nothing that a recording made is there again when it returns."""
 
+from contextlib import contextmanager
+
 from bridge_cg_plugin.graphs.memory.ranges import NoDeviceMemory
 
 from .pooled import Memory, PooledExecutor, PooledRecording
@@ -42,6 +44,14 @@ class LeavingExecutor(PooledExecutor):
 
     def check_there(self) -> None:
         assert not self.away, "memory that has left was touched"
+
+    def static_memory(self):
+        @contextmanager
+        def making():
+            self.check_there()
+            yield
+
+        return making
 
     def warm_up(self, *args, **kwargs) -> None:
         self.check_there()

@@ -109,8 +109,10 @@ class Region(Part):
         self.sources = Sources(self.program, self.watch, executor.device, self._around.reduction, executor.home())
         self.planned = [self._planned(index) for index in range(self.slot_count)]
         chain.parts.append(self)
-        device, shared = executor.device, self._piece.shared
-        self.slots = [Slot(index, device, chain.common(index), shared) for index in range(self.slot_count)]
+        self.slots = [
+            Slot(index, executor.device, chain.common(index), self._piece.shared, executor.static_memory())
+            for index in range(self.slot_count)
+        ]
         self.add_inputs(self.buckets)
         chain.count(self)
 

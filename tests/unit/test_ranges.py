@@ -45,10 +45,15 @@ class Range(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.device = FakeVirtualMemory(CAPACITY)
-        self.addresses = AddressRange(self.device, ADDRESSES)
+        self.keeps = None
         self.others = self.most = self.begun = 0
 
-    @precondition(lambda self: not self.addresses.away)
+    @precondition(lambda self: self.keeps is None)
+    @rule(keeps=st.booleans())
+    def make(self, keeps):
+        self.keeps, self.addresses = keeps, AddressRange(self.device, ADDRESSES, keeps)
+
+    @precondition(lambda self: self.keeps is not None and not self.addresses.away)
     @rule(sizes=st.lists(st.integers(1, 90), max_size=5))
     def record(self, sizes):
         """What a recording takes begins at the first address, whatever the others took."""
@@ -69,7 +74,7 @@ class Range(RuleBasedStateMachine):
         self.most = max(self.most, end)
         assert self.addresses.nbytes == self.most
 
-    @precondition(lambda self: not self.addresses.away)
+    @precondition(lambda self: self.keeps is not None and not self.addresses.away)
     @rule(nbytes=st.integers(0, ADDRESSES))
     def keep(self, nbytes):
         """Whole pieces go, as they were taken."""
@@ -80,18 +85,28 @@ class Range(RuleBasedStateMachine):
             assert not self.addresses.nbytes
         self.most = self.addresses.nbytes
 
-    @rule()
-    def release(self):
+    @precondition(lambda self: self.keeps is not None)
+    @rule(seed=st.integers(0, 255))
+    def release(self, seed):
         there = self.addresses.nbytes
+        if there and self.keeps:
+            self.content = bytes([seed]) * there
+            for first, handle in self.device.mapped.items():
+                self.device.contents[handle][:] = bytes([seed]) * self.device.sizes[handle]
+                assert first >= self.addresses.first
         assert self.addresses.release() == there
         assert not self.device.mapped
 
+    @precondition(lambda self: self.keeps is not None)
     @rule()
     def restore(self):
         fits = self.most <= self.device.free_bytes or not self.addresses.away
         try:
+            was_away = self.addresses.away
             self.addresses.restore()
             assert fits and not self.addresses.away and self.addresses.nbytes == self.most
+            if was_away and self.keeps:
+                assert self.device.content(self.addresses.first, self.most) == self.content
         except NoDeviceMemory:
             assert not fits and self.addresses.away and not self.device.mapped
 
@@ -107,11 +122,13 @@ class Range(RuleBasedStateMachine):
     @invariant()
     def every_byte_is_counted(self):
         assert self.device.mapped_bytes == CAPACITY - self.others - self.device.free_bytes
-        assert self.addresses.nbytes == self.device.mapped_bytes
+        if self.keeps is not None:
+            assert self.addresses.nbytes == self.device.mapped_bytes
 
     def teardown(self):
-        del self.addresses
-        close_left()
+        if self.keeps is not None:
+            del self.addresses
+            close_left()
         assert not self.device.mapped and not self.device.reserved
 
 
@@ -173,6 +190,13 @@ def test_a_pytorch_without_what_pools_need_is_noticed(gpu, monkeypatch, capsys):
     monkeypatch.setattr(ranges, "VirtualMemory", lambda index: FakeVirtualMemory(CAPACITY))
     monkeypatch.setattr(ranges, "PYTORCHS", ("_no_such_function",))
     assert driver_of(gpu) is None and "_no_such_function" in capsys.readouterr().out
+
+
+def test_content_that_does_not_come_back_is_noticed(gpu, monkeypatch, capsys):
+    device = FakeVirtualMemory(CAPACITY)
+    monkeypatch.setattr(ranges, "VirtualMemory", lambda index: device)
+    monkeypatch.setattr(device, "read", lambda address, content: content.zero_())
+    assert driver_of(gpu) is None and "another content" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("compiler", ["/bin/false", "no-such-compiler"])

@@ -5,8 +5,8 @@ captures. PyTorch finds memory by address over all pools: nothing that it knows 
 """
 
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Self
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ..errors import CaptureError
 from .ranges import NO_POOL, AddressRange
 
+# Entered around the making of tensors.
+Making = Callable[[], AbstractContextManager[None]]
 # Blocks that something has; others are PyTorch's to give again, or wait for the device.
 ALIVE = "active_allocated"
 
@@ -182,3 +184,20 @@ def _named(block: tuple[int, int]) -> str:
                 if address <= each.data_ptr() < address + size:
                     return f"a tensor {list(each.shape)} of {each.dtype}"
     return f"{size} bytes"
+
+
+class StaticMemory:
+    """Memory of tensors that recordings read and write; its content comes back with it.
+
+    Args:
+        addresses: What it is behind, for nothing else.
+    """
+
+    def __init__(self, addresses: AddressRange) -> None:
+        self._addresses, self._pool = addresses, addresses.new_pool()
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Make tensors inside."""
+        with self._addresses.giving(), torch.cuda.use_mem_pool(self._pool):
+            yield

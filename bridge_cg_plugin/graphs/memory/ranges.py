@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from ...announce import announce
+from ...announce import LOGGER, announce
 
 # Values of cuda.h.
 SUCCESS, OUT_OF_MEMORY = 0, 2
@@ -139,9 +139,36 @@ class VirtualMemory:
         """Give addresses back; no memory is behind them."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
 
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Return `[nbytes]` uint8 memory of the host, fast to copy to and from the device if there is such.
+
+        Raises:
+            DeviceMemoryError: There is none.
+        """
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            LOGGER.info("the host keeps %d bytes of graphs in pageable memory, which is slower: %s", nbytes, error)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        except RuntimeError as error:
+            raise DeviceMemoryError(f"the host has no memory for what graphs read: {error}") from error
+
     def wait(self) -> None:
         """Wait for all work of the device."""
         self._call("cuCtxSynchronize")
+
+    def read(self, address: int, content: Tensor) -> None:
+        """Copy device memory to the host, as much as `content` holds."""
+        begin, size = ctypes.c_uint64(address), ctypes.c_size_t(content.nbytes)
+        self._call("cuMemcpyDtoH_v2", ctypes.c_void_p(content.data_ptr()), begin, size)
+
+    def write(self, address: int, content: Tensor) -> None:
+        """Copy `content` to device memory; the copy has ended on return."""
+        begin, size = ctypes.c_uint64(address), ctypes.c_size_t(content.nbytes)
+        self._call("cuMemcpyHtoD_v2", begin, ctypes.c_void_p(content.data_ptr()), size)
+        # From pageable memory, the call may return before the copy has ended, for which PyTorch's streams do not wait.
+        self._call("cuStreamSynchronize", ctypes.c_uint64(0))
 
 
 SOURCE = Path(__file__).with_name("allocator.c")
@@ -207,18 +234,20 @@ class AddressRange:
     Args:
         driver: Makes addresses and memory.
         nbytes: How many addresses.
+        keeps: Whether content comes back with memory that left.
 
     Attributes:
         away: Whether its memory has left the device.
     """
 
-    def __init__(self, driver: VirtualMemory, nbytes: int) -> None:
-        self._driver, self._library = driver, library()
+    def __init__(self, driver: VirtualMemory, nbytes: int, keeps: bool = False) -> None:
+        self._driver, self._keeps, self._library = driver, keeps, library()
         size = -(-nbytes // driver.granularity) * driver.granularity
         first = driver.reserve(size)
         self._range = _Range(driver=ctypes.pointer(driver.table), first=first, size=size)
         self._library.bridge_cg_add(self._range)
         self.away, self._left_bytes = False, 0
+        self._content: Tensor | None = None
         weakref.finalize(self, _left.append, (driver, self._range)).atexit = False
 
     @property
@@ -274,12 +303,16 @@ class AddressRange:
         if self.away or not left:
             return 0
         self._driver.wait()
+        if self._keeps:
+            if self._content is None or len(self._content) < left:
+                self._content = self._driver.host_memory(left)
+            self._driver.read(self.first, self._content[:left])
         self._left_bytes, self.away = left, True
         self._shrink(0)
         return left
 
     def restore(self) -> None:
-        """Put memory behind the addresses again; it holds anything.
+        """Put memory behind the addresses again; without `keeps`, it holds anything.
 
         Raises:
             NoDeviceMemory: There is not enough.
@@ -288,6 +321,8 @@ class AddressRange:
         if not self.away:
             return
         self.grow(self._left_bytes)
+        if self._content is not None:
+            self._driver.write(self.first, self._content[: self._left_bytes])
         self.away = False
 
     def _shrink(self, nbytes: int) -> None:
@@ -379,12 +414,18 @@ def _try_out(driver: VirtualMemory) -> None:
     """Let a little memory leave and return, so that what cannot work fails before graphs depend on it.
 
     Raises:
-        DeviceMemoryError: The driver failed.
+        DeviceMemoryError: The driver failed, or content did not come back.
     """
-    tried = AddressRange(driver, driver.granularity)
+    tried = AddressRange(driver, driver.granularity, keeps=True)
     tried.grow(driver.granularity)
+    sent = torch.arange(driver.granularity, dtype=torch.int64).to(torch.uint8)
+    driver.write(tried.first, sent)
     tried.release()
     tried.restore()
+    found = torch.empty_like(sent)
+    driver.read(tried.first, found)
+    if not torch.equal(found, sent):
+        raise DeviceMemoryError("memory that left the device returned with another content")
     for name in PYTORCHS:
         getattr(torch._C, name)
     with tried.giving():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...announce import announce, warn
 from ..errors import CaptureError, OtherRankFailed, named, release_frames
-from ..memory.pools import Arena, PlainMemory, SlotMemory
+from ..memory.pools import Arena, Making, PlainMemory, SlotMemory, StaticMemory
 from ..memory.ranges import AddressRange, DeviceMemoryError, NoDeviceMemory, VirtualMemory, close_left, driver_of
 from ..memory.returning import Home
 from .capture import capture_graph, default_generator
@@ -153,7 +153,7 @@ class Executor(ABC):
             second is called after a pass that failed, too.
 
     Attributes:
-        memory_away: Whether memory of recordings has left the device.
+        memory_away: Whether memory of recordings and static tensors has left the device.
     """
 
     memory_away = False
@@ -223,6 +223,10 @@ class Executor(ABC):
         """Return what work that is recorded may draw random numbers from."""
         return (default_generator(self.device),)
 
+    def static_memory(self) -> Making:
+        """Return what is entered around the making of each tensor that recordings of one slot read."""
+        return nullcontext
+
     def tidy(self) -> None:
         """Give memory back that no recording needs any more."""
         if self.device.type == "cuda":
@@ -230,7 +234,7 @@ class Executor(ABC):
             torch.cuda.empty_cache()
 
     def release_memory(self) -> int:
-        """Take memory of recordings off the device, if it can leave; returns how many bytes left.
+        """Take memory of recordings and static tensors off the device, if it can leave; returns how many bytes left.
 
         Raises:
             DeviceMemoryError: The driver failed.
@@ -238,7 +242,7 @@ class Executor(ABC):
         return 0
 
     def restore_memory(self) -> None:
-        """Take it back, to the same addresses.
+        """Take it back, to the same addresses; the content of static tensors is what it was.
 
         Raises:
             NoDeviceMemory: There is not enough; then none came back.
@@ -282,7 +286,7 @@ class CudaGraphExecutor(Executor):
         side_stream: Whether recordings may have side work, which then gives way to the main work.
         arenas: Whether recordings of a slot use memory from the same address on, if the driver can do it; else those of
             larger buckets that come later have memory beside it.
-        releasable: Whether memory of arenas can leave the device.
+        releasable: Whether memory of arenas and static tensors can leave the device.
 
     Raises:
         ValueError: An event without a stream.
@@ -312,9 +316,12 @@ class CudaGraphExecutor(Executor):
         self._driver = driver_of(self.device) if arenas else None
         self._ranges: weakref.WeakSet[AddressRange] = weakref.WeakSet()
         self.memory_away, self._releasable = False, releasable and self._driver is not None
+        self._statics: StaticMemory | None = None
+        if self._releasable and self._driver is not None:
+            self._statics = StaticMemory(self._new_range(self._driver, keeps=True))
 
-    def _new_range(self, driver: VirtualMemory) -> AddressRange:
-        made = AddressRange(driver, torch.cuda.get_device_properties(self.device).total_memory)
+    def _new_range(self, driver: VirtualMemory, keeps: bool = False) -> AddressRange:
+        made = AddressRange(driver, torch.cuda.get_device_properties(self.device).total_memory, keeps)
         self._ranges.add(made)
         return made
 
@@ -365,6 +372,10 @@ class CudaGraphExecutor(Executor):
     def generators(self) -> Sequence[torch.Generator]:
         """See `Executor`."""
         return default_generator(self.device), *self._generators()
+
+    def static_memory(self) -> Making:
+        """See `Executor`."""
+        return nullcontext if self._statics is None else self._statics.making
 
     def tidy(self) -> None:
         """See `Executor`."""

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ..buckets import Bucket
 from ..errors import ReplayError
-from ..memory.pools import SlotMemory
+from ..memory.pools import Making, SlotMemory
 
 Buffers = dict[str, Tensor]
 
@@ -38,10 +39,11 @@ class StaticTensors:
 
     Args:
         device: Where they are.
+        making: Entered around the making of each.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, making: Making = nullcontext) -> None:
+        self._device, self._making = device, making
         self._flat: dict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
 
     def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -50,7 +52,7 @@ class StaticTensors:
         flats = self._flat[name, dtype]
         if not flats or flats[-1].numel() < numel:
             fill = torch.nan if dtype.is_floating_point else 0
-            with torch.inference_mode(False):  # a pass in it may be the first to ask for a slot
+            with self._making(), torch.inference_mode(False):  # a pass in it may be the first to ask for a slot
                 flats.append(torch.full((numel,), fill, dtype=dtype, device=self._device))
         return flats[-1][:numel].view(shape)
 
@@ -110,6 +112,7 @@ class Slot:
         device: Where its memory is.
         common: Memory of its recordings.
         shared: Inputs that are not the region's own.
+        making: Entered around the making of each of its static tensors.
 
     Attributes:
         buffers: Static inputs of each bucket.
@@ -122,9 +125,10 @@ class Slot:
         device: torch.device,
         common: "ChainSlot",
         shared: SharedInputs | None = None,
+        making: Making = nullcontext,
     ) -> None:
         self.index, self.common = index, common
-        self.static = StaticTensors(device)
+        self.static = StaticTensors(device, making)
         self.shared = shared
         self.buffers: dict[Bucket, Buffers] = {}
         self.lease: int | None = None
