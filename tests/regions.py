@@ -14,7 +14,21 @@ AROUND = {field.name for field in dataclasses.fields(Surroundings)}
 OF_REGION = ("watch", "strict", "chain")
 
 
-def new_region(program: RegionProgram, executor: Executor, buckets: Sequence[Bucket], **settings: Any) -> Region:
+class LoneRegion(Region):
+    """A region that no manager captures."""
+
+    def capture(self) -> None:
+        """Record every bucket in every slot; of a piece that grows as training asks for."""
+        try:
+            with self.statistics.recording():
+                self.prepare()
+                self.chain.capture()
+        except BaseException:
+            self.reset()
+            raise
+
+
+def new_region(program: RegionProgram, executor: Executor, buckets: Sequence[Bucket], **settings: Any) -> LoneRegion:
     """Return a region that is not captured yet.
 
     Args:
@@ -27,4 +41,4 @@ def new_region(program: RegionProgram, executor: Executor, buckets: Sequence[Buc
     around = {name: settings.pop(name) for name in AROUND & settings.keys()}
     given = {name: settings.pop(name) for name in OF_REGION if name in settings}
     piece = Piece(program=program, buckets=buckets, **settings)
-    return Region(piece, executor, Surroundings(**around), **given)
+    return LoneRegion(piece, executor, Surroundings(**around), **given)

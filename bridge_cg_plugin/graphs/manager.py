@@ -238,9 +238,9 @@ class GraphManager:
 
     def _note_pause(self) -> None:
         """Note that a step waited for what was recorded since the last look."""
-        if (pause := self._seconds() - self._noted_seconds) > 0:
-            self._own.pauses[self.step_number] += pause
-        self._noted_seconds = self._seconds()
+        pause, own = self._seconds() - self._noted_seconds, self._own
+        own.pause_seconds, own.longest_pause = own.pause_seconds + pause, max(own.longest_pause, pause)
+        self._noted_seconds += pause
 
     def record(
         self,
@@ -418,7 +418,8 @@ class GraphManager:
         self._own, before = counted, counted.capture_seconds
         self.reset()
         self.capture()
-        self._own.pauses[self.step_number] += self._seconds() - before
+        self._noted_seconds = before
+        self._note_pause()
 
     @contextmanager
     def step(self) -> Iterator[None]:

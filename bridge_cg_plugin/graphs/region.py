@@ -82,20 +82,6 @@ class Region(Part):
         state = self.sources.recorded_state(torch.is_grad_enabled()) if self.slots else 0
         return state, [slot.index for slot in self.slots if not slot.free]
 
-    def capture(self) -> None:
-        """Record every bucket in every slot, largest first; of a piece that grows as training asks for.
-
-        Raises:
-            CaptureError: Recording failed; nothing of it is kept and the process can go on.
-        """
-        try:
-            with self.statistics.recording():
-                self.prepare()
-                self.chain.capture()
-        except BaseException:
-            self.reset()
-            raise
-
     def prepare(self) -> None:
         """Plan what the region's chain records behind what its other parts plan, and make slots for it.
 

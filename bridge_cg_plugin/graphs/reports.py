@@ -1,11 +1,10 @@
 """What a region did: replays per bucket, padding, fallbacks, memory, capture time; reports, and figures for loggers."""
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 from ..announce import LOGGER, announce, rank
@@ -13,7 +12,8 @@ from .buckets import Bucket
 from .fallback import Fallback
 
 GIB = 2**30
-SUMS = ("capture_seconds", "graph_bytes", "static_bytes", "gradient_bytes", "pinned_bytes")
+OF_THE_WORST_RANK = ("memory_gb", "pinned_gb", "pause_s", "longest_pause_s")
+SUMS = ("capture_seconds", "pause_seconds", "graph_bytes", "static_bytes", "gradient_bytes", "pinned_bytes")
 # What JSON has besides fallbacks and buckets.
 FIGURES = (
     *("replays", "warmup_microbatches", "padding_share", "capture_seconds", "pause_seconds", "longest_pause"),
@@ -52,8 +52,8 @@ class RegionStatistics:
         known: Reasons that were announced; regions of one module share the set.
         step: Number of the training step under way, from 1; 0 where nobody counts them.
         capture_seconds: Time that recordings took.
-        pauses: Of those after the first capture, in seconds, by the training step that waited for them; other ranks may
-            have waited, too.
+        pause_seconds: Of those after the first capture, which training steps waited for; other ranks may have, too.
+        longest_pause: The most that one step waited for.
         graph_bytes: Device memory of graphs.
         static_bytes: Device memory of static buffers.
         gradient_bytes: Device memory of parameter gradients that are handed to autograd, of all recordings.
@@ -66,7 +66,8 @@ class RegionStatistics:
     step: int = 0
     warmup_microbatches: int = 0
     capture_seconds: float = 0.0
-    pauses: defaultdict[int, float] = field(default_factory=partial(defaultdict, float))
+    pause_seconds: float = 0.0
+    longest_pause: float = 0.0
     graph_bytes: int = 0
     static_bytes: int = 0
     gradient_bytes: int = 0
@@ -112,16 +113,6 @@ class RegionStatistics:
         return sum(b.replays + b.evaluations for b in self.buckets.values())
 
     @property
-    def pause_seconds(self) -> float:
-        """Seconds that training steps waited for recordings after the first capture."""
-        return float(sum(self.pauses.values()))
-
-    @property
-    def longest_pause(self) -> float:
-        """The most that one training step waited for recordings, in seconds."""
-        return max(self.pauses.values(), default=0.0)
-
-    @property
     def replayed_tokens(self) -> int:
         """Real tokens of all replays."""
         return sum(bucket.tokens for bucket in self.buckets.values())
@@ -155,8 +146,7 @@ def merge_statistics(parts: Sequence[RegionStatistics]) -> RegionStatistics:
     total = RegionStatistics(**{name: sum(getattr(part, name) for part in parts) for name in SUMS})
     for part in parts:
         total.fallbacks.update(part.fallbacks)
-        for step, seconds in part.pauses.items():
-            total.pauses[step] += seconds
+        total.longest_pause = max(total.longest_pause, part.longest_pause)
         for bucket, counts in part.buckets.items():
             total.buckets.setdefault(bucket, BucketStatistics()).add(counts)
     return total
@@ -181,7 +171,8 @@ def metrics(statistics: RegionStatistics, prefix: str) -> dict[str, float]:
         f"{prefix}/padding_share": statistics.padding_share,
         f"{prefix}/memory_gb": statistics.memory_bytes / GIB,
         f"{prefix}/pinned_gb": statistics.pinned_bytes / GIB,
-        **pause_metrics([statistics], prefix),
+        f"{prefix}/pause_s": statistics.pause_seconds,
+        f"{prefix}/longest_pause_s": statistics.longest_pause,
         **{f"{prefix}/fallback/{reason}": float(n) for reason, n in sorted(statistics.fallbacks.items())},
     }
 
@@ -194,19 +185,11 @@ def metrics_of_ranks(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str
     each = [metrics(rank, prefix) for rank in ranks]
     return {
         **total,
-        **{name: max(rank[name] for rank in each) for name in (f"{prefix}/memory_gb", f"{prefix}/pinned_gb")},
-        **pause_metrics(ranks, prefix),
+        **{name: max(rank[name] for rank in each) for name in (f"{prefix}/{of}" for of in OF_THE_WORST_RANK)},
         f"{prefix}/ranks": float(len(ranks)),
         f"{prefix}/smallest_replayed_share": min(rank[f"{prefix}/replayed_share"] for rank in each),
         f"{prefix}/largest_padding_share": max(rank[f"{prefix}/padding_share"] for rank in each),
     }
-
-
-def pause_metrics(ranks: Sequence[RegionStatistics], prefix: str) -> dict[str, float]:
-    """Return for how long a job's steps waited for recordings, in all and at most: each step for the slowest rank."""
-    steps = {step for rank in ranks for step in rank.pauses}
-    pauses = [max(rank.pauses.get(step, 0.0) for rank in ranks) for step in sorted(steps)]
-    return {f"{prefix}/pause_s": float(sum(pauses)), f"{prefix}/longest_pause_s": max(pauses, default=0.0)}
 
 
 def render_steps(ranks: Sequence[RegionStatistics], title: str) -> str:
@@ -248,9 +231,9 @@ def render(statistics: RegionStatistics, title: str, notes: Mapping[str, str] | 
     if fallbacks:
         ((most, _),) = statistics.fallbacks.most_common(1)
         remedies.append(f"remedy of {most}: {most.remedy.replace('`', '')}")
-    if statistics.pauses:
-        waited = f", {len(statistics.pauses)} step(s) waited {statistics.pause_seconds:.1f} s of it, at most "
-        waited += f"{statistics.longest_pause:.1f} s before or in one step"
+    if statistics.pause_seconds:
+        waited = f", of which steps waited {statistics.pause_seconds:.1f} s, at most {statistics.longest_pause:.1f} s "
+        waited += "before or in one"
     lines += [
         f"buckets not used: {len(statistics.buckets) - len(used)}",
         f"eager fallbacks: {', '.join(f'{reason} {n}' for reason, n in fallbacks) or 'none'}",

@@ -21,5 +21,5 @@ def test_two_towers_record_one_bucket_each_before_a_step_and_equal_eager():
                 assert [len(capacities(graphs)) for graphs in both] == [wanted] * 2
                 for tower, graphs in zip(towers, both, strict=True):
                     assert_equals_eager(tower, graphs, LARGE)
-        pauses = [graphs.statistics().pauses for graphs in both]
-        assert [sorted(each) for each in pauses] == [[2]] * 2
+        pauses = [graphs.statistics() for graphs in both]
+        assert all(each.pause_seconds == each.longest_pause > 0 for each in pauses)

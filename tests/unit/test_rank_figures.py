@@ -31,8 +31,8 @@ def statistics(tokens, padding, memory, **fallbacks):
 def test_figures_of_ranks_are_sums_and_how_far_they_are_apart():
     ranks = [statistics(30, 10, 2**30), statistics(90, 0, 2**31, too_many_tokens=2)]
     ranks[0].pinned_bytes = 3 * 2**30
-    ranks[0].pauses.update({3: 0.5, 4: 1.0})
-    ranks[1].pauses.update({4: 2.0, 9: 0.25})
+    for rank, seconds, longest in zip(ranks, (1.5, 2.25), (1.0, 2.0), strict=True):
+        rank.pause_seconds, rank.longest_pause = seconds, longest
     found = metrics_of_ranks(ranks, "v")
     assert found == pytest.approx(
         {
@@ -46,7 +46,7 @@ def test_figures_of_ranks_are_sums_and_how_far_they_are_apart():
             "v/ranks": 2,
             "v/smallest_replayed_share": 0.5,
             "v/largest_padding_share": 0.25,
-            "v/pause_s": 0.5 + 2.0 + 0.25,
+            "v/pause_s": 2.25,
             "v/longest_pause_s": 2.0,
         }
     )
