@@ -25,6 +25,7 @@ SECONDS = {
     "test_segment_attention": 75.0,
     "test_captured_experts": 55.0,
     "test_small_recipe": 65.0,
+    "test_delta_nets": 60.0,
     "test_packed_mamba": 60.0,
     "test_packed": 55.0,
     "test_memory_release": 45.0,

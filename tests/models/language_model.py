@@ -29,6 +29,7 @@ class Shape:
         fused_rope: Whether eager's rotary embedding is Transformer Engine's kernel.
         images: Whether it is Qwen3-VL's language model, which takes features of images behind its first layers.
         fp8: How products in fp8 are scaled, as megatron-core's `fp8_recipe`; empty is bf16.
+        attending: Every so manyth layer attends, and the others have gated delta nets, as Qwen3.5's; 1 is all attend.
     """
 
     layers: int = 16
@@ -40,6 +41,7 @@ class Shape:
     fused_rope: bool = False
     images: bool = False
     fp8: str = ""
+    attending: int = 1
 
 
 SHAPES = {
@@ -93,6 +95,14 @@ def settings_of(shape: Shape) -> dict[str, Any]:
         "mamba_state_dim": 128,
         "mamba_num_groups": 8,
     }
+    delta_nets = {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": shape.attending,
+        "linear_num_key_heads": shape.heads,
+        "linear_num_value_heads": 2 * shape.heads,
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+    }
     return {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -113,6 +123,7 @@ def settings_of(shape: Shape) -> dict[str, Any]:
         "cuda_graph_warmup_steps": 3,
         **(experts if shape.experts else {}),
         **(hybrid if shape.pattern else {}),
+        **(delta_nets if shape.attending > 1 else {}),
         **({"fp8": "hybrid", "fp8_recipe": shape.fp8} if shape.fp8 else {}),
     }
 
@@ -131,10 +142,13 @@ def _qwen(settings: dict[str, Any], max_length: int) -> nn.Module:
     from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_config import Qwen3VLTransformerConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.attention import SelfAttention
 
     config = Qwen3VLTransformerConfig(**settings, mrope_section=[24, 20, 20])
-    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
-    spec.submodules.self_attention.module = Qwen3VLSelfAttention
+    spec = _delta_net_layers(config) or get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
+    for layer in getattr(spec, "layer_specs", [spec]):
+        if layer.submodules.self_attention.module is SelfAttention:
+            layer.submodules.self_attention.module = Qwen3VLSelfAttention
     groups = ProcessGroupCollection.use_mpu_process_groups()
     model = Qwen3VLGPTModel(config, spec, VOCABULARY, max_length, position_embedding_type="mrope", pg_collection=groups)
     model.rotary_pos_emb.is_thd_format = True  # the model around it sets this for packs
@@ -147,7 +161,7 @@ def _gpt(shape: Shape, config: Any, max_length: int) -> nn.Module:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    spec = get_gpt_layer_with_transformer_engine_spec(
+    spec = _delta_net_layers(config) or get_gpt_layer_with_transformer_engine_spec(
         num_experts=shape.experts or None, moe_grouped_gemm=bool(shape.experts), qk_layernorm=True
     )
     model: nn.Module = GPTModel(
@@ -160,6 +174,15 @@ def _gpt(shape: Shape, config: Any, max_length: int) -> nn.Module:
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
     )
     return model
+
+
+def _delta_net_layers(config: Any) -> Any:
+    """Return the layers of a model with gated delta nets; None of others."""
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+
+    if not config.linear_attention_freq:
+        return None
+    return specs.get_transformer_block_with_experimental_attention_variant_spec(config)
 
 
 def _hybrid(shape: Shape, config: Any, max_length: int) -> nn.Module:

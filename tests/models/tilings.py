@@ -1,11 +1,12 @@
 """Triton's tilings of one kernel, compiled side by side: its autotuner compiles one after the other.
 
-mamba-ssm has some ten tilings for each of fifteen kernels, minutes of compiling before the first step.
+mamba-ssm has some ten tilings for each of fifteen kernels, flash-linear-attention as many for a dozen: minutes of
+compiling before the first step.
 """
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -25,10 +26,30 @@ def compiled_side_by_side() -> Iterator[None]:
         yield
 
 
+def mamba_kernels() -> Iterator[Any]:
+    """Return mamba-ssm's autotuned kernels."""
+    names = ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_combined", "ssd_state_passing")
+    return _kernels(f"mamba_ssm.ops.triton.{name}" for name in names)
+
+
+def delta_net_kernels() -> Iterator[Any]:
+    """Return the autotuned kernels of flash-linear-attention that gated delta nets call."""
+    names = (
+        *("modules.convolution", "modules.l2norm", "ops.utils.cumsum", "ops.utils.solve_tril"),
+        *(f"ops.common.{name}" for name in ("chunk_delta_h", "chunk_o", "chunk_scaled_dot_kkt")),
+        "ops.gated_delta_rule.wy_fast",
+    )
+    return _kernels(f"fla.{name}" for name in names)
+
+
 @contextmanager
-def few_tilings() -> Iterator[None]:
-    """Inside, mamba-ssm's kernels choose from two tilings each, which are compiled side by side."""
-    given = {tuner: tuner.configs for tuner in mamba_kernels()}
+def few_tilings(kernels: Callable[[], Iterator[Any]] = mamba_kernels) -> Iterator[None]:
+    """Inside, kernels choose from two tilings each, which are compiled side by side.
+
+    Args:
+        kernels: Returns them.
+    """
+    given = {tuner: tuner.configs for tuner in kernels()}
     for tuner in given:
         tuner.configs = tuner.configs[-TILINGS:]
         tuner.cache.clear()
@@ -39,13 +60,14 @@ def few_tilings() -> Iterator[None]:
         tuner.cache.clear()
 
 
-def mamba_kernels() -> Iterator[Any]:
-    """Return mamba-ssm's autotuned kernels."""
-    from triton.runtime.autotuner import Autotuner
+def _kernels(modules: Iterable[str]) -> Iterator[Any]:
+    from triton.runtime.autotuner import Autotuner, Heuristics
 
-    for name in ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_combined", "ssd_state_passing"):
-        module = importlib.import_module(f"mamba_ssm.ops.triton.{name}")
-        yield from (value for value in vars(module).values() if isinstance(value, Autotuner))
+    for name in modules:
+        for value in vars(importlib.import_module(name)).values():
+            kernel = value.fn if isinstance(value, Heuristics) else value
+            if isinstance(kernel, Autotuner):
+                yield kernel
 
 
 def _compiling(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

@@ -12,8 +12,8 @@ from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.seam import NEWEST
 from tests.scripts import interpreted
 from tests.traced import functions_run, place
+from tests.unit import delta_nets, packs, radio_towers
 from tests.unit import hugging_face_towers as towers
-from tests.unit import packs, radio_towers
 from tests.unit.towers import forward, graphs_on, new_tower
 
 IMAGES = [[1, 8, 8], [1, 4, 8]]
@@ -94,12 +94,14 @@ DECODERS = {
         **MIXTURE | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
     ),
 }
+NEWEST_DECODERS = {"gated delta nets": lambda: delta_nets.new_delta_nets()}
+newest = pytest.mark.skipif(bridge_release() != NEWEST.bridge, reason="others lack some")
 
 
-@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("decoder", [*DECODERS, *(pytest.param(each, marks=newest) for each in NEWEST_DECODERS)])
 def test_a_packed_decoder(decoder):
-    with packs.ON_CPU():
-        model, arguments = DECODERS[decoder](), packs.pack((200, 120))
+    with delta_nets.stand_ins():
+        model, arguments = (DECODERS | NEWEST_DECODERS)[decoder](), packs.pack((200, 120))
         options = {"cuda_graph_modules": []} if "experts" in decoder else {}
         on_graphs = packs.graphs_on(model, packs.pack(packs.WARMUP), executor=ReferenceExecutor(), **options)
         gone = gone_around(lambda: packs.losses_and_gradients(model, arguments), lambda: on_graphs)
@@ -137,7 +139,7 @@ def test_kernels_of_layers():
     assert missing(gone) == []
 
 
-@pytest.mark.skipif(bridge_release() != NEWEST.bridge, reason="others lack some")
+@newest
 @pytest.mark.parametrize("module", contract.CONTRACT)
 def test_all_that_is_named_is_there(module):
     importlib.import_module(module)

@@ -5,14 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import nn
 
 import bridge_cg_plugin
 from bridge_cg_plugin.language.packed import workload as workload_module
-from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.qwen3_vl import replays_one_length
@@ -221,16 +218,6 @@ def test_layers_that_no_test_has_seen_stay_eager_and_are_named(caplog):
     (said,) = [record.message for record in caplog.records if record.name == "bridge_cg_plugin"]
     assert "runs eager" in said and "no graphs of such layers were tried: OtherAttention" in said
     assert not active_graphs()
-
-
-def test_gated_delta_nets_are_known_over_padded_rows_alone():
-    with on_cpu():
-        decoder = build().language_model.decoder
-    decoder.layers[1].self_attention = GatedDeltaNet.__new__(GatedDeltaNet)  # it needs kernels of a GPU
-    nn.Module.__init__(decoder.layers[1].self_attention)
-    assert TransformerBlockFamily(decoder, packs=False).parts(())
-    with pytest.raises(OptionError, match="one has GatedDeltaNet"):
-        TransformerBlockFamily(decoder)
 
 
 def test_deactivate_gives_everything_back():

@@ -7,7 +7,7 @@ import pytest
 
 from ..executors import choose
 
-IN_POOLS = ("test_chain",)
+IN_POOLS = ("test_chain", "test_packed_delta_nets")
 ON_TAPE = (
     "test_encoder_plugins",
     "test_encoders",

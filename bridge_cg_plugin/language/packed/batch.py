@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...graphs.buckets import Bucket
 
@@ -34,6 +35,7 @@ class PackedBatch:
         by_place: Whether the table of angles is taken by the place in the pack; a document's position counts otherwise.
         loaded: Whether a part of the layers has written everything but the hidden states to where all parts read it.
         joint: The shapes of all ranks that must use the same bucket; None where all of them have this pack.
+        filled: Whether queries and keys have the same documents, which fill the pack.
     """
 
     hidden: Tensor
@@ -45,6 +47,7 @@ class PackedBatch:
     by_place: bool = False
     loaded: bool = False
     joint: "JointShape | None" = None
+    filled: bool = False
 
     @property
     def shape(self) -> "PackShape | JointShape":
@@ -151,7 +154,8 @@ def pack_batch(
             raise PackedBatchError(f"{name}={longest}, a document has {actual} tokens: it must be at least that")
     lengths = tuple(max(lengths) for lengths in zip(*map(_lengths, physical.values()), strict=True))
     used = {name: value[:kept] for name, value in given.items()}
-    return PackedBatch(hidden, angles, used, lengths[: kept - 1], tokens)
+    filled = len({*physical.values()}) == 1 and sum(lengths) == tokens
+    return PackedBatch(hidden, angles, used, lengths[: kept - 1], tokens, filled=filled)
 
 
 def row_batch(hidden: Tensor, angles: Tensor | None, shards: int) -> PackedBatch:
@@ -272,6 +276,35 @@ def document_indices(offsets: Tensor, tokens: int) -> Tensor:
     """
     token = torch.arange(tokens, dtype=offsets.dtype, device=offsets.device)
     return torch.searchsorted(offsets[1:], token, right=True, out_int32=True)[None]
+
+
+def with_padding(offsets: Tensor, tokens: int) -> Tensor:
+    """Return `cu_seqlens` of documents and one more, perhaps empty, of the tokens behind the last offset."""
+    return torch.cat((offsets, offsets.new_full((1,), tokens)))
+
+
+def chunk_offsets(offsets: Tensor, size: int, tokens: int) -> Tensor:
+    """Return how many chunks lie before every document, and of all, `[documents + 1]` int64.
+
+    Args:
+        offsets: `[documents + 1]` int32, ascending from 0; documents may have no tokens.
+        size: Tokens of a chunk, all but a document's last.
+        tokens: Where the last document ends, not 0.
+    """
+    return pad(((offsets.diff() + size - 1) // size).cumsum(0), (1, 0))
+
+
+def chunk_indices(offsets: Tensor, size: int, tokens: int) -> Tensor:
+    """Return every chunk's document, and its place in it, `[most chunks that there can be, 2]`.
+
+    Chunks that there are not lie behind the last document that has tokens: kernels find no token in them. Arguments as
+    for `chunk_offsets`.
+    """
+    before = chunk_offsets(offsets, size, tokens)
+    documents = min(offsets.shape[0] - 1, tokens)
+    chunk = torch.arange((tokens + documents * (size - 1)) // size, device=offsets.device)
+    document = torch.searchsorted(before[1:], torch.minimum(chunk, before[-1:] - 1), right=True)
+    return torch.stack((document, chunk - before[document]), 1).to(offsets.dtype)
 
 
 def spread(mask: Tensor, features: Tensor) -> Tensor:

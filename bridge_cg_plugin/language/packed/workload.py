@@ -258,6 +258,8 @@ class PackedWorkload(Workload):
         batch = self._batch(call)
         if call.angles is not None and batch.by_place and call.angles.shape[0] < sum(batch.lengths):
             return Call(None, Fallback.CALL_ARGUMENTS, counts=False)  # upstream repeats the last angles
+        if not self.family.takes(batch):
+            return Call(None, Fallback.CALL_ARGUMENTS, counts=False)
         return Call(batch, None, batch.tokens, note=batch.shape)
 
     def _together(self, call: Call, exchange: ShapeExchange) -> Call:

@@ -19,7 +19,7 @@ from ...graphs.fallback import Fallback
 from ...language.experts.bounds import Needs
 from ...language.experts.device import Tables
 from ...language.experts.exchange import ExpertExchange
-from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
+from ...language.packed.batch import OFFSETS, PADDED_OFFSETS, PackedBatch
 from ...language.packed.program import DecoderCall, DecoderPart, RecordedPack
 from ...options import OptionError
 from ...options.language_model import IMPL, MODULES
@@ -52,11 +52,14 @@ from .fp8 import (
 )
 from .layers import (
     MAX_SEQLENS,
+    PackChunks,
     attention_and_router_part,
     attention_part,
     check_exchange,
     check_mamba_layer,
     current_parameters,
+    delta_net_refusal,
+    is_delta_net,
     is_mamba,
     mamba_part,
     mlp_part,
@@ -68,7 +71,6 @@ from .layers import (
 # Which in a dense model are the whole layer.
 DENSE_PARTS = ("attn", "mlp")
 ROTARY, POSITIONS = seam("packed_rotary"), seam("packed_rotary_positions")
-DELTA_NET = seam("delta_net_layers")
 VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
 READ = ("hidden_states", "rotary_pos_emb", "packed_seq_params", *VISUAL)
 DEEPSTACK = seam("packed_deepstack").target.rpartition(".")[2]
@@ -119,6 +121,8 @@ class TransformerBlockFamily:
         for layer in self._transformer:
             _check_layer(layer, packs)
         self.per_position = not any(_is_qwen(layer) for layer in self._transformer)
+        self._delta_nets = any(is_delta_net(layer.self_attention) for layer in self._transformer)
+        self._chunks = PackChunks()
 
     def standing_in(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Be around eager passes over stand-ins for parameters of these modules, wherever they hold parameters."""
@@ -172,6 +176,10 @@ class TransformerBlockFamily:
             return Fallback.NO_SEQ_IDX
         max_seqlens = {n: getattr(params, n) for n in MAX_SEQLENS if getattr(params, n) is not None}
         return DecoderCall(hidden, angles, _offsets(params), max_seqlens, visual)
+
+    def takes(self, batch: PackedBatch) -> bool:
+        """Whether layers take a pack's documents; upstream's gated delta nets refuse others in words of their own."""
+        return batch.filled or not (self._packs and self._delta_nets)
 
     def _say_replaced(self) -> None:
         """Say once for a capture why microbatches run eager."""
@@ -357,6 +365,8 @@ class TransformerBlockFamily:
                 stack.enter_context(overridden(core, ROTARY.target, _per_token(getattr(core, ROTARY.target))))
             if not self._packs:
                 stack.enter_context(device_lengths())
+            elif self._delta_nets:
+                stack.enter_context(self._chunks.recorded(modules))
             if kernels_available():
                 stack.enter_context(fused_rotary(modules))
                 stack.enter_context(fused_head_norms(modules))
@@ -437,17 +447,19 @@ def _check_layer(layer: nn.Module, packs: bool) -> None:
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    attention = getattr(layer, "self_attention", layer)
-    delta_net = sys.modules.get(DELTA_NET.module)
-    kinds = (SelfAttention,) if packs or delta_net is None else (SelfAttention, getattr(delta_net, DELTA_NET.target))
-    known = isinstance(layer, TransformerLayer) and (_is_qwen(layer) or type(attention) in kinds)
+    attention: UpstreamModule = getattr(layer, "self_attention", layer)
+    known = isinstance(layer, TransformerLayer) and (_is_qwen(layer) or type(attention) is SelfAttention)
     if known or _is_identity(attention):
         return
+    delta_net = isinstance(layer, TransformerLayer) and is_delta_net(attention)
+    refusal = delta_net_refusal(attention.config, packs) if delta_net else None
+    if delta_net and refusal is None:
+        return
     if packs:
-        named = "megatron-core's SelfAttention, Qwen3-VL's or a MambaMixer"
-        why = f"its layers must have {named}, and one has {type(attention).__name__}"
+        named = "megatron-core's SelfAttention or GatedDeltaNet, Qwen3-VL's or a MambaMixer"
+        why = refusal or f"its layers must have {named}, and one has {type(attention).__name__}"
         raise OptionError.because(
             MAX_PACKED_SEQS, f"Cannot use {MAX_PACKED_SEQS} on this model: {why}. Remove the option."
         )
-    why = f"no graphs of such layers were tried: {type(attention).__name__}"
+    why = refusal or f"no graphs of such layers were tried: {type(attention).__name__}"
     raise OptionError.because(IMPL, f"Cannot use {IMPL}=full_iteration on this model: {why}. Set {IMPL}=none.")

@@ -3,17 +3,26 @@
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, distributed, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...announce import warn
 from ...graphs.errors import CaptureError
 from ...graphs.instance import every_module
 from ...graphs.program import CallSite, Follower
-from ...language.packed.batch import OFFSETS, PADDED_OFFSETS, document_indices
+from ...language.packed.batch import (
+    OFFSETS,
+    PADDED_OFFSETS,
+    chunk_indices,
+    chunk_offsets,
+    document_indices,
+    with_padding,
+)
 from ...language.packed.program import DecoderPart, RecordedPack
 from ...options import OptionError
 from ...options.facts import ROUTERS
@@ -282,6 +291,101 @@ def current_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
 def _is_mixer(module: nn.Module) -> bool:
     core = sys.modules.get(MIXER.module)
     return core is not None and type(module) is core.MambaMixer
+
+
+DELTA_NET = seam("delta_net_layers")
+# What tells a gated delta net where documents lie, and what divides tensors there before megatron-core 0.19.
+RESOLVE, UNPACK = "_resolve_cu_seqlens", "_unpack_sequence"
+FLA, FLA_INDEX = "fla.", "fla.ops.utils.index"
+
+
+def is_delta_net(module: nn.Module) -> bool:
+    """Whether this is megatron-core's gated delta net, which takes the place of a layer's attention."""
+    core = sys.modules.get(DELTA_NET.module)
+    return core is not None and type(module) is getattr(core, DELTA_NET.target)
+
+
+def delta_net_refusal(config: Any, packs: bool) -> str | None:
+    """Return why gated delta nets cannot be recorded; None where they can.
+
+    Args:
+        config: The decoder's transformer config.
+        packs: Whether they are over packs; padded rows otherwise.
+    """
+    if config.deterministic_mode:
+        takes = "take no packs" if packs else "copy from the host"
+        return f"its gated delta nets {takes} with model.deterministic_mode=true"
+    if packs and config.context_parallel_size > 1:
+        return "its gated delta nets over packs were not compared with eager under context parallelism"
+    if packs and hasattr(sys.modules[DELTA_NET.module], UNPACK):
+        return "its gated delta nets over packs need megatron-core 0.19"
+    return None
+
+
+class PackChunks:
+    """Documents of packs and their chunks, found on the device for gated delta nets that are recorded.
+
+    Upstream reads offsets on the host. flash-linear-attention makes as many chunks as a pack has, and keeps what it
+    made of a tensor of offsets for that tensor, whatever it holds later.
+    """
+
+    def __init__(self) -> None:
+        # `cu_seqlens` of a pass -> what was made of them, by function and size of chunks. An entry lives as long as
+        # what autograd saves of the pass.
+        self._known: MutableMapping[Tensor, dict[tuple[str, int], Tensor]] = WeakTensorKeyDictionary()
+        self._tokens = 0  # of the pack that was recorded last, with its padding
+
+    @contextmanager
+    def recorded(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Be around a forward or backward of these modules that is recorded."""
+        of_pass: list[Tensor] = []
+
+        def documents(padded: Tensor | None, offsets: Tensor, tokens: int, *_: Any, **__: Any) -> Tensor:
+            if not of_pass:
+                of_pass.append(with_padding(offsets if padded is None else padded, tokens))
+                self._known[of_pass[0]], self._tokens = {}, tokens
+            return of_pass[0]  # one tensor for queries and keys, which upstream need not compare
+
+        with ExitStack() as stack:
+            for net in filter(is_delta_net, every_module(modules)):
+                stack.enter_context(overridden(net, RESOLVE, documents))
+            for module, name, function in _remembering():
+                stack.enter_context(overridden(module, name, self._in_place_of(function)))
+            yield
+
+    def _in_place_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what stands in for one of flash-linear-attention's functions and keeps nothing for another pass."""
+        name = function.__name__
+        if name not in ON_DEVICE_CHUNKS:
+            forgetful: Callable[..., Any] = function.__wrapped__  # type: ignore[attr-defined]
+            return forgetful
+
+        def made(cu_seqlens: Tensor, chunk_size: int, **_: Any) -> Tensor:
+            found = self._of(cu_seqlens)
+            if (name, chunk_size) not in found:
+                found[name, chunk_size] = ON_DEVICE_CHUNKS[name](cu_seqlens, chunk_size, self._tokens)
+            return found[name, chunk_size]
+
+        return made
+
+    def _of(self, offsets: Tensor) -> dict[tuple[str, int], Tensor]:
+        """Return what is known of offsets, by their memory; nothing where autograd has them from elsewhere again."""
+        return next((found for known, found in self._known.items() if known.data_ptr() == offsets.data_ptr()), {})
+
+
+# By the functions of flash-linear-attention that they stand in for.
+ON_DEVICE_CHUNKS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+    "prepare_chunk_indices": chunk_indices,
+    "prepare_chunk_offsets": chunk_offsets,
+}
+
+
+def _remembering() -> list[tuple[ModuleType, str, Callable[..., Any]]]:
+    """Return where flash-linear-attention's modules hold functions that keep results, their names and these."""
+    index = sys.modules.get(FLA_INDEX)
+    cached = {id(value) for value in vars(index or object).values() if hasattr(value, "__wrapped__")}
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(FLA)]
+    return [(module, *item) for module in modules for item in vars(module).items() if id(item[1]) in cached]
 
 
 HEADS, HEADS_AND_RING = "a2a", "a2a+p2p"

@@ -72,6 +72,7 @@ OUTLINES: dict[str, tuple[str, ...]] = {
         "PixtralAttention",
         *("apply_rotary_pos_emb", "rotate_half", "generate_block_attention_mask", "position_ids_in_meshgrid"),
     ),
+    f"{_CORE}.ssm.gated_delta_net.common": ("_GDNBase._resolve_cu_seqlens",),
     f"{_MOE}.moe_layer": _methods(
         "MoELayer",
         *("forward", "route", "preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess"),

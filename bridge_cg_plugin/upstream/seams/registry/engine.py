@@ -291,8 +291,9 @@ _FULL_ITERATION = seams_of(
         "a step of a model that takes images runs as it is, its layers on graphs",
         "self.forward_backward_func(*args, **kwargs)",
     ),
-    delta_net_layers=read(
-        f"{CORE}.ssm.gated_delta_net:GatedDeltaNet", "layers that are on graphs over padded rows, but not over packs"
+    delta_net_layers=swapped(
+        f"{CORE}.ssm.gated_delta_net:GatedDeltaNet[_resolve_cu_seqlens]",
+        "layers on graphs, over packs with documents that the device finds",
     ),
 )
 _STATES = seams_of(
