@@ -13,6 +13,7 @@ from .declaration import OptionError, plain
 from .facts import (
     BALANCING,
     BALANCING_TYPE,
+    DELTA_NETS,
     EXPERTS,
     FP8_ATTENTION,
     FUSION,
@@ -182,6 +183,10 @@ def _takes_no_packs(options: GraphOptions, facts: Facts) -> bool:
     """Whether upstream's graphs would contain a part that must know which document a token belongs to."""
     parts = (CudaGraphModule.attn, CudaGraphModule.mamba) if facts.mamba else (CudaGraphModule.attn,)
     return facts.packed_data and any(map(options.language_model.captures, parts)) and not options.packed.enabled
+
+
+def _delta_nets(options: GraphOptions, facts: Facts) -> bool:
+    return bool(facts["experimental_attention_variant"] == DELTA_NETS)
 
 
 def _delayed_parts(options: GraphOptions, facts: Facts) -> bool:
@@ -375,9 +380,14 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
         {"model.context_parallel_size": ("1", "Only Bridge's Qwen3-VL divides packs with images among ranks")},
     ),
     (
-        _where(_fp8_packs, lambda options, facts: facts.mamba),
+        _where(packs, _delta_nets),
+        f"Use tensor parallelism, or remove {MAX_PACKED_SEQS}.",
+        {"model.context_parallel_size": ("1", "Gated delta nets over packs were not compared with eager under it")},
+    ),
+    (
+        _where(_fp8_packs, lambda options, facts: facts.mamba or _delta_nets(options, facts)),
         "Train in bf16.",
-        {"model.fp8": ("null with Mamba layers", "Mamba layers in fp8 were not compared with eager")},
+        {"model.fp8": ("null with Mamba layers or gated delta nets", "These in fp8 were not compared with eager")},
     ),
     (
         _fp8_packs,

@@ -51,6 +51,9 @@ BALANCING_TYPE, FUSION, LOSS = "moe_router_load_balancing_type", "moe_router_fus
 # A loss over all data-parallel ranks would exchange inside the graph with ranks whose packs are others.
 BALANCING = ("none", "aux_loss", "seq_aux_loss")
 
+# What `experimental_attention_variant` calls layers of Qwen3.5.
+DELTA_NETS = "gated_delta_net"
+
 # Whether megatron-core offloads activations.
 OFFLOADS = "fine_grained_activation_offloading"
 

@@ -17,7 +17,7 @@ from .declaration import (
     plain,
     whole_number,
 )
-from .facts import Facts
+from .facts import DELTA_NETS, Facts
 from .graph_options import (
     ALL_PARTS,
     CHOICE,
@@ -150,7 +150,7 @@ def _language_model(facts: Facts, written: Written) -> Iterator[_Candidate]:
     """Yield what may be captured of a language model, the fastest first; docs/benchmarks has what ran on a GPU."""
     if facts.diffusion:
         return
-    layers = not _has_linear_attention(written.model)
+    layers = _are_known(written.model)
     if facts.packed_data or facts.loop_parts is not None or not is_unset(written.fields.get(MAX_PACKED_SEQS)):
         yield from _packed(facts) if layers else ()
         return
@@ -195,9 +195,9 @@ def _packed(facts: Facts) -> Iterator[_Candidate]:
     yield _Candidate({**packs, MODULES: ["attn"]}, "attention over packed sequences")
 
 
-def _has_linear_attention(model: Any) -> bool:
-    """Whether layers of a model attend linearly, as Qwen3.5's do."""
-    return bool(getattr(model, "experimental_attention_variant", None) or getattr(model, "linear_attention_freq", None))
+def _are_known(model: Any) -> bool:
+    """Whether graphs of a model's layers are known: of attention, and of Qwen3.5's gated delta nets."""
+    return getattr(model, "experimental_attention_variant", None) in (None, DELTA_NETS)
 
 
 def _taken(

@@ -120,6 +120,28 @@ def test_padded_sequences_are_one_region_where_they_can_be(settings, graphs, why
     assert part.graphs == graphs and part.why.startswith(why) and bool(part.why) == bool(why)
 
 
+@pytest.mark.parametrize(
+    "settings, graphs, why",
+    [
+        ({}, "all layers as one region", ""),
+        ({**PACKED}, "all layers as one region over packed sequences", ""),
+        ({**PACKED, "context_parallel_size": 2}, "eager", "model.context_parallel_size=2"),
+        ({"num_moe_experts": 8, "expert_model_parallel_size": 8}, ROUTERS, "model.expert_model_parallel_size=8"),
+        (
+            {**PACKED, "num_moe_experts": 8, "expert_model_parallel_size": 8},
+            "attention and routers over packed sequences",
+            "model.expert_model_parallel_size=8",
+        ),
+        ({**PACKED, "experimental_attention_variant": "dsa"}, "eager", "no graphs of such layers were tried on a GPU"),
+    ],
+)
+def test_gated_delta_nets_are_on_graphs_as_attention_is(settings, graphs, why):
+    fields = {**DENSE, "cuda_graph_impl": "none", "vision_cuda_graph_impl": "none"}
+    model = SimpleNamespace(**{**fields, "experimental_attention_variant": "gated_delta_net", **settings})
+    part = chosen(model)[1]["language model"]
+    assert part.graphs == graphs and part.why.startswith(why) and bool(part.why) == bool(why)
+
+
 def test_experts_of_many_ranks_are_captured_where_their_room_is_bounded(monkeypatch):
     monkeypatch.setenv(EXPERT_BOUNDS, "1")
     part = chosen({**PACKED, "expert_model_parallel_size": 8, "num_moe_experts": 8})[1]["language model"]

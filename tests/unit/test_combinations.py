@@ -77,6 +77,10 @@ REFUSED = [
     (f"{TE} {PACKED} {FP8} context_parallel_size=2 add_qkv_bias=true", "model.add_qkv_bias"),
     (f"{TE} {PACKED} {FP8} hybrid_layer_pattern=M*", "model.fp8"),
     (f"{TE} {PACKED} {FP8} tensor_model_parallel_size=2", "model.tensor_model_parallel_size"),
+    (
+        f"{TE} {PACKED} experimental_attention_variant=gated_delta_net context_parallel_size=2",
+        "model.context_parallel_size",
+    ),
     (f"{TE} {PACKED} ddp.use_megatron_fsdp=true", "ddp.use_megatron_fsdp"),
     (f"{TE} {PACKED} cuda_graph_warmup_steps=0", "model.cuda_graph_warmup_steps"),
     (f"{TE} {PACKED} {OFFLOAD}core_attn", "fine_grained_activation_offloading"),
