@@ -1,7 +1,8 @@
 """Trainings of small language models on documents: graphs, packs, generation between steps, and offloading.
 
-`dense` is a model of layers of 2048, `experts` has 16 experts of 768 in every layer, 4 of them for a token. A
-microbatch is 4 documents of random length: rows of the batch, or joined by Bridge's in-batch packing.
+`dense` is a model of layers of 2048, `experts` has 16 experts of 768 in every layer, 4 of them for a token,
+`delta_nets` a gated delta net in one of two layers, `delta_net_experts` both. A microbatch is 4 documents of random
+length: rows of the batch, or joined by Bridge's in-batch packing.
 """
 
 import argparse
@@ -24,6 +25,9 @@ from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.utils import InferenceMode
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.pipeline_parallel import utils
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.enums import AttnBackend
@@ -40,7 +44,7 @@ from bridge_cg_plugin.upstream.wrappers import unwrapped
 from examples.photographs import training as photographs
 from examples.photographs.training import Recorder, Run
 from tests.models import packed_parity as parity
-from tests.models.tilings import few_tilings
+from tests.models.tilings import delta_net_kernels, few_tilings
 
 VOCABULARY, SEQUENCE, DOCUMENTS, MICROBATCHES = 32_768, 1024, 4, 4
 EXPERTS: dict[str, Any] = {
@@ -63,6 +67,14 @@ MAMBA = {
     "mamba_state_dim": 128,
     "attention_backend": AttnBackend.auto,
 }
+# Qwen3.5's layers: a gated delta net, then attention.
+DELTA_NETS = {
+    "transformer_layer_spec": get_transformer_block_with_experimental_attention_variant_spec,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "layernorm_zero_centered_gamma": True,
+    "attention_output_gate": True,
+}
 GPT: dict[str, Any] = {"num_layers": 2, "qk_layernorm": True, "position_embedding_type": "rope"}
 # Providers of language models by name, and what is theirs alone.
 LANGUAGE_MODELS: dict[str, tuple[type, dict[str, Any]]] = {
@@ -70,6 +82,8 @@ LANGUAGE_MODELS: dict[str, tuple[type, dict[str, Any]]] = {
     "experts": (GPTModelProvider, {**GPT, **EXPERTS}),
     "equal_experts": (GPTModelProvider, {**GPT, **EXPERTS, **EQUAL}),
     "mamba": (HybridModelProvider, MAMBA),
+    "delta_nets": (GPTModelProvider, {**GPT, **DELTA_NETS}),
+    "delta_net_experts": (GPTModelProvider, {**GPT, **DELTA_NETS, **EXPERTS}),
 }
 PROMPTS, PROMPT, GENERATED, BETWEEN = 2, 32, 16, 6
 
@@ -91,6 +105,8 @@ def train_words(words: Sequence[str]) -> None:
         stack.enter_context(parity.deterministic())
         if args.model == "mamba":
             stack.enter_context(few_tilings())
+        if args.model.startswith("delta_net"):
+            stack.enter_context(few_tilings(delta_net_kernels))
         found = train(args)
     manager = PipelineOffloadManager.OFFLOAD_MGR
     offloaded = getattr(manager, "_offload_summary_total_bytes", 0)  # by megatron-core, in a step

@@ -7,7 +7,7 @@ import json
 import os
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity
 from tests.models.reference import without_tf32
-from tests.models.tilings import few_tilings
+from tests.models.tilings import delta_net_kernels, few_tilings
 from tests.models.tower import MainGrads, largest_relative, relative
 
 # Imported before the process is needed.
@@ -79,6 +79,7 @@ LAYOUTS = {
     "CP2_a2a": Ranks(context=2, exchange="a2a"),
     "CP2_images": Ranks(context=2, shape=replace(SMALL, images=True)),
     "TP2_mamba": Ranks(tensor=2, shape=HYBRID),
+    "TP2_delta_nets": Ranks(tensor=2, shape=replace(SMALL, attending=2)),
     "CP2_mamba": Ranks(context=2, shape=HYBRID),
     "EP2": Ranks(experts=2, shape=lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8)),
 }
@@ -100,7 +101,7 @@ def train_words(words: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(words)
     layout = LAYOUTS[args.layout]
-    with few_tilings() if layout.shape.pattern else nullcontext():
+    with tilings_of(layout.shape):
         rank = Rank(layout)
         found = rank.parity_of_experts() if layout.experts > 1 else rank.parity()
     ranks: list[Any] = [None] * distributed.get_world_size()
@@ -110,6 +111,13 @@ def train_words(words: Sequence[str]) -> None:
     gc.collect()  # graphs hold communicators
     distributed.barrier()
     distributed.destroy_process_group()
+
+
+def tilings_of(shape: lm.Shape) -> AbstractContextManager[None]:
+    """Return a context in which kernels of a model that take minutes to compile have few tilings."""
+    if shape.attending > 1:
+        return few_tilings(delta_net_kernels)
+    return few_tilings() if shape.pattern else nullcontext()
 
 
 class Rank:

@@ -13,6 +13,7 @@ from .trainings import Training
 STEPS = 8
 DETERMINISTIC = (("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"), ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))
 ON_GRAPHS = "cuda_graph_impl=transformer_engine"
+PACKED = (ON_GRAPHS, "cuda_graph_max_packed_seqs=8", "cuda_graph_packed_strict=true")
 # megatron-core's graphs of inference with one cache for all requests decode by this package's kernel alone.
 # FlashAttention-4 alone makes its name a namespace, which has no origin.
 HAS_FLASH = getattr(find_spec("flash_attn"), "origin", None) is not None
@@ -43,6 +44,7 @@ def assert_losses_equal(one, other):
         pair("experts", "attn,moe_router,moe_preprocess", 2),
         pair("equal_experts", "moe", 2),
         pair("mamba", "mamba", 2, marks=needs_mamba),
+        pair("delta_net_experts", "attn,moe_router,moe_preprocess", 2),
     ],
 )
 def test_training_is_as_without_graphs(trained, graphs, eager, layers):
@@ -51,13 +53,26 @@ def test_training_is_as_without_graphs(trained, graphs, eager, layers):
     assert_losses_equal(one, other)
 
 
+@pytest.mark.parametrize(
+    "graphs, eager",
+    [
+        pytest.param(
+            run("--model", "delta_nets", "--packed", "--set", *PACKED),
+            run("--model", "delta_nets", "--packed"),
+            id="delta_nets",
+        )
+    ],
+)
+def test_packs_train_as_without_graphs(trained, graphs, eager):
+    one, other = trained(graphs), trained(eager)
+    assert one["packed"]["replays"] > 0
+    assert_losses_equal(one, other)
+
+
 def trio(name, *words, fields):
     """Return a run that generates, the same without it, and an eager one that generates."""
     plain = (*words, "--set", *fields)
     return pytest.param(run("--generate", *plain), run(*plain), run(*words, "--generate"), id=name)
-
-
-PACKED = (ON_GRAPHS, "cuda_graph_max_packed_seqs=8", "cuda_graph_packed_strict=true")
 
 
 @pytest.mark.parametrize(
