@@ -111,7 +111,7 @@ CONFIGURATIONS = {
 }
 OLDER_NAMES = {"cuda_graph_modules": "cuda_graph_scope", "hybrid_layer_pattern": "hybrid_override_pattern"}
 SIZES = {"num_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
-ASKED_BY_NONE = {F.BETWEEN, F.CHECKS, F.COPIES, F.LOOPS, F.REPORTS, F.RECIPES, F.PERFORMANCE, F.PLANNER, F.SCRIPTS}
+ASKED_BY_NONE = {F.BETWEEN, F.CHECKS, F.COPIES, F.LOOPS, F.REPORTS, F.RECIPES, F.PERFORMANCE}
 
 
 @functools.cache

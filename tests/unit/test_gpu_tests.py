@@ -93,7 +93,7 @@ FIRST = {
 }
 SEVERAL_GPUS = {F.DEEPSTACK_GRADIENTS, F.PIPELINES}
 # What a GPU adds nothing to.
-ON_THE_CPU = {F.LOOPS, F.REPORTS, F.RECIPES, F.PERFORMANCE, F.PLANNER, F.SCRIPTS}
+ON_THE_CPU = {F.LOOPS, F.REPORTS, F.RECIPES, F.PERFORMANCE}
 
 
 def test_the_first_gpu_tests_touch_every_feature(collected):

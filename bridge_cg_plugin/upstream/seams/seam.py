@@ -120,8 +120,6 @@ class Feature(StrEnum):
     REPORTS = "figures in logs"
     RECIPES = "names of presets"
     PERFORMANCE = "flags of performance scripts"
-    PLANNER = "planner"
-    SCRIPTS = "example scripts"
 
 
 # Whatever the plugin captures.

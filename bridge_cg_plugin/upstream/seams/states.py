@@ -188,8 +188,6 @@ def refusal(wish: Wish, broken: Mapping[str, str], release: str, table: Iterable
 FEATURES: tuple[str, ...] = (*Feature, *(encoder.feature for encoder in DECLARED))
 # Features of those models alone that their seams name.
 _OF_NAMED_MODELS = (Feature.OPTIONS, Feature.PIPELINES)
-# Features that switch the plugin on themselves, or do without.
-_WITHOUT_PLUGIN = (Feature.PLANNER, Feature.SCRIPTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +219,7 @@ def _feature_state(feature: str, broken: Collection[str], on: bool) -> FeatureSt
     seams = [seam for seam in SEAMS if feature in seam.features]
     lost = [seam for seam in seams if seam.name in broken and not seam.instead]
     if not lost:
-        return FeatureState("ready" if on or feature in _WITHOUT_PLUGIN else "off")
+        return FeatureState("ready" if on else "off")
     names = tuple(seam.name for seam in lost)
     models = tuple(dict.fromkeys(model for seam in lost for model in seam.models))
     served = {model for seam in seams for model in seam.models} if feature in _OF_NAMED_MODELS else set()

@@ -109,18 +109,6 @@ _STATE = seams_of(
     (*GRAPHS, F.REPORTS),
     global_state=read(f"{STATE}[train_state, cfg]", "steps and configuration of a run"),
 )
-_SCRIPTS = seams_of(
-    F.SCRIPTS,
-    callbacks=called(
-        "megatron.bridge.training.callbacks:Callback",
-        "the main job records steps and evaluations; the plugin itself asks users for no callback",
-        has="on_train_start on_train_step_start on_train_step_end on_train_end on_eval_end",
-    ),
-    dataset_helper=swapped(
-        "megatron.bridge.training.initialize:compile_helpers",
-        "training starts on wheels, which ship the helper compiled and cannot compile it",
-    ),
-)
 _BATCHES = seams_of(
     F.VISION,
     visual_inputs=read(
@@ -306,7 +294,7 @@ _ROTARY = seams_of(
     ),
 )
 SEAMS = (
-    *(*_LOOP_VISION, *_REPORTS, *_TOWERS, *_STEP, *_LOOP, *_CHECKS, *_CONFIG, *_STATE, *_SCRIPTS, *_steps(), *_BATCHES),
+    *(*_LOOP_VISION, *_REPORTS, *_TOWERS, *_STEP, *_LOOP, *_CHECKS, *_CONFIG, *_STATE, *_steps(), *_BATCHES),
     *(*_COPIES, *_RECIPES, *_PERFORMANCE, *_LOOPS),
     *(seam for model in WITH_ENCODERS for seam in (*field_seams(*model[:2]), *_config(model))),
     *(seam for model in LANGUAGE_MODELS for seam in field_seams(*model, "packed-sequence options")),

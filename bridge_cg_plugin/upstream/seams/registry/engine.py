@@ -494,10 +494,6 @@ _FP8 = seams_of(
         "m.is_first_microbatch = True",
     ),
 )
-_PLANNER = seams_of(
-    F.PLANNER,
-    packed_files=called("megatron.bridge.utils.safe_pickle:safe_load_npy", "the planner reads Bridge's packed files"),
-)
 _HYBRIDS = seams_of(
     F.PACKED_HYBRIDS,
     hybrid_decoder=replayed(
@@ -532,7 +528,7 @@ _HYBRIDS = seams_of(
 SEAMS = (
     *(*_BETWEEN, *_ROTARY, *_LENGTH, *_FULL_ITERATION, *_STATES, *_FORKS),
     *(*_PACKED, *_PACKED_ROTARY, *_OFFSETS, *_DECODER, *_BLOCK, *_QWEN3_VL, *_LENGTHS, *_EXPERTS, *_EXPERTS_INSIDE),
-    *(*_FP8, *_PLANNER, *_HYBRIDS),
+    *(*_FP8, *_HYBRIDS),
     *(*_LAYERS, *_VISION, *_SEGMENTS, *_DATA_PARALLEL, *_MICROBATCHES, *_FAST, *_OFFLOAD, *_HEAD_NORMS, *_EVERY),
     *_UNPACKED,
 )
