@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel import utils
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
-from torch.nn.functional import pad, silu
+from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 import bridge_cg_plugin
@@ -44,6 +44,7 @@ from bridge_cg_plugin.upstream.wrappers import unwrapped
 from examples.photographs import training as photographs
 from examples.photographs.training import Recorder, Run
 from tests.models import packed_parity as parity
+from tests.models.language_model import DENSE
 from tests.models.tilings import delta_net_kernels, few_tilings
 
 VOCABULARY, SEQUENCE, DOCUMENTS, MICROBATCHES = 32_768, 1024, 4, 4
@@ -157,12 +158,7 @@ def model_provider(model: str) -> Any:
         num_attention_heads=16,
         num_query_groups=8,
         kv_channels=128,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **DENSE,
         vocab_size=VOCABULARY,
         make_vocab_size_divisible_by=128,
         seq_length=SEQUENCE,

@@ -25,6 +25,8 @@ from transformers import SiglipVisionConfig
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
 
+from tests.models.language_model import DENSE
+
 # Layers of a tower, and of the language model with its width.
 LAYERS, LANGUAGE_LAYERS, WIDTH, HEADS = 4, 2, 1024, 8
 VOCABULARY, IMAGE, START, END = 4096, 4000, 4001, 4002
@@ -125,13 +127,9 @@ EAGER_RUNS_WITH_EXPERTS = 4
 def qwen25_vl() -> Qwen25VLModelProvider:
     """Qwen2.5-VL: Hugging Face's tower, most layers of which attend inside windows."""
     return Qwen25VLModelProvider(
-        **language_model(),
+        **language_model(**DENSE),
         image_token_id=IMAGE,
         vision_start_token_id=START,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
         add_qkv_bias=True,
         vision_config=Qwen2_5_VLVisionConfig(
             depth=6,

@@ -13,6 +13,15 @@ from bridge_cg_plugin.graphs.buckets import Bucket
 from tests.models.tower import MainGrads
 
 VOCABULARY = 32_768
+# Fields of the configuration of most dense models.
+DENSE: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": functional.silu,
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +119,8 @@ def settings_of(shape: Shape) -> dict[str, Any]:
         "num_query_groups": min(shape.heads // 2, 8),
         "kv_channels": 128,
         "ffn_hidden_size": shape.ffn,
-        "gated_linear_unit": True,
-        "activation_func": functional.silu,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
+        **DENSE,
         "qk_layernorm": True,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": shape.fused_rope,
         "cuda_graph_impl": "transformer_engine",

@@ -22,6 +22,8 @@ from transformers import Mistral3Config, SiglipVisionConfig
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniThinkerConfig
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeThinkerConfig
 
+from tests.models.language_model import DENSE
+
 from .hugging_face_towers import (
     OMNI_PATCH,
     PIXTRAL_PATCH,
@@ -169,14 +171,6 @@ def _provided(provider, seed: int) -> nn.Module:
     return model.train()
 
 
-DENSE = {
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "activation_func": torch.nn.functional.silu,
-    "add_bias_linear": False,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-}
 # What a provider of a model with experts asks for besides them.
 WITHOUT_EXPERTS = {
     "num_moe_experts": None,

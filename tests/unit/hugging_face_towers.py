@@ -21,6 +21,8 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 )
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
+from tests.models.encoders import SMALL
+
 from .towers import assert_close, loss_of
 
 WINDOW_PATCH = 3 * 2 * 14 * 14
@@ -29,7 +31,6 @@ SIDE, SIGLIP_PATCH = 28, 14
 PIXTRAL_PATCH = 14
 MEL = 16
 TOLERANCE = 1e-6  # of outputs
-SMALL = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 24}
 
 
 def windowed(layers: int = 4, **changes) -> dict:

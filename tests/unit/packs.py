@@ -24,7 +24,7 @@ import bridge_cg_plugin
 from bridge_cg_plugin.language.packed import workload
 from bridge_cg_plugin.upstream.hooks.helpers import checked_options, decoder_helpers
 from examples.photographs.small_tower import start_single_process
-from tests.models.language_model import arguments_at, held
+from tests.models.language_model import DENSE, arguments_at, held
 
 from ..executors import new_executor
 from ..main_grads import hook_main_grads, reduced
@@ -179,13 +179,8 @@ def settings_of(layers=2):
         "num_query_groups": 2,
         "kv_channels": 8,
         "ffn_hidden_size": 48,
-        "gated_linear_unit": True,
-        "activation_func": functional.silu,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
+        **DENSE,
         "qk_layernorm": True,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
         "cuda_graph_impl": "transformer_engine",
         "use_cpu_initialization": True,
         "gradient_accumulation_fusion": False,

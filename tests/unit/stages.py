@@ -29,7 +29,6 @@ def provider_of(stages: int, virtual: int | None = None, **changes):
         num_query_groups=HEADS,
         make_vocab_size_divisible_by=1,
         seq_length=SEQUENCE,
-        hidden_dropout=0.0,
         qk_layernorm=False,
         # One layer in each chunk of four interleaved stages must be enough for all features.
         vision_config=vision_config(layers=2, width=32, heads=2, out=HIDDEN, deepstack_visual_indexes=[1]),

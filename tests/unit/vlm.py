@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from bridge_cg_plugin.upstream.hooks import train_loop
 from examples.photographs.small_tower import SegmentAttention, start_single_process, vision_config
+from tests.models.language_model import DENSE
 
 from .test_gradients import DataParallel
 
@@ -42,10 +43,7 @@ FIELDS = {
     "kv_channels": WIDTH,
     "vocab_size": VOCABULARY,
     "language_max_sequence_length": SEQUENCE,
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "gated_linear_unit": True,
-    "activation_func": functional.silu,
+    **DENSE,
     "mrope_section": [4, 2, 2],
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -160,9 +158,7 @@ def build(
     torch.manual_seed(seed)
     config = Qwen3VLTransformerConfig(
         num_layers=LAYERS,
-        **FIELDS,
-        hidden_dropout=dropout,
-        attention_dropout=0.0,
+        **{**FIELDS, "hidden_dropout": dropout},
         share_embeddings_and_output_weights=tied,
         calculate_per_token_loss=False,
         **(full_iteration() if graphs else {}),
