@@ -78,13 +78,3 @@ def test_tokens_are_counted_before_they_are_sharded():
 def test_documents_are_counted_before_ranks_share_them():
     batch = packed(offsets_of(0, 3, 8), padded=offsets_of(0, 4, 12), ranks=2)
     assert (batch.hidden.shape[0], batch.tokens, batch.lengths) == (6, TOKENS, (4, 8))
-
-
-def test_offsets_that_were_announced_are_not_read_from_the_device():
-    host, offsets = HostCopies(), offsets_of(0, 5, 12).to("meta")
-    host.remember(offsets, offsets_of(0, 5, 12))
-    assert host.values(offsets.squeeze()) == (0, 5, 12) and host.values(offsets[:2]) == (0, 5)
-    assert host.device_reads == 0
-    with pytest.raises(NotImplementedError):
-        host.values(offsets_of(0, 5, 12).to("meta"))
-    assert host.device_reads == 1

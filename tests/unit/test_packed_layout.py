@@ -1,3 +1,5 @@
+"""Rows, offsets, indices and angles of packs in the buffers of a bucket."""
+
 from types import SimpleNamespace
 
 import torch
@@ -6,7 +8,7 @@ from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd, _apply_rotary_pos_emb_thd
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from bridge_cg_plugin.graphs.rows import fill_segments, write_offsets
+from bridge_cg_plugin.graphs.rows import copies, fill_segments, write_each, write_offsets, write_rows
 from bridge_cg_plugin.language.packed.batch import document_indices, spread, token_angles
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily, takes_longest
 from bridge_cg_plugin.upstream.decoder.layers import MAX_SEQLENS
@@ -47,20 +49,13 @@ def test_indices_are_what_megatron_core_finds(lengths, padding):
     assert torch.equal(document_indices(offsets_of(lengths), tokens), params.seq_idx)
 
 
-@given(documents, st.integers(0, 9))
-def test_offsets_are_the_batchs_then_documents_of_no_tokens(lengths, room):
-    offsets = offsets_of(lengths)
+@given(documents, st.integers(0, 9), st.none() | st.integers(0, 40))
+def test_offsets_are_the_batchs_then_documents_of_no_tokens_or_one_to_the_end(lengths, room, padding):
+    offsets, end = offsets_of(lengths), sum(lengths) + (padding or 0)
+    room += padding is not None
     buffer = torch.full((len(offsets) + room,), -7, dtype=torch.int32)
-    write_offsets(buffer, offsets)
-    assert buffer.tolist() == offsets.tolist() + [sum(lengths)] * room
-
-
-@given(documents, st.integers(0, 9), st.integers(0, 40))
-def test_a_last_document_reaches_the_end(lengths, room, padding):
-    offsets, end = offsets_of(lengths), sum(lengths) + padding
-    buffer = torch.full((len(offsets) + 1 + room,), -7, dtype=torch.int32)
-    write_offsets(buffer, offsets, end)
-    assert buffer.tolist() == [*offsets.tolist(), *[end] * (room + 1)]
+    write_offsets(buffer, offsets, *[] if padding is None else [end])
+    assert buffer.tolist() == offsets.tolist() + [end] * room
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 9))
@@ -109,3 +104,46 @@ def test_features_are_spread_to_the_marked_tokens(marks, rows):
     weights = torch.randn(rows, len(marks), 3)
     (gradient,) = torch.autograd.grad((found.transpose(0, 1) * weights).sum(), features)
     assert torch.equal(gradient, weights[mask])
+
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
+# Rows of a tensor and of the buffer that it goes into; no tensor for None.
+SIZES = st.tuples(st.none() | st.integers(0, 5), st.integers(1, 5)).filter(lambda s: s[0] is None or s[0] <= s[1])
+
+
+def dirty(rows, dtype):
+    return torch.full((rows, 3), torch.nan if dtype.is_floating_point else -7, dtype=dtype)
+
+
+def filled(rows, dtype):
+    return torch.arange(1, 3 * rows + 1).view(rows, 3).to(dtype)
+
+
+@given(size=SIZES, dtype=DTYPES, of=DTYPES)
+def test_rows_are_converted_and_the_rest_is_zeroed(size, dtype, of):
+    count, room = size[0] or 0, size[1]
+    buffer = dirty(room, dtype)
+    write_rows(buffer, filled(count, of))
+    assert torch.equal(buffer[:count], filled(count, dtype))
+    assert not buffer[count:].any()
+
+
+@given(sizes=st.lists(st.tuples(SIZES, DTYPES), max_size=5))
+def test_several_tensors_at_once_are_written_as_one_by_one(sizes):
+    buffers = [dirty(room, dtype) for (_, room), dtype in sizes]
+    rows = [None if count is None else filled(count, dtype) for (count, _), dtype in sizes]
+    write_each(buffers, rows)
+    for buffer, given_rows in zip(buffers, rows, strict=True):
+        expected = torch.zeros_like(buffer)
+        write_rows(expected, expected[:0] if given_rows is None else given_rows)
+        assert torch.equal(buffer, expected)
+
+
+@given(sizes=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), DTYPES), max_size=4))
+def test_copies_have_memory_of_their_own(sizes):
+    tensors = [filled(count + more, dtype) for count, more, dtype in sizes]
+    made = copies(tensors, [count for count, _, _ in sizes])
+    for tensor in tensors:
+        tensor.zero_()
+    for copy, (count, _, dtype) in zip(made, sizes, strict=True):
+        assert torch.equal(copy, filled(count, dtype)) and copy.is_contiguous() and not copy._is_view()

@@ -1,16 +1,19 @@
-"""What GPU tests and the benchmark compare graphs with, on a CPU."""
+"""What GPU tests and benchmarks compare graphs with."""
 
 import math
 
 import pytest
 import torch
 
+from tests.models import tower
 from tests.models.packed_parity import (
     beyond_noise,
     spread_of,
     worst_gradient,
 )
+from tests.models.reference import Fp32Tower
 from tests.models.tower import largest_relative
+from tests.unit.towers import new_tower
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -51,3 +54,17 @@ def test_what_all_replays_of_a_pack_have_is_beyond_the_noise_of_that_gradient(wr
     """However much another gradient of eager runs differs."""
     found = beyond_noise({**spreads_of(), "wrong": spread_of(drawn(8, 9), drawn(5, 10, shift=wrong))}, NAMES)
     assert len(found) == 1 and found[0].startswith("wrong: small differs by ")
+
+
+MIXES = {"image": [(1, 4, 6)], "images": [(1, 4, 4), (1, 2, 6)], "video": [(3, 4, 2), (1, 6, 6)]}
+
+
+@pytest.mark.parametrize("grid", MIXES.values(), ids=MIXES)
+def test_the_reference_is_the_tower(grid):
+    model = new_tower()
+    batch = tower.make_batch(grid, model)
+    outputs, gradients = Fp32Tower(model).step(batch)
+    expected = tower.forward(model, batch)
+    wanted = torch.autograd.grad(expected, list(model.parameters()), batch.gradients)
+    assert tower.largest_relative(outputs, [o.detach() for o in expected]) <= 1e-6
+    assert tower.largest_relative(gradients, wanted) <= 1e-5

@@ -1,7 +1,5 @@
 """Parts of a decoder's layers on graphs of packed documents, against eager."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -11,6 +9,7 @@ from bridge_cg_plugin.language.packed import program
 from bridge_cg_plugin.language.packed.batch import OFFSETS
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 
+from .packed_parts import APART, on_parts
 from .packs import (
     WARMUP,
     eager,
@@ -24,7 +23,7 @@ from .towers import assert_close
 
 LEAST_BYTES = 1024
 
-OTHERS = {"attn": ["attn"], "mlp": ["mlp"], "whole": [], "both": ["attn", "mlp"]}
+OTHERS = {"attn": ["attn"], "mlp": ["mlp"], "both": ["attn", "mlp"]}
 
 
 @pytest.fixture(scope="module")
@@ -50,25 +49,11 @@ def test_parts_of_layers(bare, modules):
 PARTS = pytest.mark.parametrize("modules", [["attn"], ["attn", "mlp"]], ids=",".join)
 
 
-def on_parts(model, modules, **options):
-    """Put graphs of parts of layers on a model, each a region of its own."""
-
-    @contextmanager
-    def made():
-        values = {"capture": False, "cuda_graph_modules": modules, **options}
-        with graphs_on(model, pack(WARMUP), **values) as graphs:
-            graphs.workload.family.parts = graphs.workload.family.layer_parts
-            graphs.capture()
-            yield graphs
-
-    return made()
-
-
 @PARTS
 def test_all_parts_read_one_set_of_offsets_and_angles(bare, modules, monkeypatch):
     written = []
     monkeypatch.setattr(program, "write_offsets", lambda buffer, *args: written.append(write_offsets(buffer, *args)))
-    with on_parts(bare, modules) as graphs:
+    with on_parts(bare, modules, APART) as graphs:
         del written[:]
         for lengths in ((30, 180, 77), (200, 120)):
             expected = eager(bare, graphs, pack(lengths))
@@ -92,7 +77,7 @@ def test_microbatches_in_flight_keep_their_offsets_apart(bare, modules, order):
         return [torch.autograd.grad(losses[i], wanted) for i in order]
 
     expected = run()
-    with on_parts(bare, modules, cuda_graph_packed_slots=2) as graphs:
+    with on_parts(bare, modules, APART, slots=2) as graphs:
         for _ in range(2):
             for found, right in zip(run(), expected, strict=True):
                 assert_close(found, right)
@@ -115,7 +100,7 @@ def test_a_part_that_is_called_in_another_way_than_the_decoder_runs_eager(around
     forward = layer.forward
     layer.forward = lambda *args, **kwargs: around(lambda: forward(*args, **kwargs))
     expected = model(**pack((30, 180, 77)))
-    with on_parts(model, ["attn"]) as graphs:
+    with on_parts(model, ["attn"], APART) as graphs:
         assert_close([model(**pack((30, 180, 77)))], [expected])
         assert graphs.statistics().fallbacks == {reason: 1} and replayed(graphs) == len(graphs._regions) - 1
 

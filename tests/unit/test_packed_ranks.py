@@ -1,5 +1,6 @@
-"""Packed-sequence graphs of ranks that share layers or documents: equal to eager, on graphs together or not at all."""
+"""Packs of ranks that share layers or documents: equal to eager, on graphs together or not at all."""
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,13 +12,16 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder import layers
 from bridge_cg_plugin.upstream.hooks.helpers import without_exchanges
-from bridge_cg_plugin.upstream.parallel.process_groups import without_collectives
+from bridge_cg_plugin.upstream.parallel.process_groups import expert_group, without_collectives
 from tests.models.language_model import held
 from tests.ranks import run_ranks
 
+from .dispatching import dispatching_on_cpu
+from .hybrids import hybrid_pack, new_hybrid, stand_ins
 from .packs import (
     EXPERTS,
     ON_CPU,
+    CausalSegments,
     graphs_on,
     losses_and_gradients,
     new_model,
@@ -29,31 +33,45 @@ from .packs import (
 )
 from .towers import assert_close
 
-TP2, CP2 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}
+TP2, CP2, EP2 = ({f"{name}_parallel_size": 2} for name in ("tensor_model", "context", "expert_model"))
 BUCKETS = {"cuda_graph_packed_buckets": [160, 256, 320]}
 PACKS = ((160,), (52, 92, 4), (36, 32, 64, 12, 8), (148, 76))
-ROOM = ((48, 96), (52, 100))
+HYBRID_PACKS = ((160,), (52, 92, 16), (36, 32, 64, 12, 16), (148, 76))
+ROOM, HYBRID_ROOM = ((48, 96), (52, 100)), ((48, 96), (52, 108))
+A2A = {"cp_comm_type": "a2a"}
 
 
 def executor_of(model):
-    return ReferenceExecutor(isolated=without_exchanges(model.decoder))
+    return ReferenceExecutor(isolated=without_exchanges(model.decoder, expert_group(model.decoder)))
 
 
-def rank_pack(sizes, *args, **kwargs):
-    arguments = pack(*args, **kwargs)
+def rank_pack(sizes, lengths, make=pack, **kwargs):
+    """Return a rank's part of a pack, as Bridge's step gives it; ranks that share experts have tokens of their own."""
+    if sizes == EP2:
+        kwargs["seed"] = 2 * kwargs.get("seed", 0) + distributed.get_rank()
+    arguments = make(lengths, **kwargs)
     ranks = sizes.get("context_parallel_size", 1)
-    return part_of(arguments, ranks, distributed.get_rank()) if ranks > 1 else arguments
+    part = part_of(arguments, ranks, distributed.get_rank()) if ranks > 1 else arguments
+    if make is hybrid_pack and ranks > 1:
+        params = part["packed_seq_params"]
+        params.total_tokens = part["input_ids"].shape[1]
+        params.__post_init__()
+        assert params.seq_idx.shape == (1, ranks * params.total_tokens)
+    return part
 
 
 @small_packs()
-def replay(sizes, room=None, modules=(), packs=PACKS, **config):
-    model = new_model(**sizes, **config)
-    gives_heads = model.decoder.layers[0].self_attention.core_attention._heads is not None
-    assert gives_heads == ("cp_comm_type" in config)
+def replay(sizes, room=None, modules=(), packs=PACKS, new=new_model, make=pack, **config):
+    model = new(**sizes, **config)
+    attention = [m for m in model.decoder.modules() if isinstance(m, CausalSegments)]
+    assert all((each._heads is not None) == ("cp_comm_type" in config) for each in attention)
     packs = [(lengths, None) for lengths in packs] if room is None else [room]
-    made = [rank_pack(sizes, lengths, seed, room) for seed, (lengths, room) in enumerate(packs)]
+    made = [rank_pack(sizes, lengths, make=make, seed=seed, room=room) for seed, (lengths, room) in enumerate(packs)]
     expected = [losses_and_gradients(model, arguments) for arguments in made]
     with graphs_on(model, made[0], executor=executor_of(model), cuda_graph_modules=list(modules), **BUCKETS) as graphs:
+        if make is hybrid_pack:
+            again = rank_pack(sizes, packs[0][0], make, room=packs[0][1])["packed_seq_params"]
+            assert torch.equal(again.seq_idx, made[0]["packed_seq_params"].seq_idx)
         found = [losses_and_gradients(model, arguments) for arguments in made]
         statistics = graphs.statistics()
         regions = len(graphs._regions)
@@ -64,18 +82,29 @@ def replay(sizes, room=None, modules=(), packs=PACKS, **config):
     return found
 
 
-@pytest.mark.parametrize("sizes, modules", [(TP2, ()), (CP2, ("attn",))], ids=["TP2, whole", "CP2, attn"])
-def test_replays_equal_eager_on_every_rank(tmp_path, sizes, modules):
-    ranks = run_ranks(2, replay, tmp_path, sizes, None, modules, **sizes)
-    assert len(ranks) == 2
+@dispatching_on_cpu()
+def replay_hybrid(sizes, room=None, modules=(), **config):
+    with stand_ins():
+        return replay(sizes, room, modules, HYBRID_PACKS, new_hybrid, hybrid_pack, **config)
 
 
-A2A = {"cp_comm_type": "a2a"}
+MIXTURE = {"pattern": "ME*EM", **EXPERTS, "moe_token_dispatcher_type": "alltoall"}
+REPLAYED = {
+    "TP2, whole": (replay, TP2, None, ()),
+    "CP2, attn": (replay, CP2, None, ("attn",)),
+    "CP2, whole, heads, gaps": (partial(replay, **A2A), CP2, ROOM, ()),
+    "CP2, attn, heads": (partial(replay, **A2A), CP2, None, ("attn",)),
+    "hybrid, TP2, whole": (replay_hybrid, TP2, None, ()),
+    "hybrid, CP2, attn,mamba": (replay_hybrid, CP2, None, ("attn", "mamba")),
+    "hybrid, CP2, gaps": (replay_hybrid, CP2, HYBRID_ROOM, ()),
+    "hybrid, CP2, heads": (partial(replay_hybrid, **A2A), CP2, None, ()),
+    "hybrid, EP2": (partial(replay_hybrid, **MIXTURE), EP2, None, ()),
+}
 
 
-@pytest.mark.parametrize("modules, room", [((), ROOM), (("attn",), None)], ids=["whole, gaps", "attn, packs"])
-def test_ranks_that_give_tokens_for_heads(tmp_path, modules, room):
-    run_ranks(2, partial(replay, **A2A), tmp_path, CP2, room, modules, **CP2)
+@pytest.mark.parametrize("work, sizes, room, modules", REPLAYED.values(), ids=REPLAYED)
+def test_replays_equal_eager_on_every_rank(tmp_path, work, sizes, room, modules):
+    assert len(run_ranks(2, work, tmp_path, sizes, room, modules, **sizes)) == 2
 
 
 def test_ranks_that_give_tokens_for_heads_in_rings(tmp_path):
@@ -129,21 +158,27 @@ def test_experts_of_context_parallel_ranks(tmp_path):
     run_ranks(2, partial(replay_experts, **router), tmp_path, CP2, **CP2)
 
 
-def test_two_context_parallel_ranks_equal_one(tmp_path):
-    ranks = run_ranks(2, replay, tmp_path, CP2, **CP2)
-    whole = new_model()
-    for index, lengths in enumerate(PACKS):
-        losses = whole(**pack(lengths, index))
-        order = [place for rank in range(2) for place in held(lengths, 2, rank)]
-        assert_close([torch.cat([rank[index][0] for rank in ranks], 1)], [losses.detach()[:, order]])
-        weights = torch.empty_like(losses)
-        for rank in range(2):
-            places = held(lengths, 2, rank)
-            weights[0, places] = torch.linspace(0.5, 1.5, len(places))
+@pytest.mark.parametrize(
+    "work, new, make, packs",
+    [(replay, new_model, pack, PACKS), (replay_hybrid, new_hybrid, hybrid_pack, HYBRID_PACKS)],
+    ids=["GPT", "hybrid"],
+)
+def test_two_context_parallel_ranks_equal_one(tmp_path, work, new, make, packs):
+    ranks = run_ranks(2, work, tmp_path, CP2, **CP2)
+    with stand_ins() if new is new_hybrid else nullcontext():
+        whole = new()
         wanted = [p for p in whole.parameters() if p.requires_grad]
-        gradients = torch.autograd.grad((losses * weights).sum(), wanted)
-        summed = [sum(parts) for parts in zip(*(rank[index][1] for rank in ranks), strict=True)]
-        assert_close(summed, list(gradients))
+        for index, lengths in enumerate(packs):
+            losses = whole(**make(lengths, seed=index))
+            order = [place for rank in range(2) for place in held(lengths, 2, rank)]
+            assert_close([torch.cat([rank[index][0] for rank in ranks], 1)], [losses.detach()[:, order]])
+            weights = torch.empty_like(losses)
+            for rank in range(2):
+                places = held(lengths, 2, rank)
+                weights[0, places] = torch.linspace(0.5, 1.5, len(places))
+            gradients = torch.autograd.grad((losses * weights).sum(), wanted)
+            summed = [sum(parts) for parts in zip(*(rank[index][1] for rank in ranks), strict=True)]
+            assert_close(summed, list(gradients))
 
 
 @small_packs()
@@ -208,25 +243,14 @@ def test_ranks_that_saw_other_packs_do_not_capture(tmp_path):
         assert "ranks planned different buckets" in failure
 
 
-def refused(changes, options):
-    model = new_model(context_parallel_size=2, **changes)
+def refused_for_the_host(exchange):
+    layers.orders_on_device = lambda: False
+    model = new_model(context_parallel_size=2, cp_comm_type=exchange)
     try:
-        with graphs_on(model, capture=False, **options):
+        with graphs_on(model, capture=False):
             return None
     except OptionError as error:
         return str(error)
-
-
-def test_gathered_keys_and_values_are_refused(tmp_path):
-    said = "model.cp_comm_type='all_gather': it must be p2p, a2a, a2a+p2p with"
-    assert all(
-        said in (error or "") for error in run_ranks(2, refused, tmp_path, {"cp_comm_type": "all_gather"}, {}, **CP2)
-    )
-
-
-def refused_for_the_host(exchange):
-    layers.orders_on_device = lambda: False
-    return refused({"cp_comm_type": exchange}, {})
 
 
 def test_an_older_transformer_engine_is_refused_where_it_reads_offsets(tmp_path):
