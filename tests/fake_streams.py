@@ -46,8 +46,10 @@ class Device:
     @contextmanager
     def on(self, stream):
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
 
 @contextmanager

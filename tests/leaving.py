@@ -7,43 +7,53 @@ from bridge_cg_plugin.graphs.memory.ranges import NoDeviceMemory
 from .pooled import Memory, PooledExecutor, PooledRecording
 
 
-class LeavingExecutor(PooledExecutor):
-    """Records over memory of pools. Whatever touches memory that has left fails.
+class Leaving:
+    """An executor whose memory leaves. Whatever touches memory that has left fails.
 
     Attributes:
         room: Whether memory that has left fits on the device again.
+        memory_away: Whether it has left.
         left, returned, tries: How often memory left and returned, and how often it was to return.
-        recorded: How many recordings were made.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.room, self.away = True, False
-        self.left = self.returned = self.tries = self.recorded = 0
-        self._memories: list[Memory] = []
-
-    def new_memory(self) -> Memory:
-        self._memories.append(super().new_memory())
-        return self._memories[-1]
-
-    @property
-    def memory_away(self) -> bool:
-        return self.away
+        self.room, self.memory_away = True, False
+        self.left = self.returned = self.tries = 0
 
     def release_memory(self) -> int:
-        self.left, self.away = self.left + 1, True
-        for memory in self._memories:
-            memory.begin().spoil(set())
+        self.left, self.memory_away = self.left + (not self.memory_away), True
         return 100
 
     def restore_memory(self) -> None:
         self.tries += 1
         if not self.room:
             raise NoDeviceMemory("cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY")
-        self.returned, self.away = self.returned + 1, False
+        self.returned, self.memory_away = self.returned + self.memory_away, False
 
     def check_there(self) -> None:
-        assert not self.away, "memory that has left was touched"
+        assert not self.memory_away, "memory that has left was touched"
+
+    def record_forward(self, body, pool):
+        self.check_there()
+        return Guarded(super().record_forward(body, pool), self)
+
+
+class LeavingExecutor(Leaving, PooledExecutor):
+    """Records over memory of pools."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._memories: list[Memory] = []
+
+    def new_memory(self) -> Memory:
+        self._memories.append(super().new_memory())
+        return self._memories[-1]
+
+    def release_memory(self) -> int:
+        for memory in self._memories:
+            memory.begin().spoil(set())
+        return super().release_memory()
 
     def static_memory(self):
         @contextmanager
@@ -56,11 +66,6 @@ class LeavingExecutor(PooledExecutor):
     def warm_up(self, *args, **kwargs) -> None:
         self.check_there()
         super().warm_up(*args, **kwargs)
-
-    def record_forward(self, body, pool):
-        self.check_there()
-        self.recorded += 1
-        return Guarded(super().record_forward(body, pool), self)
 
 
 class Guarded:

@@ -10,7 +10,7 @@ from bridge_cg_plugin.graphs.memory.ranges import NoDeviceMemory
 from bridge_cg_plugin.graphs.memory.returning import Home
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
-from .leaving import Guarded
+from .leaving import Leaving
 
 CPU = torch.device("cpu")
 NO_LIMIT = 2**20
@@ -115,27 +115,5 @@ class Returning(ReferenceExecutor):
         return super().record_forward(body, pool)
 
 
-class LeavingReturning(Returning):
-    """Its other memory leaves as well: whatever replays without it fails.
-
-    Attributes:
-        left, returned: How often that memory left and returned.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.memory_away, self.left, self.returned = False, 0, 0
-
-    def release_memory(self):
-        self.left, self.memory_away = self.left + (not self.memory_away), True
-        return 100
-
-    def restore_memory(self):
-        self.returned, self.memory_away = self.returned + self.memory_away, False
-
-    def check_there(self):
-        assert not self.memory_away, "memory that has left was touched"
-
-    def record_forward(self, body, pool):
-        self.check_there()
-        return Guarded(super().record_forward(body, pool), self)
+class LeavingReturning(Leaving, Returning):
+    """Its other memory leaves as well."""

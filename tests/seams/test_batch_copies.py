@@ -1,7 +1,8 @@
-"""Copies of batches beside computing: no race, no batch fetched ahead, and upstream's results."""
+"""Batches: copies beside computing without a race and as upstream makes them, and what the host keeps of them."""
 
 import copy
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,47 +17,24 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.hooks import batches, between
-from bridge_cg_plugin.upstream.hooks.batches import MAX_BATCHES_IN_FLIGHT, CopyStream
+from bridge_cg_plugin.upstream.hooks.batches import GRIDS, MAX_BATCHES_IN_FLIGHT, PATCHES, CopyStream
+
+from .. import fake_streams
 
 DEVICE = "meta"
 KEYWORDS = {"is_first_pp_stage": True, "is_last_pp_stage": True}
 
 
-class Stream:
-    """A stream of a device that computes nothing: it knows which work of which stream is done before its next.
-
-    Attributes:
-        done: The work of each stream that is.
-    """
-
-    current: "Stream"
-    device = torch.device(DEVICE)
-
-    def __init__(self, device=None):
-        self.done = {self: 0}
-
-    def launch(self):
-        self.done[self] += 1
-        return self, self.done[self]
-
-    def sees(self, work):
-        stream, number = work
-        return self.done.get(stream, 0) >= number
-
-    def wait_stream(self, other):
-        for stream, number in other.done.items():
-            self.done[stream] = max(self.done.get(stream, 0), number)
-
-
-class Event:
+class Event(fake_streams.Event):
     """Work that the host may wait for."""
 
     waiting: list["Event"]
 
     def __init__(self, blocking=False):
-        pass
+        super().__init__()
 
     def record(self, stream):
+        super().record(stream)
         self.waiting.append(self)
 
     def synchronize(self):
@@ -67,25 +45,26 @@ class Races(TorchDispatchMode):
     """Launches work on tensors of the device, and raises where a stream reads what may not be written yet.
 
     Attributes:
-        written: By what work each tensor's memory was written.
+        written: On which stream each tensor's memory was written.
         used: The streams that the allocator was told of.
     """
 
-    def __init__(self):
+    def __init__(self, device):
         super().__init__()
-        self.written, self.used, self._kept = {}, {}, []
+        self.written, self.used, self.device, self._kept = {}, {}, device, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         self.read((args, kwargs))
         for tensor in of_device(made):
             self._kept.append(tensor)  # no other gets its address
-            self.written.setdefault(address(tensor), Stream.current.launch())
+            self.written.setdefault(address(tensor), self.device.current)
+            self.device.current.past.add(address(tensor))
         return made
 
     def read(self, tree):
         for tensor in of_device(tree):
-            assert Stream.current.sees(self.written[address(tensor)]), "read before it was written"
+            assert address(tensor) in self.device.current.past, "read before it was written"
 
 
 def of_device(tree):
@@ -97,28 +76,16 @@ def address(tensor):
 
 
 @contextmanager
-def streamed(stream):
-    before, Stream.current = Stream.current, stream
-    try:
-        yield
-    finally:
-        Stream.current = before
-
-
-@contextmanager
 def device(graphs=True):
     """A device that computes nothing, its streams followed, the plugin's graphs on or off; yields what was seen."""
-    races = Races()
-    Stream.current, Event.waiting = Stream(), []
-    fakes = {
-        **{"Stream": Stream, "Event": Event, "stream": streamed, "current_stream": lambda: Stream.current},
-        **{"is_initialized": lambda: True, "is_current_stream_capturing": lambda: False},
-    }
+    Event.waiting = []
+    fakes = {"Event": Event, "is_initialized": lambda: True, "is_current_stream_capturing": lambda: False}
 
     def used(tensor, stream):
         races.used.setdefault(address(tensor), set()).add(stream)
 
     with ExitStack() as stack:
+        races = Races(stack.enter_context(fake_streams.fake_streams()))
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, fake))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", lambda self, **_: self.to(DEVICE)))
@@ -157,10 +124,10 @@ def made(kinds, number):
     return batch
 
 
-def source(kinds, seen):
+def source(kinds, seen, streams):
     """Yield batches as a data set in this process makes them; notes on which stream each was made."""
     for number, each in enumerate(kinds):
-        seen.append(Stream.current)
+        seen.append(streams.current)
         yield made(each, number)
 
 
@@ -177,17 +144,16 @@ def described(batch):
 @given(kinds=BATCHES, graphs=st.booleans())
 def test_any_batches_are_copied_without_a_race_and_in_order(kinds, graphs):
     with device(graphs) as seen:
-        computing, fetched = Stream.current, []
-        data = source(kinds, fetched)
+        computing, fetched = seen.device.current, []
+        data = source(kinds, fetched, seen.device)
         for number in range(len(kinds)):
             batch = qwen3_vl_step.get_batch_from_iterator(data, **KEYWORDS)
             assert len(fetched) == number + 1, "a batch was fetched ahead"
-            assert Stream.current is computing
+            assert seen.device.current is computing
             seen.read(tensors_of(batch))
             assert len(Event.waiting) <= MAX_BATCHES_IN_FLIGHT
             for tensor in tensors_of(batch).values():
-                stream, _ = seen.written[address(tensor)]
-                assert stream is computing or computing in seen.used[address(tensor)]
+                assert seen.written[address(tensor)] is computing or computing in seen.used[address(tensor)]
         with pytest.raises(StopIteration):
             qwen3_vl_step.get_batch_from_iterator(data, **KEYWORDS)
         assert fetched == [computing] * len(kinds)
@@ -199,8 +165,8 @@ def test_any_batches_are_copied_without_a_race_and_in_order(kinds, graphs):
 def test_any_batches_are_upstreams(kinds):
     found = []
     for graphs in (True, False):
-        with device(graphs):
-            data = source(kinds, [])
+        with device(graphs) as seen:
+            data = source(kinds, [], seen.device)
             found.append([described(qwen3_vl_step.get_batch_from_iterator(data, **KEYWORDS)) for _ in kinds])
     assert found[0] == found[1]
 
@@ -249,3 +215,56 @@ def test_what_need_not_be_page_locked_stays_where_it_is(locked, monkeypatch):
     monkeypatch.setattr(batches, "any_on_graphs", lambda: False)
     inputs = GenericVisualInputs(pixel_values=torch.zeros(2))
     assert pin_memory({"visual_inputs": inputs})["visual_inputs"] is inputs
+
+
+GRID = torch.tensor([[[1, 4, 6], [3, 2, 8]]])
+VIDEO = torch.tensor([[[5, 2, 2]]])
+
+
+def batch(**visual):
+    return {"tokens": torch.zeros(2, 4), "visual_inputs": GenericVisualInputs(**visual)}
+
+
+def fake_step(device="meta"):
+    """What Bridge's step does to a batch, with a device that this machine has."""
+
+    def get_batch_from_iterator(data_iterator, use_mtp=False, *, is_first_pp_stage, is_last_pp_stage):
+        """Get a batch."""
+        found = next(data_iterator)
+        visual = found["visual_inputs"]
+        for name, value in (visual.__dict__ if visual is not None else {}).items():
+            visual.__dict__[name] = value.to(device) if value is not None else None
+        return {**found, "said": (use_mtp, is_first_pp_stage, is_last_pp_stage)}
+
+    return get_batch_from_iterator
+
+
+@pytest.mark.parametrize("patch", PATCHES[:-1], ids=lambda p: p.name)
+def test_the_wrapped_step_remembers_what_it_moved(patch):
+    step = patch.make(fake_step())
+    found = step(
+        iter([batch(image_grid_thw=GRID, video_grid_thw=VIDEO)]), True, is_first_pp_stage=1, is_last_pp_stage=2
+    )
+    assert found["said"] == (True, 1, 2)
+    visual = found["visual_inputs"]
+    assert visual.image_grid_thw.device.type == "meta"
+    flat = visual.normalized_for_model()
+    before = GRIDS.device_reads
+    assert GRIDS.lookup(flat["image_grid_thw"]) == ((1, 4, 6), (3, 2, 8))
+    assert GRIDS.lookup(flat["video_grid_thw"]) == ((5, 2, 2),)
+    assert GRIDS.device_reads == before
+    assert step.__doc__ == "Get a batch." and step.__name__ == "get_batch_from_iterator"
+
+
+def test_sizes_of_padded_images_are_remembered():
+    sizes = torch.tensor([[56, 84], [28, 56]])
+    found = PATCHES[0].make(fake_step())(iter([batch(image_sizes=sizes)]), is_first_pp_stage=1, is_last_pp_stage=2)
+    moved, before = found["visual_inputs"].normalized_for_model()["image_sizes"], GRIDS.device_reads
+    assert moved.device.type == "meta"
+    assert GRIDS.values(moved) == (56, 84, 28, 56) and GRIDS.device_reads == before
+
+
+def test_other_kinds_of_visual_inputs_pass():
+    step = PATCHES[0].make(lambda data_iterator: next(data_iterator))
+    item = {"visual_inputs": SimpleNamespace(pixels=1)}
+    assert step(iter([item])) is item

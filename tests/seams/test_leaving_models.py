@@ -82,11 +82,11 @@ def test_graphs_leave_with_their_model_and_return_with_the_next_call(leaving, pa
         call(other, 2)
     torch.cuda.empty_cache()
     policy, reference = leaving
-    assert not policy.away and not reference.away
+    assert not policy.memory_away and not reference.memory_away
     for seed in range(3):
         back = leave_the_device(model.vision_model)
         torch.cuda.empty_cache()
-        assert policy.away and not reference.away
+        assert policy.memory_away and not reference.memory_away
         torch.cuda.empty_cache()
         back()
         assert_equal(call(model, 2, seed=seed), call(eager, 2, seed=seed))
@@ -102,7 +102,7 @@ def test_memory_of_every_model_leaves_when_the_loop_says_so(leaving):
             call(model, 2)
     assert bridge_cg_plugin.release_memory() == 200
     assert_equal(call(models[0], 2, seed=5), call(eager, 2, seed=5))
-    assert [executor.away for executor in leaving] == [False, True]
+    assert [executor.memory_away for executor in leaving] == [False, True]
 
 
 def test_a_model_that_leaves_inside_a_call_keeps_its_graphs_there(leaving, parameters_count_as_on_the_device):

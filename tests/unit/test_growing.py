@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -139,31 +140,6 @@ def test_a_recording_that_fails_leaves_the_run_on_the_graphs_that_it_has(
         assert sum("could not be captured" in record.message for record in caplog.records) == 1
 
 
-def test_packs():
-    modules, model, seen = (
-        ["attn"],
-        packs.new_model(),
-        [(300,), (100, 150, 50), (400, 200), (300,), (7, 290), (12,) * 25, (400, 190)],
-    )
-    options = {
-        "cuda_graph_packed_buckets": "auto",
-        "cuda_graph_max_packed_seqs": "auto",
-        "cuda_graph_modules": modules,
-        "cuda_graph_impl": "transformer_engine",
-    }
-    with packs.graphs_on(model, packs.pack(seen[0]), **options) as graphs:
-        for seed, lengths in enumerate(seen):
-            with graphs.step():
-                batch = packs.pack(lengths, seed)
-                actual = packs.losses_and_gradients(model, batch)
-                with graphs.paused():
-                    expected = packs.losses_and_gradients(model, batch)
-                assert_close([actual[0]], [expected[0]])
-                assert_close(actual[1], expected[1])
-        assert set(graphs.statistics().fallbacks) <= {"not_captured_yet"}
-        assert graphs.statistics().replays >= 4 * len(graphs._regions)
-
-
 def fails(graphs):
     Region.record = lambda *unused: (_ for _ in ()).throw(torch.OutOfMemoryError("none left"))
 
@@ -233,13 +209,18 @@ def test_another_run_records_the_buckets_that_the_report_names_and_no_others(tow
         assert set(capacities(graphs)) <= set(named)
 
 
-def test_packs_are_named_for_another_run():
-    model, seen = packs.new_model(), [(300,), (100, 150, 50), (400, 200), (500, 90, 10), (400, 190)]
+def test_packs_are_recorded_on_demand_and_named_for_another_run():
+    model = packs.new_model()
+    seen = [(300,), (100, 150, 50), (400, 200), (300,), (7, 290), (12,) * 25, (400, 190)]
     common = {"cuda_graph_modules": ["attn"], "cuda_graph_impl": "transformer_engine"}
-    with packs.graphs_on(model, packs.pack(seen[0]), **common, cuda_graph_packed_buckets="auto") as graphs:
+    grown = {"cuda_graph_packed_buckets": "auto", "cuda_graph_max_packed_seqs": "auto"}
+    with packs.graphs_on(model, packs.pack(seen[0]), **common, **grown) as graphs:
         for seed, lengths in enumerate(seen):
+            batch = packs.pack(lengths, seed)
             with graphs.step():
-                packs.losses_and_gradients(model, packs.pack(lengths, seed))
+                packs.assert_same(packs.losses_and_gradients(model, batch), packs.eager(model, graphs, batch))
+        assert set(graphs.statistics().fallbacks) <= {"not_captured_yet"}
+        assert graphs.statistics().replays >= 4 * len(graphs._regions)
         found, written = buckets_of(graphs), options_again(graphs)
     with packs.graphs_on(model, packs.pack(seen[0]), **common, **written) as graphs:
         assert len(found) > 1 and capacities(graphs) == sorted({bucket.tokens for bucket in found})
@@ -295,3 +276,20 @@ def test_no_garbage_is_collected_while_a_step_waits_for_a_capture(tower, monkeyp
         with pytest.raises(CaptureError):
             graphs.capture()
         assert gc.isenabled()
+
+
+@pytest.mark.reference_executor
+def test_two_towers_record_one_bucket_each_before_a_step_and_equal_eager():
+    towers = [new_tower(), new_tower()]
+    (first, stack), (second, other) = (grown(tower, SMALL) for tower in towers)
+    both = [first, second]
+    with stack, other:
+        for wanted in (1, 2, 2):
+            with ExitStack() as step:
+                for graphs in both:
+                    step.enter_context(graphs.step())
+                assert [len(capacities(graphs)) for graphs in both] == [wanted] * 2
+                for tower, graphs in zip(towers, both, strict=True):
+                    assert_equals_eager(tower, graphs, LARGE)
+        pauses = [graphs.statistics() for graphs in both]
+        assert all(each.pause_seconds == each.longest_pause > 0 for each in pauses)

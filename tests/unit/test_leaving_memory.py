@@ -23,7 +23,7 @@ def test_a_tower_replays_what_eager_computes_after_every_return(executor):
             for rows in ROWS:
                 assert_equals_eager(model, graphs, rows, seed)
                 assert graphs.release_memory() == 100
-        assert executor.left == 6 and executor.returned == 5 and executor.away
+        assert executor.left == 6 and executor.returned == 5 and executor.memory_away
         assert not graphs.statistics().fallbacks
 
 
@@ -32,7 +32,7 @@ def test_nothing_leaves_between_a_forward_and_its_backward_or_in_a_step(executor
     with graphs_on(model, executor=executor, slots=2, buckets=(16,)) as graphs:
         hidden = forward(model, ROWS[0])[0]
         for _ in range(2):
-            assert graphs.release_memory() == 0 and not executor.away
+            assert graphs.release_memory() == 0 and not executor.memory_away
         hidden.sum().backward()
         with graphs.step():
             assert graphs.release_memory() == 0
@@ -68,5 +68,5 @@ def test_graphs_are_dropped_while_their_memory_is_away(executor):
     with graphs_on(model, executor=executor, buckets=(16,)) as graphs:
         graphs.release_memory()
         graphs.detach()
-        assert executor.away
+        assert executor.memory_away
     assert torch.equal(forward(model, ROWS[0])[0], forward(new_tower(), ROWS[0])[0])

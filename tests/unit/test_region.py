@@ -1,7 +1,6 @@
-"""A region: batches, evaluations and schedules equal eager; slots, what outlives them, and what is refused."""
+"""A region: batches, evaluations and schedules equal eager; its slots, their memory, and what is refused."""
 
 import gc
-import logging
 import weakref
 
 import pytest
@@ -12,10 +11,13 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
+from bridge_cg_plugin.graphs.memory.pools import SlotMemory
+from bridge_cg_plugin.graphs.memory.ranges import DeviceMemoryError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.recordings.recording import STAY
 from bridge_cg_plugin.graphs.replays.slot import StaticTensors
 
+from ..pooled import PooledExecutor
 from ..regions import new_region
 from .toy import (
     Toy,
@@ -153,16 +155,6 @@ def test_impossible_regions_are_refused(buckets, slots):
         new_region(ToyProgram(Toy()), ReferenceExecutor(), buckets, slots=slots)
 
 
-def test_a_fallback_is_logged_for_debugging_with_its_step_and_size(caplog):
-    region = toy_region()
-    with caplog.at_level(logging.DEBUG, "bridge_cg_plugin"):
-        region.statistics.step = 3
-        assert region.run(toy_batch((18,))) is None
-        assert_equals_eager(region, toy_batch((2, 4)))
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
-    assert said == ["[rank 0] toy runs eager: step 3 too_many_tokens (18 tokens)"]
-
-
 class Grudging:
     """Offloads nothing and refuses the first slots that it is shown."""
 
@@ -183,21 +175,11 @@ class Grudging:
         pass
 
 
-def test_a_slot_comes_back_when_its_autograd_graph_is_freed():
-    region = toy_region()
-    outputs = region.run(toy_batch())
-    assert sum(slot.free for slot in region.slots) == 0
-    del outputs
-    gc.collect()
-    assert sum(slot.free for slot in region.slots) == 1
-    assert_equals_eager(region, toy_batch((4,)))
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=16), st.integers(1, 3))
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([True] * 3 + [False])), max_size=16), st.integers(1, 3))
 def test_any_schedule_of_forwards_and_backwards_equals_eager(choices, slots):
-    """A choice beyond the microbatches in flight is a forward, else the backward of that one."""
+    """A choice beyond the microbatches in flight is a forward, else the backward of that one, or its graph is freed."""
     region, flight, ended = toy_region(slots=slots), [], []
-    for seed, choice in enumerate(choices):
+    for seed, (choice, ends) in enumerate(choices):
         if choice >= len(flight):
             batch = toy_batch([(2,), (2, 4), (8, 2), (4, 4, 4)][seed % 4], seed)
             outputs = region.run(batch)
@@ -206,6 +188,9 @@ def test_any_schedule_of_forwards_and_backwards_equals_eager(choices, slots):
                 flight.append((batch, outputs))
             continue
         batch, outputs = flight.pop(choice)
+        if not ends:
+            del outputs
+            continue
         expected = eager_results(region.program.model, batch)
         assert_same(outputs, expected[0])
         wanted = [*region.program.model.parameters(), batch.x]
@@ -240,3 +225,59 @@ def test_an_autograd_graph_that_outlives_its_backward_keeps_no_recording():
     del region
     gc.collect()
     assert slot() is None
+
+
+LEAST_BYTES = 1024
+
+
+def train(region, tokens, count):
+    for _ in range(count):
+        if (outputs := region.run(toy_batch(tokens))) is not None:
+            loss_of(outputs).backward()
+
+
+def needed(region):
+    return max(made.nbytes for source in region.sources for made in source.recordings.values())
+
+
+def test_another_states_recordings_keep_their_memory_where_activations_take_too_much():
+    offloading, model = Grudging(refusals=0), Toy()
+    region = new_region(ToyProgram(model), PooledExecutor(), [Bucket(4), Bucket(16)], offloading=offloading)
+    region.capture()
+    large = needed(region)
+    for state in (1, 2):
+        model.mix.state = state
+        offloading.refusals = len(offloading.shown) + 1 if state == 2 else 0
+        train(region, (2, 2), 4)
+    assert region.slots[0].common.nbytes >= needed(region) == large
+
+
+def test_a_microbatch_in_flight_keeps_its_memory_though_its_state_is_forgotten():
+    model = Toy()
+    region = new_region(ToyProgram(model), PooledExecutor(), [Bucket(4), Bucket(16)], slots=2)
+    region.capture()
+    large = needed(region)
+    outputs = region.run(toy_batch((8, 8)))
+    (slot,) = (slot for slot in region.slots if not slot.free)
+    for state in range(1, 6):
+        model.mix.state = state
+        train(region, (2, 2), 5)
+    del model.mix.state
+    assert slot.common.nbytes >= large
+    loss_of(outputs).backward()
+    model.mix.state = 6
+    train(region, (2, 2), 5)
+    assert slot.free
+
+
+class WithoutAddresses(SlotMemory):
+    def begin(self):
+        raise DeviceMemoryError("cuMemAddressReserve: CUDA_ERROR_OUT_OF_MEMORY")
+
+
+def test_a_recording_without_addresses_fails_as_others_do(monkeypatch):
+    monkeypatch.setattr(ReferenceExecutor, "new_memory", lambda executor: WithoutAddresses())
+    region = new_region(ToyProgram(Toy()), ReferenceExecutor(), [Bucket(4)])
+    with pytest.raises(CaptureError, match="bucket 4: cuMemAddressReserve"):
+        region.capture()
+    assert not region.slots
