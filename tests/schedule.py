@@ -4,11 +4,8 @@ from pathlib import PurePath
 
 # Modules whose tests fork from one process that imports Bridge: `scripts.forked`.
 FORKED = (
-    "unit/test_bicubic",
     "unit/test_expert_kernels",
-    "unit/test_head_norms",
     "unit/test_interpreted_activations",
-    "unit/test_interpreted_experts",
     "unit/test_kernels",
     "unit/test_rmsnorm",
     "unit/test_rotary",
@@ -33,7 +30,6 @@ LONGEST = (
     "unit/test_packed_hybrid",
     "unit/test_packed",
     "unit/test_packed_parts",
-    "unit/test_packed_routers",
     "unit/test_packed_experts",
     "unit/test_watchdog",
     "unit/test_stages",

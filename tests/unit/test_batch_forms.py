@@ -14,13 +14,16 @@ from .hugging_face_towers import (
     OMNI_PATCH,
     SIDE,
     WINDOW_PATCH,
+    draw_clips,
     draw_images,
     draw_padded,
+    heard,
     last_layer,
     merged,
     new_glm45v,
     new_pixtral,
     new_qwen3_omni,
+    new_qwen3_omni_audio,
     new_qwen25,
     new_siglip,
     pooled,
@@ -146,6 +149,25 @@ def padded_forms():
     }
 
 
+def clip_forms():
+    """Return two clips, and others, with lengths in every form."""
+    features, lengths = draw_clips([100, 130])
+    of_lengths = {
+        "less": lengths - 20,
+        "more": lengths + 10,
+        "fp32": lengths.float(),
+        "[1, n]": lengths[None],
+        "one less": lengths[:1],
+        "none": None,
+    }
+    return {
+        "plain": (features, lengths),
+        "transposed": (features.contiguous(), lengths),
+        "a number": (torch.tensor(1.0), lengths),
+        **{f"lengths {name}": (features, form) for name, form in of_lengths.items()},
+    }
+
+
 def batches(width, side, grid=GRID):
     """Return every batch of a family whose images have grids, by name."""
     pixels = {name: (form, grid) for name, form in pixel_forms(width, side).items()}
@@ -159,6 +181,7 @@ FAMILIES = {
     "glm-4.5v": (lambda: new_glm45v(depth=1), merged, batches(WINDOW_PATCH, 14, FRAMES), {}),
     "qwen3-omni": (lambda: new_qwen3_omni(depth=2), with_features, batches(OMNI_PATCH, 16), {}),
     "ministral-3": (lambda: new_pixtral(num_hidden_layers=1), last_layer, padded_forms(), {}),
+    "qwen3-omni-audio": (lambda: new_qwen3_omni_audio(encoder_layers=1), heard, clip_forms(), {"buckets": (32, 64)}),
     "siglip": (lambda: new_siglip(num_hidden_layers=1), pooled, image_forms(), {"buckets": (8, 16)}),
 }
 
@@ -209,7 +232,8 @@ def assert_same(found, expected):
     """
     if isinstance(expected, Exception):
         assert isinstance(found, BatchError), found
-        assert any(name in str(found) for name in ("pixel_values", "grid_thw", "image_sizes"))
+        names = ("pixel_values", "grid_thw", "image_sizes", "input_features", "feature_lens")
+        assert any(name in str(found) for name in names)
     else:
         assert not isinstance(found, Exception), found
         assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(found, expected, strict=True))

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -149,16 +148,10 @@ def test_a_checkout_on_the_path_and_an_editable_install_have_the_presets(copy, t
     assert presets_in(tmp_path / "site", tmp_path).resolve() == copy / "recipes" / "__init__.py"
 
 
-def test_the_metadata_is_complete(metadata):
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert metadata["Name"] == project["name"] and re.fullmatch(r"\d+\.\d+\.\d+", metadata["Version"])
-    assert metadata["Summary"] == project["description"] and metadata["Author"] == project["authors"][0]["name"]
-    assert metadata["License-Expression"] == "Apache-2.0" and metadata["Requires-Python"] == ">=3.12"
-    assert metadata.get_all("Classifier") == project["classifiers"]
-    assert "Typing :: Typed" in project["classifiers"]
-    assert set(metadata.get_all("Provides-Extra")) == set(project["optional-dependencies"])
-    assert [name for name in metadata.get_all("Requires-Dist") if "extra ==" not in name] == ["wrapt>=1.16"]
+def test_the_version_is_in_the_changelog_and_a_container_gets_no_other_stack(metadata):
+    assert re.fullmatch(r"\d+\.\d+\.\d+", metadata["Version"])
     assert f"## {metadata['Version']} " in (ROOT / "CHANGELOG.md").read_text()
+    assert [name for name in metadata.get_all("Requires-Dist") if "extra ==" not in name] == ["wrapt>=1.16"]
 
 
 def test_the_page_of_an_index_has_no_dead_links(metadata):

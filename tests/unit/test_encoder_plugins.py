@@ -1,20 +1,26 @@
-"""An encoder of another package, registered by its entry point, on graphs like one of this package's."""
+"""Encoders of other packages, by their entry points, and what one of this package is made of."""
 
 import dataclasses
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.upstream.encoders import registry
 from bridge_cg_plugin.upstream.seams import encoders
 
+from .hugging_face_towers import assert_equal_results, change_behind_the_hosts_back, results
 from .mean_encoder import ENCODER, PATCHES, WIDTH, MeanEncoder, MeanTower
+from .moonvit_towers import PACKAGE, entry_points, new_moonvit, region, run_moonvit
 from .towers import graphs_on, new_tower, poison
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,11 +48,11 @@ def installed(tmp_path, monkeypatch):
     """Return a function that installs a package that declares an encoder: its metadata on the path."""
     forget()
 
-    def install(value="tests.unit.mean_encoder:ENCODER"):
-        folder = tmp_path / "mean_encoder-1.0.dist-info"
+    def install(value="tests.unit.mean_encoder:ENCODER", provider=PROVIDER):
+        folder = tmp_path / "an_encoder-1.0.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mean-encoder\nVersion: 1.0\n")
-        (folder / "entry_points.txt").write_text(f"[bridge_cg_plugin.encoders]\n{PROVIDER} = {value}\n")
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: an-encoder\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[bridge_cg_plugin.encoders]\n{provider} = {value}\n")
         monkeypatch.syspath_prepend(str(tmp_path))
         return tmp_path
 
@@ -153,3 +159,122 @@ def test_the_documentation_shows_the_file_as_it_is():
     page = (ROOT / "docs/adding_an_encoder.md").read_text()
     shown = page.partition("```python\n")[2].partition("```")[0]
     assert (ROOT / "tests/unit/mean_encoder.py").read_text().partition('"""\n\n')[2] == shown
+
+
+# Kimi's MoonViT, built from remote code, by the package of `tests/packages`.
+MOON_BUCKETS = {"buckets": (32, 64, 128, 256), "max_frames": 8}
+sides = st.integers(1, 4).map(lambda n: 2 * n)
+items = st.lists(st.tuples(st.integers(1, 4), sides, sides), min_size=1, max_size=5)
+with_moonvit = pytest.mark.usefixtures("moonvit")
+
+
+@pytest.fixture
+def moonvit(installed, monkeypatch):
+    """Install the package: its folder and the metadata that its pyproject.toml makes on the path."""
+    ((provider, value),) = entry_points().items()
+    installed(value, provider)
+    monkeypatch.syspath_prepend(str(PACKAGE))
+
+
+@with_moonvit
+def test_the_layers_are_found_where_bridge_holds_the_tower():
+    tower = new_moonvit()
+    model = torch.nn.Module()
+    model.vision_tower, model.config = tower, SimpleNamespace()
+    for holder in (model, tower, tower.encoder):
+        found = registry.find_encoder([torch.nn.Identity(), holder])
+        assert found.family is region().MOONVIT and found.model is tower.encoder
+    assert registry.find_encoder(torch.nn.Linear(2, 2)) is None
+
+
+@with_moonvit
+def test_any_images_and_videos_equal_eager():
+    model, eager = new_moonvit(), new_moonvit()
+
+    @settings(max_examples=20)
+    @given(rows=items, seed=st.integers(0, 9))
+    def check(rows, seed):
+        before = graphs.statistics()
+        poison(graphs, float("nan"))
+        assert_equal_results(results(run_moonvit, model, rows, seed), results(run_moonvit, eager, rows, seed))
+        after = graphs.statistics()
+        assert after.replays + after.fallbacks["too_many_tokens"] == before.replays + before.fallbacks.total() + 1
+
+    with graphs_on(model, **MOON_BUCKETS) as graphs:
+        check()
+        assert graphs.statistics().replays
+
+
+@with_moonvit
+def test_a_grid_that_changed_behind_the_hosts_back_gives_nan():
+    model = new_moonvit()
+    hidden, grid = torch.randn(8, 32), torch.tensor([(1, 2, 4)])
+    with graphs_on(model, **MOON_BUCKETS) as graphs:
+        change_behind_the_hosts_back(graphs, lambda: grid.copy_(torch.tensor([[1, 4, 2]])))
+        assert model.encoder(hidden, grid).isnan().all()
+
+
+DECLARATION = """
+MEAN = Declaration(
+    "the mean",
+    Model(
+        "tests.unit.mean_provider",
+        "MeanProvider",
+        hub=(HubModels("example/Mean-", encoder=(2, 8)),),
+        steps=("example.mean_step",),
+    ),
+    "mean:ENCODER",
+)
+DECLARED = (
+    MEAN,
+"""
+SEAMS = """
+SEAMS += seams_of(
+    encoders.MEAN.feature, mean_tower=called("tests.unit.mean_encoder:MeanTower", "to see it declared")
+)
+"""
+DECLARED = """
+import sys
+
+from bridge_cg_plugin.upstream.seams.activation import PATCHING
+
+assert "tests.unit.mean_provider" in PATCHING["hooks.graph_fields"]
+assert "example.mean_step" in PATCHING["hooks.batches"]
+assert "bridge_cg_plugin.upstream.seams.seam" not in sys.modules and "torch" not in sys.modules
+
+from bridge_cg_plugin.upstream.seams.states import FEATURES, _ASKS
+from bridge_cg_plugin.upstream.seams.encoders import encoder_of
+from bridge_cg_plugin.upstream.seams.registry import seam
+from bridge_cg_plugin.cli.explain.models import encoder_of as sized
+from bridge_cg_plugin.cli.explain.models import _family
+from tests.unit.mean_provider import MeanProvider
+
+assert seam("mean_tower").features == ("vision graphs of the mean",)
+assert seam("MeanProvider.config").attributes[0] == "vision_config" and seam("MeanProvider.init")
+assert seam("host_grids.mean_step").module == "example.mean_step"
+assert "vision graphs of the mean" in FEATURES and "vision graphs of the mean" in _ASKS
+assert encoder_of(MeanProvider()) == "the mean's, with an adapter for vision graphs"
+assert _family("example/Mean-1B").encoder == (2, 8)
+provider = MeanProvider()
+provider.vision_cuda_graph_impl = "none"
+assert str(sized(provider)).startswith("the mean encoder")
+
+from bridge_cg_plugin.upstream.encoders.registry import ENCODERS
+from tests.unit.mean_encoder import ENCODER
+
+assert ENCODER in ENCODERS
+"""
+
+
+def test_a_new_encoder_touches_no_other_file(tmp_path):
+    package = tmp_path / "bridge_cg_plugin"
+    shutil.copytree(ROOT / package.name, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("scripts", "tests"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    declarations, seams = package / "upstream/seams/encoders.py", package / "upstream/seams/registry/encoders.py"
+    declarations.write_text(declarations.read_text().replace("\nDECLARED = (\n", DECLARATION))
+    seams.write_text(seams.read_text() + SEAMS)
+    (package / "upstream/encoders/mean.py").write_text("from tests.unit.mean_encoder import ENCODER\n")
+    words, environment = [sys.executable, "-c", DECLARED], {"PYTHONPATH": str(tmp_path)}
+    found = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=300)
+    assert found.returncode == 0, found.stderr

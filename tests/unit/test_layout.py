@@ -1,15 +1,23 @@
+"""Positions, segments and attention windows of a grid, and position embeddings, beside upstream's own."""
+
+from functools import cache
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.vision_utils import get_vision_window_index
 
+from bridge_cg_plugin.vision.grid_encoder import interpolate
 from bridge_cg_plugin.vision.layout import (
-    position_interpolation,
+    most_windows,
     rotary_angles,
     segment_offsets,
     token_positions,
+    window_offsets,
+    window_order,
 )
 
-from .towers import tower
+from .towers import new_tower, tower
 
 MERGE = 2
 rows = st.tuples(
@@ -40,19 +48,6 @@ def test_positions_give_bridges_rotary_angles_bit_for_bit(grid, spare, spare_row
     assert not angles[count(grid) :].any()
 
 
-@given(grids, padding, unused_rows)
-def test_interpolation_gives_bridges_position_embedding_bit_for_bit(grid, spare, spare_rows):
-    model = tower()
-    positions = token_positions(padded(grid, spare_rows), count(grid) + spare, MERGE)
-    table = model.pos_embed.weight
-    indices, weights = position_interpolation(positions, model.num_grid_per_side, table.dtype)
-    terms = table[indices] * weights[:, :, None]
-    found = terms[0] + terms[1] + terms[2] + terms[3]
-    assert torch.equal(found[: count(grid)], model.fast_pos_embed_interpolate(torch.tensor(grid)))
-    assert not found[count(grid) :].any()
-    assert int(indices.min()) >= 0 and int(indices.max()) < len(table)
-
-
 @given(grids, unused_rows, st.integers(0, 20))
 def test_offsets_are_bridges_cu_seqlens_then_empty_segments(grid, spare_rows, spare_segments):
     expected = tower().build_packed_seq_params(torch.tensor(grid)).cu_seqlens_q
@@ -61,3 +56,82 @@ def test_offsets_are_bridges_cu_seqlens_then_empty_segments(grid, spare_rows, sp
     assert offsets.dtype == expected.dtype == torch.int32
     assert torch.equal(offsets[: frames + 1], expected)
     assert (offsets[frames + 1 :] == count(grid)).all()
+
+
+PATCH = 14
+merges = st.sampled_from([1, 2, 3])
+sides = st.sampled_from([1, 2, 3, 4])
+sizes = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4)
+spare = st.integers(0, 40)
+
+
+def case(images, merge, spare_rows=2):
+    """Return a grid, the same with unused rows, and how many cells it has."""
+    grid = torch.tensor([(t, h * merge, w * merge) for t, h, w in images])
+    return grid, torch.cat((grid, grid.new_zeros(spare_rows, 3))), sum(t * h * w for t, h, w in images)
+
+
+def theirs(grid, merge, side):
+    return get_vision_window_index(grid, merge, window_size=side * merge * PATCH, patch_size=PATCH)
+
+
+@given(sizes, merges, sides, spare)
+def test_the_order_is_theirs_and_padding_stays(images, merge, side, more):
+    grid, padded, cells = case(images, merge)
+    order, place, _ = window_order(padded, cells + more, merge, side)
+    expected, _ = theirs(grid, merge, side)
+    assert torch.equal(order[:cells], expected)
+    assert torch.equal(order[cells:], torch.arange(cells, cells + more))
+    assert torch.equal(order[place], torch.arange(cells + more))
+
+
+@given(sizes, merges, sides, spare)
+def test_the_bounds_are_theirs_then_windows_of_no_length(images, merge, side, more):
+    grid, padded, cells = case(images, merge)
+    _, expected = theirs(grid, merge, side)
+    windows = most_windows(cells, sum(t for t, _, _ in images), side) + more
+    found = window_offsets(padded, windows, merge, side)
+    assert found.dtype == torch.int32 and found.shape == (windows + 1,)
+    assert torch.equal(found.unique_consecutive(), expected)
+    assert int(found[-1]) == cells * merge**2
+    assert int((found[1:] - found[:-1]).max()) <= (side * merge) ** 2
+
+
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+images = grids.map(lambda grid: [(1, h, w) for _, h, w in grid])
+
+
+@cache
+def model_of(dtype):
+    return new_tower().to(dtype)
+
+
+def both_ways(grid, spare, spare_rows, dtype):
+    """Return (embedding, gradient of the table) of the plugin, with padding, and of Bridge."""
+    model, tokens = model_of(dtype), count(grid)
+    table = model.pos_embed.weight
+    gradient = torch.randn(tokens, table.shape[1], generator=torch.Generator().manual_seed(tokens)).to(dtype)
+    device_grid = padded(grid, spare_rows)
+    found = interpolate(table, device_grid, token_positions(device_grid, tokens + spare, MERGE))
+    poisoned = torch.cat((gradient, torch.full((spare, table.shape[1]), torch.nan, dtype=dtype)))
+    expected = model.fast_pos_embed_interpolate(torch.tensor(grid))
+    return (
+        (found.detach(), torch.autograd.grad(found, table, poisoned)[0]),
+        (expected.detach(), torch.autograd.grad(expected, table, gradient)[0]),
+    )
+
+
+@given(images, padding, unused_rows, dtypes)
+def test_the_gradient_of_images_is_bridges_bit_for_bit(grid, spare, spare_rows, dtype):
+    (_, found), (_, expected) = both_ways(grid, spare, spare_rows, dtype)
+    assert torch.equal(found, expected)
+
+
+@given(grids, padding, unused_rows, dtypes)
+def test_the_embedding_is_bridges_bit_for_bit_its_gradient_up_to_the_order_of_frames(grid, spare, spare_rows, dtype):
+    (embedded, found), (expected_embedding, expected) = both_ways(grid, spare, spare_rows, dtype)
+    assert torch.equal(embedded[: count(grid)], expected_embedding)
+    assert not embedded[count(grid) :].any()
+    rounding = torch.finfo(dtype).eps
+    assert torch.isfinite(found).all()
+    assert (found - expected).float().norm() <= 2 * rounding * expected.float().norm()

@@ -1,4 +1,4 @@
-"""RMSNorm's backward by Triton's interpreter, and which classes it stands in for."""
+"""RMSNorm's backward by Triton's interpreter: of whole rows, with the classes it stands in for, and over heads."""
 
 import pytest
 import torch
@@ -66,11 +66,6 @@ def test_gradients_are_rmsnorms_and_the_forward_is_upstreams(results, index):
         assert (found.double() - expected).norm() <= tolerance * expected.norm()
 
 
-@pytest.mark.parametrize("kind", [Glm4vRMSNorm, PixtralRMSNorm, Qwen2_5OmniRMSNorm, Qwen2_5_VLRMSNorm])
-def test_hugging_faces_norms_are_known(kind):
-    assert is_rms_norm(kind)
-
-
 class ZeroCenteredRMSNorm(PixtralRMSNorm):
     """Multiplies by weight + 1."""
 
@@ -93,6 +88,59 @@ class GroupedRMSNorm(nn.Module):
         super().__init__()
 
 
-@pytest.mark.parametrize("kind", [ZeroCenteredRMSNorm, BiasedRMSNorm, GroupedRMSNorm, nn.RMSNorm, nn.LayerNorm])
-def test_others_stay_as_they_are(kind):
-    assert not is_rms_norm(kind)
+THEIRS = (Glm4vRMSNorm, PixtralRMSNorm, Qwen2_5OmniRMSNorm, Qwen2_5_VLRMSNorm)
+OTHERS = (ZeroCenteredRMSNorm, BiasedRMSNorm, GroupedRMSNorm, nn.RMSNorm, nn.LayerNorm)
+
+
+@pytest.mark.parametrize("kind", [*THEIRS, *OTHERS])
+def test_hugging_faces_norms_are_known_and_others_are_not(kind):
+    assert is_rms_norm(kind) == (kind in THEIRS)
+
+
+OVER_HEADS = """
+from bridge_cg_plugin.vision.kernels import head_norms
+
+results = []
+for case in cases:
+    given = [case[name] for name in ("gradient", "x", "rstd", "weight")]
+    results.append([head_norms.backward(*given, case["zero_centered"], most) for most in (1, 3, 100)])
+
+def upstream(blocks):
+    return lambda gradient, x, rstd, weight, margin, zero_centered: head_norms.backward(
+        gradient, x, rstd, weight, zero_centered, blocks
+    )
+
+def other(*arguments):
+    of_x, of_weight = upstream(1)(*arguments)
+    return of_x, of_weight + 1
+
+cpu = torch.device("cpu")
+head_norms.BLOCKS = range(1, 4)
+matching = [head_norms.matching_blocks(cpu, 2, original) for original in (upstream(4), upstream(6), other)]
+found = results, matching
+"""
+# Fewer rows than a block takes at once, one more, and more than all blocks at once.
+HEAD_CASES = [(1, False), (5, True), (70, False)]
+EPSILON = 1e-6
+
+
+def make_head_case(rows, zero_centered):
+    generator = torch.Generator().manual_seed(rows)
+    x, gradient = (torch.randn((rows, 128), generator=generator) for _ in range(2))
+    weight = torch.rand(128, generator=generator)
+    rstd = (x.square().mean(1) + EPSILON).rsqrt()
+    return {"x": x, "gradient": gradient, "rstd": rstd, "weight": weight, "zero_centered": zero_centered}
+
+
+def test_gradients_are_rmsnorms_and_the_number_of_blocks_is_found_from_bits():
+    cases = [make_head_case(*case) for case in HEAD_CASES]
+    results, matching = computed(OVER_HEADS, cases)
+    assert matching == [4, 6, None]
+    for case, found in zip(cases, results, strict=True):
+        x, weight = (case[name].double().requires_grad_() for name in ("x", "weight"))
+        exact = functional.rms_norm(x, weight.shape, weight + 1 if case["zero_centered"] else weight, EPSILON)
+        expected = torch.autograd.grad(exact, [x, weight], case["gradient"].double())
+        for one in found:
+            for ours, theirs in zip(one, expected, strict=True):
+                assert (ours.double() - theirs).norm() <= 1e-5 * theirs.norm()
+            assert torch.equal(one[0], found[0][0]), "a row's gradient depends on no other row"

@@ -1,36 +1,16 @@
-"""Pausing, detaching, loading and capturing anew."""
+"""The train loop's helper, and what graphs on an encoder outlive: loading, inference mode, the end of a run."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+
+from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.hooks.helpers import encoder_helper
 
 from .mixes import IMAGES, MIXED
-from .towers import assert_close, forward, graphs_on, new_tower, results
-
-
-def test_detach_gives_the_encoder_its_own_forward_back():
-    model = new_tower()
-    own = model.forward
-    expected = results(model, MIXED)
-    with graphs_on(model):
-        assert model.forward != own
-    assert "forward" not in model.__dict__
-    assert model.forward == own
-    for layer in model.decoder.layers:
-        assert not {"_forward_attention", "_forward_mlp"} & set(layer.__dict__)
-    found = results(model, MIXED)
-    assert_close(found[0] + list(found[1]), expected[0] + list(expected[1]), 0.0)
-
-
-def test_a_forward_that_was_on_the_instance_comes_back():
-    """Another tool's wrapper, say: it was there before the graphs and is there after them."""
-    model = new_tower()
-    theirs = model.forward = lambda *args, own=model.forward: own(*args)
-    with graphs_on(model, strict=False, capture=False) as graphs:
-        assert not graphs.capture()  # graphs would go around it
-        forward(model, IMAGES)
-    assert model.__dict__.get("forward") is theirs
+from .towers import assert_close, forward, graphs_on, new_helper, new_tower, results
 
 
 def test_a_module_that_is_compiled_replays(monkeypatch):
@@ -88,3 +68,54 @@ def test_a_capture_inside_inference_mode_serves_training_later():
             assert_close(actual[0], outputs)
             assert_close(actual[1], gradients)
         assert graphs.statistics().replays >= len(sizes)
+
+
+class Holder(nn.Module):
+    def __init__(self, name, inner, config=None):
+        super().__init__()
+        setattr(self, name, inner)
+        if config is not None:
+            self.config = config
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_helper_on_wrapped_chunks(with_config):
+    tower = new_tower()
+    chunk = Holder("module", Holder("vision_model", tower, tower.config if with_config else None))
+    expected = results(tower, MIXED)
+    helper = new_helper(tower, [chunk])
+    helper.create_cudagraphs()
+    assert helper in active_helpers()
+    assert_close(results(tower, MIXED)[1], expected[1])
+    assert helper.graphs.statistics().replays == 1
+    helper.delete_cuda_graphs()
+    assert helper not in active_helpers()
+    assert helper.graphs is None
+    assert "forward" not in tower.__dict__
+
+
+def test_a_helper_reads_the_options_of_the_models_provider():
+    tower = new_tower()
+    for name, value in {
+        "vision_cuda_graph_impl": "transformer_engine",
+        "vision_cuda_graph_buckets": [32, 64],
+        "vision_cuda_graph_scope": ["mlp"],
+    }.items():
+        setattr(tower.config, name, value)
+    helper = encoder_helper(tower, tower.config)
+    options = helper.graphs.workload.options
+    assert options.buckets == (32, 64) and options.scope == ("mlp",)
+    helper.create_cudagraphs()
+    assert helper.graphs.captured
+    helper.delete_cuda_graphs()
+
+
+def test_an_encoder_is_released_whose_helper_went_with_the_run(capsys):
+    model = new_tower()
+    made = [new_helper(model)]
+    made[0].create_cudagraphs()
+    first = made.pop().graphs
+    again = new_helper(model)
+    assert not first.captured and again in active_helpers() and "CUDA graphs" in capsys.readouterr().out
+    again.delete_cuda_graphs()
+    assert "forward" not in vars(model) and not model._forward_pre_hooks

@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.memory.pools import SlotMemory
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.recordings.recording import STAY
 from bridge_cg_plugin.graphs.reports import metrics
-from bridge_cg_plugin.offload import host, offloading
+from bridge_cg_plugin.offload import host
 from bridge_cg_plugin.offload.plan import Fate
 from bridge_cg_plugin.options import OFFLOAD_MODULES
 
@@ -47,15 +45,6 @@ def test_only_what_was_named_leaves_and_nothing_changes(scopes):
         assert not statistics.fallbacks
 
 
-def target_of(share: float) -> float:
-    """Return a target in GiB that static buffers, gradients and so large a part of the tower's activations fit."""
-    tower = new_tower()
-    with graphs_on(tower, offload=("attention",), **SETTINGS) as graphs:
-        statistics = graphs.statistics()
-        static = statistics.static_bytes + statistics.gradient_bytes
-        return (share * planned(graphs).inventory.nbytes + static) / 2**30
-
-
 def test_host_memory_for_all_slots_is_looked_for_before_the_first_capture(monkeypatch):
     monkeypatch.setattr(host, "available_bytes", lambda: 1 << 20)
     recorded = []
@@ -68,51 +57,3 @@ def test_host_memory_for_all_slots_is_looked_for_before_the_first_capture(monkey
     ):
         pass
     assert not recorded
-
-
-class Filled(SlotMemory):
-    """The memory of a slot."""
-
-    def __init__(self, executor) -> None:
-        self._executor = executor
-
-    @property
-    def nbytes(self):
-        taken = self._executor.taken
-        return taken[-1] - self._executor.static if taken else 0
-
-    def keep(self, nbytes):
-        self._executor.dropped += not nbytes
-
-
-class FilledMemory(ReferenceExecutor):
-    """Its memory takes more than the activations of a plan, as blocks leave gaps."""
-
-    def __init__(self, gaps: int, least: int = 0) -> None:
-        super().__init__()
-        self.gaps, self.least, self.taken, self.dropped = gaps, least, [], 0
-        self.static = 0
-
-    def new_memory(self):
-        return Filled(self)
-
-    def record_forward(self, body, pool):
-        if body.activations is not STAY:
-            self.static = offloading.static_bytes_of([body])
-            planned = body.activations._plan.window + offloading.static_bytes_of([body])
-            self.taken.append(max(planned + self.gaps, self.least))
-        return super().record_forward(body, pool)
-
-
-def test_memory_with_gaps_is_recorded_again_with_less_in_it():
-    tower, target = new_tower(), target_of(0.7)
-    with graphs_on(tower, **SETTINGS):
-        expected = results(tower, ROWS)
-    executor = FilledMemory(gaps=int(0.1 * target * 2**30))
-    with graphs_on(tower, executor=executor, offload_above_gb=target, slots=2, **SETTINGS):
-        outputs, gradients = results(tower, ROWS)
-    first, second, other_slot = executor.taken
-    assert first > 1.05 * target * 2**30 and second == other_slot <= 1.01 * target * 2**30
-    assert executor.dropped == 1
-    assert all(map(torch.equal, outputs, expected[0]))
-    assert all(map(torch.equal, gradients, expected[1]))
