@@ -1,4 +1,4 @@
-"""What is known of the saved tensors of upstream's layers."""
+"""What is known of the saved tensors of upstream's layers, and offloading by megatron-core."""
 
 import importlib
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.offload.registry import Registry, registering
+from bridge_cg_plugin.options import OptionError, graph_options
 from bridge_cg_plugin.upstream.kernels import recompute as activations
 from bridge_cg_plugin.upstream.kernels.recompute import known_activations
 from tests.unit.towers import draw, new_tower
@@ -65,3 +66,28 @@ def test_a_plain_norm_and_product_are_noted_and_others_are_not():
         assert noted(registry, product(matrix, normed, ub=object())[0]) is None
         assert noted(registry, norm(x, torch.empty_like(x), weight, bias, 1e-6)[0]) is None
     assert torch.equal(product(matrix, x)[0], x @ matrix.t())
+
+
+def test_nemotrons_encoder_has_the_settings_of_its_language_model(active):
+    from megatron.bridge.models.nemotron_omni.nemotron_omni_provider import NemotronOmniModelProvider
+
+    told = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
+    made = NemotronOmniModelProvider(**told, num_attention_heads=4, hidden_size=64, hybrid_layer_pattern="M*")
+    assert made._build_vision_config(made).fine_grained_activation_offloading
+    with pytest.raises(OptionError, match="would count layers of the encoder"):
+        graph_options(made)
+
+
+def test_a_marked_tensor_stays_where_megatron_core_offloads(monkeypatch):
+    import torch
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler
+
+    from bridge_cg_plugin.offload import never_offload
+
+    if hasattr(ChunkOffloadHandler, "_can_manage_tensor_for_offload"):  # says no to whatever is not on a GPU
+        monkeypatch.setattr(ChunkOffloadHandler, "_can_manage_tensor_for_offload", staticmethod(lambda tensor: True))
+    handler = ChunkOffloadHandler.__new__(ChunkOffloadHandler)
+    handler.min_offloaded_tensor_size = 1
+    plain, marked = torch.ones(4), never_offload(torch.ones(4))
+    assert handler.tensor_need_offloading_checker(plain)
+    assert not handler.tensor_need_offloading_checker(marked)

@@ -1,17 +1,24 @@
-"""Mock data of recipes, made by Bridge from a hub's cache that was made here, and whether graphs take it."""
+"""Recipes without the hub: their mock data and whether graphs take it, training on the weights that they begin with."""
 
+import importlib
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
 from transformers.utils import hub
 
+from bridge_cg_plugin.cli.runs.recipe import prepare, read
 from bridge_cg_plugin.options import vision_options
 from bridge_cg_plugin.recipes import with_graphs
+from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
+from scripts.performance import bench_recipe, random_weights
 from tests.models import local_hub
+from tests.models.local_hub import write_checkpoint
 
 from .conftest import with_presets
+from .test_recipes import launched
 
 pytestmark = with_presets
 TASKS = "pretrain_mock", "sft", "peft"
@@ -50,3 +57,39 @@ def test_a_microbatch_fits_the_sequence_and_the_graphs(offline, name):
     assert batch["loss_mask"].sum() > 0
     options = vision_options(config.model)
     assert options.exact_below < patches <= options.max_seq_length
+
+
+@pytest.fixture
+def prepared(offline, tmp_path):
+    args, rest = bench_recipe.parse([])
+
+    def build(mode):
+        words = bench_recipe.words(args, rest, mode, Path(checkpoint))
+        return prepare(*read(words))
+
+    checkpoint = write_checkpoint(tmp_path)
+    return build
+
+
+def test_eager_and_graphs_train_the_same_configuration_but_for_graphs(prepared):
+    runs = {mode: prepared(mode).config for mode in ("eager1", "plugin")}
+    for config in runs.values():
+        launched(config, 1)
+        assert config.train.global_batch_size == 8 and config.rng.te_rng_tracker and config.peft is not None
+    assert not read_options(runs["eager1"]).enabled
+    options = read_options(runs["plugin"])
+    assert options.vision.enabled and options.packed.enabled and options.vision.kernels == "exact"
+
+
+def test_adapters_get_the_initial_weights_and_nothing_is_loaded(prepared, active, monkeypatch):
+    setup = importlib.import_module(random_weights.SETUP)
+    monkeypatch.setattr(setup, random_weights.LOADER, getattr(setup, random_weights.LOADER))
+    random_weights.keep_initial_weights()
+    config = prepared("plugin").config
+    model, adapted = object(), []
+    config.peft = SimpleNamespace()
+    monkeypatch.setattr(setup, "_apply_peft_transformation", lambda peft, given: adapted.append(given) or given)
+    timer = SimpleNamespace(start=lambda **_: None, stop=lambda **_: None)
+    timers = type("Timers", (), {"__call__": lambda self, *_, **__: timer, "log": lambda self, names: None})()
+    hook = setup._create_peft_pre_wrap_hook(config, SimpleNamespace(timers=timers))
+    assert hook([model]) == [model] and adapted == [[model]]
