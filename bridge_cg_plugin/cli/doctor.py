@@ -1,6 +1,5 @@
 """What the plugin finds on this machine and what to do about it."""
 
-import importlib
 import importlib.metadata
 import os
 import sys
@@ -114,7 +113,7 @@ def diagnose(wants_gpu: bool = True, details: bool = False) -> Diagnosis:
 
     Args:
         wants_gpu: Whether it is a problem that there is no GPU.
-        details: Whether to import the upstream modules that are patched too, which takes most of a minute.
+        details: Whether to wait until Bridge, too, was imported there, which takes most of a minute.
     """
     found = Diagnosis()
     found.versions = {name: _version(name) for name in PACKAGES}
@@ -132,7 +131,7 @@ def diagnose(wants_gpu: bool = True, details: bool = False) -> Diagnosis:
     has_torch = "torch" in sys.modules
     found.active = plugin.status()["active"] if has_torch else bool(found.entry_points) and loads and not off
     if not missing:
-        _guarded(found, "the comparison with upstream's sources", lambda: _look_at_seams(found, details))
+        _guarded(found, "the comparison with upstream's sources", lambda: _look_at_seams(found))
     _guarded(found, "looking for encoders", lambda: _look_at_encoders(found))
     if started is not None:
         waits = WAIT_WITH_DETAILS if details else WAIT
@@ -202,20 +201,7 @@ def _look_at_autoload(found: Diagnosis, loads: bool, off: bool) -> None:
         found.add("the plugin is off", f"unset {plugin.SWITCH} or call bridge_cg_plugin.activate()")
 
 
-def _import_what_is_patched(found: Diagnosis) -> None:
-    from bridge_cg_plugin.upstream.seams.registry import SEAMS
-
-    for name in dict.fromkeys(seam.module for seam in SEAMS if seam.packaged and seam.touch == "patched"):
-        try:
-            importlib.import_module(name)
-        except Exception as error:
-            if isinstance(error, ModuleNotFoundError) and name.startswith(str(error.name)):
-                continue  # this release lacks the module
-            what = f"{name} does not import: {type(error).__name__}: {error}"
-            found.add(what, _remedy(what))
-
-
-def _look_at_seams(found: Diagnosis, imports: bool) -> None:
+def _look_at_seams(found: Diagnosis) -> None:
     from bridge_cg_plugin.upstream.seams.seam import RELEASES, is_known, too_old
     from bridge_cg_plugin.upstream.seams.states import feature_states, lost_with, seam_states
 
@@ -227,9 +213,7 @@ def _look_at_seams(found: Diagnosis, imports: bool) -> None:
         what, _, remedy = why.partition(": ")
         found.add(f"{what}, so the plugin stays off", remedy)
         return
-    if imports:
-        _import_what_is_patched(found)
-    elif found.active:
+    if found.active:
         bridge_cg_plugin.activate()
     states = seam_states()
     for name, one in states.items():

@@ -62,7 +62,7 @@ def _run(given: Sequence[str], lasting: bool) -> int:
     doctor = commands.add_parser("doctor", help="say what the plugin finds here and what to do about problems")
     doctor.add_argument("--no-gpu", action="store_true", help="a machine without a GPU is no problem")
     doctor.add_argument(
-        "--details", action="store_true", help="import what is patched, and name every seam and feature"
+        "--details", action="store_true", help="wait until Bridge was imported, and name every seam and feature"
     )
     commands.add_parser("train", help="train a recipe of Bridge or a preset, with graph flags; train --help has them")
     commands.add_parser("compare", help="train a recipe eager and on graphs, and say whether both train the same")

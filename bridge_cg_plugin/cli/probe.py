@@ -7,12 +7,13 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 DRIVER = Path("/proc/driver/nvidia/version")
 # What upstream imports beside PyTorch, and a broken installation does not give.
-LIBRARIES = ("transformer_engine.pytorch", "triton", "transformers", "omegaconf", "hydra")
+LIBRARIES = ("transformer_engine.pytorch", "triton", "transformers", "omegaconf", "hydra", "megatron.bridge")
 _MARK, _BEGINS = "BRIDGE_CG_PROBE ", "BRIDGE_CG_IMPORTS "
 
 
@@ -31,7 +32,7 @@ def start(code: str = f"from {__name__} import main; main()") -> subprocess.Pope
 
 
 def told(started: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
-    """Return what `look` and `import_libraries` do, the second only if there was time for it.
+    """Return what `look` does, and of `import_libraries` what there was time for.
 
     Args:
         started: What `start` returned.
@@ -59,20 +60,21 @@ def told(started: subprocess.Popen[str], seconds: float) -> dict[str, Any]:
         errors = [line for line in errors if line.startswith("what():")] or errors  # of C++, before its stack
         raise ProbeError(errors[-1] if errors else f"its process ended with status {started.returncode}")
     begun = [line.removeprefix(_BEGINS) for line in lines if line.startswith(_BEGINS)]
-    if begun and not late and "libraries" not in found:
+    if begun and not late and started.returncode:
         ended = f"it ended the process that imported it, with status {started.returncode}"
-        return {**found, "libraries": {begun[-1]: ended}}
+        return {**found, "libraries": {**found.get("libraries", {}), begun[-1]: ended}}
     return found
 
 
 def main() -> None:
-    """Print what `look` returns as one line, then what `import_libraries` does."""
+    """Print what `look` returns as one line, then each time a library that raises."""
     print(f"\n{_MARK}{json.dumps(look())}", flush=True)
-    print(f"\n{_MARK}{json.dumps({'libraries': import_libraries()})}", flush=True)
+    for failed in import_libraries():
+        print(f"\n{_MARK}{json.dumps({'libraries': failed})}", flush=True)
 
 
-def import_libraries() -> dict[str, str]:
-    """Import each library that is installed, beside PyTorch as upstream does; returns which raise what."""
+def import_libraries() -> Iterator[dict[str, str]]:
+    """Import each library that is installed, beside PyTorch as upstream does; yields which raised what so far."""
     failed = {}
     for name in LIBRARIES:
         try:
@@ -81,7 +83,7 @@ def import_libraries() -> dict[str, str]:
                 importlib.import_module(name)
         except BaseException as error:
             failed[name] = f"{type(error).__name__}: {error}"
-    return failed
+            yield failed
 
 
 def look() -> dict[str, Any]:

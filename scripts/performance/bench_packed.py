@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from bridge_cg_plugin.attention_bounds import pack_buckets
-from bridge_cg_plugin.cli.planner.plan import place
+from bridge_cg_plugin.cli.planner.command import place
 from bridge_cg_plugin.cli.runs.results import provenance
 from bridge_cg_plugin.graphs.errors import CaptureError, OutOfMemoryInCapture
 from scripts.performance.measure import GIB, PeakMemory, collect, median_times, profile

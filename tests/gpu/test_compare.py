@@ -22,7 +22,7 @@ def test_eager_and_plugin_on_one_page(tmp_path, monkeypatch, capsys):
         assert not runs[mode].error, (tmp_path / f"{mode}.log").read_text()[-4000:]
         assert len(runs[mode].losses) == len(runs[mode].times) == STEPS
         assert runs[mode].losses[-1][1] < runs[mode].losses[0][1]
-        assert runs[mode].images_per_s > 0 and runs[mode].tokens_per_s > 0 and runs[mode].peak_gb > 1
+        assert runs[mode].samples_per_s > 0 and runs[mode].tokens_per_s > 0 and runs[mode].peak_gb > 1
         assert runs[mode].tflops_per_gpu > 0
     assert not runs["eager1"].graphs and set(runs["plugin"].graphs) == {"vision", "language model"}
     assert all(graphs.replays > 0 for graphs in runs["plugin"].graphs.values())

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bridge_cg_plugin.attention_bounds import pack_buckets
-from bridge_cg_plugin.cli.planner.plan import place
+from bridge_cg_plugin.cli.planner.command import place
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PackedBatchError, pack_batch
 from bridge_cg_plugin.options import OptionError

@@ -13,15 +13,14 @@ from hypothesis import strategies as st
 from bridge_cg_plugin.attention_bounds import pack_buckets, refuse_pack
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.cli.planner import command
+from bridge_cg_plugin.cli.planner.command import LEFT_EAGER, Packing, RankLayout, plan_packs
 from bridge_cg_plugin.cli.planner.documents import (
     PlanError,
     first_fit,
-    first_fit_decreasing,
     padded_documents,
     padded_packs,
     read_documents,
 )
-from bridge_cg_plugin.cli.planner.plan import LEFT_EAGER, RankLayout, plan_packs
 from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
 
 documents = st.lists(st.integers(1, 500), min_size=1, max_size=80)
@@ -63,9 +62,15 @@ def test_what_is_planned_is_what_a_rank_would_do(found, layout):
     assert plan.best.on_graphs == pytest.approx(taken / len(padded))
 
 
+def test_a_microbatch_of_more_documents_than_there_are_is_refused(histogram, capsys, monkeypatch):
+    monkeypatch.setattr(command, "packing_of", lambda *_: Packing(together=4000))
+    assert main(["plan", "packed", histogram, "--recipe", "any"]) == 2
+    assert "Cannot plan without packs" in capsys.readouterr().err
+
+
 def test_packs_that_ranks_cannot_share_are_refused(capsys, tmp_path, monkeypatch):
     packed = write(tmp_path / "p.jsonl", json.dumps({"input_ids": list(range(11)), "seq_start_id": [0, 5]}))
-    monkeypatch.setattr(command, "_take_recipe", lambda arguments: (RankLayout(1, 2), 1))
+    monkeypatch.setattr(command, "packing_of", lambda *_: Packing(RankLayout(1, 2)))
     assert main(["plan", "packed", str(packed), "--recipe", "any", "--json"]) == 2
     assert "shares multiples of 4. Pack again with pad_seq_to_mult=4" in capsys.readouterr().err
 
@@ -95,13 +100,8 @@ def test_a_plan_is_for_the_layout_and_the_packing_of_a_recipe(histogram, recipe,
     [
         ([], "Cannot pack without --pack-size"),
         (["--pack-size", "100"], "Raise it, or cut with --truncate"),
-        (["--packing", "in_batch", "--micro-batch-size", "4000"], "Cannot plan without packs"),
         (["--pack-size", "2048", "--field", "foo"], "Cannot use --field: the file has lengths without fields"),
-        (
-            ["--pack-size", "2048", "--micro-batch-size", "2"],
-            "Cannot use --micro-batch-size: only --packing in_batch",
-        ),
-        (["--packing", "in_batch", "--truncate"], "Cannot use --truncate: there is no"),
+        (["--truncate"], "Cannot use --truncate: there is no"),
     ],
 )
 def test_the_command_refuses(histogram, capsys, arguments, message):
@@ -176,7 +176,6 @@ def test_first_fit_is_bridges(lengths):
     from megatron.bridge.data.packing import algorithms
 
     assert first_fit(lengths, 500) == [tuple(pack) for pack in algorithms.first_fit(lengths, 500)]
-    assert first_fit_decreasing(lengths, 500) == [tuple(p) for p in algorithms.first_fit_decreasing(lengths, 500)]
 
 
 @given(packs, st.integers(1, 128))

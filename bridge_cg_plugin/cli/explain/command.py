@@ -5,9 +5,10 @@ import contextlib
 import copy
 import difflib
 import json
+import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,7 +26,6 @@ from ..answers import Tell, table, wrapped
 from ..checks import add_counts, check_fit, divided, layout_in_words
 from ..measured import Nearest, nearest
 from . import models
-from .loops import as_bridges
 from .recipes import built, require_bridge, resolved, without_imports
 from .start import check_training
 
@@ -235,16 +235,15 @@ def _of_recipe(name: str, flags: Mapping[str, Any], words: Sequence[str], place:
         reasons.append("the model is built by code that is not run here")
     said = f"{' and '.join(reasons)}, so training's checks of it were not made"
     layout = None if gpus is None else divided(config.model, gpus)
-    words_for = models.encoder_of(getattr(config, "model", None))
+    model = getattr(config, "model", None)
     found = None
-    if hasattr(config, "model"):
-        asked = options if _asks(options) else _with_all(config)
-        found = nearest(config, asked, gpu, gpus)
+    if model is not None:
+        found = nearest(config, options if _asks(options) else _with_all(config), gpu, gpus)
     return Answer(
         options=options,
-        encoder=encoder_of(getattr(config, "model", None)),
-        has_audio=has_audio_encoder(getattr(config, "model", None)),
-        has_encoder=words_for is not None,
+        encoder=encoder_of(model),
+        has_audio=has_audio_encoder(model),
+        has_encoder=models.encoder_of(model) is not None,
         unknown=f"{said}. bridge-cg train --dry-run makes them where the hub can be reached" if reasons else "",
         nearest=found,
         gpu=gpu,
@@ -280,3 +279,43 @@ def _check_name(word: str) -> None:
         return
     near = difflib.get_close_matches(field, (*FIELDS, *SETTINGS), n=1, cutoff=0.4)
     raise OptionError.unknown(field, "option in docs/options.md", near[0] if near else "")
+
+
+# Words of verl's and NeMo-RL's command lines.
+_MODEL = re.compile(
+    r"\+*(?:actor_rollout_ref\.actor\.megatron(?:\.override_transformer_config)?|policy\.megatron_cfg)"
+    r"\.([\w.]+)=(.*)",
+    re.DOTALL,
+)
+_OTHERS = (
+    *("actor_rollout_ref", "algorithm", "critic", "cluster", "data"),
+    *("grpo", "loss_fn", "policy", "reward", "trainer"),
+)
+_PLACES = {
+    **dict.fromkeys(("trainer.nnodes", "cluster.num_nodes"), "nodes"),
+    **dict.fromkeys(("trainer.n_gpus_per_node", "cluster.gpus_per_node"), "gpus_per_node"),
+}
+
+
+def as_bridges(words: Sequence[str], place: argparse.Namespace, fields: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return words with those of other loops in Bridge's spelling, and the words that say nothing of graphs.
+
+    Args:
+        words: Of a command line.
+        place: Gets what words say of machines and GPUs.
+        fields: What the model has; a name that is nearly one of them is taken for a misspelt one.
+    """
+    found, left = [], []
+    for word in words:
+        name, _, value = word.lstrip("+~").partition("=")
+        if name in _PLACES and value.isdecimal():
+            setattr(place, _PLACES[name], int(value))
+        elif (match := _MODEL.fullmatch(word)) and difflib.get_close_matches(
+            match[1].partition(".")[0], fields, 1, 0.9
+        ):
+            found.append(f"model.{match[1]}={match[2]}")
+        elif name.partition(".")[0] in _OTHERS:
+            left.append(name)
+        else:
+            found.append(word)
+    return found, left

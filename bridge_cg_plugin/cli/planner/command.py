@@ -1,32 +1,162 @@
-"""The command `bridge-cg plan`."""
+"""The command `bridge-cg plan`: how many documents of a pack graphs take. Buckets are captured when training asks."""
 
 import argparse
 import json
 import math
 import sys
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
+from bridge_cg_plugin.attention_bounds import pack_buckets, refuse_pack
+from bridge_cg_plugin.graphs.buckets import EXACT_BELOW, Bucket, choose
+from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.options import OptionError
 
 from ..answers import Tell, table
 from ..checks import at_least_one
 from .documents import (
-    ALGORITHMS,
     Documents,
     Pack,
     PlanError,
+    first_fit_shuffle,
     in_batch,
     padded_documents,
     padded_packs,
     read_documents,
 )
-from .plan import PackedPlan, RankLayout, plan_packs
 
-IN_BATCH, MICRO_BATCH = "in_batch", 4
-PACKING = "first_fit_shuffle"
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """Ranks that share packs.
+
+    Attributes:
+        tensor: Ranks of tensor parallelism.
+        context: Ranks of context parallelism.
+        sequence: Whether tensor-parallel ranks hold a part of the tokens each.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    sequence: bool = False
+
+    @property
+    def shards(self) -> int:
+        """Ranks that hold a part of the tokens each."""
+        return self.tensor if self.sequence else 1
+
+    @property
+    def document_unit(self) -> int:
+        """What a document's tokens, with its padding, are a multiple of."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
+    def unit(self) -> int:
+        """What a bucket's tokens are a multiple of, so that every rank has as many."""
+        return math.lcm(self.shards * self.context, self.document_unit)
+
+    def __str__(self) -> str:
+        return f"TP{self.tensor}xCP{self.context}{'xSP' if self.sequence and self.tensor > 1 else ''}"
+
+
+ALONE = RankLayout()
+# A smaller bound is faster: the smallest is taken that leaves at most this share of packs eager beside the largest.
+LEFT_EAGER = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A document bound, and what to expect of it.
+
+    Attributes:
+        max_packed_seqs: Documents of one pack that a graph takes.
+        on_graphs: Share of packs that replays.
+        fallbacks: How many packs run eager, by reason.
+    """
+
+    max_packed_seqs: int
+    on_graphs: float
+    fallbacks: tuple[tuple[Fallback, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlan:
+    """What packs of a dataset look like, and what to set.
+
+    Attributes:
+        packs: How many packs it rests on.
+        sizes: P50, P90, P99 and the largest of documents and tokens of a pack, and of its longest document.
+        choices: Every bound that was looked at, ascending.
+        best: The recommended one.
+        layout: How ranks share packs.
+    """
+
+    packs: int
+    sizes: Mapping[str, tuple[int, ...]]
+    choices: tuple[Choice, ...]
+    best: Choice
+    layout: str = str(RankLayout())
+
+
+PARTS = (0.5, 0.9, 0.99, 1.0)
+
+
+def percentiles(values: Iterable[int]) -> tuple[int, ...]:
+    """Return the percentiles `PARTS` of at least one value: the smallest that so many of them do not exceed."""
+    ordered = sorted(values)
+    return tuple(ordered[max(math.ceil(part * len(ordered)) - 1, 0)] for part in PARTS)
+
+
+def plan_packs(packs: Sequence[Pack], layout: RankLayout = ALONE) -> PackedPlan:
+    """Find a document bound.
+
+    Args:
+        packs: Document lengths of every pack, which are multiples of what the layout asks for.
+        layout: How ranks share packs.
+
+    Raises:
+        PlanError: There is no pack.
+    """
+    if not packs:
+        raise PlanError("Cannot plan without packs: the data holds fewer documents than one microbatch takes.")
+    sizes = {
+        "documents": percentiles(map(len, packs)),
+        "tokens": percentiles(map(sum, packs)),
+        "longest document": percentiles(map(max, packs)),
+    }
+    most, alike = sizes["documents"][-1], Counter(packs)
+    bounds = {*sizes["documents"], *(1 << n for n in range(2, most.bit_length() + 1))}
+    choices = [expect(alike, bound, layout) for bound in sorted(bounds)]
+    enough = max(choice.on_graphs for choice in choices) - LEFT_EAGER
+    best = next(choice for choice in choices if choice.on_graphs >= enough)
+    return PackedPlan(len(packs), sizes, tuple(choices), best, str(layout))
+
+
+def place(pack: Pack, buckets: Sequence[Bucket], layout: RankLayout = ALONE) -> Bucket | Fallback:
+    """Return the first bucket that takes a pack, or why none does."""
+    tokens = sum(pack)
+    refuse = partial(refuse_pack, pack, tokens, EXACT_BELOW, shards=layout.shards, ranks=layout.context)
+    return choose(tokens, buckets, refuse)
+
+
+def expect(packs: Counter[Pack], bound: int, layout: RankLayout = ALONE) -> Choice:
+    """Return what a document bound gives.
+
+    Args:
+        packs: Document lengths of each, and how many are alike.
+        bound: Documents of one pack that a graph takes.
+        layout: How ranks share packs.
+    """
+    fallbacks: Counter[Fallback] = Counter()
+    for pack, count in packs.items():
+        found = place(pack, pack_buckets([sum(pack)], bound), layout)
+        if isinstance(found, Fallback):
+            fallbacks[found] += count
+    return Choice(bound, 1 - fallbacks.total() / packs.total(), tuple(sorted(fallbacks.items())))
 
 
 def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
@@ -38,12 +168,6 @@ def add_arguments(plan: argparse.ArgumentParser) -> Mapping[str, argparse.Argume
         "--recipe", type=str.lower, metavar="NAME", help="a recipe of Bridge's or a preset: its layout and packing"
     )
     packed.add_argument("--pack-size", type=at_least_one, help="tokens of a pack, unless recipe or file have packs")
-    packed.add_argument("--packing", choices=ALGORITHMS, help=f"how documents are packed; the recipe's, or {PACKING}")
-    packed.add_argument(
-        "--micro-batch-size",
-        type=at_least_one,
-        help=f"documents of a microbatch, for in_batch; the recipe's, or {MICRO_BATCH}",
-    )
     packed.add_argument("--truncate", action="store_true", help="cut documents to the pack's size")
     packed.add_argument("--field", help="column or key with a document's length or tokens")
     packed.add_argument("--json", action="store_true", help="print one JSON object")
@@ -61,6 +185,23 @@ def run(arguments: argparse.Namespace, tell: Tell) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How documents become packs.
+
+    Attributes:
+        layout: How ranks share packs.
+        multiple: What every document is padded to a multiple of.
+        size: Tokens of a pack; None where nobody says.
+        together: Documents that in-batch packing joins; None where a pack has a size.
+    """
+
+    layout: RankLayout = ALONE
+    multiple: int = 1
+    size: int | None = None
+    together: int | None = None
+
+
 def plan_of_documents(arguments: argparse.Namespace) -> PackedPlan:
     """Return the plan for a dataset's documents.
 
@@ -69,23 +210,27 @@ def plan_of_documents(arguments: argparse.Namespace) -> PackedPlan:
         PlanError: The input cannot be planned from.
     """
     found = read_documents(arguments.data, arguments.field)
-    _refuse_unused(arguments, found)
-    layout, multiple = RankLayout(), 1
+    packing = Packing(size=arguments.pack_size)
     if arguments.recipe is not None:
-        layout, multiple = _take_recipe(arguments)
+        packing = packing_of(arguments.recipe, arguments.pack_size)
+    _refuse_unused(arguments, found, packing)
+    unit = packing.layout.document_unit
     for length in (length for pack in found.packs for length in pack):
-        if length % layout.document_unit:
+        if length % unit:
             raise PlanError(
-                f"Cannot plan from {arguments.data}: a document has {length} tokens, and {layout} shares multiples "
-                f"of {layout.document_unit}. Pack again with pad_seq_to_mult={layout.document_unit}."
+                f"Cannot plan from {arguments.data}: a document has {length} tokens, and {packing.layout} shares "
+                f"multiples of {unit}. Pack again with pad_seq_to_mult={unit}."
             )
-    packs = list(found.packs) or _packed(found.lengths, arguments, math.lcm(multiple, layout.document_unit))
-    return plan_packs(padded_packs(packs, layout.unit), layout)
+    packs = list(found.packs) or _packed(found.lengths, packing, arguments.truncate)
+    return plan_packs(padded_packs(packs, packing.layout.unit), packing.layout)
 
 
-def _take_recipe(arguments: argparse.Namespace) -> tuple[RankLayout, int]:
-    """Set what a recipe says of packing where the command line does not; returns how its ranks share packs, and of what
-    its documents are padded to multiples.
+def packing_of(recipe: str, size: int | None) -> Packing:
+    """Return how a recipe packs documents.
+
+    Args:
+        recipe: Its name.
+        size: Tokens of a pack in the place of the recipe's.
 
     Raises:
         OptionError: There is no such recipe, or it cannot be built.
@@ -95,59 +240,43 @@ def _take_recipe(arguments: argparse.Namespace) -> tuple[RankLayout, int]:
     without_imports()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = built(arguments.recipe)
+        config = built(recipe)
     model, dataset = config.model, config.dataset
     specs = getattr(dataset, "offline_packing_specs", None)
-    if getattr(dataset, "enable_in_batch_packing", False) and arguments.pack_size is None:
-        arguments.packing = arguments.packing or IN_BATCH
-        arguments.micro_batch_size = arguments.micro_batch_size or config.train.micro_batch_size
-    if arguments.packing != IN_BATCH and arguments.pack_size is None:
-        arguments.pack_size = getattr(specs, "packed_sequence_size", None)
     layout = RankLayout(
         tensor=model.tensor_model_parallel_size,
         context=model.context_parallel_size,
         sequence=bool(model.sequence_parallel),
     )
-    return layout, getattr(specs, "pad_seq_to_mult", None) or 1
+    multiple = getattr(specs, "pad_seq_to_mult", None) or 1
+    if getattr(dataset, "enable_in_batch_packing", False) and size is None:
+        return Packing(layout, multiple, together=config.train.micro_batch_size)
+    return Packing(layout, multiple, size or getattr(specs, "packed_sequence_size", None))
 
 
-def _packed(lengths: tuple[int, ...], arguments: argparse.Namespace, multiple: int) -> list[Pack]:
-    packing, size = arguments.packing or PACKING, arguments.pack_size
+def _packed(lengths: tuple[int, ...], packing: Packing, truncate: bool) -> list[Pack]:
+    size, multiple = packing.size, math.lcm(packing.multiple, packing.layout.document_unit)
     if size is not None and size % multiple:
         raise PlanError(f"Cannot use --pack-size {size}: it must be a multiple of {multiple}, which ranks share.")
-    if size is not None and arguments.truncate:
+    if size is not None and truncate:
         lengths = tuple(min(length, size) for length in lengths)
     lengths = padded_documents(lengths, multiple)
-    if packing == IN_BATCH:
-        return in_batch(lengths, arguments.micro_batch_size or MICRO_BATCH)
+    if packing.together is not None:
+        return in_batch(lengths, packing.together)
     if size is None:
-        raise PlanError("Cannot pack without --pack-size: write the tokens of a pack.")
-    return ALGORITHMS[packing](lengths, size)
+        raise PlanError("Cannot pack without --pack-size: write the tokens of a pack, or a --recipe that says it.")
+    return first_fit_shuffle(lengths, size)
 
 
-_OF_DOCUMENTS = ("pack_size", "packing", "micro_batch_size", "truncate", "field")
-
-
-def _refuse_unused(arguments: argparse.Namespace, found: Documents) -> None:
+def _refuse_unused(arguments: argparse.Namespace, found: Documents, packing: Packing) -> None:
     """Refuse arguments that have no effect on these data.
 
     Raises:
         PlanError: Names the argument and why.
     """
-    in_batch_packing, size = arguments.packing == IN_BATCH, arguments.pack_size
     unused = (
-        (bool(found.packs), _OF_DOCUMENTS, "the file holds packs"),
-        (
-            not in_batch_packing and arguments.recipe is None,
-            ("micro_batch_size",),
-            f"only --packing {IN_BATCH} has microbatches of documents",
-        ),
-        (
-            in_batch_packing and not arguments.truncate,
-            ("pack_size",),
-            f"--packing {IN_BATCH} has none without --truncate",
-        ),
-        (in_batch_packing and size is None, ("truncate",), "there is no --pack-size to cut to"),
+        (bool(found.packs), ("pack_size", "truncate", "field"), "the file holds packs"),
+        (packing.size is None, ("truncate",), "there is no --pack-size to cut to"),
         (not found.fields, ("field",), "the file has lengths without fields"),
     )
     for name, why in ((name, why) for holds, names, why in unused if holds for name in names):

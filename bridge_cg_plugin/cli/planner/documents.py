@@ -3,7 +3,7 @@
 import difflib
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -210,11 +210,6 @@ def first_fit(lengths: Sequence[int], size: int) -> list[Pack]:
     return [tuple(pack) for pack in packs]
 
 
-def first_fit_decreasing(lengths: Sequence[int], size: int) -> list[Pack]:
-    """First fit of the longest documents first."""
-    return first_fit(sorted(lengths, reverse=True), size)
-
-
 def first_fit_shuffle(lengths: Sequence[int], size: int, seed: int = 0) -> list[Pack]:
     """First fit in random order."""
     return first_fit(random.Random(seed).sample(lengths, len(lengths)), size)
@@ -224,12 +219,6 @@ def in_batch(lengths: Sequence[int], count: int, seed: int = 0) -> list[Pack]:
     """Join every `count` documents of a random order, as in-batch packing joins a microbatch."""
     order = random.Random(seed).sample(lengths, len(lengths))
     return [tuple(order[i : i + count]) for i in range(0, len(order) - count + 1, count)]
-
-
-# How documents get into packs; the last takes a number of documents where the others take a pack's size.
-ALGORITHMS: dict[str, Callable[[Sequence[int], int], list[Pack]]] = {
-    function.__name__: function for function in (first_fit_shuffle, first_fit_decreasing, in_batch)
-}
 
 
 def padded_documents(lengths: Sequence[int], multiple: int) -> tuple[int, ...]:

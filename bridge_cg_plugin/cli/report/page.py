@@ -65,9 +65,8 @@ def tables(runs: Sequence[Run]) -> tuple[Table, ...]:
     trained = [run for run in runs if not run.error]
     times = [(run, _times(run, runs)) for run in runs]
     throughput = [
-        *(("samples/s", ".2f", "samples_per_s"), ("images/s", ".2f", "images_per_s")),
-        *(("tokens/s", ",.0f", "tokens_per_s"), ("TFLOP/s per GPU", ".1f", "tflops_per_gpu")),
-        ("peak GiB", ".1f", "peak_gb"),
+        *(("samples/s", ".2f", "samples_per_s"), ("tokens/s", ",.0f", "tokens_per_s")),
+        *(("TFLOP/s per GPU", ".1f", "tflops_per_gpu"), ("peak GiB", ".1f", "peak_gb")),
     ]
     rates = [(run, tuple(_f(getattr(run, name), form) for _, form, name in throughput)) for run in trained]
     steps = sorted({step for run in runs for step, _ in run.losses})

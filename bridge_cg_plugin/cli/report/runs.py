@@ -77,8 +77,7 @@ class Run:
         losses, grad_norms: By step.
         times: Milliseconds of a step, each the mean over the steps since the one before it.
         ms: Median milliseconds of a step after warm-up, where the source has no single times.
-        samples_per_s, images_per_s, tokens_per_s: Of all GPUs in a second: samples, images and videos, tokens of the
-            language model with padding.
+        samples_per_s, tokens_per_s: Of all GPUs in a second; tokens of the language model, with padding.
         tflops_per_gpu: Model TFLOP/s of one GPU, by Bridge's count.
         peak_gb: Peak of allocated device memory in GiB, of the GPU with the highest.
         graphs: Name of a kind of graphs (`KINDS`) -> what they did.
@@ -95,7 +94,6 @@ class Run:
     times: Series = ()
     ms: float | None = None
     samples_per_s: float | None = None
-    images_per_s: float | None = None
     tokens_per_s: float | None = None
     tflops_per_gpu: float | None = None
     peak_gb: float | None = None
@@ -215,16 +213,12 @@ class Verdict:
         mode: The run's mode.
         state: "same", "different", or "unknown" where nothing can be said.
         reason: Why, in a sentence.
-        loss: The comparison of the losses, None without one.
-        norm: That of the gradient norms.
     """
 
     case: str
     mode: str
     state: State
     reason: str
-    loss: Spread | None = None
-    norm: Spread | None = None
 
 
 def verdicts(runs: Sequence[Run]) -> list[Verdict]:
@@ -241,19 +235,16 @@ def _verdict(run: Run, eager: Sequence[Run]) -> Verdict:
     if _same_steps([r.grad_norms for r in (*usable, run)]):
         values["gradient norms"] = [_values(r.grad_norms) for r in (*usable, run)]
     found = {name: compare_to_spread(eager_values, own) for name, (*eager_values, own) in values.items()}
-    loss, norm = found["losses"], found.get("gradient norms")
     worst = ", ".join(f"{name} {s.worst:.3g} at step {run.losses[s.step][0]}" for name, s in found.items())
     reason = (
         f"Largest distance to the nearest of {len(usable)} eager runs over what they allow: {worst}; 1 is the limit."
     )
     inside = all(s.inside for s in found.values())
     if inside and run.graphs and not any(counts.replays for counts in run.graphs.values()):
-        return Verdict(
-            run.case, run.mode, "unknown", f"Nothing was replayed: this is an eager run. {reason}", loss, norm
-        )
+        return Verdict(run.case, run.mode, "unknown", f"Nothing was replayed: this is an eager run. {reason}")
     if not inside:
         reason += f" {how_eager_fares(*(eager_values for *eager_values, _ in values.values()))}"
-    return Verdict(run.case, run.mode, "same" if inside else "different", reason, loss, norm)
+    return Verdict(run.case, run.mode, "same" if inside else "different", reason)
 
 
 def _not_comparable(run: Run, eager: Sequence[Run]) -> str:

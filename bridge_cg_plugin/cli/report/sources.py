@@ -76,7 +76,7 @@ def _text_of(path: Path, errors: str = "strict") -> str:
 
 _WRITERS = "bridge-cg compare, bench_step.py and bench_recipe.py"
 _SERIES = {"losses": "losses", "grad_norms": "grad_norms", "times": "step_ms"}
-_FIGURES = ("ms", "samples_per_s", "images_per_s", "tokens_per_s", "tflops_per_gpu", "peak_gb")
+_FIGURES = ("ms", "samples_per_s", "tokens_per_s", "tflops_per_gpu", "peak_gb")
 _TEXTS = ("error", "wrong", "gpu", "date", "command")
 
 
