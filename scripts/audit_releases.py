@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 from bridge_cg_plugin.cli import audit as auditing
 from bridge_cg_plugin.upstream.seams.registry import INSTEAD
 from bridge_cg_plugin.upstream.seams.seam import BRIDGE, CORE, RELEASES, TRANSFORMER_ENGINE, TRANSFORMERS, minor
+from bridge_cg_plugin.upstream.seams.states import lost_features
 
 RECORD = ROOT / "bridge_cg_plugin" / "upstream" / "seams" / "audited.json"
 PAGE = ROOT / "docs" / "releases.md"
@@ -155,7 +156,7 @@ def _table(packages: Iterable[str], entries: Iterable[dict[str, Any]]) -> str:
     lines.append(["---"] * len(lines[0]))
     for (count, drift), same in itertools.groupby(entries, lambda entry: (entry["compared"], tuple(entry["drift"]))):
         columns = zip(*(entry["releases"].values() for entry in same), strict=True)
-        lost = ", ".join(name.removeprefix("vision graphs of ") for name in auditing.lost_features(drift)) or "none"
+        lost = ", ".join(name.removeprefix("vision graphs of ") for name in lost_features(drift)) or "none"
         lines.append([*map(_span, columns), str(count), str(len(drift)), lost])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -1,39 +1,23 @@
-"""Whether a release of upstream looks as the plugin expects, by its files, not imported, or by the record of audits."""
+"""Whether a release of upstream looks as the plugin expects, by its files, not imported."""
 
-import functools
-import importlib.resources
-import json
 import re
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from bridge_cg_plugin.upstream import seams
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
-from bridge_cg_plugin.upstream.seams.seam import (
-    BRIDGE,
-    CONTAINERS,
-    CORE,
-    NEWEST,
-    RELEASES,
-    RUN_ONCE,
-    TRANSFORMER_ENGINE,
-    TRANSFORMERS,
-    is_known,
-    minor,
-    too_old,
-)
+from bridge_cg_plugin.upstream.seams.seam import is_known, too_old
 from bridge_cg_plugin.upstream.seams.source_reader import (
     ReadModule,
     SourceReader,
     from_folders,
     installed,
 )
-from bridge_cg_plugin.upstream.seams.states import compare, feature_states, lost_with
+from bridge_cg_plugin.upstream.seams.states import compare, feature_states, lost_features, lost_with
 
 INSTALLED = "installed"
 _DISTRIBUTION = re.compile(r"megatron_(bridge|core)-([^/-]+)\.dist-info")
@@ -146,82 +130,3 @@ def render(found: Audit) -> str:
     lines.append(f"{len(found.fits)} seams fit, {len(found.drift)} drifted, {len(found.not_compared)} not compared")
     lines.append(f"lost for users: {', '.join(lost_features(found.drift)) or 'no feature'}")
     return "\n".join(lines)
-
-
-class CombinationStatus(NamedTuple):
-    """What a combination of releases was checked with.
-
-    Attributes:
-        state: "run" (the plugin's tests ran with it), "audited" (every seam was compared with its sources) or
-            "unknown".
-        reason: What was run, what the audit found, or which release was not audited.
-    """
-
-    state: Literal["run", "audited", "unknown"]
-    reason: str
-
-
-@functools.cache
-def audit_record() -> dict[str, Any]:
-    """Return what `scripts/audit_releases.py` wrote.
-
-    "audits" has an entry for each pair of Bridge and megatron-core, and for each release of the other packages: its
-    "releases" (package -> version), the number of seams "compared", and the "drift" (seam -> what differs).
-    """
-    record: dict[str, Any] = json.loads(importlib.resources.files(seams).joinpath("audited.json").read_text())
-    return record
-
-
-def combination_status(versions: Mapping[str, str | None]) -> CombinationStatus:
-    """Return what a combination of releases was checked with.
-
-    A build with a local version, as "2.20.2+abc", is at most "audited": its sources may differ from the release's.
-
-    Args:
-        versions: Package -> version of "megatron-bridge", "megatron-core", "transformer-engine" and, where it counts,
-            "transformers"; None where a package is not installed. Other packages are ignored.
-    """
-    required = (BRIDGE, CORE, TRANSFORMER_ENGINE)
-    absent = [name for name in required if not versions.get(name)]
-    if absent:
-        return CombinationStatus("unknown", f"not installed: {', '.join(absent)}")
-    found = {name: version for name in (*required, TRANSFORMERS) if (version := versions.get(name))}
-    for release in (*RELEASES, *RUN_ONCE):
-        if found.items() <= release.packages.items():
-            return CombinationStatus("run", release.tests)
-    return _audited({name: version.partition("+")[0] for name, version in found.items()})
-
-
-def nearest_set(versions: Mapping[str, str | None]) -> str:
-    """Return the set of releases that is nearest to a combination, how it differs, and what was run with it."""
-    sets = {**CONTAINERS, **{release.bridge: release for release in RELEASES[1:]}, "newest": NEWEST}
-
-    def same(name: str) -> tuple[bool, int]:
-        known = [minor(version) == minor(versions.get(name) or "") for name, version in sets[name].packages.items()]
-        return known[0], sum(known)
-
-    nearest = max(reversed(sets), key=same)
-    others = {name: v for name, v in sets[nearest].packages.items() if v and versions.get(name) != v}
-    differs = ", ".join(f"{name} {version}" for name, version in others.items())
-    return f"{nearest}{f' (which has {differs})' if differs else ''}. Run with it: {sets[nearest].tests}"
-
-
-def lost_features(drift: Collection[str]) -> tuple[str, ...]:
-    """Return the features that do not work, or not for every model, where these seams drifted."""
-    return tuple(str(name) for name, feature in feature_states(drift).items() if feature.state != "ready")
-
-
-def _audited(found: Mapping[str, str]) -> CombinationStatus:
-    entries = []
-    for names in ((BRIDGE, CORE), (TRANSFORMER_ENGINE,), (TRANSFORMERS,)):
-        wanted = {name: found[name] for name in names if name in found}
-        entry = next((e for e in audit_record()["audits"] if e["releases"] == wanted), None)
-        if wanted and entry is None:
-            words = " with ".join(f"{name} {version}" for name, version in wanted.items())
-            return CombinationStatus("unknown", f"{words} was not audited")
-        entries += [entry] if entry else []
-    drift = {name for entry in entries for name in entry["drift"]}
-    compared, features = sum(entry["compared"] for entry in entries), lost_features(drift)
-    reason = f"{compared - len(drift)} of {compared} seams fit the releases' sources; nothing was run"
-    lost = f". Lost: {', '.join(features)}" if features else ""
-    return CombinationStatus("audited", reason + lost)

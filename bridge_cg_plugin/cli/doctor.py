@@ -203,9 +203,13 @@ def _look_at_autoload(found: Diagnosis, loads: bool, off: bool) -> None:
 
 def _look_at_seams(found: Diagnosis) -> None:
     from bridge_cg_plugin.upstream.seams.seam import RELEASES, is_known, too_old
-    from bridge_cg_plugin.upstream.seams.states import feature_states, lost_with, seam_states
-
-    from .audit import combination_status, nearest_set
+    from bridge_cg_plugin.upstream.seams.states import (
+        combination_status,
+        feature_states,
+        lost_with,
+        nearest_set,
+        seam_states,
+    )
 
     release = found.versions["megatron-bridge"] or ""
     found.known_release = is_known(release, found.versions["megatron-core"] or "")

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.cli.audit import AuditError, audit, audit_record, combination_status, nearest_set
+from bridge_cg_plugin.cli.audit import AuditError, audit
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.options import OptionError, graph_options
 from bridge_cg_plugin.upstream.hooks import graph_fields
@@ -34,6 +34,7 @@ from bridge_cg_plugin.upstream.seams.seam import (
     minor,
     too_old,
 )
+from bridge_cg_plugin.upstream.seams.states import audit_record, combination_status, nearest_set
 
 from ..releases import sources_of
 

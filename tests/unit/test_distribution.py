@@ -33,7 +33,7 @@ import site, sys
 site.addsitedir(sys.argv[1])
 import bridge_cg_plugin.recipes
 from bridge_cg_plugin.recipes import RECIPES, qwen3_vl_8b_vision_graphs_h200_sft_config as recipe
-from bridge_cg_plugin.cli.audit import combination_status
+from bridge_cg_plugin.upstream.seams.states import combination_status
 from bridge_cg_plugin.cli import checks, main
 versions = {"megatron-bridge": "0.6.0", "megatron-core": "0.19.0", "transformer-engine": "2.15.0"}
 print(len(RECIPES), combination_status(versions).state, bridge_cg_plugin.recipes.__file__)

@@ -1,12 +1,14 @@
-"""What works: the state of every seam and feature, and which of them a configuration asks for.
+"""What works: the state of every seam and feature, which of them a configuration asks for, and what was tested.
 
 Patches say their state themselves; what is relied on is compared with upstream's sources.
 """
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ...options import PACKED_FIELDS, PROVIDER_FIELDS, CudaGraphModule, Facts, GraphOptions
@@ -18,7 +20,20 @@ from .encoders import DECLARED, DECLARED_MODELS, QWEN3_VL, Declaration, other_pr
 from .patches import Patch, State, bridge_release
 from .registry import SEAMS, seam
 from .registry.bridge import LANGUAGE_MODELS
-from .seam import Feature, Seam, drift
+from .seam import (
+    BRIDGE,
+    CONTAINERS,
+    CORE,
+    NEWEST,
+    RELEASES,
+    RUN_ONCE,
+    TRANSFORMER_ENGINE,
+    TRANSFORMERS,
+    Feature,
+    Seam,
+    drift,
+    minor,
+)
 from .source_reader import NoSourceError, SourceReader
 
 CHUNKS = "virtual_pipeline_model_parallel_size"
@@ -315,3 +330,82 @@ def compare(seam: Seam, reader: SourceReader, release: str) -> tuple[State, str]
     except NoSourceError as error:
         return "off", str(error)
     return ("broken", "; ".join(differences)) if differences else ("native", "")
+
+
+class CombinationStatus(NamedTuple):
+    """What a combination of releases was checked with.
+
+    Attributes:
+        state: "run" (the plugin's tests ran with it), "audited" (every seam was compared with its sources) or
+            "unknown".
+        reason: What was run, what the audit found, or which release was not audited.
+    """
+
+    state: Literal["run", "audited", "unknown"]
+    reason: str
+
+
+@functools.cache
+def audit_record() -> dict[str, Any]:
+    """Return what `scripts/audit_releases.py` wrote.
+
+    "audits" has an entry for each pair of Bridge and megatron-core, and for each release of the other packages: its
+    "releases" (package -> version), the number of seams "compared", and the "drift" (seam -> what differs).
+    """
+    record: dict[str, Any] = json.loads(Path(__file__).with_name("audited.json").read_text())
+    return record
+
+
+def combination_status(versions: Mapping[str, str | None]) -> CombinationStatus:
+    """Return what a combination of releases was checked with.
+
+    A build with a local version, as "2.20.2+abc", is at most "audited": its sources may differ from the release's.
+
+    Args:
+        versions: Package -> version of "megatron-bridge", "megatron-core", "transformer-engine" and, where it counts,
+            "transformers"; None where a package is not installed. Other packages are ignored.
+    """
+    required = (BRIDGE, CORE, TRANSFORMER_ENGINE)
+    absent = [name for name in required if not versions.get(name)]
+    if absent:
+        return CombinationStatus("unknown", f"not installed: {', '.join(absent)}")
+    found = {name: version for name in (*required, TRANSFORMERS) if (version := versions.get(name))}
+    for release in (*RELEASES, *RUN_ONCE):
+        if found.items() <= release.packages.items():
+            return CombinationStatus("run", release.tests)
+    return _audited({name: version.partition("+")[0] for name, version in found.items()})
+
+
+def nearest_set(versions: Mapping[str, str | None]) -> str:
+    """Return the set of releases that is nearest to a combination, how it differs, and what was run with it."""
+    sets = {**CONTAINERS, **{release.bridge: release for release in RELEASES[1:]}, "newest": NEWEST}
+
+    def same(name: str) -> tuple[bool, int]:
+        known = [minor(version) == minor(versions.get(name) or "") for name, version in sets[name].packages.items()]
+        return known[0], sum(known)
+
+    nearest = max(reversed(sets), key=same)
+    others = {name: v for name, v in sets[nearest].packages.items() if v and versions.get(name) != v}
+    differs = ", ".join(f"{name} {version}" for name, version in others.items())
+    return f"{nearest}{f' (which has {differs})' if differs else ''}. Run with it: {sets[nearest].tests}"
+
+
+def lost_features(drift: Collection[str]) -> tuple[str, ...]:
+    """Return the features that do not work, or not for every model, where these seams drifted."""
+    return tuple(str(name) for name, feature in feature_states(drift).items() if feature.state != "ready")
+
+
+def _audited(found: Mapping[str, str]) -> CombinationStatus:
+    entries = []
+    for names in ((BRIDGE, CORE), (TRANSFORMER_ENGINE,), (TRANSFORMERS,)):
+        wanted = {name: found[name] for name in names if name in found}
+        entry = next((e for e in audit_record()["audits"] if e["releases"] == wanted), None)
+        if wanted and entry is None:
+            words = " with ".join(f"{name} {version}" for name, version in wanted.items())
+            return CombinationStatus("unknown", f"{words} was not audited")
+        entries += [entry] if entry else []
+    drift = {name for entry in entries for name in entry["drift"]}
+    compared, features = sum(entry["compared"] for entry in entries), lost_features(drift)
+    reason = f"{compared - len(drift)} of {compared} seams fit the releases' sources; nothing was run"
+    lost = f". Lost: {', '.join(features)}" if features else ""
+    return CombinationStatus("audited", reason + lost)
