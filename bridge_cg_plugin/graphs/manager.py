@@ -361,8 +361,11 @@ class GraphManager:
         self._own.step = self.step_number
         for region in self._regions:
             region.statistics.step = self.step_number
-        if self.proofs is not None and self.captured:
-            self.proofs.begin_step(self.step_number)
+        self._begin_proofs()
+
+    def _begin_proofs(self) -> None:
+        if self.proofs is not None:
+            self.proofs.begin_step(self.step_number, self._regions)
             for region in self._regions:
                 region.begin_step(self.proofs)
 
@@ -374,6 +377,8 @@ class GraphManager:
         """
         if not (self.in_step or (self.captured and self.executor.memory_away)):
             self._grow()
+        if not self.in_step:
+            self._begin_proofs()
 
     def _grow(self) -> None:
         """Record what is worth it for the mode that the model is in, or everything with more room."""

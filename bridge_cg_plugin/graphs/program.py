@@ -7,7 +7,7 @@ agree while graphs are made and where a replay is compared with eager; no other 
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -247,8 +247,10 @@ class Piece:
             recorded in every slot and mode.
         shape: Returns the shape that `growth` knows a batch by.
         tolerance: Relative difference up to which a replay passes for eager, in the L2 norm.
+        exact: Whether outputs of a batch that fills its bucket are bit-equal to eager's.
         real_rows: Returns a mask of the rows of a batch that eager computes, `[rows]` bool; None is all of them.
         standing_in: Entered around eager passes over stand-ins for parameters, for those that modules hold elsewhere.
+        counts: Returns tensors besides those of modules in which passes count.
         unproven: Why replays are not compared with eager; empty where they are.
     """
 
@@ -261,8 +263,10 @@ class Piece:
     growth: Demand | None = None
     shape: Callable[[Any], Any] = attrgetter("shape")
     tolerance: float = NEAR
+    exact: bool = False
     real_rows: Callable[[Any], Tensor | None] = lambda batch: None
     standing_in: Around = nullcontext
+    counts: Callable[[], Iterable[Tensor]] = tuple
     unproven: str = ""
 
 

@@ -121,11 +121,11 @@ class Region(Part):
         self.buckets = self._ordered(dict.fromkeys((*self.buckets, bucket)))
 
     def begin_step(self, proofs: Proofs) -> None:
-        """Note that a training step begins, some of whose replays may be compared with eager."""
+        """Note that a step or an evaluation begins, some of whose replays may be compared with eager."""
         if self.disproved and self.is_idle():
             for bucket in self.buckets:
                 self.drop(bucket)
-        self.proofs = proofs if proofs.may_be_due(self.sources) else None
+        self.proofs = proofs if proofs.may_be_due(self) else None
 
     @property
     def unproven(self) -> int:

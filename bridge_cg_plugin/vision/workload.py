@@ -140,12 +140,15 @@ class VisionWorkload(Workload):
         return raised(planned, max((shape.frames for shape in shapes), default=0))
 
     def _piece(self, buckets: list[Bucket], demand: Demand | None = None) -> Piece:
+        rounds_as_eager = self.family.direct_attention.rounds_as_eager
+        on_gpu = self.manager.executor.device.type == "cuda"
         return Piece(
             program=self.encoder,
             buckets=buckets,
             has_side_stream=self.has_side_stream,
             growth=demand,
-            tolerance=NEAR if self.family.direct_attention.rounds_as_eager else FAR,
+            tolerance=NEAR if rounds_as_eager else FAR,
+            exact=rounds_as_eager and self.kernels.attention != "flash" and on_gpu,
         )
 
     def _check_tensor_ranks(self) -> None:

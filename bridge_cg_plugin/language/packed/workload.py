@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ...announce import announce
-from ...attention_bounds import pack_buckets, replay_cost
+from ...attention_bounds import deterministic, pack_buckets, replay_cost
 from ...graphs.buckets import BEGIN_WITH, EXACT_BELOW, WINDOW, Bucket, Demand, names_of, next_run, raised
 from ...graphs.errors import CaptureError, Overflow
 from ...graphs.fallback import Fallback
@@ -348,6 +348,7 @@ class PackedWorkload(Workload):
         shared = SharedInputs(SHARED, self.manager.executor.device)
         parts = self.family.parts(self.modules)
         offloading = offloading_of(self.options, PACKED_FIELDS, self.manager)
+        exact = deterministic() and self.manager.executor.device.type == "cuda"
         regions = self.manager.record(
             [
                 Piece(
@@ -358,8 +359,10 @@ class PackedWorkload(Workload):
                     around=self.family.statistics_kept,
                     growth=demand,
                     tolerance=FAR if part.counted or part.outputs > 1 else NEAR,
+                    exact=not (part.counted or part.outputs > 1) and exact,
                     real_rows=self._real_rows,
                     standing_in=partial(self._standing_in, part),
+                    counts=self.family.statistics,
                     # Eager would move scales and quantize weights, which nothing puts back.
                     unproven="" if part.changed is None else "it computes in fp8",
                 )
