@@ -447,9 +447,10 @@ class Proofs:
         self.call: Pass | None = None
         self.disproved: set[str] = set()
         self.excluded: dict[str, str] = {}
-        # Seconds of the last steps, and what the last proofs took in steps, the same on all ranks.
+        # Seconds of the last steps; what the last proofs took in steps, and all, the same on all ranks.
         self._steps: deque[float] = deque(maxlen=LEAST_STEPS)
         self._costs: deque[float] = deque(maxlen=COSTS)
+        self._spent = 0.0
         self._began = self._step_began = time.perf_counter()
         self._step, self._first, self._turn = 0, False, ""
         self._under_way = False
@@ -474,12 +475,13 @@ class Proofs:
             step: Number of the training step, or of the last one.
             parts: All regions; each in its turn has a recording compared again.
         """
-        now = time.perf_counter()
+        now, self._first = time.perf_counter(), step % self._steps_between(FIRST_SHARE) == 0
         if step > self._step:
             self._steps.append(now - self._step_began)
             self._step_began = now
+        else:  # in evaluations, ranks with other microbatches do not wait for each other
+            self._first = self._spent <= FIRST_SHARE * step
         self._step, self._under_way, self.call = step, False, None
-        self._first = step % self._steps_between(FIRST_SHARE) == 0
         turn, rest = divmod(step, self._steps_between(SHARE, LEAST_STEPS))
         compared = [part.name for part in parts if not (part.disproved or part.name in self.excluded)]
         self._turn = compared[turn % len(compared)] if compared and not rest else ""
@@ -551,9 +553,10 @@ class Proofs:
         agreed = self.consensus.agree(lambda: LEFT_OUT if left_out else FAILED if failed else cost).largest
         if agreed < FAILED:
             if proof.counted:  # gradients come behind outputs, whose cost is in theirs
-                self._costs.pop()
+                self._spent -= self._costs.pop()
             proof.counted = True
             self._costs.append(agreed)
+            self._spent += agreed
         return agreed
 
     def proven(self, proof: Proof) -> None:
@@ -587,7 +590,7 @@ class Proofs:
         self.disproved.add(part.name)
         text = (
             f"{part.name}: {what}, for the second time in a row; it runs eager from now on. Please report it with the "
-            f"output of `bridge-cg doctor --details --json`. Without {PROOF}=1 nothing is compared"
+            f"output of `bridge-cg doctor --details --json`. With {PROOF}=0 nothing is compared"
         )
         if self._strict:
             raise ProofError(text)
