@@ -218,7 +218,11 @@ class Proof(BackwardObserver):
 
     def _held(self) -> Held:
         watch, generators = self.part.watch, {*self.part.executor.generators(), torch.default_generator}
-        return Held(generators, [*watch.tensors_of(every_module(watch.roots)), *self._piece.counts()])
+        # A module may also hold the memory of its gradients.
+        gradients = {each.untyped_storage()._cdata for each in self.source.sinks.given if type(each) is Tensor}
+        tensors = (*watch.tensors_of(every_module(watch.roots)), *self._piece.counts())
+        written = (each for each in tensors if type(each) is Tensor)
+        return Held(generators, (each for each in written if each.untyped_storage()._cdata not in gradients))
 
     @contextmanager
     def _as_before(self) -> Iterator[Held]:
