@@ -460,5 +460,5 @@ class GraphManager:
         if self.failure is not None:
             notes["not captured"] = self.failure
         if self.proofs is not None and self.captured:
-            notes |= self.proofs.notes(sum(region.unproven for region in self._regions))
+            notes |= self.proofs.notes([bucket for region in self._regions for bucket in region.unproven])
         return render(self.statistics(), self.workload.title, notes)

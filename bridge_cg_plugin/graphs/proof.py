@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..announce import announce, warn
 from ..switches import PROOF
+from .buckets import Bucket
 from .changes.dict_watch import WATCHER
 from .errors import ProofError, named, release_frames
 from .instance import every_module
@@ -600,11 +601,11 @@ class Proofs:
             raise ProofError(text)
         warn(text)
 
-    def notes(self, left: int) -> dict[str, str]:
+    def notes(self, left: Sequence[Bucket]) -> dict[str, str]:
         """Return lines of the report.
 
         Args:
-            left: Recordings that were not compared.
+            left: The bucket of each recording that was not compared.
         """
         notes = {}
         for reason in dict.fromkeys(self.excluded.values()):
@@ -615,11 +616,12 @@ class Proofs:
             outputs = [output for output, _ in self.results if output is not None]
             gradients = [gradient for _, gradient in self.results if gradient is not None]
             exact = f"{max(outputs, default=0.0):.1e} ({outputs.count(0.0)} bit-equal)"
+            of = f", of {', '.join(map(str, sorted(set(left))))}" if left else ""
             share = self._seconds / max(time.perf_counter() - self._began, 1e-6)
             notes["proofs"] = (
                 f"{len(self.results)} replays compared with eager, {len(gradients)} with gradients, in "
                 f"{self._seconds:.1f} s, {share:.2%} of the time; largest differences: outputs {exact}, gradients "
-                f"{max(gradients, default=0.0):.1e}; recordings without a proof: {left}; one of every "
+                f"{max(gradients, default=0.0):.1e}; recordings without a proof: {len(left)}{of}; one of every "
                 f"{self._steps_between(SHARE, LEAST_STEPS)} steps is compared"
             )
         return notes

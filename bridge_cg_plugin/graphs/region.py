@@ -128,9 +128,9 @@ class Region(Part):
         self.proofs = proofs if proofs.may_be_due(self) else None
 
     @property
-    def unproven(self) -> int:
-        """How many recordings were not compared with eager."""
-        return sum(len(source.unproven) for source in self.sources)
+    def unproven(self) -> list[Bucket]:
+        """The bucket of each recording that was not compared with eager."""
+        return [bucket for source in self.sources for _, bucket, _ in source.unproven]
 
     def drop(self, bucket: Bucket) -> None:
         """Forget a bucket with what was recorded: it could not be recorded, or its memory is wanted for others."""

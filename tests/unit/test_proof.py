@@ -155,7 +155,7 @@ def proven(graphs):
 
 
 def unproven(graphs):
-    return sum(region.unproven for region in graphs._regions)
+    return sum(len(region.unproven) for region in graphs._regions)
 
 
 def disproved(graphs):
@@ -176,7 +176,10 @@ def test_recordings_are_proven_by_their_first_training_microbatches(kind, parall
             assert len(proven(graphs)) == min(steps, regions), "one a step"
         assert unproven(graphs) == left - regions
         assert all(0 <= outputs < 1e-5 and 0 <= gradients < 1e-5 for outputs, gradients in proven(graphs))
-        assert f"proofs: {regions} replays compared with eager, {regions} with gradients" in graphs.report()
+        assert f"proofs: {regions} replays compared with eager, {regions} with gradients" in (report := graphs.report())
+        buckets = sorted({bucket for region in graphs._regions for bucket in region.unproven})
+        named = f", of {', '.join(map(str, buckets))}" if buckets else ""
+        assert f"recordings without a proof: {unproven(graphs)}{named};" in report
         assert not graphs.statistics().fallbacks
 
 
