@@ -50,8 +50,8 @@ DRAWS = 0.01
 ROOM, FORWARD_ROOM = 1.25, 0.5
 # What ranks agree on for a proof, above all costs.
 FAILED, LEFT_OUT = 2.0**60, math.inf
-# What they agree on before a backward: gradients are compared; they are not alone in `main_grad`; memory is short.
-COMPARED, NOT_ALONE, SHORT = 0.0, 1.0, 2.0
+# What they agree on before a backward: gradients are compared, are not, or memory is too short for it.
+COMPARED, NOT_COMPARED, SHORT = 0.0, 1.0, 2.0
 
 
 class Finding(NamedTuple):
@@ -310,8 +310,9 @@ class Proof(BackwardObserver):
         given = zip(self.source.sinks.parameters, self.source.sinks.given, strict=True)
         known = all(type(parameter) is nn.Parameter for parameter, main_grad in given if main_grad is not None)
         lacking = any(t.requires_grad and self._call.copy_of(t) is None for t in self._inputs[:1])
-        if written or lacking or not known or self.gradients_name in self._proofs.excluded:
-            return NOT_ALONE
+        changed = self.part.sources.recorded_state(gradients=True) != self.source.number  # since the forward
+        if written or lacking or changed or not known or self.gradients_name in self._proofs.excluded:
+            return NOT_COMPARED
         return COMPARED if self._proofs.has_room(ROOM * self._nbytes) else SHORT
 
     def after_backward(self, gradients: Gradients) -> Gradients | None:
