@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from bridge_cg_plugin.upstream.hooks import graph_helper
+from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
 
 
 class Silent:

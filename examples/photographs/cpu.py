@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.graph_helper import GraphHelper
-from bridge_cg_plugin.upstream.hooks.helpers import encoder_helper
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_helper
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import GraphHelper
 from examples.photographs.images import FILES, SMALL_SIZES, Images, draw_images
 from examples.photographs.small_tower import build_tower
 

@@ -312,7 +312,7 @@ class StatisticsKeeper(Callback):
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Read the statistics of both models' graphs and count the language model's layers that have graphs."""
-        from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+        from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 
         modules = (module for chunk in context.model for module in chunk.modules())
         self.language_model_layers = sum(bool(getattr(module, "cuda_graphs", None)) for module in modules)
@@ -329,7 +329,7 @@ class StatisticsKeeper(Callback):
 
 def all_encoders() -> RegionStatistics:
     """Return what the graphs of all encoders did so far."""
-    from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+    from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 
     return merge_statistics([g.statistics() for g in active_graphs() if g.workload.group != LANGUAGE_MODEL])
 

@@ -13,7 +13,7 @@ from tests.models.encoder_case import Batch, Encoder, step
 from tests.models.workloads import frames_of
 
 if TYPE_CHECKING:
-    from bridge_cg_plugin.upstream.hooks.graph_helper import GraphHelper
+    from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import GraphHelper
 
 SECONDS = 1.0  # no further repeat of a measurement begins after this long
 # Ways of the plugin -> options that are not the default.

@@ -29,7 +29,7 @@ def vision_graphs(model: nn.Module, capture: bool = True, around: dict[str, Any]
         options: Graph options.
     """
     from bridge_cg_plugin.options import VisionGraphOptions
-    from bridge_cg_plugin.upstream.hooks.helpers import encoder_helper
+    from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_helper
     from tests.models.tower import MainGrads
 
     settings: dict[str, Any] = {"impl": "transformer_engine", "strict": True, **options}

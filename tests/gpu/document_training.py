@@ -38,7 +38,7 @@ from torch.utils.data import Dataset
 import bridge_cg_plugin
 from bridge_cg_plugin.options import graph_options
 from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options, inference_graphs
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.hooks.recipes import helper_as_shipped
 from bridge_cg_plugin.upstream.wrappers import unwrapped
 from examples.photographs import training as photographs

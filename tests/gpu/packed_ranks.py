@@ -26,7 +26,7 @@ from tests.models.tower import MainGrads, largest_relative, relative
 
 # Imported before the process is needed.
 importlib.import_module("megatron.core.models.gpt.gpt_model")
-importlib.import_module("bridge_cg_plugin.upstream.hooks.helpers")
+importlib.import_module("bridge_cg_plugin.upstream.hooks.helpers.constructors")
 
 MAX_SEQS = 24
 BUCKETS = (1024, 2048)

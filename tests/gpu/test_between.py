@@ -16,7 +16,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks import batches, between
-from bridge_cg_plugin.upstream.hooks.helpers import decoder_helpers, encoder_helper
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import decoder_helpers, encoder_helper
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
 from tests.models import packed_parity as parity

@@ -372,7 +372,7 @@ def new_helper(
         exact: Whether weight gradients are rounded before they are added, as eager's are.
         options: `cuda_graph_...` fields of the configuration.
     """
-    from bridge_cg_plugin.upstream.hooks.helpers import decoder_helpers
+    from bridge_cg_plugin.upstream.hooks.helpers.constructors import decoder_helpers
 
     fusion = {"cuda_graph_packed_gradient_accumulation_fusion": not exact}
     values = {"cuda_graph_packed_strict": True, "cuda_graph_modules": list(modules), **fusion, **options}

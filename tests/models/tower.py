@@ -224,7 +224,7 @@ def step(
 
 def new_helper(model: nn.Module, options: Any) -> Any:
     """Capture the tower with the options and return its helper."""
-    from bridge_cg_plugin.upstream.hooks.helpers import encoder_helper
+    from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_helper
 
     helper = encoder_helper(model, model.config, options=options)
     MainGrads.reduce_gradients(model, helper.graphs)

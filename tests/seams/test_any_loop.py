@@ -16,7 +16,7 @@ from torch import nn
 from bridge_cg_plugin.graphs.recordings import streams as side_stream
 from bridge_cg_plugin.upstream.hooks import any_loop
 from bridge_cg_plugin.upstream.hooks.any_loop import HELD, LOOPS, WARMUP_CALLS, _with_graphs
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from tests.python_calls import python_calls
 from tests.unit.towers import new_tower
 

@@ -12,8 +12,9 @@ from bridge_cg_plugin.upstream.encoders.qwen3_omni import QWEN3_OMNI
 from bridge_cg_plugin.upstream.encoders.qwen25_vl import QWEN25_OMNI, QWEN25_VL
 from bridge_cg_plugin.upstream.encoders.registry import find_encoder, find_encoders
 from bridge_cg_plugin.upstream.encoders.siglip import SIGLIP
-from bridge_cg_plugin.upstream.hooks import graph_helper, helpers
-from bridge_cg_plugin.upstream.hooks.helpers import encoder_helper
+from bridge_cg_plugin.upstream.hooks.helpers import constructors as helpers
+from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_helper
 from bridge_cg_plugin.upstream.seams.registry.bridge import TRAIN
 from examples.photographs.small_tower import start_single_process
 

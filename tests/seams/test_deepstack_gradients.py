@@ -19,7 +19,7 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options.facts import ENCODER_LAYERS
 from bridge_cg_plugin.options.normalization import ALLREDUCE
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from tests.ranks import run_ranks
 
 from ..unit import vlm

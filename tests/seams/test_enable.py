@@ -8,7 +8,7 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks import any_loop
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 
 from ..unit import packs
 from .loops import FIELDS, Policy, assert_equal, call, in_one_process

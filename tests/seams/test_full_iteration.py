@@ -11,7 +11,7 @@ from torch import nn
 import bridge_cg_plugin
 from bridge_cg_plugin.language.packed import workload as workload_module
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.qwen3_vl import replays_one_length
 from bridge_cg_plugin.upstream.kernels import recompute
 

@@ -9,9 +9,10 @@ from bridge_cg_plugin.graphs.memory.returning import ReturningStorages
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.environment import memory_may_leave
-from bridge_cg_plugin.upstream.hooks import helpers, leaving_models
+from bridge_cg_plugin.upstream.hooks import leaving_models
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.helpers import constructors as helpers
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from tests.leaving import LeavingExecutor
 from tests.returning import Filled
 

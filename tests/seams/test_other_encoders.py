@@ -8,7 +8,8 @@ from megatron.core import num_microbatches_calculator as calculator
 from torch import nn
 
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.upstream.hooks import graph_helper, helpers
+from bridge_cg_plugin.upstream.hooks.helpers import constructors as helpers
+from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
 from bridge_cg_plugin.upstream.seams.registry.bridge import MODEL, VISION_CONFIG
 
 from ..unit.towers import bridges_step, draw, new_tower

@@ -11,8 +11,8 @@ import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks import qwen3_vl as language_model
 from bridge_cg_plugin.upstream.hooks.batches import PACK_OFFSETS
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
-from bridge_cg_plugin.upstream.hooks.helpers import decoder_helpers, find_decoders
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import decoder_helpers, find_decoders
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.train_loop import DrivenBySteps
 from bridge_cg_plugin.upstream.seams.registry.bridge import TRAIN
 from bridge_cg_plugin.upstream.seams.registry.engine import GPT_STEP
@@ -55,7 +55,7 @@ def test_the_loop_calls_nothing_that_the_helper_lacks(active):
 def test_a_capture_knows_megatrons_random_states(active, monkeypatch):
     """Under sequence parallelism attention asks for their state; a generator that a capture does not know ends it."""
     from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-    from bridge_cg_plugin.upstream.hooks import helpers
+    from bridge_cg_plugin.upstream.hooks.helpers import constructors as helpers
     from bridge_cg_plugin.upstream.kernels.recompute import random_states
 
     given = []

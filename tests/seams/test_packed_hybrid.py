@@ -8,7 +8,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks.helpers import find_decoders
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import find_decoders
 from bridge_cg_plugin.upstream.hooks.train_loop import DrivenBySteps
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from bridge_cg_plugin.upstream.seams.registry.bridge import TRAIN

@@ -13,7 +13,7 @@ import bridge_cg_plugin
 from bridge_cg_plugin.cli.runs import recipe as command
 from bridge_cg_plugin.recipes import with_graphs
 from bridge_cg_plugin.upstream.hooks import any_loop
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.recipes import build_recipe
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from examples import plain_loop

@@ -7,7 +7,7 @@ from torch import nn
 
 import bridge_cg_plugin
 from bridge_cg_plugin.upstream.hooks import train_loop
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.train_loop import DrivenBySteps
 from bridge_cg_plugin.upstream.parallel.data_parallel import megatron_reduction
 

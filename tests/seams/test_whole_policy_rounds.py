@@ -12,8 +12,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import nn
 
 from bridge_cg_plugin.graphs.memory.returning import Home, ReturningStorages
-from bridge_cg_plugin.upstream.hooks import helpers, leaving_models
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+from bridge_cg_plugin.upstream.hooks import leaving_models
+from bridge_cg_plugin.upstream.hooks.helpers import constructors as helpers
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from tests.held_addresses import HeldAddresses
 from tests.main_grads import give_main_grads
 from tests.returning import LeavingReturning

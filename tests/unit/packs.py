@@ -22,7 +22,7 @@ from torch.nn import functional
 
 import bridge_cg_plugin
 from bridge_cg_plugin.language.packed import workload
-from bridge_cg_plugin.upstream.hooks.helpers import checked_options, decoder_helpers
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import checked_options, decoder_helpers
 from examples.photographs.small_tower import start_single_process
 from tests.models.language_model import DENSE, arguments_at, held
 

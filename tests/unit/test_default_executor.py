@@ -12,8 +12,9 @@ from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor, Refer
 from bridge_cg_plugin.graphs.recordings.streams import ReplayStream
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream import environment
-from bridge_cg_plugin.upstream.hooks import graph_helper, helpers
-from bridge_cg_plugin.upstream.hooks.helpers import decoder_helpers, encoder_helper
+from bridge_cg_plugin.upstream.hooks.helpers import constructors as helpers
+from bridge_cg_plugin.upstream.hooks.helpers import graph_helper
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import decoder_helpers, encoder_helper
 
 from ..executors import new_executor
 from .packs import DEFAULTS as PACKED

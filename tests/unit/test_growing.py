@@ -13,7 +13,7 @@ from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.graphs.region import Region
 from bridge_cg_plugin.options import vision_options
-from bridge_cg_plugin.upstream.hooks.helpers import encoder_helper
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_helper
 
 from ..ranks import run_ranks
 from . import packs

@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import install_output_capuring_hook
 
-from bridge_cg_plugin.upstream.hooks.helpers import encoder_options
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_options
 from bridge_cg_plugin.upstream.seams.own_code import own_hook
 
 from ..tape import TapeExecutor

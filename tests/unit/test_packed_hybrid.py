@@ -6,7 +6,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks import between as pack_indices
-from bridge_cg_plugin.upstream.hooks.helpers import decoder_helpers
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import decoder_helpers
 
 from .hybrids import hybrid_pack, new_hybrid, stand_ins
 from .packs import (

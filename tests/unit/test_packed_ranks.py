@@ -11,7 +11,7 @@ from torch import distributed
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.decoder import layers
-from bridge_cg_plugin.upstream.hooks.helpers import without_exchanges
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import without_exchanges
 from bridge_cg_plugin.upstream.parallel.process_groups import expert_group, without_collectives
 from tests.models.language_model import held
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import distributed, nn
 
 from bridge_cg_plugin.options import VisionGraphOptions
-from bridge_cg_plugin.upstream.hooks.helpers import encoder_helper
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_helper
 from tests.ranks import run_ranks
 
 from .mixes import IMAGES, MIXED, VIDEO

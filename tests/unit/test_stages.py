@@ -13,8 +13,8 @@ from megatron.core.pipeline_parallel import schedules
 import bridge_cg_plugin
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
-from bridge_cg_plugin.upstream.hooks.helpers import encoder_helper
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_helper
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 from bridge_cg_plugin.upstream.parallel.process_groups import microbatches_in_flight
 from tests.ranks import run_ranks
 

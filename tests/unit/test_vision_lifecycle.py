@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from bridge_cg_plugin.upstream.hooks.graph_helper import active_helpers
-from bridge_cg_plugin.upstream.hooks.helpers import encoder_helper
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_helper
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 
 from .mixes import IMAGES, MIXED
 from .towers import assert_close, forward, graphs_on, new_helper, new_tower, results

@@ -9,7 +9,7 @@ import torch
 import bridge_cg_plugin
 from bridge_cg_plugin.options import VisionGraphOptions
 from bridge_cg_plugin.upstream.hooks import train_loop
-from bridge_cg_plugin.upstream.hooks.helpers import encoder_helper
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_helper
 from examples.photographs.small_tower import build_tower
 
 from ..executors import new_executor

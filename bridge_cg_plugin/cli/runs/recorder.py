@@ -96,7 +96,7 @@ class Recorder(Callback):
 
 def graph_statistics() -> dict[str, dict[str, Any]]:
     """Return the statistics of the plugin's graphs that exist now, by `GraphKind.group`."""
-    from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+    from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 
     return {graphs.workload.group: graphs.statistics().as_dict() for graphs in active_graphs()}
 

@@ -43,13 +43,13 @@ from ..seams.registry import seam
 from ..seams.registry.bridge import SCHEDULES
 from ..wrappers import chunks_of, config_of, unwrapped
 from .graph_fields import EVERY, announce_parts, applied, apply_options, environment_options
-from .graph_helper import (
+from .helpers.constructors import checked_options, decoder_helpers, encoder_helper, encoder_options, find_decoders
+from .helpers.graph_helper import (
     GraphHelper,
     active_graphs,
     drop_graphs,
     has_graphs,
 )
-from .helpers import checked_options, decoder_helpers, encoder_helper, encoder_options, find_decoders
 from .leaving_models import ReturningBuffers, follow, has_left, undisturbed
 
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.

@@ -22,7 +22,7 @@ from ...language.packed.batch import OFFSETS, PADDED_OFFSETS
 from ...vision.batch import HostGrids
 from ..seams.patches import Additions, Patch
 from ..seams.registry import SEAMS, seam
-from .graph_helper import any_on_graphs
+from .helpers.graph_helper import any_on_graphs
 
 TOKENS = HostTensors()
 """Token ids, from where they are copied or read to the model's forward."""

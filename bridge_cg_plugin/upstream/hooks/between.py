@@ -27,7 +27,7 @@ from ..seams.registry import seam
 from ..seams.seam import drift
 from ..seams.source_reader import NoSourceError, SourceReader
 from .batches import GRIDS, KEPT, PACK_OFFSETS, TOKENS
-from .graph_helper import active_graphs, any_on_graphs
+from .helpers.graph_helper import active_graphs, any_on_graphs
 
 # Those that the step's padding returned and the step then cloned: its model gets no others.
 STEP_TOKENS = HostTensors()

@@ -29,7 +29,7 @@ from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
 from ..wrappers import chunks_of, unwrapped
 from .any_loop import LOOPS
-from .graph_helper import active_graphs, any_on_graphs
+from .helpers.graph_helper import active_graphs, any_on_graphs
 
 SHORT_REPORT_STEPS = 100
 

@@ -22,7 +22,7 @@ _QWEN3_VL_STEP = f"{QWEN_VL}.qwen3_vl_step"
 PATCHING: dict[str, tuple[str, ...]] = {
     "hooks.train_loop": (f"{_TRAINING}.train", f"{_CORE}.rerun_state_machine"),
     "hooks.any_loop": (f"{_CORE}.pipeline_parallel.schedules",),
-    "hooks.helpers": (f"{_CORE}.full_cuda_graph",),
+    "hooks.helpers.constructors": (f"{_CORE}.full_cuda_graph",),
     "hooks.training_config": (f"{_TRAINING}.config",),
     "hooks.graph_fields": (
         *(f"{MODELS}.{name}" for name in ("gpt_provider", "hybrid.hybrid_provider", "mamba.mamba_provider")),

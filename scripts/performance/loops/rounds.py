@@ -98,7 +98,7 @@ def timed(into: Round, name: str, counts: Callable[[], Counts], done: Callable[[
 
 def graph_counts() -> Counts:
     """Return the counts of all graphs of this process."""
-    from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+    from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 
     found = Counts()
     for graphs in active_graphs():
@@ -111,7 +111,7 @@ def graph_counts() -> Counts:
 @contextmanager
 def eager() -> Iterator[None]:
     """Run all models of this process eager inside."""
-    from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+    from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 
     with ExitStack() as stack:
         for graphs in active_graphs():
@@ -147,7 +147,7 @@ def write_rounds(args: argparse.Namespace, run: Callable[[int], Round]) -> None:
 
 def _found_on_graphs() -> dict[str, Any]:
     """Return statistics of all graphs of this process, and how many parts of a model are on graphs."""
-    from bridge_cg_plugin.upstream.hooks.graph_helper import active_graphs
+    from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 
     found = list(active_graphs())
     return {

@@ -8,15 +8,15 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ...announce import announce
-from ...graphs.manager import GraphManager
-from ...graphs.program import SINGLE_RANK, RankConsensus, Surroundings, Workload
-from ...graphs.recordings.executor import CudaGraphExecutor, Executor, Isolated, ReferenceExecutor
-from ..environment import sizes_may_share_memory
-from ..parallel.data_parallel import megatron_reduction
-from ..parallel.watchdog import WATCHDOG
-from ..seams.activation import before_deactivation
-from ..seams.own_code import EXEMPT
+from ....announce import announce
+from ....graphs.manager import GraphManager
+from ....graphs.program import SINGLE_RANK, RankConsensus, Surroundings, Workload
+from ....graphs.recordings.executor import CudaGraphExecutor, Executor, Isolated, ReferenceExecutor
+from ...environment import sizes_may_share_memory
+from ...parallel.data_parallel import megatron_reduction
+from ...parallel.watchdog import WATCHDOG
+from ...seams.activation import before_deactivation
+from ...seams.own_code import EXEMPT
 
 # Of graphs that modules are on, oldest first.
 _helpers: "weakref.WeakKeyDictionary[GraphHelper, None]" = weakref.WeakKeyDictionary()

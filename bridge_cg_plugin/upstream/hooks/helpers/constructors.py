@@ -14,21 +14,21 @@ from typing import Any
 
 from torch import distributed, nn
 
-from ...announce import announce
-from ...graphs.manager import GraphManager
-from ...graphs.recordings.executor import Executor, Isolated
-from ...language.packed.workload import PackedWorkload, ShapeExchange
-from ...options import GraphOptions, PackedOptions, VisionGraphOptions, audio_options, check_options, vision_options
-from ...options.declaration import plain
-from ...options.normalization import held_options
-from ...options.sources import collect
-from ...vision.workload import VisionWorkload
-from ..decoder.block import DEEPSTACK, TransformerBlockFamily
-from ..decoder.layers import levels
-from ..encoders.registry import FoundEncoder, find_encoder
-from ..environment import check_process
-from ..kernels.recompute import random_states
-from ..parallel.process_groups import (
+from ....announce import announce
+from ....graphs.manager import GraphManager
+from ....graphs.recordings.executor import Executor, Isolated
+from ....language.packed.workload import PackedWorkload, ShapeExchange
+from ....options import GraphOptions, PackedOptions, VisionGraphOptions, audio_options, check_options, vision_options
+from ....options.declaration import plain
+from ....options.normalization import held_options
+from ....options.sources import collect
+from ....vision.workload import VisionWorkload
+from ...decoder.block import DEEPSTACK, TransformerBlockFamily
+from ...decoder.layers import levels
+from ...encoders.registry import FoundEncoder, find_encoder
+from ...environment import check_process
+from ...kernels.recompute import random_states
+from ...parallel.process_groups import (
     consensus_of,
     expert_group,
     has_ranks,
@@ -39,12 +39,12 @@ from ..parallel.process_groups import (
     tensor_group,
     without_collectives,
 )
-from ..seams.patches import Patch
-from ..seams.registry import seam
-from ..seams.registry.bridge import MODEL, MODEL_OF_PROVIDER
-from ..wrappers import chunks_of, holders, unwrapped
-from .batches import GRIDS, PACK_OFFSETS
-from .between import early_reads
+from ...seams.patches import Patch
+from ...seams.registry import seam
+from ...seams.registry.bridge import MODEL, MODEL_OF_PROVIDER
+from ...wrappers import chunks_of, holders, unwrapped
+from ..batches import GRIDS, PACK_OFFSETS
+from ..between import early_reads
 from .graph_helper import GraphHelper, default_executor, drop_graphs, graphs_over
 
 

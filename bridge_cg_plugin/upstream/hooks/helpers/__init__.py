@@ -1,0 +1,1 @@
+"""The helpers that train loops drive: one for each part of a model that is on graphs."""
