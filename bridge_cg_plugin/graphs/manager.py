@@ -16,6 +16,7 @@ from ..switches import PROOF, switched_on
 from . import ranges
 from .buckets import Bucket, Demand
 from .changes.model_watch import ModelWatch
+from .eager_pass import Pass
 from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, Retry, named, reason_of, release_frames
 from .fallback import Fallback
 from .instance import InstanceMethod
@@ -23,7 +24,7 @@ from .memory.ranges import DeviceMemoryError
 from .memory.returning import release_homes
 from .parts import Parts
 from .program import Call, Eager, Piece, Surroundings, Workload
-from .proof import Pass, Proofs
+from .proof import Proofs
 from .ranges import named_range
 from .recordings.capture import collected_later
 from .recordings.chain import NOTHING_LEAVES, Chain, Offloading

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .eager_pass import Pass
 from .fallback import Fallback
 from .instance import InstanceMethod
 from .program import Answer, CallSite
-from .proof import Pass
 from .recordings.chain import Chain
 from .region import Region
 from .replays.replay import Replay
