@@ -28,6 +28,7 @@ INTERNAL = {
     "SlowError",
     "OutOfSpace",
     "GraphError",
+    "NotComparable",
     "NotMeasured",
     "NoSourceError",
 }
