@@ -287,7 +287,7 @@ def trained(model, seed):
     return losses, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def test_of_models_that_share_an_encoder_one_is_on_graphs():
+def test_of_models_that_share_an_encoder_one_is_on_graphs(caplog):
     """As a policy and its critic."""
     graphed, eager = ([WholePolicy(graphs, seed) for seed in range(2)] for graphs in (True, False))
     for first, second in (graphed, eager):
@@ -296,3 +296,4 @@ def test_of_models_that_share_an_encoder_one_is_on_graphs():
         assert_equal(trained(graphed[index], seed), trained(eager[index], seed))
     assert {graphs.model for graphs in active_graphs()} == {graphed[0].vision_model, graphed[0].language_model.decoder}
     assert all(graphs.statistics().replays for graphs in active_graphs())
+    assert caplog.text.count("shares modules with this one") == 1

@@ -1,5 +1,6 @@
 """Gradients of replays: what reaches `main_grad`, what autograd, hooks and a reduction get to know of."""
 
+import gc
 import itertools
 from functools import partial
 
@@ -238,6 +239,9 @@ ASKS = [
     lambda loss, batch, model: torch.autograd.grad(loss, [batch.x]),
     lambda loss, batch, model: loss.backward(inputs=[batch.x]),
     lambda loss, batch, model: torch.autograd.grad(loss, [batch.x, model.mix.weight], allow_unused=True),
+    lambda loss, batch, model: torch.autograd.grad(loss, [model.mix.weight], allow_unused=True),
+    lambda loss, batch, model: loss.backward(inputs=[model.mix.weight]),
+    lambda loss, batch, model: loss.backward(inputs=list(model.parameters())),
 ]
 
 
@@ -245,9 +249,13 @@ ASKS = [
 def test_a_backward_for_some_inputs_adds_nothing_to_main_grad(ask):
     _, parallel, _ = pair()
     region, batch = toy_region(parallel.model, reduction=Silent()), toy_batch(FITTING)
+    gc.collect()  # other regions
+    before = torch.autograd._engine_run_backward
     with pytest.raises(ReplayError, match="backward\\(inputs=\\)"):
         ask(region_loss(region, batch), batch, parallel.model)
     assert region.statistics.replays == 1 and not any(g.any() for g in parallel.main_grads)
+    region.reset()
+    assert torch.autograd._engine_run_backward is before
 
 
 @pytest.mark.parametrize("parallel", [False, True])

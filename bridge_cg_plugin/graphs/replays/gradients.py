@@ -6,19 +6,22 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ...upstream_types import MegatronParameter
 from ..changes.dict_watch import WATCHER
+from ..errors import ReplayError
 
 # What PyTorch calls the backward under way where there is none.
 NO_BACKWARD = -1
 # Whether the backward under way runs a node of the autograd graph.
 WILL_RUN = torch._C._will_engine_execute_node
+# Place of a backward's inputs in PyTorch's call of its engine, behind the roots.
+INPUTS = 3
 # Elements up to which a gradient waits for the end of the backward, to be added with others in one kernel.
 SMALL = 1 << 16
 
@@ -80,6 +83,7 @@ class ParameterHooks:
     def release(self) -> None:
         """Follow none."""
         self.keep(NO_PARAMETERS)
+        INPUTS_GUARD.discard(self)
 
     def _note(self, hooks: dict[Any, Any], key: Hashable, hook: Any) -> None:
         self._changed = True
@@ -94,6 +98,7 @@ class ParameterHooks:
     def expect(self, node: Node, accumulated: frozenset[nn.Parameter]) -> None:
         """Note that a replay's backward is to come, and the parameters to whose `main_grad` it adds."""
         self._to_come[node] = accumulated
+        INPUTS_GUARD.add(self)
 
     def ran(self, node: Node, accumulated: tuple[nn.Parameter, ...]) -> None:
         """Note that the backward under way has replayed it."""
@@ -117,6 +122,67 @@ class ParameterHooks:
         if torch._C._current_graph_task_id() == NO_BACKWARD:
             return False
         return any(WILL_RUN(node) and not added.isdisjoint(parameters) for node, added in self._to_come.items())
+
+    def refuse(self, roots: Sequence[Tensor | GradientEdge], inputs: Set[Any]) -> None:
+        """Raise where gradients of inputs are asked for that a replay behind some roots would add to `main_grad`.
+
+        Raises:
+            ReplayError: An input is such a parameter.
+        """
+        asked = [node for node, added in self._to_come.items() if not added.isdisjoint(inputs)]
+        if asked and not _behind(roots).isdisjoint(asked):
+            raise ReplayError(
+                "torch.autograd.grad or backward(inputs=) asks for the gradient of a parameter that a graphed "
+                "microbatch adds to main_grad for data parallelism, past autograd; run such a microbatch eager"
+            )
+
+
+def _behind(roots: Sequence[Tensor | GradientEdge]) -> set[Node]:
+    """Return the nodes that a backward from some roots may run."""
+    waiting = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [after for after, _ in node.next_functions]
+    return seen
+
+
+class _InputsGuard:
+    """Looks at the inputs that a backward is asked for, in PyTorch's call of its engine, while replays may come.
+
+    Autograd cannot reach parameters of which it does not know: it would give None, or add nothing without a word.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: WeakSet[ParameterHooks] = WeakSet()
+        self._autograd: Any = torch.autograd
+        self._original: Any = None
+
+    def add(self, hooks: ParameterHooks) -> None:
+        """Look at the inputs of backwards that may run these replays."""
+        self._hooks.add(hooks)
+        if self._original is None:
+            self._original = self._autograd._engine_run_backward
+            self._autograd._engine_run_backward = self._run_backward
+
+    def discard(self, hooks: ParameterHooks) -> None:
+        """End this; PyTorch's function comes back with the last one."""
+        self._hooks.discard(hooks)
+        if not self._hooks and self._original is not None:
+            self._autograd._engine_run_backward, self._original = self._original, None
+
+    def _run_backward(self, roots: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
+        for inputs in filter(None, args[INPUTS : INPUTS + 1]):
+            edges = (each.node if isinstance(each, GradientEdge) else each for each in inputs)
+            asked = {getattr(each, "variable", each) for each in edges}
+            for hooks in tuple(self._hooks):
+                hooks.refuse(roots, asked)
+        return self._original(roots, *args, **kwargs)
+
+
+INPUTS_GUARD = _InputsGuard()
 
 
 def hooked(parameter: nn.Parameter) -> bool:

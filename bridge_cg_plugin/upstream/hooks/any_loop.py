@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ...announce import Told, announce, warn
+from ...announce import Told, announce, warn, warn_once
 from ...graphs.manager import GraphManager
 from ...options import GraphOptions, LanguageModelGraphOptions, OptionError, graph_options
 from ...options.combinations import DRIVEN_BY_BRIDGE, padded_rows
@@ -248,6 +248,7 @@ class Loops:
     """The drivers of this process's models."""
 
     def __init__(self) -> None:
+        self._told: set[str] = set()
         self._drivers: weakref.WeakSet[LoopDriver] = weakref.WeakSet()
         self._bridges: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -294,6 +295,7 @@ class Loops:
         if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config) or bridges_own):
             return None
         if has_graphs(chunks):
+            warn_once("a model on graphs shares modules with this one, of which all others run eager", self._told)
             return None
         driver = LoopDriver(chunks, config, microbatches)
         self._drivers.add(driver)

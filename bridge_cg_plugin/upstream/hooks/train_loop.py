@@ -118,7 +118,7 @@ def _with_metrics(old: Callable[..., Any]) -> Callable[..., Any]:
 
 def announce_short_report(group: str, ranks: Sequence[RegionStatistics], step: int, log_interval: int) -> None:
     """Print what happened so far with the first logged step of every hundred."""
-    if step % SHORT_REPORT_STEPS < log_interval and (said := render_steps(ranks, f"{group}, {step} steps")):
+    if step % SHORT_REPORT_STEPS < log_interval and (said := render_steps(ranks, f"{group}, to step {step}")):
         announce(said)
 
 
