@@ -202,6 +202,29 @@ def test_a_change_of_a_class_is_noticed(name, value, in_step, monkeypatch):
     assert_gets_recordings_of_its_own(region, model, in_step)
 
 
+class Tallied(nn.Linear):
+    """Counts its calls in its class."""
+
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return super().forward(x)
+
+
+def test_what_passes_count_in_a_class_is_no_change_whoever_counts():
+    model, other, x = nn.Sequential(Tallied(2, 2)), Tallied(2, 2), torch.ones(1, 2)
+    watch = ModelWatch([model])
+    with watch.passing():
+        model(x)
+    watch.look()
+    before = watch.state(model.modules())
+    other(x)
+    watch.look()
+    assert watch.state(model.modules()) == before
+    watch.close()
+
+
 def test_a_write_inside_a_step_is_noticed_and_a_state_that_comes_back_replays():
     model = two_layers()
     region, x = region_of(model), batch()
