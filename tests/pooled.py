@@ -68,7 +68,7 @@ class Memory:
         self.pools = [pool for pool in self.pools if pool.nbytes <= nbytes]
 
 
-class Pool(pools.SlotMemory):
+class Pool(pools.Pool):
     """What one recording makes."""
 
     def __init__(self, memory: Memory) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.memory.pools import Arena
+from bridge_cg_plugin.graphs.memory.pools import Arena, ArenaPool
 from bridge_cg_plugin.graphs.recordings.recording import RegionBody
 from bridge_cg_plugin.graphs.region import Region
 
@@ -154,14 +154,14 @@ def test_a_capture_that_fails_in_the_middle_leaves_memory_as_it_was(tower_module
 
 
 def test_what_lives_on_after_a_capture_is_refused(graphs_of, monkeypatch):
-    kept, settle = [], Arena.settle
+    kept, settle = [], ArenaPool.settle
 
     def keeps(pool):
         with pool.taking(), torch.cuda.use_mem_pool(pool._pool):
             kept.append(torch.zeros(3, MB, device="cuda"))
         return settle(pool)
 
-    monkeypatch.setattr(Arena, "settle", keeps)
+    monkeypatch.setattr(ArenaPool, "settle", keeps)
     with pytest.raises(CaptureError, match=r"made a tensor \[3, 1048576\] of torch.float32, which is kept"):
         graphs_of(buckets=(512,), strict=True)
     kept.clear()

@@ -10,7 +10,7 @@ from torch import nn
 
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import CaptureError
-from bridge_cg_plugin.graphs.memory.pools import SlotMemory
+from bridge_cg_plugin.graphs.memory.pools import Pool
 from bridge_cg_plugin.graphs.recordings import executor as executors
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphRecording, ReferenceExecutor
 from bridge_cg_plugin.graphs.recordings.streams import (
@@ -205,7 +205,7 @@ class Capturing(ReferenceExecutor):
         self._replays, self.stream, self.told = replays, Stream(), []
 
     def record_forward(self, body, pool):
-        return CudaGraphRecording(body, SlotMemory(), self.stream, (), self._replays, self.told.append)
+        return CudaGraphRecording(body, Pool(), self.stream, (), self._replays, self.told.append)
 
 
 POLICIES = {

@@ -5,15 +5,16 @@ captures. PyTorch finds memory by address over all pools: nothing that it knows 
 """
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CaptureError
-from .ranges import NO_POOL, AddressRange
+from .ranges import AddressRange
 
 # Entered around the making of tensors.
 Making = Callable[[], AbstractContextManager[None]]
@@ -21,22 +22,13 @@ Making = Callable[[], AbstractContextManager[None]]
 ALIVE = "active_allocated"
 
 
-class SlotMemory:
-    """Memory of one slot's recordings, which are made one after the other; of these, which are no graphs, none."""
-
-    @property
-    def nbytes(self) -> int:
-        """Device memory in bytes."""
-        return 0
+class Pool:
+    """What one recording takes memory from; this one's is no graph."""
 
     @property
     def handle(self) -> Any:
-        """PyTorch's, of the pool of the recording that is made now; None where nothing is captured."""
+        """PyTorch's; None where nothing is captured."""
         return None
-
-    def begin(self) -> Self:
-        """Return what the next recording takes memory from: this."""
-        return self
 
     def taking(self) -> AbstractContextManager[None]:
         """Be around captures in the pool."""
@@ -54,11 +46,24 @@ class SlotMemory:
         """
         return 0
 
+
+class SlotMemory:
+    """Memory of one slot's recordings; of these, which are no graphs, none."""
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory in bytes."""
+        return 0
+
+    def begin(self) -> Pool:
+        """Return what the next recording takes memory from."""
+        return Pool()
+
     def keep(self, nbytes: int) -> None:
         """Give memory back that recordings which need no more than `nbytes` do without; no replay is under way."""
 
 
-class PlainMemory(SlotMemory):
+class PlainMemory(SlotMemory, Pool):
     """One pool of PyTorch's for all recordings: blocks of smaller ones are too small for later, larger ones."""
 
     def __init__(self) -> None:
@@ -66,7 +71,7 @@ class PlainMemory(SlotMemory):
 
     @property
     def handle(self) -> tuple[int, int]:
-        """See `SlotMemory`."""
+        """See `Pool`."""
         return self._pool.id
 
     @property
@@ -74,58 +79,45 @@ class PlainMemory(SlotMemory):
         """See `SlotMemory`."""
         return sum(segment["total_size"] for segment in _segments(self.handle))
 
+    def begin(self) -> "PlainMemory":
+        """See `SlotMemory`."""
+        return self
+
     def keep(self, nbytes: int) -> None:
         """See `SlotMemory`: all goes or nothing."""
         if not nbytes:
             self._pool = torch.cuda.MemPool()
 
     def settle(self) -> int:
-        """See `SlotMemory`."""
+        """See `Pool`."""
         return self.nbytes
 
 
-class Arena(SlotMemory):
-    """Addresses of one slot's recordings, each from the beginning, in a pool of its own.
+class ArenaPool(Pool):
+    """The memory of one recording in an arena.
 
     Args:
-        new_range: Returns addresses for all that a slot may need.
+        addresses: Where it lies.
+        unsettled: The arena's pools in which something may live; this one's handle until it is settled.
     """
 
-    def __init__(self, new_range: Callable[[], AddressRange]) -> None:
-        self._new_range, self._addresses = new_range, new_range()
-        # Of the recording that is made now, or of a capture that failed.
-        self._pool: torch.cuda.MemPool | None = None
-        self._handle = NO_POOL
-
-    @property
-    def nbytes(self) -> int:
-        """See `SlotMemory`."""
-        return self._addresses.nbytes
+    def __init__(self, addresses: AddressRange, unsettled: set[tuple[int, int]]) -> None:
+        self._addresses, self._unsettled = addresses, unsettled
+        self._pool: torch.cuda.MemPool | None = addresses.new_pool()
+        self._handle = self._pool.id
+        unsettled.add(self._handle)
 
     @property
     def handle(self) -> tuple[int, int]:
-        """See `SlotMemory`."""
+        """See `Pool`."""
         return self._handle
 
-    def begin(self) -> Self:
-        """See `SlotMemory`.
-
-        What a failed capture made may live on, in its error's frames: PyTorch would mistake it for what comes next.
-        """
-        if self._pool is not None and _alive(self._handle):
-            self._addresses = self._new_range()  # what earlier recordings use stays as long as they do
-        self._pool = None
-        self._addresses.begin()
-        self._pool = self._addresses.new_pool()
-        self._handle = self._pool.id
-        return self
-
     def taking(self) -> AbstractContextManager[None]:
-        """See `SlotMemory`."""
+        """See `Pool`."""
         return self._addresses.giving()
 
     def outlasting(self, tensor: Tensor) -> Tensor:
-        """See `SlotMemory`."""
+        """See `Pool`."""
         if not (tensor.numel() and self._addresses.holds(tensor)):
             return tensor
         # PyTorch neither frees it nor finds it by its address.
@@ -136,18 +128,15 @@ class Arena(SlotMemory):
         return made.set_(storage, 0, tensor.shape, tensor.stride())
 
     def settle(self) -> int:
-        """See `SlotMemory`."""
+        """See `Pool`."""
         if alive := _alive(self.handle):
             raise CaptureError(
                 f"the capture made {', '.join(map(_named, alive))}, which is kept, but recordings of other sizes "
                 "use the same memory"
             )
         self._pool = None
+        self._unsettled.discard(self.handle)
         return self._addresses.taken
-
-    def keep(self, nbytes: int) -> None:
-        """See `SlotMemory`."""
-        self._addresses.keep(nbytes)
 
 
 def _alive(handle: tuple[int, int]) -> list[tuple[int, int]]:
@@ -184,6 +173,42 @@ def _named(block: tuple[int, int]) -> str:
                 if address <= each.data_ptr() < address + size:
                     return f"a tensor {list(each.shape)} of {each.dtype}"
     return f"{size} bytes"
+
+
+class Arena(SlotMemory):
+    """Addresses of one slot's recordings, each from the beginning.
+
+    Args:
+        new_range: Returns addresses for all that a slot may need.
+    """
+
+    def __init__(self, new_range: Callable[[], AddressRange]) -> None:
+        self._new_range, self._addresses = new_range, new_range()
+        # Of failed captures, by their handles: a pool kept here would keep its memory from others.
+        self._unsettled: set[tuple[int, int]] = set()
+        # What earlier recordings still use.
+        self._abandoned: weakref.WeakSet[AddressRange] = weakref.WeakSet()
+
+    @property
+    def nbytes(self) -> int:
+        """See `SlotMemory`."""
+        return sum(each.nbytes for each in (self._addresses, *self._abandoned))
+
+    def begin(self) -> ArenaPool:
+        """See `SlotMemory`.
+
+        What a failed capture made may live on, in its error's frames: PyTorch would mistake it for what comes next.
+        """
+        if any(_alive(handle) for handle in self._unsettled):
+            self._abandoned.add(self._addresses)
+            self._addresses = self._new_range()
+        self._unsettled.clear()
+        self._addresses.begin()
+        return ArenaPool(self._addresses, self._unsettled)
+
+    def keep(self, nbytes: int) -> None:
+        """See `SlotMemory`."""
+        self._addresses.keep(nbytes)
 
 
 class StaticMemory:

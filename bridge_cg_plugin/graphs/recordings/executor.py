@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...announce import announce, warn
 from ..errors import CaptureError, OtherRankFailed, named, release_frames
-from ..memory.pools import Arena, Making, PlainMemory, SlotMemory, StaticMemory
+from ..memory.pools import Arena, Making, PlainMemory, Pool, SlotMemory, StaticMemory
 from ..memory.ranges import AddressRange, DeviceMemoryError, NoDeviceMemory, VirtualMemory, close_left, driver_of
 from ..memory.returning import Home
 from .capture import capture_graph, default_generator
@@ -82,7 +82,7 @@ class CudaGraphRecording:
     def __init__(
         self,
         body: RegionBody,
-        pool: SlotMemory,
+        pool: Pool,
         stream: torch.cuda.Stream,
         generators: Sequence[torch.Generator] = (),
         replay_stream: ReplayStream = MAIN_STREAM,
@@ -216,7 +216,7 @@ class Executor(ABC):
         """Return what takes a recording's work off the main stream."""
 
     @abstractmethod
-    def record_forward(self, body: RegionBody, pool: SlotMemory) -> Recording:
+    def record_forward(self, body: RegionBody, pool: Pool) -> Recording:
         """Record the body's forward; what it saves stays until `record_backward`."""
 
     def generators(self) -> Sequence[torch.Generator]:
@@ -365,7 +365,7 @@ class CudaGraphExecutor(Executor):
         """See `Executor`. All recordings share one side stream: their memory may overlap, as on the main stream."""
         return SideStream(self._side_stream)
 
-    def record_forward(self, body: RegionBody, pool: SlotMemory) -> Recording:
+    def record_forward(self, body: RegionBody, pool: Pool) -> Recording:
         """See `Executor`."""
         return CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream, self._launched)
 
@@ -441,7 +441,7 @@ class ReferenceExecutor(Executor):
         """See `Executor`."""
         return SideStream(None)
 
-    def record_forward(self, body: RegionBody, pool: SlotMemory) -> Recording:
+    def record_forward(self, body: RegionBody, pool: Pool) -> Recording:
         """See `Executor`: a replay runs both."""
         with self.isolated():
             outputs: tuple[Tensor, ...] = tuple(torch.full_like(o, torch.nan) for o in body.forward())
