@@ -219,7 +219,7 @@ capacities = Parser(_CAPACITIES, parse_capacities)
 SINCE = "0.1.0"
 _SMALLEST = "Remove it: activations of 1 MiB and more are offloaded."
 _CORES = "Set megatron-core's own field on the model: {}."
-_FIELDS = "Set its values as fields, such as {0}_slots: docs/options.md has those that are left."
+_FIELDS = "Its values are fields, such as {0}_slots; those that docs/options.md does not have are gone: remove them."
 GONE = {
     "activation_offload": "Set vision_cuda_graph_offload, cuda_graph_packed_offload or offload_modules.",
     "activation_offload_min_bytes": _SMALLEST,
@@ -239,14 +239,15 @@ GONE = {
 
 
 def refuse_gone(field: str, value: Any) -> None:
-    """Refuse a value of an option that has gone.
+    """Refuse a value of an option that has gone, or of a value inside it, such as `vision_cuda_graph_tuning.slots`.
 
     Raises:
         OptionError: The option has gone, and the value asks for it.
     """
-    if field in GONE and not is_unset(value):
+    option = field.partition(".")[0]
+    if option in GONE and not is_unset(value):
         why = f"Cannot use {field}={value!r}: the option has gone in bridge_cg_plugin {SINCE}."
-        raise OptionError.because(field, f"{why} {GONE[field]}")
+        raise OptionError.because(field, f"{why} {GONE[option]}")
 
 
 _KEY = "option"

@@ -66,7 +66,7 @@ def take_flags(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the fields that a command line's flags set, and the tokens that are none of these flags.
 
     Raises:
-        OptionError: A flag has no value.
+        OptionError: A flag has no value, or its option has gone.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_flags(parser)
@@ -75,7 +75,15 @@ def take_flags(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     except argparse.ArgumentError as error:
         name = str(error.argument_name)
         raise OptionError.because(name, f"Cannot use {name}: {error.message}.") from None
+    for token in rest:
+        _refuse_gone(token)
     return given_flags(arguments), rest
+
+
+def _refuse_gone(token: str) -> None:
+    name, _, value = token.partition("=")
+    if name.startswith("--"):
+        refuse_gone(name[2:].replace("-", "_"), value or name)
 
 
 def clear_flags(arguments: argparse.Namespace, names: Iterable[str]) -> argparse.Namespace:
@@ -89,7 +97,7 @@ def unknown_flag(token: str, known: Iterable[str]) -> OptionError:
     Raises:
         OptionError: The flag's option has gone.
     """
+    _refuse_gone(token)
     name = token.partition("=")[0]
-    refuse_gone(name.removeprefix("--").replace("-", "_"), name)
     near = difflib.get_close_matches(name.replace("-", "_"), [k.replace("-", "_") for k in known], n=1)
     return OptionError.unknown(name, "flag", f"--{near[0].lstrip('_')}" if near else "")

@@ -172,8 +172,7 @@ def _assigned(pairs: Sequence[tuple[str, Any]]) -> Written:
     leaves, settings = [], {}
     for name, value in pairs:
         *path, leaf = name.replace("-", "_").split(".")
-        for part in path:
-            _refuse_section(part, name, value)
+        _refuse_sections([*path, leaf], value)
         if not path or path[-1] in MODEL_SECTIONS:
             leaves.append((leaf, value))
         elif leaf in FIELDS:
@@ -204,8 +203,7 @@ def _walk(
 ) -> Iterator[tuple[str | None, str, Any]]:
     for key, value in source.items():
         *path, name = str(key).replace("-", "_").split(".")
-        for part in path:
-            _refuse_section(part, str(key), value)
+        _refuse_sections([*path, name], value)
         inside = path[-1] if path else section
         if isinstance(value, Mapping) and depth < _DEPTH and name in MODEL_SECTIONS + OTHER_SECTIONS:
             yield from _walk(value, name, depth + 1)
@@ -228,15 +226,28 @@ def _from_leaves(leaves: Sequence[tuple[str, Any]], check: bool = True) -> Writt
     return Written(fields, frozenset(fields) | settings.keys(), settings)
 
 
-def _refuse_section(part: str, name: str, value: Any) -> None:
-    """Refuse a word whose section is an option that has gone, or looks like one.
+def _refuse_sections(path: Sequence[str], value: Any) -> None:
+    """Refuse a word one of whose sections is an option that has gone, or looks like one.
 
     Raises:
         OptionError: It is.
     """
-    refuse_gone(part, value)
-    if _of_graphs(part) and part not in GONE:
-        raise OptionError.unknown(name, "section", "model.NAME=VALUE")
+    for depth, section in enumerate(path[:-1]):
+        refuse_gone(".".join(path[depth:]), value)
+        if _of_graphs(section) and section not in GONE:
+            raise OptionError.unknown(".".join(path), "section", "model.NAME=VALUE")
+
+
+def refuse_unknown(name: str, value: Any) -> None:
+    """Refuse a name that is neither an option nor a setting that options depend on.
+
+    Raises:
+        OptionError: Names the nearest, or says that the option has gone.
+    """
+    refuse_gone(name, value)
+    if name not in (*FIELDS, *SETTINGS, *GONE):
+        near = difflib.get_close_matches(name, (*FIELDS, *SETTINGS), n=1, cutoff=0.4)
+        raise OptionError.unknown(name, "option in docs/options.md", near[0] if near else "")
 
 
 def _refuse_lookalike(name: str, value: Any) -> None:

@@ -87,6 +87,12 @@ def test_words_and_flags_of_one_command_line_are_one_persons(scripts, tmp_path, 
         launch(words)(recipe)
 
 
+def test_words_that_have_gone_are_refused(scripts, tmp_path, recipe):
+    scripts(write_lookalike(tmp_path / "scripts", argument_parser=PERMISSIVE))
+    with pytest.raises(OptionError, match="the option has gone"):
+        launch([*VISION, "++model.vision_cuda_graph_tuning.slots=2"])(recipe)
+
+
 @pytest.mark.parametrize("words", [VISION, []], ids=["flags", "a preset"])
 def test_vision_graphs_keep_the_tracker_that_upstream_switches_off(scripts, tmp_path, recipe, words):
     scripts(write_lookalike(tmp_path / "scripts"))

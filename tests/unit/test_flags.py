@@ -55,8 +55,15 @@ def test_a_word_under_a_misspelt_section_is_refused():
 
 @pytest.mark.parametrize("written", [["model.vision_cuda_graph_tuning.slots=2"], {"vision_cuda_graph_tuning.slots": 2}])
 def test_a_value_of_a_mapping_that_has_gone_is_refused(written):
-    with pytest.raises(OptionError, match="vision_cuda_graph_slots"):
+    with pytest.raises(OptionError, match="values are fields, such as vision_cuda_graph_slots") as caught:
         normalize(written)
+    assert caught.value.field == "vision_cuda_graph_tuning.slots"
+
+
+@pytest.mark.parametrize("flag", ["--vision_cuda_graph_tuning", "--vision-cuda-graph-tuning=slots=2"])
+def test_a_flag_that_has_gone_is_refused_before_another_program_reads_it(flag):
+    with pytest.raises(OptionError, match="has gone"):
+        take_flags([flag, "slots=2"])
 
 
 @pytest.mark.parametrize(
@@ -104,12 +111,16 @@ def test_words_of_a_configuration_are_checked():
     @dataclass
     class Config:
         train: Train
+        model: Train
 
-    config = Config(Train())
+    config = Config(Train(), Train())
     for word in ("train.steps=7", "+train.steps=7", "~train.steps"):
         check_word(config, word)
     with pytest.raises(OptionError, match="train.steps='x'"):
         check_word(config, "++train.steps=x")
+    for place in ("", "model.", "++model."):
+        with pytest.raises(OptionError, match="vision_cuda_graph_tuning.slots='2': the option has gone"):
+            check_word(config, f"{place}vision_cuda_graph_tuning.slots=2")
 
 
 def nested(name, value):

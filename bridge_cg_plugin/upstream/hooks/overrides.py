@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from ...options import GraphOptions, OptionError, check_options, normalize
-from ...options.declaration import is_unset
+from ...options.declaration import is_unset, refuse_gone
 from ...options.flags import clear_flags, given_flags, take_flags
 from ...options.graph_options import SETTING, asks_for_vision_graphs, field_values
 from ...options.language_model import IMPL, SCOPE
@@ -176,6 +176,22 @@ def written_by_bridge(config: Any, file: str | Path | None, words: Sequence[str]
     return Written(fields, (explicit & fields.keys()) | settings.keys(), settings)
 
 
+def _refuse_lost(config: Any, file: str | Path | None, words: Sequence[str]) -> None:
+    """Refuse options that have gone, or look like one: Hydra would let them pass without effect.
+
+    Raises:
+        OptionError: Bridge's own overrides set one.
+    """
+    model = getattr(config, "model", None) or config
+    section = _load(file) if model is config else _load(file).get("model")
+    given = dict(section) if isinstance(section, Mapping) else {}
+    for match in filter(None, map(_WORD.fullmatch, words)):
+        name = match["name"].removeprefix("model.")
+        if name != match["name"] or not hasattr(config, name.partition(".")[0]):
+            given[name] = match["value"]
+    collect({name: value for name, value in given.items() if not hasattr(model, str(name).partition(".")[0])})
+
+
 def _settings_written(config: Any, loaded: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
     """Return, of the settings that graphs change, those that a person wrote; the tracker's two fields go together."""
     sections = [s for s in (loaded, *loaded.values()) if isinstance(s, Mapping) and "_target_" not in s]
@@ -187,7 +203,7 @@ def _settings_written(config: Any, loaded: Mapping[str, Any], words: Sequence[st
 def _load(file: str | Path | None) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    loaded: Any = OmegaConf.to_container(OmegaConf.load(file)) if file else {}
+    loaded: Any = OmegaConf.to_container(OmegaConf.load(file)) if file and Path(file).is_file() else {}
     return loaded if isinstance(loaded, dict) else {}
 
 
@@ -202,11 +218,13 @@ def check_word(config: Any, word: str) -> None:
         raise OptionError.because("argument", f"Cannot use {word!r}: it must be section.name=value.")
     owner, path = config, match["name"].split(".")
     for depth, part in enumerate(path):
+        section = ".".join(path[:depth])
         if not dataclasses.is_dataclass(owner):  # a mapping, a list, None: Hydra checks what is allowed there
             return
         names = {f.name for f in dataclasses.fields(owner)} | vars(owner).keys()
         if part not in names:
-            section = ".".join(path[:depth])
+            if section in ("", "model"):
+                refuse_gone(".".join(path[depth:]), match["value"])
             known = {name: f"{section}.{name}" for name in names} if section else _places(config, names, path)
             raise OptionError.unknown(
                 match["name"], f"field of {section or 'the configuration'}", _nearest(part, known)
@@ -287,6 +305,7 @@ class ScriptPatch(Patch):
 def _after_words(old: Callable[..., Any]) -> Callable[..., Any]:
     def set_cli_overrides(recipe: Any, cli_overrides: list[str]) -> Any:
         flags, rest = take_flags(cli_overrides or [])
+        _refuse_lost(recipe, None, rest)
         recipe = old(recipe, rest)
         written = written_by_bridge(recipe, None, rest)
         if flags or written.fields:
@@ -318,6 +337,7 @@ def _without_flags(old: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         flags, rest = take_flags(cli_overrides or [])
         before = collect(config)
+        _refuse_lost(config, config_filepath, rest)
         config = old(config, config_filepath, rest or None)
         apply_to_bridges(config, before, written_by_bridge(config, config_filepath, rest), flags)
         return config
