@@ -24,10 +24,13 @@ def enable(model: Any, *options: Any, **fields: Any) -> None:
         fields: Graph options by their names, which win over all of these.
 
     Raises:
-        OptionError: The options cannot work, or the model has no config.
+        OptionError: The options cannot work, a field is no option, or the model has no config.
     """
+    from .options.sources import refuse_unknown
     from .upstream.hooks.any_loop import LOOPS
 
+    for name, value in fields.items():
+        refuse_unknown(name, value)
     LOOPS.set(model, *options, fields)
 
 

@@ -44,8 +44,20 @@ def test_options_are_keywords_too():
     assert (model.config.vision_cuda_graph_strict, list(model.config.vision_cuda_graph_buckets)) == (True, [64])
     bridge_cg_plugin.enable(model, cuda_graphs="exact")
     assert model.config.vision_cuda_graph_impl == "transformer_engine"
-    with pytest.raises(OptionError, match="Did you mean cuda_graphs"):
-        bridge_cg_plugin.enable(model, cuda_graph="exact")
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("cuda_graph", "Did you mean cuda_graphs"),
+        ("graphs", "Did you mean cuda_graphs"),
+        ("foo", "no such option"),
+        ("vision_cuda_graph_balance", "has gone"),
+    ],
+)
+def test_keywords_that_are_no_options_are_refused(name, said):
+    with pytest.raises(OptionError, match=said):
+        bridge_cg_plugin.enable(plain(), **{name: "exact"})
 
 
 def test_other_options_for_a_model_on_graphs_hold_from_its_next_call():

@@ -8,6 +8,8 @@ from bridge_cg_plugin.cli.explain import recipes
 
 from .explained import explain
 
+SMALL = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
+
 
 @pytest.mark.parametrize(
     "words, said",
@@ -18,6 +20,9 @@ from .explained import explain
         (["max_vision_cuda_graph_seq_length=100000000000", "vision_cuda_graph_impl=transformer_engine"], "2147483647"),
         (["cuda_graphs=exact", "rng.te_rng_tracker=false"], "Remove one of the two."),
         (["--graphs", "h200"], "recipe"),
+        (["vision_cuda_graph_balance=true"], "has gone"),
+        (["actor_rollout_ref.actor.megatron.override_transformer_config.vision_cuda_graph_tuning.slots=2"], "has gone"),
+        ([SMALL, "policy.megatron_cfg.vision_cuda_graph_tuning.slots=2"], "has gone"),
     ],
 )
 def test_words_that_mean_nothing_or_contradict_each_other_are_refused(capsys, words, said):
@@ -33,9 +38,6 @@ def test_a_file_may_have_other_fields_of_the_model(capsys, tmp_path):
     )
     found = json.loads(explain(capsys, "--json", str(path))[1])
     assert found["vision"]["kernels"] == "exact"
-
-
-SMALL = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
 
 
 def test_a_batch_of_no_whole_microbatches_is_refused(capsys, active):

@@ -14,10 +14,11 @@ from typing import Any
 
 from bridge_cg_plugin.options import GraphOptions, OptionError, check_options, normalize
 from bridge_cg_plugin.options import explain as wording
+from bridge_cg_plugin.options.declaration import GONE
 from bridge_cg_plugin.options.facts import LOOP_PARTS
 from bridge_cg_plugin.options.flags import FLAGS, take_flags, unknown_flag
 from bridge_cg_plugin.options.graph_options import SETTING, VISION_ENCODER
-from bridge_cg_plugin.options.sources import FIELDS, OTHER_FIELDS, SETTINGS, named
+from bridge_cg_plugin.options.sources import FIELDS, OTHER_FIELDS, SETTINGS, named, refuse_unknown
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.recipes import GPUS, with_graphs
 from bridge_cg_plugin.upstream.seams.encoders import NO_ADAPTER, encoder_of, has_audio_encoder
@@ -274,11 +275,10 @@ def _check_name(word: str) -> None:
     Raises:
         OptionError: Names the nearest.
     """
-    *sections, field = word.lstrip("+").partition("=")[0].replace("-", "_").split(".")
-    if field in (*FIELDS, *SETTINGS, *OTHER_FIELDS) or (sections and "graph" not in field):
-        return
-    near = difflib.get_close_matches(field, (*FIELDS, *SETTINGS), n=1, cutoff=0.4)
-    raise OptionError.unknown(field, "option in docs/options.md", near[0] if near else "")
+    name, _, value = word.lstrip("+").partition("=")
+    *sections, field = name.replace("-", "_").split(".")
+    if field not in OTHER_FIELDS and (not sections or "graph" in field):
+        refuse_unknown(field, value)
 
 
 # Words of verl's and NeMo-RL's command lines.
@@ -311,7 +311,7 @@ def as_bridges(words: Sequence[str], place: argparse.Namespace, fields: Collecti
         if name in _PLACES and value.isdecimal():
             setattr(place, _PLACES[name], int(value))
         elif (match := _MODEL.fullmatch(word)) and difflib.get_close_matches(
-            match[1].partition(".")[0], fields, 1, 0.9
+            match[1].partition(".")[0], (*fields, *GONE), 1, 0.9
         ):
             found.append(f"model.{match[1]}={match[2]}")
         elif name.partition(".")[0] in _OTHERS:
