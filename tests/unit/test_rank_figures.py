@@ -108,7 +108,7 @@ def look(replays):
 def test_short_reports_come_with_the_first_logged_step_of_every_hundred(capsys, interval):
     for step in range(interval, 1001, interval):
         train_loop.announce_short_report("encoder", look(max(0, step - 5)), step, interval)
-    said = re.findall(r"encoder, (\d+) steps: (\d+) of", capsys.readouterr().out)
+    said = re.findall(r"encoder, to step (\d+): (\d+) of", capsys.readouterr().out)
     steps = [int(step) for step, _ in said]
     assert steps == [step for step in range(interval, 1001, interval) if step % 100 < interval]
     assert [int(replays) for _, replays in said] == [step - 5 for step in steps]
