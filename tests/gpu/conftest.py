@@ -126,6 +126,14 @@ def tower_module():
 
 
 @pytest.fixture
+def deterministic_algorithms() -> Iterator[None]:
+    from tests.models import packed_parity
+
+    with packed_parity.deterministic():
+        yield
+
+
+@pytest.fixture
 def model(tower_module):
     made = tower_module.build_tower(layers=LAYERS)
     yield made

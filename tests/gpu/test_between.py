@@ -25,9 +25,12 @@ from ..unit.vlm import state
 from .common import host_may_not_wait
 from .towers import IMAGE, START, WIDTH, language_model
 
-pytestmark = pytest.mark.skipif(
-    not seam("step_padding").expected_in(bridge_release()), reason="this release's step waits for the device"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not seam("step_padding").expected_in(bridge_release()), reason="this release's step waits for the device"
+    ),
+    pytest.mark.usefixtures("deterministic_algorithms"),
+]
 LENGTH = 250  # the step pads 250 tokens to 256
 VIDEO = START + 1
 # Of each sample: its images as (height, width) in patches.
@@ -38,12 +41,6 @@ PACKED_OPTIONS = {
     "cuda_graph_max_packed_seqs": 4,
     "cuda_graph_packed_strict": True,
 }
-
-
-@pytest.fixture(autouse=True)
-def deterministic_algorithms():
-    with parity.deterministic():
-        yield
 
 
 @pytest.fixture(scope="module")

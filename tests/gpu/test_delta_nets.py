@@ -19,6 +19,7 @@ from tests.models.tower import relative
 from .common import host_may_not_wait, poison, spoil
 from .packs import EAGER_RUNS, Trained, assert_same, graphs_on, rows_of, thirty_packs
 
+pytestmark = pytest.mark.usefixtures("deterministic_algorithms")
 SHAPE = lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072, attending=4)
 CONVOLUTION = "conv1d.weight"
 # A sum in another order is at most the neighbouring value of bf16 in a few elements.
@@ -37,12 +38,6 @@ def gpt(tower_module, tilings):
     bridge_cg_plugin.activate()
     with parity.deterministic():
         return Trained(lm.build_model(SHAPE))
-
-
-@pytest.fixture(autouse=True)
-def deterministic_algorithms():
-    with parity.deterministic():
-        yield
 
 
 def rows(seed=1):

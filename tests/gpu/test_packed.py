@@ -27,16 +27,11 @@ from .packs import (
     thirty_packs,
 )
 
+pytestmark = pytest.mark.usefixtures("deterministic_algorithms")
 SIZES = {"layers": 4, "hidden": 1024, "heads": 8, "ffn": 3072}
 AUXILIARY = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-2}
 # Graphs may be farther from fp32 than eager on a pack's own rows by this factor: both are a rounding of the same.
 FARTHER = 1.1
-
-
-@pytest.fixture(autouse=True)
-def deterministic_algorithms():
-    with parity.deterministic():
-        yield
 
 
 @pytest.fixture(scope="module", params=[pytest.param(False, id="rope")])

@@ -16,6 +16,7 @@ from tests.models.tower import MainGrads
 
 from .packs import BUCKETS, MAX_SEQS, assert_same, graphs_on, rows_of
 
+pytestmark = pytest.mark.usefixtures("tower_module", "deterministic_algorithms")
 SIZES = lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072)
 STEPS, MICROBATCHES = 4, 3
 LENGTHS = ((500, 300, 208), (1024,), (20, 900, 400, 120), (64, 64, 128, 704), (1500, 548))
@@ -40,12 +41,6 @@ CASES = {
     "blockwise-parameters": (BLOCKWISE | IN_FP8, {}),
     "blockwise-offloaded": (BLOCKWISE, OFFLOADING),
 }
-
-
-@pytest.fixture(autouse=True)
-def deterministic_algorithms(tower_module):
-    with parity.deterministic():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if find_spec(name) is
 needs_mamba = pytest.mark.skipif(
     bool(MISSING), reason=f"{', '.join(MISSING)} not installed: docs/packed.md says how to build them"
 )
-pytestmark = needs_mamba
+pytestmark = [needs_mamba, pytest.mark.usefixtures("deterministic_algorithms")]
 SHAPE = lm.Shape(pattern="M-M*M-M", hidden=1024, heads=8, ffn=3072)
 
 
@@ -37,12 +37,6 @@ def hybrid(tower_module, tilings):
     bridge_cg_plugin.activate()
     with parity.deterministic():
         return Trained(lm.build_model(SHAPE))
-
-
-@pytest.fixture(autouse=True)
-def deterministic_algorithms():
-    with parity.deterministic():
-        yield
 
 
 @pytest.mark.first

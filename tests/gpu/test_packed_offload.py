@@ -32,12 +32,6 @@ KEPT = dict.fromkeys((OFFLOAD, RECOMPUTE, TARGET))
 BOTH = {**KEPT, OFFLOAD: "all", RECOMPUTE: "all"}
 
 
-@pytest.fixture
-def deterministic_algorithms():
-    with parity.deterministic():
-        yield
-
-
 @pytest.fixture(scope="module")
 def gpt(tower_module):
     with parity.deterministic():  # a fixture of a module comes before those of a test
