@@ -248,9 +248,9 @@ ASKS = [
 @pytest.mark.parametrize("ask", ASKS)
 def test_a_backward_for_some_inputs_adds_nothing_to_main_grad(ask):
     _, parallel, _ = pair()
-    region, batch = toy_region(parallel.model, reduction=Silent()), toy_batch(FITTING)
     gc.collect()  # other regions
     before = torch.autograd._engine_run_backward
+    region, batch = toy_region(parallel.model, reduction=Silent()), toy_batch(FITTING)
     with pytest.raises(ReplayError, match="backward\\(inputs=\\)"):
         ask(region_loss(region, batch), batch, parallel.model)
     assert region.statistics.replays == 1 and not any(g.any() for g in parallel.main_grads)

@@ -56,7 +56,8 @@ class ParameterHooks:
         self._hooked: frozenset[nn.Parameter] = NO_PARAMETERS
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Follow the hooks on parameters."""
+        """Follow the hooks on parameters, and the backwards that replays may add to."""
+        INPUTS_GUARD.add(self)
         for parameter in set(parameters) - self._watched:
             # Made before anybody needs them, to be watched.
             if parameter._backward_hooks is None:
@@ -98,7 +99,6 @@ class ParameterHooks:
     def expect(self, node: Node, accumulated: frozenset[nn.Parameter]) -> None:
         """Note that a replay's backward is to come, and the parameters to whose `main_grad` it adds."""
         self._to_come[node] = accumulated
-        INPUTS_GUARD.add(self)
 
     def ran(self, node: Node, accumulated: tuple[nn.Parameter, ...]) -> None:
         """Note that the backward under way has replayed it."""
