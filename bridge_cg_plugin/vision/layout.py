@@ -57,10 +57,13 @@ def token_positions(grid: Tensor, capacity: int, merge: int) -> TokenPositions:
     height = torch.where(valid, grid[image, 1], 1)
     width = torch.where(valid, grid[image, 2], 1)
     in_frame = token % (height * width)
-    block, inside = in_frame // (merge * merge), in_frame % (merge * merge)
-    blocks_per_row = (width // merge).clamp_(min=1)
-    row = block // blocks_per_row * merge + inside // merge
-    column = block % blocks_per_row * merge + inside % merge
+    if merge == 1:
+        row, column = in_frame // width, in_frame % width
+    else:
+        block, inside = in_frame // (merge * merge), in_frame % (merge * merge)
+        blocks_per_row = (width // merge).clamp_(min=1)
+        row = block // blocks_per_row * merge + inside // merge
+        column = block % blocks_per_row * merge + inside % merge
     areas = grid[:, 1] * grid[:, 2]
     patch = (areas.cumsum(0) - areas)[image] + row * width + column
     row, column, patch = (torch.where(valid, t, 0) for t in (row, column, patch))

@@ -61,19 +61,25 @@ def _rotate(
     sin = tl.load(sin_ptr + token * HALF + lanes, mask=lanes < HALF, other=0.0) * SIGN
     kind = out_ptr.dtype.element_ty
     target = out_ptr + token * out_token + heads * out_head + lanes
-    for part in tl.static_range(PARTS):
-        if part == 0:
-            source = q_ptr + token * q_token + heads * q_head + lanes
-        elif part == 1:
-            source = k_ptr + token * k_token + heads * k_head + lanes
-        else:
-            source = v_ptr + token * v_token + heads * v_head + lanes
-        first = tl.load(source, mask=inside, other=0.0)
-        second = tl.load(source + HALF, mask=inside, other=0.0)
-        if part < 2:
-            first, second = _turned(first.to(tl.float32), second.to(tl.float32), cos, sin, ROUNDS, kind)
-        tl.store(target + part * out_part, first.to(kind), mask=inside)
-        tl.store(target + part * out_part + HALF, second.to(kind), mask=inside)
+    query = q_ptr + token * q_token + heads * q_head + lanes
+    first = tl.load(query, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(query + HALF, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 1:  # read before anything is written: in place, a load behind a store would wait for it
+        key = k_ptr + token * k_token + heads * k_head + lanes
+        k_first = tl.load(key, mask=inside, other=0.0).to(tl.float32)
+        k_second = tl.load(key + HALF, mask=inside, other=0.0).to(tl.float32)
+    first, second = _turned(first, second, cos, sin, ROUNDS, kind)
+    tl.store(target, first.to(kind), mask=inside)
+    tl.store(target + HALF, second.to(kind), mask=inside)
+    if PARTS > 1:
+        k_first, k_second = _turned(k_first, k_second, cos, sin, ROUNDS, kind)
+        tl.store(target + out_part, k_first.to(kind), mask=inside)
+        tl.store(target + out_part + HALF, k_second.to(kind), mask=inside)
+    if PARTS > 2:
+        value = v_ptr + token * v_token + heads * v_head + lanes
+        target += 2 * out_part
+        tl.store(target, tl.load(value, mask=inside, other=0.0), mask=inside)
+        tl.store(target + HALF, tl.load(value + HALF, mask=inside, other=0.0), mask=inside)
 
 
 def _launch(
