@@ -209,8 +209,8 @@ def _decoder_graphs(
 
 
 def _packed(options: GraphOptions) -> PackedOptions:
-    """Return the options of packs; those of padded rows are the defaults."""
-    return options.packed if options.packed.enabled else PackedOptions()
+    """Return the options of packs, or those of padded rows, whose gradients are rounded as eager's are."""
+    return options.packed if options.packed.enabled else PackedOptions(gradient_accumulation_fusion=False)
 
 
 def checked_options(config: Any) -> GraphOptions:
