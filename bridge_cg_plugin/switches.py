@@ -4,7 +4,7 @@ import os
 
 # The plugin itself.
 PLUGIN = "BRIDGE_CG_PLUGIN"
-# Comparing replays with eager: off until its costs are measured on GPUs.
+# Comparing replays with eager.
 PROOF = "BRIDGE_CG_PROOF"
 # Bounded room for tokens of more ranks' experts: off until it is measured on GPUs.
 EXPERT_BOUNDS = "BRIDGE_CG_EXPERT_BOUNDS"

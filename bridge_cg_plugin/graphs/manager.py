@@ -83,7 +83,7 @@ class GraphManager:
         self._growing: list[Region] = []
         self._warned: set[str] = set()
         workload.manager, self.captured = self, False
-        self.proofs = Proofs(executor, self.bucket_consensus, workload.strict) if switched_on(PROOF, False) else None
+        self.proofs = Proofs(executor, self.bucket_consensus, workload.strict) if switched_on(PROOF, True) else None
         self._untraced = torch.compiler.disable(self._forward)
         self._instance = InstanceMethod(model, "forward", self._forward)
 

@@ -232,7 +232,7 @@ GONE = {
     "offload_min_tensor_size": _CORES.format("min_offloaded_tensor_size"),
     "vision_cuda_graph_balance": "Remove it: images stay on their ranks.",
     "vision_cuda_graph_buckets_max_gb": "Set max_vision_cuda_graph_seq_length, which limits what a slot takes.",
-    "vision_cuda_graph_check_interval": "Remove it: with BRIDGE_CG_PROOF=1 replays are compared with eager.",
+    "vision_cuda_graph_check_interval": "Remove it: replays are compared with eager unless BRIDGE_CG_PROOF=0.",
     "vision_cuda_graph_modules": "Remove it: one graph holds the whole encoder, attention and MLPs.",
     "vision_cuda_graph_tuning": _FIELDS.format("vision_cuda_graph"),
 }

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from bridge_cg_plugin.switches import PROOF
 from tests.models.local_hub import MODELS, snapshot_in, write_hub, write_weights
 
 from .recipe_runs import checks_passed, run_recipe
@@ -100,7 +99,7 @@ def test_it_trains_with_encoder_and_language_model_on_graphs(name, hub, beginnin
         pytest.skip(f"needs {fewest} NVIDIA GPUs")
     gpus = own if found >= own else fewest
     words = ["--recipe", name, *GRAPHS, *beginning(name), *WORDS, f"model.tensor_model_parallel_size={gpus}", *words]
-    run, text = run_recipe(words, tmp_path, LIMIT_S, gpus, {**hub[1], PROOF: "1"})
+    run, text = run_recipe(words, tmp_path, LIMIT_S, gpus, hub[1])
     print(f"{name}: losses {[loss for _, loss in run.losses]}, ms {[ms for _, ms in run.times]}, {run.peak_gb} GiB")
     assert [step for step, _ in run.losses] == list(range(1, STEPS + 1))
     assert all(math.isfinite(loss) for _, loss in run.losses)

@@ -4,19 +4,15 @@ import math
 
 import pytest
 
-from bridge_cg_plugin.switches import PROOF
 from tests.gpu.trainings import Training
 
 STRICT = "vision_cuda_graph_strict=true"
 BUCKETS = ("vision_cuda_graph_buckets=[2304,4608]", STRICT)
-CHECKED = ((PROOF, "1"),)
 LARGEST = "max_vision_cuda_graph_seq_length=4608"
 PLAIN = ("--validate-every", "4", "--text-only-every", "3", "--no-overlap")
 EAGER = Training("eager")
 OFFLOADED = Training(
-    "graphs",
-    (*BUCKETS, "vision_cuda_graph_offload=all", "vision_cuda_graph_recompute=[layernorm,gelu]"),
-    environment=CHECKED,
+    "graphs", (*BUCKETS, "vision_cuda_graph_offload=all", "vision_cuda_graph_recompute=[layernorm,gelu]")
 )
 
 
@@ -25,12 +21,12 @@ OFFLOADED = Training(
     [
         # Buckets on demand: a size runs eager when it comes first.
         (
-            Training("graphs", ("--validate-every", "4", STRICT, LARGEST), steps=8, environment=CHECKED),
+            Training("graphs", ("--validate-every", "4", STRICT, LARGEST), steps=8),
             {"not_captured_yet"},
         ),
         # Without overlap: Bridge's overlapped reduction, eager too, needs a gradient of every parameter in the last
         # microbatch of a step.
-        (Training("graphs", (*PLAIN, *BUCKETS), steps=8, environment=CHECKED), set()),
+        (Training("graphs", (*PLAIN, *BUCKETS), steps=8), set()),
     ],
     ids=["overlap", "text-only"],
 )

@@ -1,31 +1,34 @@
 """Replays compared with eager on a GPU: nothing is found where nothing is wrong, and faults are."""
 
+import math
 import time
+from statistics import fmean, stdev
 
 import pytest
 import torch
 
 from bridge_cg_plugin.graphs import proof
-from bridge_cg_plugin.switches import PROOF
 from tests.models import language_model as lm
 
 from .packs import Trained, graphs_on
 
 GRIDS = ([(1, 32, 32)], [(1, 28, 28)], [(1, 20, 20)] * 4, [(4, 10, 14), (1, 28, 20)])
 SLEEP_S, CYCLES_PER_S = 20.0, 2e9
+PROOFS = 64
+# Standard deviations beyond which 1e-5 of a normal distribution lies.
+FAR = 4.26
 
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
     """Compare a replay of each step."""
-    monkeypatch.setenv(PROOF, "1")
     monkeypatch.setattr(proof, "FIRST_SHARE", 1e9)
     monkeypatch.setattr(proof, "SHARE", 1e9)
     monkeypatch.setattr(proof, "LEAST_STEPS", 1)
 
 
 @pytest.fixture(params=["tower", "packs", "parts", "padded rows"])
-def trained(request, tower_module):
+def replayed(request, tower_module):
     """Yield the graphs of a model and a function that trains one microbatch of a number."""
     if request.param == "tower":
         from .common import vision_graphs
@@ -61,12 +64,26 @@ def train(graphs, run, steps):
             run(number)
 
 
-def test_what_is_right_is_no_alarm(trained):
-    graphs, run = trained
-    train(graphs, run, 24)
-    assert len(graphs.proofs.results) == 24 and not graphs.statistics().fallbacks, graphs.report()
+def test_what_is_right_is_no_alarm(replayed, monkeypatch):
+    """Nor is it by chance: of a log-normal distribution of differences fewer than one in 1e5 is beyond its bound."""
+    graphs, run = replayed
+    passed, shares = graphs.proofs.proven, []
+
+    def proven(proved):
+        shares.append(max(each.difference / each.bound for each in proved._found.values() if each.bound))
+        passed(proved)
+
+    monkeypatch.setattr(graphs.proofs, "proven", proven)
+    train(graphs, run, PROOFS)
+    assert len(graphs.proofs.results) == PROOFS and not graphs.statistics().fallbacks, graphs.report()
     assert not graphs.proofs.excluded and all(gradient is not None for _, gradient in graphs.proofs.results)
     print(graphs.report())
+    differing = [math.log(share) for share in shares if share]
+    if differing:
+        center = fmean(differing)
+        far = center + FAR * stdev(differing)
+        print(f"largest differences by their bounds: {math.exp(center):.3f}, one in 1e5 {math.exp(far):.3f}")
+        assert far < 0
 
 
 def wrong_kernel(graphs, recording, sinks):
@@ -86,8 +103,8 @@ def wrong_gradient(graphs, recording, sinks):
 
 
 @pytest.mark.parametrize("fault", [wrong_kernel, wrong_gradient])
-def test_a_fault_is_found(trained, fault):
-    graphs, run = trained
+def test_a_fault_is_found(replayed, fault):
+    graphs, run = replayed
     for region in graphs._regions:
         for source in region.sources:
             for made in source.recordings.values():
@@ -96,9 +113,9 @@ def test_a_fault_is_found(trained, fault):
     assert any(region.disproved for region in graphs._regions), graphs.report()
 
 
-def test_a_proof_waits_for_no_other_stream(trained):
+def test_a_proof_waits_for_no_other_stream(replayed):
     """As one that receives from a pipeline stage, which waits for this rank."""
-    graphs, run = trained
+    graphs, run = replayed
     train(graphs, run, 1)
     torch.cuda.synchronize()
     other, began = torch.cuda.Stream(), time.perf_counter()

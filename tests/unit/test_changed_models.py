@@ -8,7 +8,6 @@ import torch
 from bridge_cg_plugin.graphs import proof
 from bridge_cg_plugin.graphs.changes import sources
 from bridge_cg_plugin.graphs.changes.sources import LASTING
-from bridge_cg_plugin.switches import PROOF
 
 from ..tape import TapeExecutor
 from . import packs
@@ -19,7 +18,6 @@ from .towers import draw, graphs_on, new_tower
 @pytest.mark.parametrize("kind", ["whole", "parts", "parts whose activations leave"])
 def test_any_sequence_of_changes_equals_eager(kind, monkeypatch):
     """Change models at random, run microbatches and compare each with eager, as the plugin does with some."""
-    monkeypatch.setenv(PROOF, "1")
     monkeypatch.setattr(proof, "FIRST_SHARE", 1e9)
     replays = fallbacks = 0
     chained = kind == "parts whose activations leave"

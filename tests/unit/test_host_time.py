@@ -8,6 +8,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bridge_cg_plugin
+from bridge_cg_plugin.switches import PROOF
 from examples.photographs.small_tower import build_tower
 from tests.models.tower import MainGrads, make_batch, step
 
@@ -27,6 +28,12 @@ PACKAGE = str(Path(bridge_cg_plugin.__file__).parent)
 
 def launched() -> None:
     """Stand in for the launch of a forward."""
+
+
+@pytest.fixture(autouse=True)
+def no_proofs(monkeypatch):
+    """What stands in for recordings gives nothing that eager would."""
+    monkeypatch.setenv(PROOF, "0")
 
 
 class Idle:
