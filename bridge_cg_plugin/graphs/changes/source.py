@@ -23,6 +23,7 @@ from .state import State
 _requires_grad, _dtype, _version = map(operator.attrgetter, ("requires_grad", "dtype", "_version"))
 _main_grad = operator.attrgetter("main_grad")
 _address = Tensor.data_ptr
+ALL = slice(None)
 # Microbatches that ask for a recording that failed, before it is first tried again.
 TRIED_AGAIN = 16
 
@@ -189,33 +190,34 @@ class Source:
 
     # Hundreds of tensors, before replays: no line of Python for each.
 
-    def trained_otherwise(self) -> bool:
-        """Whether other parameters require a gradient than when the object was made."""
-        return list(map(_requires_grad, self.aliases.originals)) != self._trained
+    def trained_otherwise(self, of: slice = ALL) -> bool:
+        """Whether other parameters, of some, require a gradient than when the object was made."""
+        return list(map(_requires_grad, self.aliases.originals[of])) != self._trained[of]
 
-    def moved(self, gradients: bool, layouts: bool = False) -> bool:
+    def moved(self, gradients: bool, layouts: bool = False, of: slice = ALL) -> bool:
         """Whether memory that recordings read or, with gradients, write lies elsewhere now.
 
         Args:
             gradients: Whether gradients are written.
             layouts: Also whether what is read has other shapes or strides.
+            of: Tensors that are looked at.
         """
         return (
             list(map(_version, self._constants)) != self._versions
-            or list(map(_address, self.reads)) != self._read_at
+            or list(map(_address, self.reads[of])) != self._read_at[of]
             or (gradients and self._found_none)
-            or (gradients and self._main_grads_at() != self._written_at)
+            or (gradients and self._main_grads_at(of) != self._written_at[of])
             or (layouts and _layouts_of(self.reads) != self._layouts)
         )
 
-    def _main_grads_at(self) -> list[int] | None:
-        """Return where `main_grad`s lie; None once a parameter has lost or got one."""
+    def _main_grads_at(self, of: slice = ALL) -> list[int]:
+        """Return where `main_grad`s lie; -1 of one that a parameter has lost or got."""
         try:
-            lie = list(map(_address, map(_main_grad, self._with_main_grad)))
+            lie = list(map(_address, map(_main_grad, self._with_main_grad[of])))
         except (AttributeError, TypeError):
-            return None
-        got = self._without and any(getattr(p, "main_grad", None) is not None for p in self._without)
-        return None if got else lie
+            return [-1]
+        got = self._without and any(getattr(p, "main_grad", None) is not None for p in self._without[of])
+        return [*lie, -1] if got else lie
 
     def gradients_left(self) -> bool:
         """Whether memory of a `main_grad` has left the device, so that no backward can be recorded or replayed."""
