@@ -81,4 +81,10 @@ def own_method(module: nn.Module, name: str) -> Callable[..., Any]:
 
 def every_module(roots: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the roots and all modules below them, each once, in the order of `nn.Module.modules`."""
-    return list(dict.fromkeys(module for root in roots for module in root.modules()))
+    found, waiting = dict[nn.Module, None](), list(reversed(roots))
+    while waiting:  # that method also makes names, a tenth of a capture's time
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting += [child for child in reversed(module._modules.values()) if child is not None]
+    return list(found)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..graphs.changes.dict_watch import WATCHER
 from ..graphs.instance import every_module
 
 WRAPPER_DEPTH = 8
@@ -54,14 +55,16 @@ def overridden(owner: Any, name: str, value: Any) -> Iterator[None]:
     # A module's own methods look for parameters: ten times as slow, hundreds of times in each capture.
     is_plain = isinstance(owner, nn.Module) and not isinstance(value, (Tensor, nn.Module))
     change, remove = (object.__setattr__, object.__delattr__) if is_plain else (setattr, delattr)
-    change(owner, name, value)
+    with WATCHER.silent():
+        change(owner, name, value)
     try:
         yield
     finally:
-        if absent:
-            remove(owner, name)
-        else:
-            change(owner, name, before)
+        with WATCHER.silent():
+            if absent:
+                remove(owner, name)
+            else:
+                change(owner, name, before)
 
 
 @contextmanager

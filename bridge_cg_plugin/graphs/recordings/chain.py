@@ -26,7 +26,7 @@ from ..ranges import named_range
 from ..replays.gradients import static_bytes_of
 from ..replays.slot import ChainSlot, Slot
 from ..reports import BucketStatistics, RegionStatistics
-from .capture import put_back
+from .capture import collected_later, put_back
 from .executor import Executor, Recording
 from .recording import ONE_THREAD, STAY, Activations, Mode, RegionBody
 from .warm_up import copies_of, tensors_put_back, watched_pass
@@ -418,7 +418,7 @@ class Chain:
         """
         first, made = wanted[0][0], list[Recording]()
         slots = {part: slot for part, _ in wanted for slot in part.slots if slot.index == index}
-        with first.recording(bucket) as kept:
+        with first.recording(bucket) as kept, collected_later():
             pool = self.common(index).memory(mode.gradients).begin()
             bodies = [part.warmed_up(source, slots[part], bucket, mode, briefly) for part, source in wanted]
             if mode.gradients:

@@ -67,7 +67,8 @@ class ParameterAliases:
         Args:
             handed: Parameters whose gradient the plugin must not add to `main_grad` inside: see `sum_of`.
         """
-        aliases = {p: _alias(p) for p in self.originals}
+        with torch.inference_mode(False):
+            aliases = {p: _alias(p) for p in self.originals}
         for parameter in handed:
             aliases[parameter].__dict__[HANDED] = True
         try:
@@ -82,7 +83,8 @@ class ParameterAliases:
 
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:
-    with torch.inference_mode(parameter.is_inference()):  # outside, those of a model made inside can require nothing
+    # Outside, those of a model made inside can require nothing.
+    with torch.inference_mode() if parameter.is_inference() else nullcontext():
         alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     alias.__dict__.update(parameter.__dict__)
     return alias
