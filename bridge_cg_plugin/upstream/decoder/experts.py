@@ -3,7 +3,6 @@
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,57 +35,51 @@ LOGGED = seam("packed_router_metrics")
 REMEDY = f"Set {MODULES}=attn,moe_router, where experts stay eager."
 
 
-class CapturedRouter:
-    """A layer's router while all layers are recorded.
-
-    Args:
-        router: megatron-core's.
+def _refuse_router(router: UpstreamModule) -> None:
+    """Refuse a router that is not recorded with all layers.
 
     Raises:
         OptionError: It is of a kind, or set in a way, that is not recorded; names it.
         Refused: Somebody replaced what masks or counts its tokens.
     """
+    check_router(router)
+    refuse_own_code(router, BIAS, "routing")
+    config = router.config
+    check_fields(config, ROUTERS)
+    kinds = [router.routing_type] if isinstance(router.routing_type, str) else router.routing_type
+    if other := set(kinds) - set(BALANCING):
+        allowed = f"{', '.join(BALANCING)} with experts inside the graph"
+        raise OptionError(BALANCING_TYPE, min(other), allowed, REMEDY)
+    if router.is_aux_loss_enabled() and config.moe_router_fusion:
+        allowed = "False with a router's loss inside the graph"
+        raise OptionError(FUSION, True, allowed, f"Set it to False, or set {MODULES}=attn,moe_router.")
 
-    def __init__(self, router: UpstreamModule) -> None:
-        check_router(router)
-        refuse_own_code(router, BIAS, "routing")
-        config = router.config
-        check_fields(config, ROUTERS)
-        kinds = [router.routing_type] if isinstance(router.routing_type, str) else router.routing_type
-        if other := set(kinds) - set(BALANCING):
-            allowed = f"{', '.join(BALANCING)} with experts inside the graph"
-            raise OptionError(BALANCING_TYPE, min(other), allowed, REMEDY)
-        if router.is_aux_loss_enabled() and config.moe_router_fusion:
-            allowed = "False with a router's loss inside the graph"
-            raise OptionError(FUSION, True, allowed, f"Set it to False, or set {MODULES}=attn,moe_router.")
-        self._router, self._masked = router, not is_pure(router)
 
-    def route(self, hidden: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-        """Return probabilities and the routing map, `[tokens, experts]` each.
+def _route(router: UpstreamModule, hidden: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    """Return probabilities and the routing map, `[tokens, experts]` each.
 
-        Args:
-            hidden: `[tokens, rows, width]`.
-            used: `[1]` int32, how many tokens are no padding: losses and statistics count these.
-        """
-        routed: tuple[Tensor, Tensor]
-        if not self._masked:
-            routed = self._router(hidden)
-            return routed
-        with self._counted(used):
-            routed = self._router(hidden, _padding(hidden.shape[0] * hidden.shape[1], used))
-        return routed
+    Args:
+        router: megatron-core's.
+        hidden: `[tokens, rows, width]`.
+        used: `[1]` int32, how many tokens are no padding: losses and statistics count these.
+    """
+    padding = () if is_pure(router) else (_padding(hidden.shape[0] * hidden.shape[1], used),)
+    with _counted(router, used) if padding else nullcontext():
+        routed: tuple[Tensor, Tensor] = router(hidden, *padding)
+    return routed
 
-    def _counted(self, used: Tensor) -> AbstractContextManager[None]:
-        """Let statistics of a bias of experts count real tokens; upstream's own mask for them does not fit the map."""
-        if not getattr(self._router, "enable_expert_bias", False):
-            return nullcontext()
 
-        def count(routing_map: Tensor, *unused: Any, **unused_too: Any) -> None:
-            if torch.is_grad_enabled():
-                real = routing_map & ~_padding(routing_map.shape[0], used)
-                self._router.local_tokens_per_expert += real.sum(dim=0)
+def _counted(router: UpstreamModule, used: Tensor) -> AbstractContextManager[None]:
+    """Let statistics of a bias of experts count real tokens; upstream's own mask for them does not fit the map."""
+    if not getattr(router, "enable_expert_bias", False):
+        return nullcontext()
 
-        return overridden(self._router, BIAS, count)
+    def count(routing_map: Tensor, *unused: Any, **unused_too: Any) -> None:
+        if torch.is_grad_enabled():
+            real = routing_map & ~_padding(routing_map.shape[0], used)
+            router.local_tokens_per_expert += real.sum(dim=0)
+
+    return overridden(router, BIAS, count)
 
 
 def check_fields(config: Any, needed: dict[str, Any]) -> None:
@@ -189,7 +182,7 @@ class CapturedExperts:
         self._moe: UpstreamModule = layer.mlp
         config = self._moe.config
         check_fields(config, EXPERTS if switched_on(EXPERT_BOUNDS, False) else NEEDED)
-        self._router = CapturedRouter(self._moe.router)
+        _refuse_router(self._moe.router)
         self._linear = _linear_layers(self._moe.experts)
         self._activate, self._is_swiglu = activation(config), is_swiglu(config)
         self._top_k: int = config.moe_router_topk
@@ -215,7 +208,7 @@ class CapturedExperts:
         if shared is not None:
             shared = recomputed(shared, hidden) if self._moe.shared_experts_recompute else shared(hidden)
         with statistics_kept([self._moe.router]) if runs_again() else nullcontext():
-            probabilities, routing_map = self._router.route(hidden, used)
+            probabilities, routing_map = _route(self._moe.router, hidden, used)
         lanes = room = None
         if self._exchange is not None:
             probabilities, routing_map = map(self._exchange.for_shards, (probabilities, routing_map))
@@ -224,7 +217,7 @@ class CapturedExperts:
             probabilities, routing_map, used = lanes.choices(probabilities, routing_map, used)
             room = None if overflow is None else self._exchange.rows(tokens_of_all)
         rows = find_rows(routing_map, used, min(self._top_k, routing_map.shape[1]), room, overflow)
-        first, second = (linear.weights() for linear in self._linear)
+        first, second = map(_weights, self._linear)
         tokens = hidden.reshape(-1, hidden.shape[-1])
         never_offload(rows.tokens)  # small, and read to recompute what is large
         inner = dispatch_linear(tokens, rows, first, self._tables, lanes)
@@ -256,35 +249,28 @@ class CapturedExperts:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    """One of an expert's two linear layers, for all experts.
+# One of an expert's two linear layers: of every expert, the module with its weight, and the weight's name there.
+type _Linear = Sequence[tuple[nn.Module, str]]
 
-    Attributes:
-        modules: One with all weights, or one for every expert.
-        names: Of the weights of each.
+
+def _weights(linear: _Linear) -> list[nn.Parameter]:
+    """Return all experts' weights as they are now: while work is recorded, what stands in for them."""
+    return [getattr(module, name) for module, name in linear]
+
+
+def _refuse_linear(linear: _Linear) -> None:
+    """Refuse layers that compute something else than a product, and weights that are not alike.
+
+    Raises:
+        OptionError: Names what they are.
     """
-
-    modules: Sequence[nn.Module]
-    names: Sequence[str]
-
-    def weights(self) -> list[nn.Parameter]:
-        """Return all experts' weights as they are now: while work is recorded, what stands in for them."""
-        return [getattr(module, name) for module in self.modules for name in self.names]
-
-    def check(self) -> None:
-        """Refuse layers that compute something else than a product, and weights that are not alike.
-
-        Raises:
-            OptionError: Names what they are.
-        """
-        if other := {type(module).__name__ for module in self.modules} - set(LINEAR):
-            raise _refused(f"linear layers of {min(other)}", ", ".join(LINEAR))
-        weights = self.weights()
-        if any(weight is None for weight in weights):
-            raise _refused("experts with one weight for all", "experts with a weight for each")
-        if len({(w.requires_grad, w.shape, w.dtype, w.is_contiguous()) for w in weights}) > 1:
-            raise _refused("weights that are not alike", "weights of one shape, all trained or none")
+    if other := {type(module).__name__ for module, _ in linear} - set(LINEAR):
+        raise _refused(f"linear layers of {min(other)}", ", ".join(LINEAR))
+    weights = _weights(linear)
+    if any(weight is None for weight in weights):
+        raise _refused("experts with one weight for all", "experts with a weight for each")
+    if len({(w.requires_grad, w.shape, w.dtype, w.is_contiguous()) for w in weights}) > 1:
+        raise _refused("weights that are not alike", "weights of one shape, all trained or none")
 
 
 def is_swiglu(config: Any) -> bool:
@@ -348,10 +334,12 @@ def _linear_layers(experts: UpstreamModule) -> tuple[_Linear, _Linear]:
         raise _refused(f"experts of {kind}", f"{GROUPED} or {SEQUENTIAL}")
     held = [experts] if kind == GROUPED else list(experts.local_experts)
     names = [f"weight{number}" for number in range(experts.num_local_experts)] if kind == GROUPED else ["weight"]
-    first, second = (_Linear([getattr(each, layer) for each in held], names) for layer in ("linear_fc1", "linear_fc2"))
+    first, second = (
+        [(getattr(each, layer), name) for each in held for name in names] for layer in ("linear_fc1", "linear_fc2")
+    )
     for linear in (first, second):
-        linear.check()
-    for module in (*held, *first.modules, *second.modules):
+        _refuse_linear(linear)
+    for module in dict.fromkeys((*held, *(module for module, _ in (*first, *second)))):
         refuse_own_code(module, "forward")
     return first, second
 
