@@ -1,9 +1,9 @@
 """A decoder's layers, or a part of one layer, over packed documents or padded rows as a region."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +47,6 @@ class RecordedPack:
     overflow: Tensor | None = None
 
 
-# Runs the recorded piece. Every output has as many rows as the hidden states.
-Run = Callable[[RecordedPack], tuple[Tensor, ...]]
-# Returns whether a replay has to quantize the weights, which changed; it is taken to do so.
-Changed = Callable[[], bool]
-
-
 @dataclass(frozen=True, slots=True)
 class DecoderCall:
     """The arguments of one call of a decoder.
@@ -80,46 +74,41 @@ class DecoderPart:
         name: Of the region.
         owner: The layer; the decoder itself for all layers.
         uses: Names of the owner's submodules whose parameters the piece uses; none are all of them.
-        run: The piece.
+        run: The piece. Every output has as many rows as the hidden states.
         site: Where the layer calls it; None where the decoder's forward is the call.
         outputs: How many tensors the piece gives.
         counted: Whether the piece must know how many tokens are no padding.
-        changed: Whether its weights must be quantized again; None where it quantizes none.
+        changed: Returns whether a replay has to quantize the weights, which changed; it is taken to do so. None where
+            the piece quantizes none.
     """
 
     name: str
     owner: nn.Module
     uses: Sequence[str]
-    run: Run
+    run: Callable[[RecordedPack], tuple[Tensor, ...]]
     site: CallSite | None = None
     outputs: int = 1
     counted: bool = False
-    changed: Changed | None = None
+    changed: Callable[[], bool] | None = None
 
     def roots(self) -> list[nn.Module]:
         """Return the modules whose parameters the piece uses now: a layer's submodules may be replaced."""
         return [self.owner.get_submodule(name) for name in self.uses or ("",)]
 
 
-@dataclass(frozen=True, slots=True)
-class PackLayout:
-    """What does not change between the packs of one recording.
+class PackLayout(NamedTuple):
+    """What does not change between the microbatches of one recording.
 
     Attributes:
         offsets: Names of the `cu_seqlens` that a batch has; none of padded rows.
         rotated: Width of a row of rotary angles; 0 where nothing is rotated.
-        width: Of the hidden states.
-        dtype: Of the hidden states.
-        family: The decoder's upstream side: how ranks share a pack, and how angles come.
-        additions: Behind how many of the first layers something is added to the hidden states.
+        width, dtype: Of the hidden states.
     """
 
     offsets: tuple[str, ...]
     rotated: int
     width: int
     dtype: torch.dtype
-    family: Any
-    additions: int = 0
 
 
 class PackedProgram(RegionProgram):
@@ -131,16 +120,24 @@ class PackedProgram(RegionProgram):
 
     Args:
         part: The piece.
-        layout: What all packs of the recordings share.
+        layout: What all microbatches of the recordings share.
+        family: The decoder's upstream side: how ranks share a pack, and how angles come.
+        additions: Behind how many of the first layers something is added to the hidden states.
         exact_below: Packs of up to this many tokens on a rank must fill a bucket exactly.
         kernels: Entered around recorded work.
     """
 
     def __init__(
-        self, part: DecoderPart, layout: PackLayout, exact_below: int = 0, kernels: RecordingKernels = nullcontext
+        self,
+        part: DecoderPart,
+        layout: PackLayout,
+        family: Any,
+        additions: int,
+        exact_below: int,
+        kernels: RecordingKernels,
     ) -> None:
-        self.name = part.name
-        self.layout, self._family = layout, layout.family
+        self.name, self.layout, self._family = part.name, layout, family
+        self._additions = tuple(f"addition_{index}" for index in range(additions))
         self._part, self._exact_below, self._kernels = part, exact_below, kernels
 
     def modules(self) -> Sequence[nn.Module]:
@@ -173,7 +170,7 @@ class PackedProgram(RegionProgram):
     def _refuse_shape(self, shape: PackShape, bucket: Bucket) -> Fallback | None:
         layout = self.layout
         known = shape.layout == layout.offsets and shape.rotated == layout.rotated
-        if not known or len(shape.additions) > layout.additions:
+        if not known or len(shape.additions) > len(self._additions):
             return Fallback.OTHER_LAYOUT
         if not layout.offsets:
             return None if shape.rows == bucket else Fallback.OTHER_SHAPES
@@ -262,13 +259,9 @@ class PackedProgram(RegionProgram):
         angles = TensorSpec((rows, sequences, 1, self.layout.rotated), torch.float32)
         return {"angles": angles, "by_place": TensorSpec((1,), torch.bool)}
 
-    @property
-    def _additions(self) -> tuple[str, ...]:
-        return tuple(f"addition_{index}" for index in range(self.layout.additions))
-
     def _padded_additions(self, batch: PackedBatch) -> tuple[Tensor, ...]:
         """Return as many additions as are recorded; those that the batch lacks have no rows, which is zeros."""
-        missing = self.layout.additions - len(batch.additions)
+        missing = len(self._additions) - len(batch.additions)
         return (*batch.additions, *(batch.hidden.detach()[:0],) * missing)
 
 

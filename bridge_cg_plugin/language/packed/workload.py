@@ -38,8 +38,6 @@ from .batch import (
 )
 from .program import SHARED, DecoderCall, DecoderPart, PackedProgram, PackLayout
 
-# What all packs of a recording share: which offsets they have, width of angles, width and type of hidden states.
-Kind = tuple[tuple[str, ...], int, int, torch.dtype]
 # Where every microbatch has a shape of its own, captures would never end.
 MOST_SHAPES = 8
 
@@ -67,14 +65,14 @@ class PackPlan:
     def __init__(self, options: PackedOptions, family: Any, additions: int = 0) -> None:
         self._options, self._family, self._additions = options, family, additions
         self.shapes: list[PackShape | JointShape] = []
-        self._kinds: Counter[Kind] = Counter()
+        self._layouts: Counter[PackLayout] = Counter()
         self._check_buckets()
 
     def observe(self, batch: PackedBatch) -> None:
         """Take a microbatch of the warm-up steps into account."""
         self.shapes.append(batch.shape)
         first = batch.shape.each[0]
-        self._kinds[first.layout, first.rotated, batch.hidden.shape[-1], batch.hidden.dtype] += 1
+        self._layouts[PackLayout(first.layout, first.rotated, batch.hidden.shape[-1], batch.hidden.dtype)] += 1
 
     def buckets(self) -> list[Bucket]:
         """Return the buckets of the capacities that the options name."""
@@ -111,16 +109,16 @@ class PackPlan:
             most=math.inf if self._options.enabled else MOST_SHAPES,
         )
 
-    def kind(self) -> Kind:
+    def layout(self) -> PackLayout:
         """Return what the microbatches that were seen most often share.
 
         Raises:
             ValueError: None was observed.
         """
-        if not self._kinds:
+        if not self._layouts:
             what = "packed microbatch" if self._options.enabled else "microbatch of padded rows"
             raise ValueError(f"no {what} was seen in the warm-up steps, so nothing says how they look")
-        return self._kinds.most_common(1)[0][0]
+        return self._layouts.most_common(1)[0][0]
 
     def additions(self) -> int:
         """Return behind how many layers something is added at most."""
@@ -144,32 +142,23 @@ EVERY_OFFSET = (*OFFSETS, *PADDED_OFFSETS)
 NUMBERS = 7
 
 
-class ShapeExchange:
-    """Gathers the shapes of all ranks of a process group; every rank calls it equally often.
+def joint_shape(group: distributed.ProcessGroup, shape: PackShape | None, state: float) -> JointShape | None:
+    """Return the shapes of all ranks, in an order that is the same on all, or None where one of them runs eager.
+
+    Waits until every rank has come to the same microbatch; all call it equally often.
 
     Args:
         group: A group of a CPU backend.
+        shape: Of this rank's pack; None where it must run eager.
+        state: Stands for what else decides how a microbatch runs. Ranks in different states run eager.
     """
-
-    def __init__(self, group: distributed.ProcessGroup) -> None:
-        self._group = group
-
-    def joint(self, shape: PackShape | None, state: float) -> JointShape | None:
-        """Return the shapes of all ranks, in an order that is the same on all, or None where one of them runs eager.
-
-        Waits until every rank has come to the same microbatch.
-
-        Args:
-            shape: Of this rank's pack; None where it must run eager.
-            state: Stands for what else decides how a microbatch runs. Ranks in different states run eager.
-        """
-        own = torch.tensor([int(state), shape is not None, *_numbers(shape)], dtype=torch.int64)
-        found = [torch.empty_like(own) for _ in range(self._group.size())]
-        distributed.all_gather(found, own, group=self._group)
-        rows = [numbers.tolist() for numbers in found]
-        if any(row[0] != rows[0][0] or not row[1] for row in rows):
-            return None
-        return JointShape(tuple(_shape(row[2:]) for row in rows))
+    own = torch.tensor([int(state), shape is not None, *_numbers(shape)], dtype=torch.int64)
+    found = [torch.empty_like(own) for _ in range(group.size())]
+    distributed.all_gather(found, own, group=group)
+    rows = [numbers.tolist() for numbers in found]
+    if any(row[0] != rows[0][0] or not row[1] for row in rows):
+        return None
+    return JointShape(tuple(_shape(row[2:]) for row in rows))
 
 
 def _numbers(shape: PackShape | None) -> Sequence[int]:
@@ -203,7 +192,7 @@ class PackedWorkload(Workload):
         modules: Names of the parts of layers to record; none are all layers as one region.
         family: The decoder's upstream side.
         host: Host copies of offsets.
-        exchange: Ranks that have other packs and must replay them in the same bucket; None without any.
+        peers: Ranks that have other packs and must replay them in the same bucket; None without any.
         additions: Behind how many layers something is added, seen in warm-up steps or not.
 
     Attributes:
@@ -228,12 +217,12 @@ class PackedWorkload(Workload):
         modules: Sequence[str],
         family: Any,
         host: HostCopies | None = None,
-        exchange: ShapeExchange | None = None,
+        peers: distributed.ProcessGroup | None = None,
         additions: int = 0,
     ) -> None:
         self.options, self.modules, self.family = options, tuple(modules), family
         self.strict = options.strict
-        self.host, self._exchange = host or HostCopies(), exchange
+        self.host, self._peers = host or HostCopies(), peers
         self.plan = PackPlan(options, family, additions)
         self._parts = 0
         if not options.enabled:
@@ -247,7 +236,7 @@ class PackedWorkload(Workload):
             PackedBatchError: The offsets of the pack do not fit each other or its tokens.
         """
         call = self._read(args, kwargs)
-        return call if self._exchange is None else self._together(call, self._exchange)
+        return call if self._peers is None else self._together(call, self._peers)
 
     def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         call = self.family.read(args, kwargs)
@@ -262,12 +251,12 @@ class PackedWorkload(Workload):
             return Call(None, Fallback.CALL_ARGUMENTS, counts=False)
         return Call(batch, None, batch.tokens, note=batch.shape)
 
-    def _together(self, call: Call, exchange: ShapeExchange) -> Call:
+    def _together(self, call: Call, peers: distributed.ProcessGroup) -> Call:
         """Return a call with what it needs to run as on all other ranks, which are at the same microbatch."""
         manager, batch = self.manager, call.batch
         wants = batch is not None and want_gradients((batch.hidden, *batch.additions))
         state = digest(manager.readiness, torch.is_grad_enabled(), wants)
-        joint = exchange.joint(None if batch is None else batch.own_shape, state)
+        joint = joint_shape(peers, None if batch is None else batch.own_shape, state)
         if batch is None:
             return call
         if joint is None:
@@ -313,7 +302,7 @@ class PackedWorkload(Workload):
             return
 
         def take_memory() -> None:
-            _, _, width, dtype = self.plan.kind()
+            _, _, width, dtype = self.plan.layout()
             largest = max(self.buckets or (1,))
             tokens = largest // (self.family.shards * self.family.ranks)
             made.append(exchange.rehearsal(tokens, width, dtype, self.manager.executor.device))
@@ -323,13 +312,13 @@ class PackedWorkload(Workload):
 
     def _digest(self) -> float:
         """Plan; returns a number that stands for the buckets, their order and the slots."""
-        kind, self.named = self.plan.kind(), self.options.named_buckets
+        layout, self.named = self.plan.layout(), self.options.named_buckets
         if self.options.on_demand and not self.outgrown:
             self.demand = self._begin()
         self.outgrown = False
         needs = getattr(self.family.exchange, "needs", None)
         passes = 0 if needs is None else len(needs)
-        return digest(self.manager.slots, kind, passes, *map(str, self._planned()))
+        return digest(self.manager.slots, layout, passes, *map(str, self._planned()))
 
     def _planned(self) -> Sequence[Bucket]:
         """Return the buckets to capture now."""
@@ -361,7 +350,7 @@ class PackedWorkload(Workload):
                     tolerance=FAR if part.counted or part.outputs > 1 else NEAR,
                     exact=not (part.counted or part.outputs > 1) and exact,
                     real_rows=self._real_rows,
-                    standing_in=partial(self._standing_in, part),
+                    standing_in=partial(self.family.standing_in, part),
                     counts=self.family.statistics,
                     # Eager would move scales and quantize weights, which nothing puts back.
                     unproven="" if part.changed is None else "it computes in fp8",
@@ -374,16 +363,14 @@ class PackedWorkload(Workload):
         self._parts = sum(part.site is not None for part in parts)
         regions[0].statistics.static_bytes += shared.nbytes
 
-    def _standing_in(self, part: DecoderPart) -> Any:
-        return self.family.standing_in(part.roots())
-
     def _real_rows(self, batch: PackedBatch) -> Tensor | None:
         family = self.family
         return real_rows(batch, family.ranks, family.rank, family.shards)
 
     def _program(self, part: DecoderPart) -> PackedProgram:
-        layout = PackLayout(*self.plan.kind(), self.family, self.plan.additions() if part.site is None else 0)
-        return PackedProgram(part, layout, EXACT_BELOW, partial(self._kernels, part))
+        additions = self.plan.additions() if part.site is None else 0
+        kernels = partial(self._kernels, part)
+        return PackedProgram(part, self.plan.layout(), self.family, additions, EXACT_BELOW, kernels)
 
     @contextmanager
     def _kernels(self, part: DecoderPart, modules: Sequence[nn.Module]) -> Iterator[None]:

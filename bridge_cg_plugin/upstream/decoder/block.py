@@ -124,9 +124,9 @@ class TransformerBlockFamily:
         self._delta_nets = any(is_delta_net(layer.self_attention) for layer in self._transformer)
         self._chunks = PackChunks()
 
-    def standing_in(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """Be around eager passes over stand-ins for parameters of these modules, wherever they hold parameters."""
-        return current_parameters(modules)
+    def standing_in(self, part: DecoderPart) -> AbstractContextManager[None]:
+        """Be around eager passes over stand-ins for a part's parameters, wherever its modules hold parameters."""
+        return current_parameters(part.roots())
 
     def by_place(self, rows: int, tokens: int, max_seqlens: Mapping[str, int]) -> bool:
         """Return whether a table of angles is taken by the place in a pack.

@@ -17,7 +17,7 @@ from torch import distributed, nn
 from ....announce import announce
 from ....graphs.manager import GraphManager
 from ....graphs.recordings.executor import Executor, Isolated
-from ....language.packed.workload import PackedWorkload, ShapeExchange
+from ....language.packed.workload import PackedWorkload
 from ....options import GraphOptions, PackedOptions, VisionGraphOptions, audio_options, check_options, vision_options
 from ....options.declaration import plain
 from ....options.normalization import held_options
@@ -192,9 +192,7 @@ def _decoder_graphs(
     return graphs_over(
         chunks,
         decoder,
-        PackedWorkload(
-            packed, modules, family, PACK_OFFSETS, _shape_exchange(decoder, experts), _deepstack(chunks, decoder)
-        ),
+        PackedWorkload(packed, modules, family, PACK_OFFSETS, _peers(decoder, experts), _deepstack(chunks, decoder)),
         executor
         or default_executor(
             random_states,
@@ -250,12 +248,12 @@ def _deepstack(chunks: Sequence[nn.Module], decoder: nn.Module) -> int:
     return 0
 
 
-def _shape_exchange(decoder: nn.Module, experts: distributed.ProcessGroup | None) -> ShapeExchange | None:
-    """Return the exchange of shapes between ranks of expert parallelism; None where all have the same packs."""
+def _peers(decoder: nn.Module, experts: distributed.ProcessGroup | None) -> distributed.ProcessGroup | None:
+    """Return the ranks of expert parallelism, to exchange shapes of packs; None where all have the same packs."""
     layers = shared_group(decoder)
     if experts is None or (layers is not None and has_ranks(layers, experts)):
         return None
-    return ShapeExchange(new_group(distributed.get_process_group_ranks(experts), "gloo"))
+    return new_group(distributed.get_process_group_ranks(experts), "gloo")
 
 
 def without_exchanges(decoder: nn.Module, experts: distributed.ProcessGroup | None = None) -> Isolated:
