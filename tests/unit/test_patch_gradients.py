@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from bridge_cg_plugin.upstream.encoders import packed_towers
-from bridge_cg_plugin.upstream.encoders.packed_towers import aligned_linear, is_misaligned
+from bridge_cg_plugin.upstream.encoders.packed_towers import _aligned_forward, _gains_by_alignment
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import patch_gradients, takes_patches
 
 from .towers import assert_close
@@ -75,8 +75,8 @@ TOLERANCE = 1e-6
 @pytest.mark.parametrize("bias", [False, True])
 def test_an_aligned_backward_is_the_linear_layers(outputs, inputs, bias):
     linear, x = nn.Linear(inputs, outputs, bias=bias), torch.randn(20, inputs, requires_grad=True)
-    assert is_misaligned(linear) == (outputs % 8 != 0 or inputs % 8 != 0)
-    found, expected = aligned_linear(x, linear.weight, linear.bias), linear(x)
+    assert _gains_by_alignment(linear) == (outputs % 8 != 0 or inputs % 8 != 0)
+    found, expected = _aligned_forward(linear, x), linear(x)
     assert torch.equal(found, expected)
     wanted, weight = [x, *linear.parameters()], torch.randn(20, outputs)
     gradients = [torch.autograd.grad((y * weight).sum(), wanted) for y in (found, expected)]
@@ -86,7 +86,7 @@ def test_an_aligned_backward_is_the_linear_layers(outputs, inputs, bias):
 def test_an_aligned_backward_computes_what_is_asked_for():
     linear, x = nn.Linear(7, 13), torch.randn(4, 7)
     linear.weight.requires_grad = False
-    aligned_linear(x, linear.weight, linear.bias).sum().backward()
+    _aligned_forward(linear, x).sum().backward()
     assert linear.weight.grad is None and torch.equal(linear.bias.grad, torch.full((13,), 4.0))
 
 

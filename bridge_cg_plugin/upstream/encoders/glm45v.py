@@ -21,7 +21,8 @@ from .packed_towers import (
     frame_segments,
     held_as,
     joint_attention,
-    rotation_at,
+    places,
+    rotation,
     tower_family,
 )
 
@@ -42,7 +43,7 @@ class Glm45VEncoder(TowerEncoder):
         # Upstream counts padding to an image behind the last one, here one of one patch.
         shapes = functional.pad(grid, (0, 0, 0, 1), value=1)
         hidden = model.embeddings(hidden, segments.offsets.diff(), shapes, positions.row, positions.column)
-        rotated = rotation_at(model, positions)
+        rotated = rotation(model, places(positions))
         for block in model.blocks:
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotated)
         hidden = self._merged(model.post_layernorm(hidden))

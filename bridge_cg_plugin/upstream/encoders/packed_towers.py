@@ -198,11 +198,6 @@ def has_kernels(tensor: Tensor) -> bool:
     return tensor.is_cuda and kernels_available()
 
 
-def rotation_at(model: UpstreamModule, positions: TokenPositions) -> Rotation:
-    """Return the rotation of tokens by their row and column; see `rotation`."""
-    return rotation(model, places(positions))
-
-
 def places(positions: TokenPositions) -> Tensor:
     """Return tokens' rows and columns, `[tokens, 2]`."""
     return torch.stack((positions.row, positions.column), dim=-1)
@@ -228,7 +223,8 @@ def aligned_backward(modules: Sequence[nn.Module]) -> AbstractContextManager[Non
 def _gains_by_alignment(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or not as_shipped(module, "forward"):
         return False
-    return is_misaligned(module) or (module.bias is not None and has_kernels(module.weight))
+    misaligned = any(size % ALIGNMENT for size in module.weight.shape)
+    return misaligned or (module.bias is not None and has_kernels(module.weight))
 
 
 def rmsnorm_backward(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
@@ -281,33 +277,20 @@ def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
 def _aligned_forward(linear: nn.Linear, x: Tensor) -> Tensor:
     if x.dim() != 2 or torch.is_autocast_enabled(x.device.type):
         return functional.linear(x, linear.weight, linear.bias)
-    return aligned_linear(x, linear.weight, linear.bias)
+    out: Tensor = _AlignedBackward.apply(x, linear.weight, linear.bias)
+    return out
 
 
 ALIGNMENT = 8  # elements of 2 bytes in the 16 that kernels load at once
 
 
-def is_misaligned(linear: nn.Linear) -> bool:
-    """Whether a side of the weight is no multiple of `ALIGNMENT`."""
-    return any(size % ALIGNMENT for size in linear.weight.shape)
-
-
-def aligned_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `x @ weight.T + bias` as PyTorch computes it; the backward multiplies matrices of aligned sizes.
+class _AlignedBackward(Function):
+    """`x @ weight.T + bias` as PyTorch computes it; the backward multiplies matrices of aligned sizes.
 
     Matrix libraries have no fast kernels for rows that begin at odd places: Qwen2.5-VL's MLP is 3420 wide, and its
     products take twice as long as those of 3424. Zeros up to the next multiple change no sum but its order.
-
-    Args:
-        x: `[tokens, inputs]`.
-        weight: `[outputs, inputs]`.
-        bias: `[outputs]`.
     """
-    out: Tensor = _AlignedBackward.apply(x, weight, bias)
-    return out
 
-
-class _AlignedBackward(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)

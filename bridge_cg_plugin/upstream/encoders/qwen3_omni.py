@@ -40,11 +40,12 @@ from .packed_towers import (
     frame_segments,
     held_as,
     joint_attention,
+    places,
     projections,
     refuse_unusual,
     result,
     returns_an_object,
-    rotation_at,
+    rotation,
     tower_family,
 )
 
@@ -61,12 +62,12 @@ class Qwen3OmniEncoder(TowerEncoder):
         positions = token_positions(grid, bucket.tokens, self.merge)
         hidden = model.patch_embed(buffers["pixels"])
         hidden = hidden + self._embeddings(positions, buffers["grid"]).to(hidden.dtype)
-        rotated = rotation_at(model, positions)
-        deepstack, places = [], list(model.deepstack_visual_indexes)
+        rotated = rotation(model, places(positions))
+        deepstack, taken = [], list(model.deepstack_visual_indexes)
         for index, block in enumerate(model.blocks):
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotated)
-            if index in places:
-                deepstack.append(model.deepstack_merger_list[places.index(index)](hidden))
+            if index in taken:
+                deepstack.append(model.deepstack_merger_list[taken.index(index)](hidden))
         return model.merger(hidden), *deepstack, hidden
 
     def _embeddings(self, positions: TokenPositions, guarded: Tensor) -> Tensor:
@@ -106,15 +107,15 @@ TOKENS = -(-CHUNK_FRAMES // STRIDE)  # of a full chunk
 ROOM = round_up(TOKENS, 16)
 
 
-def chunks_of(length: int) -> int:
-    """Return the chunks of a clip of so many frames."""
-    return -(-length // CHUNK_FRAMES)
+def chunks_of[Length: (int, Tensor)](length: Length) -> Length:
+    """Return the chunks of a clip of so many frames, or of each of several."""
+    return (length + CHUNK_FRAMES - 1) // CHUNK_FRAMES
 
 
-def tokens_of(length: int) -> int:
-    """Return the tokens of a clip of so many frames."""
-    full, rest = divmod(length, CHUNK_FRAMES)
-    return full * TOKENS + -(-rest // STRIDE)
+def tokens_of[Length: (int, Tensor)](length: Length) -> Length:
+    """Return the tokens of a clip of so many frames, or of each of several."""
+    rest = (length % CHUNK_FRAMES + STRIDE - 1) // STRIDE
+    return length // CHUNK_FRAMES * TOKENS + rest
 
 
 def chunk_frames(lengths: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
@@ -127,7 +128,7 @@ def chunk_frames(lengths: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
     Returns:
         `[chunks, frames]` int64 numbers of frames, and `[chunks, frames]` bool whether there is one; zero where not.
     """
-    clip, inside, exists = owners(_counts(lengths), chunks)
+    clip, inside, exists = owners(chunks_of(lengths), chunks)
     frame = inside[:, None] * CHUNK_FRAMES + torch.arange(CHUNK_FRAMES, device=lengths.device)
     valid = exists[:, None] & (frame < lengths[clip][:, None])
     start = (lengths.cumsum(0) - lengths)[clip]
@@ -141,8 +142,8 @@ def token_places(lengths: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
         `[chunks * tokens]` int64, for every attending token its place among the convolutions', with padding behind; and
         the inverse.
     """
-    clip, inside, exists = owners(_counts(lengths), chunks)
-    tokens = _tokens(lengths)
+    clip, inside, exists = owners(chunks_of(lengths), chunks)
+    tokens = tokens_of(lengths)
     ends = tokens.cumsum(0)
     start = inside * TOKENS
     # Of each chunk: tokens before it in the batch, and its own.
@@ -165,20 +166,11 @@ def window_ends(lengths: Tensor, windows: int, window: int) -> Tensor:
         windows: How many there are at most; see `most_windows`.
         window: Chunks that attend to each other.
     """
-    counts = -(-_counts(lengths) // window)
+    counts = -(-chunks_of(lengths) // window)
     clip, inside, exists = owners(counts, windows)
     full = window * TOKENS
-    left = _tokens(lengths)[clip] - inside * full
+    left = tokens_of(lengths)[clip] - inside * full
     return offsets_of(torch.where(exists, left.clamp(max=full), 0))
-
-
-def _counts(lengths: Tensor) -> Tensor:
-    return (lengths + CHUNK_FRAMES - 1) // CHUNK_FRAMES
-
-
-def _tokens(lengths: Tensor) -> Tensor:
-    rest = (lengths % CHUNK_FRAMES + STRIDE - 1) // STRIDE
-    return lengths // CHUNK_FRAMES * TOKENS + rest
 
 
 EXAMPLE = (1, 1, CHUNK_FRAMES)  # a clip
