@@ -432,8 +432,7 @@ def _per_token(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _is_qwen(layer: UpstreamModule) -> bool:
-    qwen = sys.modules.get(QWEN_ATTENTION)
-    return qwen is not None and isinstance(layer.self_attention, qwen.Qwen3VLSelfAttention)
+    return isinstance(layer.self_attention, getattr(sys.modules.get(QWEN_ATTENTION), "Qwen3VLSelfAttention", ()))
 
 
 def _is_identity(module: nn.Module) -> bool:

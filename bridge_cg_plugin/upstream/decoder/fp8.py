@@ -34,12 +34,10 @@ class _Held:
 
     Args:
         what: Is said of those that hold something else.
-        noted: Returns what is kept of a value.
-        is_there: Whether a value is still what was noted.
     """
 
-    def __init__(self, what: str, noted: Callable[[Any], Any], is_there: Callable[[Any, Any], bool]) -> None:
-        self._what, self._noted, self._is_there = what, noted, is_there
+    def __init__(self, what: str) -> None:
+        self._what = what
         self.entries: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
 
     def note(self, entries: Iterable[tuple[dict[str, Any], str]]) -> None:
@@ -60,17 +58,16 @@ class _Held:
     def _are_there(self, entries: Iterable[tuple[dict[str, Any], str, Any]]) -> bool:
         return all(self._is_there(table.get(key), noted) for table, key, noted in entries)
 
+    def _noted(self, value: Any) -> Any:
+        """Return what is kept of a value: the object itself."""
+        return value
 
-def _the_same(what: str) -> _Held:
-    """Return what notes objects themselves."""
-    return _Held(what, lambda value: value, operator.is_)
+    # Whether a value is still what was noted; asked of all entries in every microbatch.
+    _is_there: Callable[[Any, Any], bool] = staticmethod(operator.is_)
 
 
-class QuantizedParameters(_Held):
+class _QuantizedParameters(_Held):
     """Where parameters in fp8 have their values."""
-
-    def __init__(self) -> None:
-        super().__init__("parameters in fp8 lie elsewhere than earlier recordings read", _addresses, _lies_at)
 
     def keep(self, modules: Sequence[nn.Module]) -> None:
         """Note where these modules' parameters in fp8, too, have their values.
@@ -87,18 +84,16 @@ class QuantizedParameters(_Held):
             if COLUMNS in addresses and vars(table[name]).get(STALE):
                 complete(table[name])
 
+    def _noted(self, value: Any) -> dict[str, int]:
+        """Return the addresses of what a parameter's tensor holds, by their names there."""
+        held = {name: vars(value).get(name) for name in (*WITH_ONE_SCALE, *WITH_SCALES)}
+        return {name: tensor.data_ptr() for name, tensor in held.items() if isinstance(tensor, Tensor)}
 
-def _addresses(parameter: object) -> dict[str, int]:
-    """Return the addresses of what a parameter's tensor holds, by their names there."""
-    held = {name: vars(parameter).get(name) for name in (*WITH_ONE_SCALE, *WITH_SCALES)}
-    return {name: value.data_ptr() for name, value in held.items() if isinstance(value, Tensor)}
-
-
-def _lies_at(parameter: object, addresses: dict[str, int]) -> bool:
-    held = {} if parameter is None else vars(parameter)
-    found = (held.get(name) for name in addresses)
-    pairs = zip(found, addresses.values(), strict=True)
-    return all(value is not None and value.data_ptr() == address for value, address in pairs)
+    @staticmethod
+    def _is_there(value: Any, noted: dict[str, int]) -> bool:
+        held = {} if value is None else vars(value)
+        pairs = zip(map(held.get, noted), noted.values(), strict=True)
+        return all(tensor is not None and tensor.data_ptr() == address for tensor, address in pairs)
 
 
 def is_quantized(parameter: object) -> bool:
@@ -171,9 +166,9 @@ class QuantizedWeights:
         self._roots, self._config = roots, config
         # Of all states of the model that were recorded.
         self._linear: dict[UpstreamModule, None] = {}
-        self._copies = _the_same("weights have other quantized copies than earlier recordings write")
-        self._scales = _the_same("scales lie elsewhere than earlier recordings read")
-        self._parameters = QuantizedParameters()
+        self._copies = _Held("weights have other quantized copies than earlier recordings write")
+        self._scales = _Held("scales lie elsewhere than earlier recordings read")
+        self._parameters = _QuantizedParameters("parameters in fp8 lie elsewhere than earlier recordings read")
 
     def changed(self) -> bool:
         """Return whether eager would quantize now, and note in the modules that a replay does."""

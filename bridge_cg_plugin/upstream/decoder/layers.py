@@ -241,8 +241,7 @@ HELD = "_cp1"
 
 def is_mamba(layer: nn.Module) -> bool:
     """Whether this is one of megatron-core's Mamba layers."""
-    module = sys.modules.get(LAYER.module)
-    return module is not None and isinstance(layer, module.MambaLayer)
+    return isinstance(layer, getattr(sys.modules.get(LAYER.module), "MambaLayer", ()))
 
 
 def check_mamba_layer(layer: UpstreamModule) -> None:
@@ -289,8 +288,7 @@ def current_parameters(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _is_mixer(module: nn.Module) -> bool:
-    core = sys.modules.get(MIXER.module)
-    return core is not None and type(module) is core.MambaMixer
+    return type(module) is getattr(sys.modules.get(MIXER.module), "MambaMixer", None)
 
 
 DELTA_NET = seam("delta_net_layers")
@@ -301,8 +299,7 @@ FLA, FLA_INDEX = "fla.", "fla.ops.utils.index"
 
 def is_delta_net(module: nn.Module) -> bool:
     """Whether this is megatron-core's gated delta net, which takes the place of a layer's attention."""
-    core = sys.modules.get(DELTA_NET.module)
-    return core is not None and type(module) is getattr(core, DELTA_NET.target)
+    return type(module) is getattr(sys.modules.get(DELTA_NET.module), DELTA_NET.target, None)
 
 
 def delta_net_refusal(config: Any, packs: bool) -> str | None:
