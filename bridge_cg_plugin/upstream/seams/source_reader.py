@@ -17,19 +17,13 @@ DEPTH = 12
 OURS = ("megatron", "transformer_engine")
 
 
-def relative_paths(module: str) -> tuple[str, str]:
-    """Return the two places a module's source can have below a folder of packages."""
-    base = module.replace(".", "/")
-    return f"{base}.py", f"{base}/__init__.py"
-
-
 def from_folders(folders: Sequence[Path | zipfile.Path]) -> ReadModule:
     """Return a reader that looks in folders or archives, as Python looks in sys.path."""
 
     def read(module: str) -> tuple[str, bool] | None:
+        base = module.replace(".", "/")
         for folder in folders:
-            for relative in relative_paths(module):
-                path = folder / relative
+            for path in (folder / f"{base}.py", folder / f"{base}/__init__.py"):
                 if path.is_file():
                     return path.read_text(encoding="utf-8"), path.name == "__init__.py"
         return None

@@ -66,13 +66,6 @@ _TOWERS = seams_of(
         "a model that holds its encoder under another name than vision_model trains with vision graphs",
     ),
 )
-_STEP = seams_of(
-    GRAPHS,
-    train_step=patched(
-        f"{TRAIN}:train_step(model, global_state)",
-        "steps are counted; a train loop without vision graphs gets them here",
-    ),
-)
 _LOOP = seams_of(
     GRAPHS,
     train_end=patched(f"{TRAIN}:_delete_cuda_graphs", "graphs are reported and freed when training ends"),
@@ -80,6 +73,10 @@ _LOOP = seams_of(
         f"{TRAIN}:train",
         "the loop looks these functions up in its module, so replacing them there reaches it",
         *("train_step", "training_log(", "_delete_cuda_graphs("),
+    ),
+    train_step=patched(
+        f"{TRAIN}:train_step(model, global_state)",
+        "steps are counted; a train loop without vision graphs gets them here",
     ),
 )
 _CHECKS = seams_of(
@@ -294,7 +291,7 @@ _ROTARY = seams_of(
     ),
 )
 SEAMS = (
-    *(*_LOOP_VISION, *_REPORTS, *_TOWERS, *_STEP, *_LOOP, *_CHECKS, *_CONFIG, *_STATE, *_steps(), *_BATCHES),
+    *(*_LOOP_VISION, *_REPORTS, *_TOWERS, *_LOOP, *_CHECKS, *_CONFIG, *_STATE, *_steps(), *_BATCHES),
     *(*_COPIES, *_RECIPES, *_PERFORMANCE, *_LOOPS),
     *(seam for model in WITH_ENCODERS for seam in (*field_seams(*model[:2]), *_config(model))),
     *(seam for model in LANGUAGE_MODELS for seam in field_seams(*model, "packed-sequence options")),

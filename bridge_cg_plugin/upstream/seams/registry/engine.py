@@ -27,19 +27,6 @@ _READ_FROM_ENVIRONMENT = tuple(
     tuple(f"{name} = int({read}('{variable}', '1'))" for read in ("os.environ.get", "os.getenv"))
     for name, variable in (("use_fused_attention", "NVTE_FUSED_ATTN"), ("use_flash_attention", "NVTE_FLASH_ATTN"))
 )
-_LAYERS = seams_of(
-    F.PACKED,
-    layer_attention=replayed(
-        f"{TRANSFORMER_LAYER}._forward_attention",
-        "the attention part of a layer replays a graph",
-        takes="hidden_states attention_mask context rotary_pos_emb packed_seq_params",
-    ),
-    layer_mlp=replayed(f"{TRANSFORMER_LAYER}._forward_mlp(hidden_states)", "the MLP part of a layer replays a graph"),
-    layer_parts=read(
-        f"{TRANSFORMER_LAYER}[input_layernorm, self_attention, pre_mlp_layernorm, mlp, layer_number, config]",
-        "the modules whose parameters a layer's region owns",
-    ),
-)
 _VISION = seams_of(
     F.VISION_QWEN3_VL,
     layer_residuals=swapped(
@@ -92,6 +79,16 @@ _VISION = seams_of(
         "attention_backend is known by the variables that it is written into",
         "NVTE_FUSED_ATTN",
     ),
+    layernorm_backward=swapped(
+        f"{TE_LAYERNORM_LINEAR}:_LayerNormLinear.backward",
+        "vision_cuda_graph_kernels=fast has a kernel of its own for what it calls",
+        "tex.layernorm_bwd(dgrad, inputmat, mu, rsigma, ln_weight,",
+    ),
+    layernorm_operation=swapped(
+        f"{TE_LAYERNORM}:LayerNorm.op_backward",
+        "what it calls is the plugin's kernel, too",
+        "layernorm_bwd(dy, x, means, rstdevs, w,",
+    ),
 )
 _SEGMENTS = seams_of(
     (F.VISION_QWEN3_VL, F.PACKED),
@@ -101,7 +98,7 @@ _SEGMENTS = seams_of(
         has="qkv_format cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv",
     ),
 )
-_DATA_PARALLEL = seams_of(
+_PARALLEL = seams_of(
     GRAPHS,
     parameter_gather=read(
         f"{DDP}[param_to_bucket_group, remove_forward_pre_hook_handles, ddp_config]",
@@ -133,26 +130,10 @@ _DATA_PARALLEL = seams_of(
         "how parameters are gathered",
         has="align_param_gather overlap_param_gather overlap_grad_reduce use_megatron_fsdp",
     ),
-)
-_MICROBATCHES = seams_of(
-    GRAPHS,
     microbatches=called(
         f"{CORE}.num_microbatches_calculator:get_num_microbatches",
         "bounds the slots: how many microbatches a step has, and the largest one of a schedule of batch sizes",
         "_GLOBAL_NUM_MICROBATCHES_CALCULATOR.get()",
-    ),
-)
-_FAST = seams_of(
-    F.VISION_QWEN3_VL,
-    layernorm_backward=swapped(
-        f"{TE_LAYERNORM_LINEAR}:_LayerNormLinear.backward",
-        "vision_cuda_graph_kernels=fast has a kernel of its own for what it calls",
-        "tex.layernorm_bwd(dgrad, inputmat, mu, rsigma, ln_weight,",
-    ),
-    layernorm_operation=swapped(
-        f"{TE_LAYERNORM}:LayerNorm.op_backward",
-        "what it calls is the plugin's kernel, too",
-        "layernorm_bwd(dy, x, means, rstdevs, w,",
     ),
 )
 _OFFLOAD = seams_of(
@@ -296,12 +277,9 @@ _FULL_ITERATION = seams_of(
         "layers on graphs, over packs with documents that the device finds",
     ),
 )
-_STATES = seams_of(
+_RANDOM_STATES = seams_of(
     (F.PACKED, F.FULL_ITERATION, F.VISION_QWEN3_VL),
     random_states=called(f"{RANDOM}:get_all_rng_states", "a capture knows the generators that dropout draws from"),
-)
-_FORKS = seams_of(
-    (F.PACKED, F.FULL_ITERATION, F.VISION_QWEN3_VL),
     random_state_forks=swapped(
         f"{RANDOM}:CudaRNGStatesTracker.fork(name)",
         "recorded work that draws nothing runs where random states are none that a graph can use",
@@ -325,6 +303,16 @@ _PACKED = seams_of(
         "layers without graphs of megatron-core's own run their forward",
         "self.cuda_graphs",
     ),
+    layer_attention=replayed(
+        f"{TRANSFORMER_LAYER}._forward_attention",
+        "the attention part of a layer replays a graph",
+        takes="hidden_states attention_mask context rotary_pos_emb packed_seq_params",
+    ),
+    layer_mlp=replayed(f"{TRANSFORMER_LAYER}._forward_mlp(hidden_states)", "the MLP part of a layer replays a graph"),
+    layer_parts=read(
+        f"{TRANSFORMER_LAYER}[input_layernorm, self_attention, pre_mlp_layernorm, mlp, layer_number, config]",
+        "the modules whose parameters a layer's region owns",
+    ),
 )
 _PACKED_ROTARY = seams_of(
     (F.PACKED_ATTENTION, F.PACKED_HYBRIDS),
@@ -339,9 +327,6 @@ _PACKED_ROTARY = seams_of(
         ("freqs.size(0) == ", "freqs.size(0) > max_seqlen"),
         ("_get_thd_freqs_on_this_cp_rank(cp_rank, cp_size, x, freqs)", "freq_pos = freq_pos + global_seq_start"),
     ),
-)
-_OFFSETS = seams_of(
-    (F.PACKED_ATTENTION, F.PACKED_HYBRIDS),
     host_offsets=patched(
         f"{GPT_STEP}:get_batch_from_iterator(data_iterator)",
         "replays know how a batch is packed without waiting for the device",
@@ -526,9 +511,9 @@ _HYBRIDS = seams_of(
     ),
 )
 SEAMS = (
-    *(*_BETWEEN, *_ROTARY, *_LENGTH, *_FULL_ITERATION, *_STATES, *_FORKS),
-    *(*_PACKED, *_PACKED_ROTARY, *_OFFSETS, *_DECODER, *_BLOCK, *_QWEN3_VL, *_LENGTHS, *_EXPERTS, *_EXPERTS_INSIDE),
+    *(*_BETWEEN, *_ROTARY, *_LENGTH, *_FULL_ITERATION, *_RANDOM_STATES),
+    *(*_PACKED, *_PACKED_ROTARY, *_DECODER, *_BLOCK, *_QWEN3_VL, *_LENGTHS, *_EXPERTS, *_EXPERTS_INSIDE),
     *(*_FP8, *_HYBRIDS),
-    *(*_LAYERS, *_VISION, *_SEGMENTS, *_DATA_PARALLEL, *_MICROBATCHES, *_FAST, *_OFFLOAD, *_HEAD_NORMS, *_EVERY),
+    *(*_VISION, *_SEGMENTS, *_PARALLEL, *_OFFLOAD, *_HEAD_NORMS, *_EVERY),
     *_UNPACKED,
 )
