@@ -322,17 +322,14 @@ class ActivationStore(Packing):
                 for source in self._inventory.seen[place].sources:
                     self._bring(source)
                 self._grow(place)
-                self._rebuild(self._saved[place])
+                saved = self._saved[place]
+                if saved.rebuilding is None:
+                    raise CaptureError(f"storage {place} was recomputed before")
+                saved.storage, saved.rebuilding = rebuilt(*saved.rebuilding), None
             else:
                 self._load(place)
         if place in self._arriving:
             self._arrive(place)
-
-    @staticmethod
-    def _rebuild(saved: SavedStorage) -> None:
-        if saved.rebuilding is None:
-            raise CaptureError(f"storage {saved.place} was recomputed before")
-        saved.storage, saved.rebuilding = rebuilt(*saved.rebuilding), None
 
     def _fetch(self) -> None:
         """Begin to copy back what is used next, as far as there is room."""

@@ -310,7 +310,7 @@ class TransformerBlockFamily:
     def _run_block(self, pack: RecordedPack) -> tuple[Tensor]:
         visual = dict(zip(VISUAL, (None, pack.additions), strict=True)) if pack.additions else {}
         indexed = pack.hidden.shape[0] * self.shards * self.ranks if self._mamba else 0
-        params = packed_params(pack.offsets, pack.longest, indexed) if pack.offsets else None
+        params = packed_params(pack, indexed) if pack.offsets else None
         with computing_inside(partial(self._computing, pack)):
             output = self._forward(
                 hidden_states=pack.hidden,

@@ -47,41 +47,33 @@ ROUTER_EFFECTS = (
 STATEFUL_BALANCING = ("sinkhorn", "quantile_balancing")
 
 
-def packed_params(offsets: Mapping[str, Tensor], longest: int, indexed: int = 0) -> Any:
-    """Return megatron-core's metadata of a pack.
+def packed_params(pack: RecordedPack, indexed: int = 0) -> Any:
+    """Return megatron-core's metadata of a pack. The longest document's length is a number: nothing reads the device.
 
     Args:
-        offsets: `cu_seqlens` by name, each `[documents + 1]` int32.
-        longest: Bound of a document's length in tokens; a plain integer, so nothing reads the device.
-        indexed: Tokens of the pack where Mamba layers want every token's document, which upstream finds by reading the
+        pack: The pack.
+        indexed: Its tokens where Mamba layers want every token's document, which upstream finds by reading the
             device; 0 is none.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    offsets, longest = pack.offsets, dict.fromkeys(MAX_SEQLENS, pack.longest)
     indices = document_indices(offsets.get(PADDED_OFFSETS[0], offsets[OFFSETS[0]]), indexed) if indexed else None
-    return PackedSeqParams(qkv_format="thd", **offsets, **dict.fromkeys(MAX_SEQLENS, longest), seq_idx=indices)
+    return PackedSeqParams(qkv_format="thd", **offsets, **longest, seq_idx=indices)
 
 
 def attention_part(layer: UpstreamModule) -> DecoderPart:
     """Return a layer's attention with its norm and residual as a piece."""
-    attend = _attention(layer)
-
-    def run(pack: RecordedPack) -> tuple[Tensor]:
-        return (attend(pack),)
-
-    name = f"packed_attention_{layer.layer_number}"
-    return DecoderPart(name, layer, ATTENTION, run, CallSite(layer, "_forward_attention", _attention_answer))
+    attend, name = _attention(layer), f"packed_attention_{layer.layer_number}"
+    site = CallSite(layer, "_forward_attention", _attention_answer)
+    return DecoderPart(name, layer, ATTENTION, lambda pack: (attend(pack),), site)
 
 
 def mlp_part(layer: UpstreamModule) -> DecoderPart:
     """Return a dense layer's MLP with its norm and residual as a piece."""
-    forward = layer._forward_mlp
-
-    def run(pack: RecordedPack) -> tuple[Tensor]:
-        return (forward(pack.hidden),)
-
-    name = f"packed_mlp_{layer.layer_number}"
-    return DecoderPart(name, layer, ("pre_mlp_layernorm", "mlp"), run, CallSite(layer, "_forward_mlp"))
+    forward, name = layer._forward_mlp, f"packed_mlp_{layer.layer_number}"
+    site = CallSite(layer, "_forward_mlp")
+    return DecoderPart(name, layer, ("pre_mlp_layernorm", "mlp"), lambda pack: (forward(pack.hidden),), site)
 
 
 def attention_and_router_part(layer: UpstreamModule) -> DecoderPart:
@@ -110,21 +102,16 @@ def router_part(layer: UpstreamModule) -> DecoderPart:
         OptionError: The router is of a kind that was not looked at, or changes its input at random.
     """
     route, follower, count = _routing(layer, 0)
-    norm = getattr(layer, NORM)
-
-    def run(pack: RecordedPack) -> tuple[Tensor, ...]:
-        return route(norm(pack.hidden))
-
-    name = f"packed_router_{layer.layer_number}"
-    return DecoderPart(name, layer, ROUTER, run, CallSite(layer, NORM, followers=(follower,)), count)
+    norm, name = getattr(layer, NORM), f"packed_router_{layer.layer_number}"
+    site = CallSite(layer, NORM, followers=(follower,))
+    return DecoderPart(name, layer, ROUTER, lambda pack: route(norm(pack.hidden)), site, count)
 
 
 def _attention(layer: UpstreamModule) -> Callable[[RecordedPack], Tensor]:
     forward = layer._forward_attention
 
     def attend(pack: RecordedPack) -> Tensor:
-        params = packed_params(pack.offsets, pack.longest)
-        calls = {"hidden_states": pack.hidden, "rotary_pos_emb": pack.angles, "packed_seq_params": params}
+        calls = {"hidden_states": pack.hidden, "rotary_pos_emb": pack.angles, "packed_seq_params": packed_params(pack)}
         attended: Tensor = forward(attention_mask=None, **calls)[0]
         return attended
 
@@ -267,7 +254,7 @@ def mamba_part(layer: nn.Module, parts: int) -> DecoderPart:
     forward: Callable[..., Any] = layer.forward
 
     def run(pack: RecordedPack) -> tuple[Tensor]:
-        params = packed_params(pack.offsets, pack.longest, pack.hidden.shape[0] * parts)
+        params = packed_params(pack, pack.hidden.shape[0] * parts)
         return (forward(hidden_states=pack.hidden, packed_seq_params=params),)
 
     return DecoderPart(f"packed_mamba_{layer.layer_number}", layer, (), run, CallSite(layer, "forward"))
@@ -411,7 +398,8 @@ def check_exchange(config: Any) -> None:
             f"Transformer Engine {version} computes wrong attention under context parallelism, eager too, where only "
             "the last document of a pack is padded. Install 2.18 or newer, or give every document padding"
         )
-    wanted = exchanges(config) & {HEADS, HEADS_AND_RING}
+    named = config.cp_comm_type or ()  # of each layer, or of all
+    wanted = {HEADS, HEADS_AND_RING}.intersection({named} if isinstance(named, str) else named)
     if not wanted or orders_on_device():
         return
     raise OptionError(
@@ -420,12 +408,6 @@ def check_exchange(config: Any) -> None:
         f"p2p with {MAX_PACKED_SEQS} and Transformer Engine {version}",
         f"This release reads a pack's offsets on the host. Set it to p2p, or install Transformer Engine {FIRST}.",
     )
-
-
-def exchanges(config: Any) -> set[str]:
-    """Return the ways in which layers exchange keys and values; empty is upstream's default."""
-    named = getattr(config, "cp_comm_type", None) or ()
-    return {named} if isinstance(named, str) else set(named)
 
 
 def orders_on_device() -> bool:
