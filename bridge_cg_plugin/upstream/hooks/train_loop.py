@@ -24,7 +24,7 @@ from ...graphs.reports import (
     render_steps,
 )
 from ...options.graph_options import asks_for_graphs, asks_for_packed_graphs
-from ..parallel.watchdog import WATCHDOG, several_ranks, timeout_s
+from ..parallel.watchdog import WATCHDOG, several_ranks
 from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
 from ..wrappers import chunks_of, unwrapped
@@ -79,8 +79,8 @@ def _with_steps(old: Callable[..., Any]) -> Callable[..., Any]:
         driver = LOOPS.bridges_driver(chunks_of(argument("model", args, kwargs)), state.cfg.model)
         with ExitStack() as stack:
             if several_ranks() and asks_for_graphs(state.cfg.model):
-                step = f"step {state.train_state.step + 1}"
-                stack.enter_context(WATCHDOG.during(step, timeout_s(state.cfg)))
+                step, limit_s = f"step {state.train_state.step + 1}", 60.0 * state.cfg.dist.distributed_timeout_minutes
+                stack.enter_context(WATCHDOG.during(step, limit_s))
             if driver is not None:
                 stack.enter_context(driver.step())
             return old(*args, **kwargs)

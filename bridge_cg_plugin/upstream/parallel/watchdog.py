@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import distributed
@@ -146,16 +145,6 @@ def _report(message: str) -> None:
 
 
 WATCHDOG = Watchdog(end_process)
-
-
-def timeout_s(config: Any) -> float:
-    """Return the time-out of a run's process groups in seconds.
-
-    Args:
-        config: Bridge's `ConfigContainer`.
-    """
-    minutes: float = config.dist.distributed_timeout_minutes
-    return 60.0 * minutes
 
 
 def several_ranks() -> bool:
