@@ -32,8 +32,6 @@ ATTENTION = "Glm4vVisionAttention"
 class Glm45VEncoder(TowerEncoder):
     """Everything from patches to merged embeddings of `Glm4vVisionModel`. Every frame is an image of its own."""
 
-    title = "GLM-4.5V"
-
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Outputs: embeddings `[tokens / merge**2, width]`; what they are made from."""
         model, grid = self.model, images(buffers["grid"])

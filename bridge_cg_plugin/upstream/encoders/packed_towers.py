@@ -4,10 +4,10 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -107,19 +107,7 @@ class TowerEncoder(GridEncoder):
     """Hugging Face's encoder of images of any size, in one region; see `GridEncoder`.
 
     Layers get `PackedSegments` where upstream passes `cu_seqlens`; `kernels` must let attention take them.
-
-    Attributes:
-        title: The encoder's name, for messages.
-
-    Raises:
-        OptionError: See `refuse_unusual`.
     """
-
-    title: ClassVar[str]
-
-    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
-        super().__init__(model, exact_below, kernels)
-        refuse_unusual(model, self.title, self.weight())
 
     def read(self, grids: HostGrids, hidden_states: Tensor, grid_thw: Tensor, **others: Any) -> Call:
         """See `Encoder`."""
@@ -398,14 +386,24 @@ def attending(attention: str, forward: AttentionForward) -> RecordingKernels:
     return lambda modules: forwards_replaced(modules, forward, wanted)
 
 
-def tower_family(attention: str, forward: AttentionForward, **others: Any) -> EncoderFamily:
-    """Return the family of Hugging Face's encoder of images of any size.
+def tower_family(
+    attention: str, forward: AttentionForward, *, name: str, encoder: type[TowerEncoder], **others: Any
+) -> EncoderFamily:
+    """Return the family of Hugging Face's encoder of images of any size; it refuses what `refuse_unusual` does.
 
     Args:
         attention: Name of its class of attention.
         forward: Called in the place of attention's; see `attending`.
+        name: Of the encoder, for messages.
+        encoder: Its class.
         others: See `EncoderFamily`.
     """
+
+    def made(model: UpstreamModule, *args: Any, **kwargs: Any) -> TowerEncoder:
+        found = encoder(model, *args, **kwargs)
+        refuse_unusual(model, name, found.weight())
+        return found
+
     other = partial(OtherAttention, replaces="PyTorch's", rounds_as_eager=False)
     common: dict[str, Any] = {
         "kernels": attending(attention, forward),
@@ -414,7 +412,7 @@ def tower_family(attention: str, forward: AttentionForward, **others: Any) -> En
         "flash_attention": other(_attending_by("_by_flash", lambda: True), flash_attention_refusal),
         "known_activations": known_activations,
     }
-    return EncoderFamily(**common | others)
+    return EncoderFamily(name=name, encoder=made, **common | others)
 
 
 def projections(attention: UpstreamModule, hidden_states: Tensor, *names: str) -> tuple[Tensor, ...]:

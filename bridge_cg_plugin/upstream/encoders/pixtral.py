@@ -54,8 +54,6 @@ class PixtralEncoder(TowerEncoder):
     eager computes them, and the region's own convolution has the backward alone.
     """
 
-    title = "Ministral 3"
-
     def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
         super().__init__(model, exact_below, kernels)
         self.unit, self._side = EMBEDDING, model.config.patch_size

@@ -26,9 +26,10 @@ from .packed_towers import (
 
 
 class Qwen25VLEncoder(TowerEncoder):
-    """Everything from patches to merged embeddings of Hugging Face's `Qwen2_5_VisionTransformerPretrainedModel`."""
+    """Everything from patches to merged embeddings of `Qwen2_5_VisionTransformerPretrainedModel`.
 
-    title = "Qwen2.5-VL"
+    `Qwen2_5OmniVisionEncoder` differs in attention alone.
+    """
 
     def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
         super().__init__(model, exact_below, kernels)
@@ -69,12 +70,6 @@ QWEN25_VL = tower_family(
 )
 
 
-class Qwen25OmniEncoder(Qwen25VLEncoder):
-    """See `Qwen25VLEncoder`, whose forward differs in attention alone."""
-
-    title = "Qwen2.5-Omni"
-
-
 def separate_attention(
     attention: UpstreamModule,
     hidden_states: Tensor,
@@ -99,5 +94,5 @@ QWEN25_OMNI = tower_family(
     separate_attention,
     name="Qwen2.5-Omni",
     find=held_as("visual", "Qwen2_5OmniVisionEncoder"),
-    encoder=Qwen25OmniEncoder,
+    encoder=Qwen25VLEncoder,
 )

@@ -53,8 +53,6 @@ from .packed_towers import (
 class Qwen3OmniEncoder(TowerEncoder):
     """Everything from patches to merged embeddings and deepstack features of `Qwen3OmniMoeVisionEncoder`."""
 
-    title = "Qwen3-Omni"
-
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Outputs: embeddings, deepstack features, `[tokens / merge**2, width]`; hidden states."""
         model, grid = self.model, images(buffers["grid"])
