@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .declaration import Group, OptionError, refuse_gone
+from .declaration import Group, OptionError
 from .graph_options import GROUPS
 from .language_model import MODULES, SCOPE
 
@@ -66,7 +66,7 @@ def take_flags(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the fields that a command line's flags set, and the tokens that are none of these flags.
 
     Raises:
-        OptionError: A flag has no value, or its option has gone.
+        OptionError: A flag has no value.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_flags(parser)
@@ -75,15 +75,7 @@ def take_flags(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     except argparse.ArgumentError as error:
         name = str(error.argument_name)
         raise OptionError.because(name, f"Cannot use {name}: {error.message}.") from None
-    for token in rest:
-        _refuse_gone(token)
     return given_flags(arguments), rest
-
-
-def _refuse_gone(token: str) -> None:
-    name, _, value = token.partition("=")
-    if name.startswith("--"):
-        refuse_gone(name[2:].replace("-", "_"), value or name)
 
 
 def clear_flags(arguments: argparse.Namespace, names: Iterable[str]) -> argparse.Namespace:
@@ -92,12 +84,7 @@ def clear_flags(arguments: argparse.Namespace, names: Iterable[str]) -> argparse
 
 
 def unknown_flag(token: str, known: Iterable[str]) -> OptionError:
-    """Return the error for a token that looks like a flag and is none, with the nearest one.
-
-    Raises:
-        OptionError: The flag's option has gone.
-    """
-    _refuse_gone(token)
+    """Return the error for a token that looks like a flag and is none, with the nearest one."""
     name = token.partition("=")[0]
     near = difflib.get_close_matches(name.replace("-", "_"), [k.replace("-", "_") for k in known], n=1)
     return OptionError.unknown(name, "flag", f"--{near[0].lstrip('_')}" if near else "")

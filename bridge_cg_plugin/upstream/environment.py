@@ -11,13 +11,12 @@ RELEASE_MEMORY = "BRIDGE_CG_RELEASE_MEMORY"
 GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 # Graph options as words.
 OPTIONS = "BRIDGE_CG_OPTIONS"
-_GONE = "BRIDGE_CG_WATCHDOG_MINUTES"
 _say_once = functools.cache(announce)
 _warn_once = functools.cache(warn)
 
 
 def check_process() -> None:
-    """Check the environment variables that decide whether capture can work; warns of one that has gone.
+    """Check the environment variables that decide whether capture can work.
 
     Raises:
         OptionError: Expandable segments are on and NCCL registers graph memory, which hangs or crashes later; or a
@@ -25,8 +24,6 @@ def check_process() -> None:
     """
     for name in (PROOF, EXPERT_BOUNDS):
         _is_on(name)
-    if _GONE in os.environ:
-        _warn_once(f"{_GONE} has gone: unset it. A replay waits dist.distributed_timeout_minutes for another rank")
     allocator = ",".join(os.environ.get(n, "") for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     if "expandable_segments:true" in allocator.replace(" ", "").lower() and os.environ.get(GRAPH_REGISTER) != "0":
         raise OptionError(
