@@ -229,7 +229,8 @@ class Option:
         parse: Returns the typed value of what was written.
         help: What it means, in a phrase.
         details: Further sentences in Markdown, for docs/options.md.
-        flags: Names of its flag, with underscores and without dashes in front.
+        flags: Names of its flag, with underscores and without dashes in front; the first is also the attribute of
+            the parsed arguments.
         upstreams: Whether the field is upstream's; the plugin adds others to model providers.
     """
 
@@ -241,6 +242,11 @@ class Option:
     details: str = ""
     flags: tuple[str, ...] = ()
     upstreams: bool = False
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Every spelling of its flag, with underscores and with dashes."""
+        return tuple(dict.fromkeys(f"--{name}" for flag in self.flags for name in (flag, flag.replace("_", "-"))))
 
     @property
     def allowed(self) -> str:
@@ -306,14 +312,9 @@ class Group:
         Raises:
             OptionError: A value cannot work.
         """
-        get = getter(source)
+        get = source.get if isinstance(source, Mapping) else lambda name: getattr(source, name, None)
         given = {one: get(one.field) for one in self.options}
         return {one.name: one.parse(one.field, value) for one, value in given.items() if not is_unset(value)}
-
-
-def getter(source: Any) -> Callable[[str], Any]:
-    """Return a function that returns a field of a mapping or an object; None where it is absent."""
-    return source.get if isinstance(source, Mapping) else lambda name: getattr(source, name, None)
 
 
 def plain(value: Any) -> Any:

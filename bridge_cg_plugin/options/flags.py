@@ -3,46 +3,17 @@
 import argparse
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-from .declaration import Group, OptionError
+from .declaration import OptionError
 from .graph_options import GROUPS
 from .language_model import MODULES, SCOPE
 
-
-class Flag(NamedTuple):
-    """One flag.
-
-    Attributes:
-        name: Its name with underscores and without dashes in front; also the attribute of the parsed arguments.
-        field: The field that it sets.
-        meaning: Its meaning, for the help.
-        aliases: Further names.
-    """
-
-    name: str
-    field: str
-    meaning: str
-    aliases: tuple[str, ...] = ()
-
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """Every spelling, with underscores and with dashes."""
-        names = (self.name, *self.aliases)
-        return tuple(dict.fromkeys(f"--{name}" for n in names for name in (n, n.replace("_", "-"))))
-
-
-def flags_of(groups: Iterable[Group]) -> tuple[Flag, ...]:
-    """Return the flags of declared options, deprecated names after the new ones."""
-    found = []
-    for group in groups:
-        for one in group.options:
-            found.append(Flag(one.flags[0], one.field, one.help, one.flags[1:]))
-            found += [Flag(SCOPE, SCOPE, f"deprecated: write --{MODULES}")] if one.field == MODULES else []
-    return tuple(found)
-
-
-FLAGS = flags_of(GROUPS)
+_OPTIONS = {one.field: one for group in GROUPS for one in group.options}
+# Upstream's deprecated name is a flag, too.
+_SCOPE = replace(_OPTIONS[MODULES], field=SCOPE, flags=(SCOPE,), help=f"deprecated: write --{MODULES}")
+FLAGS = (*_OPTIONS.values(), _SCOPE)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -53,12 +24,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """
     group = parser.add_argument_group("CUDA graphs")
     for flag in FLAGS:
-        group.add_argument(*flag.spellings, dest=flag.name, metavar="VALUE", help=flag.meaning)
+        group.add_argument(*flag.spellings, dest=flag.flags[0], metavar="VALUE", help=flag.help)
 
 
 def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields that parsed arguments set, as they were written."""
-    given = {flag.field: getattr(arguments, flag.name, None) for flag in FLAGS}
+    given = {flag.field: getattr(arguments, flag.flags[0], None) for flag in FLAGS}
     return {field: value for field, value in given.items() if value is not None}
 
 

@@ -1,11 +1,11 @@
 """All graph options of a model as one typed value, and as fields of the releases of megatron-bridge."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .declaration import Group, Option, OptionError, Parser, one_of, option, parse_choice, plain
 from .language_model import (
-    DEPRECATED,
     IMPL,
     INFERENCE,
     LANGUAGE_MODEL,
@@ -116,67 +116,51 @@ def asks_for_graphs(config: Any) -> bool:
 
 
 TE_RNG = "use_te_rng_tracker"
+LAST_WITH_LOCAL = "megatron-bridge 0.5.1 (megatron-core 0.18.2)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Release:
-    """What a release's configuration of a model can say.
-
-    Attributes:
-        name: What to call it in messages.
-        fields: Names of the configuration's fields, as far as they are about graphs.
-        local_layers: Whether Bridge trains on per-layer graphs of impl local.
-    """
-
-    name: str
-    fields: frozenset[str]
-    local_layers: bool
-
-
-# The fields about graphs that upstream's configurations have.
-UPSTREAMS = frozenset((*DEPRECATED, TE_RNG, *(one.field for g in GROUPS for one in g.options if one.upstreams)))
-RELEASES = (
-    Release(name="megatron-bridge 0.6.2 (megatron-core 0.19.2)", fields=UPSTREAMS, local_layers=False),
-    Release(name="megatron-bridge 0.5.1 (megatron-core 0.18.2)", fields=UPSTREAMS, local_layers=True),
-)
-
-
-def field_values(options: GraphOptions, release: Release) -> dict[str, Any]:
+def field_values(options: GraphOptions, fields: Collection[str], without_local: str = "") -> dict[str, Any]:
     """Return the fields, with plain values, that say these options to a release.
+
+    Args:
+        options: The options.
+        fields: What a model's configuration has there.
+        without_local: The release, if its Bridge does not train on per-layer graphs of impl local.
 
     Raises:
         OptionError: The release cannot do what an option asks for; names the release that can.
     """
     return {
-        **_language_model_values(options.language_model, release),
-        **_values(VISION, options.vision, release),
-        **_values(PACKED, options.packed, release),
-        **({SETTING: None} if SETTING in release.fields else {}),  # the other fields say what it came to
-        **({TE_RNG: True} if options.enabled and TE_RNG in release.fields else {}),
+        **_language_model_values(options.language_model, fields, without_local),
+        **_values(VISION, options.vision, fields),
+        **_values(PACKED, options.packed, fields),
+        **({SETTING: None} if SETTING in fields else {}),  # the other fields say what it came to
+        **({TE_RNG: True} if options.enabled and TE_RNG in fields else {}),
     }
 
 
-def _language_model_values(options: LanguageModelGraphOptions, release: Release) -> dict[str, Any]:
+def _language_model_values(
+    options: LanguageModelGraphOptions, fields: Collection[str], without_local: str
+) -> dict[str, Any]:
     names = plain(options.modules)
-    if options.impl == "local" and names and not release.local_layers:
-        able = [r.name for r in RELEASES if r.local_layers]
+    if options.impl == "local" and names and without_local:
         raise OptionError(
             IMPL,
             "local",
-            f"transformer_engine with {MODULES}={','.join(names)} on {release.name}",
-            f"Use it, or {' or '.join(able)}.",
+            f"transformer_engine with {MODULES}={','.join(names)} on {without_local}",
+            f"Use it, or {LAST_WITH_LOCAL}.",
         )
-    off = {name: False for name in SWITCHES if name in release.fields}
+    off = {name: False for name in SWITCHES if name in fields}
     values = {IMPL: options.impl, MODULES: names, INFERENCE: options.inference_scope.name}
-    return {**values, **off, **({SCOPE: None} if SCOPE in release.fields else {})}
+    return {**values, **off, **({SCOPE: None} if SCOPE in fields else {})}
 
 
-def _values(group: Group, part: Any, release: Release) -> dict[str, Any]:
-    """Return the fields of a group's options; those that the release does not have must be at their default."""
+def _values(group: Group, part: Any, fields: Collection[str]) -> dict[str, Any]:
+    """Return the fields of a group's options; those that a configuration does not have must be at their default."""
     values = {}
     for one in group.options:
         value = getattr(part, one.name)
-        if one.field in release.fields:
+        if one.field in fields:
             values[one.field] = plain(value)
         elif value != one.default:
             raise _no_such_field(group, one, value)

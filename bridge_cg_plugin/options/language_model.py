@@ -30,14 +30,6 @@ class InferenceCudaGraphScope(enum.Enum):
     block = 3
 
 
-# The first is what an implementation takes when nothing is chosen.
-INFERENCE_SCOPES: dict[Implementation, tuple[InferenceCudaGraphScope, ...]] = {
-    "none": (InferenceCudaGraphScope.none,),
-    "local": (InferenceCudaGraphScope.layer, InferenceCudaGraphScope.block),
-    "transformer_engine": (InferenceCudaGraphScope.none,),
-    "full_iteration": (InferenceCudaGraphScope.none,),
-}
-
 IMPL, MODULES, SCOPE, INFERENCE = (
     "cuda_graph_impl",
     "cuda_graph_modules",
@@ -45,7 +37,6 @@ IMPL, MODULES, SCOPE, INFERENCE = (
     "inference_cuda_graph_scope",
 )
 MODULE_NAMES = tuple(module.name for module in CudaGraphModule)
-DEPRECATED_MODULES = ("full_iteration", "full_iteration_inference")
 _MODULES_ALLOWED = f"any of {', '.join(MODULE_NAMES)}, or empty for the whole layer"
 _SCOPE_NAMES = tuple(scope.name for scope in InferenceCudaGraphScope)
 
@@ -78,10 +69,10 @@ def normalize_cuda_graph_modules(value: Any, field: str = MODULES) -> Normalized
             )
         return NormalizedModules((), (), True)
     for name in names:
-        if name not in MODULE_NAMES + DEPRECATED_MODULES:
+        if name not in (*MODULE_NAMES, *DEPRECATED_SCOPES):
             raise OptionError(field, value, _MODULES_ALLOWED, _remedy(name))
     modules = tuple(CudaGraphModule[name] for name in names if name in MODULE_NAMES)
-    return NormalizedModules(modules, tuple(name for name in names if name in DEPRECATED_MODULES), False)
+    return NormalizedModules(modules, tuple(name for name in names if name in DEPRECATED_SCOPES), False)
 
 
 def _remedy(name: str) -> str:
@@ -97,7 +88,7 @@ def normalize_inference_cuda_graph_scope(value: Any, impl: Implementation) -> In
         OptionError: There is no such scope.
     """
     if is_unset(value):
-        return INFERENCE_SCOPES[impl][0]
+        return InferenceCudaGraphScope.layer if impl == "local" else InferenceCudaGraphScope.none
     parse_choice(INFERENCE, value, _SCOPE_NAMES)
     return InferenceCudaGraphScope[word(value)]
 

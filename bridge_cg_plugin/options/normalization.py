@@ -238,20 +238,12 @@ def _refusal(tried: Written, facts: Facts) -> str | None:
         OptionError: A field of the encoder has a value that no graphs can have; it is looked at only with graphs on.
     """
     try:
-        options = options_of(tried)
+        check_options(options_of(tried), facts)
     except OptionError as error:
         if error.field in VISION.names:
             raise
-        return _reason(error)
-    try:
-        check_options(options, facts)
-    except OptionError as error:
-        return _reason(error)
+        return str(error).removeprefix("Cannot use ")
     return None
-
-
-def _reason(error: OptionError) -> str:
-    return str(error).removeprefix("Cannot use ")
 
 
 def _is_set(written: Written, field: str) -> bool:

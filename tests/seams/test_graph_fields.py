@@ -2,9 +2,8 @@
 
 import importlib
 import itertools
-import re
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from types import SimpleNamespace
 
@@ -22,15 +21,16 @@ from bridge_cg_plugin.options import (
     graph_options,
     normalize,
 )
-from bridge_cg_plugin.options.graph_options import RELEASES, field_values
+from bridge_cg_plugin.options.graph_options import GROUPS, LAST_WITH_LOCAL, TE_RNG, field_values
+from bridge_cg_plugin.options.language_model import DEPRECATED
 from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.upstream.hooks.graph_fields import (
     apply_options,
-    describe_release,
     graph_options_overridden,
     inference_graphs,
     read_options,
 )
+from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.seam import minor
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 4, "moe_layer_freq": [0, 1]}
@@ -135,31 +135,32 @@ def as_core_says(config):
     return config.cuda_graph_impl, modules, config.inference_cuda_graph_scope.name
 
 
-def as_we_say(fields, release):
-    told = field_values(normalize(fields)[0], release)
+UPSTREAMS = {*DEPRECATED, TE_RNG, *(one.field for group in GROUPS for one in group.options if one.upstreams)}
+
+
+def as_we_say(fields):
+    told = field_values(normalize(fields)[0], UPSTREAMS)
     return told["cuda_graph_impl"], told["cuda_graph_modules"], told["inference_cuda_graph_scope"]
 
 
 def test_agreement_with_megatron_cores_own_normalization():
-    release = next(r for r in RELEASES if r.local_layers)
     compared = 0
     for fields, config in accepted():
         if correction(fields) is None:
-            assert as_we_say(fields, release) == as_core_says(config), fields
+            assert as_we_say(fields) == as_core_says(config), fields
             compared += 1
     assert compared > 300
 
 
-def series_of(release):
-    return [minor(word) for word in re.findall(r"[\d.]+", release.name)]
-
-
-def test_the_table_of_releases_is_what_the_installed_one_has():
-    found = describe_release(core_config())
+def test_the_installed_release_has_upstreams_fields():
     # Bridge's provider has the tracker's field where megatron-core's config has none.
-    table = next(r for r in RELEASES if series_of(r) == series_of(found))
-    assert table.fields - {"use_te_rng_tracker"} == found.fields - {"use_te_rng_tracker"}
-    assert table.local_layers == found.local_layers
+    assert {name for name in FIELDS if hasattr(core_config(), name)} == UPSTREAMS - {TE_RNG}
+
+
+def test_the_last_release_that_trains_on_parts_of_local_layers(provider):
+    refused = pytest.raises(OptionError, match="Use it, or megatron-bridge 0.5")
+    with nullcontext() if minor(bridge_release()) == minor(LAST_WITH_LOCAL.split()[1]) else refused:
+        apply_options(graph_options("cuda_graph_impl=local cuda_graph_modules=attn"), provider)
 
 
 def te(*modules):

@@ -25,12 +25,12 @@ def parse(*words):
     return parser.parse_args(words)
 
 
-@pytest.mark.parametrize("flag", FLAGS, ids=lambda f: f.name)
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda f: f.flags[0])
 def test_both_spellings_set_the_field(flag):
     assert flag.field in FIELDS
     found = [given_flags(parse(spelling, "attn_norm")) for spelling in flag.spellings]
     assert all(one == found[0] and one[flag.field] == "attn_norm" for one in found)
-    assert {flag.name, flag.name.replace("_", "-")} <= {s.removeprefix("--") for s in flag.spellings}
+    assert {flag.flags[0], flag.flags[0].replace("_", "-")} <= {s.removeprefix("--") for s in flag.spellings}
 
 
 def test_an_unknown_flag_names_the_nearest():

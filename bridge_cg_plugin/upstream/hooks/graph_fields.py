@@ -5,7 +5,6 @@ Overrides, YAML and checkpoints find the fields on the providers. The environmen
 
 import dataclasses
 import functools
-import importlib.metadata
 import inspect
 import os
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ from ...options import GraphOptions, OptionError, check_options, graph_options, 
 from ...options.declaration import is_unset
 from ...options.explain import PARTS, in_one_line
 from ...options.facts import OFFLOADS
-from ...options.graph_options import CHOICE, TE_RNG, Release, field_values
+from ...options.graph_options import CHOICE, TE_RNG, field_values
 from ...options.language_model import INFERENCE, MODULES, SCOPE, LanguageModelGraphOptions
 from ...options.normalization import VISION_IMPL, warn_of_options
 from ...options.packed import PACKED
@@ -35,7 +34,7 @@ from ...options.sources import (
 from ...options.vision import VISION
 from ..environment import OPTIONS
 from ..seams.encoders import other_providers
-from ..seams.patches import Patch, bridge_release
+from ..seams.patches import Patch, bridge_release, core_release
 from ..seams.registry import seam
 from ..seams.registry.bridge import LANGUAGE_MODELS, PROVIDERS, field_seams
 from ..seams.seam import Seam, too_old
@@ -127,21 +126,17 @@ PATCHES = (
 _ABSENT = object()
 
 
-def describe_release(model: Any) -> Release:
-    """Return what this config object can say, found by looking at it and at the installed Bridge.
+def values_here(options: GraphOptions, model: Any) -> dict[str, Any]:
+    """Return the fields, with plain values, that say these options to a config object of the installed release.
 
     Raises:
-        OptionError: The installed Bridge is too old.
+        OptionError: The installed Bridge is too old, or it, or this config, cannot do what an option asks for.
     """
     if why := too_old(bridge_release()):
         raise OptionError.because("megatron-bridge", f"Cannot use graph options: {why}.")
-    fields = frozenset(name for name in (*FIELDS, TE_RNG) if hasattr(model, name))
-    versions = {name: importlib.metadata.version(name) for name in ("megatron-bridge", "megatron-core")}
-    return Release(
-        name=f"megatron-bridge {versions['megatron-bridge']} (megatron-core {versions['megatron-core']})",
-        fields=fields,
-        local_layers=_trains_local_layers(),
-    )
+    fields = [name for name in (*FIELDS, TE_RNG) if hasattr(model, name)]
+    release = f"megatron-bridge {bridge_release()} (megatron-core {core_release()})"
+    return field_values(options, fields, "" if _trains_local_layers() else release)
 
 
 def _trains_local_layers() -> bool:
@@ -161,8 +156,7 @@ def apply_options(options: GraphOptions, config: Any) -> None:
     """
     check_options(options)
     model = getattr(config, "model", None) or config
-    told = field_values(options, describe_release(model))
-    values = {name: _typed(name, value) for name, value in told.items()}
+    values = {name: _typed(name, value) for name, value in values_here(options, model).items()}
     for name, value in values.items():
         setattr(model, name, value)
     rng: Any = getattr(config, "rng", None)

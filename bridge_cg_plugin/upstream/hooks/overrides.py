@@ -15,13 +15,13 @@ from typing import Any
 from ...options import GraphOptions, OptionError, check_options, normalize
 from ...options.declaration import is_unset
 from ...options.flags import clear_flags, given_flags, take_flags
-from ...options.graph_options import SETTING, asks_for_vision_graphs, field_values
+from ...options.graph_options import SETTING, asks_for_vision_graphs
 from ...options.language_model import IMPL, SCOPE
-from ...options.normalization import refuse_other_trackers, settle
+from ...options.normalization import TRACKERS, refuse_other_trackers, settle
 from ...options.sources import FIELDS, SETTINGS, Written, collect, fields_of
 from ..seams.patches import Patch
 from ..seams.registry import seam
-from .graph_fields import applied, apply_environment, apply_options, collect_for_start, describe_release, set_graphs
+from .graph_fields import applied, apply_environment, apply_options, collect_for_start, set_graphs, values_here
 from .training_config import check_configuration
 
 
@@ -67,7 +67,6 @@ def check_value(name: str, annotation: Any, held: Any, text: str) -> None:
 
 
 ApplyWords = Callable[[Any, Sequence[str]], None]
-_TRACKER = ("te_rng_tracker", "use_te_rng_tracker")
 _NAN_CHECK = "check_for_nan_in_loss"
 _WORD = re.compile(r"(?P<how>[+]{0,2}|~)(?P<name>[A-Za-z_][\w.@/\-]*)(=(?P<value>.*))?", re.DOTALL)
 
@@ -100,13 +99,13 @@ def apply_overrides(
         config.model.seq_length = config.dataset.seq_length
     if not (flags or of_graphs):
         return normalize(collect_for_start(config))[0]
-    trackers = [word for word in others if _leaf(word) in _TRACKER]
-    settings = {} if trackers else dict.fromkeys(_TRACKER, True)
+    trackers = [word for word in others if _leaf(word) in TRACKERS]
+    settings = {} if trackers else dict.fromkeys(TRACKERS, True)
     if _NAN_CHECK not in map(_leaf, others):
         settings[_NAN_CHECK] = False
     options, written = normalize(collect_for_start(config), settings, trackers, flags, of_graphs)
     # First, as no combination with a field that the model lacks is of help.
-    field_values(options, describe_release(getattr(config, "model", None) or config))
+    values_here(options, getattr(config, "model", None) or config)
     check_options(options, written.facts)
     apply_options(options, config)
     return options
@@ -196,7 +195,7 @@ def _settings_written(config: Any, loaded: Mapping[str, Any], words: Sequence[st
     """Return, of the settings that graphs change, those that a person wrote; the tracker's two fields go together."""
     sections = [s for s in (loaded, *loaded.values()) if isinstance(s, Mapping) and "_target_" not in s]
     said = {*map(_leaf, words), *(name for section in sections for name in section)}
-    names = {*(() if said.isdisjoint(_TRACKER) else _TRACKER), *said.intersection([_NAN_CHECK])}
+    names = {*(() if said.isdisjoint(TRACKERS) else TRACKERS), *said.intersection([_NAN_CHECK])}
     return {name: value for name, value in collect(config).settings.items() if name in names}
 
 
