@@ -11,7 +11,6 @@ from torch import nn
 import bridge_cg_plugin
 from bridge_cg_plugin.cli.runs import train as run_recipe
 from bridge_cg_plugin.cli.runs.recipe import error_in
-from bridge_cg_plugin.upstream.hooks import recipes
 from scripts.performance.records import check_record
 
 from .conftest import SFT
@@ -59,8 +58,8 @@ def fake_training(calls):
 @pytest.fixture
 def calls(sft, monkeypatch):
     made = []
-    for module, attribute in recipes.TRAIN.values():
-        monkeypatch.setattr(importlib.import_module(module), attribute, fake_training(made))
+    for mode in ("pretrain", "finetune"):
+        monkeypatch.setattr(importlib.import_module(f"megatron.bridge.training.{mode}"), mode, fake_training(made))
     monkeypatch.setattr(run_recipe, "require_gpu", lambda: None)
     return made
 

@@ -37,9 +37,9 @@ CHECKPOINT = "checkpoint.pretrained_checkpoint=/"
 def trained(sft, monkeypatch):
     """What Bridge's training functions were called with."""
     calls = []
-    for mode, (module, attribute) in recipes.TRAIN.items():
+    for mode in ("pretrain", "finetune"):
         record = lambda mode=mode, **kwargs: calls.append((mode, kwargs))  # noqa: E731
-        monkeypatch.setattr(importlib.import_module(module), attribute, record)
+        monkeypatch.setattr(importlib.import_module(f"megatron.bridge.training.{mode}"), mode, record)
     monkeypatch.setattr(run_recipe, "require_gpu", lambda: None)
     return calls
 
@@ -228,12 +228,11 @@ def test_steps_are_in_the_newest_release(step):
 def test_process_groups_end_where_they_started(trained, monkeypatch, tmp_path):
     """Bridge leaves its process groups behind after an end that it did not foresee; a caller's are the caller's."""
     distributed, ours = torch.distributed, not torch.distributed.is_initialized()
-    module, attribute = recipes.TRAIN["finetune"]
     store = f"file://{tmp_path}/store"
     start = lambda **_: distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)  # noqa: E731
     if ours:
         with monkeypatch.context() as patched:
-            patched.setattr(importlib.import_module(module), attribute, start)
+            patched.setattr(importlib.import_module("megatron.bridge.training.finetune"), "finetune", start)
             assert run() == 0 and not distributed.is_initialized()
         start()
     assert run() == 0 and distributed.is_initialized()

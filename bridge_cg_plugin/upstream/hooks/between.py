@@ -157,11 +157,6 @@ def packed_rows(old: Packing, mask: Tensor, on_host: Tensor, groups: Any) -> Pac
     return made
 
 
-def forget_rows(mask: Tensor) -> None:
-    """Keep nothing for a mask any more."""
-    _ROWS.forget(mask)
-
-
 def _usable(places: Tensor) -> bool:
     """Whether autograd may save indices, which it may not if they were made for inference."""
     return torch.is_inference_mode_enabled() or not places.is_inference()
@@ -431,7 +426,7 @@ def read_ahead(call: Mapping[str, Any]) -> list[Forget]:
     forget = [] if TOKENS.known(tokens) is not None else [_read(TOKENS, tokens)]
     # Releases before 0.6.2 pack a single sample by its mask, too.
     if params is not None and is_mask_of(mask, tokens) and mask.is_contiguous() and mask_on_host(tokens, mask) is None:
-        forget += [_read(KEPT, mask), lambda: forget_rows(mask)]
+        forget += [_read(KEPT, mask), lambda: _ROWS.forget(mask)]
     for grid in grids:
         GRIDS.values(grid)
     if params is not None and (not padded or packs_on_graphs()):

@@ -138,10 +138,6 @@ FAMILIES: dict[str, str] = {
     "flux_": "flux_step",
     "wan_": "wan_step",
 }
-TRAIN: dict[Mode, tuple[str, str]] = {
-    "pretrain": ("megatron.bridge.training.pretrain", "pretrain"),
-    "finetune": ("megatron.bridge.training.finetune", "finetune"),
-}
 _MODES: dict[str, Mode] = {
     "_pretrain_": "pretrain",
     **dict.fromkeys(("_sft_", "_finetune_", "_peft_", "_lora_", "_dora_"), "finetune"),
@@ -202,8 +198,7 @@ def mode_of(recipe: str, benchmark: bool) -> Mode:
 
 def train_function(mode: Mode) -> Callable[..., None]:
     """Return Bridge's `pretrain` or `finetune`."""
-    module, attribute = TRAIN[mode]
-    function: Callable[..., None] = getattr(importlib.import_module(module), attribute)
+    function: Callable[..., None] = getattr(importlib.import_module(f"megatron.bridge.training.{mode}"), mode)
     return function
 
 
