@@ -26,7 +26,6 @@ from bridge_cg_plugin.options.language_model import DEPRECATED
 from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.upstream.hooks.graph_fields import (
     apply_options,
-    graph_options_overridden,
     inference_graphs,
     read_options,
 )
@@ -215,20 +214,6 @@ def test_a_refused_apply_sets_nothing(provider):
     assert vars(provider) == before
 
 
-def test_an_override_restores_every_field_it_touched(container):
-    apply_options(GraphOptions(language_model=te("attn")), container)
-    del container.model.__dict__["cuda_graph_scope"]
-    before = [dict(vars(container.model)), dict(vars(container.rng))]
-    with pytest.raises(RuntimeError, match="rollout"), graph_options_overridden(container, f"{IMPL}=none") as options:
-        assert not options.enabled
-        assert container.model.cuda_graph_impl == "none"
-        assert "cuda_graph_scope" in vars(container.model)
-        raise RuntimeError("rollout")
-    with pytest.raises(OptionError), graph_options_overridden(container, f"{IMPL}={FULL} cuda_graph_modules=attn"):
-        pass
-    assert [dict(vars(container.model)), dict(vars(container.rng))] == before
-
-
 def inference_engine(config):
     """Return what the engine's constructor takes from the configuration, and nothing that a warm-up pass needs."""
     names = ("cuda_graph_impl", "inference_cuda_graph_scope", "cuda_graph_scope")
@@ -240,8 +225,7 @@ def test_inference_with_full_iteration_makes_no_warm_up_passes():
     create = module.DynamicInferenceEngine.create_cuda_graphs
     config = core_config()
     apply_options(graph_options("cuda_graph_impl=full_iteration"), config)
-    with inference_graphs(config) as options:
-        assert not options.language_model.enabled
+    with inference_graphs(config):
         assert create(inference_engine(config)) is None
     assert read_options(config).language_model.impl == "full_iteration"
 

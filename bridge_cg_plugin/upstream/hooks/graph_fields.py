@@ -3,22 +3,22 @@
 Overrides, YAML and checkpoints find the fields on the providers. The environment's options come to them, too.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import os
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from ...announce import Told, announce, warn
-from ...options import GraphOptions, OptionError, check_options, graph_options, normalize
+from ...options import Facts, GraphOptions, OptionError, check_options, normalize
 from ...options.declaration import is_unset
 from ...options.explain import PARTS, in_one_line
 from ...options.facts import OFFLOADS
 from ...options.graph_options import CHOICE, TE_RNG, field_values
-from ...options.language_model import INFERENCE, MODULES, SCOPE, LanguageModelGraphOptions
+from ...options.language_model import IMPL, INFERENCE, MODULES, SCOPE
 from ...options.normalization import VISION_IMPL, warn_of_options
 from ...options.packed import PACKED
 from ...options.sources import (
@@ -123,10 +123,7 @@ PATCHES = (
 )
 
 
-_ABSENT = object()
-
-
-def values_here(options: GraphOptions, model: Any) -> dict[str, Any]:
+def _values_here(options: GraphOptions, model: Any) -> dict[str, Any]:
     """Return the fields, with plain values, that say these options to a config object of the installed release.
 
     Raises:
@@ -145,18 +142,24 @@ def _trains_local_layers() -> bool:
     return not hasattr(cuda_graph, "validate_cuda_graph_configuration")
 
 
-def apply_options(options: GraphOptions, config: Any) -> None:
+def apply_options(options: GraphOptions, config: Any, facts: Facts | None = None) -> None:
     """Set options on a model's config object, or on a whole configuration, in the installed release's own fields.
 
     Every field has its final type at once. With a whole configuration the random-state tracker that graphs need is
     switched on in both of its places, and the NaN check of the loss off for graphs of the whole step.
 
+    Args:
+        options: The options.
+        config: What gets them.
+        facts: Other settings, for combinations with them.
+
     Raises:
         OptionError: The options cannot work, or this release cannot do them; nothing was set.
     """
-    check_options(options)
     model = getattr(config, "model", None) or config
-    values = {name: _typed(name, value) for name, value in values_here(options, model).items()}
+    # First, as no combination with a field that the model lacks is of help.
+    values = {name: _typed(name, value) for name, value in _values_here(options, model).items()}
+    check_options(options, facts)
     for name, value in values.items():
         setattr(model, name, value)
     rng: Any = getattr(config, "rng", None)
@@ -235,53 +238,16 @@ def read_options(config: Any) -> GraphOptions:
     return normalize(config)[0]
 
 
-@contextmanager
-def graph_options_overridden(config: Any, *sources: Any) -> Iterator[GraphOptions]:
-    """Change graph options of a config object inside a `with` block, for evaluation, generation or roll-outs.
-
-    Every graph field has its value back afterwards, absent ones are absent again, also after an exception.
-
-    Args:
-        config: A model's config object or a whole configuration.
-        sources: What to change, in any spelling; see `graph_options`.
-
-    Raises:
-        OptionError: The changed options cannot work; nothing was changed.
-    """
-    wanted = graph_options(config, *sources)
-    targets = [getattr(config, "model", None) or config, getattr(config, "rng", None)]
-    names = (*FIELDS, APPLIED, TE_RNG, "te_rng_tracker")
-    before = [(vars(t), {name: vars(t).get(name, _ABSENT) for name in names}) for t in targets if t is not None]
-    try:
-        apply_options(wanted, config)
-        yield wanted
-    finally:
-        for attributes, values in before:
-            _restore(attributes, values)
-
-
-def _restore(attributes: dict[str, Any], values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if value is _ABSENT:
-            attributes.pop(name, None)
-        else:
-            attributes[name] = value
-
-
-@contextmanager
-def inference_graphs(config: Any) -> Iterator[GraphOptions]:
-    """Give a config object, inside a `with` block, the graph options that inference can use.
+def inference_graphs(config: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which a config object has the graph options that inference can use.
 
     Only impl local has inference graphs. Every other implementation is off inside the block, so inference makes no
     warm-up passes whose graphs are never captured.
     """
-    options = read_options(config)
-    language_model = options.language_model
-    if language_model.impl != "local":
-        language_model = LanguageModelGraphOptions()
-    wanted = GraphOptions(language_model=language_model, vision=options.vision)
-    with graph_options_overridden(config, wanted) as applied:
-        yield applied
+    from ..wrappers import overridden  # with PyTorch, which `bridge-cg explain` does without
+
+    model = getattr(config, "model", None) or config
+    return contextlib.nullcontext() if model.cuda_graph_impl == "local" else overridden(model, IMPL, "none")
 
 
 def _typed(name: str, value: Any) -> Any:
@@ -345,7 +311,7 @@ def apply_environment(config: Any) -> bool:
     return bool(said)
 
 
-@contextmanager
+@contextlib.contextmanager
 def environment_options(model: Any) -> Iterator[dict[str, Any]]:
     """Give a block the options of the environment that a model's config leaves at their default values, by field.
 

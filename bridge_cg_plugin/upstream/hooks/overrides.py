@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ...options import GraphOptions, OptionError, check_options, normalize
+from ...options import GraphOptions, OptionError, normalize
 from ...options.declaration import is_unset
 from ...options.flags import clear_flags, given_flags, take_flags
 from ...options.graph_options import SETTING, asks_for_vision_graphs
@@ -21,7 +21,7 @@ from ...options.normalization import TRACKERS, refuse_other_trackers, settle
 from ...options.sources import FIELDS, SETTINGS, Written, collect, fields_of
 from ..seams.patches import Patch
 from ..seams.registry import seam
-from .graph_fields import applied, apply_environment, apply_options, collect_for_start, set_graphs, values_here
+from .graph_fields import applied, apply_environment, apply_options, collect_for_start, set_graphs
 from .training_config import check_configuration
 
 
@@ -104,10 +104,7 @@ def apply_overrides(
     if _NAN_CHECK not in map(_leaf, others):
         settings[_NAN_CHECK] = False
     options, written = normalize(collect_for_start(config), settings, trackers, flags, of_graphs)
-    # First, as no combination with a field that the model lacks is of help.
-    values_here(options, getattr(config, "model", None) or config)
-    check_options(options, written.facts)
-    apply_options(options, config)
+    apply_options(options, config, written.facts)
     return options
 
 
@@ -148,8 +145,7 @@ def apply_to_bridges(config: Any, before: Written, written: Written, flags: Mapp
     if flags or chosen or settle(together)[0] != together:
         held = replace(collect_for_start(config), fields=before.fields)  # other settings as they are now
         options = normalize(held, written, flags)[0]
-        check_options(options, Written(settings=written.settings).facts)
-        apply_options(options, config)
+        apply_options(options, config, Written(settings=written.settings).facts)
 
 
 def written_by_bridge(config: Any, file: str | Path | None, words: Sequence[str]) -> Written:
