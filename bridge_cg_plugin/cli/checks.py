@@ -4,12 +4,15 @@ Imports neither torch nor Megatron.
 """
 
 import argparse
+import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bridge_cg_plugin.options import GraphOptions, OptionError
+from bridge_cg_plugin.options.flags import FLAGS
+from bridge_cg_plugin.options.sources import is_word
 from bridge_cg_plugin.plugin import SWITCH
 from bridge_cg_plugin.switches import switched_on
 from bridge_cg_plugin.upstream.hooks.training_config import refused_start
@@ -23,6 +26,32 @@ LAYOUTS = tuple(
     )
 )
 FIELDS = tuple(dict.fromkeys(field for layout in LAYOUTS for field in layout))
+
+
+def refuse_flags(words: Sequence[str], parsed: argparse.Namespace) -> None:
+    """Refuse words that no parser took and that are flags.
+
+    Raises:
+        OptionError: Names the nearest flag.
+    """
+    for name in (word.partition("=")[0] for word in words if word.startswith("-")):
+        known = [*(spelling for flag in FLAGS for spelling in flag.spellings), *(f"--{name}" for name in vars(parsed))]
+        near = difflib.get_close_matches(name.replace("-", "_"), [flag.replace("-", "_") for flag in known], n=1)
+        raise OptionError.unknown(name, "flag", f"--{near[0].lstrip('_')}" if near else "")
+
+
+def recipe_in(flag: str | None, words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the recipe that a command line names, by its flag or among the words, and the other words.
+
+    Raises:
+        OptionError: Two are named.
+    """
+    names = [word for word in words if not is_word(word)]
+    recipes = [name.lower() for name in (*([] if flag is None else [flag]), *names)]
+    if len(recipes) > 1:
+        said = f"{recipes[0]} is the recipe, and other words must be section.name=value"
+        raise OptionError.because("recipe", f"Cannot use {recipes[1]!r}: {said}.")
+    return next(iter(recipes), None), [word for word in words if word not in names]
 
 
 def add_counts(parser: Any, nodes: str, default: int | None = None) -> None:

@@ -1,7 +1,6 @@
 """Graph options as flags of any command line, in the spelling of Bridge's performance scripts. Needs argparse only."""
 
 import argparse
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -52,10 +51,3 @@ def take_flags(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 def clear_flags(arguments: argparse.Namespace, names: Iterable[str]) -> argparse.Namespace:
     """Return a copy of parsed arguments in which the named ones were not given."""
     return argparse.Namespace(**{**vars(arguments), **dict.fromkeys(names)})
-
-
-def unknown_flag(token: str, known: Iterable[str]) -> OptionError:
-    """Return the error for a token that looks like a flag and is none, with the nearest one."""
-    name = token.partition("=")[0]
-    near = difflib.get_close_matches(name.replace("-", "_"), [k.replace("-", "_") for k in known], n=1)
-    return OptionError.unknown(name, "flag", f"--{near[0].lstrip('_')}" if near else "")

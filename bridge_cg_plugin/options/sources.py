@@ -119,20 +119,6 @@ def is_word(token: str) -> bool:
     return assigned or token.lower().endswith((".yaml", ".yml"))
 
 
-def named(flag: str | None, words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the recipe that a command line names, by its flag or among the words, and the other words.
-
-    Raises:
-        OptionError: Two are named.
-    """
-    names = [word for word in words if not is_word(word)]
-    recipes = [name.lower() for name in (*([] if flag is None else [flag]), *names)]
-    if len(recipes) > 1:
-        said = f"{recipes[0]} is the recipe, and other words must be section.name=value"
-        raise OptionError.because("recipe", f"Cannot use {recipes[1]!r}: {said}.")
-    return next(iter(recipes), None), [word for word in words if word not in names]
-
-
 def _from_text(text: str) -> Written:
     if not _WORDS.match(text) and ("\n" in text or re.match(r"\s*[\w.]+:(\s|$)", text)):
         return _from_mapping(_parse_yaml(text, "YAML text"))

@@ -16,15 +16,15 @@ from bridge_cg_plugin.options import GraphOptions, OptionError, check_options, n
 from bridge_cg_plugin.options import explain as wording
 from bridge_cg_plugin.options.declaration import plain
 from bridge_cg_plugin.options.facts import LOOP_PARTS
-from bridge_cg_plugin.options.flags import FLAGS, take_flags, unknown_flag
+from bridge_cg_plugin.options.flags import take_flags
 from bridge_cg_plugin.options.graph_options import SETTING, VISION_ENCODER
-from bridge_cg_plugin.options.sources import FIELDS, OTHER_FIELDS, SETTINGS, named, refuse_unknown
+from bridge_cg_plugin.options.sources import FIELDS, OTHER_FIELDS, SETTINGS, refuse_unknown
 from bridge_cg_plugin.options.vision import PROVIDER_FIELDS
 from bridge_cg_plugin.recipes import GPUS, with_graphs
 from bridge_cg_plugin.upstream.seams.encoders import NO_ADAPTER, encoder_of, has_audio_encoder
 
 from ..answers import Tell, table, wrapped
-from ..checks import add_counts, check_fit, divided, layout_in_words
+from ..checks import add_counts, check_fit, divided, layout_in_words, recipe_in, refuse_flags
 from ..measured import Nearest, nearest
 from . import models
 from .recipes import built, require_bridge, resolved, without_imports
@@ -194,10 +194,8 @@ def look(given: Sequence[str]) -> Answer:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_arguments(parser)
     parsed, rest = parser.parse_known_intermixed_args(words)
-    for word in rest:
-        known = [spelling for flag in FLAGS for spelling in flag.spellings]
-        raise unknown_flag(word, [*known, *(f"--{name}" for name in vars(parsed))])
-    recipe, words = named(parsed.recipe, parsed.input)
+    refuse_flags(rest, parsed)
+    recipe, words = recipe_in(parsed.recipe, parsed.input)
     if recipe is None:
         for name in ("graphs", "gpu", "nodes", "gpus_per_node"):
             if getattr(parsed, name) is not None:

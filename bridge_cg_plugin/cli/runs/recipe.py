@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import bridge_cg_plugin
-from bridge_cg_plugin.cli.checks import add_counts
+from bridge_cg_plugin.cli.checks import add_counts, recipe_in, refuse_flags
 from bridge_cg_plugin.options import GraphOptions, GraphOptionWarning, OptionError, normalize
-from bridge_cg_plugin.options.flags import FLAGS, add_flags, given_flags, unknown_flag
-from bridge_cg_plugin.options.sources import named
+from bridge_cg_plugin.options.flags import add_flags, given_flags
 from bridge_cg_plugin.recipes import GPUS, with_graphs
 from bridge_cg_plugin.recipes.graphs import mock_dataset
 from bridge_cg_plugin.upstream.hooks.recipes import Mode
@@ -67,14 +66,12 @@ def read(arguments: Sequence[str], description: str | None = None) -> tuple[argp
             imported.
     """
     parsed, words = build_parser(description).parse_known_args(arguments)
-    for word in (word for word in words if word.startswith("-")):
-        known = [spelling for flag in FLAGS for spelling in flag.spellings]
-        raise unknown_flag(word, [*known, *(f"--{name}" for name in vars(parsed))])
+    refuse_flags(words, parsed)
     if parsed.launcher not in ("none", "torchrun"):
         raise OptionError("launcher", parsed.launcher, "none or torchrun", "Correct the name.")
     if parsed.launcher == "torchrun" and parsed.nodes != 1:
         raise OptionError("nodes", parsed.nodes, "1 with --launcher torchrun", "Start torchrun on every node.")
-    parsed.recipe, words = named(parsed.recipe, words)
+    parsed.recipe, words = recipe_in(parsed.recipe, words)
     if parsed.recipe is None:
         raise OptionError.because("recipe", "Name a recipe. `bridge-cg recipes` lists them.")
     normalize(given_flags(parsed))
