@@ -56,8 +56,11 @@ def warn(message: str) -> None:
     LOGGER.error("[rank %d] %s", rank(), message)
 
 
-def warn_once(message: str, said: set[str]) -> None:
-    """Log a warning unless it is among those that were said, and note it there."""
+SAID: set[str] = set()
+
+
+def warn_once(message: str, said: set[str] = SAID) -> None:
+    """Log a warning unless it is among those that were said, by default in this process, and note it there."""
     if message not in said:
         said.add(message)
         warn(message)

@@ -3,7 +3,7 @@
 import functools
 import os
 
-from ..announce import announce, warn
+from ..announce import announce
 from ..options import OptionError
 from ..switches import ALLOWED, EXPERT_BOUNDS, PROOF, switched_on
 
@@ -12,7 +12,6 @@ GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 # Graph options as words.
 OPTIONS = "BRIDGE_CG_OPTIONS"
 _say_once = functools.cache(announce)
-_warn_once = functools.cache(warn)
 
 
 def check_process() -> None:

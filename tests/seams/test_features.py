@@ -10,6 +10,7 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin import plugin
+from bridge_cg_plugin.announce import SAID
 from bridge_cg_plugin.cli import doctor
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.upstream.hooks import training_config
@@ -193,7 +194,7 @@ def test_a_broken_seam_refuses_those_that_use_its_features(configs, broken, monk
 
 @pytest.mark.parametrize("name", ["recipe_names", "Gemma3VLModelProvider.init"])
 def test_seams_of_other_features_leave_vision_graphs_alone(configs, monkeypatch, caplog, name):
-    training_config._said.clear()
+    SAID.clear()
     monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "it moved"})
     for _ in range(2):
         check_training_config(configs["vision graphs of Qwen3-VL"])
@@ -205,7 +206,7 @@ def test_seams_of_other_features_leave_vision_graphs_alone(configs, monkeypatch,
 
 @pytest.mark.parametrize("release", ["bridge_release", "core_release"])
 def test_a_release_that_nobody_tested_is_said_once(configs, monkeypatch, caplog, release):
-    training_config._said.clear()
+    SAID.clear()
     monkeypatch.setattr(training_config, "broken_seams", dict)
     monkeypatch.setattr(training_config, release, lambda: "0.77.0")
     for _ in range(2):
@@ -329,7 +330,7 @@ def test_doctor_shows_each_feature(active, break_seam, capsys):
 @quick
 def test_messages_name_the_models_that_a_seam_concerns(active, break_seam, caplog):
     """A run of another model does ask for the feature."""
-    training_config._said.clear()
+    SAID.clear()
     break_seam(seam("Gemma3VLModelProvider.init"))
     check_training_config(config_of("Qwen3VLModelProvider", vision_cuda_graph_impl="transformer_engine"))
     concerned = "options of a model's provider (for Gemma3VLModelProvider)"

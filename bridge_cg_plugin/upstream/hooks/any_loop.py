@@ -248,7 +248,6 @@ class Loops:
     """The drivers of this process's models."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
         self._drivers: weakref.WeakSet[LoopDriver] = weakref.WeakSet()
         self._bridges: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._met: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -295,7 +294,7 @@ class Loops:
         if not (asks_for_vision_graphs(config) or asks_for_packed_graphs(config) or bridges_own):
             return None
         if has_graphs(chunks):
-            warn_once("a model on graphs shares modules with this one, of which all others run eager", self._told)
+            warn_once("a model on graphs shares modules with this one, of which all others run eager")
             return None
         driver = LoopDriver(chunks, config, microbatches)
         self._drivers.add(driver)

@@ -28,8 +28,6 @@ from ..seams.seam import RELEASES, Feature, is_known
 from ..seams.states import FEATURES, Wish, broken_seams, lost_with, refusal
 from .graph_fields import announce_parts, apply_environment, collect_for_start, set_graphs
 
-_said: set[str] = set()
-
 
 def check_seams(wish: Wish, features: Collection[str] = FEATURES) -> None:
     """Refuse a configuration that asks for features whose seams are broken; log the other broken seams once.
@@ -58,8 +56,7 @@ def _say_what_does_not_fit(broken: frozenset[str]) -> None:
     where = "is" if known else "is not in the version table and was not tested. It is"
     warn_once(
         f"megatron-bridge {bridge} with megatron-core {core} {where} used as far as it fits. This run goes on without: "
-        f"{without}. `bridge-cg audit` says what differs",
-        _said,
+        f"{without}. `bridge-cg audit` says what differs"
     )
 
 
