@@ -18,7 +18,7 @@ from ..graphs.manager import GraphManager
 from ..graphs.recordings.chain import NOTHING_LEAVES, Offloading
 from ..graphs.recordings.executor import Executor
 from ..graphs.recordings.recording import STAY, Activations, RegionBody
-from ..options import OFFLOAD_MODULES, RECOMPUTE, CapturedOptions
+from ..options.vision import OFFLOAD_MODULES, RECOMPUTE, CapturedOptions
 from .host import GIB, PinnedMemory
 from .plan import Event, Fate, Inventory, Plan, Policy, Seen, fixed_plans, plans_within
 from .registry import Record, raw_bytes

@@ -17,15 +17,12 @@ from .language_model import (
     normalize_inference_cuda_graph_scope,
 )
 from .normalization import as_fields, graph_options, normalize
-from .packed import PACKED_FIELDS, PackedOptions, packed_options
+from .packed import PACKED_FIELDS, PackedOptions
 from .vision import (
     OFFLOAD_MODULES,
     PROVIDER_FIELDS,
-    RECOMPUTE,
     SCOPE_FIELD,
-    CapturedOptions,
     VisionGraphOptions,
-    audio_options,
     vision_options,
 )
 
@@ -33,9 +30,7 @@ __all__ = [
     "OFFLOAD_MODULES",
     "PACKED_FIELDS",
     "PROVIDER_FIELDS",
-    "RECOMPUTE",
     "SCOPE_FIELD",
-    "CapturedOptions",
     "CudaGraphModule",
     "Facts",
     "GraphOptionWarning",
@@ -46,14 +41,12 @@ __all__ = [
     "PackedOptions",
     "VisionGraphOptions",
     "as_fields",
-    "audio_options",
     "check_deprecated_scope",
     "check_options",
     "graph_options",
     "normalize",
     "normalize_cuda_graph_modules",
     "normalize_inference_cuda_graph_scope",
-    "packed_options",
     "vision_options",
 ]
 

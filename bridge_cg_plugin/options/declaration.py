@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 _ENUM_REPR = re.compile(r"<[\w.]*?(\w+):[^<>]*>")
 _CHANGE_IT = "Correct it."
@@ -51,25 +51,16 @@ class GraphOptionWarning(FutureWarning):
     """A deprecated spelling, an option without effect, or wrong gradients of upstream. Has what to write instead."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parser:
+class Parser(NamedTuple):
     """Returns the typed value of what was written in an option's field.
 
     Attributes:
         allowed: Which values there are, in words.
-        parse: Takes the field's name and what was written; raises `OptionError`.
+        parse: Takes the field's name and what was written; raises `OptionError` where there is no such value.
     """
 
     allowed: str
     parse: Callable[[str, Any], Any]
-
-    def __call__(self, field: str, value: Any) -> Any:
-        """Return the typed value.
-
-        Raises:
-            OptionError: There is no such value.
-        """
-        return self.parse(field, value)
 
 
 def is_unset(value: Any) -> bool:
@@ -226,7 +217,7 @@ class Option:
         name: The attribute of its group's dataclass.
         field: The field of a model's configuration.
         default: The value where nothing is chosen.
-        parse: Returns the typed value of what was written.
+        parser: Returns the typed value of what was written.
         help: What it means, in a phrase.
         details: Further sentences in Markdown, for docs/options.md.
         flags: Names of its flag, with underscores and without dashes in front; the first is also the attribute of
@@ -237,7 +228,7 @@ class Option:
     name: str
     field: str
     default: Any
-    parse: Parser
+    parser: Parser
     help: str
     details: str = ""
     flags: tuple[str, ...] = ()
@@ -251,16 +242,16 @@ class Option:
     @property
     def allowed(self) -> str:
         """Which values there are, in words."""
-        return f"{self.parse.allowed}; None" if self.default is None else self.parse.allowed
+        return f"{self.parser.allowed}; None" if self.default is None else self.parser.allowed
 
 
-def option(default: Any, parse: Parser, help: str, details: str = "", **further: Any) -> Any:
+def option(default: Any, parser: Parser, help: str, details: str = "", **further: Any) -> Any:
     """Declare an option as a field of a dataclass; for the arguments see `Option`.
 
     `field` and `flags` are given only where they are not named after the group.
     """
     return dataclasses.field(
-        default=default, metadata={_KEY: {"parse": parse, "help": help, "details": details, **further}}
+        default=default, metadata={_KEY: {"parser": parser, "help": help, "details": details, **further}}
     )
 
 
@@ -314,7 +305,7 @@ class Group:
         """
         get = source.get if isinstance(source, Mapping) else lambda name: getattr(source, name, None)
         given = {one: get(one.field) for one in self.options}
-        return {one.name: one.parse(one.field, value) for one, value in given.items() if not is_unset(value)}
+        return {one.name: one.parser.parse(one.field, value) for one, value in given.items() if not is_unset(value)}
 
 
 def plain(value: Any) -> Any:

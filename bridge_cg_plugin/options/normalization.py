@@ -476,7 +476,7 @@ def _vision_capacities(written: Written, lines: list[str]) -> dict[str, Any]:
     given = [written.fields.get(name) for name in (BUCKETS, LONGEST)]
     if len(explicit) != 1 or any(map(is_unset, given)):
         return {}
-    buckets, longest = parse_capacities(BUCKETS, given[0]), whole_number(1)(LONGEST, given[1])
+    buckets, longest = parse_capacities(BUCKETS, given[0]), whole_number(1).parse(LONGEST, given[1])
     if isinstance(buckets, str) or buckets[-1] <= longest:
         return {}
     if BUCKETS in explicit:

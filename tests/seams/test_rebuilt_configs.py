@@ -17,7 +17,8 @@ from megatron.bridge.utils.instantiate_utils import InstantiationMode, instantia
 from megatron.bridge.utils.yaml_utils import safe_yaml_representers
 
 import bridge_cg_plugin
-from bridge_cg_plugin.options import PackedOptions, VisionGraphOptions, packed_options, vision_options
+from bridge_cg_plugin.options import PackedOptions, VisionGraphOptions, vision_options
+from bridge_cg_plugin.options.packed import packed_options
 from bridge_cg_plugin.options.vision import VISION as VISION_GROUP
 from bridge_cg_plugin.upstream.hooks.graph_fields import LANGUAGE_MODEL_DEFAULTS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release

@@ -18,10 +18,11 @@ from ....announce import announce
 from ....graphs.manager import GraphManager
 from ....graphs.recordings.executor import Executor, Isolated
 from ....language.packed.workload import PackedWorkload
-from ....options import GraphOptions, PackedOptions, VisionGraphOptions, audio_options, check_options, vision_options
+from ....options import GraphOptions, PackedOptions, VisionGraphOptions, check_options, vision_options
 from ....options.declaration import plain
 from ....options.normalization import held_options
 from ....options.sources import collect
+from ....options.vision import audio_options
 from ....vision.workload import VisionWorkload
 from ...decoder.block import DEEPSTACK, TransformerBlockFamily
 from ...decoder.layers import levels
