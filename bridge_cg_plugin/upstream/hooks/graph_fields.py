@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -353,20 +353,11 @@ def _listed(values: dict[str, Any]) -> str:
 
 def _explicit_fields(model: Any) -> set[str]:
     """Return the graph fields that have other values than their defaults."""
-    defaults = {**EVERY, **dict(_defaults(dataclasses.fields(model) if dataclasses.is_dataclass(model) else ()))}
     held = {**fields_of(model), WARMUP: getattr(model, WARMUP, None)}
-    return {name for name, value in held.items() if not is_unset(value) and not _is_default(name, value, defaults)}
+    defaults = {name: getattr(type(model), name, EVERY.get(name)) for name in held}
+    return {name for name, value in held.items() if not (is_unset(value) or _is_idle(name, value, defaults[name]))}
 
 
-def _is_default(name: str, value: Any, defaults: dict[str, Any]) -> bool:
-    if name in LANGUAGE_MODEL_FIELDS and (value in _IDLE or not value):
-        return True
-    return name in defaults and (value == defaults[name] or (not value and not defaults[name]))
-
-
-def _defaults(fields: Iterable[dataclasses.Field[Any]]) -> Iterable[tuple[str, Any]]:
-    for one in fields:
-        if one.default is not dataclasses.MISSING:
-            yield one.name, one.default
-        elif one.default_factory is not dataclasses.MISSING:
-            yield one.name, one.default_factory()
+def _is_idle(name: str, value: Any, default: Any) -> bool:
+    idle = name in LANGUAGE_MODEL_FIELDS and value in _IDLE
+    return idle or value == default or not (value or default)

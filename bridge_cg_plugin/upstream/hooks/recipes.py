@@ -212,15 +212,12 @@ def helper_as_shipped() -> Iterator[None]:
 
     from ..wrappers import overridden  # with PyTorch, which `bridge-cg explain` does without
 
-    if any((Path(folder) / "Makefile").exists() for folder in datasets.__path__) or not _is_compiled():
+    compiled = find_spec("megatron.core.datasets.helpers_cpp") is not None
+    if any((Path(folder) / "Makefile").exists() for folder in datasets.__path__) or not compiled:
         yield
         return
     with overridden(initialize, "compile_helpers", lambda: None):
         yield
-
-
-def _is_compiled() -> bool:
-    return find_spec("megatron.core.datasets.helpers_cpp") is not None
 
 
 def load_packed_numpy(path: Path) -> Sequence[Any]:
