@@ -18,13 +18,7 @@ from .language_model import (
 )
 from .normalization import as_fields, graph_options, normalize
 from .packed import PACKED_FIELDS, PackedOptions
-from .vision import (
-    OFFLOAD_MODULES,
-    PROVIDER_FIELDS,
-    SCOPE_FIELD,
-    VisionGraphOptions,
-    vision_options,
-)
+from .vision import OFFLOAD_MODULES, PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions, vision_options
 
 __all__ = [
     "OFFLOAD_MODULES",

@@ -162,19 +162,14 @@ def _draws_again(options: GraphOptions, facts: Facts) -> bool:
 
 # What selective recompute names and recorded work runs again as upstream does.
 RECOMPUTED = frozenset(("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts"))
-# Of these, what reaches around a router that is captured without its experts.
-AROUND_ROUTERS = frozenset(("layernorm", "moe"))
-
-
-def _recomputes_norms(options: GraphOptions, facts: Facts) -> bool:
-    return not facts.other_tower and "layernorm" in facts.recomputed
 
 
 def _recomputes_otherwise(options: GraphOptions, facts: Facts) -> bool:
     """Whether what layers would recompute was not compared with eager, or reaches around what is captured."""
     named = {module.name for module in options.language_model.modules}
     in_parts = bool(named) and (facts.moe or named != {"attn", "mlp"})
-    known = RECOMPUTED - AROUND_ROUTERS if "moe_router" in named else RECOMPUTED
+    # These reach around a router that is captured without its experts.
+    known = RECOMPUTED - {"layernorm", "moe"} if "moe_router" in named else RECOMPUTED
     around = facts["recompute_granularity"] == "full" and in_parts
     return around or facts.mamba or facts["fp8"] or not known.issuperset(facts.recomputed)
 
@@ -303,7 +298,7 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
         },
     ),
     (
-        _where(_vision, _recomputes_norms),
+        _where(_vision, lambda options, facts: not facts.other_tower and "layernorm" in facts.recomputed),
         f"Name layernorm in {PROVIDER_FIELDS['recompute']}, not in recompute_modules.",
         {
             RECOMPUTE: (
@@ -413,12 +408,7 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
     (
         _where(_whole_moe_layers, lambda options, facts: not switched_on(EXPERT_BOUNDS, False)),
         _eager_experts,
-        {
-            "model.expert_tensor_parallel_size": (
-                "1",
-                f"Parts of experts were not measured; see {EXPERT_BOUNDS}",
-            )
-        },
+        {"model.expert_tensor_parallel_size": ("1", f"Parts of experts were not measured; see {EXPERT_BOUNDS}")},
     ),
     (
         _whole_moe_layers,

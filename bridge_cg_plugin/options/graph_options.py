@@ -4,16 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .declaration import Group, Option, OptionError, Parser, one_of, option, parse_choice, plain
-from .language_model import (
-    IMPL,
-    INFERENCE,
-    LANGUAGE_MODEL,
-    MODULES,
-    SCOPE,
-    SWITCHES,
-    LanguageModelGraphOptions,
-)
+from .declaration import Group, OptionError, Parser, one_of, option, parse_choice, plain
+from .language_model import IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE, SWITCHES, LanguageModelGraphOptions
 from .packed import MAX_PACKED_SEQS, PACKED, PackedOptions
 from .vision import VISION, VisionGraphOptions
 
@@ -163,14 +155,7 @@ def _values(group: Group, part: Any, fields: Collection[str]) -> dict[str, Any]:
         if one.field in fields:
             values[one.field] = plain(value)
         elif value != one.default:
-            raise _no_such_field(group, one, value)
+            allowed = "left at its default on a model whose configuration has no such field"
+            remedy = f"Use a provider of {group.owners}, with the plugin active before it is imported."
+            raise OptionError(one.field, plain(value), allowed, remedy)
     return values
-
-
-def _no_such_field(group: Group, one: Option, value: Any) -> OptionError:
-    return OptionError(
-        one.field,
-        plain(value),
-        "left at its default on a model whose configuration has no such field",
-        f"Use a provider of {group.owners}, with the plugin active before it is imported.",
-    )

@@ -160,16 +160,8 @@ DEPRECATED = (SCOPE, *SWITCHES)
 # Word of the old scope -> what to write instead, the implementations that may be set with it ("none" keeps graphs off),
 # and the inference scope that it means.
 DEPRECATED_SCOPES: dict[str, tuple[str, tuple[Implementation, ...], InferenceCudaGraphScope]] = {
-    "full_iteration": (
-        f"{IMPL}=full_iteration",
-        ("none", "local", "full_iteration"),
-        InferenceCudaGraphScope.none,
-    ),
-    "full_iteration_inference": (
-        f"{IMPL}=local {INFERENCE}=block",
-        ("none", "local"),
-        InferenceCudaGraphScope.block,
-    ),
+    "full_iteration": (f"{IMPL}=full_iteration", ("none", "local", "full_iteration"), InferenceCudaGraphScope.none),
+    "full_iteration_inference": (f"{IMPL}=local {INFERENCE}=block", ("none", "local"), InferenceCudaGraphScope.block),
 }
 
 

@@ -228,13 +228,7 @@ def vision_options(source: Any, merge_unit: int = 4, unit: str = "one embedding"
 
 def audio_options(options: VisionGraphOptions) -> VisionGraphOptions:
     """Return options for the audio encoder of a model: those that name sizes of images are left out."""
-    return replace(
-        options,
-        buckets="auto",
-        max_seq_length=None,
-        max_frames="auto",
-        exact_below=0,
-    )
+    return replace(options, buckets="auto", max_seq_length=None, max_frames="auto", exact_below=0)
 
 
 def _check_capacities(options: VisionGraphOptions, merge_unit: int, unit: str) -> None:

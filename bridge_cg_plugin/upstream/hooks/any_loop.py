@@ -44,12 +44,7 @@ from ..seams.registry.bridge import SCHEDULES
 from ..wrappers import chunks_of, config_of, unwrapped
 from .graph_fields import EVERY, announce_parts, applied, apply_options, environment_options
 from .helpers.constructors import checked_options, decoder_helpers, encoder_helper, encoder_options, find_decoders
-from .helpers.graph_helper import (
-    GraphHelper,
-    active_graphs,
-    drop_graphs,
-    has_graphs,
-)
+from .helpers.graph_helper import GraphHelper, active_graphs, drop_graphs, has_graphs
 from .leaving_models import ReturningBuffers, follow, has_left, undisturbed
 
 # Schedule calls that run eager before graphs are captured, where the model's config does not say.

@@ -17,12 +17,7 @@ from torch import Tensor, distributed, nn
 
 from ...announce import announce
 from ...graphs.manager import GraphManager
-from ...graphs.reports import (
-    RegionStatistics,
-    merge_statistics,
-    metrics_of_ranks,
-    render_steps,
-)
+from ...graphs.reports import RegionStatistics, merge_statistics, metrics_of_ranks, render_steps
 from ...options.graph_options import asks_for_graphs, asks_for_packed_graphs
 from ..parallel.watchdog import WATCHDOG, several_ranks
 from ..seams.patches import Patch, arguments_of

@@ -10,13 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from ...announce import warn_once
-from ...options import (
-    SCOPE_FIELD,
-    Facts,
-    GraphOptions,
-    OptionError,
-    check_options,
-)
+from ...options import SCOPE_FIELD, Facts, GraphOptions, OptionError, check_options
 from ...options.graph_options import SETTING, asks_for_packed_graphs
 from ...options.language_model import IMPL
 from ...options.normalization import options_of, warn_of_options, without_idle_fields
