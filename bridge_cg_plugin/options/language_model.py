@@ -193,7 +193,7 @@ def check_deprecated_scope(
 
 
 def language_model_options(
-    fields: Mapping[str, Any], explicit: frozenset[str] = frozenset()
+    fields: Mapping[str, Any], explicit: frozenset[str]
 ) -> tuple[LanguageModelGraphOptions, tuple[str, ...]]:
     """Return the options that fields of any release say, and what to tell the user about them.
 

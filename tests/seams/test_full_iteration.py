@@ -12,13 +12,11 @@ import bridge_cg_plugin
 from bridge_cg_plugin.language.packed import workload as workload_module
 from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
-from bridge_cg_plugin.upstream.hooks.qwen3_vl import replays_one_length
 from bridge_cg_plugin.upstream.kernels import recompute
 
 from ..unit.packs import EXPERTS
 from ..unit.towers import assert_close
 from ..unit.vlm import HIDDEN, SEQUENCE, Trainer, build, on_cpu, sample, wrapper
-from ..unit.vlm import full_iteration as full_iteration_fields
 
 ONE, TWO, TEXT = [(4, 4)], [(8, 4), (4, 4)], []
 MIX = [ONE, TEXT, TWO, [(4, 8)]]
@@ -244,19 +242,3 @@ def test_a_model_without_images_or_with_another_encoder_is_upstreams():
             with pytest.raises(RuntimeError, match="upstream's own"):
                 captured(model=model, data_iterator=[], num_microbatches=1, seq_length=4, forward_only=False)
     schedule.assert_not_called()
-
-
-@pytest.mark.parametrize(
-    "fields, padded",
-    [
-        (full_iteration_fields(), True),
-        ({"cuda_graph_impl": "transformer_engine"}, True),
-        ({"cuda_graph_impl": "none"}, False),
-        ({"cuda_graph_impl": "local", "cuda_graph_scope": None}, False),
-        ({"cuda_graph_impl": "local", "cuda_graph_scope": ["attn"]}, False),
-        ({"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}, True),
-        ({}, False),
-    ],
-)
-def test_whose_sequences_are_padded(fields, padded):
-    assert replays_one_length(SimpleNamespace(**fields)) is padded

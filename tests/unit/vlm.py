@@ -1,7 +1,6 @@
 """Bridge's Qwen3-VL model on a CPU: small, fp32, its step and megatron-core's schedule with it."""
 
 import copy
-import dataclasses
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,6 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import transformer_block
-from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 from torch.nn import functional
@@ -140,13 +138,6 @@ def on_cpu():
         yield
 
 
-def full_iteration():
-    """Return the fields that say full_iteration in the installed release's words."""
-    if "cuda_graph_modules" in {f.name for f in dataclasses.fields(Qwen3VLTransformerConfig)}:
-        return {"cuda_graph_impl": "full_iteration"}
-    return {"cuda_graph_impl": "local", "cuda_graph_scope": [CudaGraphScope.full_iteration]}
-
-
 def build(
     seed: int = 0, *, tied: bool = False, dropout: float = 0.0, graphs: bool = True, deepstack: bool = True, **changes
 ):
@@ -161,7 +152,7 @@ def build(
         **{**FIELDS, "hidden_dropout": dropout},
         share_embeddings_and_output_weights=tied,
         calculate_per_token_loss=False,
-        **(full_iteration() if graphs else {}),
+        **({"cuda_graph_impl": "full_iteration"} if graphs else {}),
         **changes,
     )
     config.seq_length = SEQUENCE
@@ -212,7 +203,7 @@ class _Visual:
 
 def state(graphs: bool):
     """Return as much of Bridge's global state as the step reads."""
-    fields = full_iteration() if graphs else {"cuda_graph_impl": "none"}
+    fields = {"cuda_graph_impl": "full_iteration" if graphs else "none"}
     timer = mock.MagicMock()
     return SimpleNamespace(
         timers=timer,

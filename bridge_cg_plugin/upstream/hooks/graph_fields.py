@@ -18,7 +18,7 @@ from ...options.declaration import is_unset
 from ...options.explain import PARTS, in_one_line
 from ...options.facts import OFFLOADS
 from ...options.graph_options import CHOICE, TE_RNG, field_values
-from ...options.language_model import IMPL, INFERENCE, MODULES, SCOPE
+from ...options.language_model import IMPL, INFERENCE, MODULES
 from ...options.normalization import VISION_IMPL, warn_of_options
 from ...options.packed import PACKED
 from ...options.sources import (
@@ -255,8 +255,6 @@ def _typed(name: str, value: Any) -> Any:
 
     if name == MODULES:
         return [enums.CudaGraphModule[module] for module in value]
-    if name == SCOPE and value is not None:
-        return [enums.CudaGraphScope[module] for module in value]
     if name == INFERENCE:
         return enums.InferenceCudaGraphScope[value]
     return value

@@ -23,8 +23,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...options import OptionError
+from ...options.combinations import DRIVEN_BY_BRIDGE
 from ...options.declaration import is_unset, parse_flag
 from ...options.graph_options import asks_for_packed_graphs
+from ...options.language_model import IMPL
 from ...options.normalization import ALLREDUCE
 from ..seams.patches import Patch, arguments_of
 from ..seams.registry import seam
@@ -126,18 +128,10 @@ def _at_fixed_length(old: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple
     @functools.wraps(old)
     def get_batch(data_iterator: Any, cfg: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         batch = old(data_iterator, cfg, *args, **kwargs)
-        replays = replays_one_length(cfg.model) and not asks_for_packed_graphs(cfg.model)
+        replays = getattr(cfg.model, IMPL, "none") in DRIVEN_BY_BRIDGE and not asks_for_packed_graphs(cfg.model)
         return padded(batch, cfg.model.seq_length) if replays else batch
 
     return get_batch
-
-
-def replays_one_length(model: Any) -> bool:
-    """Whether a model's configuration, in any release's words, asks for graphs that replay one sequence length."""
-    impl = getattr(model, "cuda_graph_impl", "none")
-    if impl != "local":
-        return impl in ("transformer_engine", "full_iteration")
-    return "full_iteration" in (getattr(scope, "name", scope) for scope in getattr(model, "cuda_graph_scope", ()) or ())
 
 
 def padded(batch: tuple[Any, ...], length: int) -> tuple[Any, ...]:
