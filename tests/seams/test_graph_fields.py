@@ -27,7 +27,6 @@ from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.upstream.hooks.graph_fields import (
     apply_options,
     inference_graphs,
-    read_options,
 )
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.seam import minor
@@ -180,20 +179,20 @@ OPTIONS = [
 def test_upstreams_own_steps_change_nothing_that_was_applied(options, provider):
     for config in (core_config(), provider):
         apply_options(options, config)
-        assert read_options(config) == options
+        assert normalize(config)[0] == options
         assert all(type(m) is enums.CudaGraphModule for m in config.cuda_graph_modules)
         assert type(config.inference_cuda_graph_scope) is enums.InferenceCudaGraphScope
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         provider.finalize()
-    assert read_options(provider) == options
+    assert normalize(provider)[0] == options
     assert not [w for w in caught if "cuda_graph" in str(w.message) and "deprecated" in str(w.message)]
 
 
 def test_vision_options_reach_the_provider(provider):
     vision = VisionGraphOptions(impl="transformer_engine", scope=("attn",), max_seq_length=4096, strict=True)
     apply_options(GraphOptions(vision=vision), provider)
-    assert read_options(provider).vision == vision
+    assert normalize(provider)[0].vision == vision
     assert provider.vision_cuda_graph_scope == ["attn"]
     with pytest.raises(OptionError, match="Qwen3-VL family"):
         apply_options(GraphOptions(vision=vision), core_config())
@@ -227,7 +226,7 @@ def test_inference_with_full_iteration_makes_no_warm_up_passes():
     apply_options(graph_options("cuda_graph_impl=full_iteration"), config)
     with inference_graphs(config):
         assert create(inference_engine(config)) is None
-    assert read_options(config).language_model.impl == "full_iteration"
+    assert normalize(config)[0].language_model.impl == "full_iteration"
 
 
 def test_every_field_of_upstream_is_known_or_not_ours(provider):

@@ -10,9 +10,8 @@ from huggingface_hub import constants
 from transformers.utils import hub
 
 from bridge_cg_plugin.cli.runs.recipe import prepare, read
-from bridge_cg_plugin.options import vision_options
+from bridge_cg_plugin.options import normalize, vision_options
 from bridge_cg_plugin.recipes import with_graphs
-from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from scripts.performance import bench_recipe, random_weights
 from tests.models import local_hub
 from tests.models.local_hub import write_checkpoint
@@ -76,8 +75,8 @@ def test_eager_and_graphs_train_the_same_configuration_but_for_graphs(prepared):
     for config in runs.values():
         launched(config, 1)
         assert config.train.global_batch_size == 8 and config.rng.te_rng_tracker and config.peft is not None
-    assert not read_options(runs["eager1"]).enabled
-    options = read_options(runs["plugin"])
+    assert not normalize(runs["eager1"])[0].enabled
+    options = normalize(runs["plugin"])[0]
     assert options.vision.enabled and options.packed.enabled and options.vision.kernels == "exact"
 
 

@@ -11,9 +11,8 @@ import pytest
 from wrapt import register_post_import_hook
 
 import bridge_cg_plugin
-from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.upstream.hooks import overrides as performance
-from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.seams.activation import patch_module
 
 from .lookalike import PARSER, write_lookalike
@@ -62,7 +61,7 @@ def test_a_launch_has_the_flags(scripts, tmp_path, recipe):
     words = [*VISION, "--cuda_graph_impl", "none", "--max_steps", "5", "train.global_batch_size=8"]
     found = launch(words)(recipe)
     assert set(states().values()) == {"active"}
-    vision = read_options(found).vision
+    vision = normalize(found)[0].vision
     assert (vision.impl, vision.max_seq_length) == ("transformer_engine", 16384)
     assert found.rng.te_rng_tracker is True and found.model.use_te_rng_tracker is True
     assert (found.train.train_iters, found.train.global_batch_size) == (5, 8)
@@ -72,7 +71,7 @@ def test_flags_of_upstreams_parser_and_others_are_taken_together(scripts, tmp_pa
     scripts(write_lookalike(tmp_path / "scripts"))
     words = ["--cuda_graph_impl", "transformer_engine", *VISION, "--cuda_graph_modules", "attn", "train.train_iters=5"]
     found = launch(words)(recipe)
-    options = read_options(found)
+    options = normalize(found)[0]
     assert options.vision.impl == options.language_model.impl == "transformer_engine"
     assert [module.name for module in options.language_model.modules] == ["attn"]
     assert found.train.train_iters == 5 and performance._words == {}
@@ -118,7 +117,7 @@ def test_flags_of_library_recipes(scripts, tmp_path, recipe):
     flags = [*VISION, "--vision_cuda_graph_slots", "2", "train.train_iters=5"]
     _, words = importlib.import_module("argument_parser").parse_cli_args().parse_known_args(flags)
     found = omegaconf_utils.process_config_with_overrides(recipe, cli_overrides=words)
-    vision = read_options(found).vision
+    vision = normalize(found)[0].vision
     assert (vision.max_seq_length, vision.slots) == (16384, 2) and found.train.train_iters == 5
 
 

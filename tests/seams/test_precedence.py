@@ -7,10 +7,16 @@ import pytest
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.training.utils import omegaconf_utils
 
-from bridge_cg_plugin.options import GraphOptionWarning, LanguageModelGraphOptions, OptionError, graph_options
+from bridge_cg_plugin.options import (
+    GraphOptionWarning,
+    LanguageModelGraphOptions,
+    OptionError,
+    graph_options,
+    normalize,
+)
 from bridge_cg_plugin.options.graph_options import SETTING
 from bridge_cg_plugin.options.language_model import IMPL, MODULES, SCOPE
-from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options, read_options
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_options
 from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from examples.photographs.training import Run, training_config
@@ -66,7 +72,7 @@ def in_own_words(model):
 
 def check_full_iteration(config):
     assert in_own_words(config.model) == ("full_iteration", [])
-    assert read_options(config).language_model == FULL
+    assert normalize(config)[0].language_model == FULL
     assert config.rng.te_rng_tracker is True and config.model.use_te_rng_tracker is True
     assert config.rerun_state_machine.check_for_nan_in_loss is False
 
@@ -107,7 +113,7 @@ def with_buckets(active):
 @pytest.mark.parametrize("way", [by_bridges_words, by_bridges_yaml], ids=lambda w: w.__name__)
 def test_an_interpolation_means_what_bridge_makes_of_it(with_buckets, way, flags, tmp_path):
     way(with_buckets, "max_vision_cuda_graph_seq_length", "${dataset.seq_length}", tmp_path, flags)
-    vision = read_options(with_buckets).vision
+    vision = normalize(with_buckets)[0].vision
     assert (vision.buckets, vision.max_seq_length) == ((64, 1024), 1024)
     assert vision.slots == (2 if flags else "auto")
 
@@ -180,7 +186,7 @@ def test_a_written_none_keeps_a_part_eager_under_the_one_setting(recipe, way, tm
     recipe.model.cuda_graphs = "exact"
     way(recipe, IMPL, "none", tmp_path)
     check_training_config(recipe)
-    assert not read_options(recipe).language_model.enabled
+    assert not normalize(recipe)[0].language_model.enabled
 
 
 @pytest.mark.parametrize("way", [by_bridges_words, by_bridges_yaml], ids=lambda w: w.__name__)
@@ -188,4 +194,4 @@ def test_the_one_setting_alone_waits_for_validation(recipe, way, tmp_path):
     way(recipe, SETTING, "exact", tmp_path)
     assert recipe.model.cuda_graphs == "exact" and recipe.model.cuda_graph_impl == "none"
     check_training_config(recipe)
-    assert read_options(recipe).language_model.enabled
+    assert normalize(recipe)[0].language_model.enabled

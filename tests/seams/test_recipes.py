@@ -14,7 +14,6 @@ import pytest
 from bridge_cg_plugin.options import OptionError, normalize, vision_options
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.recipes import GPUS, PRESETS, RECIPES, with_graphs
-from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 
 from .conftest import with_presets
 
@@ -182,7 +181,7 @@ def recomputing(bridge, layers):
 def test_packs_are_on_graphs_beside_a_recompute_of_whole_layers(bridge):
     config = recomputing(bridge, 1)
     launched(config, 2)
-    options = read_options(config)
+    options = normalize(config)[0]
     assert options.vision.enabled and options.packed.enabled
     assert options.language_model.impl == "transformer_engine" and config.model.recompute_granularity == "full"
     with pytest.raises(ValueError, match="recompute_num_layers must be between"):
@@ -194,7 +193,7 @@ def test_what_was_set_explicitly_stays(bridge):
     config.model.max_vision_cuda_graph_seq_length = 4096
     config.model.cuda_graph_max_packed_seqs = 3
     launched(with_graphs(config, gpu="h200"), 2)
-    options = read_options(config)
+    options = normalize(config)[0]
     assert options.vision.max_seq_length == 4096
     assert options.packed.max_packed_seqs == 3 and options.language_model.impl == "transformer_engine"
 
@@ -232,7 +231,7 @@ def test_a_preset_puts_the_encoder_and_the_language_model_on_graphs_or_says_why_
     language_model = chosen["language model"]
     assert language_model.graphs != "eager" and preset.base in recipe.__doc__
     launched(config, gpus_of(bridge, preset.base))
-    options = read_options(config)
+    options = normalize(config)[0]
     assert options.vision.enabled and options.vision.kernels == "exact" and config.model.cuda_graphs is None
     assert options.language_model.enabled and options.packed.enabled == config.dataset.enable_in_batch_packing
 
@@ -312,7 +311,7 @@ def test_a_launch_captures_packs_of_as_many_documents_as_warm_up_shows_padded_to
     plain, config = getattr(bridge, base)(), with_graphs(base)
     for each in (plain, config):
         launched(each, gpus_of(bridge, base))
-    options = read_options(config)
+    options = normalize(config)[0]
     assert options.packed.max_packed_seqs == "auto" and not options.language_model.modules
     assert options.language_model.impl == "transformer_engine"
     assert config.rng.te_rng_tracker and config.model.use_te_rng_tracker
@@ -325,7 +324,7 @@ def test_dropout_keeps_the_language_model_eager_unless_its_graphs_were_set_expli
     config = with_graphs(base)
     config.model.hidden_dropout = 0.1
     launched(config, gpus_of(bridge, base))
-    assert not read_options(config).language_model.enabled
+    assert not normalize(config)[0].language_model.enabled
     table = "".join(capsys.readouterr().out.replace("[bridge-cg]", "").split())  # cells are wrapped at any place
     assert "languagemodel:eager" in table and "model.hidden_dropout=" in table
     config = with_graphs(base, options="cuda_graph_impl=transformer_engine cuda_graph_max_packed_seqs=8")
@@ -338,5 +337,5 @@ def test_data_that_stop_packing_after_a_preset_was_built_put_the_whole_language_
     config = bridge.qwen3_vl_8b_vision_graphs_h200_sft_config()
     config.dataset.enable_in_batch_packing = False
     launched(config, 2)
-    found = read_options(config)
+    found = normalize(config)[0]
     assert found.language_model.impl == "full_iteration" and not found.packed.enabled

@@ -15,9 +15,9 @@ import torch
 from bridge_cg_plugin.cli.explain.command import look
 from bridge_cg_plugin.cli.runs import first_look
 from bridge_cg_plugin.cli.runs import train as run_recipe
+from bridge_cg_plugin.options import normalize
 from bridge_cg_plugin.options.explain import in_words
 from bridge_cg_plugin.upstream.hooks import recipes
-from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 from bridge_cg_plugin.upstream.hooks.training_config import refused_start
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
@@ -57,7 +57,7 @@ def test_flags_then_words_reach_training(trained, capsys):
     config = call["config"]
     assert mode == "finetune" and call["forward_step_func"] is forward_step
     assert (config.train.train_iters, config.optimizer.lr) == (7, 1e-5)
-    vision = read_options(config).vision
+    vision = normalize(config)[0].vision
     assert (vision.impl, vision.max_seq_length, vision.buckets) == ("transformer_engine", 16384, (1024, 2304))
     assert config.rng.te_rng_tracker is True and config.model.use_te_rng_tracker is True
     assert "buckets of 1024 and 2304 tokens" in capsys.readouterr().out

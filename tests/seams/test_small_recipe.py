@@ -11,9 +11,8 @@ from transformers.utils import hub
 
 import bridge_cg_plugin
 from bridge_cg_plugin import recipes
-from bridge_cg_plugin.options import vision_options
+from bridge_cg_plugin.options import normalize, vision_options
 from bridge_cg_plugin.recipes import SMALL_RECIPES
-from bridge_cg_plugin.upstream.hooks.graph_fields import read_options
 
 from .test_recipes import launched
 
@@ -58,7 +57,7 @@ def test_it_validates_as_a_launch_would(config, gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     launched(config, gpus)
     assert config.data_parallel_size == gpus
-    options = read_options(config)
+    options = normalize(config)[0]
     assert options.vision.enabled and options.vision.kernels == "exact"
     assert options.language_model.impl == "full_iteration" and not options.packed.enabled
     assert not config.rerun_state_machine.check_for_nan_in_loss

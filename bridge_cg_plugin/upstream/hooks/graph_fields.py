@@ -229,15 +229,6 @@ def _pad_offline_packs(config: Any) -> None:
         dataset.pad_to_max_length = specs.pad_cu_seqlens = True
 
 
-def read_options(config: Any) -> GraphOptions:
-    """Return the options that a config object of any release holds.
-
-    Raises:
-        OptionError: It holds a value that does not exist, or two that disagree.
-    """
-    return normalize(config)[0]
-
-
 def inference_graphs(config: Any) -> contextlib.AbstractContextManager[None]:
     """Return a block in which a config object has the graph options that inference can use.
 
