@@ -50,7 +50,7 @@ def parts(options: GraphOptions) -> tuple[Part, ...]:
     of_encoder = _vision(vision) if vision.enabled else []
     of_layers = [_language_model(options), *_packed(options.packed)] if language.enabled else []
     said = ("max_packed_seqs", "buckets", *_ACTIVATIONS)
-    further_of_packs = further(options.packed, PACKED, said) if options.packed.enabled else []
+    further_of_packs = _further(options.packed, PACKED, said) if options.packed.enabled else []
     return (
         _part(options, VISION_ENCODER, VISION_IMPL, vision.impl, of_encoder, _further_of_vision(vision)),
         _part(options, LANGUAGE_MODEL_PART, IMPL, language.impl, of_layers, further_of_packs),
@@ -122,18 +122,12 @@ def _vision(options: VisionGraphOptions) -> list[str]:
 
 def _further_of_vision(options: VisionGraphOptions) -> list[str]:
     if not options.enabled:
-        return further(options, VISION, [name for name in VISION.fields if name not in WITHOUT_GRAPHS])
-    return further(options, VISION, ("impl", "scope", "buckets", "max_seq_length", *_ACTIVATIONS))
+        return _further(options, VISION, [name for name in VISION.fields if name not in WITHOUT_GRAPHS])
+    return _further(options, VISION, ("impl", "scope", "buckets", "max_seq_length", *_ACTIVATIONS))
 
 
-def further(options: Any, group: Group, said: Collection[str] = ()) -> list[str]:
-    """Return options of a group that are not their defaults, as `field=value`.
-
-    Args:
-        options: Of the group's dataclass.
-        group: Which one.
-        said: Options to leave out.
-    """
+def _further(options: Any, group: Group, said: Collection[str]) -> list[str]:
+    """Return options of a group that are not their defaults, as `field=value`, without those that were said."""
     values = {one: getattr(options, one.name) for one in group.options if one.name not in said}
     return [f"{one.field}={value}" for one, value in values.items() if value != one.default]
 

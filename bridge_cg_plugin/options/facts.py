@@ -182,12 +182,6 @@ class Facts:
         return any(self[name] for name in (*PACKING_FIELDS, "enable_offline_packing"))
 
     @property
-    def low_precision(self) -> str | None:
-        """The fp8 or fp4 format that layers compute in."""
-        low: str | None = self["fp8"] or self["fp4"]
-        return low
-
-    @property
     def recomputed(self) -> tuple[str, ...]:
         """The parts that selective recompute covers."""
         if self["recompute_granularity"] != "selective":

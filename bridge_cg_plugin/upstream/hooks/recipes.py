@@ -5,7 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,11 +102,10 @@ def _modules() -> Iterator[Any]:
 
 
 # Of the families' packages only Qwen3-VL's is asked for names.
-_PRESETS: dict[str, tuple[Mapping[str, Callable[..., Any]], ...]] = {
-    "recipe_names": (DERIVED_RECIPES, SMALL_RECIPES),
-    "recipe_names.qwen_vl": (DERIVED_RECIPES,),
-}
-PATCHES = tuple(Additions(seam(name), *presets) for name, presets in _PRESETS.items())
+PATCHES = (
+    Additions(seam("recipe_names"), DERIVED_RECIPES, SMALL_RECIPES),
+    Additions(seam("recipe_names.qwen_vl"), DERIVED_RECIPES),
+)
 
 
 Mode = Literal["pretrain", "finetune"]

@@ -165,7 +165,7 @@ _ASKS: dict[str, _Ask] = {
         lambda wish: "experts in graphs of all layers",
         f"{MODULES}=attn,moe_router with packs, where experts stay eager",
     ),
-    Feature.PACKED_FP8: _packed(lambda wish: wish.facts.low_precision),
+    Feature.PACKED_FP8: _packed(lambda wish: wish.facts["fp8"] or wish.facts["fp4"]),
     Feature.PIPELINES: _field(CHUNKS, "null", _model_chunks, lambda wish: _model_chunks(wish) > 1),
 }
 
