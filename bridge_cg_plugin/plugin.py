@@ -29,8 +29,8 @@ def enable(model: Any, *options: Any, **fields: Any) -> None:
     from .options.sources import refuse_unknown
     from .upstream.hooks.any_loop import LOOPS
 
-    for name in fields:
-        refuse_unknown(name)
+    for name, value in fields.items():
+        refuse_unknown(name, value)
     LOOPS.set(model, *options, fields)
 
 

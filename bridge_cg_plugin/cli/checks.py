@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge_cg_plugin.options import GraphOptions, OptionError
-from bridge_cg_plugin.options.flags import FLAGS
+from bridge_cg_plugin.options.flags import FLAGS, refuse_gone_flag
 from bridge_cg_plugin.options.sources import is_word
 from bridge_cg_plugin.plugin import SWITCH
 from bridge_cg_plugin.switches import switched_on
@@ -32,9 +32,11 @@ def refuse_flags(words: Sequence[str], parsed: argparse.Namespace) -> None:
     """Refuse words that no parser took and that are flags.
 
     Raises:
-        OptionError: Names the nearest flag.
+        OptionError: Says that the option has gone, or names the nearest flag.
     """
-    for name in (word.partition("=")[0] for word in words if word.startswith("-")):
+    for word in (word for word in words if word.startswith("-")):
+        refuse_gone_flag(word)
+        name = word.partition("=")[0]
         known = [*(spelling for flag in FLAGS for spelling in flag.spellings), *(f"--{name}" for name in vars(parsed))]
         near = difflib.get_close_matches(name.replace("-", "_"), [flag.replace("-", "_") for flag in known], n=1)
         raise OptionError.unknown(name, "flag", f"--{near[0].lstrip('_')}" if near else "")

@@ -206,6 +206,41 @@ def parse_capacities(field: str, value: Any) -> tuple[int, ...] | str:
 capacities = Parser(_CAPACITIES, parse_capacities)
 
 
+# Of development snapshots before the first release.
+SINCE = "0.1.0"
+_SMALLEST = "Remove it: activations of 1 MiB and more are offloaded."
+_CORES = "Set megatron-core's own field on the model: {}."
+_FIELDS = "Its values are fields, such as {0}_slots; those that docs/options.md does not have are gone: remove them."
+GONE = {
+    "activation_offload": "Set vision_cuda_graph_offload, cuda_graph_packed_offload or offload_modules.",
+    "activation_offload_min_bytes": _SMALLEST,
+    "cuda_graph_packed_tuning": _FIELDS.format("cuda_graph_packed"),
+    "offload": _CORES.format("offload_modules, with fine_grained_activation_offloading"),
+    "offload_delay_until_cuda_graph": _CORES.format("delay_offload_until_cuda_graph"),
+    "offload_delta_bytes_across_pp_ranks": _CORES.format("delta_offload_bytes_across_pp_ranks"),
+    "offload_fraction": _CORES.format("activation_offload_fraction"),
+    "offload_max_inflight": _CORES.format("fine_grained_offloading_max_inflight_offloads"),
+    "offload_min_tensor_size": _CORES.format("min_offloaded_tensor_size"),
+    "vision_cuda_graph_balance": "Remove it: images stay on their ranks.",
+    "vision_cuda_graph_buckets_max_gb": "Set max_vision_cuda_graph_seq_length, which limits what a slot takes.",
+    "vision_cuda_graph_check_interval": "Remove it: replays are compared with eager unless BRIDGE_CG_PROOF=0.",
+    "vision_cuda_graph_modules": "Remove it: one graph holds the whole encoder, attention and MLPs.",
+    "vision_cuda_graph_tuning": _FIELDS.format("vision_cuda_graph"),
+}
+
+
+def refuse_gone(field: str, value: Any) -> None:
+    """Refuse a value of an option that has gone, or of a value inside it, such as `vision_cuda_graph_tuning.slots`.
+
+    Raises:
+        OptionError: The option has gone, and the value asks for it.
+    """
+    option = field.partition(".")[0]
+    if option in GONE and not is_unset(value):
+        why = f"Cannot use {field}={value!r}: the option has gone in bridge_cg_plugin {SINCE}."
+        raise OptionError.because(field, f"{why} {GONE[option]}")
+
+
 _KEY = "option"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .declaration import OptionError
+from .declaration import OptionError, refuse_gone
 from .graph_options import GROUPS
 from .language_model import MODULES, SCOPE
 
@@ -36,7 +36,7 @@ def take_flags(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the fields that a command line's flags set, and the tokens that are none of these flags.
 
     Raises:
-        OptionError: A flag has no value.
+        OptionError: A flag has no value, or its option has gone.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     add_flags(parser)
@@ -45,7 +45,20 @@ def take_flags(tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     except argparse.ArgumentError as error:
         name = str(error.argument_name)
         raise OptionError.because(name, f"Cannot use {name}: {error.message}.") from None
+    for token in rest:
+        refuse_gone_flag(token)
     return given_flags(arguments), rest
+
+
+def refuse_gone_flag(token: str) -> None:
+    """Refuse a word of a command line that is the flag of an option that has gone.
+
+    Raises:
+        OptionError: It is.
+    """
+    name, _, value = token.partition("=")
+    if name.startswith("--"):
+        refuse_gone(name[2:].replace("-", "_"), value or name)
 
 
 def clear_flags(arguments: argparse.Namespace, names: Iterable[str]) -> argparse.Namespace:

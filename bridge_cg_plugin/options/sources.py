@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .declaration import OptionError
+from .declaration import GONE, OptionError, refuse_gone
 from .facts import SETTINGS, Facts
 from .graph_options import GROUPS
 from .language_model import DEPRECATED, IMPL, INFERENCE, LANGUAGE_MODEL, MODULES, SCOPE, SWITCHES
@@ -158,7 +158,7 @@ def _assigned(pairs: Sequence[tuple[str, Any]]) -> Written:
     leaves, settings = [], {}
     for name, value in pairs:
         *path, leaf = name.replace("-", "_").split(".")
-        _refuse_sections([*path, leaf])
+        _refuse_sections([*path, leaf], value)
         if not path or path[-1] in MODEL_SECTIONS:
             leaves.append((leaf, value))
         elif leaf in FIELDS:
@@ -189,7 +189,7 @@ def _walk(
 ) -> Iterator[tuple[str | None, str, Any]]:
     for key, value in source.items():
         *path, name = str(key).replace("-", "_").split(".")
-        _refuse_sections([*path, name])
+        _refuse_sections([*path, name], value)
         inside = path[-1] if path else section
         if isinstance(value, Mapping) and depth < _DEPTH and name in MODEL_SECTIONS + OTHER_SECTIONS:
             yield from _walk(value, name, depth + 1)
@@ -205,33 +205,38 @@ def _from_leaves(leaves: Sequence[tuple[str, Any]], check: bool = True) -> Writt
             fields[name] = value
         elif name in SETTINGS:
             settings[name] = value
+        elif name in GONE:
+            refuse_gone(name, value)
         elif check:
-            _refuse_lookalike(name)
+            _refuse_lookalike(name, value)
     return Written(fields, frozenset(fields) | settings.keys(), settings)
 
 
-def _refuse_sections(path: Sequence[str]) -> None:
-    """Refuse a word one of whose sections looks like an option.
+def _refuse_sections(path: Sequence[str], value: Any) -> None:
+    """Refuse a word one of whose sections is an option that has gone, or looks like one.
 
     Raises:
-        OptionError: It does.
+        OptionError: It is.
     """
-    if any(map(_of_graphs, path[:-1])):
-        raise OptionError.unknown(".".join(path), "section", "model.NAME=VALUE")
+    for depth, section in enumerate(path[:-1]):
+        refuse_gone(".".join(path[depth:]), value)
+        if _of_graphs(section) and section not in GONE:
+            raise OptionError.unknown(".".join(path), "section", "model.NAME=VALUE")
 
 
-def refuse_unknown(name: str) -> None:
+def refuse_unknown(name: str, value: Any) -> None:
     """Refuse a name that is neither an option nor a setting that options depend on.
 
     Raises:
-        OptionError: Names the nearest.
+        OptionError: Names the nearest, or says that the option has gone.
     """
-    if name not in (*FIELDS, *SETTINGS):
+    refuse_gone(name, value)
+    if name not in (*FIELDS, *SETTINGS, *GONE):
         near = difflib.get_close_matches(name, (*FIELDS, *SETTINGS), n=1, cutoff=0.4)
         raise OptionError.unknown(name, "option in docs/options.md", near[0] if near else "")
 
 
-def _refuse_lookalike(name: str) -> None:
+def _refuse_lookalike(name: str, value: Any) -> None:
     if name not in _KNOWN and ((near := _nearest(name, _KNOWN)) or _of_graphs(name)):
         raise OptionError.unknown(name, "option in docs/options.md", near)
 
@@ -254,6 +259,8 @@ def _from_object(source: Any) -> Written:
         for name in SETTINGS:
             if hasattr(section, name) and not settings.get(name):
                 settings[name] = getattr(section, name)
+    for name in GONE.keys() & getattr(model, "__dict__", {}):  # a stand-in has every attribute
+        refuse_gone(name, vars(model)[name])
     return Written(fields_of(model), frozenset(), settings, model)
 
 

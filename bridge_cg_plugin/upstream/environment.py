@@ -3,7 +3,7 @@
 import functools
 import os
 
-from ..announce import announce
+from ..announce import announce, warn_once
 from ..options import OptionError
 from ..switches import ALLOWED, EXPERT_BOUNDS, PROOF, switched_on
 
@@ -11,11 +11,12 @@ RELEASE_MEMORY = "BRIDGE_CG_RELEASE_MEMORY"
 GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 # Graph options as words.
 OPTIONS = "BRIDGE_CG_OPTIONS"
+_GONE = "BRIDGE_CG_WATCHDOG_MINUTES"
 _say_once = functools.cache(announce)
 
 
 def check_process() -> None:
-    """Check the environment variables that decide whether capture can work.
+    """Check the environment variables that decide whether capture can work; warns of one that has gone.
 
     Raises:
         OptionError: Expandable segments are on and NCCL registers graph memory, which hangs or crashes later; or a
@@ -23,6 +24,8 @@ def check_process() -> None:
     """
     for name in (PROOF, EXPERT_BOUNDS):
         _is_on(name)
+    if _GONE in os.environ:
+        warn_once(f"{_GONE} has gone: unset it. A replay waits dist.distributed_timeout_minutes for another rank")
     allocator = ",".join(os.environ.get(n, "") for n in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     if "expandable_segments:true" in allocator.replace(" ", "").lower() and os.environ.get(GRAPH_REGISTER) != "0":
         raise OptionError(

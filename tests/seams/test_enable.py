@@ -52,6 +52,7 @@ def test_options_are_keywords_too():
         ("cuda_graph", "Did you mean cuda_graphs"),
         ("graphs", "Did you mean cuda_graphs"),
         ("foo", "no such option"),
+        ("vision_cuda_graph_balance", "has gone"),
     ],
 )
 def test_keywords_that_are_no_options_are_refused(name, said):

@@ -20,7 +20,9 @@ SMALL = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
         (["max_vision_cuda_graph_seq_length=100000000000", "vision_cuda_graph_impl=transformer_engine"], "2147483647"),
         (["cuda_graphs=exact", "rng.te_rng_tracker=false"], "Remove one of the two."),
         (["--graphs", "h200"], "recipe"),
-        (["vision_cuda_graph_balance=true"], "no such option"),
+        (["vision_cuda_graph_balance=true"], "has gone"),
+        (["actor_rollout_ref.actor.megatron.override_transformer_config.vision_cuda_graph_tuning.slots=2"], "has gone"),
+        ([SMALL, "policy.megatron_cfg.vision_cuda_graph_tuning.slots=2"], "has gone"),
     ],
 )
 def test_words_that_mean_nothing_or_contradict_each_other_are_refused(capsys, words, said):

@@ -1,9 +1,11 @@
 import re
 
 import pytest
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.models.qwen_vl.qwen3_vl_provider import Qwen3VLModelProvider
 from megatron.bridge.training.utils import omegaconf_utils
 
-from bridge_cg_plugin.options import PROVIDER_FIELDS, SCOPE_FIELD, VisionGraphOptions, vision_options
+from bridge_cg_plugin.options import PROVIDER_FIELDS, SCOPE_FIELD, OptionError, VisionGraphOptions, vision_options
 from bridge_cg_plugin.options.vision import VISION
 from examples.photographs.training import Run, training_config
 
@@ -38,6 +40,12 @@ def test_the_values_cover_every_field():
 @pytest.fixture
 def config(active):
     return training_config(Run(impl="transformer_engine"))
+
+
+@pytest.mark.parametrize("provider", [Qwen3VLModelProvider, GPTModelProvider])
+def test_a_constructor_names_options_that_have_gone(active, provider):
+    with pytest.raises(OptionError, match="has gone"):
+        provider(num_layers=2, hidden_size=64, num_attention_heads=2, vision_cuda_graph_tuning={"slots": 2})
 
 
 def test_bridges_overrides_reach_the_fields(config):

@@ -2,12 +2,14 @@
 
 import argparse
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Literal, Optional
 
 import pytest
 
 from bridge_cg_plugin.cli.checks import refuse_flags
-from bridge_cg_plugin.options import OptionError, normalize
+from bridge_cg_plugin.options import OptionError, graph_options, normalize
+from bridge_cg_plugin.options.declaration import GONE
 from bridge_cg_plugin.options.flags import (
     FLAGS,
     add_flags,
@@ -36,6 +38,8 @@ def test_both_spellings_set_the_field(flag):
 def test_an_unknown_flag_names_the_nearest():
     with pytest.raises(OptionError, match="Did you mean --vision_cuda_graph_impl"):
         refuse_flags(["--vision-cuda-graph-imp=x"], parse())
+    with pytest.raises(OptionError, match="Cannot use offload='--offload': the option has gone"):
+        refuse_flags(["--offload"], parse())
 
 
 def test_flags_are_taken_from_a_command_line():
@@ -51,9 +55,16 @@ def test_a_word_under_a_misspelt_section_is_refused():
 
 
 @pytest.mark.parametrize("written", [["model.vision_cuda_graph_tuning.slots=2"], {"vision_cuda_graph_tuning.slots": 2}])
-def test_a_section_that_looks_like_an_option_is_refused(written):
-    with pytest.raises(OptionError, match="no such section"):
+def test_a_value_of_a_mapping_that_has_gone_is_refused(written):
+    with pytest.raises(OptionError, match="values are fields, such as vision_cuda_graph_slots") as caught:
         normalize(written)
+    assert caught.value.field == "vision_cuda_graph_tuning.slots"
+
+
+@pytest.mark.parametrize("flag", ["--vision_cuda_graph_tuning", "--vision-cuda-graph-tuning=slots=2"])
+def test_a_flag_that_has_gone_is_refused_before_another_program_reads_it(flag):
+    with pytest.raises(OptionError, match="has gone"):
+        take_flags([flag, "slots=2"])
 
 
 @pytest.mark.parametrize(
@@ -108,3 +119,42 @@ def test_words_of_a_configuration_are_checked():
         check_word(config, word)
     with pytest.raises(OptionError, match="train.steps='x'"):
         check_word(config, "++train.steps=x")
+    for place in ("", "model.", "++model."):
+        with pytest.raises(OptionError, match="vision_cuda_graph_tuning.slots='2': the option has gone"):
+            check_word(config, f"{place}vision_cuda_graph_tuning.slots=2")
+
+
+def nested(name, value):
+    *path, field = ("model", *name.split("."))
+    found = {field: value}
+    for section in reversed(path):
+        found = {section: found}
+    return found
+
+
+def on_an_object(name, value):
+    found = nested(name, value)["model"]
+    return SimpleNamespace(**found)
+
+
+SPELLINGS = {
+    "word": lambda name, value: [f"model.{name}={value}"],
+    "flag": lambda name, value: [f"--{name}={value}"],
+    "mapping": nested,
+    "object": on_an_object,
+}
+
+
+@pytest.mark.parametrize("name", GONE)
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+def test_a_value_of_an_option_that_has_gone_is_refused_in_one_line(name, spelling):
+    with pytest.raises(OptionError) as caught:
+        graph_options(spelling(name, 0.1))
+    said = str(caught.value)
+    assert caught.value.field == name and "has gone" in said and GONE[name] in said and "\n" not in said
+
+
+@pytest.mark.parametrize("name", GONE)
+@pytest.mark.parametrize("spelling", [nested, on_an_object])
+def test_a_field_that_holds_nothing_is_let_pass(name, spelling):
+    assert graph_options(spelling(name, None)) == graph_options({})

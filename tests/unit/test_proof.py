@@ -476,6 +476,13 @@ def test_a_switch_that_is_none_is_refused(monkeypatch):
         check_process()
 
 
+def test_a_variable_that_has_gone_is_named_once(monkeypatch, caplog):
+    monkeypatch.setenv("BRIDGE_CG_WATCHDOG_MINUTES", "10")
+    check_process()
+    check_process()
+    assert caplog.text.count("BRIDGE_CG_WATCHDOG_MINUTES has gone") == 1
+
+
 class Clock:
     """Time that only what the test says takes."""
 

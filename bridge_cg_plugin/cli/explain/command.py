@@ -14,7 +14,7 @@ from typing import Any
 
 from bridge_cg_plugin.options import GraphOptions, OptionError, check_options, normalize
 from bridge_cg_plugin.options import explain as wording
-from bridge_cg_plugin.options.declaration import plain
+from bridge_cg_plugin.options.declaration import GONE, plain
 from bridge_cg_plugin.options.facts import LOOP_PARTS
 from bridge_cg_plugin.options.flags import take_flags
 from bridge_cg_plugin.options.graph_options import SETTING, VISION_ENCODER
@@ -283,10 +283,10 @@ def _check_name(word: str) -> None:
     Raises:
         OptionError: Names the nearest.
     """
-    name = word.lstrip("+").partition("=")[0]
+    name, _, value = word.lstrip("+").partition("=")
     *sections, field = name.replace("-", "_").split(".")
     if field not in OTHER_FIELDS and (not sections or "graph" in field):
-        refuse_unknown(field)
+        refuse_unknown(field, value)
 
 
 # Words of verl's and NeMo-RL's command lines.
@@ -318,7 +318,9 @@ def as_bridges(words: Sequence[str], place: argparse.Namespace, fields: Collecti
         name, _, value = word.lstrip("+~").partition("=")
         if name in _PLACES and value.isdecimal():
             setattr(place, _PLACES[name], int(value))
-        elif (match := _MODEL.fullmatch(word)) and difflib.get_close_matches(match[1], fields, 1, 0.9):
+        elif (match := _MODEL.fullmatch(word)) and difflib.get_close_matches(
+            match[1].partition(".")[0], (*fields, *GONE), 1, 0.9
+        ):
             found.append(f"model.{match[1]}={match[2]}")
         elif name.partition(".")[0] in _OTHERS:
             left.append(name)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...announce import Told, announce, warn
 from ...options import Facts, GraphOptions, OptionError, check_options, normalize
-from ...options.declaration import is_unset
+from ...options.declaration import GONE, is_unset, refuse_gone
 from ...options.explain import PARTS, in_one_line
 from ...options.facts import OFFLOADS
 from ...options.graph_options import CHOICE, TE_RNG, field_values
@@ -64,11 +64,14 @@ def accepting_init(original: Callable[..., None], defaults: Mapping[str, Any]) -
     """Return a provider's constructor with those of the plugin's fields that it lacks as keyword-only parameters."""
     signature = inspect.signature(original)
     added = missing_fields(signature.parameters, defaults)
+    gone = GONE.keys() - signature.parameters
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         for name, default in added.items():
             object.__setattr__(self, name, kwargs.pop(name, list(default) if default == () else default))
+        for name in gone & kwargs.keys():
+            refuse_gone(name, kwargs[name])
         original(self, *args, **kwargs)
 
     vars(__init__)["__signature__"] = _extended(signature, added)

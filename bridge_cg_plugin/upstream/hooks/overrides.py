@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from ...options import GraphOptions, OptionError, normalize
-from ...options.declaration import is_unset
+from ...options.declaration import is_unset, refuse_gone
 from ...options.flags import clear_flags, given_flags, take_flags
 from ...options.graph_options import SETTING, asks_for_vision_graphs
 from ...options.language_model import IMPL, SCOPE
@@ -172,10 +172,10 @@ def written_by_bridge(config: Any, file: str | Path | None, words: Sequence[str]
 
 
 def _refuse_lost(config: Any, file: str | Path | None, words: Sequence[str]) -> None:
-    """Refuse what looks like an option and is none: Hydra would let it pass without effect.
+    """Refuse options that have gone, or look like one: Hydra would let them pass without effect.
 
     Raises:
-        OptionError: Bridge's own overrides set such a field.
+        OptionError: Bridge's own overrides set one.
     """
     model = getattr(config, "model", None) or config
     section = _load(file) if model is config else _load(file).get("model")
@@ -218,6 +218,8 @@ def check_word(config: Any, word: str) -> None:
             return
         names = {f.name for f in dataclasses.fields(owner)} | vars(owner).keys()
         if part not in names:
+            if section in ("", "model"):
+                refuse_gone(".".join(path[depth:]), match["value"])
             known = {name: f"{section}.{name}" for name in names} if section else _places(config, names, path)
             raise OptionError.unknown(
                 match["name"], f"field of {section or 'the configuration'}", _nearest(part, known)
