@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from itertools import zip_longest
 
+from bridge_cg_plugin.options.explain import GAP, cell_lines
+
 Tell = Callable[[str], None]
 STDOUT, STDERR = 1, 2
 WIDTH = 80
 # Of tables that go to a file or another program.
 PIPED_WIDTH = 160
-GAP = "  "
-# Where names that are longer than a cell are divided.
-_JOINTS = re.compile(r"(?<=[_.=,:/])")
 
 
 class AnswerError(Exception):
@@ -106,26 +105,6 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
             places = zip(texts, widths, figures, strict=True)
             lines.append(GAP.join(f"{text:{'>' if figure else '<'}{width}}" for text, width, figure in places).rstrip())
     return lines
-
-
-def cell_lines(text: str, width: int) -> list[str]:
-    """Return the lines of a cell; names that do not fit into it are divided at their joints."""
-    lines = [""]
-    for word in text.split():
-        pieces = [word] if len(word) <= width else _JOINTS.split(word)
-        for number, piece in enumerate(pieces):
-            gap = " " if lines[-1] and not number else ""
-            if lines[-1] and len(lines[-1] + gap + piece) > width:
-                lines.append("")
-                gap = ""
-            lines[-1] += gap + piece
-    return lines
-
-
-def markdown_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Return a Markdown table."""
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def width() -> int:

@@ -1,14 +1,34 @@
-"""Graph options in words."""
+"""Graph options in words and as JSON."""
 
+import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from .declaration import Group
+from .declaration import Group, plain
 from .graph_options import ALL_PARTS, LANGUAGE_MODEL_PART, SETTING, VISION_ENCODER, GraphOptions
 from .language_model import IMPL, CudaGraphModule
 from .packed import PACKED, PackedOptions
 from .vision import PROVIDER_FIELDS, VISION, WITHOUT_GRAPHS, VisionGraphOptions
+
+GAP = "  "
+# Where names that are longer than a cell are divided.
+_JOINTS = re.compile(r"(?<=[_.=,:/])")
+
+
+def cell_lines(text: str, width: int) -> list[str]:
+    """Return the lines of a cell; names that do not fit into it are divided at their joints."""
+    lines = [""]
+    for word in text.split():
+        pieces = [word] if len(word) <= width else _JOINTS.split(word)
+        for number, piece in enumerate(pieces):
+            gap = " " if lines[-1] and not number else ""
+            if lines[-1] and len(lines[-1] + gap + piece) > width:
+                lines.append("")
+                gap = ""
+            lines[-1] += gap + piece
+    return lines
+
 
 VISION_IMPL = PROVIDER_FIELDS["impl"]
 _PARTS = {
@@ -25,6 +45,21 @@ NOTHING = "graphs: none, all eager (no option asks for any)"
 
 # Options that `_activations` describes.
 _ACTIVATIONS = ("offload_above_gb", "offload", "recompute")
+
+
+def as_json(options: GraphOptions) -> dict[str, Any]:
+    """Return options as plain values: language_model, vision, packed, chosen and warnings."""
+    return {
+        "language_model": _plain(options.language_model),
+        "vision": _plain(options.vision),
+        "packed": _plain(options.packed),
+        "chosen": [str(part) for part in options.chosen],
+        "warnings": list(options.warnings),
+    }
+
+
+def _plain(part: Any) -> dict[str, Any]:
+    return {f.name: plain(getattr(part, f.name)) for f in fields(part)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +194,9 @@ def _buckets(capacities: tuple[int, ...] | str, longest: int | None = None) -> s
 
 def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -8,8 +8,8 @@ import re
 from functools import cache
 from pathlib import Path
 
-from bridge_cg_plugin.cli.answers import markdown_table
 from bridge_cg_plugin.graphs.fallback import Fallback
+from bridge_cg_plugin.options.explain import table
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "trouble.md"
@@ -52,7 +52,7 @@ def test_every_kind_of_error_is_on_the_page():
 
 def fallbacks():
     rows = [(f"`{reason}`", reason.meaning, reason.remedy) for reason in Fallback]
-    return markdown_table(("reason", "meaning", "remedy"), rows) + "\n"
+    return table(("reason", "meaning", "remedy"), rows) + "\n"
 
 
 def test_the_table_of_fallbacks_is_the_enumerations():

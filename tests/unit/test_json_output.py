@@ -13,9 +13,9 @@ import pytest
 from bridge_cg_plugin import plugin
 from bridge_cg_plugin.cli import audit, doctor
 from bridge_cg_plugin.cli import main as cli
-from bridge_cg_plugin.cli.explain import command as explain
 from bridge_cg_plugin.cli.planner import command as planner
 from bridge_cg_plugin.cli.report import page as reports
+from bridge_cg_plugin.options import explain
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "docs" / "benchmarks" / "pretrain.jsonl"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bridge_cg_plugin.cli.answers import markdown_table
 from bridge_cg_plugin.options.declaration import plain
+from bridge_cg_plugin.options.explain import table
 from bridge_cg_plugin.options.graph_options import GROUPS
 from bridge_cg_plugin.options.sources import FIELDS
 
@@ -16,7 +16,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "options.md"
 def group_table(group):
     """Return the table of a group's fields."""
     rows = [(f"`{one.field}`", *cells(one)) for one in group.options]
-    return markdown_table(("field", "values", "default", "meaning"), rows)
+    return table(("field", "values", "default", "meaning"), rows)
 
 
 def cells(one):

@@ -9,12 +9,12 @@ import re
 import sys
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bridge_cg_plugin.options import GraphOptions, OptionError, check_options, normalize
 from bridge_cg_plugin.options import explain as wording
-from bridge_cg_plugin.options.declaration import GONE, plain
+from bridge_cg_plugin.options.declaration import GONE
 from bridge_cg_plugin.options.facts import LOOP_PARTS
 from bridge_cg_plugin.options.flags import take_flags
 from bridge_cg_plugin.options.graph_options import SETTING, VISION_ENCODER
@@ -109,22 +109,12 @@ class Answer:
         return faster or "nothing that was measured: all parts are on graphs"
 
 
-def options_as_json(options: GraphOptions) -> dict[str, Any]:
-    """Return options as plain values: language_model, vision, packed, chosen and warnings."""
-    groups = {name: getattr(options, name) for name in ("language_model", "vision", "packed")}
-    return {
-        **{name: {f.name: plain(getattr(part, f.name)) for f in fields(part)} for name, part in groups.items()},
-        "chosen": [str(part) for part in options.chosen],
-        "warnings": list(options.warnings),
-    }
-
-
 def as_json(answer: Answer) -> dict[str, Any]:
     """Return an answer as plain values."""
     return {
         "summary": None if answer.has_encoder is None else answer.summary,
         "encoder": answer.encoder,
-        **options_as_json(answer.options),
+        **wording.as_json(answer.options),
         "table": [{"part": line.name, **asdict(line)} for line in answer.lines],
         "nearest": None if answer.nearest is None else answer.nearest.as_json(),
         "layout": answer.layout,

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bridge_cg_plugin.cli.answers import Tell, markdown_table, table, wrapped
+from bridge_cg_plugin.cli.answers import Tell, table, wrapped
 from bridge_cg_plugin.options import OptionError
+from bridge_cg_plugin.options.explain import table as markdown_table
 
 from .runs import WARM_UP, Run, Verdict, verdicts
 from .sources import read_runs
