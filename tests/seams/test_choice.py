@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from bridge_cg_plugin.cli.explain.recipes import set_words
-from bridge_cg_plugin.options import OptionError, normalize
-from bridge_cg_plugin.upstream.hooks.overrides import apply_overrides
+from bridge_cg_plugin.options import normalize
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 
 from .test_features import QWEN3_VL, config_of
@@ -37,11 +35,3 @@ def test_only_rank_0_prints_before_the_ranks_are_connected(active, capsys, monke
     monkeypatch.setenv(variable, "0")
     check_training_config(config_of(QWEN3_VL, cuda_graphs="exact"))
     assert "vision encoder" in capsys.readouterr().out
-
-
-def test_a_word_for_another_tracker_is_refused(active):
-    config = config_of(QWEN3_VL)
-    with pytest.raises(OptionError, match="cuda_graphs=exact with rng.te_rng_tracker=false"):
-        apply_overrides(config, {"cuda_graphs": "exact"}, ["rng.te_rng_tracker=false"], set_words)
-    apply_overrides(config, {"cuda_graphs": "exact"}, ["rng.te_rng_tracker=true"], set_words)
-    assert config.rng.te_rng_tracker and normalize(config)[0].vision.enabled

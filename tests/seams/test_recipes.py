@@ -1,6 +1,5 @@
 """Graphs on Bridge's own recipes, and the presets: built, validated, compared by field, documented."""
 
-import copy
 import os
 import re
 from enum import Enum
@@ -170,24 +169,6 @@ def test_a_part_that_options_switch_off_stays_off_and_the_other_is_on(bridge):
     assert options.packed.enabled and not options.vision.enabled
 
 
-def recomputing(bridge, layers):
-    config = bridge.qwen3_vl_8b_sft_config()
-    config.model.cuda_graphs = "exact"
-    config.model.recompute_granularity, config.model.recompute_method = "full", "uniform"
-    config.model.recompute_num_layers = layers
-    return config
-
-
-def test_packs_are_on_graphs_beside_a_recompute_of_whole_layers(bridge):
-    config = recomputing(bridge, 1)
-    launched(config, 2)
-    options = normalize(config)[0]
-    assert options.vision.enabled and options.packed.enabled
-    assert options.language_model.impl == "transformer_engine" and config.model.recompute_granularity == "full"
-    with pytest.raises(ValueError, match="recompute_num_layers must be between"):
-        launched(recomputing(bridge, None), 2)
-
-
 def test_what_was_set_explicitly_stays(bridge):
     config = bridge.qwen3_vl_8b_sft_config()
     config.model.max_vision_cuda_graph_seq_length = 4096
@@ -234,20 +215,6 @@ def test_a_preset_puts_the_encoder_and_the_language_model_on_graphs_or_says_why_
     options = normalize(config)[0]
     assert options.vision.enabled and options.vision.kernels == "exact" and config.model.cuda_graphs is None
     assert options.language_model.enabled and options.packed.enabled == config.dataset.enable_in_batch_packing
-
-
-def test_recompute_of_norms_that_is_added_later_keeps_the_encoder_eager_and_refuses_what_was_set(bridge, capsys):
-    config = bridge.qwen3_vl_8b_vision_graphs_h200_sft_config()
-    config.model.recompute_granularity, config.model.recompute_modules = "selective", ["layernorm"]
-    again = copy.deepcopy(config)
-    launched(config, 2)
-    options = normalize(config)[0]
-    assert options.packed.enabled and not options.vision.enabled
-    said = " ".join(capsys.readouterr().out.replace("[bridge-cg]", "").split())
-    assert "cuda_graphs=exact: vision encoder: eager (model.recompute_granularity='selective'" in said
-    again.model.vision_cuda_graph_impl = "transformer_engine"
-    with pytest.raises(OptionError, match="recompute_granularity"):
-        launched(again, 2)
 
 
 def check_what_is_explained(said, base):
@@ -317,25 +284,3 @@ def test_a_launch_captures_packs_of_as_many_documents_as_warm_up_shows_padded_to
     assert config.rng.te_rng_tracker and config.model.use_te_rng_tracker
     offline = getattr(plain.dataset, "enable_offline_packing", False)
     assert OFFLINE_FIELDS.intersection(changed(plain, config)) == (OFFLINE_FIELDS if offline else set())
-
-
-@every_packed_base
-def test_dropout_keeps_the_language_model_eager_unless_its_graphs_were_set_explicitly(bridge, base, capsys):
-    config = with_graphs(base)
-    config.model.hidden_dropout = 0.1
-    launched(config, gpus_of(bridge, base))
-    assert not normalize(config)[0].language_model.enabled
-    table = "".join(capsys.readouterr().out.replace("[bridge-cg]", "").split())  # cells are wrapped at any place
-    assert "languagemodel:eager" in table and "model.hidden_dropout=" in table
-    config = with_graphs(base, options="cuda_graph_impl=transformer_engine cuda_graph_max_packed_seqs=8")
-    config.model.hidden_dropout = 0.1
-    with pytest.raises(OptionError, match="hidden_dropout"):
-        launched(config, gpus_of(bridge, base))
-
-
-def test_data_that_stop_packing_after_a_preset_was_built_put_the_whole_language_model_on_graphs(bridge):
-    config = bridge.qwen3_vl_8b_vision_graphs_h200_sft_config()
-    config.dataset.enable_in_batch_packing = False
-    launched(config, 2)
-    found = normalize(config)[0]
-    assert found.language_model.impl == "full_iteration" and not found.packed.enabled

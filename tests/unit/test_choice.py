@@ -85,6 +85,7 @@ def test_off_needs_nothing_else_to_be_removed(model, said):
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "all layers as one region", ""),
         ({"multi_latent_attention": True}, "eager", "multi_latent_attention"),
         ({"cpu_offloading": True}, "eager", "cpu_offloading"),
+        ({"hidden_dropout": 0.1}, "eager", "hidden_dropout"),
         ({"cpu_offloading": True, "pack_sequences_in_batch": False, "num_moe_experts": 8}, "eager", "cpu_offloading"),
         ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "all layers as one region", ""),
         ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "eager", "fp8_recipe"),

@@ -35,16 +35,6 @@ def read(merge_unit=4, **options):
     return found
 
 
-def enabled(**options):
-    return read(impl="transformer_engine", **options)
-
-
-def test_upstreams_field_names_are_kept():
-    assert PROVIDER_FIELDS["impl"] == "vision_cuda_graph_impl"
-    assert PROVIDER_FIELDS["scope"] == "vision_cuda_graph_scope"
-    assert PROVIDER_FIELDS["max_seq_length"] == "max_vision_cuda_graph_seq_length"
-
-
 # Spellings of each kind of value.
 ACCEPTED = [
     ("impl", " Transformer_Engine ", "transformer_engine"),
@@ -112,9 +102,9 @@ def test_refused_values_name_their_field(option, value):
 
 def test_a_bucket_above_the_largest_length():
     with pytest.raises(OptionError, match="at most max_vision_cuda_graph_seq_length=128") as caught:
-        enabled(buckets=[64, 256], max_seq_length=128)
+        read(impl="transformer_engine", buckets=[64, 256], max_seq_length=128)
     assert caught.value.field == "vision_cuda_graph_buckets"
-    assert enabled(buckets=[64, 128], max_seq_length=128).buckets == (64, 128)
+    assert read(impl="transformer_engine", buckets=[64, 128], max_seq_length=128).buckets == (64, 128)
 
 
 def test_capacities_follow_the_merge_unit():
@@ -123,31 +113,9 @@ def test_capacities_follow_the_merge_unit():
         read(9, impl="transformer_engine", buckets=[64])
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        "vision_cuda_graph_kernels=exact vision_cuda_graph_slots=2",
-        "--vision-cuda-graph-kernels exact --model.vision_cuda_graph_slots=2",
-        "model:\n  vision_cuda_graph_kernels: exact\n  vision_cuda_graph_slots: 2\n",
-        {"model": {"vision_cuda_graph_kernels": "exact", "vision_cuda_graph_slots": 2}},
-        {"vision_cuda_graph_kernels": "exact", "model.vision_cuda_graph_slots": 2},
-        SimpleNamespace(vision_cuda_graph_kernels="exact", vision_cuda_graph_slots=2),
-    ],
-    ids=str,
-)
-def test_spellings_of_sources(written):
-    vision = normalize(written)[0].vision
-    assert (vision.kernels, vision.slots) == ("exact", 2)
-
-
 def test_later_values_win_one_by_one():
     recipe = SimpleNamespace(vision_cuda_graph_kernels="exact", vision_cuda_graph_slots=2)
     vision = normalize(recipe, "vision_cuda_graph_slots=4")[0].vision
     assert (vision.kernels, vision.slots) == ("exact", 4)
     vision = normalize(recipe, "vision_cuda_graph_slots=null")[0].vision
     assert (vision.kernels, vision.slots) == ("exact", "auto")
-
-
-def test_a_name_that_does_not_exist_names_the_nearest():
-    with pytest.raises(OptionError, match=r"kernls': there is no such option.*vision_cuda_graph_kernels\?"):
-        normalize("vision_cuda_graph_kernls=fast")
