@@ -200,14 +200,6 @@ def test_refused_input_ends_with_status_2_and_what_to_do(trained, capsys, words,
     assert said in err and out == "" and trained == []
 
 
-@pytest.mark.parametrize(
-    "words, said", [([], "`bridge-cg recipes` lists them"), (["--recpe", "x"], "Did you mean --recipe?")]
-)
-def test_a_recipe_is_needed(trained, capsys, words, said):
-    assert run_recipe.main(words) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_the_model_follows_the_datasets_sequence_length(trained):
     assert run("dataset.seq_length=1024") == 0
     config = trained[0][1]["config"]

@@ -43,17 +43,6 @@ def test_the_command_alone_prints_its_help(capsys, words):
     assert "usage: bridge-cg" in said and "bridge-cg explain RECIPE cuda_graphs=exact" in said
 
 
-def test_what_can_be_planned_is_named(capsys):
-    with pytest.raises(SystemExit):
-        main(["plan"])
-    assert "required: packed" in capsys.readouterr().err
-
-
-def test_explain_alone_asks_for_a_recipe(capsys):
-    assert main(["explain"]) == 0
-    assert "write a recipe's name first" in capsys.readouterr().out
-
-
 def test_recipes_are_counted_by_family(capsys):
     assert main(["recipes"]) == 0
     out = capsys.readouterr().out

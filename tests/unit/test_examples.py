@@ -92,19 +92,6 @@ def test_other_losses_or_no_replay_end_with_one(runs, graphs, replays, capsys):
     assert ("2 eager runs say little" in said) == (replays > 0)
 
 
-def test_the_demo_speaks_first_and_ends_with_what_to_do_next(monkeypatch, capsys):
-    from examples.photographs import cpu
-    from examples.photographs.__main__ import main
-
-    monkeypatch.setattr(sys, "argv", ["photographs"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(cpu, "main", lambda steps: print("verdict") or 0)
-    assert main() == 0
-    first, verdict, *following = capsys.readouterr().out.splitlines()
-    assert first.startswith("Training on photographs") and verdict == "verdict"
-    assert following[0].startswith("next: bridge-cg explain")
-
-
 def test_other_processes_than_the_layout_has_are_refused(monkeypatch):
     from examples.photographs.__main__ import main
 

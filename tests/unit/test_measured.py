@@ -229,11 +229,3 @@ def test_a_step_fits_a_gpu_with_more_memory_than_its_peak(peak, eager, gpu):
 
 def test_where_nothing_runs_on_graphs_nothing_is_near():
     assert nearest(config(), graph_options({}), None, None) is None
-
-
-def test_a_recipes_answer_begins_with_what_a_user_asks():
-    found = nearest(config(**TP2), options(), None, 2)
-    lines = render(Answer(options=options(), nearest=found, has_encoder=True, gpu="h100")).splitlines()
-    heads = [line.partition(":")[0] for line in lines if line[0] != " "]
-    assert heads[:5] == ["on graphs", "time a step", "peak memory", "fits", "would bring most"]
-    assert "fits: h100 (80 GB) no" in "\n".join(lines) and "cuda_graphs=fastest: 768 ms" in "\n".join(lines)

@@ -175,14 +175,6 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     assert "Cannot write " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("columns", [80, 160])
-def test_a_report_fits_the_terminal(columns, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert cli.main(["report", str(ROOT / "docs/benchmarks/whole_step.jsonl")]) == 0
-    widths = [len(line) for line in capsys.readouterr().out.splitlines()]
-    assert columns - 20 < max(widths) <= columns
-
-
 def test_the_folder_of_the_published_measurements_has_a_page(capsys):
     assert cli.main(["report", str(ROOT / "docs/benchmarks"), "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
