@@ -125,20 +125,6 @@ def test_upstreams_graphs_refuse_packs(active):
     assert "packed_seq_params" in source and "excluded from input list" in source
 
 
-def config_of(**changes):
-    model = {
-        "cuda_graph_impl": "transformer_engine",
-        "cuda_graph_max_packed_seqs": 16,
-        "cuda_graph_modules": [],
-        "use_te_rng_tracker": True,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "num_moe_experts": None,
-    }
-    dataset = SimpleNamespace(enable_in_batch_packing=True)
-    return SimpleNamespace(model=SimpleNamespace(**{**model, **changes}), dataset=dataset, rng=None, ddp=None)
-
-
 def test_a_model_that_cannot_work_is_refused_by_the_helper_too(active):
     model = new_model(hidden_dropout=0.1)
     model.config.cuda_graph_max_packed_seqs = 4

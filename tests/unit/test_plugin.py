@@ -41,17 +41,6 @@ for name in ("torch", "megatron", "transformer_engine", "triton"):
 """)
 
 
-def test_torch_activates_the_plugin_without_a_word():
-    printed = python("""
-import sys
-import torch
-assert "bridge_cg_plugin" in sys.modules
-assert sys.modules["bridge_cg_plugin"].status() == {"active": True, "patches": {}}
-assert not any(name.split(".")[0] == "megatron" for name in sys.modules)
-""")
-    assert printed == ""
-
-
 VALUES = {"0": (False, None), " OFF ": (False, None), "banana": (True, "stays on")}
 
 

@@ -71,16 +71,6 @@ def test_capture_fires_no_hook_of_a_parameter():
     assert fired == []
 
 
-def test_a_recording_that_a_pass_in_inference_mode_asks_for_serves_all_others():
-    region, batch = toy_region(slots=2), toy_batch((2, 4))
-    held = region.run(batch)
-    for mode in (*[torch.inference_mode] * 3, torch.no_grad):
-        with evaluation(region), mode():
-            outputs = region.run(batch)
-    assert_same(outputs, region.program.model(batch.x, batch.offsets))
-    assert held[0].requires_grad and not region.statistics.fallbacks
-
-
 @pytest.mark.parametrize(
     ("frozen", "modes"),
     [(False, {(True, True)}), (True, {(True, True), (False, True)})],

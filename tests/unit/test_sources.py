@@ -225,18 +225,6 @@ def test_what_passes_count_in_a_class_is_no_change_whoever_counts():
     watch.close()
 
 
-def test_a_write_inside_a_step_is_noticed_and_a_state_that_comes_back_replays():
-    model = two_layers()
-    region, x = region_of(model), batch()
-    with region.watch.step():
-        for gain in (1.0, 2.0, 2.0, 1.0, 2.0):
-            model[0].gain = gain
-            if (outputs := region.run(x)) is not None:
-                torch.testing.assert_close(outputs[0], model(x))
-            del outputs  # which hold the slot
-    assert region.statistics.fallbacks == {"model_changed": 1} and region.statistics.replays == 4
-
-
 @pytest.mark.parametrize(
     "replace, change",
     [

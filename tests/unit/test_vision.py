@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from .mixes import (
     FITTING,
     IMAGES,
-    MIXED,
     ONE_OVER,
     ONE_UNIT,
     TOO_MANY_FRAMES,
@@ -58,19 +57,6 @@ def test_small_microbatches_need_a_bucket_of_their_size():
         assert graphs.statistics().fallbacks == {"too_few_tokens": 2}
 
 
-@pytest.mark.parametrize("trained", [["merger", "deepstack"], ["decoder", "merger"]], ids=["mergers", "no patches"])
-def test_some_parts_are_frozen(trained):
-    model = new_tower()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = any(part in name for part in trained)
-    expected = results(model, MIXED)
-    with graphs_on(model) as graphs:
-        outputs, gradients = results(model, MIXED)
-        assert_close(outputs, expected[0])
-        assert_close(gradients, expected[1])
-        assert graphs.statistics().fallbacks == {}
-
-
 def test_an_eager_fallback_after_a_replay_is_no_first_microbatch():
     """A linear module that adds weight gradients to main_grad itself overwrites it in the first one that it sees."""
     model = new_tower()
@@ -80,21 +66,6 @@ def test_an_eager_fallback_after_a_replay_is_no_first_microbatch():
             linear.is_first_microbatch = True
             forward(model, rows)
             assert linear.is_first_microbatch is stays
-
-
-@pytest.mark.both_executors
-def test_evaluation_equals_eager_and_is_counted():
-    model = new_tower()
-    model.eval()
-    with torch.no_grad():
-        expected = forward(model, MIXED)
-        with graphs_on(model) as graphs:
-            poison(graphs, float("nan"))
-            outputs = forward(model, MIXED)
-            counts = graphs.statistics().buckets.values()
-    assert_close(outputs, expected)
-    assert sum(c.evaluations for c in counts) == 1
-    assert sum(c.replays for c in counts) == 0
 
 
 @pytest.mark.parametrize(

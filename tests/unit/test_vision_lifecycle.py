@@ -1,4 +1,4 @@
-"""The train loop's helper, and what graphs on an encoder outlive: loading, inference mode, the end of a run."""
+"""The train loop's helper, and what graphs on an encoder outlive: inference mode, wrappers, the end of a run."""
 
 from dataclasses import replace
 
@@ -11,27 +11,6 @@ from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 
 from .mixes import IMAGES, MIXED
 from .towers import assert_close, forward, graphs_on, new_helper, new_tower, results
-
-
-def test_a_module_that_is_compiled_replays(monkeypatch):
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
-    torch.compiler.reset()
-    model = new_tower()
-    with graphs_on(model) as graphs:
-        torch.compile(forward, backend="eager")(model, IMAGES)
-        assert graphs.statistics().replays == 1
-
-
-@pytest.mark.both_executors
-def test_weights_loaded_after_capture_are_used():
-    model, other = new_tower(0), new_tower(1)
-    with graphs_on(model) as graphs:
-        model.load_state_dict(other.state_dict())
-        found = results(model, MIXED)
-        assert graphs.statistics().replays == 1
-    expected = results(other, MIXED)
-    assert_close(found[0], expected[0])
-    assert_close(found[1], expected[1])
 
 
 def test_an_eager_pass_waits_for_parameters_as_a_replay_does():
