@@ -95,6 +95,31 @@ def test_padding_goes_to_no_expert(monkeypatch):
     assert all(rows.tokens.shape[0] == 2 * 320 for rows in seen)
 
 
+def assert_packs_are_eagers(model, graphs):
+    for arguments in PACKS:
+        found = losses_and_gradients(model, arguments)
+        with graphs.paused():
+            expected = losses_and_gradients(model, arguments)
+        assert_same(found, expected)
+
+
+CHANGED = {"moe_expert_capacity_factor": 0.5, "moe_z_loss_coeff": 0.1}
+
+
+@pytest.mark.parametrize(
+    "field, value, modules",
+    [(*item, modules) for item, modules in zip(CHANGED.items(), ([], ["moe_router"]), strict=True)],
+    ids=CHANGED,
+)
+def test_options_that_change_after_capture_are_obeyed(field, value, modules):
+    model = new_model(**EXPERTS)
+    options = {"cuda_graph_modules": modules, "cuda_graph_packed_strict": False}
+    with ON_CPU(), graphs_on(model, pack(WARMUP), **options) as graphs:
+        setattr(model.config, field, value)
+        assert_packs_are_eagers(model, graphs)
+        assert graphs.statistics().fallbacks
+
+
 def test_a_token_is_multiplied_with_the_weights_of_its_experts():
     def weights(experts):
         return TransformerBlockFamily(new_model(**{**EXPERTS, "num_moe_experts": experts}).decoder).weights_per_token()
