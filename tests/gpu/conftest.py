@@ -15,13 +15,7 @@ from examples.photographs.hosts import ranks_per_gpu
 
 from .common import vision_graphs
 from .parts import PARALLEL, SCRIPTS, part_of
-from .trainings import (
-    MOST_RANKS_PER_GPU,
-    Trainings,
-    fit_beside_tests,
-    room_gb,
-    trainings_of,
-)
+from .trainings import MOST_RANKS_PER_GPU, Trainings, fit_beside_tests, room_gb, trainings_of
 
 LAYERS = 4
 # What modules may leave on the device: fixtures of the session, and what libraries keep.

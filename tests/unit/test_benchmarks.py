@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from bridge_cg_plugin.cli.runs.results import read_records
-from scripts.performance import (
-    bench_offload,
-    bench_packed,
-    bench_vision,
-    parity_encoders,
-    records,
-    tables,
-)
+from scripts.performance import bench_offload, bench_packed, bench_vision, parity_encoders, records, tables
 from scripts.performance.parity_encoders import failures
 from tests.models import language_model
 from tests.models.encoders import ENCODERS

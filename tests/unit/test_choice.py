@@ -4,12 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.options import (
-    LanguageModelGraphOptions,
-    OptionError,
-    graph_options,
-    normalize,
-)
+from bridge_cg_plugin.options import LanguageModelGraphOptions, OptionError, graph_options, normalize
 from bridge_cg_plugin.switches import EXPERT_BOUNDS
 
 DENSE = {"cuda_graphs": "fastest", "recompute_granularity": None, "attention_dropout": 0.0, "hidden_dropout": 0.0}

@@ -15,12 +15,7 @@ import torch
 
 from bridge_cg_plugin.graphs.errors import CaptureError
 from bridge_cg_plugin.vision.kernels import cudnn_attention
-from bridge_cg_plugin.vision.kernels.cudnn_attention import (
-    SegmentShape,
-    backward_graph,
-    forward_graph,
-    unavailable,
-)
+from bridge_cg_plugin.vision.kernels.cudnn_attention import SegmentShape, backward_graph, forward_graph, unavailable
 
 SHAPE = SegmentShape(8, 3392, 6720, 16, 72, torch.bfloat16, 72**-0.5)
 # A GPU as cuDNN describes an H200, so that it answers without one.

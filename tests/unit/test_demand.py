@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge_cg_plugin.attention_bounds import Shape, frame_limits, refuse_images, replay_cost, scanned_limits
-from bridge_cg_plugin.graphs.buckets import (
-    LONGEST_WAIT,
-    TRIED_AGAIN,
-    WINDOW,
-    Bucket,
-    Demand,
-)
+from bridge_cg_plugin.graphs.buckets import LONGEST_WAIT, TRIED_AGAIN, WINDOW, Bucket, Demand
 from bridge_cg_plugin.graphs.fallback import Fallback
 
 EXACT_BELOW = 256

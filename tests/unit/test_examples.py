@@ -7,11 +7,7 @@ import pytest
 import torch
 
 from examples.photographs import gpu
-from examples.photographs.images import (
-    IMAGE_TOKEN,
-    SMALL_SIZES,
-    PhotographDataset,
-)
+from examples.photographs.images import IMAGE_TOKEN, SMALL_SIZES, PhotographDataset
 from examples.photographs.layout import Layout
 from examples.photographs.processes import TrainingFailed, TrainingProcess
 from examples.upstream_vision_graphs import distance, without_positions_and_boundaries

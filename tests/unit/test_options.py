@@ -6,13 +6,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
-from bridge_cg_plugin.options import (
-    OFFLOAD_MODULES,
-    PROVIDER_FIELDS,
-    OptionError,
-    normalize,
-    vision_options,
-)
+from bridge_cg_plugin.options import OFFLOAD_MODULES, PROVIDER_FIELDS, OptionError, normalize, vision_options
 
 
 class Scope(Enum):

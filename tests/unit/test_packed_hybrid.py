@@ -9,17 +9,7 @@ from bridge_cg_plugin.upstream.hooks import between as pack_indices
 from bridge_cg_plugin.upstream.hooks.helpers.constructors import decoder_helpers
 
 from .hybrids import hybrid_pack, new_hybrid, stand_ins
-from .packs import (
-    EXPERTS,
-    WARMUP,
-    assert_same,
-    eager,
-    ends,
-    graphs_on,
-    losses_and_gradients,
-    replayed,
-    unpacked,
-)
+from .packs import EXPERTS, WARMUP, assert_same, eager, ends, graphs_on, losses_and_gradients, replayed, unpacked
 
 PACKS = {
     "as many as captured": hybrid_pack((1, 90, 30, 100, 60, 20)),

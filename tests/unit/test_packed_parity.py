@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from tests.models import tower
-from tests.models.packed_parity import (
-    beyond_noise,
-    spread_of,
-    worst_gradient,
-)
+from tests.models.packed_parity import beyond_noise, spread_of, worst_gradient
 from tests.models.reference import Fp32Tower
 from tests.models.tower import largest_relative
 from tests.unit.towers import new_tower

@@ -10,15 +10,7 @@ from bridge_cg_plugin.language.packed.batch import OFFSETS
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 
 from .packed_parts import APART, on_parts
-from .packs import (
-    WARMUP,
-    eager,
-    graphs_on,
-    losses_and_gradients,
-    new_model,
-    pack,
-    replayed,
-)
+from .packs import WARMUP, eager, graphs_on, losses_and_gradients, new_model, pack, replayed
 from .towers import assert_close
 
 LEAST_BYTES = 1024

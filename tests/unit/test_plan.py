@@ -14,13 +14,7 @@ from bridge_cg_plugin.attention_bounds import pack_buckets, refuse_pack
 from bridge_cg_plugin.cli.main import main
 from bridge_cg_plugin.cli.planner import command
 from bridge_cg_plugin.cli.planner.command import LEFT_EAGER, Packing, RankLayout, plan_packs
-from bridge_cg_plugin.cli.planner.documents import (
-    PlanError,
-    first_fit,
-    padded_documents,
-    padded_packs,
-    read_documents,
-)
+from bridge_cg_plugin.cli.planner.documents import PlanError, first_fit, padded_documents, padded_packs, read_documents
 from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
 
 documents = st.lists(st.integers(1, 500), min_size=1, max_size=80)

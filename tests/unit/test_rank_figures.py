@@ -8,11 +8,7 @@ from torch import distributed
 
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
-from bridge_cg_plugin.graphs.reports import (
-    BucketStatistics,
-    RegionStatistics,
-    metrics_of_ranks,
-)
+from bridge_cg_plugin.graphs.reports import BucketStatistics, RegionStatistics, metrics_of_ranks
 from bridge_cg_plugin.upstream.hooks import train_loop
 from tests.ranks import run_ranks
 

@@ -15,11 +15,7 @@ from torch import distributed
 from bridge_cg_plugin.graphs.errors import CaptureError, OtherRankFailed
 from bridge_cg_plugin.upstream.encoders.qwen3_vl import QWEN3_VL
 from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_helper
-from bridge_cg_plugin.upstream.parallel.process_groups import (
-    consensus_of,
-    shared_group,
-    tensor_group,
-)
+from bridge_cg_plugin.upstream.parallel.process_groups import consensus_of, shared_group, tensor_group
 from bridge_cg_plugin.vision.encoder import OtherAttention
 from tests.ranks import run_ranks
 

@@ -6,13 +6,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from .mixes import (
-    FITTING,
-    IMAGES,
-    ONE_OVER,
-    ONE_UNIT,
-    TOO_MANY_FRAMES,
-)
+from .mixes import FITTING, IMAGES, ONE_OVER, ONE_UNIT, TOO_MANY_FRAMES
 from .towers import assert_close, forward, graphs_on, new_tower, poison, results, tower
 
 side = st.integers(1, 4).map(lambda n: 2 * n)
