@@ -117,16 +117,6 @@ def test_documents_with_padding_between_them(gpt):
             assert_eagers(gpt, graphs, pack, f"room {pack.lengths}")
 
 
-def test_parts_of_layers(gpt):
-    with graphs_on(gpt.model, lm.make_pack((500, 200)), modules=("attn",)) as graphs:
-        pack = lm.make_pack((300, 1, 723))
-        with graphs.paused():
-            expected = gpt.results(pack)
-        losses, _ = gpt.results(pack)
-        assert graphs.statistics().replays == len(graphs._regions) == SHAPE.layers
-    assert torch.equal(losses, expected[0])
-
-
 def test_qwens_language_model(tower_module):
     trained = Trained(lm.build_model(lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072, attending=4, images=True)))
     packs = [lm.with_images(lm.make_pack(lengths), 1024) for lengths in ((500, 200), (1024,), (1, 900, 20, 800))]

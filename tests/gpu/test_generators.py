@@ -95,16 +95,6 @@ def test_every_replay_draws_anew(region, generator):
     assert_draws_anew(region)
 
 
-def test_after_a_failed_capture(region):
-    region.program.model.fails = True
-    with pytest.raises(CaptureError, match="planned"):
-        region.capture()
-    torch.randn(4, device="cuda")
-    region.program.model.fails = False
-    region.capture()
-    assert_draws_anew(region)
-
-
 @pytest.mark.first
 @pytest.mark.parametrize("fault", ["fails", "reads"])
 def test_graphs_of_before_a_failed_capture_draw_where_their_generator_is(region, generator, executor, fault):

@@ -14,7 +14,6 @@ import torch
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity
 
-from .common import host_may_not_wait
 from .packs import (
     EAGER_RUNS,
     Trained,
@@ -129,28 +128,6 @@ def test_attention_and_routers_beside_eager_experts(tower_module, router):
     """Of a router only the product is recorded; a loss counts real tokens."""
     trained = Trained(lm.build_model(lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8), **router))
     assert assert_parts(trained, ("attn", "moe_router")) == 2
-
-
-def test_a_replayed_decoder_reads_nothing_on_the_host(gpt):
-    model = gpt.model
-    pack = lm.make_pack((300, 450, 200))
-    params = pack.arguments["packed_seq_params"]
-    with graphs_on(model, pack) as graphs:
-        hidden = torch.randn(pack.tokens, 1, model.config.hidden_size, device="cuda", dtype=torch.bfloat16)
-        hidden.requires_grad_()
-        angles = model.rotary_pos_emb(params.max_seqlen_q, packed_seq=True)
-        gradient = torch.ones_like(hidden)
-
-        def run():
-            model.decoder(
-                hidden_states=hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=params
-            ).backward(gradient)
-
-        run()
-        with host_may_not_wait():
-            run()
-        assert graphs.statistics().replays == 2, graphs.statistics().fallbacks
-        assert hidden.grad.isfinite().all()
 
 
 def test_gradients_add_up_over_microbatches_in_flight(gpt):

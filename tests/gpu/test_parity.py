@@ -122,19 +122,6 @@ def test_backward_on_another_stream_than_the_last_use(tower_module, model, grads
             assert tower_module.largest_relative(made, expected) == 0.0
 
 
-@pytest.mark.first
-def test_evaluation_runs_forward_only_graphs(tower_module, model, grads, graphs_of):
-    helper = graphs_of(buckets=(1024,))
-    batch = tower_module.make_batch([(1, 20, 24), (2, 8, 8)], model)
-    model.eval()
-    with torch.no_grad():
-        with helper.graphs.paused():
-            expected = tower_module.forward(model, batch)
-        outputs = tower_module.forward(model, batch)
-    assert tower_module.largest_relative(outputs, expected) == 0.0
-    assert sum(c.evaluations for c in helper.graphs.statistics().buckets.values()) == 1
-
-
 def test_gradients_that_are_nan_leave_no_trace(tower_module, model, grads, graphs_of):
     helper = graphs_of(buckets=(1024,))
     batch = tower_module.make_batch([(1, 28, 28)], model)

@@ -35,6 +35,8 @@ VISION = {"vision_cuda_graph_impl": "transformer_engine"}
 EXACT = {**VISION, "vision_cuda_graph_kernels": "exact"}
 PACKED = {"cuda_graph_impl": "transformer_engine", "cuda_graph_max_packed_seqs": 16}
 LANGUAGE_MODEL = {"cuda_graph_impl": "transformer_engine"}
+SUMS = {"vision_deepstack_gradient_allreduce": True, "tensor_model_parallel_size": 2, "sequence_parallel": True}
+INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 QWEN3_VISION = {F.OPTIONS, F.VISION, F.VISION_QWEN3_VL}
 ANY_PACKED = {F.OPTIONS, F.PACKED}
 # Configuration -> provider, its fields, the features that these ask for.
@@ -48,7 +50,7 @@ CONFIGURATIONS = {
     ),
     "in an interleaved pipeline": (
         QWEN3_VL,
-        {**EXACT, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        {**EXACT, **INTERLEAVED},
         {*QWEN3_VISION, F.PIPELINES},
     ),
     "beside graphs of the language model": (
@@ -56,11 +58,9 @@ CONFIGURATIONS = {
         {**EXACT, **LANGUAGE_MODEL},
         {*QWEN3_VISION, F.LANGUAGE_MODEL, F.MULTIMODAL_ROTARY},
     ),
-    "sums of deepstack gradients alone": (
-        QWEN3_VL,
-        {"vision_deepstack_gradient_allreduce": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-        {F.DEEPSTACK_GRADIENTS},
-    ),
+    "sums of deepstack gradients alone": (QWEN3_VL, SUMS, {F.DEEPSTACK_GRADIENTS}),
+    "such sums without sequence parallelism": (QWEN3_VL, {**SUMS, "sequence_parallel": False}, set()),
+    "such sums in an interleaved pipeline": (QWEN3_VL, {**SUMS, **INTERLEAVED}, {F.DEEPSTACK_GRADIENTS}),
     "vision graphs of Qwen3.5-VL": (QWEN35_VL, EXACT, QWEN3_VISION),
     **{
         f"vision graphs of {name}": (provider, VISION, {F.OPTIONS, F.VISION, f"vision graphs of {name}"})
@@ -213,17 +213,6 @@ def test_a_release_that_nobody_tested_is_said_once(configs, monkeypatch, caplog,
         check_training_config(configs["vision graphs of Qwen3-VL"])
     (said,) = [r.getMessage() for r in caplog.records if "0.77.0" in r.getMessage()]
     assert "not in the version table" in said and "without: nothing" in said and "`bridge-cg audit`" in said
-
-
-def test_sums_of_deepstack_gradients_without_graphs_need_their_own_seams_alone(active, monkeypatch):
-    fields = {**CONFIGURATIONS["sums of deepstack gradients alone"][1], "pipeline_model_parallel_size": 2}
-    config = config_of(QWEN3_VL, **fields, virtual_pipeline_model_parallel_size=2)
-    monkeypatch.setattr(training_config, "broken_seams", lambda: {"vlm_stage": "it moved"})
-    check_training_config(config)
-    broken = dict.fromkeys(("vlm_stage", "deepstack_forward"), "it moved")
-    monkeypatch.setattr(training_config, "broken_seams", lambda: broken)
-    reason = refused(config)
-    assert "needs sums of deepstack gradients" in reason and "vlm_stage: " not in reason
 
 
 @pytest.mark.parametrize("name", ["config_sections", "config_check"])

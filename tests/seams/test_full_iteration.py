@@ -102,23 +102,6 @@ def test_a_frozen_part(frozen, replayed):
     assert sum(counts()[:2]) == replayed
 
 
-def test_beside_vision_graphs():
-    eager, graphs = pair()
-    graphs.model.config.vision_cuda_graph_impl = "transformer_engine"
-    assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(3)])
-    (encoder,) = [found for found in active_graphs() if found is not layers()]
-    assert encoder.statistics().replays == 6  # three of four microbatches have images, and one step warms up
-    assert counts()[0] == 8
-
-
-def test_evaluation_replays_forward_only():
-    eager, graphs = pair()
-    assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(2)])
-    assert_steps_equal(eager, graphs, [samples([ONE, TEXT], 7)], training=False)
-    assert_steps_equal(eager, graphs, [samples(MIX, 9)])
-    assert counts()[:2] == (8, 2)
-
-
 # Of two sequences the angles are no contiguous tensor, whose cosine PyTorch rounds otherwise on a CPU.
 TWO_SEQUENCES = 1e-6
 
@@ -186,22 +169,6 @@ def test_packs_and_other_arguments_run_eager_and_are_counted():
         decoder(**call)
         decoder(**{**call, "attention_mask": torch.zeros(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool)})
     assert counts()[2] == {"other_layout": 1, "call_arguments": 1}
-
-
-def test_statistics_that_attention_leaves_in_attributes_keep_the_language_model_eager():
-    eager, graphs = pair(qk_clip=True)
-    assert_steps_equal(eager, graphs, [samples(MIX, step) for step in range(2)])
-    assert counts()[2] == {"capture_failed": 4}
-    assert "not captured: CaptureError: qk_clip=true" in layers().report()
-
-
-@pytest.mark.parametrize("warmup_steps, replayed", [(1, 3), (2, 2), (9, 0)])
-def test_capture_follows_the_warm_up_steps(warmup_steps, replayed):
-    with on_cpu():
-        graphs = Trainer(build(), graphs=True, warmup_steps=warmup_steps)
-    for step in range(4):
-        graphs.step(samples([ONE], step))
-    assert counts()[0] == replayed
 
 
 def test_layers_that_no_test_has_seen_stay_eager_and_are_named(caplog):

@@ -31,10 +31,11 @@ LAYOUT_NAMES = ["one rank", "tensor", "context, first", "context, last", "both"]
 every_layout = pytest.mark.parametrize("ranks", LAYOUTS, ids=LAYOUT_NAMES)
 
 
+PADDED = "padding that leaves uneven lengths"
 MASKS = {
     "no padding": [16, 16, 16],
     "padding behind": [16, 11],
-    "padding that leaves uneven lengths": [13, 7, 6],
+    PADDED: [13, 7, 6],
     "rows that fit no layout": [15, 15],
     "holes": [16, 9],
 }
@@ -97,28 +98,19 @@ def test_a_row_that_upstream_takes_several_times_is_its_own(modelling):
 
 
 @every_layout
-def test_a_padded_batch_that_the_host_knows_is_packed_without_the_device(modelling, ranks):
-    host, old = mask_of("padding that leaves uneven lengths"), modelling.preprocess_packed_seqs.__wrapped__
-    ids = torch.arange(host.numel()).view(host.shape)
-    tokens, mask = ids.to("meta"), host.to("meta")
-    TOKENS.remember(tokens, ids)
-    KEPT.remember(mask, host)
+@pytest.mark.parametrize("of_the_step", [False, True], ids=["another loop's", "the step's"])
+def test_a_batch_that_the_host_knows_is_packed_without_the_device(modelling, ranks, of_the_step):
+    kept = mask_of(PADDED)
+    host = torch.arange(kept.numel()).view(kept.shape)
+    if of_the_step:  # which pads no sample of its own
+        host = make(BATCHES["a text-only sample"])["input_ids"]
+        kept = torch.ones(host.shape, dtype=torch.bool)
+    tokens, mask = host.to("meta"), kept.to("meta")
+    TOKENS.remember(tokens, host)
+    _ = between.STEP_TOKENS.remember(tokens, host) if of_the_step else KEPT.remember(mask, kept)
+    expected = modelling.preprocess_packed_seqs.__wrapped__(host, kept, True, ranks)[0]
     for _ in range(2):
-        packed = modelling.preprocess_packed_seqs(tokens, mask, True, ranks)[0]
-        assert TOKENS.known(packed).equal(old(ids, host, True, ranks)[0])
-    features = torch.zeros(*host.shape, 3, device="meta")
-    assert modelling.preprocess_packed_seqs(features, mask, True, ranks)[0].shape == (*packed.shape, 3)
-
-
-@every_layout
-def test_a_batch_of_the_step_is_packed_without_the_device(modelling, ranks):
-    host = make(BATCHES["a text-only sample"])["input_ids"]
-    tokens, mask = host.to("meta"), torch.ones(host.shape, dtype=torch.bool, device="meta")
-    for known in (TOKENS, between.STEP_TOKENS):
-        known.remember(tokens, host)
-    packed = modelling.preprocess_packed_seqs(tokens, mask, True, ranks)[0]
-    expected = modelling.preprocess_packed_seqs.__wrapped__(host, torch.ones_like(host).bool(), True, ranks)[0]
-    assert TOKENS.known(packed).equal(expected)
+        assert TOKENS.known(modelling.preprocess_packed_seqs(tokens, mask, True, ranks)[0]).equal(expected)
     features = torch.zeros(*host.shape, 3, device="meta")
     assert modelling.preprocess_packed_seqs(features, mask, True, ranks)[0].shape == (*expected.shape, 3)
 

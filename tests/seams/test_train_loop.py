@@ -39,13 +39,6 @@ def test_the_loop_drives_the_plugins_helper(active):
     assert train.VisionTECudaGraphHelper.__module__.startswith("megatron.")
 
 
-def test_the_helper_has_upstreams_interface():
-    from megatron.core.transformer.cuda_graphs import VisionTECudaGraphHelper as upstreams
-
-    for name in ("create_cudagraphs", "graphs_created", "cuda_graph_set_manual_hooks", "delete_cuda_graphs"):
-        assert callable(getattr(upstreams, name)) and callable(getattr(DrivenBySteps, name))
-
-
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_run_whose_loop_skips_the_iteration_of_the_capture_is_captured(active, skips):
     """The loop captures before one iteration only, which `train.iterations_to_skip` may skip."""

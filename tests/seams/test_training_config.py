@@ -2,7 +2,7 @@ import pytest
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks import qwen3_vl, train_loop, training_config
+from bridge_cg_plugin.upstream.hooks import train_loop, training_config
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from bridge_cg_plugin.upstream.seams.patches import DriftError
 from bridge_cg_plugin.upstream.seams.registry.bridge import TRAIN
@@ -87,20 +87,6 @@ def test_full_iteration_of_a_model_that_takes_images_in_fp8(config):
     refused(config, "model.fp8")
     config.mixed_precision = "bf16_mixed"  # which Bridge sets on the model in place of its own
     config.model.fp8 = "hybrid"
-    check_training_config(config)
-
-
-def test_summed_deepstack_gradients_of_a_release_that_moved_a_part_they_need(config, monkeypatch):
-    name = qwen3_vl.FORWARD.name
-    config.model.tensor_model_parallel_size = 2
-    config.model.vision_deepstack_gradient_allreduce = True
-    monkeypatch.setattr(training_config, "broken_seams", lambda: {name: "moved"})
-    monkeypatch.setattr(training_config, "warn_of_options", lambda options: None)
-    check_training_config(config)  # without sequence parallelism the option has no effect
-    config.model.sequence_parallel = True
-    with pytest.raises(DriftError, match=f"vision_deepstack_gradient_allreduce=true needs .*{name}: moved"):
-        check_training_config(config)
-    config.model.vision_deepstack_gradient_allreduce = False
     check_training_config(config)
 
 

@@ -4,27 +4,13 @@ import sys
 import time
 
 import pytest
-import torch
 
 from examples.photographs import gpu
-from examples.photographs.images import IMAGE_TOKEN, SMALL_SIZES, PhotographDataset
 from examples.photographs.layout import Layout
 from examples.photographs.processes import TrainingFailed, TrainingProcess
 from examples.upstream_vision_graphs import distance, without_positions_and_boundaries
 
 from .towers import draw, new_tower
-
-
-def dataset(text_only_every=0):
-    return PhotographDataset(8, 512, 2, SMALL_SIZES, 1, text_only_every)
-
-
-def test_a_sample_has_a_placeholder_for_every_merged_patch():
-    item = dataset()[0]
-    assert (item["tokens"] == IMAGE_TOKEN).sum() == int(item["images"].grid.prod(1).sum()) // 4
-    assert torch.equal(item["tokens"][1:], item["labels"][:-1])
-    assert item["loss_mask"].sum() == 32 * len(item["images"].names)
-    assert not (item["loss_mask"].bool() & (item["labels"] == IMAGE_TOKEN)).any()
 
 
 def run_of(losses, replays=4):

@@ -2,7 +2,6 @@
 
 import random
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.language.experts.exchange import ExpertExchange
 from bridge_cg_plugin.language.packed import workload as shape_exchange
 from bridge_cg_plugin.language.packed.batch import OFFSETS, PADDED_OFFSETS, PackShape
-from bridge_cg_plugin.offload import offloading
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.parallel.process_groups import (
     expert_group,
@@ -104,30 +102,6 @@ MODELS = {
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 def test_replays_equal_eagers_dispatcher(tmp_path, changes):
     assert run_ranks(2, replay, tmp_path, changes, **EP2) == [2, 2]
-
-
-@dispatching_on_cpu()
-@small_packs()
-def replay_moved():
-    """Graphs whose activations leave give on every rank what those give that keep all."""
-    model, packs = rank_model(), own_packs(2)
-    kept = []
-    for moved in ({}, {"cuda_graph_packed_offload": "all", "cuda_graph_packed_recompute": "all"}):
-        with mock.patch.object(offloading, "LEAST_BYTES", 1024), on_graphs(model, packs[0], **moved) as graphs:
-            found = []
-            for arguments in packs:
-                poison(graphs, float("nan"))
-                losses, gradients = losses_and_gradients(model, arguments)
-                found += [losses, *gradients]
-            statistics = graphs.statistics()
-        assert statistics.replays == len(packs) and not statistics.fallbacks, statistics.fallbacks
-        kept = kept or found
-    assert all(map(torch.equal, found, kept))
-    return statistics.pinned_bytes
-
-
-def test_activations_leave_on_all_ranks(tmp_path):
-    assert all(run_ranks(2, replay_moved, tmp_path, **EP2))
 
 
 def test_ranks_that_share_a_pack_ask_nobody(tmp_path):

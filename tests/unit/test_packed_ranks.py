@@ -20,7 +20,6 @@ from .dispatching import dispatching_on_cpu
 from .hybrids import hybrid_pack, new_hybrid, stand_ins
 from .packs import (
     EXPERTS,
-    ON_CPU,
     CausalSegments,
     graphs_on,
     losses_and_gradients,
@@ -146,16 +145,6 @@ def test_images_of_context_parallel_ranks(tmp_path):
         losses = whole(**with_images(pack(lengths, index), seed=index)).detach()
         order = [place for rank in range(2) for place in held(lengths, 2, rank)]
         assert_close([torch.cat([rank[index] for rank in ranks], 1)], [losses[:, order]])
-
-
-def replay_experts(sizes, **router):
-    with ON_CPU():
-        return replay(sizes, **EXPERTS | router)
-
-
-def test_experts_of_context_parallel_ranks(tmp_path):
-    router = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
-    run_ranks(2, partial(replay_experts, **router), tmp_path, CP2, **CP2)
 
 
 @pytest.mark.parametrize(
