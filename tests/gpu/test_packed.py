@@ -6,8 +6,6 @@ number of rows lets a matrix library choose another kernel, whose rounding is ne
 is measured against fp32.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -15,14 +13,12 @@ from tests.models import language_model as lm
 from tests.models import packed_parity as parity
 
 from .packs import (
-    EAGER_RUNS,
     Trained,
     assert_eagers,
     assert_packs_with_padding,
     assert_parts,
     assert_same,
     graphs_on,
-    rows_of,
     thirty_packs,
 )
 
@@ -128,28 +124,3 @@ def test_attention_and_routers_beside_eager_experts(tower_module, router):
     """Of a router only the product is recorded; a loss counts real tokens."""
     trained = Trained(lm.build_model(lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8), **router))
     assert assert_parts(trained, ("attn", "moe_router")) == 2
-
-
-def test_gradients_add_up_over_microbatches_in_flight(gpt):
-    made = [lm.make_pack(lengths, seed) for seed, lengths in enumerate(((900,), (200, 500), (10, 20, 1500)))]
-
-    def run(around):
-        gpt.grads.zero()
-        losses = []
-        for pack, context in zip(made, around, strict=True):
-            with context:
-                losses.append(gpt.model(**pack.arguments))
-        for loss, pack in zip(losses, made, strict=True):
-            loss.backward(pack.weights.to(loss.dtype))
-        return torch.cat([loss.detach() for loss in losses], 1), gpt.grads.copy()
-
-    with graphs_on(gpt.model, made[1], cuda_graph_packed_slots=2) as graphs:
-
-        def eager():
-            return run([*(parity.eager_at(graphs, rows_of(pack)) for pack in made[:2]), graphs.paused()])
-
-        runs = [eager() for _ in range(EAGER_RUNS)]
-        found = run([nullcontext()] * 3)
-        statistics = graphs.statistics()
-        assert statistics.replays == 2 and statistics.fallbacks == {"no_free_slot": 1}, statistics
-    assert_same(found, runs, gpt.names, "three microbatches")

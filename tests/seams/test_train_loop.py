@@ -1,4 +1,5 @@
 import copy
+import sys
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -6,10 +7,11 @@ import pytest
 from torch import nn
 
 import bridge_cg_plugin
-from bridge_cg_plugin.upstream.hooks import train_loop
+from bridge_cg_plugin.upstream.hooks import qwen3_vl, train_loop
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from bridge_cg_plugin.upstream.hooks.train_loop import DrivenBySteps
 from bridge_cg_plugin.upstream.parallel.data_parallel import megatron_reduction
+from bridge_cg_plugin.upstream.seams.registry.bridge import MODEL_OF_PROVIDER
 
 from ..unit.towers import bridges_step, draw, new_helper, new_tower
 from .loops import Policy, gathers
@@ -152,3 +154,20 @@ def test_a_step_does_not_check_again_with_less_what_bridges_validation_took(acti
     model = Policy(use_te_rng_tracker=False)  # `rng.te_rng_tracker` is no field of the model
     bridges_step([model], model.config, lambda: None)
     assert [graphs.model for graphs in active_graphs()] == [model.vision_model]
+
+
+ENTRY = qwen3_vl.STAGES[0]
+
+
+def drops(self, pre_process=None, post_process=None, vp_stage=None):
+    return getattr(sys.modules[ENTRY.module], MODEL_OF_PROVIDER)()
+
+
+def tells(self, pre_process=None, post_process=None, vp_stage=None):
+    return getattr(sys.modules[ENTRY.module], MODEL_OF_PROVIDER)(vp_stage=vp_stage)
+
+
+@pytest.mark.parametrize("provide", [drops, tells])
+def test_a_model_gets_its_stage_once_whether_a_release_tells_it_or_not(active, monkeypatch, provide):
+    monkeypatch.setattr(sys.modules[ENTRY.module], MODEL_OF_PROVIDER, lambda **arguments: arguments)
+    assert qwen3_vl._tells_stage(ENTRY)(provide)(None, vp_stage=1) == {"vp_stage": 1}

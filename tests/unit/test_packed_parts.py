@@ -10,32 +10,16 @@ from bridge_cg_plugin.language.packed.batch import OFFSETS
 from bridge_cg_plugin.upstream.decoder.block import TransformerBlockFamily
 
 from .packed_parts import APART, on_parts
-from .packs import WARMUP, eager, graphs_on, losses_and_gradients, new_model, pack, replayed
+from .packs import eager, losses_and_gradients, new_model, pack, replayed
 from .towers import assert_close
 
 LEAST_BYTES = 1024
-
-OTHERS = {"attn": ["attn"], "mlp": ["mlp"], "both": ["attn", "mlp"]}
 
 
 @pytest.fixture(scope="module")
 def bare():
     """A model that tests put graphs of their own on."""
     return new_model()
-
-
-@pytest.mark.parametrize("modules", OTHERS.values(), ids=OTHERS)
-def test_parts_of_layers(bare, modules):
-    expected = losses_and_gradients(bare, pack((30, 180, 77)))
-    with graphs_on(bare, pack(WARMUP), cuda_graph_modules=modules) as graphs:
-        found = losses_and_gradients(bare, pack((30, 180, 77)))
-        assert len(graphs._regions) == (2 if len(modules) == 1 else 1)
-        assert replayed(graphs) == len(graphs._regions)
-    assert_close([found[0]], [expected[0]])
-    assert_close(found[1], expected[1])
-    assert not any(
-        "_forward_attention" in vars(layer) or "_forward_mlp" in vars(layer) for layer in bare.decoder.layers
-    )
 
 
 PARTS = pytest.mark.parametrize("modules", [["attn"], ["attn", "mlp"]], ids=",".join)

@@ -5,9 +5,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from .mixes import FITTING, IMAGES, ONE_OVER, ONE_UNIT, TOO_MANY_FRAMES
-from .towers import assert_close, forward, graphs_on, new_tower, poison, results, tower
+from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_helper
+from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
+
+from .mixes import FITTING, IMAGES, MIXED, ONE_OVER, ONE_UNIT, TOO_MANY_FRAMES
+from .towers import assert_close, forward, graphs_on, new_helper, new_tower, poison, results, tower
 
 side = st.integers(1, 4).map(lambda n: 2 * n)
 
@@ -91,3 +95,90 @@ def test_which_kernels_may_round_otherwise_than_eager(monkeypatch, kernels, dete
         with kernels(()):
             pass
     assert bool(entered) == fast
+
+
+def test_an_eager_pass_waits_for_parameters_as_a_replay_does():
+    """Gathers of all ranks go over one communicator, so they must start in one order, whatever a rank runs."""
+    model, waited = new_tower(), []
+    with graphs_on(model, capture=False) as graphs:
+        graphs.surroundings = replace(graphs.surroundings, before_replay=lambda: waited.append(1))
+        forward(model, IMAGES)
+        assert waited
+        graphs.capture()
+        for rows in (IMAGES, [(1, 20, 20)]):
+            waited.clear()
+            forward(model, rows)
+            assert waited
+        graphs.reset()
+        graphs.failure = "made to fail"
+        waited.clear()
+        forward(model, IMAGES)
+        assert waited
+
+
+def test_a_capture_inside_inference_mode_serves_training_later():
+    model, sizes = new_tower(), ([[1, 8, 8]], [[1, 12, 8]])
+    expected = [results(model, rows) for rows in sizes]
+    with graphs_on(model, capture=False, buckets="auto") as graphs:
+        with torch.inference_mode():
+            for rows in sizes:
+                forward(model, rows)
+                assert graphs.captured or graphs.capture()
+                for _ in range(4):
+                    graphs.begin_step()
+        for rows, (outputs, gradients) in zip(sizes, expected, strict=True):
+            actual = results(model, rows)
+            assert_close(actual[0], outputs)
+            assert_close(actual[1], gradients)
+        assert graphs.statistics().replays >= len(sizes)
+
+
+class Holder(nn.Module):
+    def __init__(self, name, inner, config=None):
+        super().__init__()
+        setattr(self, name, inner)
+        if config is not None:
+            self.config = config
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_helper_on_wrapped_chunks(with_config):
+    tower = new_tower()
+    chunk = Holder("module", Holder("vision_model", tower, tower.config if with_config else None))
+    expected = results(tower, MIXED)
+    helper = new_helper(tower, [chunk])
+    helper.create_cudagraphs()
+    assert helper in active_helpers()
+    assert_close(results(tower, MIXED)[1], expected[1])
+    assert helper.graphs.statistics().replays == 1
+    helper.delete_cuda_graphs()
+    assert helper not in active_helpers()
+    assert helper.graphs is None
+    assert "forward" not in tower.__dict__
+
+
+def test_a_helper_reads_the_options_of_the_models_provider():
+    tower = new_tower()
+    for name, value in {
+        "vision_cuda_graph_impl": "transformer_engine",
+        "vision_cuda_graph_buckets": [32, 64],
+        "vision_cuda_graph_scope": ["mlp"],
+    }.items():
+        setattr(tower.config, name, value)
+    helper = encoder_helper(tower, tower.config)
+    options = helper.graphs.workload.options
+    assert options.buckets == (32, 64) and options.scope == ("mlp",)
+    helper.create_cudagraphs()
+    assert helper.graphs.captured
+    helper.delete_cuda_graphs()
+
+
+def test_an_encoder_is_released_whose_helper_went_with_the_run(capsys):
+    model = new_tower()
+    made = [new_helper(model)]
+    made[0].create_cudagraphs()
+    first = made.pop().graphs
+    again = new_helper(model)
+    assert not first.captured and again in active_helpers() and "CUDA graphs" in capsys.readouterr().out
+    again.delete_cuda_graphs()
+    assert "forward" not in vars(model) and not model._forward_pre_hooks
