@@ -1,6 +1,7 @@
 """What training says at its start: what is on graphs, what not and why, also with the plugin off or a word misspelt."""
 
 import gc
+import logging
 import os
 import subprocess
 import sys
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
+from megatron.bridge.training.utils.log_utils import setup_logging
 from torch import nn
 
-from bridge_cg_plugin.announce import Told
+from bridge_cg_plugin.announce import Told, warn
 from bridge_cg_plugin.upstream.hooks import any_loop
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 
@@ -176,3 +178,21 @@ def test_what_was_said_keeps_no_config_alive():
     del config
     gc.collect()
     assert gone() is None
+
+
+@pytest.fixture
+def bridges_logging():
+    """Bridge's logging with its defaults, which drop what any logger reports as a warning."""
+    loggers = [logging.getLogger(), *(logging.getLogger(name) for name in logging.root.manager.loggerDict)]
+    before = [(logger, list(logger.filters), logger.level) for logger in loggers]
+    setup_logging()
+    yield
+    for logger, filters, level in before:
+        logger.filters[:] = filters
+        logger.setLevel(level)
+
+
+def test_bridge_does_not_drop_warnings_of_the_plugin(bridges_logging, caplog):
+    logging.getLogger("bridge_cg_plugin").warning("dropped")
+    warn("the encoder runs eager")
+    assert [record.getMessage() for record in caplog.records] == ["[rank 0] the encoder runs eager"]

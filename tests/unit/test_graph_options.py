@@ -2,10 +2,12 @@
 
 import enum
 import json
-import re
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import bridge_cg_plugin.options as options_package
 from bridge_cg_plugin.options import (
@@ -17,11 +19,12 @@ from bridge_cg_plugin.options import (
     OptionError,
     PackedOptions,
     VisionGraphOptions,
+    as_fields,
     normalize,
 )
 from bridge_cg_plugin.options import graph_options as make
-from bridge_cg_plugin.options.graph_options import GROUPS, LAST_WITH_LOCAL, TE_RNG, field_values
-from bridge_cg_plugin.options.language_model import DEPRECATED
+from bridge_cg_plugin.options.graph_options import GROUPS, RELEASES, TE_RNG, field_values
+from bridge_cg_plugin.options.language_model import DEPRECATED, MODULE_NAMES
 
 NEW, OLD = "megatron-bridge 0.6.2", ""
 # The fields about graphs that upstream's configurations have.
@@ -224,10 +227,90 @@ def test_unknown_graph_options_name_the_nearest(wrong, nearest):
 
 def test_values_that_a_release_cannot_do_name_the_release_that_can():
     local = make("cuda_graph_impl=local cuda_graph_modules=attn")
-    with pytest.raises(OptionError, match=re.escape(f"on {NEW}. Use it, or {LAST_WITH_LOCAL}")):
-        field_values(local, UPSTREAMS, NEW)
-    assert field_values(local, UPSTREAMS)["cuda_graph_modules"] == ["attn"]
-    with pytest.raises(OptionError, match="no such field"):
-        field_values(GraphOptions(vision=VisionGraphOptions(impl="transformer_engine")), UPSTREAMS)
-    with pytest.raises(OptionError, match="no such field"):
-        field_values(GraphOptions(packed=PackedOptions(max_packed_seqs=64)), UPSTREAMS)
+    with pytest.raises(OptionError, match=r"Use it, or megatron-bridge 0\.5\.1"):
+        field_values(local, NEW)
+    assert field_values(local, OLD)["cuda_graph_modules"] == ["attn"]
+    for release in RELEASES:
+        with pytest.raises(OptionError, match="no such field"):
+            field_values(GraphOptions(vision=VisionGraphOptions(impl="transformer_engine")), release)
+        with pytest.raises(OptionError, match="no such field"):
+            field_values(GraphOptions(packed=PackedOptions(max_packed_seqs=64)), release)
+
+
+FIELDS = sorted({field for group in GROUPS for field in group.fields.values()})
+texts = st.one_of(
+    st.text(max_size=20),
+    st.text("attnmlpoefu_i,[] =.:-{}\n\"'<>0123456789", max_size=30),
+    st.lists(st.sampled_from([*MODULE_NAMES, "full", "full_iteration", "none", "local", ""]), max_size=3).map(",".join),
+)
+numbers = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.lists(st.integers(-2, 300), max_size=4))
+values = st.one_of(numbers, texts, st.lists(texts, max_size=3))
+modules = st.lists(st.sampled_from([*MODULE_NAMES, "full_iteration", "full_iteration_inference"]), max_size=3)
+
+
+def kinds_of(hint):
+    """Yield the classes of the values that an annotation allows."""
+    if get_origin(hint) in (Union, UnionType):
+        for each in get_args(hint):
+            yield from kinds_of(each)
+    elif get_origin(hint) is Literal:
+        yield from map(type, get_args(hint))
+    else:
+        yield get_origin(hint) or hint
+
+
+def assert_typed(found):
+    for part in (found.language_model, found.vision, found.packed):
+        for name, hint in get_type_hints(type(part)).items():
+            assert type(getattr(part, name)) in {*kinds_of(hint), NoneType}, name
+    assert all(type(m) is CudaGraphModule for m in found.language_model.modules)
+
+
+@given(st.one_of(texts, st.lists(texts, max_size=3), st.dictionaries(st.sampled_from(FIELDS), values, max_size=4)))
+def test_whatever_is_written_is_typed_and_reads_back_the_same_or_is_refused(source):
+    try:
+        found = make(source)
+    except OptionError:
+        return
+    assert_typed(found)
+    assert normalize(as_fields(found))[0] == normalize(source)[0]
+
+
+impls = st.sampled_from([None, "none", "local", "transformer_engine", "full_iteration"])
+likely = st.fixed_dictionaries(
+    {},
+    optional={
+        "cuda_graph_impl": impls,
+        "cuda_graph_modules": modules.map(",".join),
+        "cuda_graph_scope": modules,
+        "inference_cuda_graph_scope": st.sampled_from([None, "none", "layer", "block"]),
+        "enable_cuda_graph": st.booleans(),
+        "external_cuda_graph": st.booleans(),
+        "vision_cuda_graph_impl": st.sampled_from(["none", "transformer_engine"]),
+        "vision_cuda_graph_scope": st.lists(st.sampled_from(["attn", "mlp"])),
+        "offload_modules": st.lists(st.sampled_from(["qkv_linear", "moe_act"])),
+        "fine_grained_activation_offloading": st.booleans(),
+    },
+)
+
+
+@given(likely)
+def test_normalizing_twice_is_normalizing_once(fields):
+    try:
+        once = normalize(fields)[0]
+    except OptionError:
+        return
+    assert normalize(once)[0] is once
+    again, _ = normalize(as_fields(once))
+    assert again == once
+    assert normalize(json.dumps(as_fields(once)) + "\n")[0] == once
+
+
+@given(likely, st.sampled_from(RELEASES))
+def test_what_a_release_is_told_reads_back_the_same(fields, release):
+    try:
+        wanted = make({**fields, "vision_cuda_graph_impl": None, "vision_cuda_graph_scope": None})
+        told = field_values(wanted, release)
+    except OptionError:
+        return
+    assert normalize(SimpleNamespace(**told))[0] == wanted
