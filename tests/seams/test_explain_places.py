@@ -61,12 +61,6 @@ def test_nodes_and_layout(capsys, mixture):
     assert found(capsys, mixture)["layout"] is None
 
 
-@pytest.mark.parametrize("flag", [["--graphs", "h200"], ["--gpu", "H100"], ["--nodes", "2"], ["--gpus-per-node", "8"]])
-def test_a_place_needs_a_recipe(capsys, flag):
-    status, out, err = explain(capsys, *flag, "cuda_graph_impl=local")
-    assert (status, out) == (2, "") and "without a recipe" in err
-
-
 SMALL = "qwen3_vl_small_vision_graphs_pretrain_mock_config"
 
 

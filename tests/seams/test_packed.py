@@ -117,14 +117,6 @@ def test_the_step_announces_offsets_that_it_moves(active, name):
     assert active[GPT_STEP].get_batch_from_iterator.__wrapped__ is not None
 
 
-def test_upstreams_graphs_refuse_packs(active):
-    """Why the plugin stands in; once this fails upstream replays packs itself."""
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    source = inspect.getsource(TransformerLayer._te_cuda_graph_replay)
-    assert "packed_seq_params" in source and "excluded from input list" in source
-
-
 def test_a_model_that_cannot_work_is_refused_by_the_helper_too(active):
     model = new_model(hidden_dropout=0.1)
     model.config.cuda_graph_max_packed_seqs = 4

@@ -21,7 +21,6 @@ ON_TAPE = (
     "test_packed_offload",
     "test_packed_parts",
     "test_vision",
-    "test_vision_offload",
 )
 
 

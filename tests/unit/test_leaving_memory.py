@@ -5,7 +5,6 @@ import torch
 
 from ..leaving import LeavingExecutor
 from .changes import GraphedAndEager
-from .growing import assert_equals_eager
 from .towers import forward, graphs_on, new_tower
 
 ROWS = ([[1, 4, 4]], [[1, 8, 8], [1, 4, 4]])
@@ -14,17 +13,6 @@ ROWS = ([[1, 4, 4]], [[1, 8, 8], [1, 4, 4]])
 @pytest.fixture
 def executor():
     return LeavingExecutor()
-
-
-def test_a_tower_replays_what_eager_computes_after_every_return(executor):
-    model = new_tower()
-    with graphs_on(model, executor=executor, buckets=(16, 128)) as graphs:
-        for seed in range(3):
-            for rows in ROWS:
-                assert_equals_eager(model, graphs, rows, seed)
-                assert graphs.release_memory() == 100
-        assert executor.left == 6 and executor.returned == 5 and executor.memory_away
-        assert not graphs.statistics().fallbacks
 
 
 def test_nothing_leaves_between_a_forward_and_its_backward_or_in_a_step(executor, caplog):
