@@ -4,9 +4,13 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from bridge_cg_plugin.upstream.seams.seam import Feature as F
 from bridge_cg_plugin.upstream.seams.states import FEATURES
+
+from ..schedule import LONGEST, module_of
+from ..tape import Tape
 
 MODULES = sorted(path.stem for path in (Path(__file__).parents[1] / "gpu").glob("*.py"))
 
@@ -106,3 +110,20 @@ def test_measured_modules_are_there():
     from tests.gpu.parts import SECONDS
 
     assert set(SECONDS) <= set(MODULES)
+
+
+TESTED = {module_of(path): path for path in Path(__file__).parents[1].glob("*/test_*.py")}
+
+
+def test_listed_modules_are_there_once():
+    assert set(LONGEST) <= TESTED.keys() and len(set(LONGEST)) == len(LONGEST)
+
+
+def test_what_nothing_wrote_is_nan_after_a_replay():
+    with Tape() as tape:
+        out = torch.empty(4)
+        out[:2].fill_(1.0)
+        like = torch.empty_like(out).copy_(torch.zeros(4))
+    tape.replay()
+    assert out[:2].tolist() == [1.0, 1.0] and out[2:].isnan().all()
+    assert like.tolist() == [0.0] * 4
