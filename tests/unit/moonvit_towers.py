@@ -36,9 +36,8 @@ def entry_points() -> dict[str, str]:
 def vision_config(**changes):
     """Return the configuration of a small tower."""
     sizes = {
-        **{"patch_size": SIDE, "init_pos_emb_height": 8, "init_pos_emb_width": 8, "init_pos_emb_time": 4},
+        "patch_size": SIDE,
         **{"vt_hidden_size": 32, "vt_num_attention_heads": 2, "vt_num_hidden_layers": 3, "vt_intermediate_size": 48},
-        "merge_kernel_size": (2, 2),
     }
     return SimpleNamespace(**{**sizes, **changes})
 
@@ -62,5 +61,5 @@ def draw_items(rows, seed: int = 0):
 
 
 def run_moonvit(tower, rows, seed: int = 0):
-    """Return the merged patches of every item."""
+    """Return the patches of every item."""
     return tower(*draw_items(rows, seed))

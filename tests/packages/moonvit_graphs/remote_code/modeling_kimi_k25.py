@@ -1,7 +1,7 @@
 """A stand-in for the vision part of Kimi K2.5's repository, which cannot be downloaded here.
 
-Structure, names and interface are those of the published model, the code is not: MoonViT's patches and resized position
-embeddings, layers over packed items with rotated queries and keys, pooling over time and merged patches.
+Structure, names and interface are those of the published model, the code is not: MoonViT's layers over packed items
+with rotated queries and keys. What runs eager around them is left out: position embeddings, pooling, merged patches.
 """
 
 import torch
@@ -14,13 +14,10 @@ class VisionTowerConfig:
 
     def __init__(self, config):
         self.patch_size = config.patch_size
-        self.positions = (config.init_pos_emb_height, config.init_pos_emb_width, config.init_pos_emb_time)
         self.hidden_size = config.vt_hidden_size
         self.num_attention_heads = config.vt_num_attention_heads
         self.num_hidden_layers = config.vt_num_hidden_layers
         self.intermediate_size = config.vt_intermediate_size
-        self.merge_kernel_size = tuple(config.merge_kernel_size)
-        self._attn_implementation = getattr(config, "_attn_implementation", "eager")
 
 
 def apply_rope(xq, xk, freqs_cis):
@@ -111,66 +108,16 @@ class MoonViT3dEncoder(nn.Module):
         return self.final_layernorm(hidden_states)
 
 
-class PositionEmbedding(nn.Module):
-    """A learned table, resized to every item, and fixed waves over time."""
-
-    def __init__(self, positions, dim):
-        super().__init__()
-        height, width, frames = positions
-        self.weight = nn.Parameter(torch.randn(height, width, dim))
-        angles = torch.arange(frames)[:, None] * 10000 ** (-torch.arange(dim // 2) / (dim / 2))
-        self.register_buffer("time_weight", torch.cat((angles.sin(), angles.cos()), 1)[:, None], persistent=False)
-
-    def forward(self, x, grid_thws):
-        """Add the embeddings of all patches."""
-        table, found = self.weight.permute(2, 0, 1)[None], []
-        for t, h, w in grid_thws.tolist():
-            resized = functional.interpolate(table, size=(h, w), mode="bicubic")[0].flatten(1).T
-            located = resized[None] if t == 1 else resized[None] + self.time_weight[:t]
-            found.append(located.flatten(0, 1))
-        return x + torch.cat(found).to(x.dtype)
-
-
-class PatchEmbed(nn.Module):
-    """From pixels to located patches."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.proj = nn.Conv2d(3, config.hidden_size, config.patch_size, stride=config.patch_size)
-        self.pos_emb = PositionEmbedding(config.positions, config.hidden_size)
-
-    def forward(self, x, grid_thws):
-        """Return `[patches, width]` for pixels `[patches, 3, side, side]`."""
-        return self.pos_emb(self.proj(x).flatten(1), grid_thws)
-
-
-def tpool_patch_merger(x, grid_thws, merge_kernel_size=(2, 2)):
-    """Return for every item its mean over time, `[cells, patches of a cell, width]`."""
-    down, right = merge_kernel_size
-    items = []
-    for item, (t, h, w) in zip(x.split(grid_thws.prod(1).tolist()), grid_thws.tolist(), strict=True):
-        cells = item.view(t, h // down, down, w // right, right, -1).mean(0)
-        items.append(cells.transpose(1, 2).reshape(h * w // (down * right), down * right, -1))
-    return items
-
-
 class MoonViT3dPretrainedModel(nn.Module):
     """The tower."""
-
-    _supports_flash_attn_2 = True
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.patch_embed = PatchEmbed(config)
+        self.patch_embed = nn.Conv2d(3, config.hidden_size, config.patch_size, stride=config.patch_size)
         self.encoder = MoonViT3dEncoder(config)
 
-    @property
-    def dtype(self):
-        """The type that pixels are cast to."""
-        return self.patch_embed.proj.weight.dtype
-
     def forward(self, pixel_values, grid_thws):
-        """Return the merged patches of every image or video."""
-        hidden_states = self.encoder(self.patch_embed(pixel_values, grid_thws), grid_thws)
-        return tpool_patch_merger(hidden_states, grid_thws, self.config.merge_kernel_size)
+        """Return the patches of every image or video for pixels `[patches, 3, side, side]`."""
+        hidden_states = self.encoder(self.patch_embed(pixel_values).flatten(1), grid_thws)
+        return hidden_states.split(grid_thws.prod(1).tolist())
