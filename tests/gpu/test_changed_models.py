@@ -1,5 +1,7 @@
 """A tower that changes under its graphs, on a GPU; `tests/unit/test_changed_models.py` has the rest on a CPU."""
 
+import gc
+
 import pytest
 import torch
 
@@ -157,3 +159,21 @@ def test_adapters_that_return_beside_frozen_weights_need_no_further_capture(dete
         helper.delete_cuda_graphs()
     finally:
         stop()
+
+
+def test_recordings_share_the_memory_of_gradients_without_main_grad(tower_module, graphs_of, model):
+    weights = sum(p.nbytes for p in model.parameters())
+    helper = graphs_of(buckets=(256, 320, 384, 448, 512), slots=2, exact_below=0, streams=1)
+    statistics = helper.graphs.statistics()
+    recordings = len(helper.graphs._regions[0].sources.current.recordings)
+    print(f"{recordings} recordings: {statistics.memory_bytes / weights:.2f} times the weights")
+    assert recordings >= 10 and statistics.gradient_bytes == weights
+    assert statistics.memory_bytes < 4 * weights  # with memory of their own it were 10 times the weights and more
+    batch = tower_module.make_batch([(1, 16, 18)], model)
+    outputs = tower_module.step(model, batch)
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with helper.graphs.paused():
+        assert equal([o.detach() for o in outputs], [o.detach() for o in tower_module.step(model, batch)])
+    assert tower_module.largest_relative(found, [p.grad for p in model.parameters()]) <= 3e-2
+    gc.collect()
