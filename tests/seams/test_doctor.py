@@ -43,18 +43,6 @@ def test_a_good_installation_has_no_problems(capsys, monkeypatch):
     assert found["seams"]["train_step"]["place"] == f"{TRAIN}.train_step"
 
 
-def test_a_renamed_parameter_is_named(monkeypatch, active, capsys):
-    bridge_cg_plugin.deactivate()
-    with monkeypatch.context() as changed:
-        changed.setattr(active[TRAIN], "training_log", lambda losses, global_state: None)
-        bridge_cg_plugin.activate()
-        assert main(["doctor", "--no-gpu"]) == 1
-    out = " ".join(capsys.readouterr().out.split())
-    assert "seam train_log does not fit megatron-bridge" in out
-    assert "training_log no longer takes loss_dict; it takes losses, global_state" in out
-    assert "use a release of the version table" in out
-
-
 @pytest.mark.parametrize(
     ("variables", "problem", "remedy"),
     [
