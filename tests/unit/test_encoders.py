@@ -167,6 +167,18 @@ def test_activations_of_a_part_leave_the_device():
         assert_equal_results(PIXTRALS.results(model, PIXTRALS.sizes[0]), expected)
 
 
+@every_encoder
+def test_a_frozen_encoder_replays_without_gradients(case):
+    model = case.new().requires_grad_(False)
+    expected = case.run(model, case.sizes[2])
+    with graphs_on(model, **case.largest) as graphs:
+        poison(graphs, float("nan"))
+        outputs = case.run(model, case.sizes[2])
+        assert_close(outputs, expected, TOLERANCE)
+        assert not any(o.requires_grad for o in outputs)
+        assert graphs.statistics().fallbacks == {} and graphs.statistics().replays == 1
+
+
 @cases({**WITH_GRIDS, "siglip": IMAGES, "qwen3-omni-audio": AUDIO})
 def test_a_call_for_more_than_the_usual_result_runs_eager(case):
     model = case.new()
