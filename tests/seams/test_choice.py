@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bridge_cg_plugin.options import OptionError, normalize
 from bridge_cg_plugin.upstream.hooks import any_loop
-from bridge_cg_plugin.upstream.hooks.graph_fields import apply_environment, read_options
+from bridge_cg_plugin.upstream.hooks.graph_fields import apply_environment
 from bridge_cg_plugin.upstream.hooks.overrides import resolve
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from examples.photographs import training
@@ -65,7 +65,7 @@ def test_the_environment_switches_graphs_on_where_bridge_validates(configured, m
     config = configured()
     config.model.use_te_rng_tracker = config.rng.te_rng_tracker = False
     check_training_config(config)
-    vision = read_options(config).vision
+    vision = normalize(config)[0].vision
     assert (vision.enabled, vision.buckets, vision.slots) == (True, (64, 128), 3)
     assert config.rng.te_rng_tracker and config.model.use_te_rng_tracker
     assert f"[bridge-cg] {VARIABLE} sets vision_cuda_graph_impl=transformer_engine" in capsys.readouterr().out
@@ -86,7 +86,7 @@ def test_what_the_configuration_sets_wins(configured, monkeypatch, fields, said,
     config = configured(**fields)
     check_training_config(config)
     name, value = found
-    assert getattr(read_options(config).vision, name) == value
+    assert getattr(normalize(config)[0].vision, name) == value
 
 
 CHOICES = {
