@@ -241,7 +241,7 @@ def inference_graphs(config: Any) -> contextlib.AbstractContextManager[None]:
     from ..wrappers import overridden  # with PyTorch, which `bridge-cg explain` does without
 
     model = getattr(config, "model", None) or config
-    return contextlib.nullcontext() if model.cuda_graph_impl == "local" else overridden(model, IMPL, "none")
+    return contextlib.nullcontext() if getattr(model, IMPL, None) == "local" else overridden(model, IMPL, "none")
 
 
 def _typed(name: str, value: Any) -> Any:
