@@ -11,9 +11,9 @@ from torch import Tensor
 from ..announce import warn_once
 from .buckets import Bucket, choose
 from .changes.model_watch import ModelWatch
-from .changes.source import Source
+from .changes.source import TRIED_AGAIN, Source
 from .changes.sources import LASTING, Sources
-from .errors import CaptureError, named, reason_of
+from .errors import CaptureError, Retry, named, reason_of
 from .fallback import Fallback
 from .program import SINGLE_RANK, Piece, RankConsensus, Surroundings
 from .proof import Proofs
@@ -95,12 +95,13 @@ class Region(Part):
         self.sources = Sources(self.program, self.watch, executor.device, self._around.reduction, executor.home())
         self.planned = [self._planned(index) for index in range(self.slot_count)]
         chain.parts.append(self)
-        self.slots = [
-            Slot(index, executor.device, chain.common(index), self._piece.shared, executor.static_memory())
-            for index in range(self.slot_count)
-        ]
+        self.slots = [self._new_slot(index) for index in range(self.slot_count)]
         self.add_inputs(self.buckets)
         chain.count(self)
+
+    def _new_slot(self, index: int) -> Slot:
+        executor = self.executor
+        return Slot(index, executor.device, self.chain.common(index), self._piece.shared, executor.static_memory())
 
     def add(self, bucket: Bucket, record: bool) -> None:
         """Let batches use one more bucket of a piece that grows.
@@ -154,6 +155,7 @@ class Region(Part):
         if (watch := vars(self).pop("watch", None)) is not None and self._given_watch is None:
             watch.close()
         self._asked: Counter[Hashable] = Counter()
+        self._forward_slot_failed = Retry(TRIED_AGAIN)
 
     def run(self, batch: Any, observer: BackwardObserver | None = None) -> tuple[Tensor, ...] | None:
         """Replay the batch; returns its real outputs, or None with the reason counted: then run it eager.
@@ -277,14 +279,36 @@ class Region(Part):
     def _free_slot(self, source: Source, bucket: Bucket, mode: Mode, index: int | None) -> Slot | Fallback:
         """Return a slot that no microbatch holds, one with the recording where there is one, or why there is none."""
         first = None
-        for slot in self.slots if index is None else self.slots[index : index + 1]:
+        for slot in self.slots[: self.slot_count] if index is None else self.slots[index : index + 1]:
             if slot.lease is None:
                 wish = slot.index, bucket, mode
                 # A rank whose memory moved has lost recordings: it makes them again where others replay theirs.
                 if wish in source.recordings or wish in source.recorded_by_other_ranks:
                     return slot
                 first = first or slot
+        if first is None and index is None and not mode.gradients:
+            return self._forward_only_slot(source, bucket, mode)
         return first or Fallback.NO_FREE_SLOT
+
+    def _forward_only_slot(self, source: Source, bucket: Bucket, mode: Mode) -> Slot | Fallback:
+        """Return a slot for passes without a backward while microbatches hold all others, or why there is none.
+
+        It is made once such passes come again: a reference pass between a policy's forward and its backward, as of DPO.
+        """
+        self._forward_slot_failed.turn()
+        missing = len(self.slots) == self.slot_count and self._forward_slot_failed.due
+        if missing and (source.lasting or self._asked_before("forward-only slot")):
+            try:
+                self._consensus.agree(self._add_forward_only_slot)
+            except Exception as error:  # no memory for one more
+                del self.slots[self.slot_count :]
+                self._forward_slot_failed.failed()
+                return self._failed(source, bucket, mode, error)
+        return next((slot for slot in self.slots[self.slot_count :] if slot.free), Fallback.NO_FREE_SLOT)
+
+    def _add_forward_only_slot(self) -> None:
+        self.slots.append(self._new_slot(self.slot_count))
+        self.add_inputs(self.slots[0].buffers)
 
     def _record_missing(self, source: Source, wish: Wish, records: bool) -> Fallback | None:
         """Record what a batch asks for; returns why it cannot be or is not yet."""

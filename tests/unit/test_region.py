@@ -62,6 +62,35 @@ def test_evaluation_between_a_forward_and_its_backward():
     assert_same(torch.autograd.grad(loss_of(outputs), [*region.program.model.parameters(), batch.x]), expected)
 
 
+def test_passes_without_a_backward_get_a_slot_while_a_microbatch_waits_for_its_backward():
+    """As a reference pass with the adapters off between a policy's forward and its backward."""
+    region, batch = toy_region(), toy_batch((2, 4))
+    held = region.run(batch)
+    with evaluation(region):
+        found = [region.run(batch) for _ in range(4)]
+    assert held[0].requires_grad and found[0] is None and region.statistics.fallbacks == {"no_free_slot": 1}
+    for outputs in found[1:]:
+        assert_same(outputs, region.program.model(batch.x, batch.offsets))
+    assert_same(
+        torch.autograd.grad(loss_of(held), [*region.program.model.parameters(), batch.x]),
+        eager_results(region.program.model, batch)[1],
+    )
+
+
+def test_no_memory_for_one_more_slot_is_no_error(monkeypatch):
+    region, batch = toy_region(), toy_batch((2, 4))
+    held = region.run(batch)
+    monkeypatch.setattr(region.executor, "new_memory", no_memory)
+    with torch.no_grad():
+        assert not any(region.run(batch) for _ in range(3))
+    assert region.statistics.fallbacks == {"no_free_slot": 2, "capture_failed": 1} and len(region.slots) == 1
+    loss_of(held).backward()
+
+
+def no_memory(*unused):
+    raise torch.OutOfMemoryError("none left")
+
+
 def test_capture_fires_no_hook_of_a_parameter():
     model, fired = Toy(), []
     for parameter in model.parameters():
