@@ -158,7 +158,7 @@ VISION = {
 }
 PACKED = {
     ReferenceExecutor: EXECUTOR,
-    PackPlan: ("kind", "buckets"),
+    PackPlan: ("layout", "buckets"),
     PackedWorkload: ("_digest", "_program", "captured"),
     Parts: ("install",),
 }
