@@ -37,6 +37,7 @@ def test_training_on_graphs_goes_as_eager(trained, model, eager, graphs):
         assert all(math.isfinite(value) for value in graphs[figure])
         assert worst <= max(2 * spread, tolerance)
     assert eager["losses"][-1] < eager["losses"][0]
+    print(*(line for line in graphs["output"].splitlines() if "eager's by" in line or "proofs:" in line), sep="\n")
     replays = (STEPS - WARM_UP) * MICROBATCHES
     assert graphs["graphs"]["fallbacks"] == {}
     assert graphs["graphs"]["warmup_microbatches"] == WARM_UP * MICROBATCHES
