@@ -232,8 +232,8 @@ class Region(Part):
         wish = slot.index, bucket, mode
         if wish not in source.recordings and (failed := self._record_missing(source, wish, records)) is not None:
             return failed
-        recorded = source.recordings[wish]
-        return Replay(self.program, source, recorded, slot, bucket, mode.gradients, sources.holds, self.statistics)
+        recorded, holds = source.recordings[wish], partial(sources.holds, sources.turn)
+        return Replay(self.program, source, recorded, slot, bucket, mode.gradients, holds, self.statistics)
 
     def still_holds(self, decided: Replay, batch: Any) -> bool:
         """Whether a batch of the decided shape, which comes a moment later, is replayed as was decided."""

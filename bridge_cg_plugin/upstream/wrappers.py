@@ -1,7 +1,7 @@
 """Modules in which Megatron wraps a model."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -55,12 +55,14 @@ def overridden(owner: Any, name: str, value: Any) -> Iterator[None]:
     # A module's own methods look for parameters: ten times as slow, hundreds of times in each capture.
     is_plain = isinstance(owner, nn.Module) and not isinstance(value, (Tensor, nn.Module))
     change, remove = (object.__setattr__, object.__delattr__) if is_plain else (setattr, delattr)
-    with WATCHER.silent():
+    # Of a module all is read again where a pass of it is over; of a configuration what a write tells.
+    silent = WATCHER.silent if isinstance(owner, nn.Module) else nullcontext
+    with silent():
         change(owner, name, value)
     try:
         yield
     finally:
-        with WATCHER.silent():
+        with silent():
             if absent:
                 remove(owner, name)
             else:

@@ -6,7 +6,7 @@ state is recorded as well. Up to four stay.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, cycle
+from itertools import count
 from typing import Any
 from weakref import WeakSet
 
@@ -21,7 +21,7 @@ from ..memory.returning import Home
 from ..program import RegionProgram
 from ..replays.gradients import ParameterHooks, Reduction
 from .model_watch import ModelWatch
-from .source import ALL, Numerics, Source, numerics_of
+from .source import Numerics, Source, numerics_of
 from .state import listed
 
 # Microbatches of one state after which it gets recordings of its own: it lasts, or comes back.
@@ -29,8 +29,6 @@ LASTING = 2
 # States whose recordings are kept. After each `MANY_ADOPTED` new ones a state must last twice as long, unless there
 # were `PAYS` microbatches to each: so a model that changes all the time costs few captures, and none once it does not.
 MOST_SOURCES, MANY_ADOPTED, PAYS = 4, 16, 256
-# Parts of a region's tensors, of which a look inside a step takes the next one.
-SAMPLES = 32
 # Changes that are told.
 MOST_TOLD = 16
 LASTS = "graphs of its own are captured if this lasts"
@@ -55,6 +53,7 @@ class Sources:
         current: The source that was found last.
         training: The mode that the modules were in, then; see `Mode`.
         moves: How often memory was moved to where nothing is recorded.
+        turn: Which sample the last look was at, inside a step, whose first look is at all; None is all.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class Sources:
         self._adopted = self._microbatches = self.moves = 0
         self._warned: set[str] = set()
         self._looked_in = 0
-        self._samples = cycle([slice(start, None, SAMPLES) for start in range(SAMPLES)])
+        self._turns = count()
         self._deterministic = are_deterministic()
         self._types = [(module, name, p.dtype) for module, name, p in self._parameters()]
         self._found_at: tuple[object, ...] = ()
@@ -118,9 +117,10 @@ class Sources:
         # In a step, only the first look is at layouts and types, and each one after a write.
         step = self._watch.step_number
         looked = step > 0 and step == self._looked_in and found_at == self._found_at
-        if looked and self.holds(self.current, gradients):
+        self.turn = next(self._turns) if looked else None
+        if looked and self.holds(self.turn, self.current, gradients):
             return self.current
-        self._looked_in = 0
+        self._looked_in, self.turn = 0, None
         found = self._compare(numerics, gradients, idle) or self._ask(numerics, asks)
         if isinstance(found, Source):
             self._use(found)
@@ -174,15 +174,16 @@ class Sources:
                 return f"{type(module).__name__}.{name} is of {now.dtype}, not {dtype}"
         return None
 
-    def holds(self, source: Source, gradients: bool = True) -> bool:
+    def holds(self, turn: int | None, source: Source, gradients: bool = True) -> bool:
         """Whether memory lies where it was, and the same parameters are trained and, for a backward, hooked.
 
-        In a step, whose first look is at all, each look is at the next of a few samples: hundreds of parameters take
-        0.4 ms, as the host's caches hold none of them any more.
+        Args:
+            turn: Which sample is looked at, in a backward that of its forward; None is all.
+            source: Of a recording.
+            gradients: Whether a backward may follow.
         """
-        of = next(self._samples) if self._watch.step_number else ALL
         hooked = gradients and source.sinks.hooked_otherwise()
-        return not (hooked or source.trained_otherwise(of) or source.moved(gradients, of=of))
+        return not (hooked or source.trained_otherwise(turn) or source.moved(gradients, turn=turn))
 
     def _moved(self, source: Source, gradients: bool, idle: Callable[[], bool]) -> Source | Fallback:
         """Return a source for memory that lies elsewhere than that of one, or why there is none yet."""
