@@ -43,7 +43,9 @@ class PackedOptions(CapturedOptions):
         "If false, they are first rounded to the weight's dtype, as in eager without Megatron's option of this name, "
         "and bit-identical to eager's",
     )
-    strict: bool = option(False, flag, "a failed capture of packed-sequence graphs stops the run")
+    strict: bool = option(
+        False, flag, "a failed capture of packed-sequence graphs, or replays unlike eager, stop the run"
+    )
     grows: bool = False
 
     @property

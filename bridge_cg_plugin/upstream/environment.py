@@ -58,5 +58,5 @@ def memory_may_leave() -> bool:
 
 def _is_on(name: str) -> bool:
     if (found := switched_on(name, False)) is None:
-        raise OptionError(name, os.environ[name], ALLOWED, "Correct it, or unset it: it is off then.")
+        raise OptionError(name, os.environ[name], ALLOWED, "Correct it, or unset it.")
     return found

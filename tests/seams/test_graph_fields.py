@@ -24,8 +24,11 @@ from bridge_cg_plugin.options import (
 from bridge_cg_plugin.options.graph_options import GROUPS, LAST_WITH_LOCAL, TE_RNG, field_values
 from bridge_cg_plugin.options.language_model import DEPRECATED
 from bridge_cg_plugin.options.sources import FIELDS
+from bridge_cg_plugin.upstream.environment import OPTIONS as VARIABLE
 from bridge_cg_plugin.upstream.hooks.graph_fields import (
     apply_options,
+    environment_options,
+    graph_options_overridden,
     inference_graphs,
 )
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
@@ -213,6 +216,27 @@ def test_a_refused_apply_sets_nothing(provider):
     assert vars(provider) == before
 
 
+def test_an_override_restores_every_field_it_touched(container):
+    apply_options(GraphOptions(language_model=te("attn")), container)
+    del container.model.__dict__["cuda_graph_scope"]
+    before = [dict(vars(container.model)), dict(vars(container.rng))]
+    with pytest.raises(RuntimeError, match="rollout"), graph_options_overridden(container, f"{IMPL}=none") as options:
+        assert not options.enabled
+        assert container.model.cuda_graph_impl == "none"
+        assert "cuda_graph_scope" in vars(container.model)
+        raise RuntimeError("rollout")
+    with pytest.raises(OptionError), graph_options_overridden(container, f"{IMPL}={FULL} cuda_graph_modules=attn"):
+        pass
+    assert [dict(vars(container.model)), dict(vars(container.rng))] == before
+
+
+def test_the_environment_names_modules_of_a_finalized_config(monkeypatch):
+    """Which has none, where upstream's default was the whole layer."""
+    monkeypatch.setenv(VARIABLE, f"{IMPL}={TE_IMPL} cuda_graph_modules=attn")
+    with environment_options(core_config()) as said:
+        assert said["cuda_graph_modules"]
+
+
 def inference_engine(config):
     """Return what the engine's constructor takes from the configuration, and nothing that a warm-up pass needs."""
     names = ("cuda_graph_impl", "inference_cuda_graph_scope", "cuda_graph_scope")
@@ -224,7 +248,8 @@ def test_inference_with_full_iteration_makes_no_warm_up_passes():
     create = module.DynamicInferenceEngine.create_cuda_graphs
     config = core_config()
     apply_options(graph_options("cuda_graph_impl=full_iteration"), config)
-    with inference_graphs(config):
+    with inference_graphs(config) as options:
+        assert not options.language_model.enabled
         assert create(inference_engine(config)) is None
     assert normalize(config)[0].language_model.impl == "full_iteration"
 

@@ -98,6 +98,21 @@ def test_memory_that_moves_between_forward_and_backward_is_an_error_and_is_not_w
         assert are_intact(others) and torch.equal(flat.view(torch.int32), written.view(torch.int32))
 
 
+def test_weights_that_all_change_inside_a_step_are_seen_at_once():
+    """Between microbatches, without a word to PyTorch; looks inside a step are at samples."""
+    tower, reference = new_tower(), new_tower()
+    with graphs_on(tower, buckets=(16,), executor=TapeExecutor()) as graphs:
+        for number in range(6):
+            with graphs.step():
+                for factor in (1.0, 1.25, 0.8):
+                    for model in (tower, reference):
+                        for parameter in model.parameters():
+                            parameter.data = parameter.data * factor
+                    found, expected = (sum(map(list, results(m, [[1, 4, 4]], number)), []) for m in (tower, reference))
+                    assert_close(found, expected)
+        assert graphs.statistics().replays >= 6
+
+
 def test_other_views_of_the_same_gradients_are_written():
     tower = new_tower()
     flat = with_main_grads(tower)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.changes.model_watch import ModelWatch
-from bridge_cg_plugin.graphs.changes.source import Source
+from bridge_cg_plugin.graphs.changes.source import SAMPLE, Source, _of_turn
 from bridge_cg_plugin.graphs.changes.state import Holder
 from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
 from bridge_cg_plugin.graphs.program import Agreed
@@ -493,3 +493,11 @@ def test_equal_recipes_that_upstream_makes_in_each_forward_are_no_change():
         holder.read()
         assert holder.tokens != tokens
         tokens = holder.tokens
+
+
+@pytest.mark.parametrize("count", [0, 1, SAMPLE, 2 * SAMPLE - 1, 2 * SAMPLE, 345])
+def test_a_look_inside_a_step_is_at_a_dozen_tensors_or_all(count):
+    places = list(range(count))
+    turns = [places[_of_turn(places, turn)] for turn in range(count // SAMPLE + 1)]
+    assert all(len(seen) >= min(count, SAMPLE) for seen in turns) and sorted({*sum(turns, [])}) == places
+    assert places[_of_turn(places, None)] == places

@@ -23,8 +23,8 @@ from .state import State
 _requires_grad, _dtype, _version = map(operator.attrgetter, ("requires_grad", "dtype", "_version"))
 _main_grad = operator.attrgetter("main_grad")
 _address = Tensor.data_ptr
-# How many of a list of tensors a look inside a step takes at least: hundreds, which no cache of the host holds any more,
-# take 0.4 ms.
+# How many of a list of tensors a look inside a step takes at least: hundreds, of which the host's caches hold none any
+# more, take 0.4 ms.
 SAMPLE = 12
 # Microbatches that ask for a recording that failed, before it is first tried again.
 TRIED_AGAIN = 16

@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 from ...announce import Told, announce, warn
-from ...options import Facts, GraphOptions, OptionError, check_options, normalize
+from ...options import Facts, GraphOptions, OptionError, check_options, graph_options, normalize
 from ...options.declaration import GONE, is_unset, refuse_gone
 from ...options.explain import PARTS, in_one_line
 from ...options.facts import OFFLOADS
 from ...options.graph_options import CHOICE, TE_RNG, field_values
-from ...options.language_model import IMPL, INFERENCE, MODULES
+from ...options.language_model import INFERENCE, MODULES, LanguageModelGraphOptions
 from ...options.normalization import VISION_IMPL, warn_of_options
 from ...options.packed import PACKED
 from ...options.sources import (
@@ -124,6 +124,9 @@ PATCHES = (
     *(patch for _, provider in PROVIDERS for patch in _known(provider, EVERY)),
     *(patch for place in other_providers() for patch in _patches(*field_seams(*place), EVERY)),
 )
+
+
+_ABSENT = object()
 
 
 def _values_here(options: GraphOptions, model: Any) -> dict[str, Any]:
@@ -232,16 +235,53 @@ def _pad_offline_packs(config: Any) -> None:
         dataset.pad_to_max_length = specs.pad_cu_seqlens = True
 
 
-def inference_graphs(config: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a block in which a config object has the graph options that inference can use.
+@contextlib.contextmanager
+def graph_options_overridden(config: Any, *sources: Any) -> Iterator[GraphOptions]:
+    """Change graph options of a config object inside a `with` block, for evaluation, generation or roll-outs.
+
+    Every graph field has its value back afterwards, absent ones are absent again, also after an exception.
+
+    Args:
+        config: A model's config object or a whole configuration.
+        sources: What to change, in any spelling; see `graph_options`.
+
+    Raises:
+        OptionError: The changed options cannot work; nothing was changed.
+    """
+    wanted = graph_options(config, *sources)
+    targets = [getattr(config, "model", None) or config, getattr(config, "rng", None)]
+    names = (*FIELDS, APPLIED, TE_RNG, "te_rng_tracker")
+    before = [(vars(t), {name: vars(t).get(name, _ABSENT) for name in names}) for t in targets if t is not None]
+    try:
+        apply_options(wanted, config)
+        yield wanted
+    finally:
+        for attributes, values in before:
+            _restore(attributes, values)
+
+
+def _restore(attributes: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if value is _ABSENT:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = value
+
+
+@contextlib.contextmanager
+def inference_graphs(config: Any) -> Iterator[GraphOptions]:
+    """Give a config object, inside a `with` block, the graph options that inference can use.
 
     Only impl local has inference graphs. Every other implementation is off inside the block, so inference makes no
     warm-up passes whose graphs are never captured.
     """
-    from ..wrappers import overridden  # with PyTorch, which `bridge-cg explain` does without
-
-    model = getattr(config, "model", None) or config
-    return contextlib.nullcontext() if getattr(model, IMPL, None) == "local" else overridden(model, IMPL, "none")
+    options = normalize(config)[0]
+    language_model = options.language_model
+    if language_model.impl != "local":
+        language_model = LanguageModelGraphOptions()
+    wanted = GraphOptions(language_model=language_model, vision=options.vision)
+    with graph_options_overridden(config, wanted) as applied:
+        yield applied
 
 
 def _typed(name: str, value: Any) -> Any:
@@ -351,5 +391,5 @@ def _explicit_fields(model: Any) -> set[str]:
 
 
 def _is_idle(name: str, value: Any, default: Any) -> bool:
-    idle = name in LANGUAGE_MODEL_FIELDS and value in _IDLE
+    idle = name in LANGUAGE_MODEL_FIELDS and (value in _IDLE or not value)
     return idle or value == default or not (value or default)
