@@ -251,7 +251,7 @@ class Piece:
         real_rows: Returns a mask of the rows of a batch that eager computes, `[rows]` bool; None is all of them.
         standing_in: Entered around eager passes over stand-ins for parameters, for those that modules hold elsewhere.
         counts: Returns tensors besides those of modules in which passes count.
-        unproven: Why replays are not compared with eager; empty where they are.
+        incomparable: Why replays are not compared with eager; empty where they are.
     """
 
     program: RegionProgram
@@ -267,7 +267,7 @@ class Piece:
     real_rows: Callable[[Any], Tensor | None] = lambda batch: None
     standing_in: Around = nullcontext
     counts: Callable[[], Iterable[Tensor]] = tuple
-    unproven: str = ""
+    incomparable: str = ""
 
 
 class Call(NamedTuple):

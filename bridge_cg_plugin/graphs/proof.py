@@ -439,8 +439,8 @@ class Proofs:
         return first or part.name == self._turn or (part.name, replay.source.number, place) in self._suspects
 
     def _is_excluded(self, part: Part, piece: Piece) -> bool:
-        if piece.unproven:
-            self.leave_out(part.name, piece.unproven)
+        if piece.incomparable:
+            self.leave_out(part.name, piece.incomparable)
         if part.name in self.excluded:
             for source in part.sources:
                 source.unproven.clear()

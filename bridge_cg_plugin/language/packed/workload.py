@@ -353,7 +353,7 @@ class PackedWorkload(Workload):
                     standing_in=partial(self.family.standing_in, part),
                     counts=self.family.statistics,
                     # Eager would move scales and quantize weights, which nothing puts back.
-                    unproven="" if part.changed is None else "it computes in fp8",
+                    incomparable="" if part.changed is None else "it computes in fp8",
                 )
                 for part in parts
             ],
