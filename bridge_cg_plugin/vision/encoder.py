@@ -55,7 +55,6 @@ class Encoder(RegionProgram):
             are multiples of it.
         unit_of: What they are, for messages.
         deterministic_tokens: Largest capacity under deterministic algorithms.
-        incomparable: Why replays are not compared with eager; empty where they are.
 
     Raises:
         OptionError: The model cannot be recorded as it is.
@@ -65,7 +64,6 @@ class Encoder(RegionProgram):
     unit: int
     unit_of = "one embedding"
     deterministic_tokens: float = math.inf
-    incomparable = ""
 
     def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
         self.model, self.exact_below, self._kernels = model, exact_below, kernels

@@ -149,7 +149,6 @@ class VisionWorkload(Workload):
             growth=demand,
             tolerance=NEAR if rounds_as_eager else FAR,
             exact=rounds_as_eager and self.kernels.attention != "flash" and on_gpu,
-            incomparable=self.encoder.incomparable,
         )
 
     def _check_tensor_ranks(self) -> None:

@@ -44,20 +44,21 @@ X, BIAS = torch.zeros(2, 1, 4), torch.zeros(4)
 
 
 @pytest.mark.parametrize(
-    ("training", "prob", "bias", "residual"),
+    ("fused", "prob", "bias", "residual"),
     [
-        (True, 0.1, BIAS, X),
-        (True, 0.0, None, X),
-        (True, 0.0, BIAS, X.double()),
-        (True, 0.0, BIAS, torch.zeros(4, 1, 2).permute(2, 1, 0)),
+        (True, 0.0, BIAS, X),
+        (False, 0.1, BIAS, X),
+        (False, 0.0, None, X),
+        (False, 0.0, BIAS, X.double()),
+        (False, 0.0, BIAS, torch.zeros(4, 1, 2).permute(2, 1, 0)),
     ],
-    ids=["dropout", "no bias", "fp32 residual", "strided residual"],
+    ids=["compiled", "dropout", "no bias", "fp32 residual", "strided residual"],
 )
-def test_what_the_residual_kernel_does_not_do_stays_upstreams(training, prob, bias, residual):
+def test_what_the_residual_kernel_does_not_do_stays_upstreams(fused, prob, bias, residual):
     pytest.importorskip("triton")
     calls = []
-    layer_kernels._bias_residual(bias_dropout_add(calls))(training, False)((X, bias), residual, prob)
-    assert calls == [(training, False, prob)]
+    layer_kernels._bias_residual(bias_dropout_add(calls))(True, fused)((X, bias), residual, prob)
+    assert calls == [(True, fused, prob)]
 
 
 class Attention:

@@ -125,12 +125,15 @@ def _bias_residual(original: Callable[..., Any]) -> Callable[..., Any]:
     from ...vision.kernels.residual import current_stream
 
     def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
+        upstreams: Callable[..., Tensor] = original(training, fused)
+        if fused:  # compiled, it rounds once where this kernel and upstream's other function round twice
+            return upstreams
+
         def bias_dropout_add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
             x, bias = x_with_bias
             dropped = training and prob > 0
             if dropped or bias is None or x.dtype != residual.dtype or not residual.is_contiguous():
-                added: Tensor = original(training, fused)(x_with_bias, residual, prob)
-                return added
+                return upstreams(x_with_bias, residual, prob)
             stream = current_stream()
             return bias_residual(x, bias, residual, None if stream is None else stream.end(residual))
 
