@@ -144,10 +144,10 @@ class VisionGraphOptions(CapturedOptions):
         one_of(("auto", "exact", "fast")),
         "kernels that may replace eager's: auto, exact or fast",
         "`exact` allows kernels that round as eager's do. `fast` also allows kernels that sum in another "
-        "order (the backward of LayerNorm and RMSNorm, the patch embedding's weight gradient), so gradients differ by "
-        "rounding. Outputs equal eager's in all cases, except for encoders that are [near fp32](encoders.md), of which "
-        "some then [attend by cuDNN](encoders.md#what-differs-by-encoder). `auto` is `exact` under deterministic "
-        "algorithms (`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0` or PyTorch's), `fast` otherwise",
+        "order (the backward of LayerNorm and RMSNorm), so gradients differ by rounding. Outputs equal eager's in all "
+        "cases, except for encoders that are [near fp32](encoders.md), of which some then [attend by "
+        "cuDNN](encoders.md#what-differs-by-encoder). `auto` is `exact` under deterministic algorithms "
+        "(`NVTE_ALLOW_NONDETERMINISTIC_ALGO=0` or PyTorch's), `fast` otherwise",
     )
     attention: Literal["auto", "transformer_engine", "cudnn", "flash"] = option(
         "auto",

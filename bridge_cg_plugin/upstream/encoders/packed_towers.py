@@ -31,7 +31,6 @@ from ..kernels.recompute import known_activations
 from ..seams.own_code import as_shipped
 from ..wrappers import forwards_replaced, overridden
 from .direct_attention import Locate, flash_attention_refusal, located, segment_attention_refusal
-from .qwen3_vl import patch_gradients
 
 
 def held_as(attribute: str, tower: str) -> Callable[[nn.Module], nn.Module | None]:
@@ -258,7 +257,7 @@ def _rms_norm_forward(norm: UpstreamModule, x: Tensor) -> Tensor:
 @contextmanager
 def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let an encoder's modules call kernels that round a gradient otherwise than eager does."""
-    with aligned_backward(modules), rmsnorm_backward(modules), patch_gradients(modules):
+    with aligned_backward(modules), rmsnorm_backward(modules):
         yield
 
 

@@ -1,14 +1,11 @@
 """Qwen3-VL's vision encoder, Bridge's module (dense, MoE and Qwen3.5-VL share it): its graphs and their kernels."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ...attention_bounds import DETERMINISTIC_TOKENS, frame_limits, scanned_limits
 from ...graphs.buckets import Bucket
@@ -28,50 +25,7 @@ from ..kernels.transformer_engine import (
     side_weight_gradients,
 )
 from ..seams.own_code import as_shipped
-from ..wrappers import forwards_replaced
 from .direct_attention import direct_attention, direct_attention_refusal, flash_attention, flash_attention_refusal
-
-
-def patch_gradients(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
-    """Let convolutions of single patches multiply matrices in their backward, which adds up in another order."""
-    return forwards_replaced(modules, _forward, takes_patches)
-
-
-def takes_patches(module: nn.Module) -> TypeGuard[nn.Conv2d | nn.Conv3d]:
-    """Whether a module is PyTorch's convolution as shipped, whose windows lie side by side, each used once."""
-    if not isinstance(module, nn.Conv2d | nn.Conv3d) or not as_shipped(module, "forward", "_conv_forward"):
-        return False
-    kernel, none, one = module.kernel_size, (0,) * len(module.kernel_size), (1,) * len(module.kernel_size)
-    return (module.stride, module.padding, module.dilation, module.groups) == (kernel, none, one, 1)
-
-
-def _forward(convolution: nn.Conv2d | nn.Conv3d, patches: Tensor) -> Tensor:
-    autocast = torch.is_autocast_enabled(patches.device.type)  # a function's backward gets no casts
-    if patches.requires_grad or autocast or patches.shape[2:] != convolution.kernel_size:
-        eager: Callable[..., Tensor] = type(convolution).forward
-        return eager(convolution, patches)
-    out: Tensor = _PatchConvolution.apply(convolution, patches, convolution.weight, convolution.bias)
-    return out
-
-
-class _PatchConvolution(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, convolution: nn.Conv2d | nn.Conv3d, patches: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(patches)
-        ctx.weight = weight.shape
-        out: Tensor = convolution._conv_forward(patches, weight, bias)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor | None, Tensor | None]:
-        (patches,) = ctx.saved_tensors
-        flat = gradient.flatten(1)
-        weight = (flat.T @ patches.flatten(1)).view(ctx.weight) if ctx.needs_input_grad[2] else None
-        bias = flat.sum(0) if ctx.needs_input_grad[3] else None
-        return None, None, weight, bias
 
 
 class Qwen3VLEncoder(GridEncoder):
@@ -182,11 +136,9 @@ def fused_kernels(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     return core_kernels(modules, fused_rotary)
 
 
-@contextmanager
-def reordering_kernels(modules: Sequence[nn.Module]) -> Iterator[None]:
+def reordering_kernels(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Let upstream's modules call kernels that round a gradient otherwise than eager does."""
-    with patch_gradients(modules), fused_layernorm_backward(modules) if kernels_available() else nullcontext():
-        yield
+    return fused_layernorm_backward(modules) if kernels_available() else nullcontext()
 
 
 @contextmanager
