@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_p
 from torch import distributed
 
 from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
+from bridge_cg_plugin.switches import EXPERT_BOUNDS
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity
 from tests.models.reference import without_tf32
@@ -32,6 +33,7 @@ MAX_SEQS = 24
 BUCKETS = (1024, 2048)
 SMALL = lm.Shape(layers=4, hidden=1024, heads=8, ffn=3072)
 HYBRID = replace(SMALL, pattern="M-M*M-M")
+EXPERTS = lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8)
 # Tokens of documents and packs are a multiple of it: two chunks for each of up to four context-parallel ranks.
 UNIT = 8
 # Packs that fill a bucket, which is what sequence parallelism takes, and packs that do not.
@@ -50,7 +52,7 @@ class Ranks:
         context: Ranks of context parallelism.
         sequence: Whether tensor-parallel ranks hold a part of the tokens each between their layers.
         exchange: How context-parallel ranks exchange keys and values; None is upstream's default.
-        experts: Ranks of expert parallelism, which have packs of their own.
+        experts: Ranks of expert parallelism, which have packs of their own; more than two bound their exchange.
         shape: Of the model.
     """
 
@@ -81,7 +83,8 @@ LAYOUTS = {
     "TP2_mamba": Ranks(tensor=2, shape=HYBRID),
     "TP2_delta_nets": Ranks(tensor=2, shape=replace(SMALL, attending=2)),
     "CP2_mamba": Ranks(context=2, shape=HYBRID),
-    "EP2": Ranks(experts=2, shape=lm.Shape(layers=2, hidden=1024, heads=8, ffn=768, experts=8)),
+    "EP2": Ranks(experts=2, shape=EXPERTS),
+    "EP4": Ranks(experts=4, shape=EXPERTS),
 }
 
 
@@ -101,6 +104,7 @@ def train_words(words: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(words)
     layout = LAYOUTS[args.layout]
+    os.environ[EXPERT_BOUNDS] = str(int(layout.experts > 2))
     with tilings_of(layout.shape):
         rank = Rank(layout)
         found = rank.parity_of_experts() if layout.experts > 1 else rank.parity()

@@ -1,4 +1,4 @@
-"""Packed documents over two GPUs: tensor, context and expert parallelism, against eager on the same ranks."""
+"""Packed documents over several ranks: tensor, context and expert parallelism, against eager on the same ranks."""
 
 from contextlib import ExitStack
 
@@ -9,13 +9,13 @@ from examples.photographs.processes import TrainingFailed, TrainingProcess
 from .test_delta_nets import ROUNDED
 from .test_packed_mamba import MISSING
 
-# Of `packed_ranks`: two GPUs share layers, documents, layers and the tokens between them, or experts.
-LAYOUTS = ("TP2", "CP2", "TP2_sequence", "CP2_a2a", "CP2_images", "EP2", "TP2_delta_nets")
+# Of `packed_ranks`: ranks share layers, documents, layers and the tokens between them, or experts.
+LAYOUTS = ("TP2", "CP2", "TP2_sequence", "CP2_a2a", "CP2_images", "EP2", "EP4", "TP2_delta_nets")
 HYBRIDS = () if MISSING else ("TP2_mamba", "CP2_mamba")
 # Seconds that a layout's processes have; they wait for each other, and one that hangs must not keep the others. A
 # hybrid's compile mamba-ssm's kernels, as do gated delta nets', and experts are compared with fp32.
 LIMIT_S, LONG_LIMIT_S = 60.0, 140.0
-LONG = (*HYBRIDS, "EP2", "TP2_delta_nets")
+LONG = (*HYBRIDS, "EP2", "EP4", "TP2_delta_nets")
 # How much farther from fp32 than eager a model may be whose experts are in the graph; as on one GPU.
 FARTHER = 1.05
 
@@ -27,7 +27,8 @@ def layouts(tmp_path_factory):
     with ExitStack() as stack:
         processes = {}
         for name in (*LAYOUTS, *HYBRIDS):
-            processes[name] = TrainingProcess(log / f"{name}.log", 2, range(2), module="tests.gpu.packed_ranks")
+            ranks = 4 if name == "EP4" else 2
+            processes[name] = TrainingProcess(log / f"{name}.log", ranks, range(2), module="tests.gpu.packed_ranks")
             stack.callback(processes[name].close)
         for name, process in processes.items():
             try:
@@ -44,15 +45,21 @@ def test_ranks_replay_together_and_equal_eager(layouts, name):
     found = layouts[name]
     if isinstance(found, TrainingFailed):
         raise found
-    first, second = found["ranks"]
-    assert first["fallbacks"] == second["fallbacks"] == dict.fromkeys(first["beyond"], 1)
-    assert first["replays"] == second["replays"] == len(first["far"]) + 1
-    for rank in (first, second):
+    first, *others = found["ranks"]
+    # With bounds a pack may find too little room, on all ranks together.
+    overflows = first["fallbacks"].pop("experts_overflow", 0) if name == "EP4" else 0
+    assert overflows <= len(first["far"]) / 2
+    assert first["fallbacks"] == dict.fromkeys(first["beyond"], 1)
+    assert first["replays"] == len(first["far"]) + 1 - overflows
+    for other in others:
+        assert other["replays"] == first["replays"]
+        assert other["fallbacks"] == first["fallbacks"] | ({"experts_overflow": overflows} if overflows else {})
+    for rank in (first, *others):
         if name == "TP2_delta_nets":  # but for the sum of a convolution's weight gradient
             assert all(losses == 0 and worst <= ROUNDED for losses, worst in rank["far"].values()), rank["far"]
-        elif name != "EP2":  # losses and the worst gradient, to the bit
+        elif name not in ("EP2", "EP4"):  # losses and the worst gradient, to the bit
             assert all(far == [0.0, 0.0] for far in rank["far"].values()), rank["far"]
         else:
-            print(f"from fp32, losses and gradients: {rank['from_fp32']}")
+            print(f"from fp32, losses and gradients: {rank['from_fp32']}; {overflows} overflows")
             pairs = zip(rank["from_fp32"]["graphs"], rank["from_fp32"]["eager"], strict=True)
             assert len(rank["far"]) == 30 and all(graphs <= FARTHER * eager for graphs, eager in pairs)

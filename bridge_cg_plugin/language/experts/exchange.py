@@ -56,6 +56,10 @@ class ExpertExchange:
         """Return for how many rows a rank's experts have room, by the tokens that all ranks have; None is for all."""
         return None if self.bounds is None else room(self.bounds[1], tokens)
 
+    def places(self, tokens: int) -> int:
+        """Return for how many of a rank's tokens there is room on each rank."""
+        return tokens if self.bounds is None else min(tokens, room(self.bounds[0], tokens))
+
     def agree(self, overflow: Tensor) -> None:
         """Let a flag be set on all ranks where it is on one of them."""
         distributed.all_reduce(overflow, group=self._together)
@@ -94,7 +98,7 @@ class ExpertExchange:
         if self.bounds is None or overflow is None:
             return Lanes(self)
         token = torch.arange(routing_map.shape[0], device=used.device)
-        places = min(len(token), room(self.bounds[0], len(token)))
+        places = self.places(len(token))
         goes = routing_map.reshape(len(token), self.ranks, -1).any(2) & (token < used)[:, None]
         among = goes.cumsum(0) - 1
         overflow += (among[-1] >= places).any()
@@ -111,15 +115,18 @@ class ExpertExchange:
         NCCL connects ranks at the first exchange of a kind, and every rank waits for the others then. Inside a capture,
         which may fail on one rank, the others would wait for ever.
         """
-        own = torch.zeros(tokens, width, dtype=dtype, device=device)
-        wide = torch.zeros(self.ranks * tokens, width, dtype=summed_in(dtype), device=device)
+        bounded = self.bounds is not None
+        places = self.places(tokens)
+        own = torch.zeros(0 if bounded else tokens, width, dtype=dtype, device=device)
+        wide = torch.zeros(self.ranks * places, width, dtype=summed_in(dtype), device=device)
         flag = torch.zeros(1, dtype=torch.int32, device=device)
 
         def exchange() -> None:
-            for count in (1, tokens):  # few bytes may go another way than many
-                self.gather(own[:count])
-                self.reduce(wide[: self.ranks * count])
+            for count in (1, places):  # few bytes may go another way than many
                 self.swap(wide[: self.ranks * count].view(self.ranks, count, width))
+                if not bounded:
+                    self.gather(own[:count])
+                    self.reduce(wide[: self.ranks * count])
             self.agree(flag)
 
         return exchange
