@@ -11,12 +11,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
 from torch import distributed
 
+from bridge_cg_plugin.graphs import proof
 from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
 from bridge_cg_plugin.switches import EXPERT_BOUNDS
 from tests.models import language_model as lm
@@ -24,6 +26,8 @@ from tests.models import packed_parity as parity
 from tests.models.reference import without_tf32
 from tests.models.tilings import delta_net_kernels, few_tilings
 from tests.models.tower import MainGrads, largest_relative, relative
+
+from .packs import double_rows
 
 # Imported before the process is needed.
 importlib.import_module("megatron.core.models.gpt.gpt_model")
@@ -41,6 +45,8 @@ FULL = ((2048,), (512, 512), (8, 896, 24, 96), (64,) * 16, (1000, 1048))
 BEYOND = {"too_many_documents": (80,) * 25, "too_many_tokens": (2056,)}
 # Packs of ranks that share experts: each rank draws its own, with as many documents.
 DRAWN, MOST_DRAWN = 30, 8
+# A fault is found in the first, again in the next, and from then on all is eager.
+FAULTY_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,7 @@ class Ranks:
         exchange: How context-parallel ranks exchange keys and values; None is upstream's default.
         experts: Ranks of expert parallelism, which have packs of their own; more than two bound their exchange.
         shape: Of the model.
+        fault: Whether replays of the last rank are wrong.
     """
 
     tensor: int = 1
@@ -62,6 +69,7 @@ class Ranks:
     exchange: str | None = None
     experts: int = 1
     shape: lm.Shape = SMALL
+    fault: bool = False
 
     @property
     def packs(self) -> dict[str, tuple[int, ...]]:
@@ -85,6 +93,8 @@ LAYOUTS = {
     "CP2_mamba": Ranks(context=2, shape=HYBRID),
     "EP2": Ranks(experts=2, shape=EXPERTS),
     "EP4": Ranks(experts=4, shape=EXPERTS),
+    "TP2_fault": Ranks(tensor=2, fault=True),
+    "EP2_fault": Ranks(experts=2, shape=EXPERTS, fault=True),
 }
 
 
@@ -107,7 +117,8 @@ def train_words(words: Sequence[str]) -> None:
     os.environ[EXPERT_BOUNDS] = str(int(layout.experts > 2))
     with tilings_of(layout.shape):
         rank = Rank(layout)
-        found = rank.parity_of_experts() if layout.experts > 1 else rank.parity()
+        compare = rank.parity_of_experts if layout.experts > 1 else rank.parity
+        found = rank.proofs_of_a_fault() if layout.fault else compare()
     ranks: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(ranks, found)
     if distributed.get_rank() == 0:
@@ -190,6 +201,24 @@ class Rank:
             from_fp32 = dict(zip(("graphs", "eager"), means, strict=True))
             return {"far": far, "from_fp32": from_fp32, **self._beyond(model, grads, helper)}
 
+    def proofs_of_a_fault(self) -> dict[str, Any]:
+        """Train while rows of the last rank's replays are wrong; returns what runs eager in the end."""
+        model = self._model()
+        grads, helper = MainGrads(model), self._helper(model, cuda_graph_packed_strict=False)
+        graphs = helper.graphs
+        recordings = [
+            each for region in graphs._regions for source in region.sources for each in source.recordings.values()
+        ]
+        for made in recordings if distributed.get_rank() == distributed.get_world_size() - 1 else ():
+            double_rows(made.recording)
+        with mock.patch.multiple(proof, FIRST_SHARE=1e9, SHARE=1e9, LEAST_STEPS=1):
+            for seed in range(FAULTY_STEPS):
+                with graphs.step():
+                    results(model, grads, self._pack(FULL[0], seed))
+        found = {"disproved": sorted(graphs.proofs.disproved), "fallbacks": dict(graphs.statistics().fallbacks)}
+        helper.delete_cuda_graphs()
+        return found
+
     def _beyond(self, model: Any, grads: MainGrads, helper: Any) -> dict[str, Any]:
         """Run packs that no graph takes, with experts of the last rank alone, and one; returns what was counted."""
         last = distributed.get_rank() == distributed.get_world_size() - 1
@@ -227,8 +256,8 @@ class Rank:
             pack = lm.with_images(pack, self.layout.shape.hidden)
         return lm.part_of(pack, self.layout.context, self.context.rank())
 
-    def _helper(self, model: Any) -> Any:
-        values = {"cuda_graph_max_packed_seqs": MAX_SEQS, "cuda_graph_packed_buckets": list(BUCKETS)}
+    def _helper(self, model: Any, **options: Any) -> Any:
+        values = {"cuda_graph_max_packed_seqs": MAX_SEQS, "cuda_graph_packed_buckets": list(BUCKETS), **options}
         return lm.new_helper(model, self._pack((512, 512)), cuda_graph_packed_slots=1, **values)
 
 

@@ -11,6 +11,7 @@ from .test_packed_mamba import MISSING
 
 # Of `packed_ranks`: ranks share layers, documents, layers and the tokens between them, or experts.
 LAYOUTS = ("TP2", "CP2", "TP2_sequence", "CP2_a2a", "CP2_images", "EP2", "EP4", "TP2_delta_nets")
+FAULTS = ("TP2_fault", "EP2_fault")
 HYBRIDS = () if MISSING else ("TP2_mamba", "CP2_mamba")
 # Seconds that a layout's processes have; they wait for each other, and one that hangs must not keep the others. A
 # hybrid's compile mamba-ssm's kernels, as do gated delta nets', and experts are compared with fp32.
@@ -18,6 +19,7 @@ LIMIT_S, LONG_LIMIT_S = 60.0, 140.0
 LONG = (*HYBRIDS, "EP2", "EP4", "TP2_delta_nets")
 # How much farther from fp32 than eager a model may be whose experts are in the graph; as on one GPU.
 FARTHER = 1.05
+FAULTY_STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,7 @@ def layouts(tmp_path_factory):
     log, found = tmp_path_factory.mktemp("layouts"), {}
     with ExitStack() as stack:
         processes = {}
-        for name in (*LAYOUTS, *HYBRIDS):
+        for name in (*LAYOUTS, *HYBRIDS, *FAULTS):
             ranks = 4 if name == "EP4" else 2
             processes[name] = TrainingProcess(log / f"{name}.log", ranks, range(2), module="tests.gpu.packed_ranks")
             stack.callback(processes[name].close)
@@ -63,3 +65,12 @@ def test_ranks_replay_together_and_equal_eager(layouts, name):
             print(f"from fp32, losses and gradients: {rank['from_fp32']}; {overflows} overflows")
             pairs = zip(rank["from_fp32"]["graphs"], rank["from_fp32"]["eager"], strict=True)
             assert len(rank["far"]) == 30 and all(graphs <= FARTHER * eager for graphs, eager in pairs)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_one_rank_makes_all_eager(layouts, name):
+    found = layouts[name]
+    if isinstance(found, TrainingFailed):
+        raise found
+    eager = {"disproved": ["packed_decoder"], "fallbacks": {"differs_from_eager": FAULTY_STEPS}}
+    assert found["ranks"] == [eager] * 2
