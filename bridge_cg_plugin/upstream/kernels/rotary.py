@@ -44,8 +44,9 @@ def fused_rotary(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def _rotates_at_projection(module: UpstreamModule, attention: Any) -> bool:
     """Whether attention is Bridge's, and its projection gives query, key and value head by head, and no more."""
-    fitting = fits("vision_attention", "vision_projection") and as_shipped(module, "get_query_key_value_tensors")
-    if type(module) is not attention.Qwen3VLSelfAttention or not fitting:
+    if type(module) is not attention.Qwen3VLSelfAttention or not fits("vision_attention", "vision_projection"):
+        return False
+    if not as_shipped(module, "get_query_key_value_tensors"):
         return False
     config = module.config
     one_group_a_head = module.num_query_groups_per_partition == module.num_attention_heads_per_partition
