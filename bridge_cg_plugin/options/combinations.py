@@ -298,16 +298,6 @@ ALLOWED: tuple[tuple[Feature, str | Feature, Mapping[str, tuple[str, str]]], ...
         },
     ),
     (
-        _where(_vision, lambda options, facts: not facts.other_tower and "layernorm" in facts.recomputed),
-        f"Name layernorm in {PROVIDER_FIELDS['recompute']}, not in recompute_modules.",
-        {
-            RECOMPUTE: (
-                "null",
-                "Graphs of the vision encoder, which it reaches, too, recompute norms by their own option",
-            )
-        },
-    ),
-    (
         _where(_vision, lambda options, facts: options.vision.moves_activations and not facts.other_tower),
         "Keep one of them.",
         {RECOMPUTE: ("null", "The encoder's activations would be recomputed by two settings")},

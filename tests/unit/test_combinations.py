@@ -39,7 +39,6 @@ REFUSED = [
     (f"{FULL} {VISION} fp8=hybrid", "model.fp8"),
     (f"{VISION} ddp.use_megatron_fsdp=true", "ddp.use_megatron_fsdp"),
     (f"{VISION} dist.use_torch_fsdp2=true", "dist.use_torch_fsdp2"),
-    (f"{VISION} recompute_granularity=selective recompute_modules=layernorm", "model.recompute_granularity"),
     (f"{VISION} recompute_granularity=full vision_cuda_graph_offload=attention", "model.recompute_granularity"),
     (nemotron(fp8="hybrid"), "model.fp8"),
     (nemotron(cpu_offloading=True), "model.cpu_offloading"),
