@@ -91,7 +91,8 @@ def test_a_model_without_what_graphs_know_runs_eager_and_says_so_once(monkeypatc
     "fields, encoder",
     [
         ({}, "the whole encoder"),
-        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "eager (model.recompute_gran"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "the whole encoder"),
+        ({"recompute_granularity": "full", "vision_cuda_graph_offload": ["attention"]}, "eager (model.recompute_gran"),
     ],
 )
 def test_the_one_setting_is_what_this_loop_can_have_in_one_line(capsys, fields, encoder):

@@ -89,7 +89,8 @@ def _announce(model: nn.Module | Sequence[nn.Module]) -> None:
     config = config_of(model)
     if not asks_for_graphs(config):
         if config is not None:
-            announce_parts(config, GraphOptions())
+            # What was set last, unless it has been switched off since.
+            announce_parts(config, GraphOptions() if applied(config).enabled else None)
         return
     options = held_options(config)
     impl = options.language_model.impl
