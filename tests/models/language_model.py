@@ -386,7 +386,7 @@ def new_helper(
     if by_layer:
         workload.family.parts = workload.family.layer_parts
     if recorded is not None:
-        workload.plan.buckets = lambda: list(recorded)
+        workload._planned = lambda: list(recorded)
     with torch.no_grad():
         for pack in warmup:
             model(**pack.arguments)

@@ -17,7 +17,7 @@ from bridge_cg_plugin.graphs.parts import Parts
 from bridge_cg_plugin.graphs.recordings.chain import Chain
 from bridge_cg_plugin.graphs.recordings.executor import CudaGraphExecutor, ReferenceExecutor
 from bridge_cg_plugin.graphs.region import Region
-from bridge_cg_plugin.language.packed.workload import PackedWorkload, PackPlan
+from bridge_cg_plugin.language.packed.workload import PackedWorkload
 from bridge_cg_plugin.options import OFFLOAD_MODULES
 from bridge_cg_plugin.vision.encoder import RecordedKernels
 from bridge_cg_plugin.vision.workload import VisionWorkload
@@ -158,8 +158,7 @@ VISION = {
 }
 PACKED = {
     ReferenceExecutor: EXECUTOR,
-    PackPlan: ("layout", "buckets"),
-    PackedWorkload: ("_digest", "_program", "captured"),
+    PackedWorkload: ("layout", "_planned", "_digest", "_program", "captured"),
     Parts: ("install",),
 }
 PLACES = [

@@ -88,7 +88,7 @@ def replay(changes, count=4, seed=0):
     assert statistics.replays == count and not statistics.fallbacks, statistics.fallbacks
     compare(found, expected)
     assert_close(take_statistics(routers), counted)
-    return len(graphs.workload.plan.shapes[0].each)
+    return len(graphs.workload.shapes[0].each)
 
 
 MODELS = {

@@ -221,7 +221,7 @@ def see_other_packs(sizes):
     with graphs_on(model, capture=False, cuda_graph_packed_buckets="auto", cuda_graph_packed_strict=False) as graphs:
         model(**rank_pack(sizes, (80,)))
         if distributed.get_rank() == 1:  # as if it had seen another pack: attention would wait for the other rank
-            shapes = graphs.workload.plan.shapes
+            shapes = graphs.workload.shapes
             shapes[0] = shapes[0]._replace(tokens=160)
         graphs.capture()
         return graphs.failure

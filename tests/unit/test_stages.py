@@ -103,7 +103,7 @@ def eager_and_layers(stages, virtual, microbatches):
                 stack.enter_context(graphs.step())
             graphed = train_step(chunks, microbatches)
     replays = [graphs.statistics().replays - count for graphs, count in zip(every, before, strict=True)]
-    found = list(zip(replays, (graphs.workload.plan.additions() for graphs in every), strict=True))
+    found = list(zip(replays, (graphs.workload.additions() for graphs in every), strict=True))
     LOOPS.end_bridges()
     return eager, graphed, found
 

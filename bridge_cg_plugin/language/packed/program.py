@@ -48,25 +48,6 @@ class RecordedPack:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderCall:
-    """The arguments of one call of a decoder.
-
-    Attributes:
-        hidden: `[tokens / (shards * ranks), 1, width]`; of padded rows `[tokens of each / shards, rows, width]`.
-        angles: Rotary angles; None where nothing is rotated.
-        offsets: `cu_seqlens` by name; None where a pack has none of a name. Padded rows have no names.
-        max_seqlens: Tokens of the longest document by name.
-        visual: What is added behind the first layers: `[rows, tokens]` mask, and `[marked tokens, width]` for each.
-    """
-
-    hidden: Tensor
-    angles: Tensor | None
-    offsets: Mapping[str, Tensor | None]
-    max_seqlens: Mapping[str, int]
-    visual: tuple[Tensor, Sequence[Tensor]] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class DecoderPart:
     """A piece of a decoder that becomes a region of its own.
 

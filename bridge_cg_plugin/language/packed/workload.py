@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,12 +31,9 @@ from .batch import (
     JointShape,
     PackedBatch,
     PackShape,
-    pack_batch,
     real_rows,
-    row_batch,
-    spread,
 )
-from .program import SHARED, DecoderCall, DecoderPart, PackedProgram, PackLayout
+from .program import SHARED, DecoderPart, PackedProgram, PackLayout
 
 # Where every microbatch has a shape of its own, captures would never end.
 MOST_SHAPES = 8
@@ -45,96 +42,6 @@ MOST_SHAPES = 8
 def most_documents(shapes: Iterable[PackShape | JointShape]) -> int:
     """Return the documents of the pack that has most, of the rank that has most; 0 without packs."""
     return max((len(each.lengths) for shape in shapes for each in shape.each), default=0)
-
-
-class PackPlan:
-    """Observes a decoder's microbatches and plans buckets for them.
-
-    Args:
-        options: What the user asked for; padded rows where packs are off.
-        family: The decoder's upstream side.
-        additions: Behind how many layers something is added, seen or not.
-
-    Attributes:
-        shapes: Of the microbatches that were seen.
-
-    Raises:
-        OptionError: A bucket that the options name cannot be shared by the ranks.
-    """
-
-    def __init__(self, options: PackedOptions, family: Any, additions: int = 0) -> None:
-        self._options, self._family, self._additions = options, family, additions
-        self.shapes: list[PackShape | JointShape] = []
-        self._layouts: Counter[PackLayout] = Counter()
-        self._check_buckets()
-
-    def observe(self, batch: PackedBatch) -> None:
-        """Take a microbatch of the warm-up steps into account."""
-        self.shapes.append(batch.shape)
-        first = batch.shape.each[0]
-        self._layouts[PackLayout(first.layout, first.rotated, batch.hidden.shape[-1], batch.hidden.dtype)] += 1
-
-    def buckets(self) -> list[Bucket]:
-        """Return the buckets of the capacities that the options name."""
-        return [bucket for capacity in self._options.named_buckets for bucket in self._buckets_of(capacity)]
-
-    def _buckets_of(self, capacity: int, shapes: Iterable[PackShape | JointShape] = ()) -> list[Bucket]:
-        """Return the useful buckets of a capacity, cheapest first; of padded rows, those of shapes that were seen."""
-        if not self._options.enabled:
-            return list({each.rows for shape in shapes for each in shape.each if each.rows.tokens == capacity})
-        chosen = self._options.max_packed_seqs == "auto"
-        documents = raised(self.documents, most_documents(shapes)) if chosen else self.documents
-        return pack_buckets([capacity], documents)
-
-    @property
-    def documents(self) -> int:
-        """Most documents of a pack."""
-        wanted = self._options.max_packed_seqs
-        if wanted != "auto":
-            return wanted or 1
-        most = most_documents(self.shapes) if self.shapes else 1
-        return most + most // 2 + 1
-
-    def demand(self, program: PackedProgram) -> Demand:
-        """Return what may be recorded on demand for a program."""
-        exact = self._family.shards > 1 or not self._options.enabled
-        return Demand(
-            self._buckets_of,
-            program.refuse,
-            replay_cost,
-            unit=self._unit,
-            exact_below=math.inf if exact else EXACT_BELOW * self._family.ranks,
-            named=self._options.named_buckets,
-            weights=self._family.weights_per_token(),
-            most=math.inf if self._options.enabled else MOST_SHAPES,
-        )
-
-    def layout(self) -> PackLayout:
-        """Return what the microbatches that were seen most often share.
-
-        Raises:
-            ValueError: None was observed.
-        """
-        if not self._layouts:
-            what = "packed microbatch" if self._options.enabled else "microbatch of padded rows"
-            raise ValueError(f"no {what} was seen in the warm-up steps, so nothing says how they look")
-        return self._layouts.most_common(1)[0][0]
-
-    def additions(self) -> int:
-        """Return behind how many layers something is added at most."""
-        return max(self._additions, *(len(each.additions) for shape in self.shapes for each in shape.each))
-
-    @property
-    def _unit(self) -> int:
-        """What a bucket's tokens are a multiple of, so that every rank has as many, and as its kernels take."""
-        shards, ranks, rows = self._family.shards, self._family.ranks, self._family.rows
-        return math.lcm(shards * ranks * rows, 2 * ranks if ranks > 1 else 1)
-
-    def _check_buckets(self) -> None:
-        if wrong := [tokens for tokens in self._options.named_buckets if tokens % self._unit]:
-            why = "which ranks share in equal parts" if self._family.rows == 1 else "as fp8 needs on every rank"
-            allowed = f"a multiple of {self._unit}, {why}"
-            raise OptionError(PACKED_FIELDS["buckets"], wrong[0], allowed, "Round the size up.")
 
 
 EVERY_OFFSET = (*OFFSETS, *PADDED_OFFSETS)
@@ -196,7 +103,7 @@ class PackedWorkload(Workload):
         additions: Behind how many layers something is added, seen in warm-up steps or not.
 
     Attributes:
-        plan: Observes microbatches and plans buckets.
+        shapes: Of the microbatches that were seen.
 
     Raises:
         OptionError: A bucket that the options name cannot be shared by the ranks.
@@ -216,15 +123,18 @@ class PackedWorkload(Workload):
         options: PackedOptions,
         modules: Sequence[str],
         family: Any,
-        host: HostCopies | None = None,
-        peers: distributed.ProcessGroup | None = None,
-        additions: int = 0,
+        host: HostCopies,
+        peers: distributed.ProcessGroup | None,
+        additions: int,
     ) -> None:
         self.options, self.modules, self.family = options, tuple(modules), family
         self.strict = options.strict
-        self.host, self._peers = host or HostCopies(), peers
-        self.plan = PackPlan(options, family, additions)
+        self.host, self._peers = host, peers
+        self.shapes: list[PackShape | JointShape] = []
+        self._layouts: Counter[PackLayout] = Counter()
+        self._additions = additions
         self._parts = 0
+        self._check_buckets()
         if not options.enabled:
             self.title, self.group = "language-model CUDA graphs", "language_model_cuda_graph"
             self.out_of_memory_remedy = "Lower the sequence length or the microbatch size."
@@ -235,21 +145,12 @@ class PackedWorkload(Workload):
         Raises:
             PackedBatchError: The offsets of the pack do not fit each other or its tokens.
         """
-        call = self._read(args, kwargs)
+        batch = self.family.read(args, kwargs, self.host.values, not self._parts)
+        if isinstance(batch, PackedBatch):
+            call = Call(batch, None, batch.tokens, note=batch.shape)
+        else:
+            call = Call(None, batch, counts=False)
         return call if self._peers is None else self._together(call, self._peers)
-
-    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        call = self.family.read(args, kwargs)
-        if not isinstance(call, DecoderCall):
-            return Call(None, call, counts=False)
-        if want_gradients((call.angles,)):
-            return Call(None, Fallback.INPUT_GRADIENTS, counts=False)
-        batch = self._batch(call)
-        if call.angles is not None and batch.by_place and call.angles.shape[0] < sum(batch.lengths):
-            return Call(None, Fallback.CALL_ARGUMENTS, counts=False)  # upstream repeats the last angles
-        if not self.family.takes(batch):
-            return Call(None, Fallback.CALL_ARGUMENTS, counts=False)
-        return Call(batch, None, batch.tokens, note=batch.shape)
 
     def _together(self, call: Call, peers: distributed.ProcessGroup) -> Call:
         """Return a call with what it needs to run as on all other ranks, which are at the same microbatch."""
@@ -263,27 +164,75 @@ class PackedWorkload(Workload):
             return Call(None, Fallback.OTHER_RANK, call.tokens)
         return call._replace(batch=replace(batch, joint=joint), note=None if call.note is None else joint)
 
-    def _batch(self, call: DecoderCall) -> PackedBatch:
-        family = self.family
-        if call.offsets:
-            batch = pack_batch(
-                call.hidden, call.angles, call.offsets, call.max_seqlens, self.host.values, family.shards, family.ranks
-            )
-            if call.angles is not None:
-                by_place = family.by_place(call.angles.shape[0], sum(batch.lengths), call.max_seqlens)
-                batch = replace(batch, by_place=by_place)
-        else:
-            batch = row_batch(call.hidden, call.angles, family.shards)
-        if call.visual is None or self._parts:
-            return batch
-        mask, embeddings = call.visual
-        return replace(batch, additions=tuple(spread(mask, rows) for rows in embeddings))
-
     def observe(self, call: Call) -> None:
         """See `Workload`."""
-        if call.batch is not None:
-            self.plan.observe(call.batch)
+        if (batch := call.batch) is not None:
             self.observed += 1
+            self.shapes.append(batch.shape)
+            first = batch.shape.each[0]
+            self._layouts[PackLayout(first.layout, first.rotated, batch.hidden.shape[-1], batch.hidden.dtype)] += 1
+
+    def _buckets_of(self, capacity: int, shapes: Iterable[PackShape | JointShape] = ()) -> list[Bucket]:
+        """Return the useful buckets of a capacity, cheapest first; of padded rows, those of shapes that were seen."""
+        if not self.options.enabled:
+            return list({each.rows for shape in shapes for each in shape.each if each.rows.tokens == capacity})
+        chosen = self.options.max_packed_seqs == "auto"
+        documents = raised(self.documents, most_documents(shapes)) if chosen else self.documents
+        return pack_buckets([capacity], documents)
+
+    @property
+    def documents(self) -> int:
+        """Most documents of a pack."""
+        wanted = self.options.max_packed_seqs
+        if wanted != "auto":
+            return wanted or 1
+        most = most_documents(self.shapes) if self.shapes else 1
+        return most + most // 2 + 1
+
+    def _begin(self) -> Demand:
+        """Return what packs have asked for, with the buckets to begin with."""
+        exact = self.family.shards > 1 or not self.options.enabled
+        demand = Demand(
+            self._buckets_of,
+            self._program(self.family.parts(self.modules)[0]).refuse,
+            replay_cost,
+            unit=self._unit,
+            exact_below=math.inf if exact else EXACT_BELOW * self.family.ranks,
+            named=self.options.named_buckets,
+            weights=self.family.weights_per_token(),
+            most=math.inf if self.options.enabled else MOST_SHAPES,
+        )
+        for shape in self.shapes[-WINDOW:]:
+            demand.saw(shape)
+        demand.begin(BEGIN_WITH)
+        return demand
+
+    def layout(self) -> PackLayout:
+        """Return what the microbatches that were seen most often share.
+
+        Raises:
+            ValueError: None was observed.
+        """
+        if not self._layouts:
+            what = "packed microbatch" if self.options.enabled else "microbatch of padded rows"
+            raise ValueError(f"no {what} was seen in the warm-up steps, so nothing says how they look")
+        return self._layouts.most_common(1)[0][0]
+
+    def additions(self) -> int:
+        """Return behind how many layers something is added at most."""
+        return max(self._additions, *(len(each.additions) for shape in self.shapes for each in shape.each))
+
+    @property
+    def _unit(self) -> int:
+        """What a bucket's tokens are a multiple of, so that every rank has as many, and as its kernels take."""
+        shards, ranks, rows = self.family.shards, self.family.ranks, self.family.rows
+        return math.lcm(shards * ranks * rows, 2 * ranks if ranks > 1 else 1)
+
+    def _check_buckets(self) -> None:
+        if wrong := [tokens for tokens in self.options.named_buckets if tokens % self._unit]:
+            why = "which ranks share in equal parts" if self.family.rows == 1 else "as fp8 needs on every rank"
+            allowed = f"a multiple of {self._unit}, {why}"
+            raise OptionError(PACKED_FIELDS["buckets"], wrong[0], allowed, "Round the size up.")
 
     def capture(self) -> None:
         """See `Workload`. What can fail on one rank alone is inside an agreement."""
@@ -302,7 +251,7 @@ class PackedWorkload(Workload):
             return
 
         def take_memory() -> None:
-            _, _, width, dtype = self.plan.layout()
+            _, _, width, dtype = self.layout()
             largest = max(self.buckets or (1,))
             tokens = largest // (self.family.shards * self.family.ranks)
             made.append(exchange.rehearsal(tokens, width, dtype, self.manager.executor.device))
@@ -312,7 +261,7 @@ class PackedWorkload(Workload):
 
     def _digest(self) -> float:
         """Plan; returns a number that stands for the buckets, their order and the slots."""
-        layout, self.named = self.plan.layout(), self.options.named_buckets
+        layout, self.named = self.layout(), self.options.named_buckets
         if self.options.on_demand and not self.outgrown:
             self.demand = self._begin()
         self.outgrown = False
@@ -321,21 +270,15 @@ class PackedWorkload(Workload):
         return digest(self.manager.slots, layout, passes, *map(str, self._planned()))
 
     def _planned(self) -> Sequence[Bucket]:
-        """Return the buckets to capture now."""
-        return self.plan.buckets() if self.demand is None else self.demand.buckets
-
-    def _begin(self) -> Demand:
-        """Return what packs have asked for, with the buckets to begin with."""
-        demand = self.plan.demand(self._program(self.family.parts(self.modules)[0]))
-        for shape in self.plan.shapes[-WINDOW:]:
-            demand.saw(shape)
-        demand.begin(BEGIN_WITH)
-        return demand
+        """Return the buckets to capture now: of the capacities that the options name, or on demand."""
+        if self.demand is not None:
+            return self.demand.buckets
+        return [bucket for capacity in self.options.named_buckets for bucket in self._buckets_of(capacity)]
 
     def _record(self) -> None:
         demand, buckets = self.demand, self._planned()
         shared = SharedInputs(SHARED, self.manager.executor.device)
-        parts = self.family.parts(self.modules)
+        family, parts = self.family, self.family.parts(self.modules)
         offloading = offloading_of(self.options, PACKED_FIELDS, self.manager)
         exact = deterministic() and self.manager.executor.device.type == "cuda"
         regions = self.manager.record(
@@ -345,13 +288,13 @@ class PackedWorkload(Workload):
                     buckets=buckets,
                     site=part.site,
                     shared=None if part.site is None else shared,
-                    around=self.family.statistics_kept,
+                    around=family.statistics_kept,
                     growth=demand,
                     tolerance=FAR if part.counted or part.outputs > 1 else NEAR,
                     exact=not (part.counted or part.outputs > 1) and exact,
-                    real_rows=self._real_rows,
-                    standing_in=partial(self.family.standing_in, part),
-                    counts=self.family.statistics,
+                    real_rows=partial(real_rows, ranks=family.ranks, rank=family.rank, shards=family.shards),
+                    standing_in=partial(family.standing_in, part),
+                    counts=family.statistics,
                     # Eager would move scales and quantize weights, which nothing puts back.
                     incomparable="" if part.changed is None else "it computes in fp8",
                 )
@@ -363,14 +306,10 @@ class PackedWorkload(Workload):
         self._parts = sum(part.site is not None for part in parts)
         regions[0].statistics.static_bytes += shared.nbytes
 
-    def _real_rows(self, batch: PackedBatch) -> Tensor | None:
-        family = self.family
-        return real_rows(batch, family.ranks, family.rank, family.shards)
-
     def _program(self, part: DecoderPart) -> PackedProgram:
-        additions = self.plan.additions() if part.site is None else 0
+        additions = self.additions() if part.site is None else 0
         kernels = partial(self._kernels, part)
-        return PackedProgram(part, self.plan.layout(), self.family, additions, EXACT_BELOW, kernels)
+        return PackedProgram(part, self.layout(), self.family, additions, EXACT_BELOW, kernels)
 
     @contextmanager
     def _kernels(self, part: DecoderPart, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -389,7 +328,7 @@ class PackedWorkload(Workload):
             announce(f"{self.title}: all layers, sequences x tokens {shapes}; {self.manager.slots} slot(s){self._room}")
             return
         parts = f" in {self._parts} parts of layers" if self._parts > 1 else ""
-        found, documents = names_of(self.buckets or ()), self.plan.documents
+        found, documents = names_of(self.buckets or ()), self.documents
         slots = f"{self.manager.slots} slot(s), up to {documents} documents{self._room}"
         announce(f"{self.title}{parts}: {found}; {slots}")
 
@@ -439,8 +378,8 @@ class PackedWorkload(Workload):
             return notes
         if self.demand is not None and self.buckets:
             notes["next run"] = next_run(self.buckets, PACKED_FIELDS["buckets"])
-        if self.plan.shapes:
-            notes["documents"] = f"up to {most_documents(self.plan.shapes)} in the packs of warm-up steps"
+        if self.shapes:
+            notes["documents"] = f"up to {most_documents(self.shapes)} in the packs of warm-up steps"
         if self.host.device_reads:
             notes["offset reads"] = f"{self.host.device_reads} cu_seqlens were read from the device"
         return notes

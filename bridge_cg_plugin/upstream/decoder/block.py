@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from ...announce import warn
 from ...graphs.errors import CaptureError, Refused
 from ...graphs.fallback import Fallback
+from ...graphs.replays.replay import want_gradients
 from ...language.experts.bounds import Needs
 from ...language.experts.device import Tables
 from ...language.experts.exchange import ExpertExchange
-from ...language.packed.batch import OFFSETS, PADDED_OFFSETS, PackedBatch
-from ...language.packed.program import DecoderCall, DecoderPart, RecordedPack
+from ...language.packed.batch import OFFSETS, PADDED_OFFSETS, PackedBatch, pack_batch, row_batch, spread
+from ...language.packed.program import DecoderPart, RecordedPack
 from ...options import OptionError
 from ...options.language_model import IMPL, MODULES
 from ...options.normalization import MOST_EXPERT_RANKS
@@ -143,8 +144,19 @@ class TransformerBlockFamily:
         told = takes_longest() and len(max_seqlens) == len(MAX_SEQLENS)
         return rows > max(max_seqlens.values()) if told else rows == tokens
 
-    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecoderCall | Fallback:
-        """Return a call's arguments, or why a graph cannot serve it."""
+    def read(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], host: Callable[[Tensor], Sequence[int]], adds: bool
+    ) -> PackedBatch | Fallback:
+        """Return a call's microbatch, or why a graph cannot serve it.
+
+        Args:
+            args, kwargs: Of the call.
+            host: Returns a small tensor's elements.
+            adds: Whether what is recorded adds something behind the first layers.
+
+        Raises:
+            PackedBatchError: The offsets of the pack do not fit each other or its tokens.
+        """
         if is_on_around():
             return Fallback.AUTOCAST_CHANGED
         if any(weights.replaced for weights in self._quantized):
@@ -168,18 +180,31 @@ class TransformerBlockFamily:
             return Fallback.CALL_ARGUMENTS
         if visual is not None and self._packs and self.shards > 1:  # not compared with eager
             return Fallback.CALL_ARGUMENTS
-        if not self._packs:
-            return DecoderCall(hidden, angles, {}, {}, visual)
         # Those of tokens that other ranks hold are among them.
         tokens = hidden.shape[0] * self.shards * self.ranks
-        if self._mamba and (params.seq_idx is None or params.seq_idx.shape[-1] != tokens):
+        if self._packs and self._mamba and (params.seq_idx is None or params.seq_idx.shape[-1] != tokens):
             return Fallback.NO_SEQ_IDX
-        max_seqlens = {n: getattr(params, n) for n in MAX_SEQLENS if getattr(params, n) is not None}
-        return DecoderCall(hidden, angles, _offsets(params), max_seqlens, visual)
+        if want_gradients((angles,)):
+            return Fallback.INPUT_GRADIENTS
+        batch = self._pack(hidden, angles, params, host) if self._packs else row_batch(hidden, angles, self.shards)
+        if angles is not None and batch.by_place and angles.shape[0] < sum(batch.lengths):
+            return Fallback.CALL_ARGUMENTS  # upstream repeats the last angles
+        # Upstream's gated delta nets refuse others in words of their own.
+        if self._packs and self._delta_nets and not batch.filled:
+            return Fallback.CALL_ARGUMENTS
+        if visual is None or not adds:
+            return batch
+        mask, embeddings = visual
+        return replace(batch, additions=tuple(spread(mask, rows) for rows in embeddings))
 
-    def takes(self, batch: PackedBatch) -> bool:
-        """Whether layers take a pack's documents; upstream's gated delta nets refuse others in words of their own."""
-        return batch.filled or not (self._packs and self._delta_nets)
+    def _pack(
+        self, hidden: Tensor, angles: Tensor | None, params: Any, host: Callable[[Tensor], Sequence[int]]
+    ) -> PackedBatch:
+        longest = {n: getattr(params, n) for n in MAX_SEQLENS if getattr(params, n) is not None}
+        batch = pack_batch(hidden, angles, _offsets(params), longest, host, self.shards, self.ranks)
+        if angles is None:
+            return batch
+        return replace(batch, by_place=self.by_place(angles.shape[0], sum(batch.lengths), longest))
 
     def _say_replaced(self) -> None:
         """Say once for a capture why microbatches run eager."""
