@@ -14,7 +14,7 @@ from torch import distributed
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from bridge_cg_plugin.language.experts import bounds
-from bridge_cg_plugin.language.experts.bounds import Needs, needed, room
+from bridge_cg_plugin.language.experts.bounds import bounds_of, needed, room
 from bridge_cg_plugin.language.experts.exchange import ExpertExchange
 from bridge_cg_plugin.switches import EXPERT_BOUNDS
 from bridge_cg_plugin.upstream.parallel.process_groups import expert_group, without_collectives
@@ -218,9 +218,8 @@ def test_what_a_pass_needs(tokens, ranks, its, random):
     for token, experts in enumerate(chosen):
         routing_map[token, list(experts)] = True
     there = [[{e for e in experts if e // its == rank} for experts in chosen] for rank in range(ranks)]
-    needs = Needs()
-    needs.note([needed(each, ranks) for each in (torch.zeros_like(routing_map), routing_map)])
+    needs = torch.stack([needed(each, ranks) for each in (torch.zeros_like(routing_map), routing_map)])
     with mock.patch.object(distributed, "all_reduce"):
-        sent, computed = needs.bounds(None)
+        sent, computed = bounds_of([needs], None)
     assert sent * tokens == pytest.approx(1.25 * max(sum(map(bool, each)) for each in there))
     assert computed * tokens == pytest.approx(1.25 * max(sum(map(len, each)) for each in there))

@@ -19,7 +19,7 @@ SCRIPT = """
 from bridge_cg_plugin.language.experts import kernels
 from bridge_cg_plugin.language.experts.linear import Tables, table_of_slices
 
-TILING = kernels.Tiling(16, 32, 16, 4, 2)
+kernels.tiling_of = kernels.tiling_of_gradients = lambda *unused: kernels.tiling(16, 32, 16, 4, 2)
 found = []
 for case in cases:
     tokens, bounds, x, gradient = case["tokens"], case["bounds"], case["x"], case["gradient"]
@@ -27,12 +27,12 @@ for case in cases:
     weights, sums = [w.clone() for w in case["weights"]], [s.clone() for s in case["sums"]]
     shape, table = weights[0].shape, tables.of(weights)
     made = torch.full((len(weights), *shape), torch.nan, dtype=x.dtype)
-    rows_in = kernels.multiply(x, tokens, table, shape, bounds, False, TILING)
-    rows_out = kernels.multiply(gradient, None, table, shape, bounds, True, TILING)
-    kernels.weight_gradients(gradient, None, x, tokens, bounds, tables.of(sums), True, TILING)
-    kernels.weight_gradients(gradient, None, x, tokens, bounds, table_of_slices(made), False, TILING)
+    rows_in = kernels.multiply(x, tokens, table, shape, bounds, False)
+    rows_out = kernels.multiply(gradient, None, table, shape, bounds, True)
+    kernels.weight_gradients(gradient, None, x, tokens, bounds, tables.of(sums), True)
+    kernels.weight_gradients(gradient, None, x, tokens, bounds, table_of_slices(made), False)
     swapped = torch.full((len(weights), shape[1], shape[0]), torch.nan, dtype=x.dtype)
-    kernels.weight_gradients(x, tokens, gradient, None, bounds, table_of_slices(swapped), False, TILING)
+    kernels.weight_gradients(x, tokens, gradient, None, bounds, table_of_slices(swapped), False)
     combined = kernels.combine(rows_out, case["places"], x.dtype)
     wide = kernels.combine(rows_out, case["places"], torch.float32)
     kernels.MOST_COLUMNS = 16  # several blocks a row

@@ -111,7 +111,7 @@ from tests.unit.packs import EXPERTS
 from tests.unit.towers import assert_close, poison
 
 workload.EXACT_BELOW = 0  # the interpreter takes a while for every row
-kernels.tiling_of = kernels.tiling_of_gradients = lambda *unused: kernels.Tiling(16, 32, 32, 4, 2)
+kernels.tiling_of = kernels.tiling_of_gradients = lambda *unused: kernels.tiling(16, 32, 32, 4, 2)
 model = new_model(layers=1, **EXPERTS, **{"moe_z_loss_coeff": 0.1})
 arguments = pack((5, 20, 4))
 losses, gradients = losses_and_gradients(model, arguments)

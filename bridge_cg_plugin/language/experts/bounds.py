@@ -1,13 +1,13 @@
 """How much room the exchange of tokens has: what eager passes needed, with a margin."""
 
 import math
-from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, distributed
 
-# Room, by the most that was needed, and what it is a multiple of; passes that count.
-MARGIN, MULTIPLE, REMEMBERED = 1.25, 16, 64
+# Room, by the most that was needed, and what it is a multiple of.
+MARGIN, MULTIPLE = 1.25, 16
 
 
 def room(part: float, tokens: int) -> int:
@@ -27,31 +27,21 @@ def needed(routing_map: Tensor, ranks: int) -> Tensor:
     return torch.stack([sent, rows, torch.full_like(sent, max(len(there), 1))])
 
 
-class Needs:
-    """What the last eager passes of one rank needed in each layer."""
+def bounds_of(passes: Sequence[Tensor], group: distributed.ProcessGroup) -> tuple[float, float] | None:
+    """Return room for the most that a pass needed on any of these ranks, which all call it after as many passes.
 
-    def __init__(self) -> None:
-        self._passes: deque[Tensor] = deque(maxlen=REMEMBERED)
+    Args:
+        passes: What each needed in every layer, see `needed`.
+        group: The ranks.
 
-    def __len__(self) -> int:
-        return len(self._passes)
-
-    def note(self, layers: list[Tensor]) -> None:
-        """Take a pass into account, by what was `needed` in each layer."""
-        if layers:
-            self._passes.append(torch.stack(layers))
-
-    def bounds(self, group: distributed.ProcessGroup) -> tuple[float, float] | None:
-        """Return room for the most that a pass needed on any of these ranks, which all call it after as many passes.
-
-        Returns:
-            For tokens from a rank to a rank, by those that it has; for rows of a rank's experts, by the tokens that all
-            ranks have. None without passes.
-        """
-        if not self._passes:
-            return None
-        sent, rows, tokens = torch.stack(tuple(self._passes)).double().unbind(2)
-        most, total = (sent / tokens).max(), torch.stack((rows, tokens))
-        distributed.all_reduce(most, distributed.ReduceOp.MAX, group=group)
-        distributed.all_reduce(total, group=group)
-        return MARGIN * most.item(), MARGIN * (total[0] / total[1]).max().item()
+    Returns:
+        For tokens from a rank to a rank, by those that it has; for rows of a rank's experts, by the tokens that all
+        ranks have. None without passes.
+    """
+    if not passes:
+        return None
+    sent, rows, tokens = torch.stack(tuple(passes)).double().unbind(2)
+    most, total = (sent / tokens).max(), torch.stack((rows, tokens))
+    distributed.all_reduce(most, distributed.ReduceOp.MAX, group=group)
+    distributed.all_reduce(total, group=group)
+    return MARGIN * most.item(), MARGIN * (total[0] / total[1]).max().item()

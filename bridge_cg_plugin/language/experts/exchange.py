@@ -6,6 +6,7 @@ is read on the host, and a graph may contain it. All ranks need as many tokens. 
 the device tells whether all had room: what was computed is of no use then.
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from .bounds import Needs, room
+from .bounds import bounds_of, room
 
 # Stands in the place of a probability where a token does not go to an expert.
 NOT_CHOSEN = -1.0
+# Eager passes that bounds go by.
+REMEMBERED = 64
 
 
 class ExpertExchange:
@@ -25,32 +28,32 @@ class ExpertExchange:
     Args:
         group: Their process group.
         together: All ranks that are on graphs together with this one; None is the group.
-        needs: What eager passes needed, from which `fit` takes bounds; None is room for all tokens.
+        bounded: Whether `fit` takes bounds from what eager passes needed; there is room for all tokens otherwise.
         shards: Ranks, one after the other, that hold a part of the same experts each.
 
     Attributes:
         ranks: How many there are.
         holders: How many there are of each part.
-        needs: See above.
-        bounds: How much room there is, see `Needs.bounds`; None is room for all tokens.
+        needs: What the last eager passes needed, see `needed`; None without bounds.
+        bounds: How much room there is, see `bounds_of`; None is room for all tokens.
     """
 
     def __init__(
         self,
         group: distributed.ProcessGroup,
         together: distributed.ProcessGroup | None = None,
-        needs: Needs | None = None,
+        bounded: bool = False,
         shards: int = 1,
     ) -> None:
         self._group, self._together, self._shards = group, together or group, shards
         self.ranks, self.holders = group.size(), group.size() // shards
-        self.needs = needs
+        self.needs: deque[Tensor] | None = deque(maxlen=REMEMBERED) if bounded else None
         self.bounds: tuple[float, float] | None = None
 
     def fit(self) -> None:
         """Choose bounds by what eager passes needed; all ranks call it, after as many passes."""
         if self.needs is not None:
-            self.bounds = self.needs.bounds(self._group)
+            self.bounds = bounds_of(self.needs, self._group)
 
     def rows(self, tokens: int) -> int | None:
         """Return for how many rows a rank's experts have room, by the tokens that all ranks have; None is for all."""

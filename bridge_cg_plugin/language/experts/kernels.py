@@ -5,7 +5,6 @@ and nothing is stacked. How many rows an expert has is read on the device; a lau
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,25 +15,6 @@ from .device import Table
 
 # Columns that a block takes at once where rows are added up.
 COMBINED_COLUMNS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How a product is divided.
-
-    Attributes:
-        rows: Rows of a tile of the result.
-        columns: Columns of it.
-        depth: Elements summed at once.
-        warps: Warps of a block.
-        stages: Loads under way.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
 
 
 @triton.jit
@@ -199,7 +179,6 @@ def multiply(
     shape: Sequence[int],
     bounds: Tensor,
     transposed: bool,
-    tiling: Tiling | None = None,
 ) -> Tensor:
     """Return rows times their expert's weight; see `linear.multiply`.
 
@@ -210,15 +189,14 @@ def multiply(
         shape: `(out, in)` of a weight.
         bounds: `[experts + 1]` int32.
         transposed: Whether x is `out` wide.
-        tiling: None is one that fits.
     """
     count, experts = x.shape[0] if tokens is None else tokens.shape[0], table.distances.shape[0]
     depth, columns = shape if transposed else (shape[1], shape[0])
     out = x.new_empty(count, columns)
-    tiling = tiling or tiling_of(x.dtype, count // experts)
+    constants = tiling_of(x.dtype, count // experts)
     # Every expert may end with a tile that is not full.
-    tiles = triton.cdiv(count, tiling.rows) + experts - 1
-    _multiply[(tiles * triton.cdiv(columns, tiling.columns),)](
+    tiles = triton.cdiv(count, constants["ROWS"]) + experts - 1
+    _multiply[(tiles * triton.cdiv(columns, constants["COLUMNS"]),)](
         x,
         x if tokens is None else tokens,
         table.first,
@@ -231,14 +209,10 @@ def multiply(
         GATHERED=tokens is not None,
         TRANSPOSED=transposed,
         VECTOR=table.vector,
-        WHOLE=depth % tiling.depth == 0 and columns % tiling.columns == 0,
+        WHOLE=depth % constants["DEPTH"] == 0 and columns % constants["COLUMNS"] == 0,
         PRECISION=_precision(x.dtype),
         EXPERTS=triton.next_power_of_2(experts),
-        ROWS=tiling.rows,
-        COLUMNS=tiling.columns,
-        DEPTH=tiling.depth,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        **constants,
     )
     return out
 
@@ -251,7 +225,6 @@ def weight_gradients(
     bounds: Tensor,
     table: Table,
     add: bool,
-    tiling: Tiling | None = None,
 ) -> None:
     """Write every expert's weight gradient to its place, or add it there; see `linear.add_weight_gradients`.
 
@@ -262,11 +235,10 @@ def weight_gradients(
         bounds: `[experts + 1]` int32.
         table: Of `[out, in]` each.
         add: Whether what is there counts; an expert without rows then stays as it is.
-        tiling: None is one that fits.
     """
     rows, columns, experts = gradient.shape[1], x.shape[1], table.distances.shape[0]
-    tiling = tiling or tiling_of_gradients(x.dtype)
-    tiles = triton.cdiv(rows, tiling.rows) * triton.cdiv(columns, tiling.columns)
+    constants = tiling_of_gradients(x.dtype)
+    tiles = triton.cdiv(rows, constants["ROWS"]) * triton.cdiv(columns, constants["COLUMNS"])
     _weight_gradients[(experts * tiles,)](
         gradient,
         gradient if gradient_tokens is None else gradient_tokens,
@@ -281,13 +253,9 @@ def weight_gradients(
         X_GATHERED=x_tokens is not None,
         ADD=add,
         VECTOR=table.vector,
-        WHOLE=rows % tiling.rows == 0 and columns % tiling.columns == 0,
+        WHOLE=rows % constants["ROWS"] == 0 and columns % constants["COLUMNS"] == 0,
         PRECISION=_precision(x.dtype),
-        ROWS=tiling.rows,
-        COLUMNS=tiling.columns,
-        DEPTH=tiling.depth,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        **constants,
     )
 
 
@@ -301,7 +269,19 @@ def combine(values: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def tiling_of(dtype: torch.dtype, usual: int) -> Tiling:
+def tiling(rows: int, columns: int, depth: int, warps: int, stages: int) -> dict[str, int]:
+    """Return how a product is divided, as a kernel's constants.
+
+    Args:
+        rows, columns: Of a tile of the result.
+        depth: Elements summed at once.
+        warps: Of a block.
+        stages: Loads under way.
+    """
+    return {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "num_warps": warps, "num_stages": stages}
+
+
+def tiling_of(dtype: torch.dtype, usual: int) -> dict[str, int]:
     """Return the tiling of a product.
 
     Args:
@@ -309,13 +289,13 @@ def tiling_of(dtype: torch.dtype, usual: int) -> Tiling:
         usual: Rows of an expert if all had as many.
     """
     if dtype is torch.float32:
-        return Tiling(64, 64, 32, 4, 2)
-    return Tiling(128, 256, 64, 8, 4) if usual >= 256 else Tiling(128, 128, 64, 4, 4)
+        return tiling(64, 64, 32, 4, 2)
+    return tiling(128, 256, 64, 8, 4) if usual >= 256 else tiling(128, 128, 64, 4, 4)
 
 
-def tiling_of_gradients(dtype: torch.dtype) -> Tiling:
+def tiling_of_gradients(dtype: torch.dtype) -> dict[str, int]:
     """Return the tiling of weight gradients."""
-    return Tiling(64, 64, 32, 4, 2) if dtype is torch.float32 else Tiling(128, 128, 64, 4, 4)
+    return tiling(64, 64, 32, 4, 2) if dtype is torch.float32 else tiling(128, 128, 64, 4, 4)
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -17,7 +17,6 @@ from ...announce import warn
 from ...graphs.errors import CaptureError, Refused
 from ...graphs.fallback import Fallback
 from ...graphs.replays.replay import want_gradients
-from ...language.experts.bounds import Needs
 from ...language.experts.device import Tables
 from ...language.experts.exchange import ExpertExchange
 from ...language.packed.batch import OFFSETS, PADDED_OFFSETS, PackedBatch, pack_batch, row_batch, spread
@@ -254,9 +253,9 @@ class TransformerBlockFamily:
         group = expert_group(self._decoder)
         if group is None:
             return None
-        bounded = group.size() > MOST_EXPERT_RANKS and switched_on(EXPERT_BOUNDS, False)
+        bounded = group.size() > MOST_EXPERT_RANKS and bool(switched_on(EXPERT_BOUNDS, False))
         shards = expert_shards(self._decoder)
-        return ExpertExchange(group, shared_group(self._decoder, group), Needs() if bounded else None, shards)
+        return ExpertExchange(group, shared_group(self._decoder, group), bounded, shards)
 
     def needs_noted(self) -> AbstractContextManager[None]:
         """Be around eager passes; notes how much room experts need."""

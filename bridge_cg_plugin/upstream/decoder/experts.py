@@ -1,6 +1,7 @@
 """megatron-core's experts inside a graph: every token goes to its experts by counts that stay on the device."""
 
 import importlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -12,7 +13,7 @@ from torch.nn import functional
 
 from ...graphs.recordings.capture import is_capturing
 from ...language.experts import device
-from ...language.experts.bounds import Needs, needed
+from ...language.experts.bounds import needed
 from ...language.experts.device import Tables
 from ...language.experts.exchange import ExpertExchange
 from ...language.experts.linear import combine_linear, dispatch_linear, multiply, weighted_swiglu
@@ -129,7 +130,7 @@ def statistics_of(routers: Sequence[nn.Module]) -> list[Tensor]:
 
 
 @contextmanager
-def needs_noted(routers: Sequence[UpstreamModule], ranks: int, needs: Needs) -> Iterator[None]:
+def needs_noted(routers: Sequence[UpstreamModule], ranks: int, needs: deque[Tensor]) -> Iterator[None]:
     """Note what an eager pass of these routers sends to each rank."""
     found: list[Tensor] = []
 
@@ -142,7 +143,8 @@ def needs_noted(routers: Sequence[UpstreamModule], ranks: int, needs: Needs) -> 
         for router in routers:
             stack.enter_context(overridden(router, "forward", partial(route, router.forward)))
         yield
-    needs.note(found)
+    if found:
+        needs.append(torch.stack(found))
 
 
 def _padding(tokens: int, used: Tensor) -> Tensor:
