@@ -66,9 +66,9 @@ def use_reference_plans() -> list[graphs.SegmentShape]:
     """Let attention over segments run on reference plans in this process; return the shapes that were planned."""
     planned: list[graphs.SegmentShape] = []
 
-    def segment_plans(shape: graphs.SegmentShape, device: int | None) -> graphs.SegmentPlans:
+    def segment_plans(shape: graphs.SegmentShape, device: int | None) -> tuple[ReferencePlan, ReferencePlan]:
         planned.append(shape)
-        return graphs.SegmentPlans(ReferencePlan(shape, False), ReferencePlan(shape, True))
+        return ReferencePlan(shape, False), ReferencePlan(shape, True)
 
     cudnn_attention.segment_plans = segment_plans
     return planned

@@ -1,8 +1,8 @@
 """What encoders of images of any size have in common: pixels and `grid_thw` are what goes into a graph."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,26 +132,16 @@ def embedded(
     return terms[0] + terms[1] + terms[2] + terms[3]
 
 
-class _Scatter(NamedTuple):
-    """Which rows of the table get a share of the gradient of each patch of the images' first frames.
+def _scatter(grid: Tensor, side: int, dtype: torch.dtype, capacity: int) -> tuple[Tensor, ...]:
+    """Return which rows of the table get a share of the gradient of each patch of the images' first frames.
 
     Eager's rows are all first neighbours, then all second ones, without padding in between; so are these, with padding
-    behind. All are `[4 * capacity]`.
+    behind.
 
-    Attributes:
-        row: int64, of the table; 0 for padding.
-        patch: int64, in raster order.
-        weight: Of the table's dtype; 0 for padding.
-        few: bool, a scalar: whether eager takes PyTorch's kernel for few rows.
+    Returns:
+        `[4 * capacity]` each: rows of the table, int64, 0 for padding; patches in raster order, int64; weights of the
+        table's dtype, 0 for padding. A scalar, bool: whether eager takes PyTorch's kernel for few rows.
     """
-
-    row: Tensor
-    patch: Tensor
-    weight: Tensor
-    few: Tensor
-
-
-def _scatter(grid: Tensor, side: int, dtype: torch.dtype, capacity: int) -> _Scatter:
     indices, weights = position_interpolation(first_frame_patches(grid, capacity), side, dtype)
     count = (grid[:, 1] * grid[:, 2]).sum()
     place = torch.arange(NEIGHBOURS * capacity, device=grid.device)
@@ -161,14 +151,16 @@ def _scatter(grid: Tensor, side: int, dtype: torch.dtype, capacity: int) -> _Sca
     row = torch.where(used, indices[neighbour, patch], 0)
     weight = torch.where(used, weights[neighbour, patch], 0)
     # Offloaded, they would leave from the main stream, which may not have waited for them.
-    return _Scatter(*map(never_offload, (row, patch, weight, NEIGHBOURS * count <= FEW_ROWS)))
+    return tuple(map(never_offload, (row, patch, weight, NEIGHBOURS * count <= FEW_ROWS)))
 
 
 class _Learned(Function):
     """Values that do not know where they come from, with the gradient that the table gets through them."""
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, values: Tensor, positions: TokenPositions, places: _Scatter) -> Tensor:
+    def forward(
+        ctx: Any, table: Tensor, values: Tensor, positions: TokenPositions, places: tuple[Tensor, ...]
+    ) -> Tensor:
         ctx.save_for_backward(positions.patch, positions.valid, *places)
         ctx.rows = table.shape[0]
         return values.view_as(values)
@@ -179,14 +171,15 @@ class _Learned(Function):
         patch, valid, *places = ctx.saved_tensors
         summed = torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)
         summed.index_add_(0, patch, torch.where(valid[:, None], gradient, 0).float())
-        return _scattered(summed.to(gradient.dtype), _Scatter(*places), ctx.rows), None, None, None
+        return _scattered(summed.to(gradient.dtype), places, ctx.rows), None, None, None
 
 
-def _scattered(gradient: Tensor, places: _Scatter, rows: int) -> Tensor:
+def _scattered(gradient: Tensor, places: Sequence[Tensor], rows: int) -> Tensor:
     """Return the table's gradient from that of the patches in raster order, `[capacity, width]`."""
-    terms = gradient[places.patch] * places.weight[:, None]
-    many: Tensor = torch.ops.aten.embedding_dense_backward(terms, places.row, rows, -1, False)
+    row, patch, weight, is_few = places
+    terms = gradient[patch] * weight[:, None]
+    many: Tensor = torch.ops.aten.embedding_dense_backward(terms, row, rows, -1, False)
     if terms.shape[0] <= FEW_ROWS:
         return many
-    few = torch.ops.aten.embedding_dense_backward(terms[:FEW_ROWS], places.row[:FEW_ROWS], rows, -1, False)
-    return torch.where(places.few, few, many)
+    few = torch.ops.aten.embedding_dense_backward(terms[:FEW_ROWS], row[:FEW_ROWS], rows, -1, False)
+    return torch.where(is_few, few, many)

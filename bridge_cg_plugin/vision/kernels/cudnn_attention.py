@@ -11,7 +11,7 @@ import importlib
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,11 +197,8 @@ class _Plan:
         self._has_run = True
 
 
-class SegmentPlans(NamedTuple):
-    """Attention over packed segments, ready to run."""
-
-    forward: _Plan
-    backward: _Plan
+# Attention over packed segments, ready to run: forward and backward.
+SegmentPlans = tuple[_Plan, _Plan]
 
 
 def refuse_capture(what: str) -> None:
@@ -237,7 +234,7 @@ def segment_plans(shape: SegmentShape, device: int) -> SegmentPlans | None:
     except (cudnn.cudnnGraphNotSupportedError, RuntimeError, NotImplementedError, ValueError, ImportError) as error:
         _say_refused(shape.heads, shape.width, shape.dtype, named(error))
         return None
-    return SegmentPlans(forward, backward)
+    return forward, backward
 
 
 @cache
@@ -252,16 +249,9 @@ def _handle(device: int) -> Any:
     return importlib.import_module("cudnn").create_handle()
 
 
-class Segments(NamedTuple):
-    """Where segments lie, as cuDNN wants to know it.
-
-    Attributes:
-        offsets: `[segments + 1]` int32 `cu_seqlens`.
-        bound: What a plan binds, by its number in the graph: int32 lengths, int64 offsets in elements.
-    """
-
-    offsets: Tensor
-    bound: dict[int, Tensor]
+# Where segments lie: `[segments + 1]` int32 `cu_seqlens`, and what a plan binds, by its number in the graph: int32
+# lengths, int64 offsets in elements.
+Segments = tuple[Tensor, dict[int, Tensor]]
 
 
 def locate_segments(offsets: Tensor, heads: int, width: int) -> Segments:
@@ -274,7 +264,7 @@ def locate_segments(offsets: Tensor, heads: int, width: int) -> Segments:
     stats = offsets.to(torch.int64) * heads
     out = stats * width
     uids = (LENGTHS, MIXED_OFFSETS, OUT_OFFSETS, STATS_OFFSETS)
-    return Segments(offsets, dict(zip(uids, (offsets[1:] - offsets[:-1], out * 3, out, stats), strict=True)))
+    return offsets, dict(zip(uids, (offsets[1:] - offsets[:-1], out * 3, out, stats), strict=True))
 
 
 def _bound(query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor) -> dict[int, Tensor]:
@@ -288,16 +278,17 @@ class _SegmentAttention(Function):
         tokens, heads, width = query.shape
         out = torch.empty((tokens, heads, width), dtype=query.dtype, device=query.device)
         stats = torch.empty((tokens, heads), dtype=torch.float32, device=query.device)
-        plans.forward.run(_bound(query, key, value, out, stats) | segments.bound)
-        clear_padding(out, segments.offsets)
+        (forward, ctx.plan), (offsets, bound) = plans, segments
+        forward.run(_bound(query, key, value, out, stats) | bound)
+        clear_padding(out, offsets)
         ctx.save_for_backward(query, key, value, out, stats)
-        ctx.plans, ctx.segments = plans, segments
+        ctx.segments = segments
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        plans: SegmentPlans = ctx.plans
+        offsets, bound = ctx.segments
         tokens, heads, width = gradient.shape
         whole = torch.empty((tokens, heads, 3, width), dtype=gradient.dtype, device=gradient.device)
         gradients = whole.unbind(2)
@@ -307,8 +298,8 @@ class _SegmentAttention(Function):
             D_KEY: gradients[1],
             D_VALUE: gradients[2],
         }
-        plans.backward.run(_bound(*ctx.saved_tensors) | of_gradients | ctx.segments.bound)
-        clear_padding(whole, ctx.segments.offsets)
+        ctx.plan.run(_bound(*ctx.saved_tensors) | of_gradients | bound)
+        clear_padding(whole, offsets)
         return *gradients, None, None
 
 
