@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,11 +65,6 @@ class EncoderBatch:
 def equal_images(pixels: Tensor, images: int, patches: int) -> EncoderBatch:
     """Return a microbatch of so many images that all have so many patches."""
     return EncoderBatch(pixels, ((1, 1, patches),) * images, Shape(images * patches, images, patches))
-
-
-def patch_shape(config: Any) -> tuple[int, int, int, int]:
-    """Return channels, frames, height and width of a patch, from a vision configuration."""
-    return config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size
 
 
 def read_patches(

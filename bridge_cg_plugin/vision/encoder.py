@@ -10,7 +10,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ..announce import announce
-from ..attention_bounds import deterministic
+from ..attention_bounds import deterministic, refuse_images
+from ..graphs.buckets import Bucket
 from ..graphs.fallback import Fallback
 from ..graphs.program import Call, RegionProgram
 from ..graphs.replays.replay import want_gradients
@@ -67,6 +68,11 @@ class Encoder(RegionProgram):
 
     def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
         self.model, self.exact_below, self._kernels = model, exact_below, kernels
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Take from the model what the encoder needs, once, and refuse one that cannot be recorded."""
+        return
 
     @abstractmethod
     def read(self, grids: HostGrids, *args: Any, **kwargs: Any) -> Call:
@@ -87,12 +93,18 @@ class Encoder(RegionProgram):
     def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
         """Return the limits to record a capacity for, cheapest first; without an own method there are none.
 
+        Of images they are (frames, tokens of the largest frame); other limits need a `refuse` of their own.
+
         Args:
             capacity: Tokens.
             frames: Most frames that any bucket takes.
             directly: Whether cuDNN's attention is called directly.
         """
         return [()]
+
+    def refuse(self, batch: EncoderBatch, bucket: Bucket) -> Fallback | None:
+        """See `RegionProgram`."""
+        return refuse_images(batch.shape, self.exact_below, bucket) if bucket.limits else None
 
     def modules(self) -> Sequence[nn.Module]:
         """See `RegionProgram`."""

@@ -1,7 +1,7 @@
 """What encoders of images of any size have in common: pixels and `grid_thw` are what goes into a graph."""
 
+import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,16 +10,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ..attention_bounds import refuse_images, scanned_limits
+from ..attention_bounds import scanned_limits
 from ..graphs.buckets import Bucket
-from ..graphs.fallback import Fallback
 from ..graphs.program import Buffers, TensorSpec
 from ..graphs.recordings.streams import run_on_side_stream
 from ..graphs.rows import write_rows
 from ..offload import never_offload
-from ..upstream_types import UpstreamModule
-from .batch import EncoderBatch, HostGrids, patch_shape, patches_misfit, read_patches
-from .encoder import Encoder, RecordingKernels
+from .batch import EncoderBatch, HostGrids, patches_misfit, read_patches
+from .encoder import Encoder
 from .guard import guarded_shape, write_guarded
 from .layout import TokenPositions, first_frame_patches, position_interpolation
 
@@ -28,22 +26,21 @@ class GridEncoder(Encoder):
     """See `Encoder`. Buckets have the limits (frames, tokens of the largest frame).
 
     A `forward` passes something that every output depends on through `guard.poisoned`. The model has
-    `patch_embed.proj` and `config`, unless `sizes` and `weight` take them elsewhere.
+    `patch_embed.proj` and `config`, unless `prepare` and `weight` take them elsewhere.
 
     Attributes:
         merge: Patches along the side of an embedding.
+        patch: Channels, frames, height and width of a patch; frames only where a patch has them.
     """
 
-    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
-        super().__init__(model, exact_below, kernels)
-        self.merge, self._patch_width = self.sizes(model.config)
-        self.unit = self.merge**2
+    merge: int
+    patch: tuple[int, ...]
 
-    @staticmethod
-    def sizes(config: Any) -> tuple[int, int]:
-        """Return the patches along the side of an embedding, and the values of a patch."""
-        width: int = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        return config.spatial_merge_size, width
+    def prepare(self) -> None:
+        """See `Encoder`."""
+        config = self.model.config
+        self.merge, side = config.spatial_merge_size, config.patch_size
+        self.unit, self.patch = self.merge**2, (config.in_channels, config.temporal_patch_size, side, side)
 
     def weight(self) -> Tensor:
         """Return the weight that patches are multiplied with; they enter a graph in its type."""
@@ -52,7 +49,7 @@ class GridEncoder(Encoder):
 
     def patches(self, grids: HostGrids, pixels: Tensor, grid: Tensor) -> tuple[EncoderBatch, str | None]:
         """Return the microbatch of a call, and what is wrong with it; see `read_patches`."""
-        batch = read_patches(grids, pixels, grid, patch_shape(self.model.config), self.weight().device)
+        batch = read_patches(grids, pixels, grid, self.patch, self.weight().device)
         return batch, patches_misfit(batch, self.merge)
 
     def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:
@@ -62,13 +59,9 @@ class GridEncoder(Encoder):
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""
         return {
-            "pixels": TensorSpec((bucket.tokens, self._patch_width), self.weight().dtype),
+            "pixels": TensorSpec((bucket.tokens, math.prod(self.patch)), self.weight().dtype),
             "grid": TensorSpec(guarded_shape(bucket.limits[0]), torch.int64),
         }
-
-    def refuse(self, batch: EncoderBatch, bucket: Bucket) -> Fallback | None:
-        """See `RegionProgram`."""
-        return refuse_images(batch.shape, self.exact_below, bucket)
 
     def load(self, buffers: Buffers, batch: EncoderBatch) -> None:
         """See `RegionProgram`."""

@@ -1,7 +1,6 @@
 """Ministral 3's vision encoder, Hugging Face's Pixtral, as a region: images of any size, padded to one."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from ...graphs.program import Buffers, Call, TensorSpec
 from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ...vision.batch import BatchError, EncoderBatch, Grid, HostGrids, check_device, shape_of
-from ...vision.encoder import RecordingKernels, encoder_call
+from ...vision.encoder import encoder_call
 from ...vision.guard import images, poisoned, write_guarded
 from ...vision.kernels.packed_attention import PackedSegments
 from ...vision.layout import token_positions
@@ -54,16 +53,13 @@ class PixtralEncoder(TowerEncoder):
     eager computes them, and the region's own convolution has the backward alone.
     """
 
-    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
-        super().__init__(model, exact_below, kernels)
-        self.unit, self._side = EMBEDDING, model.config.patch_size
+    def prepare(self) -> None:
+        """See `Encoder`. Patches lie row by row."""
+        config = self.model.config
+        self._side: int = config.patch_size
+        self.merge, self.unit, self.patch = 1, EMBEDDING, (config.num_channels, self._side, self._side)
         # After transformers 5.16 angles are computed from rows and columns, of images of any size.
-        self._from_table = not hasattr(model.patch_positional_embedding, "recomposition_frequencies")
-
-    @staticmethod
-    def sizes(config: Any) -> tuple[int, int]:
-        """See `GridEncoder`: patches lie row by row."""
-        return 1, config.num_channels * config.patch_size**2
+        self._from_table = not hasattr(self.model.patch_positional_embedding, "recomposition_frequencies")
 
     def weight(self) -> Tensor:
         """See `GridEncoder`."""
@@ -100,7 +96,7 @@ class PixtralEncoder(TowerEncoder):
         model, config, grid = self.model, self.model.config, images(buffers["grid"])
         side = self._side
         positions = token_positions(grid, bucket.tokens, self.merge)
-        patches = buffers["pixels"].view(bucket.tokens, config.num_channels, side, side)
+        patches = buffers["pixels"].view(bucket.tokens, *self.patch)
         hidden = _Valued.apply(model.patch_conv(patches).flatten(1), buffers["embedded"])[None]
         hidden = model.ln_pre(poisoned(hidden, buffers["grid"]))
         most = config.image_size // side

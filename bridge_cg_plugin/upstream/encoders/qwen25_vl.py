@@ -1,14 +1,11 @@
 """Vision encoders of Qwen2.5-VL and Qwen2.5-Omni, Hugging Face's modules: most layers attend inside windows."""
 
-from contextlib import nullcontext
-
 from torch import Tensor
 
 from ...graphs.buckets import Bucket
 from ...graphs.program import Buffers
 from ...upstream_types import UpstreamModule
 from ...vision.batch import EncoderBatch, shape_of
-from ...vision.encoder import RecordingKernels
 from ...vision.guard import images, poisoned
 from ...vision.kernels.packed_attention import PackedSegments
 from ...vision.layout import most_windows, permuted, window_offsets, window_order
@@ -31,9 +28,10 @@ class Qwen25VLEncoder(TowerEncoder):
     `Qwen2_5OmniVisionEncoder` differs in attention alone.
     """
 
-    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
-        super().__init__(model, exact_below, kernels)
-        self._side: int = model.window_size // self.merge // model.patch_size
+    def prepare(self) -> None:
+        """See `Encoder`."""
+        super().prepare()
+        self._side: int = self.model.window_size // self.merge // self.model.patch_size
 
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Outputs: embeddings `[tokens / merge**2, width]`; hidden states, in order of windows."""

@@ -7,7 +7,6 @@ of so many chunks of one clip. All chunks of a clip but its last are full: every
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ...graphs.program import Buffers, Call, TensorSpec
 from ...graphs.rows import write_rows
 from ...upstream_types import UpstreamModule
 from ...vision.batch import GRID_DTYPES, EncoderBatch, HostGrids, check_device
-from ...vision.encoder import Encoder, EncoderFamily, RecordingKernels, encoder_call
+from ...vision.encoder import Encoder, EncoderFamily, encoder_call
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
 from ...vision.kernels.packed_attention import PackedSegments, packed_attention
 from ...vision.layout import (
@@ -190,10 +189,10 @@ class Qwen3OmniAudioEncoder(Encoder):
     name = "audio_encoder"
     unit, unit_of = ROOM, "one chunk of audio"
 
-    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
-        super().__init__(model, exact_below, kernels)
-        refuse_unusual(model, "Qwen3-Omni's audio", model.conv2d1.weight)
-        self._window: int = model.n_window_infer // CHUNK_FRAMES
+    def prepare(self) -> None:
+        """See `Encoder`."""
+        refuse_unusual(self.model, "Qwen3-Omni's audio", self.model.conv2d1.weight)
+        self._window: int = self.model.n_window_infer // CHUNK_FRAMES
 
     def input_specs(self, bucket: Bucket) -> dict[str, TensorSpec]:
         """See `RegionProgram`."""

@@ -5,7 +5,7 @@ upstream's own code, and the region begins where the layers do. It returns the g
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...attention_bounds import DETERMINISTIC_TOKENS, refuse_images
+from ...attention_bounds import DETERMINISTIC_TOKENS
 from ...graphs.buckets import GRANULARITY, Bucket, round_up
 from ...graphs.fallback import Fallback
 from ...graphs.instance import own_method
@@ -22,7 +22,7 @@ from ...graphs.rows import write_rows
 from ...options import OptionError
 from ...upstream_types import UpstreamModule
 from ...vision.batch import EncoderBatch, HostGrids, check_device, equal_images, shape_of
-from ...vision.encoder import Encoder, RecordingKernels, encoder_call
+from ...vision.encoder import Encoder, encoder_call
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
 from ..kernels.transformer_engine import device_lengths
 from .qwen3_vl import OVER_SEGMENTS, core_family, core_kernels, pack_segments, te_bounds
@@ -58,9 +58,9 @@ class RadioLayers(Encoder):
         OptionError: The layers are recomputed in the backward, offload activations or compute in fp8 or fp4.
     """
 
-    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
-        super().__init__(model, exact_below, kernels)
-        _check(model.config)
+    def prepare(self) -> None:
+        """See `Encoder`."""
+        _check(self.model.config)
 
     @property
     def _weight(self) -> Tensor:
@@ -99,9 +99,10 @@ class TileLayers(RadioLayers):
 
     unit_of = "one image"
 
-    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
-        super().__init__(model, exact_below, kernels)
-        self._tokens = _image_tokens[model]
+    def prepare(self) -> None:
+        """See `Encoder`."""
+        super().prepare()
+        self._tokens = _image_tokens[self.model]
         # Class tokens would make multiples of an image's tokens that are round numbers rare.
         self.unit = round_up(self._tokens, GRANULARITY)
 
@@ -152,10 +153,6 @@ class PackedLayers(RadioLayers):
         """See `RegionProgram`."""
         lengths = TensorSpec(guarded_shape(bucket.limits[0]), torch.int64)
         return {"hidden": self.hidden(bucket.tokens, 1), "lengths": lengths}
-
-    def refuse(self, batch: EncoderBatch, bucket: Bucket) -> Fallback | None:
-        """See `RegionProgram`."""
-        return refuse_images(batch.shape, self.exact_below, bucket)
 
     def load(self, buffers: Buffers, batch: EncoderBatch) -> None:
         """See `RegionProgram`."""

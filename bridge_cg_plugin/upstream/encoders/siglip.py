@@ -1,7 +1,6 @@
 """Gemma 3's vision encoder, Hugging Face's SigLIP: images all have one size, only their number varies."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -10,9 +9,8 @@ from ...graphs.buckets import Bucket
 from ...graphs.instance import own_method
 from ...graphs.program import Buffers, Call, TensorSpec
 from ...graphs.rows import write_rows
-from ...upstream_types import UpstreamModule
 from ...vision.batch import BatchError, EncoderBatch, HostGrids, check_device, equal_images
-from ...vision.encoder import Encoder, EncoderFamily, RecordingKernels, encoder_call
+from ...vision.encoder import Encoder, EncoderFamily, encoder_call
 from ..kernels.recompute import known_activations
 from .packed_towers import held_as, refuse_unusual, result, returns_an_object
 
@@ -28,10 +26,10 @@ class SiglipEncoder(Encoder):
 
     unit_of = "one image"
 
-    def __init__(self, model: UpstreamModule, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
-        super().__init__(model, exact_below, kernels)
-        refuse_unusual(model, "SigLIP")
-        config = model.config
+    def prepare(self) -> None:
+        """See `Encoder`."""
+        refuse_unusual(self.model, "SigLIP")
+        config = self.model.config
         self.unit = (config.image_size // config.patch_size) ** 2
         self._image = (config.num_channels, config.image_size, config.image_size)
 

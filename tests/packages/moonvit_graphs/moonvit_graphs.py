@@ -8,7 +8,7 @@ gradient.
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bridge_cg_plugin.attention_bounds import Shape, refuse_images, scanned_limits
+from bridge_cg_plugin.attention_bounds import Shape, scanned_limits
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.program import Buffers, Call, TensorSpec
@@ -25,7 +25,7 @@ from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.kernels.recompute import known_activations
 from bridge_cg_plugin.upstream.wrappers import overridden
 from bridge_cg_plugin.vision.batch import GRID_DTYPES, EncoderBatch, HostGrids, check_device
-from bridge_cg_plugin.vision.encoder import Encoder, EncoderFamily, RecordingKernels, encoder_call
+from bridge_cg_plugin.vision.encoder import Encoder, EncoderFamily, encoder_call
 from bridge_cg_plugin.vision.guard import guarded_shape, images, poisoned, write_guarded
 from bridge_cg_plugin.vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention
 from bridge_cg_plugin.vision.layout import token_positions
@@ -43,9 +43,9 @@ class MoonViTLayers(Encoder):
 
     unit, unit_of = 1, "one patch"
 
-    def __init__(self, model: Any, exact_below: int = 0, kernels: RecordingKernels = nullcontext) -> None:
-        super().__init__(model, exact_below, kernels)
-        self._weight = model.final_layernorm.weight
+    def prepare(self) -> None:
+        """See `Encoder`."""
+        self._weight = self.model.final_layernorm.weight
         if self._weight.is_cuda and self._weight.dtype not in DTYPES:
             raise OptionError(
                 "model.params_dtype",
@@ -54,7 +54,7 @@ class MoonViTLayers(Encoder):
                 "Train in bf16, or switch vision graphs off.",
             )
         # The table of rotations is made in the first forward, which may come after the capture.
-        model.rope_2d.get_freqs_cis(torch.ones((1, 3), dtype=torch.int64), self._weight.device)
+        self.model.rope_2d.get_freqs_cis(torch.ones((1, 3), dtype=torch.int64), self._weight.device)
 
     def read(self, grids: HostGrids, hidden_states: Any, grid_thws: Any, **others: Any) -> Call:
         """See `Encoder`."""
@@ -88,10 +88,6 @@ class MoonViTLayers(Encoder):
             "hidden": TensorSpec((bucket.tokens, len(self._weight)), self._weight.dtype, differentiable=True),
             "grid": TensorSpec(guarded_shape(bucket.limits[0]), torch.int64),
         }
-
-    def refuse(self, batch: EncoderBatch, bucket: Bucket) -> Fallback | None:
-        """See `RegionProgram`."""
-        return refuse_images(batch.shape, self.exact_below, bucket)
 
     def load(self, buffers: Buffers, batch: EncoderBatch) -> None:
         """See `RegionProgram`."""
