@@ -34,10 +34,17 @@ class _Held:
 
     Args:
         what: Is said of those that hold something else.
+        noted: Returns what is kept of a value.
+        is_there: Whether a value is still what was noted; asked of all entries in every microbatch.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(
+        self,
+        what: str,
+        noted: Callable[[Any], Any] = lambda value: value,
+        is_there: Callable[[Any, Any], bool] = operator.is_,
+    ) -> None:
+        self._what, self._noted, self._is_there = what, noted, is_there
         self.entries: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
 
     def note(self, entries: Iterable[tuple[dict[str, Any], str]]) -> None:
@@ -58,42 +65,17 @@ class _Held:
     def _are_there(self, entries: Iterable[tuple[dict[str, Any], str, Any]]) -> bool:
         return all(self._is_there(table.get(key), noted) for table, key, noted in entries)
 
-    def _noted(self, value: Any) -> Any:
-        """Return what is kept of a value: the object itself."""
-        return value
 
-    # Whether a value is still what was noted; asked of all entries in every microbatch.
-    _is_there: Callable[[Any, Any], bool] = staticmethod(operator.is_)
+def _addresses(parameter: Any) -> dict[str, int]:
+    """Return the addresses of what a parameter's tensor holds, by their names there."""
+    held = {name: vars(parameter).get(name) for name in (*WITH_ONE_SCALE, *WITH_SCALES)}
+    return {name: tensor.data_ptr() for name, tensor in held.items() if isinstance(tensor, Tensor)}
 
 
-class _QuantizedParameters(_Held):
-    """Where parameters in fp8 have their values."""
-
-    def keep(self, modules: Sequence[nn.Module]) -> None:
-        """Note where these modules' parameters in fp8, too, have their values.
-
-        Raises:
-            CaptureError: A parameter that was noted before has them elsewhere.
-        """
-        tables = [module._parameters for module in every_module(modules)]
-        self.note((table, name) for table in tables for name, each in table.items() if is_quantized(each))
-
-    def refresh(self) -> None:
-        """Make what is read by column of values that were written since, as eager's next forward would."""
-        for table, name, addresses in self.entries.values():
-            if COLUMNS in addresses and vars(table[name]).get(STALE):
-                complete(table[name])
-
-    def _noted(self, value: Any) -> dict[str, int]:
-        """Return the addresses of what a parameter's tensor holds, by their names there."""
-        held = {name: vars(value).get(name) for name in (*WITH_ONE_SCALE, *WITH_SCALES)}
-        return {name: tensor.data_ptr() for name, tensor in held.items() if isinstance(tensor, Tensor)}
-
-    @staticmethod
-    def _is_there(value: Any, noted: dict[str, int]) -> bool:
-        held = {} if value is None else vars(value)
-        pairs = zip(map(held.get, noted), noted.values(), strict=True)
-        return all(tensor is not None and tensor.data_ptr() == address for tensor, address in pairs)
+def _lies_at(parameter: Any, addresses: dict[str, int]) -> bool:
+    held = {} if parameter is None else vars(parameter)
+    pairs = zip(map(held.get, addresses), addresses.values(), strict=True)
+    return all(tensor is not None and tensor.data_ptr() == address for tensor, address in pairs)
 
 
 def is_quantized(parameter: object) -> bool:
@@ -168,11 +150,14 @@ class QuantizedWeights:
         self._linear: dict[UpstreamModule, None] = {}
         self._copies = _Held("weights have other quantized copies than earlier recordings write")
         self._scales = _Held("scales lie elsewhere than earlier recordings read")
-        self._parameters = _QuantizedParameters("parameters in fp8 lie elsewhere than earlier recordings read")
+        what = "parameters in fp8 lie elsewhere than earlier recordings read"
+        self._parameters = _Held(what, _addresses, _lies_at)
 
     def changed(self) -> bool:
         """Return whether eager would quantize now, and note in the modules that a replay does."""
-        self._parameters.refresh()
+        for table, name, addresses in self._parameters.entries.values():
+            if COLUMNS in addresses and vars(table[name]).get(STALE):
+                complete(table[name])  # what is read by column of values written since, as eager's next forward would
         first = [module for module in self._linear if module.is_first_microbatch]
         for module in first:
             vars(module)[FIRST] = False  # PyTorch's own way of setting an attribute takes ten times as long
@@ -217,7 +202,8 @@ class QuantizedWeights:
         scales = [table for table in quantizers if any(map(len, table.values()))]  # a layer in bf16 has none yet
         for entries, tables in ((self._copies, copies), (self._scales, scales)):
             entries.note((table, key) for table in tables for key in table)
-        self._parameters.keep(self._roots())
+        tables = [module._parameters for module in every_module(self._roots())]
+        self._parameters.note((t, name) for t in tables for name, each in t.items() if is_quantized(each))
 
 
 def linear_modules(roots: Sequence[nn.Module]) -> list[UpstreamModule]:
