@@ -13,9 +13,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import distributed
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
-from bridge_cg_plugin.language.experts import bounds
-from bridge_cg_plugin.language.experts.bounds import bounds_of, needed, room
-from bridge_cg_plugin.language.experts.exchange import ExpertExchange
+from bridge_cg_plugin.language.experts import exchange as exchanges
+from bridge_cg_plugin.language.experts.exchange import ExpertExchange, bounds_of, needed, room
 from bridge_cg_plugin.switches import EXPERT_BOUNDS
 from bridge_cg_plugin.upstream.parallel.process_groups import expert_group, without_collectives
 from tests.ranks import run_ranks
@@ -119,7 +118,7 @@ def overflow_on_one_rank(ranks):
     take_statistics(routers_of(model))
     expected = list(map(run, packs))
     counts = take_statistics(routers_of(model))
-    with pytest.MonkeyPatch.context() as monkeypatch, mock.patch.object(bounds, "MARGIN", 1.0), ExitStack() as stack:
+    with pytest.MonkeyPatch.context() as monkeypatch, mock.patch.object(exchanges, "MARGIN", 1.0), ExitStack() as stack:
         own, flags = watched(monkeypatch), []
         isolated = without_collectives(expert_group(model.decoder))
         graphs = stack.enter_context(on_graphs(model, *packs[:3], executor=RankTape(isolated=isolated)))
@@ -207,7 +206,7 @@ def test_replays_equal_eagers_dispatcher(tmp_path, monkeypatch, world, sizes, le
 
 @given(st.integers(1, 4000), st.floats(0, 9))
 def test_room_is_for_the_part_of_any_batch(tokens, part):
-    assert max(1, part * tokens) <= room(part, tokens) < part * tokens + bounds.MULTIPLE + 1e-6 or part * tokens <= 1
+    assert max(1, part * tokens) <= room(part, tokens) < part * tokens + exchanges.MULTIPLE + 1e-6 or part * tokens <= 1
 
 
 @settings(max_examples=30)

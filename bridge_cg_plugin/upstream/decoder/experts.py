@@ -13,9 +13,8 @@ from torch.nn import functional
 
 from ...graphs.recordings.capture import is_capturing
 from ...language.experts import device
-from ...language.experts.bounds import needed
 from ...language.experts.device import Tables
-from ...language.experts.exchange import ExpertExchange
+from ...language.experts.exchange import ExpertExchange, needed
 from ...language.experts.linear import combine_linear, dispatch_linear, multiply, weighted_swiglu
 from ...language.experts.rows import find_rows, row_weights
 from ...offload import never_offload
