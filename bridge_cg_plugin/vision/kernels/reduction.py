@@ -95,7 +95,8 @@ class DeferredSums:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._places = Counter(id(p) for module in every_module(modules) for p in module._parameters.values())
         self._uses: Counter[int] = Counter()
-        self._blocks: dict[tuple[Any, ...], _Block] = {}
+        # Room for the partial sums of `TOGETHER` matrices of one shape, for their sums, and how many are there.
+        self._blocks: dict[tuple[Any, ...], tuple[Tensor, Tensor, int]] = {}
 
     def note_use(self, parameter: Tensor) -> Callable[[], bool]:
         """Count a use of a parameter in a forward; returns a function: whether its gradient's sum can wait.
@@ -112,34 +113,25 @@ class DeferredSums:
         """Return where partial sums `[parts, columns]` go, in fp32, and the sum `[columns]` that `add` will fill."""
         key = parts, columns, dtype, device
         block = self._blocks.get(key)
-        if block is None or block.used == TOGETHER:
+        if block is not None and block[2] < TOGETHER:
+            partials, totals, used = block
+        else:
             if block is not None:
-                block.add()
-            block = self._blocks[key] = _Block(parts, columns, dtype, device)
-        return block.place()
+                _add_aside(*block[:2])
+            partials = torch.empty((TOGETHER, parts, columns), dtype=torch.float32, device=device)
+            totals, used = torch.empty((TOGETHER, columns), dtype=dtype, device=device), 0
+        self._blocks[key] = partials, totals, used + 1
+        return partials[used], totals[used]
 
     def add(self) -> None:
         """Fill all sums that are left."""
-        for block in self._blocks.values():
-            block.add()
+        for partials, totals, used in self._blocks.values():
+            _add_aside(partials[:used], totals)
         self._blocks = {}
 
 
-class _Block:
-    """Room for the partial sums of `TOGETHER` matrices of one shape."""
-
-    def __init__(self, parts: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._partials = torch.empty((TOGETHER, parts, columns), dtype=torch.float32, device=device)
-        self._totals = torch.empty((TOGETHER, columns), dtype=dtype, device=device)
-        self.used = 0
-
-    def place(self) -> tuple[Tensor, Tensor]:
-        self.used += 1
-        return self._partials[self.used - 1], self._totals[self.used - 1]
-
-    def add(self) -> None:
-        partials = self._partials[: self.used]
-        run_on_side_stream(lambda: add_partials(partials, self._totals), partials, self._totals)
+def _add_aside(partials: Tensor, totals: Tensor) -> None:
+    run_on_side_stream(lambda: add_partials(partials, totals), partials, totals)
 
 
 # Set while work is recorded. Autograd calls a backward in a thread of its own, so a context variable would not do.
