@@ -109,7 +109,7 @@ def test_tables_keep_no_tensor_and_one_set_of_distances_wherever_the_tensors_lie
     first = tables.of(whole.unbind())
     moved = whole.clone()
     second = tables.of(moved.unbind())
-    assert first.distances is second.distances and second.first.data_ptr() == moved.data_ptr()
+    assert first[1] is second[1] and second[0].data_ptr() == moved.data_ptr()
     kept = weakref.ref(moved.untyped_storage())
     del moved, second
     assert kept() is None

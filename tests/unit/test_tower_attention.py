@@ -206,7 +206,7 @@ def test_without_flash_attention_that_computes_the_same_attention_is_as_by_defau
 def test_a_shape_that_cudnn_has_no_kernel_for_attends_by_pytorchs(monkeypatch):
     pytest.importorskip("triton")
     from bridge_cg_plugin.upstream.encoders import packed_towers
-    from bridge_cg_plugin.vision.kernels import cudnn_attention
+    from bridge_cg_plugin.vision.kernels import cudnn_attention, rotary
     from bridge_cg_plugin.vision.kernels.packed_attention import PackedSegments
 
     asked = []
@@ -216,10 +216,10 @@ def test_a_shape_that_cudnn_has_no_kernel_for_attends_by_pytorchs(monkeypatch):
     rotation = dataclasses.replace(packed_towers.Rotation.of(table, table), halves=(table[:, :4], table[:, :4]))
     plain = dataclasses.replace(rotation, halves=None)
     segments = PackedSegments(torch.tensor([0, CUDNN_FROM], dtype=torch.int32), CUDNN_FROM)
-    monkeypatch.setattr(packed_towers.Rotation, "apply", lambda self, rotate, query, key: rotate(query, key))
+    monkeypatch.setattr(rotary, "apply_rotary", lambda x, *tables: x)
     monkeypatch.setattr(packed_towers, "_locate", direct_attention.located())
     found, plainly = (
-        packed_towers.attend((mixed,), lambda query, key: (query, key), each, segments, 0.3)
+        packed_towers.attend((mixed,), lambda query, key, *tables: (query, key), each, segments, 0.3)
         for each in (rotation, plain)
     )
     assert len(asked) == 1 and (asked[0].segments, asked[0].largest) == (1, CUDNN_FROM)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,19 +16,9 @@ def runs_kernels(tensor: Tensor) -> bool:
 WIDEST_LOAD = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Where matrices are.
-
-    Attributes:
-        first: The first of them.
-        distances: `[matrices]` int64 on their device, each one's distance from the first in elements.
-        vector: Elements that a kernel may load at once, counted from the beginning of any of them.
-    """
-
-    first: Tensor
-    distances: Tensor
-    vector: int
+# Where matrices are: the first of them; `[matrices]` int64 on their device, each one's distance from the first in
+# elements; how many elements a kernel may load at once, counted from the beginning of any of them.
+Table = tuple[Tensor, Tensor, int]
 
 
 class Tables:
@@ -56,7 +45,7 @@ class Tables:
             if first.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("a table of experts' matrices was first asked for inside a capture")
             self._distances[key] = torch.tensor(distances, dtype=torch.int64, device=first.device)
-        return Table(first, self._distances[key], _vector(first, distances))
+        return first, self._distances[key], _vector(first, distances)
 
 
 def table_of_slices(stacked: Tensor) -> Table:
@@ -67,7 +56,7 @@ def table_of_slices(stacked: Tensor) -> Table:
     """
     step = stacked[0].numel()
     distances = torch.arange(stacked.shape[0], device=stacked.device) * step
-    return Table(stacked, distances, _vector(stacked, [step]))
+    return stacked, distances, _vector(stacked, [step])
 
 
 def _vector(first: Tensor, distances: Sequence[int]) -> int:

@@ -190,7 +190,8 @@ def multiply(
         bounds: `[experts + 1]` int32.
         transposed: Whether x is `out` wide.
     """
-    count, experts = x.shape[0] if tokens is None else tokens.shape[0], table.distances.shape[0]
+    first, distances, vector = table
+    count, experts = x.shape[0] if tokens is None else tokens.shape[0], distances.shape[0]
     depth, columns = shape if transposed else (shape[1], shape[0])
     out = x.new_empty(count, columns)
     constants = tiling_of(x.dtype, count // experts)
@@ -199,8 +200,8 @@ def multiply(
     _multiply[(tiles * triton.cdiv(columns, constants["COLUMNS"]),)](
         x,
         x if tokens is None else tokens,
-        table.first,
-        table.distances,
+        first,
+        distances,
         bounds,
         out,
         experts,
@@ -208,7 +209,7 @@ def multiply(
         depth,
         GATHERED=tokens is not None,
         TRANSPOSED=transposed,
-        VECTOR=table.vector,
+        VECTOR=vector,
         WHOLE=depth % constants["DEPTH"] == 0 and columns % constants["COLUMNS"] == 0,
         PRECISION=_precision(x.dtype),
         EXPERTS=triton.next_power_of_2(experts),
@@ -236,7 +237,8 @@ def weight_gradients(
         table: Of `[out, in]` each.
         add: Whether what is there counts; an expert without rows then stays as it is.
     """
-    rows, columns, experts = gradient.shape[1], x.shape[1], table.distances.shape[0]
+    first, distances, vector = table
+    rows, columns, experts = gradient.shape[1], x.shape[1], distances.shape[0]
     constants = tiling_of_gradients(x.dtype)
     tiles = triton.cdiv(rows, constants["ROWS"]) * triton.cdiv(columns, constants["COLUMNS"])
     _weight_gradients[(experts * tiles,)](
@@ -245,14 +247,14 @@ def weight_gradients(
         x,
         x if x_tokens is None else x_tokens,
         bounds,
-        table.first,
-        table.distances,
+        first,
+        distances,
         rows,
         columns,
         GRADIENT_GATHERED=gradient_tokens is not None,
         X_GATHERED=x_tokens is not None,
         ADD=add,
-        VECTOR=table.vector,
+        VECTOR=vector,
         WHOLE=rows % constants["ROWS"] == 0 and columns % constants["COLUMNS"] == 0,
         PRECISION=_precision(x.dtype),
         **constants,

@@ -164,21 +164,6 @@ class Rotation:
         one, other = (never_offload(t[:, : t.shape[1] // 2].float().contiguous()) for t in (cosines, sines))
         return cls((cosines, sines), (one, other), rounds)
 
-    def apply(self, rotate: Callable[..., Any], query: Tensor, key: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys `[tokens, heads, width]`.
-
-        Args:
-            rotate: Upstream's function.
-            query, key: What is rotated.
-            others: Further arguments of upstream's.
-        """
-        if self.halves is None:
-            turned: tuple[Tensor, Tensor] = rotate(query, key, *self.upstreams, **others)
-            return turned
-        from ...vision.kernels.rotary import apply_rotary
-
-        return apply_rotary(query, *self.halves, self.rounds), apply_rotary(key, *self.halves, self.rounds)
-
 
 def has_kernels(tensor: Tensor) -> bool:
     """Whether the plugin's kernels compute with a tensor."""
@@ -334,21 +319,24 @@ def attend(
         scale: What products of queries and keys are multiplied by.
     """
     query, key, value = taken_apart(made)
-    if rotation.halves is not None:
-        from ...vision.kernels.rotary import rotate_interleaved
+    if rotation.halves is None:
+        query, key = rotate(query, key, *rotation.upstreams)
+        return packed_attention(query, key, value, segments, scale)
+    from ...vision.kernels.rotary import apply_rotary, rotate_interleaved
 
-        interleaved = partial(rotate_interleaved, made, *rotation.halves, rotation.rounds)
-        if _by_flash:
-            from . import flash_attention as flash
+    tables = *rotation.halves, rotation.rounds
+    if _by_flash:
+        from . import flash_attention as flash
 
-            if flash.suits(query, segments.largest):
-                return flash.flash_attention(*interleaved(), segments.offsets, segments.largest, scale)
-        if _locate is not None and (plans := _plans(query, segments, scale)) is not None:
-            from ...vision.kernels.cudnn_attention import segment_attention
+        if flash.suits(query, segments.largest):
+            parts = rotate_interleaved(made, *tables)
+            return flash.flash_attention(*parts, segments.offsets, segments.largest, scale)
+    if _locate is not None and (plans := _plans(query, segments, scale)) is not None:
+        from ...vision.kernels.cudnn_attention import segment_attention
 
-            return segment_attention(*interleaved(), _locate(segments.offsets, *query.shape[1:]), plans)
-    query, key = rotation.apply(rotate, query, key)
-    return packed_attention(query, key, value, segments, scale)
+        parts = rotate_interleaved(made, *tables)
+        return segment_attention(*parts, _locate(segments.offsets, *query.shape[1:]), plans)
+    return packed_attention(apply_rotary(query, *tables), apply_rotary(key, *tables), value, segments, scale)
 
 
 def _plans(query: Tensor, segments: PackedSegments, scale: float) -> Any:
