@@ -1,7 +1,5 @@
 """One microbatch's images, video frames or audio clips, checked before anything touches them."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -65,38 +63,6 @@ class EncoderBatch:
 def equal_images(pixels: Tensor, images: int, patches: int) -> EncoderBatch:
     """Return a microbatch of so many images that all have so many patches."""
     return EncoderBatch(pixels, ((1, 1, patches),) * images, Shape(images * patches, images, patches))
-
-
-def read_patches(
-    grids: HostGrids, pixels: Tensor, grid: Tensor, patch: Sequence[int], device: torch.device
-) -> EncoderBatch:
-    """Return the microbatch of a call, its pixels one row a patch as encoders view them; nothing is copied.
-
-    Args:
-        grids: Host copies of grids.
-        pixels: Patches in any shape whose memory can be viewed as `[tokens, *patch]`.
-        grid: `[images, 3]` int32 or int64.
-        patch: Channels, frames, height and width of a patch.
-        device: Where the encoder is.
-
-    Raises:
-        BatchError: No encoder takes pixels or a grid of this kind.
-    """
-    if not isinstance(grid, Tensor) or grid.dim() != 2 or grid.shape[1] != 3 or grid.dtype not in GRID_DTYPES:
-        found = f"{grid.dtype} {tuple(grid.shape)}" if isinstance(grid, Tensor) else type(grid).__name__
-        raise BatchError(f"grid_thw is {found}, the encoder takes an int32 or int64 tensor (images, 3)")
-    check_device(pixels, device)
-    if pixels.dim() != 2 or pixels.shape[1] != math.prod(patch):
-        try:
-            pixels = pixels.view(-1, *patch)
-        except RuntimeError as error:
-            raise BatchError(
-                f"pixel_values has shape {tuple(pixels.shape)} and strides {pixels.stride()}, the encoder takes what "
-                f"can be viewed as (tokens, {', '.join(map(str, patch))}); use the model's processor, or call "
-                "contiguous()"
-            ) from error
-    rows = grids.lookup(grid)
-    return EncoderBatch(pixels, rows, shape_of(rows)._replace(tokens=pixels.shape[0]), grid)
 
 
 def check_device(pixels: Tensor, device: torch.device) -> None:

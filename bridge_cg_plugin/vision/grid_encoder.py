@@ -16,7 +16,7 @@ from ..graphs.program import Buffers, TensorSpec
 from ..graphs.recordings.streams import run_on_side_stream
 from ..graphs.rows import write_rows
 from ..offload import never_offload
-from .batch import EncoderBatch, HostGrids, patches_misfit, read_patches
+from .batch import GRID_DTYPES, BatchError, EncoderBatch, HostGrids, check_device, patches_misfit, shape_of
 from .encoder import Encoder
 from .guard import guarded_shape, write_guarded
 from .layout import TokenPositions, first_frame_patches, position_interpolation
@@ -48,8 +48,31 @@ class GridEncoder(Encoder):
         return weight
 
     def patches(self, grids: HostGrids, pixels: Tensor, grid: Tensor) -> tuple[EncoderBatch, str | None]:
-        """Return the microbatch of a call, and what is wrong with it; see `read_patches`."""
-        batch = read_patches(grids, pixels, grid, self.patch, self.weight().device)
+        """Return the microbatch of a call, pixels one row a patch, and what is wrong with it; nothing is copied.
+
+        Args:
+            grids: Host copies of grids.
+            pixels: Patches in any shape whose memory can be viewed as `[tokens, *patch]`.
+            grid: `[images, 3]` int32 or int64.
+
+        Raises:
+            BatchError: No encoder takes pixels or a grid of this kind.
+        """
+        if not isinstance(grid, Tensor) or grid.dim() != 2 or grid.shape[1] != 3 or grid.dtype not in GRID_DTYPES:
+            found = f"{grid.dtype} {tuple(grid.shape)}" if isinstance(grid, Tensor) else type(grid).__name__
+            raise BatchError(f"grid_thw is {found}, the encoder takes an int32 or int64 tensor (images, 3)")
+        check_device(pixels, self.weight().device)
+        if pixels.dim() != 2 or pixels.shape[1] != math.prod(self.patch):
+            try:
+                pixels = pixels.view(-1, *self.patch)
+            except RuntimeError as error:
+                raise BatchError(
+                    f"pixel_values has shape {tuple(pixels.shape)} and strides {pixels.stride()}, the encoder takes "
+                    f"what can be viewed as (tokens, {', '.join(map(str, self.patch))}); use the model's processor, or "
+                    "call contiguous()"
+                ) from error
+        rows = grids.lookup(grid)
+        batch = EncoderBatch(pixels, rows, shape_of(rows)._replace(tokens=pixels.shape[0]), grid)
         return batch, patches_misfit(batch, self.merge)
 
     def bounds(self, capacity: int, frames: int, directly: bool) -> list[tuple[int, ...]]:

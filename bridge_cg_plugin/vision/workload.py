@@ -49,13 +49,11 @@ class VisionWorkload(Workload):
         "smaller largest bucket."
     )
 
-    def __init__(
-        self, model: nn.Module, options: VisionGraphOptions, family: EncoderFamily, grids: HostGrids | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, options: VisionGraphOptions, family: EncoderFamily, grids: HostGrids) -> None:
         self.options, self.family = options, family
         self.title, self.group = f"{family.encodes} CUDA graphs", f"{family.encodes}_cuda_graph"
         self.strict = options.strict
-        self.grids = grids or HostGrids()
+        self.grids = grids
         self.kernels = RecordedKernels(options, family)
         self.encoder = family.encoder(model, options.exact_below, self.kernels)
         self.last: deque[Shape] = deque(maxlen=WINDOW)
