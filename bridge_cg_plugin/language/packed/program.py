@@ -57,7 +57,7 @@ class DecoderPart:
         uses: Names of the owner's submodules whose parameters the piece uses; none are all of them.
         run: The piece. Every output has as many rows as the hidden states.
         site: Where the layer calls it; None where the decoder's forward is the call.
-        outputs: How many tensors the piece gives.
+        routes: Whether the piece gives what a router makes of the hidden states.
         counted: Whether the piece must know how many tokens are no padding.
         changed: Returns whether a replay has to quantize the weights, which changed; it is taken to do so. None where
             the piece quantizes none.
@@ -68,7 +68,7 @@ class DecoderPart:
     uses: Sequence[str]
     run: Callable[[RecordedPack], tuple[Tensor, ...]]
     site: CallSite | None = None
-    outputs: int = 1
+    routes: bool = False
     counted: bool = False
     changed: Callable[[], bool] | None = None
 

@@ -82,7 +82,7 @@ def attention_and_router_part(layer: UpstreamModule) -> DecoderPart:
     Raises:
         OptionError: See `router_part`.
     """
-    attend, (route, follower, count) = _attention(layer), _routing(layer, 1)
+    attend, (route, follower) = _attention(layer), _routing(layer, 1)
     norm = getattr(layer, NORM)
 
     def run(pack: RecordedPack) -> tuple[Tensor, ...]:
@@ -92,7 +92,7 @@ def attention_and_router_part(layer: UpstreamModule) -> DecoderPart:
     followers = (layer, NORM, lambda outputs: outputs[1]), follower
     site = CallSite(layer, "_forward_attention", _attention_answer, followers)
     name = f"packed_attention_and_router_{layer.layer_number}"
-    return DecoderPart(name, layer, ATTENTION + ROUTER, run, site, 1 + count)
+    return DecoderPart(name, layer, ATTENTION + ROUTER, run, site, routes=True)
 
 
 def router_part(layer: UpstreamModule) -> DecoderPart:
@@ -101,10 +101,10 @@ def router_part(layer: UpstreamModule) -> DecoderPart:
     Raises:
         OptionError: The router is of a kind that was not looked at, or changes its input at random.
     """
-    route, follower, count = _routing(layer, 0)
+    route, follower = _routing(layer, 0)
     norm, name = getattr(layer, NORM), f"packed_router_{layer.layer_number}"
     site = CallSite(layer, NORM, followers=(follower,))
-    return DecoderPart(name, layer, ROUTER, lambda pack: route(norm(pack.hidden)), site, count)
+    return DecoderPart(name, layer, ROUTER, lambda pack: route(norm(pack.hidden)), site, routes=True)
 
 
 def _attention(layer: UpstreamModule) -> Callable[[RecordedPack], Tensor]:
@@ -122,8 +122,8 @@ def _attention_answer(outputs: tuple[Tensor, ...]) -> tuple[Tensor, None]:
     return outputs[0], None
 
 
-def _routing(layer: UpstreamModule, place: int) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], Follower, int]:
-    """Return what of a router is recorded, the call that it answers, and how many outputs there are.
+def _routing(layer: UpstreamModule, place: int) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], Follower]:
+    """Return what of a router is recorded, and the call that it answers.
 
     Args:
         layer: A layer with experts.
@@ -141,8 +141,8 @@ def _routing(layer: UpstreamModule, place: int) -> tuple[Callable[[Tensor], tupl
         return (normed, *computed) if pure else (normed, computed)
 
     if pure:
-        return route, (router, "forward", lambda outputs: (outputs[place + 1], outputs[place + 2])), 3
-    return route, (router, "gating", lambda outputs: outputs[place + 1]), 2
+        return route, (router, "forward", lambda outputs: (outputs[place + 1], outputs[place + 2]))
+    return route, (router, "gating", lambda outputs: outputs[place + 1])
 
 
 def is_pure(router: UpstreamModule) -> bool:
