@@ -24,6 +24,7 @@ from ...upstream_types import UpstreamModule
 from ...vision.batch import EncoderBatch, HostGrids, check_device, equal_images, shape_of
 from ...vision.encoder import Encoder, encoder_call
 from ...vision.guard import guarded_shape, images, poisoned, write_guarded
+from ...vision.layout import offsets_of
 from ..kernels.transformer_engine import device_lengths
 from .qwen3_vl import OVER_SEGMENTS, core_family, core_kernels, pack_segments, te_bounds
 
@@ -42,15 +43,6 @@ _REFUSED = {
 }
 
 
-def _check(config: Any) -> None:
-    for name, (field, reason) in _REFUSED.items():
-        value = getattr(config, name, None)
-        if value:
-            off, found = ("null", value) if reason is _WEIGHTS else ("false", True)
-            remedy = f"{reason} Set it to {off}, or switch vision graphs off."
-            raise OptionError(field, found, f"{off} with vision graphs of RADIO", remedy)
-
-
 class RadioLayers(Encoder):
     """The layers of a `RADIOViTModel`, megatron-core's `TransformerBlock`, on hidden states.
 
@@ -60,7 +52,11 @@ class RadioLayers(Encoder):
 
     def prepare(self) -> None:
         """See `Encoder`."""
-        _check(self.model.config)
+        for name, (field, reason) in _REFUSED.items():
+            if value := getattr(self.model.config, name, None):
+                off, found = ("null", value) if reason is _WEIGHTS else ("false", True)
+                remedy = f"{reason} Set it to {off}, or switch vision graphs off."
+                raise OptionError(field, found, f"{off} with vision graphs of RADIO", remedy)
 
     @property
     def _weight(self) -> Tensor:
@@ -169,7 +165,7 @@ class PackedLayers(RadioLayers):
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Output: hidden states `[tokens, 1, width]`."""
         guarded = buffers["lengths"]
-        offsets = functional.pad(images(guarded)[:, 2].cumsum(0), (1, 0)).to(torch.int32)
+        offsets = offsets_of(images(guarded)[:, 2])
         hidden = poisoned(buffers["hidden"], guarded)
         return (self.layers(hidden, pack_segments(offsets, bucket.limits[1])),)
 

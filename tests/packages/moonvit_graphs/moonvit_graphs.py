@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from bridge_cg_plugin.attention_bounds import Shape, scanned_limits
 from bridge_cg_plugin.graphs.buckets import Bucket
@@ -28,7 +27,7 @@ from bridge_cg_plugin.vision.batch import GRID_DTYPES, EncoderBatch, HostGrids, 
 from bridge_cg_plugin.vision.encoder import Encoder, EncoderFamily, encoder_call
 from bridge_cg_plugin.vision.guard import guarded_shape, images, poisoned, write_guarded
 from bridge_cg_plugin.vision.kernels.packed_attention import DTYPES, PackedSegments, packed_attention
-from bridge_cg_plugin.vision.layout import token_positions
+from bridge_cg_plugin.vision.layout import offsets_of, token_positions
 
 
 class MoonViTLayers(Encoder):
@@ -104,8 +103,7 @@ class MoonViTLayers(Encoder):
     def forward(self, buffers: Buffers, bucket: Bucket) -> tuple[Tensor, ...]:
         """See `RegionProgram`. Output: hidden states `[tokens, width]`."""
         grid = images(buffers["grid"])
-        offsets = functional.pad(grid.prod(1).cumsum(0), (1, 0)).to(torch.int32)
-        segments = PackedSegments(offsets, bucket.limits[1])
+        segments = PackedSegments(offsets_of(grid.prod(1)), bucket.limits[1])
         rotation = self._rotation(grid, bucket.tokens)
         hidden = poisoned(buffers["hidden"], buffers["grid"])
         for block in self.model.blocks:
