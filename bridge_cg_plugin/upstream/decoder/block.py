@@ -165,24 +165,13 @@ class TransformerBlockFamily:
         if (params is not None and params.qkv_format == "thd") is not self._packs:
             return Fallback.UNPACKED_BATCH if self._packs else Fallback.CALL_ARGUMENTS
         hidden = kwargs.get("hidden_states") if self._decoder.pre_process else self._decoder.input_tensor
-        angles = kwargs.get("rotary_pos_emb")
-        if args or not isinstance(hidden, Tensor):
-            return Fallback.CALL_ARGUMENTS
-        known = (*READ, *WITHOUT_EFFECT) if self._packs else READ
-        others = [v for name, v in kwargs.items() if name not in known]
-        if any(v is not None and v != set() for v in others) or any(getattr(params, n, None) for n in UNKNOWN):
-            return Fallback.CALL_ARGUMENTS
-        if hidden.dim() != 3 or (self._packs and hidden.shape[1] != 1) or not self._rotates(angles, hidden):
-            return Fallback.CALL_ARGUMENTS
-        visual = self._visual(kwargs)
-        if visual is not None and visual[0].shape != (hidden.shape[1], hidden.shape[0]):
-            return Fallback.CALL_ARGUMENTS
-        if visual is not None and self._packs and self.shards > 1:  # not compared with eager
+        if args or not isinstance(hidden, Tensor) or not self._is_usual(hidden, kwargs):
             return Fallback.CALL_ARGUMENTS
         # Those of tokens that other ranks hold are among them.
         tokens = hidden.shape[0] * self.shards * self.ranks
         if self._packs and self._mamba and (params.seq_idx is None or params.seq_idx.shape[-1] != tokens):
             return Fallback.NO_SEQ_IDX
+        angles, visual = kwargs.get("rotary_pos_emb"), self._visual(kwargs)
         if want_gradients((angles,)):
             return Fallback.INPUT_GRADIENTS
         batch = self._pack(hidden, angles, params, host) if self._packs else row_batch(hidden, angles, self.shards)
@@ -195,6 +184,22 @@ class TransformerBlockFamily:
             return batch
         mask, embeddings = visual
         return replace(batch, additions=tuple(spread(mask, rows) for rows in embeddings))
+
+    def _is_usual(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call's arguments are of the kind that recordings are made with."""
+        known = (*READ, *WITHOUT_EFFECT) if self._packs else READ
+        others = [v for name, v in kwargs.items() if name not in known]
+        params = kwargs.get("packed_seq_params")
+        if any(v is not None and v != set() for v in others) or any(getattr(params, n, None) for n in UNKNOWN):
+            return False
+        if hidden.dim() != 3 or (self._packs and hidden.shape[1] != 1):
+            return False
+        if not self._rotates(kwargs.get("rotary_pos_emb"), hidden):
+            return False
+        visual = self._visual(kwargs)
+        if visual is not None and self._packs and self.shards > 1:  # not compared with eager
+            return False
+        return visual is None or visual[0].shape == (hidden.shape[1], hidden.shape[0])
 
     def _pack(
         self, hidden: Tensor, angles: Tensor | None, params: Any, host: Callable[[Tensor], Sequence[int]]
