@@ -177,21 +177,20 @@ def packed(offsets=None, tokens=TOKENS, kv=None, padded=None, longest=TOKENS, sh
 
 
 BAD = {
-    "does not start at 0": (packed, {"offsets": ends_at(1, 5, 12)}, "cu_seqlens_q starts at 1: it must be 0"),
-    "decreases": (packed, {"offsets": ends_at(0, 7, 5, 12)}, "cu_seqlens_q[2]=5 after 7"),
-    "too long": (packed, {"offsets": ends_at(0, 5, 13)}, "cu_seqlens_q ends at 13, the pack has 12 tokens"),
-    "dtype": (packed, {"offsets": ends_at(0, 5, 12, dtype=torch.int64)}, "torch.int64: it must be torch.int32"),
-    "device": (packed, {"offsets": ends_at(0, 5, 12).to("meta")}, "is on meta, the tokens are on cpu"),
-    "shape": (packed, {"offsets": ends_at(0, 5, 12)[None]}, "has shape (1, 3)"),
-    "empty": (packed, {"offsets": ends_at(0, 0)}, "the pack is empty"),
-    "no offset": (packed, {"offsets": ends_at()}, "has shape (0,)"),
-    "counts": (packed, {"kv": ends_at(0, 12)}, "cu_seqlens_q 3, cu_seqlens_kv 2"),
-    "padding": (packed, {"padded": ends_at(0, 4, 12)}, "document 0 has 5 tokens in cu_seqlens_q and room for 4"),
-    "padded too long": (packed, {"padded": ends_at(0, 6, 14)}, "cu_seqlens_q_padded ends at 14"),
-    "bound": (packed, {"longest": 6}, "max_seqlen_q=6, a document has 7 tokens"),
-    "chunks": (packed, {"ranks": 2}, "document 0 has 5 tokens in cu_seqlens_q: it must be a multiple of 4"),
+    "does not start at 0": ({"offsets": ends_at(1, 5, 12)}, "cu_seqlens_q starts at 1: it must be 0"),
+    "decreases": ({"offsets": ends_at(0, 7, 5, 12)}, "cu_seqlens_q[2]=5 after 7"),
+    "too long": ({"offsets": ends_at(0, 5, 13)}, "cu_seqlens_q ends at 13, the pack has 12 tokens"),
+    "dtype": ({"offsets": ends_at(0, 5, 12, dtype=torch.int64)}, "torch.int64: it must be torch.int32"),
+    "device": ({"offsets": ends_at(0, 5, 12).to("meta")}, "is on meta, the tokens are on cpu"),
+    "shape": ({"offsets": ends_at(0, 5, 12)[None]}, "has shape (1, 3)"),
+    "empty": ({"offsets": ends_at(0, 0)}, "the pack is empty"),
+    "no offset": ({"offsets": ends_at()}, "has shape (0,)"),
+    "counts": ({"kv": ends_at(0, 12)}, "cu_seqlens_q 3, cu_seqlens_kv 2"),
+    "padding": ({"padded": ends_at(0, 4, 12)}, "document 0 has 5 tokens in cu_seqlens_q and room for 4"),
+    "padded too long": ({"padded": ends_at(0, 6, 14)}, "cu_seqlens_q_padded ends at 14"),
+    "bound": ({"longest": 6}, "max_seqlen_q=6, a document has 7 tokens"),
+    "chunks": ({"ranks": 2}, "document 0 has 5 tokens in cu_seqlens_q: it must be a multiple of 4"),
     "padded bound": (
-        packed,
         {"offsets": ends_at(0, 5, 10), "padded": ends_at(0, 5, 12), "longest": 6},
         "max_seqlen_q=6, a document has 7 tokens",
     ),
@@ -200,9 +199,9 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_offsets_are_refused(case):
-    make, arguments, message = BAD[case]
+    arguments, message = BAD[case]
     with pytest.raises(PackedBatchError, match=re.escape(message)):
-        make(**arguments)
+        packed(**arguments)
 
 
 def test_what_a_pack_is():
