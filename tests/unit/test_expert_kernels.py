@@ -124,11 +124,11 @@ def test_weight_gradients(case):
     given, found = case
     whole = plain(given)
     sides = (whole["gradient"], None, whole["x"], given["tokens"], given["bounds"])
-    expected = torch.stack(new_weight_gradients(sides))
+    expected = torch.stack(new_weight_gradients(*sides))
     assert_near(found["made"], expected.to(given["x"].dtype))
     assert_near(found["swapped"], expected.transpose(1, 2).to(given["x"].dtype))
     sums = [each.clone() for each in given["sums"]]
-    add_weight_gradients(sides, Tables(), sums)
+    add_weight_gradients(*sides, Tables(), sums)
     for expert, (right, before) in enumerate(zip(sums, given["sums"], strict=True)):
         assert_near(found["sums"][expert], right)
         if given["bounds"][expert] == given["bounds"][expert + 1]:

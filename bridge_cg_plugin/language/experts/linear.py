@@ -42,38 +42,49 @@ def multiply(
     return out
 
 
-# What experts' weight gradients are made of: the output's gradient `[rows, out]`, or `[tokens, out]` with its rows'
-# tokens, else None; the input `[rows, in]`, or `[tokens, in]` with its rows' tokens; bounds, see `Rows`.
-Sides = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]
-
-
-def add_weight_gradients(sides: Sides, tables: Tables, sums: Sequence[Tensor]) -> None:
+def add_weight_gradients(
+    gradient: Tensor,
+    gradient_tokens: Tensor | None,
+    x: Tensor,
+    x_tokens: Tensor | None,
+    bounds: Tensor,
+    tables: Tables,
+    sums: Sequence[Tensor],
+) -> None:
     """Add every expert's weight gradient, summed over its rows in fp32, to its sum.
 
     Args:
-        sides: See above.
+        gradient: `[rows, out]`, or `[tokens, out]` with `gradient_tokens`, of the output.
+        gradient_tokens: See `multiply`.
+        x: `[rows, in]`, or `[tokens, in]` with `x_tokens`, of the input.
+        x_tokens: See `multiply`.
+        bounds: See `Rows`.
         tables: Tables of the sums.
         sums: `[out, in]` of every expert, all of one dtype, contiguous.
     """
-    if device.runs_kernels(sides[2]):
-        from . import kernels
-
-        kernels.weight_gradients(*sides, tables.of(sums), add=True)
-        return
-    for each, product in zip(sums, _weight_gradients(sides), strict=True):
-        each.add_(product)
-
-
-def new_weight_gradients(sides: Sides) -> tuple[Tensor, ...]:
-    """Return every expert's weight gradient, `[out, in]` each, in x's dtype; see `add_weight_gradients`."""
-    gradient, _, x, _, bounds = sides
     if device.runs_kernels(x):
         from . import kernels
 
-        stacked = x.new_empty(bounds.shape[0] - 1, gradient.shape[1], x.shape[1])
-        kernels.weight_gradients(*sides, table_of_slices(stacked), add=False)
+        kernels.weight_gradients(gradient, gradient_tokens, x, x_tokens, bounds, tables.of(sums), add=True)
+        return
+    for each, product in zip(sums, _weight_gradients(gradient, gradient_tokens, x, x_tokens, bounds), strict=True):
+        each.add_(product)
+
+
+def new_weight_gradients(
+    gradient: Tensor, gradient_tokens: Tensor | None, x: Tensor, x_tokens: Tensor | None, bounds: Tensor
+) -> tuple[Tensor, ...]:
+    """Return every expert's weight gradient, `[out, in]` each, in x's dtype; see `add_weight_gradients`."""
+    experts = bounds.shape[0] - 1
+    shape = (experts, gradient.shape[1], x.shape[1])
+    if device.runs_kernels(x):
+        from . import kernels
+
+        stacked = x.new_empty(shape)
+        table = table_of_slices(stacked)
+        kernels.weight_gradients(gradient, gradient_tokens, x, x_tokens, bounds, table, add=False)
         return stacked.unbind(0)
-    return _weight_gradients(sides)
+    return _weight_gradients(gradient, gradient_tokens, x, x_tokens, bounds)
 
 
 def combine(values: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,11 +106,12 @@ def combine(values: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-def _weight_gradients(sides: Sides) -> tuple[Tensor, ...]:
-    gradient, gradient_tokens, x, x_tokens, bounds = sides
-    factors = _taken(gradient, gradient_tokens), _taken(x, x_tokens)
-    owners = _owners(factors[0], bounds)
-    own = ([torch.where(owners == number, factor, 0) for factor in factors] for number in range(bounds.shape[0] - 1))
+def _weight_gradients(
+    gradient: Tensor, gradient_tokens: Tensor | None, x: Tensor, x_tokens: Tensor | None, bounds: Tensor
+) -> tuple[Tensor, ...]:
+    sides = _taken(gradient, gradient_tokens), _taken(x, x_tokens)
+    owners = _owners(sides[0], bounds)
+    own = ([torch.where(owners == number, side, 0) for side in sides] for number in range(bounds.shape[0] - 1))
     return tuple(outputs.T @ inputs for outputs, inputs in own)
 
 
@@ -141,6 +153,10 @@ class _WeightedSwiglu(torch.autograd.Function):
         from . import kernels
 
         return *kernels.swiglu_backward(gradient.contiguous(), *ctx.saved_tensors), None
+
+
+# Both factors of a product whose rows belong to experts: each with its rows' tokens or None, then the experts' bounds.
+Sides = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]
 
 
 def dispatch_linear(
@@ -213,7 +229,7 @@ class _ExpertLinear(torch.autograd.Function):
                 x_gradient = _combined(x_gradient, places, ctx.lanes)
         weight_gradients: Sequence[Tensor | None] = (None,) * len(ctx.weights)
         if all(ctx.needs_input_grad[5:]):
-            sides = gradient, gradient_tokens, x, x_tokens, bounds
+            sides: Sides = (gradient, gradient_tokens, x, x_tokens, bounds)
             weight_gradients = _gradients_of(ctx.weights, sides, ctx.tables)
         return x_gradient, None, None, None, None, *weight_gradients
 
@@ -232,8 +248,8 @@ def _gradients_of(weights: Sequence[MegatronParameter], sides: Sides, tables: Ta
     """Return the gradients; those added to `main_grad` are empty, by the convention of fused accumulation."""
     sums = [main_grad for weight in weights if (main_grad := sum_of(weight)) is not None]
     if len(sums) < len(weights):
-        return new_weight_gradients(sides)
-    add_weight_gradients(sides, tables, sums)
+        return new_weight_gradients(*sides)
+    add_weight_gradients(*sides, tables, sums)
     for weight in weights:
         weight.grad_added_to_main_grad = True
     return [weight.new_empty(()).expand_as(weight) for weight in weights]
