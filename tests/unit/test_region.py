@@ -124,7 +124,7 @@ def test_memory_that_runs_out_for_static_buffers_is_a_capture_error(monkeypatch)
     def fail(*unused):
         raise torch.OutOfMemoryError("made to fail")
 
-    monkeypatch.setattr(StaticTensors, "buffers", fail)
+    monkeypatch.setattr(StaticTensors, "view", fail)
     with pytest.raises(CaptureError, match="made to fail"):
         region.capture()
 

@@ -18,7 +18,7 @@ from ..ranges import named_range
 from ..recordings.recording import Gradients
 from ..reports import RegionStatistics
 from ..rows import copies, write_each
-from .slot import Lease, Slot, second_backward
+from .slot import Slot
 
 NO_RANGE = nullcontext()
 
@@ -46,7 +46,7 @@ class Replay:
         gradients: Whether a backward may follow.
         holds: Whether a source still lies where it was recorded; asked before the backward is launched.
         statistics: The region's.
-        lease: On the slot, once it runs.
+        lease: Number of its hold on the slot, once it runs.
         observer: Watches the backward.
         rows: Real rows of each output.
         input_rows: Real rows of each differentiable input.
@@ -60,7 +60,7 @@ class Replay:
     gradients: bool
     holds: Callable[[Source], bool]
     statistics: RegionStatistics
-    lease: Lease | None = None
+    lease: int | None = None
     observer: BackwardObserver | None = None
     rows: tuple[int, ...] = ()
     input_rows: tuple[int, ...] = ()
@@ -75,24 +75,32 @@ class Replay:
         self.observer = observer
         program, slot = self.program, self.slot
         with named_range(f"replay {program.name}, bucket {self.bucket}") if ranges.on else NO_RANGE:
-            lease = self.lease = slot.take()
+            self.lease = slot.take()
             try:
                 program.load(slot.buffers[self.bucket], batch)
                 self.rows = program.output_rows(batch, self.bucket, self.recorded.recording.outputs)
                 outputs: tuple[Tensor, ...]
                 if not self.gradients:
                     outputs = self.launch()
-                    lease.release()
+                    self.release()
                 else:
                     inputs = program.differentiable_inputs(batch)
                     self.input_rows = tuple(map(len, inputs))
                     # Without `Function.apply`'s look for functorch's wrappers, 0.2 ms for an encoder's parameters.
                     outputs = super(Function, _Replay).apply(self, *inputs, *self.source.sinks.receivers)
             except BaseException:
-                lease.release()
+                self.release()
                 raise
         self.statistics.replayed(self.bucket, program.size(batch), self.gradients)
         return outputs
+
+    def release(self) -> None:
+        """Give the slot back: by the backward, or when the autograd graph is freed; further calls do nothing."""
+        if self.slot.lease == self.lease:
+            self.slot.lease = None
+
+    def __del__(self) -> None:
+        self.release()
 
     def launch(self) -> tuple[Tensor, ...]:
         """Replay the forward; returns copies of the outputs' real rows.
@@ -124,10 +132,11 @@ class _Replay(Function):
                 "graph, a CUDA graph has none); run such a microbatch eager"
             )
         call: Replay | None = ctx.call
-        if call is None or call.lease is None:
-            raise second_backward()
-        slot, lease = call.slot, call.lease
-        lease.check()
+        if call is None or call.slot.lease != call.lease:  # its activations are gone
+            raise ReplayError(
+                "the backward of a graphed microbatch ran twice (retain_graph=True keeps an autograd graph, not the "
+                "activations inside a CUDA graph); run such a microbatch eager"
+            )
         if not call.holds(call.source):
             raise ReplayError(
                 f"{call.program.name}: between the forward and the backward of a graphed microbatch, memory of "
@@ -139,7 +148,7 @@ class _Replay(Function):
                 f"{call.program.name}: a graphed microbatch adds gradients to main_grad, which torch.autograd.grad and "
                 "backward(inputs=) must not; run such a microbatch eager"
             )
-        slot.order_after_last_use()
+        call.slot.order_after_last_use()
         if call.observer is not None:
             call.observer.before_backward(output_gradients)
         write_each(call.recorded.output_gradients, output_gradients)
@@ -151,7 +160,7 @@ class _Replay(Function):
             None if g is None else g[:rows].clone() for g, rows in zip(gradients.inputs, call.input_rows, strict=True)
         )
         parameters = sinks.hand_over(gradients.parameters, ctx)
-        lease.release()
+        call.release()
         # An autograd graph may outlive its step, and garbage collection does not look into it: megatron-core's token
         # dispatchers keep the probabilities of the last microbatch, and with them all of its nodes.
         ctx.call = None

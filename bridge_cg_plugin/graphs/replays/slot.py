@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..buckets import Bucket
-from ..errors import ReplayError
 from ..memory.pools import Making, SlotMemory
 
 Buffers = dict[str, Tensor]
@@ -55,10 +54,6 @@ class StaticTensors:
             with self._making(), torch.inference_mode(False):  # a pass in it may be the first to ask for a slot
                 flats.append(torch.full((numel,), fill, dtype=dtype, device=self._device))
         return flats[-1][:numel].view(shape)
-
-    def buffers(self, specs: Mapping[str, TensorSpec]) -> Buffers:
-        """Return views for all of a bucket's static inputs."""
-        return {name: self.view(f"input:{name}", spec.shape, spec.dtype) for name, spec in specs.items()}
 
     def keep(self, used: Iterable[Tensor]) -> None:
         """Give the storages back that none of these tensors is in."""
@@ -116,7 +111,7 @@ class Slot:
 
     Attributes:
         buffers: Static inputs of each bucket.
-        lease: Number of the lease that holds it; None while it is free.
+        lease: Number of the lease that a microbatch holds; None while the slot is free.
     """
 
     def __init__(
@@ -137,23 +132,24 @@ class Slot:
 
     def input_buffers(self, specs: Mapping[str, TensorSpec]) -> Buffers:
         """Return views for all of a bucket's static inputs."""
-        if self.shared is None:
-            return self.static.buffers(specs)
-        own = {name: spec for name, spec in specs.items() if name not in self.shared.names}
-        others = {name: spec for name, spec in specs.items() if name in self.shared.names}
-        return {**self.static.buffers(own), **self.shared.tensors(self.index).buffers(others)}
+        shared = self.shared
+        tensors = {
+            name: self.static if shared is None or name not in shared.names else shared.tensors(self.index)
+            for name in specs
+        }
+        return {name: tensors[name].view(f"input:{name}", spec.shape, spec.dtype) for name, spec in specs.items()}
 
     @property
     def free(self) -> bool:
         """Whether no microbatch holds the slot."""
         return self.lease is None
 
-    def take(self) -> "Lease":
-        """Hand the slot to a microbatch."""
+    def take(self) -> int:
+        """Hand the slot to a microbatch; returns the number of its lease."""
         self._leases += 1
         self.lease = self._leases
         self.order_after_last_use()
-        return Lease(self, self.lease)
+        return self.lease
 
     def order_after_last_use(self) -> None:
         """Make the current stream wait for the slot's last work if that ran on another stream."""
@@ -163,41 +159,6 @@ class Slot:
         if common.last_stream is not None and common.last_stream != current:
             current.wait_stream(common.last_stream)
         common.last_stream = current
-
-
-def second_backward() -> ReplayError:
-    """Return the error of a backward whose activations are gone."""
-    return ReplayError(
-        "the backward of a graphed microbatch ran twice (retain_graph=True keeps an autograd graph, not the "
-        "activations inside a CUDA graph); run such a microbatch eager"
-    )
-
-
-class Lease:
-    """A microbatch's hold on a slot; given back by its backward, or when its autograd graph is freed."""
-
-    __slots__ = ("_number", "slot")
-
-    def __init__(self, slot: Slot, number: int) -> None:
-        self.slot = slot
-        self._number = number
-
-    def release(self) -> None:
-        """Give the slot back; further calls do nothing."""
-        if self.slot.lease == self._number:
-            self.slot.lease = None
-
-    def check(self) -> None:
-        """Make sure that the slot still holds this microbatch's activations.
-
-        Raises:
-            ReplayError: The slot was given back, so its activations are gone.
-        """
-        if self.slot.lease != self._number:
-            raise second_backward()
-
-    def __del__(self) -> None:
-        self.release()
 
 
 class ChainSlot:
