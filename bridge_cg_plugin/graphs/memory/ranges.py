@@ -63,22 +63,21 @@ class DriverTable(ctypes.Structure):
     )
 
 
-class _Location(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+_LOCATION = ("location_type", ctypes.c_int), ("location_id", ctypes.c_int)
 
 
 class _Properties(ctypes.Structure):
     _fields_ = (
         ("type", ctypes.c_int),
         ("handle_types", ctypes.c_int),
-        ("location", _Location),
+        *_LOCATION,
         ("win32", ctypes.c_void_p),
         ("flags", ctypes.c_ubyte * 8),
     )
 
 
 class _Access(ctypes.Structure):
-    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+    _fields_ = (*_LOCATION, ("flags", ctypes.c_int))
 
 
 class VirtualMemory:
@@ -99,9 +98,9 @@ class VirtualMemory:
     def __init__(self, device: int) -> None:
         # Calls let other threads of Python run: the driver may wait for one of them.
         self._driver = ctypes.CDLL("libcuda.so.1")
-        location = _Location(ON_DEVICE, device)
-        self._properties = _Properties(type=PINNED, location=location)
-        self._access = _Access(location, READ_AND_WRITE)
+        location = {"location_type": ON_DEVICE, "location_id": device}
+        self._properties = _Properties(type=PINNED, **location)
+        self._access = _Access(**location, flags=READ_AND_WRITE)
         found = ctypes.c_size_t()
         self._call(
             "cuMemGetAllocationGranularity",
