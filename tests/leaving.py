@@ -55,13 +55,10 @@ class LeavingExecutor(Leaving, PooledExecutor):
             memory.begin().spoil(set())
         return super().release_memory()
 
+    @contextmanager
     def static_memory(self):
-        @contextmanager
-        def making():
-            self.check_there()
-            yield
-
-        return making
+        self.check_there()
+        yield
 
     def warm_up(self, *args, **kwargs) -> None:
         self.check_there()

@@ -101,7 +101,7 @@ class Region(Part):
 
     def _new_slot(self, index: int) -> Slot:
         executor = self.executor
-        return Slot(index, executor.device, self.chain.common(index), self._piece.shared, executor.static_memory())
+        return Slot(index, executor.device, self.chain.common(index), self._piece.shared, executor.static_memory)
 
     def add(self, bucket: Bucket, record: bool) -> None:
         """Let batches use one more bucket of a piece that grows.

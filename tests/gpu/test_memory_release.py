@@ -8,7 +8,7 @@ import torch
 
 from bridge_cg_plugin.graphs.errors import OutOfMemoryInCapture
 from bridge_cg_plugin.graphs.memory import returning
-from bridge_cg_plugin.graphs.memory.pools import Arena, StaticMemory
+from bridge_cg_plugin.graphs.memory.pools import Arena, making_in
 from bridge_cg_plugin.graphs.memory.ranges import AddressRange, close_left, driver_of
 from bridge_cg_plugin.graphs.recordings.capture import capture_graph
 
@@ -52,7 +52,7 @@ class Doubling:
         assert driver is not None, "virtual memory could not be set up; a line says why"
         self.ranges = [AddressRange(driver, total, keeps=keeps) for keeps in (False, True)]
         self.pool = Arena(lambda: self.ranges[0]).begin()
-        with StaticMemory(self.ranges[1]).making():
+        with making_in(self.ranges[1])():
             self.x = torch.arange(rows, device="cuda", dtype=torch.float32)
         self.graph, self.stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         self.host = torch.empty(rows, pin_memory=True)

@@ -145,7 +145,7 @@ def executor(monkeypatch, pytorch, device):
     monkeypatch.setattr(executor_module, "driver_of", lambda found: device)
     monkeypatch.setattr(executor_module, "ReplayStream", lambda *given: None)
     monkeypatch.setattr(executor_module, "_recording_stream", lambda *given: None)
-    monkeypatch.setattr(executor_module, "StaticMemory", lambda addresses: addresses)
+    monkeypatch.setattr(executor_module, "making_in", lambda addresses: addresses)
     return lambda **given: CudaGraphExecutor(CPU, **given)
 
 

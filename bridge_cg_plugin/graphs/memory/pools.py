@@ -211,18 +211,17 @@ class Arena(SlotMemory):
         self._addresses.keep(nbytes)
 
 
-class StaticMemory:
-    """Memory of tensors that recordings read and write; its content comes back with it.
+def making_in(addresses: AddressRange) -> Making:
+    """Return what is entered around the making of tensors that recordings read and write.
 
     Args:
-        addresses: What it is behind, for nothing else.
+        addresses: What they lie behind, and nothing else; their content comes back with the memory.
     """
-
-    def __init__(self, addresses: AddressRange) -> None:
-        self._addresses, self._pool = addresses, addresses.new_pool()
+    pool = addresses.new_pool()
 
     @contextmanager
-    def making(self) -> Iterator[None]:
-        """Make tensors inside."""
-        with self._addresses.giving(), torch.cuda.use_mem_pool(self._pool):
+    def making() -> Iterator[None]:
+        with addresses.giving(), torch.cuda.use_mem_pool(pool):
             yield
+
+    return making

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...announce import announce, warn
 from ..errors import CaptureError, OtherRankFailed, named, release_frames
-from ..memory.pools import Arena, Making, PlainMemory, Pool, SlotMemory, StaticMemory
+from ..memory.pools import Arena, Making, PlainMemory, Pool, SlotMemory, making_in
 from ..memory.ranges import AddressRange, DeviceMemoryError, NoDeviceMemory, VirtualMemory, close_left, driver_of
 from ..memory.returning import Home
 from .capture import capture_graph, default_generator
@@ -30,9 +30,6 @@ Isolated = Callable[[], AbstractContextManager[None]]
 MakeOutputGradients = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 # Called around the warm-up of a recording.
 Hook = Callable[[], None]
-
-
-MAIN_STREAM = ReplayStream()
 
 
 class ReferenceRecording:
@@ -76,7 +73,7 @@ class CudaGraphRecording:
         stream: Of the capture.
         generators: What both graphs may draw from, besides the default generator.
         replay_stream: Takes graphs that copy activations to the host; others replay on the main stream.
-        launched: Called after each launch with what was launched.
+        launched: Called after each launch with what was launched; None where nobody wants to know.
     """
 
     def __init__(
@@ -84,9 +81,9 @@ class CudaGraphRecording:
         body: RegionBody,
         pool: Pool,
         stream: torch.cuda.Stream,
-        generators: Sequence[torch.Generator] = (),
-        replay_stream: ReplayStream = MAIN_STREAM,
-        launched: Callable[[str], None] | None = None,
+        generators: Sequence[torch.Generator],
+        replay_stream: ReplayStream,
+        launched: Callable[[str], None] | None,
     ) -> None:
         self._replay_stream, self._launched = replay_stream, launched
         self._name, self._copies = body.name, body.activations.copies
@@ -154,9 +151,11 @@ class Executor(ABC):
 
     Attributes:
         memory_away: Whether memory of recordings and static tensors has left the device.
+        static_memory: Entered around the making of each tensor that recordings of one slot read.
     """
 
     memory_away = False
+    static_memory: Making = nullcontext
 
     def __init__(
         self,
@@ -223,15 +222,12 @@ class Executor(ABC):
         """Return what work that is recorded may draw random numbers from."""
         return (default_generator(self.device),)
 
-    def static_memory(self) -> Making:
-        """Return what is entered around the making of each tensor that recordings of one slot read."""
-        return nullcontext
-
     def tidy(self) -> None:
         """Give memory back that no recording needs any more."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
+        close_left()
 
     def release_memory(self) -> int:
         """Take memory of recordings and static tensors off the device, if it can leave; returns how many bytes left.
@@ -315,10 +311,9 @@ class CudaGraphExecutor(Executor):
         self._generators = generators
         self._driver = driver_of(self.device) if arenas else None
         self._ranges: weakref.WeakSet[AddressRange] = weakref.WeakSet()
-        self.memory_away, self._releasable = False, releasable and self._driver is not None
-        self._statics: StaticMemory | None = None
+        self._releasable = releasable and self._driver is not None
         if self._releasable and self._driver is not None:
-            self._statics = StaticMemory(self._new_range(self._driver, keeps=True))
+            self.static_memory = making_in(self._new_range(self._driver, keeps=True))
 
     def _new_range(self, driver: VirtualMemory, keeps: bool = False) -> AddressRange:
         made = AddressRange(driver, torch.cuda.get_device_properties(self.device).total_memory, keeps)
@@ -372,15 +367,6 @@ class CudaGraphExecutor(Executor):
     def generators(self) -> Sequence[torch.Generator]:
         """See `Executor`."""
         return default_generator(self.device), *self._generators()
-
-    def static_memory(self) -> Making:
-        """See `Executor`."""
-        return nullcontext if self._statics is None else self._statics.making
-
-    def tidy(self) -> None:
-        """See `Executor`."""
-        super().tidy()
-        close_left()
 
     def release_memory(self) -> int:
         """See `Executor`."""
