@@ -13,7 +13,7 @@ from torch import nn
 from bridge_cg_plugin.graphs.buckets import Bucket
 from bridge_cg_plugin.graphs.errors import ReplayError
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
-from bridge_cg_plugin.graphs.replays.gradients import SMALL, GradientSinks, SmallGradients
+from bridge_cg_plugin.graphs.replays.gradients import SMALL, GradientSinks, add_together
 
 from ..main_grads import Silent, hook_main_grads
 from ..pooled import PooledExecutor
@@ -214,11 +214,7 @@ def test_small_gradients_round_as_if_added_alone(sizes, dtypes):
     gradients = [torch.randn(size, generator=generator).to(dtypes[1]) for size in sizes]
     main_grads = [torch.randn(size, generator=generator).to(dtypes[0]) for size in sizes]
     expected = [main.clone().add_(gradient) for main, gradient in zip(main_grads, gradients, strict=True)]
-    small = SmallGradients()
-    for main, gradient in zip(main_grads, gradients, strict=True):
-        small.keep(main, gradient)
-    small.add()
-    small.add()  # adds nothing again
+    add_together(zip(main_grads, gradients, strict=True))
     assert all(torch.equal(main, wanted) for main, wanted in zip(main_grads, expected, strict=True))
 
 

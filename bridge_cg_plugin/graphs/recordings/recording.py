@@ -16,7 +16,7 @@ from ..buckets import Bucket
 from ..changes.dict_watch import WATCHER
 from ..instance import every_module
 from ..program import Buffers, RegionProgram
-from ..replays.gradients import GradientSinks
+from ..replays.gradients import GradientSinks, behind
 from ..replays.slot import StaticTensors
 from .streams import SideStream
 from .warm_up import one_layer_of_each_kind
@@ -106,13 +106,8 @@ def reach_of(roots: Sequence[Root | None], targets: Mapping[int, Tensor]) -> tup
 
 
 def _reached(root: Root, places: Mapping[Node, int]) -> frozenset[int]:
-    start = (root if isinstance(root, GradientEdge) else get_gradient_edge(root)).node
-    seen, waiting = {start}, [start]
-    while waiting:
-        fresh = {after for after, _ in waiting.pop().next_functions if after is not None} - seen
-        seen |= fresh
-        waiting += fresh
-    return frozenset(places[node] for node in places.keys() & seen)
+    edge = root if isinstance(root, GradientEdge) else get_gradient_edge(root)
+    return frozenset(places[node] for node in places.keys() & behind([edge.node]))
 
 
 class Activations:

@@ -130,17 +130,17 @@ class ParameterHooks:
             ReplayError: An input is such a parameter.
         """
         asked = [node for node, added in self._to_come.items() if not added.isdisjoint(inputs)]
-        if asked and not _behind(roots).isdisjoint(asked):
+        begins = (root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots)
+        if asked and not behind(begins).isdisjoint(asked):
             raise ReplayError(
                 "torch.autograd.grad or backward(inputs=) asks for the gradient of a parameter that a graphed "
                 "microbatch adds to main_grad for data parallelism, past autograd; run such a microbatch eager"
             )
 
 
-def _behind(roots: Sequence[Tensor | GradientEdge]) -> set[Node]:
-    """Return the nodes that a backward from some roots may run."""
-    waiting = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-    seen: set[Node] = set()
+def behind(nodes: Iterable[Node | None]) -> set[Node]:
+    """Return the nodes that a backward from some nodes may run, and these."""
+    waiting, seen = list(nodes), set[Node]()
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
@@ -273,7 +273,7 @@ class GradientSinks:
     @contextmanager
     def attached(self, aliases: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
         """Add gradients of the aliases to their `main_grad`, or keep them, while a backward over them runs."""
-        handles, small = [], SmallGradients()
+        handles, small = [], list[tuple[Tensor, Tensor]]()
         for parameter, main_grad in zip(self.parameters, self.main_grads, strict=True):
             alias: MegatronParameter = aliases[parameter]
             alias.grad_added_to_main_grad = False
@@ -286,13 +286,14 @@ class GradientSinks:
             handles.append(alias.register_hook(receive))
         try:
             yield
-            small.add()
+            add_together(small)
         finally:
             for handle in handles:
                 handle.remove()
+            small.clear()
 
     def _keeper(
-        self, parameter: nn.Parameter, alias: MegatronParameter, small: "SmallGradients"
+        self, parameter: nn.Parameter, alias: MegatronParameter, small: list[tuple[Tensor, Tensor]]
     ) -> Callable[[Tensor | None], Tensor | None]:
         """Return a hook that keeps a gradient in static memory; a backward in several calls adds up.
 
@@ -307,7 +308,7 @@ class GradientSinks:
             if gradient is None or parameter in self._fused:
                 return gradient
             if gradient.numel() <= SMALL:
-                small.keep(static if started else static.zero_(), gradient)
+                small.append((static if started else static.zero_(), gradient))
             else:
                 static.add_(gradient) if started else static.copy_(gradient)
             started = True
@@ -388,7 +389,7 @@ def _empty(parameter: nn.Parameter) -> Tensor:
 
 
 def _adder(
-    alias: MegatronParameter, main_grad: Tensor, scalar: Tensor, small: "SmallGradients"
+    alias: MegatronParameter, main_grad: Tensor, scalar: Tensor, small: list[tuple[Tensor, Tensor]]
 ) -> Callable[[Tensor | None], Tensor | None]:
     def add(gradient: Tensor | None) -> Tensor | None:
         # A function may give a parameter that it uses no gradient: Transformer Engine's a bias whose weight is frozen.
@@ -397,7 +398,7 @@ def _adder(
         # Transformer Engine's fused weight-gradient GEMM has added it already and has set a flag.
         if not alias.grad_added_to_main_grad:
             if gradient.numel() <= SMALL:
-                small.keep(main_grad, gradient)
+                small.append((main_grad, gradient))
             else:
                 main_grad.add_(gradient)
         return scalar.expand(gradient.shape)
@@ -440,22 +441,20 @@ class _Scratched(nn.Parameter):
         self.__dict__[SUM] = given
 
 
-class SmallGradients:
-    """Gradients of biases and norms, added to their `main_grad` together: one by one each costs a kernel."""
+def add_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Add gradients of biases and norms to their `main_grad` in few kernels: one by one each costs one.
 
-    def __init__(self) -> None:
-        self._pairs: dict[tuple[torch.dtype, ...], list[tuple[Tensor, Tensor]]] = {}
+    Each is rounded as if it were added alone.
 
-    def keep(self, main_grad: Tensor, gradient: Tensor) -> None:
-        """Hold a gradient until `add`."""
-        self._pairs.setdefault((main_grad.dtype, gradient.dtype), []).append((main_grad, gradient))
-
-    def add(self) -> None:
-        """Add all that is held, in few kernels, each rounded as if it were added alone."""
-        for pairs in self._pairs.values():
-            main_grads, gradients = zip(*pairs, strict=True)
-            # PyTorch adds lists in one kernel only where both have the same dtype.
-            flat = torch.cat([g.reshape(-1) for g in gradients]).to(main_grads[0].dtype)
-            parts = flat.split([g.numel() for g in gradients])
-            torch._foreach_add_(main_grads, [part.view_as(g) for part, g in zip(parts, main_grads, strict=True)])
-        self._pairs = {}
+    Args:
+        pairs: A `main_grad` and what is added to it.
+    """
+    alike: dict[tuple[torch.dtype, ...], list[tuple[Tensor, Tensor]]] = {}
+    for main_grad, gradient in pairs:
+        alike.setdefault((main_grad.dtype, gradient.dtype), []).append((main_grad, gradient))
+    for together in alike.values():
+        main_grads, gradients = zip(*together, strict=True)
+        # PyTorch adds lists in one kernel only where both have the same dtype.
+        flat = torch.cat([g.reshape(-1) for g in gradients]).to(main_grads[0].dtype)
+        parts = flat.split([g.numel() for g in gradients])
+        torch._foreach_add_(main_grads, [part.view_as(g) for part, g in zip(parts, main_grads, strict=True)])

@@ -252,7 +252,7 @@ class _Products:
         return out.data_ptr() in self._targets and (bias is None or self._bias_may_wait(bias))
 
     def _bias_may_wait(self, bias: Tensor) -> bool:
-        """Whether nothing reads a bias's gradient before `SmallGradients` adds it at the end."""
+        """Whether nothing reads a bias's gradient before `add_together` adds it at the end."""
         return bias.numel() <= SMALL and bias.data_ptr() in self._single and self._side.used_once(bias)
 
 

@@ -102,7 +102,7 @@ class DeferredSums:
         """Count a use of a parameter in a forward; returns a function: whether its gradient's sum can wait.
 
         It can where nothing reads the gradient before `add`: the parameter is a leaf that one module has and uses
-        once, so that autograd adds nothing to its gradient, and it is small enough for `SmallGradients` to hold.
+        once, so that autograd adds nothing to its gradient, and it is small enough for `add_together`.
         """
         key = id(parameter)
         fits = parameter.is_leaf and self._places[key] == 1 and parameter.numel() <= SMALL
