@@ -252,17 +252,19 @@ class GraphManager:
         """Capture pieces of the module between two steps, and let their call sites replay them.
 
         Args:
-            pieces: One whose call is the module's forward, or parts of it with call sites.
+            pieces: One whose call is the module's forward, or parts of it with calls of their own.
             demand: What microbatches ask for, of pieces that grow.
             offloading: Where activations are; where some leave, parts share memory.
 
         Returns:
             Their regions, in their order.
         """
-        sites = [(module, name) for piece in pieces if piece.site is not None for module, name in piece.site.patched]
-        watch = self._followed(sites)
+        patched = [(module, name) for piece in pieces for module, name, _ in piece.calls]
+        watch = self._followed(patched)
         around = replace(self.surroundings, slots=self.slots, consensus=self.bucket_consensus)
-        chain = Chain(self.executor, offloading, in_parts=True) if sites and offloading is not NOTHING_LEAVES else None
+        chain = (
+            Chain(self.executor, offloading, in_parts=True) if patched and offloading is not NOTHING_LEAVES else None
+        )
         regions = [
             Region(piece, self.executor, around, watch, self.workload.strict, chain or Chain(self.executor, offloading))
             for piece in pieces
@@ -277,19 +279,19 @@ class GraphManager:
         for each in dict.fromkeys(region.chain for region in regions):
             each.capture()
         for region, piece in zip(regions, pieces, strict=True):
-            if piece.site is not None:
+            if piece.calls:
                 self._parts = self._parts or Parts(self.slots, watch.looked_at_once, chain)
-                self._parts.install(region, piece.site)
+                self._parts.install(region, piece.calls)
         if demand is not None:
             self._demand, demand.evaluated = demand, []  # regions begin with those for training
             self._growing = [region for region, piece in zip(regions, pieces, strict=True) if piece.growth]
         self.captured = True
         return regions
 
-    def _followed(self, sites: Sequence[tuple[nn.Module, str]]) -> ModelWatch:
+    def _followed(self, patched: Sequence[tuple[nn.Module, str]]) -> ModelWatch:
         """Return what follows the module from its first recording until `reset`."""
         if self._watch is None:
-            patched = [(self.model, "forward"), *sites]
+            patched = [(self.model, "forward"), *patched]
             self._watch = ModelWatch((self.model,), patched, (self.model,), self.surroundings.exempt)
         return self._watch
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .eager_pass import Pass
 from .fallback import Fallback
 from .instance import InstanceMethod
-from .program import Answer, CallSite
+from .program import Answer, PartCall
 from .recordings.chain import Chain
 from .region import Region
 from .replays.replay import Replay
@@ -50,18 +50,21 @@ class Parts:
         self._slot = 0
         self._untraced: Callable[..., tuple[Tensor, ...] | None] = torch.compiler.disable(self.replay)
 
-    def install(self, region: Region, site: CallSite) -> None:
-        """Let a call site replay a region."""
-        followers = [FollowerCall(getattr(owner, attribute), answer) for owner, attribute, answer in site.followers]
+    def install(self, region: Region, calls: Sequence[PartCall]) -> None:
+        """Let the first of some calls replay a region, and those after it be answered by it."""
+        (owner, attribute, answer), *others = calls
+        followers = [FollowerCall(getattr(module, name), each) for module, name, each in others]
         self._regions.append(region)
-        self.methods.append(InstanceMethod(site.owner, site.attribute, self._part_call(region, site, followers)))
-        for (owner, attribute, _), follower in zip(site.followers, followers, strict=True):
-            self.methods.append(InstanceMethod(owner, attribute, follower))
+        call = self._part_call(region, getattr(owner, attribute), answer, followers)
+        self.methods.append(InstanceMethod(owner, attribute, call))
+        for (module, name, _), follower in zip(others, followers, strict=True):
+            self.methods.append(InstanceMethod(module, name, follower))
         self.followers += followers
 
-    def _part_call(self, region: Region, site: CallSite, followers: Sequence["FollowerCall"]) -> Callable[..., Any]:
+    def _part_call(
+        self, region: Region, eager: Callable[..., Any], answer: Answer, followers: Sequence["FollowerCall"]
+    ) -> Callable[..., Any]:
         """Return what stands in for the attribute that calls a part: it replays the part, or runs it eager."""
-        eager: Callable[..., Any] = getattr(site.owner, site.attribute)
 
         def computed(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
             """Return eager's outputs of the part."""
@@ -76,7 +79,7 @@ class Parts:
                 return eager(hidden_states, *args, **kwargs)
             for follower in followers:
                 follower.outputs = outputs
-            return site.answer(outputs)
+            return answer(outputs)
 
         return call
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -177,38 +177,9 @@ NEAR, FAR = 0.05, 0.15
 Around = Callable[[], AbstractContextManager[None]]
 # Turns a part's outputs into what a call returns.
 Answer = Callable[[tuple[Tensor, ...]], Any]
-
-
-def first(outputs: tuple[Tensor, ...]) -> Tensor:
-    """Return the first output."""
-    return outputs[0]
-
-
-# A later call whose answer a replayed part has given already: a module, its attribute that is called, and what turns
-# the part's outputs into what the call returns.
-Follower = tuple[nn.Module, str, Answer]
-
-
-@dataclass(frozen=True, slots=True)
-class CallSite:
-    """Where a part is called.
-
-    Attributes:
-        owner: Module whose attribute is called with the hidden states first.
-        attribute: That attribute.
-        answer: Turns the part's outputs into what the call returns.
-        followers: Calls after that one, each once, which the part answers too.
-    """
-
-    owner: nn.Module
-    attribute: str
-    answer: Answer = first
-    followers: tuple[Follower, ...] = ()
-
-    @property
-    def patched(self) -> list[tuple[nn.Module, str]]:
-        """The modules and attributes of theirs that the part stands in for."""
-        return [(self.owner, self.attribute), *((owner, attribute) for owner, attribute, _ in self.followers)]
+FIRST_OUTPUT: Answer = itemgetter(0)
+# A call that a part answers: a module, its attribute that is called, and the answer.
+PartCall = tuple[nn.Module, str, Answer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +210,8 @@ class Piece:
     Attributes:
         program: The piece of the model.
         buckets: What to record for at once.
-        site: Where a part of the module is called; None where the module's forward is the call.
+        calls: Of a part of the module: the call that replays it, with the hidden states first, and those after it, each
+            once, that it answers too; none where the module's forward is the call.
         shared: Static inputs that it has in common with other regions.
         has_side_stream: Whether a bucket's recordings have a side stream.
         around: Entered around everything that is recorded.
@@ -256,7 +228,7 @@ class Piece:
 
     program: RegionProgram
     buckets: Sequence[Bucket]
-    site: CallSite | None = None
+    calls: Sequence[PartCall] = ()
     shared: SharedInputs | None = None
     has_side_stream: Callable[[Bucket], bool] = lambda bucket: False
     around: Around = nullcontext

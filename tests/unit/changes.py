@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bridge_cg_plugin.graphs.buckets import Bucket, Demand
 from bridge_cg_plugin.graphs.manager import GraphManager
-from bridge_cg_plugin.graphs.program import Call, CallSite, Piece, Surroundings, Workload
+from bridge_cg_plugin.graphs.program import FIRST_OUTPUT, Call, Piece, Surroundings, Workload
 from bridge_cg_plugin.graphs.recordings.chain import NOTHING_LEAVES
 from bridge_cg_plugin.offload.offloading import RegionOffloading
 from bridge_cg_plugin.offload.plan import Policy
@@ -146,7 +146,7 @@ class ModelWorkload(Workload):
             Piece(
                 program=PartProgram(layer, (WIDTH,), 1, layer.inner, layer.linears),
                 buckets=buckets,
-                site=CallSite(layer, "inner"),
+                calls=((layer, "inner", FIRST_OUTPUT),),
                 growth=demand,
                 shape=rows_of,
             )

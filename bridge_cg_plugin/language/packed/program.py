@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...attention_bounds import refuse_pack
 from ...graphs.buckets import Bucket
 from ...graphs.fallback import Fallback
-from ...graphs.program import Buffers, CallSite, RegionProgram, TensorSpec
+from ...graphs.program import Buffers, PartCall, RegionProgram, TensorSpec
 from ...graphs.rows import fill_segments, leading, write_offsets, write_rows
 from .batch import OFFSETS, PADDED_OFFSETS, PackedBatch, PackShape, token_angles
 
@@ -56,7 +56,7 @@ class DecoderPart:
         owner: The layer; the decoder itself for all layers.
         uses: Names of the owner's submodules whose parameters the piece uses; none are all of them.
         run: The piece. Every output has as many rows as the hidden states.
-        site: Where the layer calls it; None where the decoder's forward is the call.
+        calls: See `Piece`.
         routes: Whether the piece gives what a router makes of the hidden states.
         counted: Whether the piece must know how many tokens are no padding.
         changed: Returns whether a replay has to quantize the weights, which changed; it is taken to do so. None where
@@ -67,7 +67,7 @@ class DecoderPart:
     owner: nn.Module
     uses: Sequence[str]
     run: Callable[[RecordedPack], tuple[Tensor, ...]]
-    site: CallSite | None = None
+    calls: Sequence[PartCall] = ()
     routes: bool = False
     counted: bool = False
     changed: Callable[[], bool] | None = None

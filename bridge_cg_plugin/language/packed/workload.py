@@ -286,8 +286,8 @@ class PackedWorkload(Workload):
                 Piece(
                     program=self._program(part),
                     buckets=buckets,
-                    site=part.site,
-                    shared=None if part.site is None else shared,
+                    calls=part.calls,
+                    shared=shared if part.calls else None,
                     around=family.statistics_kept,
                     growth=demand,
                     tolerance=FAR if part.counted or part.routes else NEAR,
@@ -303,11 +303,11 @@ class PackedWorkload(Workload):
             demand,
             offloading=offloading,
         )
-        self._parts = sum(part.site is not None for part in parts)
+        self._parts = sum(bool(part.calls) for part in parts)
         regions[0].statistics.static_bytes += shared.nbytes
 
     def _program(self, part: DecoderPart) -> PackedProgram:
-        additions = self.additions() if part.site is None else 0
+        additions = 0 if part.calls else self.additions()
         kernels = partial(self._kernels, part)
         return PackedProgram(part, self.layout(), self.family, additions, EXACT_BELOW, kernels)
 

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...announce import warn
 from ...graphs.errors import CaptureError
 from ...graphs.instance import every_module
-from ...graphs.program import CallSite, Follower
+from ...graphs.program import FIRST_OUTPUT, PartCall
 from ...language.packed.batch import (
     OFFSETS,
     PADDED_OFFSETS,
@@ -65,15 +65,15 @@ def packed_params(pack: RecordedPack, indexed: int = 0) -> Any:
 def attention_part(layer: UpstreamModule) -> DecoderPart:
     """Return a layer's attention with its norm and residual as a piece."""
     attend, name = _attention(layer), f"packed_attention_{layer.layer_number}"
-    site = CallSite(layer, "_forward_attention", _attention_answer)
-    return DecoderPart(name, layer, ATTENTION, lambda pack: (attend(pack),), site)
+    call = layer, "_forward_attention", _attention_answer
+    return DecoderPart(name, layer, ATTENTION, lambda pack: (attend(pack),), (call,))
 
 
 def mlp_part(layer: UpstreamModule) -> DecoderPart:
     """Return a dense layer's MLP with its norm and residual as a piece."""
     forward, name = layer._forward_mlp, f"packed_mlp_{layer.layer_number}"
-    site = CallSite(layer, "_forward_mlp")
-    return DecoderPart(name, layer, ("pre_mlp_layernorm", "mlp"), lambda pack: (forward(pack.hidden),), site)
+    call = layer, "_forward_mlp", FIRST_OUTPUT
+    return DecoderPart(name, layer, ("pre_mlp_layernorm", "mlp"), lambda pack: (forward(pack.hidden),), (call,))
 
 
 def attention_and_router_part(layer: UpstreamModule) -> DecoderPart:
@@ -89,10 +89,9 @@ def attention_and_router_part(layer: UpstreamModule) -> DecoderPart:
         attended = attend(pack)
         return (attended, *route(norm(attended)))
 
-    followers = (layer, NORM, lambda outputs: outputs[1]), follower
-    site = CallSite(layer, "_forward_attention", _attention_answer, followers)
+    calls = (layer, "_forward_attention", _attention_answer), (layer, NORM, lambda outputs: outputs[1]), follower
     name = f"packed_attention_and_router_{layer.layer_number}"
-    return DecoderPart(name, layer, ATTENTION + ROUTER, run, site, routes=True)
+    return DecoderPart(name, layer, ATTENTION + ROUTER, run, calls, routes=True)
 
 
 def router_part(layer: UpstreamModule) -> DecoderPart:
@@ -103,8 +102,8 @@ def router_part(layer: UpstreamModule) -> DecoderPart:
     """
     route, follower = _routing(layer, 0)
     norm, name = getattr(layer, NORM), f"packed_router_{layer.layer_number}"
-    site = CallSite(layer, NORM, followers=(follower,))
-    return DecoderPart(name, layer, ROUTER, lambda pack: route(norm(pack.hidden)), site, routes=True)
+    calls = (layer, NORM, FIRST_OUTPUT), follower
+    return DecoderPart(name, layer, ROUTER, lambda pack: route(norm(pack.hidden)), calls, routes=True)
 
 
 def _attention(layer: UpstreamModule) -> Callable[[RecordedPack], Tensor]:
@@ -122,7 +121,7 @@ def _attention_answer(outputs: tuple[Tensor, ...]) -> tuple[Tensor, None]:
     return outputs[0], None
 
 
-def _routing(layer: UpstreamModule, place: int) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], Follower]:
+def _routing(layer: UpstreamModule, place: int) -> tuple[Callable[[Tensor], tuple[Tensor, ...]], PartCall]:
     """Return what of a router is recorded, and the call that it answers.
 
     Args:
@@ -257,7 +256,7 @@ def mamba_part(layer: nn.Module, parts: int) -> DecoderPart:
         params = packed_params(pack, pack.hidden.shape[0] * parts)
         return (forward(hidden_states=pack.hidden, packed_seq_params=params),)
 
-    return DecoderPart(f"packed_mamba_{layer.layer_number}", layer, (), run, CallSite(layer, "forward"))
+    return DecoderPart(f"packed_mamba_{layer.layer_number}", layer, (), run, ((layer, "forward", FIRST_OUTPUT),))
 
 
 @contextmanager
