@@ -81,14 +81,10 @@ class HostCopies(ByStorage[tuple[int, ...]]):
 
 
 class HostTensors(ByStorage[Tensor]):
-    """Remembers host copies of device tensors as tensors, for those of many elements.
+    """Remembers host copies of device tensors as tensors, for those of many elements."""
 
-    Args:
-        capacity: How many tensors are kept; older ones are forgotten.
-    """
-
-    def __init__(self, capacity: int = 64) -> None:
-        super().__init__(capacity)
+    def __init__(self) -> None:
+        super().__init__(capacity=64)
 
     def remember(self, device: Tensor, host: Tensor) -> None:
         """Note that `device` holds what `host`, of the same shape, holds now; `host` may change later."""

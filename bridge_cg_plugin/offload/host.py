@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..graphs.buckets import round_up
 from ..graphs.errors import CaptureError, first_line
 from .plan import OWN_NAMES
 
@@ -127,7 +128,7 @@ def _places(sizes: Sequence[int], lengths: Sequence[int]) -> tuple[list[tuple[in
     """
     found, lengths = [], list(lengths)
     largest = max(PIECE, _power_of_two(max(sizes, default=0)))
-    left = sum(map(_aligned, sizes))
+    left = sum(round_up(size, ALIGNMENT) for size in sizes)
     piece, start = 0, 0
     for size in sizes:
         while piece < len(lengths) and start + size > lengths[piece]:
@@ -135,13 +136,9 @@ def _places(sizes: Sequence[int], lengths: Sequence[int]) -> tuple[list[tuple[in
         if piece == len(lengths):
             lengths.append(min(largest, _power_of_two(max(left, size))))
         found.append((piece, start))
-        start += _aligned(size)
-        left -= _aligned(size)
+        start += round_up(size, ALIGNMENT)
+        left -= round_up(size, ALIGNMENT)
     return found, lengths
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _power_of_two(size: int) -> int:

@@ -120,18 +120,6 @@ class Observer(Packing):
             torch.cuda.reset_peak_memory_stats(self._device)
 
 
-def other_bytes(parts: Sequence[tuple[int, int]]) -> int:
-    """Return the most bytes that are no saved storages in the backwards of parts that run one after the other.
-
-    Args:
-        parts: `others` and `stays` of each part's observer.
-    """
-    most = before = 0
-    for others, stays in parts:
-        most, before = max(most, before + others), before + stays
-    return most
-
-
 @contextmanager
 def timing(device: torch.device) -> Iterator[list[float]]:
     """Yield a list to which the ms are added that the work inside took.
@@ -278,7 +266,11 @@ class RegionOffloading(Offloading):
     ) -> Sequence[Plan] | None:
         """Return the cheapest plans that keep to the target, None where nothing need be done."""
         inventories, policy = [each.inventory for each in observed], self._policy
-        others = other_bytes([(each.others, each.stays) for each in observed]) + static_bytes + self._beyond
+        # Of what is no saved storage, the most in the backwards of parts that run one after the other.
+        most = before = 0
+        for each in observed:
+            most, before = max(most, before + each.others), before + each.stays
+        others = most + static_bytes + self._beyond
         window = int(target_gb * GIB) - others
         if sum(inventory.nbytes for inventory in inventories) <= window:
             return None
