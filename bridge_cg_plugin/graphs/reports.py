@@ -113,19 +113,10 @@ class RegionStatistics:
         return sum(b.replays + b.evaluations for b in self.buckets.values())
 
     @property
-    def replayed_tokens(self) -> int:
-        """Real tokens of all replays."""
-        return sum(bucket.tokens for bucket in self.buckets.values())
-
-    @property
-    def padding(self) -> int:
-        """Padding tokens of all replays."""
-        return sum(bucket.padding for bucket in self.buckets.values())
-
-    @property
     def padding_share(self) -> float:
         """Padding tokens over all tokens replayed, 0 to 1."""
-        return self.padding / max(self.padding + self.replayed_tokens, 1)
+        padding = sum(bucket.padding for bucket in self.buckets.values())
+        return padding / max(padding + sum(bucket.tokens for bucket in self.buckets.values()), 1)
 
     @property
     def memory_bytes(self) -> int:
@@ -207,11 +198,10 @@ def render_steps(ranks: Sequence[RegionStatistics], title: str) -> str:
     runs = replays + eager.total()
     if not runs:
         return ""
-    tokens, padding = now.replayed_tokens, now.padding
     memory = max(rank.memory_bytes for rank in ranks) / GIB
     line = (
         f"{title}: {replays} of {runs} microbatches replayed ({replays / runs:.1%}), "
-        f"padding {padding / max(tokens + padding, 1):.1%}, {memory:.2f} GiB"
+        f"padding {now.padding_share:.1%}, {memory:.2f} GiB"
     )
     if not eager:
         return line
