@@ -156,6 +156,8 @@ class Executor(ABC):
 
     memory_away = False
     static_memory: Making = nullcontext
+    _generators: Callable[[], Sequence[torch.Generator]] = tuple
+    _releasable = False
 
     def __init__(
         self,
@@ -220,7 +222,7 @@ class Executor(ABC):
 
     def generators(self) -> Sequence[torch.Generator]:
         """Return what work that is recorded may draw random numbers from."""
-        return (default_generator(self.device),)
+        return default_generator(self.device), *self._generators()
 
     def tidy(self) -> None:
         """Give memory back that no recording needs any more."""
@@ -247,7 +249,7 @@ class Executor(ABC):
 
     def home(self) -> Home | None:
         """Return addresses of their own for a region's weights; None where memory stays."""
-        return None
+        return Home(self.device) if self._releasable else None
 
 
 def give_up(error: Exception, what: str, consequence: str, strict: bool, executor: Executor) -> None:
@@ -364,10 +366,6 @@ class CudaGraphExecutor(Executor):
         """See `Executor`."""
         return CudaGraphRecording(body, pool, self._stream, self._generators(), self._replay_stream, self._launched)
 
-    def generators(self) -> Sequence[torch.Generator]:
-        """See `Executor`."""
-        return default_generator(self.device), *self._generators()
-
     def release_memory(self) -> int:
         """See `Executor`."""
         if not self._releasable:
@@ -398,10 +396,6 @@ class CudaGraphExecutor(Executor):
             for each in there:
                 each.release()
             raise
-
-    def home(self) -> Home | None:
-        """See `Executor`."""
-        return Home(self.device) if self._releasable else None
 
 
 class ReferenceExecutor(Executor):

@@ -176,7 +176,10 @@ class ReplayStream:
             self._launch_aside(self.stream, replay)
         else:
             if self._waiting is not None:
-                self._wait_for_copies(self.stream, self._waiting)
+                main = torch.cuda.current_stream(self.stream.device)
+                if main not in self._waiting:  # for copies of earlier graphs, whose memory the next one may use
+                    main.wait_stream(self.stream)
+                    self._waiting.add(main)
             replay()
 
     def _launch_aside(self, stream: torch.cuda.Stream, replay: Callable[[], None]) -> None:
@@ -193,11 +196,3 @@ class ReplayStream:
         else:
             main.wait_stream(stream)
             self._waiting.add(main)
-
-    @staticmethod
-    def _wait_for_copies(stream: torch.cuda.Stream, waiting: set[torch.cuda.Stream]) -> None:
-        """Let the main stream wait for the copies of earlier graphs, whose memory the next one may use."""
-        main = torch.cuda.current_stream(stream.device)
-        if main not in waiting:
-            main.wait_stream(stream)
-            waiting.add(main)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import compress
 from threading import get_ident
@@ -331,17 +331,15 @@ def one_layer_of_each_kind(roots: Sequence[nn.Module]) -> Iterator[None]:
     """
     once = _Pass()
     layers = dict.fromkeys(layer for root in roots for layer in _layers(root))
-    with ExitStack() as stack:
-        for layer in layers:
-            with WATCHER.silent():
-                method = InstanceMethod(layer, "forward", partial(once.call, layer, layer.forward))
-            stack.callback(_restore, method)
+    methods: list[InstanceMethod] = []
+    try:
+        with WATCHER.silent():
+            methods += (InstanceMethod(layer, "forward", partial(once.call, layer, layer.forward)) for layer in layers)
         yield
-
-
-def _restore(method: InstanceMethod) -> None:
-    with WATCHER.silent():
-        method.restore()
+    finally:
+        with WATCHER.silent():
+            for method in reversed(methods):
+                method.restore()
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
