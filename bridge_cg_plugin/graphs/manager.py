@@ -260,7 +260,10 @@ class GraphManager:
             Their regions, in their order.
         """
         patched = [(module, name) for piece in pieces for module, name, _ in piece.calls]
-        watch = self._followed(patched)
+        if self._watch is None:  # it follows the module until `reset`
+            replaced = [(self.model, "forward"), *patched]
+            self._watch = ModelWatch((self.model,), replaced, (self.model,), self.surroundings.exempt)
+        watch = self._watch
         around = replace(self.surroundings, slots=self.slots, consensus=self.bucket_consensus)
         chain = (
             Chain(self.executor, offloading, in_parts=True) if patched and offloading is not NOTHING_LEAVES else None
@@ -287,13 +290,6 @@ class GraphManager:
             self._growing = [region for region, piece in zip(regions, pieces, strict=True) if piece.growth]
         self.captured = True
         return regions
-
-    def _followed(self, patched: Sequence[tuple[nn.Module, str]]) -> ModelWatch:
-        """Return what follows the module from its first recording until `reset`."""
-        if self._watch is None:
-            patched = [(self.model, "forward"), *patched]
-            self._watch = ModelWatch((self.model,), patched, (self.model,), self.surroundings.exempt)
-        return self._watch
 
     def reset(self) -> None:
         """Drop all graphs and their memory; the module runs eager again."""

@@ -341,7 +341,8 @@ class Region(Part):
                     f"{self.name}: bucket {bucket} had to be recaptured because memory was moved on this rank, and "
                     f"could not be captured: {named(error)}"
                 ) from error
-            self._refuse(wish, error)
+            # What this rank recorded and another one could not is forgotten.
+            self.chain.refuse(index, [wish[1:]], error, self.chain.asking(self, mode))
             return self._failed(source, bucket, mode, error)
         return None
 
@@ -366,10 +367,6 @@ class Region(Part):
                     raise CaptureError(f"{self.name}: the model has changed again since a microbatch asked for it")
         finally:
             self.chain.tidy(self)
-
-    def _refuse(self, wish: Wish, error: Exception) -> None:
-        """Forget what this rank recorded and another one could not."""
-        self.chain.refuse(wish[0], [wish[1:]], error, self.chain.asking(self, wish[2]))
 
     def _asked_before(self, what: Hashable) -> bool:
         self._asked[what] += 1

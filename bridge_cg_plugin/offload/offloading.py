@@ -93,15 +93,12 @@ class Observer(Packing):
             if saved.rebuilding is None:
                 continue
             (recipe, sources), saved.rebuilding = saved.rebuilding, None
-            if not self._same(saved, rebuilt(recipe, sources)):
+            again = rebuilt(recipe, sources)
+            if again.nbytes() != saved.nbytes or not torch.equal(raw_bytes(saved.on_device), raw_bytes(again)):
                 self.refused[recipe.kind] += 1
                 continue
             places = tuple(source.place for source in sources if source is not None)
             self._seen[place] = replace(self._seen[place], kind=recipe.kind, sources=places)
-
-    @staticmethod
-    def _same(saved: SavedStorage, again: torch.UntypedStorage) -> bool:
-        return again.nbytes() == saved.nbytes and torch.equal(raw_bytes(saved.on_device), raw_bytes(again))
 
     def _used(self, saved: SavedStorage) -> None:
         self._events.append(("use", saved.place))
@@ -325,9 +322,8 @@ def offloading_of(options: CapturedOptions, fields: Mapping[str, str], manager: 
 
 
 def static_bytes_of(bodies: Sequence[RegionBody]) -> int:
-    """Return the device memory of the buffers that bodies read, shared ones once, and of gradients that they return."""
-    buffers = {tensor.data_ptr(): tensor.nbytes for body in bodies for tensor in body.static_tensors}
-    return sum(buffers.values()) + sum(body.returned_bytes for body in bodies)
+    """Return the device memory of what bodies read and of gradients that they return, what is shared once."""
+    return sum({t.data_ptr(): t.nbytes for body in bodies for t in body.static_tensors}.values())
 
 
 def _offloaded(plans: Sequence[Plan]) -> dict[tuple[int, int], int]:

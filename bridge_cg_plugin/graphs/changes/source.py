@@ -17,7 +17,7 @@ from ..fallback import Fallback
 from ..program import RegionProgram
 from ..recordings.executor import Recording
 from ..recordings.recording import Mode, ParameterAliases
-from ..replays.gradients import GradientSinks, ParameterHooks, Reduction
+from ..replays.gradients import GradientSinks, ParameterHooks, Reduction, static_bytes_of
 from .state import State
 
 _requires_grad, _dtype, _version = map(operator.attrgetter, ("requires_grad", "dtype", "_version"))
@@ -173,7 +173,7 @@ class Source:
             self.recordings |= alone
             stale.recordings = {place: made for place, made in stale.recordings.items() if place not in alone}
         alike = (self._layouts, self._types) == (stale._layouts, stale._types)
-        shares = (alike and self.sinks.share_with(stale.sinks)) or not stale.sinks.static_bytes
+        shares = (alike and self.sinks.share_with(stale.sinks)) or not static_bytes_of([stale.sinks])
         return shares and _same((*self.reads, *self.sinks.given), (*stale.reads, *stale.sinks.given))
 
     def is_of(self, state: State, numerics: Numerics, generation: int) -> bool:

@@ -102,12 +102,9 @@ def reach_of(roots: Sequence[Root | None], targets: Mapping[int, Tensor]) -> tup
     places = {get_gradient_edge(target).node: place for place, target in targets.items()}
     if not places:  # as in megatron-core's training: `main_grad` takes all
         return (frozenset(),) * len(roots)
-    return tuple(frozenset() if root is None else _reached(root, places) for root in roots)
-
-
-def _reached(root: Root, places: Mapping[Node, int]) -> frozenset[int]:
-    edge = root if isinstance(root, GradientEdge) else get_gradient_edge(root)
-    return frozenset(places[node] for node in places.keys() & behind([edge.node]))
+    edges = (get_gradient_edge(root) if isinstance(root, Tensor) else root for root in roots)
+    reached = (set[Node]() if edge is None else behind([edge.node]) for edge in edges)
+    return tuple(frozenset(places[node] for node in places.keys() & nodes) for nodes in reached)
 
 
 class Activations:
@@ -334,14 +331,10 @@ class RegionBody:
         return one_layer_of_each_kind(self._program.modules())
 
     @property
-    def returned_bytes(self) -> int:
-        """Device memory of gradients that the work returns."""
-        return 0 if self._sinks is None else self._sinks.static_bytes
-
-    @property
     def static_tensors(self) -> tuple[Tensor, ...]:
-        """The buffers that the work reads, some of which other regions may have as well."""
-        return (*self._buffers.values(), *self.output_gradients)
+        """What the work reads, some of which other regions may have as well, and gradients that it returns."""
+        returned = () if self._sinks is None else self._sinks.static.values()
+        return (*self._buffers.values(), *self.output_gradients, *returned)
 
     def forget(self) -> None:
         """Free the autograd graph of the last forward."""

@@ -214,6 +214,7 @@ class GradientSinks:
         given: The `main_grad` of each parameter when this object was made.
         handed: Parameters with a `main_grad` that get their gradient from autograd.
         main_grads: The `main_grad` of each parameter to which the recorded backward adds; None for others.
+        static: Memory of gradients that recordings return to autograd, by parameter.
         receivers: The tensors through which autograd is to know a replay's backward: an anchor and parameters.
     """
 
@@ -238,7 +239,7 @@ class GradientSinks:
         self._nodes: list[Node] = []
         self._returned_places = [place for place, g in enumerate(self.main_grads) if g is None]
         self._returned = tuple(map(self.parameters.__getitem__, self._returned_places))
-        self._static: dict[nn.Parameter, Tensor] = {}
+        self.static: dict[nn.Parameter, Tensor] = {}
         self._fused: set[nn.Parameter] = set()
         anchor = torch.zeros((), requires_grad=True)
         self._anchor_node = get_gradient_edge(anchor).node
@@ -247,21 +248,16 @@ class GradientSinks:
             hooks.watch(given)
 
     def prepare(self) -> None:
-        """Take the memory of gradients that recordings return to autograd."""
-        if not self._static:
-            self._static.update((p, _empty(p)) for p in self._returned)
+        """Take the memory of gradients that recordings return."""
+        if not self.static:
+            self.static.update((p, _empty(p)) for p in self._returned)
 
     def share_with(self, other: "GradientSinks") -> bool:
         """Have gradients where another object has them, if both return the same; returns whether they lie there."""
         same = len(self._returned) == len(other._returned) and all(map(operator.is_, self._returned, other._returned))
-        if same and not self._static:
-            self._static = other._static
-        return self._static is other._static
-
-    @property
-    def static_bytes(self) -> int:
-        """Device memory of gradients that are returned."""
-        return static_bytes_of((self,))
+        if same and not self.static:
+            self.static = other.static
+        return self.static is other.static
 
     def hooked_otherwise(self) -> bool:
         """Whether other parameters have a hook than when this object was made."""
@@ -279,7 +275,7 @@ class GradientSinks:
             alias.grad_added_to_main_grad = False
             if main_grad is not None:
                 receive = _adder(alias, main_grad, self._zeros[alias.dtype, alias.device], small)
-            elif parameter in self._static:
+            elif parameter in self.static:
                 receive = self._keeper(parameter, alias, small)
             else:
                 continue
@@ -299,7 +295,7 @@ class GradientSinks:
 
         A small gradient may be written up to the end of the backward: it is read then.
         """
-        static, started = self._static[parameter], False
+        static, started = self.static[parameter], False
 
         def keep(gradient: Tensor | None) -> Tensor | None:
             nonlocal started
@@ -319,7 +315,7 @@ class GradientSinks:
     def returned(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Return the gradients that autograd must hand on; None where `main_grad` has it already or there is none."""
         return tuple(
-            None if g is None or main_grad is not None or p in self._fused else self._static.get(p, g)
+            None if g is None or main_grad is not None or p in self._fused else self.static.get(p, g)
             for p, g, main_grad in zip(self.parameters, gradients, self.main_grads, strict=True)
         )
 
@@ -379,7 +375,7 @@ class GradientSinks:
 
 def static_bytes_of(sinks: Iterable[GradientSinks]) -> int:
     """Return the device memory of gradients that any of these objects return, in bytes."""
-    shared = {id(each._static): each._static for each in sinks}
+    shared = {id(each.static): each.static for each in sinks}
     return sum(gradient.nbytes for static in shared.values() for gradient in static.values())
 
 
