@@ -52,16 +52,6 @@ def test_any_sequence_of_batches_equals_eager(sequence):
         assert sum(slot.free for slot in region.slots) == 2 and not any(output.requires_grad for output in outputs)
 
 
-def test_evaluation_between_a_forward_and_its_backward():
-    region, batch = toy_region(), toy_batch((2, 4))
-    expected = eager_results(region.program.model, batch)[1]
-    outputs = region.run(batch)
-    with evaluation(region):
-        assert region.run(toy_batch((4,))) is None
-    assert region.statistics.fallbacks == {"no_free_slot": 1}
-    assert_same(torch.autograd.grad(loss_of(outputs), [*region.program.model.parameters(), batch.x]), expected)
-
-
 def test_passes_without_a_backward_get_a_slot_while_a_microbatch_waits_for_its_backward():
     """As a reference pass with the adapters off between a policy's forward and its backward."""
     region, batch = toy_region(), toy_batch((2, 4))
