@@ -186,14 +186,6 @@ class Part:
                 raise Refused(Fallback.LEAVES_TENSORS, what)
             held.put_back()
 
-    def keep_static(self) -> None:
-        """Give back static inputs and output gradients that no recording uses any more."""
-        for slot in self.slots:
-            inputs = [tensor for buffers in slot.buffers.values() for tensor in buffers.values()]
-            recorded = [item for source in self.sources for item in source.recordings.items()]
-            made = [made.output_gradients for place, made in recorded if place[0] == slot.index]
-            slot.static.keep([*inputs, *itertools.chain(*made)])
-
 
 @contextmanager
 def as_capture_error(what: str) -> Iterator[None]:
@@ -282,8 +274,10 @@ class Chain:
 
     def tidy(self, part: Part) -> None:
         """Give back what no recording of a part uses any more, and count the rest."""
-        part.keep_static()
         for slot in part.slots:
+            inputs = [tensor for buffers in slot.buffers.values() for tensor in buffers.values()]
+            gradients = (made.output_gradients for made in _recorded(slot.index, part.sources))
+            slot.static.keep([*inputs, *itertools.chain(*gradients)])
             self._trim(slot.index)
         self.count(part)
 
@@ -300,7 +294,8 @@ class Chain:
     def _trim(self, index: int) -> None:
         """Give memory of a slot back that no recording uses any more, unless a microbatch holds it."""
         if self.is_free(index):
-            self.common(index).keep((place[2].gradients, made.nbytes) for place, made in self._held(index))
+            held = _recorded(index, self._sources(None))
+            self.common(index).keep((made.place[2].gradients, made.nbytes) for made in held)
             self.count(self.parts[0])
 
     def is_free(self, index: int) -> bool:
@@ -327,13 +322,7 @@ class Chain:
         """Return the part that is recorded alone where it asks for a mode; None where all are."""
         return None if self.in_parts and mode.gradients else part
 
-    def record(
-        self,
-        index: int,
-        places: Sequence[Place],
-        part: Part | None,
-        only_here: bool = False,
-    ) -> None:
+    def record(self, index: int, places: Sequence[Place], part: Part | None, only_here: bool = False) -> None:
         """Record all parts that can be, in a slot that is free in all; what they had for the same places is dropped.
 
         It is repeated while activations exceed their limit: what is lost between blocks is known only once they are
@@ -445,11 +434,6 @@ class Chain:
                 source.unproven.add(place)
             source.warm.add(mode)
 
-    def _held(self, index: int) -> list[tuple[tuple[int, Bucket, Mode], Recorded]]:
-        """Return the recordings in a slot."""
-        every = [item for source in self._sources(None) for item in source.recordings.items()]
-        return [(place, made) for place, made in every if place[0] == index]
-
     def _drop(self, index: int, places: Sequence[Place], sources: Sequence[Source], only_here: bool = False) -> None:
         """Drop recordings, whose last replays have ended by then: their memory is to be used again.
 
@@ -470,3 +454,8 @@ class Chain:
         tensors = [*filter(None, [common.border]), *shared.values(), *(slot.static for slot in slots)]
         returned = static_bytes_of(source.sinks for source in self._sources(None))
         return common.nbytes + sum(each.nbytes for each in tensors) + returned
+
+
+def _recorded(index: int, sources: Iterable[Source]) -> list[Recorded]:
+    """Return the recordings of sources in a slot."""
+    return [made for source in sources for made in source.recordings.values() if made.place[0] == index]
