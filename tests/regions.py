@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bridge_cg_plugin.graphs.buckets import Bucket
-from bridge_cg_plugin.graphs.program import Piece, RegionProgram, Surroundings
+from bridge_cg_plugin.graphs.errors import OtherRankFailed
+from bridge_cg_plugin.graphs.program import Agreed, Piece, RegionProgram, Surroundings
 from bridge_cg_plugin.graphs.recordings.chain import NOTHING_LEAVES, Chain
 from bridge_cg_plugin.graphs.recordings.executor import Executor
 from bridge_cg_plugin.graphs.region import Region
@@ -42,3 +43,23 @@ def new_region(program: RegionProgram, executor: Executor, buckets: Sequence[Buc
     given = {name: settings.pop(name) for name in OF_REGION if name in settings}
     piece = Piece(program=program, buckets=buckets, **settings)
     return LoneRegion(piece, executor, Surroundings(**around), **given)
+
+
+class Counted:
+    """Ranks that agree; counts how often.
+
+    Args:
+        fails: The agreement in which another rank fails; None without one.
+    """
+
+    ranks = (0, 1)
+
+    def __init__(self, fails=None):
+        self.times, self._fails = 0, fails
+
+    def agree(self, work):
+        self.times += 1
+        value = work()
+        if self.times == self._fails:
+            raise OtherRankFailed("rank 1 failed: made to fail")
+        return Agreed(value, value)

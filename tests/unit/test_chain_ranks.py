@@ -6,37 +6,15 @@ import pytest
 import torch
 
 from bridge_cg_plugin.graphs.buckets import Bucket
-from bridge_cg_plugin.graphs.errors import OtherRankFailed
-from bridge_cg_plugin.graphs.program import Agreed
 from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 
-from ..regions import new_region
+from ..regions import Counted, new_region
 from .packed_parts import APART, CHAIN, LARGE, SMALL, losses, new_model, on_parts, results
 from .test_gradients import region_loss
 from .towers import move
 from .toy import Toy, ToyProgram, toy_batch
 
 CHAINED = pytest.mark.parametrize("offload", [CHAIN, APART], ids=["chain", "apart"])
-
-
-class Counted:
-    """Ranks that agree; counts how often.
-
-    Args:
-        fails: The agreement in which another rank fails; None without one.
-    """
-
-    ranks = (0, 1)
-
-    def __init__(self, fails=None):
-        self.times, self._fails = 0, fails
-
-    def agree(self, work):
-        self.times += 1
-        value = work()
-        if self.times == self._fails:
-            raise OtherRankFailed("rank 1 failed: made to fail")
-        return Agreed(value, value)
 
 
 @contextmanager

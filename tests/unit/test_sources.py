@@ -21,10 +21,9 @@ from bridge_cg_plugin.graphs.changes.model_watch import ModelWatch
 from bridge_cg_plugin.graphs.changes.source import SAMPLE, Source, _of_turn
 from bridge_cg_plugin.graphs.changes.state import Holder
 from bridge_cg_plugin.graphs.errors import CaptureError, ReplayError
-from bridge_cg_plugin.graphs.program import Agreed
 
 from ..main_grads import Silent, hook_main_grads
-from ..regions import new_region
+from ..regions import Counted, new_region
 from ..rows_program import RowsProgram
 from ..tape import TapeExecutor
 
@@ -420,18 +419,6 @@ def test_another_precision_that_lasts_gets_recordings_of_its_own(newer):
             products.fp32_precision = "ieee"
         torch.set_float32_matmul_precision(before)
     assert region.run(x) is not None and region.statistics.fallbacks == {"numerics_changed": 1}
-
-
-class Counted:
-    """Ranks that agree; counts how often."""
-
-    def __init__(self):
-        self.times = 0
-
-    def agree(self, work):
-        self.times += 1
-        value = work()
-        return Agreed(value, value)
 
 
 def no_memory(*unused):
