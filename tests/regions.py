@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bridge_cg_plugin.graphs.buckets import Bucket
+from bridge_cg_plugin.graphs.changes.model_watch import ModelWatch
 from bridge_cg_plugin.graphs.errors import OtherRankFailed
 from bridge_cg_plugin.graphs.program import Agreed, Piece, RegionProgram, Surroundings
 from bridge_cg_plugin.graphs.recordings.chain import NOTHING_LEAVES, Chain
@@ -12,7 +13,6 @@ from bridge_cg_plugin.graphs.recordings.executor import Executor
 from bridge_cg_plugin.graphs.region import Region
 
 AROUND = {field.name for field in dataclasses.fields(Surroundings)}
-OF_REGION = ("watch", "strict", "chain")
 
 
 class LoneRegion(Region):
@@ -38,11 +38,11 @@ def new_region(program: RegionProgram, executor: Executor, buckets: Sequence[Buc
         buckets: What to record for.
         settings: Fields of `Piece` and `Surroundings`, `watch` and `strict` of `Region`, and `offloading` of its chain.
     """
-    settings["chain"] = Chain(executor, settings.pop("offloading", None) or NOTHING_LEAVES)
-    around = {name: settings.pop(name) for name in AROUND & settings.keys()}
-    given = {name: settings.pop(name) for name in OF_REGION if name in settings}
+    chain = Chain(executor, settings.pop("offloading", None) or NOTHING_LEAVES)
+    around = Surroundings(**{name: settings.pop(name) for name in AROUND & settings.keys()})
+    watch, strict = settings.pop("watch", None), settings.pop("strict", False)
     piece = Piece(program=program, buckets=buckets, **settings)
-    return LoneRegion(piece, executor, Surroundings(**around), **given)
+    return LoneRegion(piece, chain, around, watch or ModelWatch(program.modules()), strict)
 
 
 class Counted:

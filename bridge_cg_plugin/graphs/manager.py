@@ -269,7 +269,7 @@ class GraphManager:
             Chain(self.executor, offloading, in_parts=True) if patched and offloading is not NOTHING_LEAVES else None
         )
         regions = [
-            Region(piece, self.executor, around, watch, self.workload.strict, chain or Chain(self.executor, offloading))
+            Region(piece, chain or Chain(self.executor, offloading), around, watch, self.workload.strict)
             for piece in pieces
         ]
         self._regions += regions
@@ -283,7 +283,7 @@ class GraphManager:
             each.capture()
         for region, piece in zip(regions, pieces, strict=True):
             if piece.calls:
-                self._parts = self._parts or Parts(self.slots, watch.looked_at_once, chain)
+                self._parts = self._parts or Parts()
                 self._parts.install(region, piece.calls)
         if demand is not None:
             self._demand, demand.evaluated = demand, []  # regions begin with those for training

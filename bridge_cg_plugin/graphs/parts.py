@@ -4,7 +4,6 @@ A microbatch replays all parts or none, in one slot.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from .eager_pass import Pass
 from .fallback import Fallback
 from .instance import InstanceMethod
 from .program import Answer, PartCall
-from .recordings.chain import Chain
 from .region import Region
 from .replays.replay import Replay
 
@@ -23,25 +21,13 @@ from .replays.replay import Replay
 class Parts:
     """The parts of one module, installed on it until `restore`.
 
-    Args:
-        slots: Slots of every region.
-        looking_once: Entered around looks at all parts in a row, between which the model cannot change.
-        chain: What the parts share a slot's memory in; None has memory apart.
-
     Attributes:
         methods: What stands in for the attributes that call parts and followers.
         followers: Calls that a replayed part answers.
     """
 
-    def __init__(
-        self,
-        slots: int,
-        looking_once: Callable[[], AbstractContextManager[None]],
-        chain: Chain | None = None,
-    ) -> None:
+    def __init__(self) -> None:
         self.followers: list[FollowerCall] = []
-        self._chain = chain
-        self._slots, self._looking_once = slots, looking_once
         self._regions: list[Region] = []
         self.methods: list[InstanceMethod] = []
         # Of the microbatch under way: itself, and what was decided for the parts that have not run yet.
@@ -92,20 +78,21 @@ class Parts:
 
     def decide(self, batch: Any) -> dict[Region, Replay] | Fallback:
         """Return how every part replays the batch, all in one slot; without one, the first part's reason."""
-        free = next((i for i in range(self._slots) if all(region.slots[i].free for region in self._regions)), None)
-        if self._chain is None:
+        slots, chain = range(self._regions[0].slot_count), self._regions[0].chain
+        free = next((i for i in slots if all(region.slots[i].free for region in self._regions)), None)
+        if not chain.in_parts:  # each part has memory apart
             return self._decide(batch, free or 0)
         if free is None:
             return Fallback.NO_FREE_SLOT
-        captures = self._chain.captures
+        captures = chain.captures
         decided = self._decide(batch, free)
-        recorded = self._chain.captures > captures  # what was decided for parts before that one is gone
+        recorded = chain.captures > captures  # what was decided for parts before that one is gone
         return self._decide(batch, free, records=False) if recorded and isinstance(decided, dict) else decided
 
     def _decide(self, batch: Any, slot: int, records: bool = True) -> dict[Region, Replay] | Fallback:
         decided: dict[Region, Replay] = {}
         reason: Fallback | None = None
-        with self._looking_once():
+        with self._regions[0].watch.looked_at_once():  # nothing changes the model in between
             for region in self._regions:  # each records what it was asked for
                 found = region.decide(batch, slot, records)
                 if found is Fallback.DIFFERS_FROM_EAGER:

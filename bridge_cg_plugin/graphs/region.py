@@ -19,7 +19,7 @@ from .program import SINGLE_RANK, Piece, RankConsensus, Surroundings
 from .proof import Proofs
 from .recordings.capture import in_checkpoint, is_capturing
 from .recordings.chain import Chain, Part
-from .recordings.executor import Executor, give_up
+from .recordings.executor import give_up
 from .recordings.recording import EVALUATION, TRAINING, Mode
 from .replays.gradients import NO_BACKWARD
 from .replays.replay import BackwardObserver, Replay
@@ -40,11 +40,10 @@ class Region(Part):
     Args:
         piece: What is recorded. A batch takes the first bucket that accepts it, so cheaper ones come first. A piece
             that grows gets buckets from `add`.
-        executor: Makes the recordings.
+        chain: What it is recorded with, and where activations are.
         surroundings: What is around the model in this run.
-        watch: Follows the model that the program is a piece of; None follows the program's modules alone.
+        watch: Follows the model that the program is a piece of.
         strict: Whether a recording that fails raises once graphs exist.
-        chain: What it is recorded with, and where activations are; None records it alone.
 
     Attributes:
         proofs: What compares a replay of this step with eager; None where none is due.
@@ -54,24 +53,17 @@ class Region(Part):
     """
 
     def __init__(
-        self,
-        piece: Piece,
-        executor: Executor,
-        surroundings: Surroundings | None = None,
-        watch: ModelWatch | None = None,
-        strict: bool = False,
-        chain: Chain | None = None,
+        self, piece: Piece, chain: Chain, surroundings: Surroundings, watch: ModelWatch, strict: bool = False
     ) -> None:
-        self._around = surroundings or Surroundings()
+        self._around = surroundings
         if min(piece.buckets, default=LEAST).tokens < 1 or not (piece.buckets or piece.growth):
             raise ValueError(f"a region needs buckets of at least 1 token, got {[str(b) for b in piece.buckets]}")
         if self._around.slots < 1:
             raise ValueError(f"slots must be at least 1, got {self._around.slots}")
-        super().__init__(piece, executor)
-        self.chain = chain or Chain(executor)
+        super().__init__(piece, chain.executor, watch)
+        self.chain = chain
         self.slot_count = self._around.slots
         self._consensus, self._strict = self._around.consensus, strict
-        self._given_watch = watch
         self._warned: set[str] = set()
         self.proofs: Proofs | None = None
         self.reset()
@@ -91,7 +83,6 @@ class Region(Part):
         self.reset()
         self.statistics.buckets = {bucket: BucketStatistics() for bucket in self.buckets}
         executor, chain = self.executor, self.chain
-        self.watch = self._given_watch or ModelWatch(self.program.modules())
         self.sources = Sources(self.program, self.watch, executor.device, self._around.reduction, executor.home())
         self.planned = [self._planned(index) for index in range(self.slot_count)]
         chain.parts.append(self)
@@ -152,8 +143,6 @@ class Region(Part):
         self.chain.leave(self)  # both would hold each other's memory until a collection
         if (sources := vars(self).pop("sources", None)) is not None:
             sources.release()
-        if (watch := vars(self).pop("watch", None)) is not None and self._given_watch is None:
-            watch.close()
         self._asked: Counter[Hashable] = Counter()
         self._forward_slot_failed = Retry(TRIED_AGAIN)
 

@@ -42,8 +42,10 @@ class Part:
     Args:
         piece: What is recorded.
         executor: Makes the recordings.
+        watch: What follows the model; everything that is recorded is a pass of it.
 
     Attributes:
+        executor, watch: See above.
         program: The piece of the model.
         name: Of the program.
         statistics: Memory and time are counted there, too.
@@ -52,13 +54,12 @@ class Part:
         planned: What a capture records in each slot, largest first.
         disproved: Whether a recording was wrong, so that the region stays eager.
         sources: What recordings are made from; missing before a capture.
-        watch: What follows the model; everything that is recorded is a pass of it. Missing before a capture.
     """
 
     sources: Sources
-    watch: ModelWatch
 
-    def __init__(self, piece: Piece, executor: Executor) -> None:
+    def __init__(self, piece: Piece, executor: Executor, watch: ModelWatch) -> None:
+        self.watch = watch
         self.program, self.name, self._piece, self.executor = piece.program, piece.program.name, piece, executor
         self.statistics, self._growth = RegionStatistics(), piece.growth
         self.buckets = self._ordered(piece.buckets)
@@ -248,13 +249,13 @@ class Chain:
         in_parts: Whether it is made of parts of a module, though it may be one.
 
     Attributes:
-        offloading, in_parts: See above.
+        executor, offloading, in_parts: See above.
         parts: In the order in which they run.
         captures: How often what has a backward was recorded.
     """
 
     def __init__(self, executor: Executor, offloading: Offloading = NOTHING_LEAVES, in_parts: bool = False) -> None:
-        self._executor, self.offloading, self.in_parts = executor, offloading, in_parts
+        self.executor, self.offloading, self.in_parts = executor, offloading, in_parts
         self._slots: dict[int, ChainSlot] = {}
         self.parts: list[Part] = []
         self.captures = 0
@@ -269,7 +270,7 @@ class Chain:
     def common(self, index: int) -> ChainSlot:
         """Return what all parts have in common in a slot."""
         if index not in self._slots:
-            self._slots[index] = ChainSlot(self._executor.device, self._executor.new_memory, self.in_parts)
+            self._slots[index] = ChainSlot(self.executor.device, self.executor.new_memory, self.in_parts)
         return self._slots[index]
 
     def tidy(self, part: Part) -> None:
@@ -411,13 +412,13 @@ class Chain:
             pool = self.common(index).memory(mode.gradients).begin()
             bodies = [part.warmed_up(source, slots[part], bucket, mode, briefly) for part, source in wanted]
             if mode.gradients:
-                prepared = self.offloading.prepare(self._executor, bodies, index)
+                prepared = self.offloading.prepare(self.executor, bodies, index)
                 for body, activations in zip(bodies, prepared, strict=True):
                     body.activations = activations
             with first.checked(kept, briefly):
                 try:
                     for body in bodies:
-                        made.append(self._executor.record_forward(body, pool))
+                        made.append(self.executor.record_forward(body, pool))
                     for recording in reversed(made):
                         recording.record_backward()
                 finally:
@@ -441,7 +442,7 @@ class Chain:
         """
         gone = {(index, *place) for place in places}
         if any(not gone.isdisjoint(source.recordings) for source in sources):
-            self._executor.tidy()
+            self.executor.tidy()
         for source in sources:
             others, dropped = source.recorded_by_other_ranks, gone.intersection(source.recordings)
             source.recorded_by_other_ranks = others.union(dropped) if only_here else others.difference(gone)
