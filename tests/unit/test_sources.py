@@ -344,7 +344,7 @@ def assert_trains_as_eager(train):
     region = region_of(model)
     for step in range(4):
         model[0].gain = reference[0].gain = 1.0 if step == 0 else 2.0
-        found, rows = [], batch()
+        found, rows = [], batch(8)  # of as many rows a matrix library takes one kernel
         for layers, call in ((model, partial(graphed_or_eager, region, model)), (reference, reference)):
             layers.zero_grad()
             x = rows.clone().requires_grad_()
