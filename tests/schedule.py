@@ -15,6 +15,7 @@ FORKED = (
     "seams/test_data_workers",
     "seams/test_layer_kernels",
     "seams/test_rebuilt_configs",
+    "seams/test_setting_told",
 )
 # Those that take longest come first, so that no process waits for another at the end.
 LONGEST = (
