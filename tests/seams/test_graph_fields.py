@@ -201,13 +201,6 @@ def test_vision_options_reach_the_provider(provider):
         apply_options(GraphOptions(vision=vision), core_config())
 
 
-def test_graphs_switch_the_random_state_tracker_on_in_both_places(container):
-    apply_options(GraphOptions(), container)
-    assert not container.rng.te_rng_tracker and not container.model.use_te_rng_tracker
-    apply_options(GraphOptions(language_model=te()), container)
-    assert container.rng.te_rng_tracker and container.model.use_te_rng_tracker
-
-
 def test_a_refused_apply_sets_nothing(provider):
     before = dict(vars(provider))
     wrong = GraphOptions(language_model=te("moe"), packed=PackedOptions(max_packed_seqs=4))

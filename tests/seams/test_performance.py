@@ -86,12 +86,6 @@ def test_words_and_flags_of_one_command_line_are_one_persons(scripts, tmp_path, 
         launch(words)(recipe)
 
 
-def test_words_that_have_gone_are_refused(scripts, tmp_path, recipe):
-    scripts(write_lookalike(tmp_path / "scripts", argument_parser=PERMISSIVE))
-    with pytest.raises(OptionError, match="the option has gone"):
-        launch([*VISION, "++model.vision_cuda_graph_tuning.slots=2"])(recipe)
-
-
 @pytest.mark.parametrize("words", [VISION, []], ids=["flags", "a preset"])
 def test_vision_graphs_keep_the_tracker_that_upstream_switches_off(scripts, tmp_path, recipe, words):
     scripts(write_lookalike(tmp_path / "scripts"))
@@ -107,18 +101,6 @@ def test_without_vision_graphs_the_tracker_is_upstreams(scripts, tmp_path, recip
     scripts(write_lookalike(tmp_path / "scripts"))
     found = launch(["--cuda_graph_impl", "none"])(recipe)
     assert found.rng.te_rng_tracker is False and found.model.use_te_rng_tracker is False
-
-
-def test_flags_of_library_recipes(scripts, tmp_path, recipe):
-    """Upstream's --use_recipes has its words read by Bridge."""
-    from megatron.bridge.training.utils import omegaconf_utils
-
-    scripts(write_lookalike(tmp_path / "scripts"))
-    flags = [*VISION, "--vision_cuda_graph_slots", "2", "train.train_iters=5"]
-    _, words = importlib.import_module("argument_parser").parse_cli_args().parse_known_args(flags)
-    found = omegaconf_utils.process_config_with_overrides(recipe, cli_overrides=words)
-    vision = normalize(found)[0].vision
-    assert (vision.max_seq_length, vision.slots) == (16384, 2) and found.train.train_iters == 5
 
 
 def test_another_module_of_the_name_is_left_alone(scripts, tmp_path, caplog):

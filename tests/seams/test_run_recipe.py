@@ -189,9 +189,7 @@ def test_without_flags_the_recipe_is_trained_as_bridge_has_it(trained, bridge):
         (["model.vision_cuda_graph_bukets=[64]"], "Did you mean model.vision_cuda_graph_buckets"),
         (["checkpoint.load=[5"], "Hydra"),
         (["stray"], "section.name=value"),
-        (["--step_func", "qwen_vl_step"], "Did you mean qwen3_vl_step"),
         (["--cuda_graph_impl", "full_iteration"], "=True: it must be false with cuda_graph_impl=full_iteration"),
-        ([*VISION, "ddp.use_megatron_fsdp=true"], "ddp.use_megatron_fsdp=True"),
     ],
 )
 def test_refused_input_ends_with_status_2_and_what_to_do(trained, capsys, words, said):
