@@ -18,7 +18,7 @@ OURS = [importlib.import_module(f"bridge_cg_plugin.upstream.{name}") for name in
 EVERY = [patch for module in OURS for patch in module.PATCHES]
 PATCHES = [patch for patch in EVERY if isinstance(patch, Patch) and is_importable(patch.seam)]
 ABSENT = object()
-CYCLES, CYCLES_OF_ALL = 10, 20
+CYCLES = 20
 
 every_patch = pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.name)
 
@@ -68,24 +68,6 @@ def callable_with(kind, parameters):
     return type("Drifted", (), {**dict.fromkeys(names, lambda self: None), "__init__": scope["drifted"]})
 
 
-@pytest.fixture
-def module(upstream, patch):
-    """The module of a test's patch, which is on behind it; all others were left alone."""
-    bridge_cg_plugin.activate()
-    found = upstream[patch.module]
-    yield found
-    patch.revert()
-    patch.apply(found)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def applied_in_order(upstream):
-    """Patches of one attribute lie over each other behind these tests as ever."""
-    yield
-    bridge_cg_plugin.deactivate()
-    bridge_cg_plugin.activate()
-
-
 @every_patch
 def test_every_patch_fits_the_installed_bridge(active, patch):
     assert patch.state in ("active", "native"), patch.reason
@@ -97,31 +79,22 @@ def test_every_patched_seam_has_one_patch():
     assert all(patch.seam in SEAMS for patch in EVERY)
 
 
-@every_patch
-def test_apply_and_revert_leave_the_same_object(module, patch):
-    patch.revert()
-    original = raw(patch, module)
-    check_upstreams(original)
-    for _ in range(CYCLES):
-        patch.apply(module)
-        once = raw(patch, module)
-        patch.apply(module)
-        assert raw(patch, module) is once and patch.state in ("active", "native")
-        assert (raw(patch, module) is original) == (patch.state == "native")
-        patch.revert()
-        assert patch.state == "off"
-        assert raw(patch, module) is original
-
-
 def test_twenty_times_on_and_off_leave_every_owner_as_it_was(active):
     bridge_cg_plugin.deactivate()
+    for patch in PATCHES:
+        check_upstreams(raw(patch, active[patch.module]))
     owners = {
         id(o): o for p in PATCHES for o in [owner_of(p, active[p.module])] if p.seam.expected_in(bridge_release())
     }
     before = {key: dict(vars(owner)) for key, owner in owners.items()}
-    for _ in range(CYCLES_OF_ALL):
+    for _ in range(CYCLES):
         bridge_cg_plugin.activate()
+        once = [raw(patch, active[patch.module]) for patch in PATCHES]
+        for patch in PATCHES:
+            patch.apply(active[patch.module])
+        assert all(raw(patch, active[patch.module]) is made for patch, made in zip(PATCHES, once, strict=True))
         bridge_cg_plugin.deactivate()
+        assert {patch.state for patch in PATCHES} <= {"off", "native"}
     for key, owner in owners.items():
         after = dict(vars(owner))
         assert list(after) == list(before[key]), owner
