@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import Qwen3VLMultimodalRotaryEmbedding
 from megatron.core.transformer import cuda_graphs, transformer_layer
 
 from bridge_cg_plugin.options import OptionError
@@ -59,9 +60,12 @@ def captured(config, microbatches=1):
 
 
 def test_graphs_of_a_multimodal_language_model_contain_its_rotary_embedding(active, on_cpu):
+    """As the model computes it."""
+    rope = Qwen3VLMultimodalRotaryEmbedding(kv_channels=8, cp_group=SimpleNamespace(size=lambda: 1))
+    real = rope(torch.zeros(3, MICRO_BATCH, SEQUENCE, dtype=torch.long), [2, 1, 1])
     (kwargs,) = captured(layer_config())
-    assert kwargs["rotary_pos_emb"].shape == (SEQUENCE, MICRO_BATCH, 1, 8)
-    assert kwargs["rotary_pos_emb"].dtype == torch.float32
+    found = kwargs["rotary_pos_emb"]
+    assert (found.shape, found.dtype) == (real.shape, real.dtype)
 
 
 def test_upstream_alone_captures_them_without(active, on_cpu):
@@ -71,17 +75,6 @@ def test_upstream_alone_captures_them_without(active, on_cpu):
     bridge_cg_plugin.deactivate()
     (kwargs,) = captured(layer_config())
     assert "attention_mask" in kwargs and "rotary_pos_emb" not in kwargs
-
-
-def test_the_stand_in_has_the_shape_that_the_model_computes(active, monkeypatch):
-    from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import Qwen3VLMultimodalRotaryEmbedding
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    group = SimpleNamespace(size=lambda: 1)
-    rope = Qwen3VLMultimodalRotaryEmbedding(kv_channels=8, cp_group=group)
-    real = rope(torch.zeros(3, MICRO_BATCH, SEQUENCE, dtype=torch.long), [2, 1, 1])
-    made = language_model.rotary_stand_in(layer_config(), SEQUENCE, MICRO_BATCH, "cpu")
-    assert (made.shape, made.dtype) == (real.shape, real.dtype)
 
 
 def test_other_layers_are_captured_as_upstream_does(active, on_cpu):
@@ -97,13 +90,17 @@ def batch(length):
     return (torch.ones(2, length), torch.ones(2, length), torch.ones(2, length), None, None, {"pixel_values": 1})
 
 
-@pytest.mark.parametrize("impl, expected", [("transformer_engine", SEQUENCE), ("none", 20)])
-def test_sequences_are_padded_where_graphs_replay_one_length(active, impl, expected):
+@pytest.mark.parametrize(
+    "impl, packs, expected",
+    [("transformer_engine", None, SEQUENCE), ("transformer_engine", 4, 20), ("none", None, 20)],
+)
+def test_sequences_are_padded_where_graphs_replay_one_length(active, impl, packs, expected):
     padding = language_model._at_fixed_length(lambda iterator, cfg, **_: batch(20))
-    config = SimpleNamespace(model=SimpleNamespace(cuda_graph_impl=impl, seq_length=SEQUENCE))
+    model = SimpleNamespace(cuda_graph_impl=impl, seq_length=SEQUENCE, cuda_graph_max_packed_seqs=packs)
+    config = SimpleNamespace(model=model)
     tokens, labels, loss_mask, _, _, images = padding(None, config, is_first_pp_stage=True)
     assert tokens.shape == labels.shape == loss_mask.shape == (2, expected)
-    if impl != "none":
+    if expected == SEQUENCE:
         assert tokens[:, 20:].eq(0).all() and labels[:, 20:].eq(-100).all() and loss_mask[:, 20:].eq(0).all()
     assert tokens[:, :20].eq(1).all() and images == {"pixel_values": 1}
 

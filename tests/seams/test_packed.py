@@ -9,7 +9,6 @@ import torch
 
 import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
-from bridge_cg_plugin.upstream.hooks import qwen3_vl as language_model
 from bridge_cg_plugin.upstream.hooks.batches import PACK_OFFSETS
 from bridge_cg_plugin.upstream.hooks.helpers.constructors import decoder_helpers, find_decoders
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
@@ -122,10 +121,3 @@ def test_a_model_that_cannot_work_is_refused_by_the_helper_too(active):
     model.config.cuda_graph_max_packed_seqs = 4
     with pytest.raises(OptionError, match="hidden_dropout"):
         decoder_helpers([model], model.config, num_microbatches=1)
-
-
-def test_packs_are_not_padded_to_the_length_of_unpacked_graphs(active):
-    batch = (torch.ones(1, 20), None, None, None, None, {})
-    padding = language_model._at_fixed_length(lambda iterator, cfg: batch)
-    model = SimpleNamespace(cuda_graph_impl="transformer_engine", seq_length=32, cuda_graph_max_packed_seqs=4)
-    assert padding(None, SimpleNamespace(model=model)) is batch

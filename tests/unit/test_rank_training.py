@@ -224,13 +224,6 @@ def test_an_eager_pass_beside_a_replay_in_the_last_backward(tmp_path):
             assert_close(gradients, expected, 1e-4)
 
 
-def captured(model):
-    options = VisionGraphOptions(**DEFAULTS)
-    helper = encoder_helper(model, model.config, options=options)
-    helper.create_cudagraphs()
-    return helper.graphs
-
-
 class Group:
     """A bucket group as megatron-core's: finishing one that never started is an error, but in its first batch."""
 
