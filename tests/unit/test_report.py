@@ -18,8 +18,6 @@ from bridge_cg_plugin.graphs.fallback import Fallback
 from bridge_cg_plugin.graphs.reports import BucketStatistics, RegionStatistics, render, render_steps
 from bridge_cg_plugin.options import OptionError
 
-from .reported import run, statistics
-
 ROOT = Path(__file__).resolve().parents[2]
 LOG = Path(__file__).parent / "report_inputs" / "training.log"
 PRETRAIN = ROOT / "docs/benchmarks/pretrain.jsonl"
@@ -55,6 +53,22 @@ def test_every_report_of_the_plugin_is_read_as_it_was_counted(found, names):
     assert read.warmup_microbatches == meant.warmup_microbatches
     assert read.padding_share == pytest.approx(meant.padding_share, abs=6e-4)
     assert read.memory_gb == pytest.approx(meant.memory_gb, abs=6e-3)
+
+
+def statistics():
+    found = RegionStatistics(graph_bytes=GIB, static_bytes=GIB // 4, capture_seconds=3.25, warmup_microbatches=12)
+    found.buckets[Bucket(1024, (32, 1024))] = BucketStatistics(replays=24, tokens=600, padding=200)
+    found.buckets[Bucket(2048, (32, 1024))] = BucketStatistics(replays=3, evaluations=2, tokens=900, padding=100)
+    found.buckets[Bucket(4096, (32, 1024))] = BucketStatistics()
+    found.step = 7
+    for tokens in (5000, 6000, 7000):
+        found.fell_back("vision_encoder", Fallback.TOO_MANY_TOKENS, tokens)
+    found.fell_back("vision_encoder", Fallback.NO_FREE_SLOT)
+    return found
+
+
+def run(mode, losses=(3.0, 2.0, 1.0), **fields):
+    return Run(case="c", mode=mode, losses=tuple(enumerate(losses, 1)), **fields)
 
 
 # Inputs
