@@ -381,14 +381,10 @@ def install_resiliency(again: bool, log: Path) -> None:
             archive.extractall(VENV / "lib" / "python3.12" / "site-packages")
 
 
-def install_attention(again: bool, log: Path) -> None:
-    """Install what calls cuDNN's attention directly."""
-    pip(log, "install", "--progress-bar", "off", "--no-compile", "--no-deps", "-r", ATTENTION)
-
-
-def install_test_tools(again: bool, log: Path) -> None:
-    """Install the test requirements."""
-    pip(log, "install", "--progress-bar", "off", "--no-compile", "--no-deps", "-r", TEST)
+def install_from(requirements: Path) -> Callable[[bool, Path], None]:
+    """Return what installs the packages of a requirements file."""
+    words = ("install", "--progress-bar", "off", "--no-compile", "--no-deps", "-r", requirements)
+    return lambda again, log: pip(log, *words)
 
 
 def install_project(again: bool, log: Path) -> None:
@@ -418,8 +414,8 @@ def steps() -> list[Step]:
         Step("stack", f"install {len(versions) - 2} pinned packages (2 min, 6 GB)", (versions,), install_stack),
         Step("te_torch", f"install {TE_TORCH}", (versions[TE_TORCH], versions["torch"], machine), install_te_torch),
         Step("resiliency", f"install {RESILIENCY} (5 s)", (versions[RESILIENCY], libc, machine), install_resiliency),
-        Step("attention", "install nvidia-cudnn-frontend (5 s)", (pinned(ATTENTION),), install_attention),
-        Step("test", "install pytest, ruff and scikit-image (10 s)", (pinned(TEST),), install_test_tools),
+        Step("attention", "install nvidia-cudnn-frontend (5 s)", (pinned(ATTENTION),), install_from(ATTENTION)),
+        Step("test", "install pytest, ruff and scikit-image (10 s)", (pinned(TEST),), install_from(TEST)),
         Step("project", "install bridge_cg_plugin in place (5 s)", project, install_project),
     ]
     check = Step("check", "import everything once (40 s)", tuple(step.key for step in plan), check_imports)

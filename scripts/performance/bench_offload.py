@@ -89,8 +89,7 @@ def images(name: str, grid: Grid, slots: int) -> Case:
     model = tower.build_tower()
     batches = [tower.make_batch(grid, model, seed=seed) for seed in range(slots)]
     settings: dict[str, Any] = {"buckets": (batches[0].tokens,), "slots": slots, "max_frames": batches[0].frames}
-    settings |= {"impl": "transformer_engine"}
-    settings |= {"strict": True, "exact_below": 0}
+    settings |= {"impl": "transformer_engine", "strict": True, "exact_below": 0}
 
     def new_helper(options: dict[str, Any]) -> Any:
         return tower.new_helper(model, VisionGraphOptions(**settings, **options))

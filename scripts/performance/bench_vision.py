@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT))
 from scripts.performance.encoders import MODES, measure
 from scripts.performance.records import at_least, names_of, output_path, put_record
 from tests.models import tower
-from tests.models.encoder_case import Encoder
 from tests.models.encoders import ENCODERS
 
 CASES = tuple(dict.fromkeys(case for encoder in ENCODERS.values() for case in encoder.sizes))
@@ -48,16 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tower.start_process()
     for name in args.encoders:
         out = output_path(args.out, "vision_bench.jsonl" if name == "qwen3_vl" else "encoders.jsonl")
-        encoder = with_cases(ENCODERS[name], args.cases)
+        sizes = {case: size for case, size in ENCODERS[name].sizes.items() if case in args.cases}
+        encoder = replace(ENCODERS[name], sizes=sizes)
         for record in measure(name, encoder, args.layers or encoder.layers, args.repeats, args.modes):
             put_record(out, record)
             print_record(record)
     return 0
-
-
-def with_cases(encoder: Encoder, cases: Sequence[str]) -> Encoder:
-    """Return an encoder with those of its cases that are named."""
-    return replace(encoder, sizes={case: size for case, size in encoder.sizes.items() if case in cases})
 
 
 def print_record(r: dict[str, Any]) -> None:

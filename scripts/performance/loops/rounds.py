@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,6 @@ GIB = 2**30
 WARM_UP = 10
 # Rounds that are not timed: an update's buckets are captured one by one, before the policy's next calls.
 FIRST = 3
-PORT = 29_511  # where the process that starts runs names none
 
 
 @dataclass(slots=True)
@@ -154,10 +152,3 @@ def _found_on_graphs() -> dict[str, Any]:
         "graphs": [graphs.statistics().as_dict() for graphs in found],
         "parts": len({graphs.workload.title for graphs in found}),
     }
-
-
-def join_alone() -> None:
-    """Be told as the only process of a process group, by environment variables."""
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
-    for name, value in alone.items():
-        os.environ.setdefault(name, str(value))

@@ -1,15 +1,15 @@
 """Rounds of verl's engines in this process, eager or on graphs: log-probabilities, an update, weights away and back."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import bridge_cg_plugin
-from scripts.performance.loops.padded_packs import padded
+from bridge_cg_plugin.upstream.wrappers import overridden
 from scripts.performance.loops.rounds import (
     GIB,
     OLD,
@@ -24,18 +24,20 @@ from scripts.performance.loops.rounds import (
     write_rounds,
 )
 from scripts.performance.loops.samples import draw_round, microbatches
-from scripts.performance.loops.verl_batches import batch_of, response_log_probs
 from scripts.performance.loops.verl_engines import (
+    batch_of,
     compute_gradients,
     engine_of,
     join_world,
     log_probs_of,
     loss_function,
+    response_log_probs,
     stand_in,
     train,
 )
 from scripts.performance.loops.verl_setup import ADAPTERS, EAGER_PADDED, PACK_BUCKETS, PADDED, options_of
 from scripts.performance.measure import synchronize
+from tests.models.packed_parity import at_rows
 
 stand_in()
 import verl.workers.engine.megatron.transformer_impl  # noqa: F401  # while others still train
@@ -142,6 +144,30 @@ class Rounds:
     def eager_rows(self) -> AbstractContextManager[None]:
         """Return what eager decoders run in, so that they compute the rows that the run's mode asks for."""
         return padded((chunk for engine in self._engines for chunk in engine.module), self._buckets)
+
+
+@contextmanager
+def padded(models: Iterable[nn.Module], buckets: Sequence[int]) -> Iterator[None]:
+    """Inside, eager decoders compute as many rows of a pack as graphs do: another number of rows rounds differently.
+
+    Args:
+        models: Whose decoders run eager.
+        buckets: Tokens, ascending. A longer pack is computed as it is.
+    """
+
+    def rows_of(tokens: int) -> int:
+        return next((bucket for bucket in buckets if bucket >= tokens), tokens)
+
+    with ExitStack() as stack:
+        for decoder in [found for model in models for found in decoders_of(model)]:
+            forward = type(decoder).forward.__get__(decoder)
+            stack.enter_context(overridden(decoder, "forward", at_rows(forward, rows_of)))
+        yield
+
+
+def decoders_of(model: nn.Module) -> list[nn.Module]:
+    """Return the decoders of language models inside, not those of their encoders."""
+    return [module for name, module in model.named_modules() if f".{name}".endswith(".language_model.decoder")]
 
 
 def used_bytes() -> int:
