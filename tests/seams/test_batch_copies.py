@@ -242,9 +242,8 @@ def fake_step(device="meta"):
 @pytest.mark.parametrize("patch", PATCHES[:-1], ids=lambda p: p.name)
 def test_the_wrapped_step_remembers_what_it_moved(patch):
     step = patch.make(fake_step())
-    found = step(
-        iter([batch(image_grid_thw=GRID, video_grid_thw=VIDEO)]), True, is_first_pp_stage=1, is_last_pp_stage=2
-    )
+    given = batch(image_grid_thw=GRID, video_grid_thw=VIDEO, image_sizes=torch.tensor([[56, 84], [28, 56]]))
+    found = step(iter([given]), True, is_first_pp_stage=1, is_last_pp_stage=2)
     assert found["said"] == (True, 1, 2)
     visual = found["visual_inputs"]
     assert visual.image_grid_thw.device.type == "meta"
@@ -252,16 +251,9 @@ def test_the_wrapped_step_remembers_what_it_moved(patch):
     before = GRIDS.device_reads
     assert GRIDS.lookup(flat["image_grid_thw"]) == ((1, 4, 6), (3, 2, 8))
     assert GRIDS.lookup(flat["video_grid_thw"]) == ((5, 2, 2),)
+    assert GRIDS.values(flat["image_sizes"]) == (56, 84, 28, 56)  # of images that are padded
     assert GRIDS.device_reads == before
     assert step.__doc__ == "Get a batch." and step.__name__ == "get_batch_from_iterator"
-
-
-def test_sizes_of_padded_images_are_remembered():
-    sizes = torch.tensor([[56, 84], [28, 56]])
-    found = PATCHES[0].make(fake_step())(iter([batch(image_sizes=sizes)]), is_first_pp_stage=1, is_last_pp_stage=2)
-    moved, before = found["visual_inputs"].normalized_for_model()["image_sizes"], GRIDS.device_reads
-    assert moved.device.type == "meta"
-    assert GRIDS.values(moved) == (56, 84, 28, 56) and GRIDS.device_reads == before
 
 
 def test_other_kinds_of_visual_inputs_pass():

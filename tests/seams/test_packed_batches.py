@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_cg_plugin.upstream.hooks import batches, between
+from bridge_cg_plugin.upstream.hooks import between
 from bridge_cg_plugin.upstream.hooks.batches import KEPT, PACK_OFFSETS, TOKENS
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import seam
@@ -186,14 +186,3 @@ def test_tokens_and_offsets_of_a_device_are_known(step, length):
     assert TOKENS.known(made).equal(expected[0]) and between.STEP_TOKENS.known(made).equal(expected[0])
     assert type(tokens + 1) is torch.Tensor and between.STEP_TOKENS.known(tokens + 1) is None
     assert between.STEP_TOKENS.known(made.clone()) is None
-
-
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("name", ["tokens", "input_ids"])
-def test_a_batch_step_notes_tokens_where_graphs_are_on(graphs, name, monkeypatch):
-    monkeypatch.setattr(batches, "any_on_graphs", lambda: graphs)
-    host = torch.arange(8).view(2, 4)
-    step = batches.PATCHES[0].make(lambda data: {key: value.to("meta") for key, value in next(data).items()})
-    found = step(iter([{name: host}]))[name]
-    assert found.device.type == "meta"
-    assert TOKENS.known(found).equal(host) if graphs else TOKENS.known(found) is None

@@ -1,11 +1,10 @@
 """Every combination of options that cannot work is refused, with its reason."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 
-from bridge_cg_plugin.options import CudaGraphModule, OptionError, graph_options, normalize
+from bridge_cg_plugin.options import OptionError, graph_options, normalize
 from bridge_cg_plugin.options.combinations import ALLOWED, refusals
 from bridge_cg_plugin.options.facts import EXPERTS, LOOP_PARTS, OFFLOADS, ROUTERS
 from bridge_cg_plugin.options.sources import Written
@@ -188,13 +187,3 @@ ACCEPTED = [
 @pytest.mark.parametrize("source", ACCEPTED, ids=str)
 def test_what_can_work_passes(source):
     graph_options(source)
-
-
-def test_local_takes_router_and_preprocessing_as_one():
-    found = graph_options("cuda_graph_impl=local cuda_graph_modules=moe_preprocess").language_model
-    assert found.modules == (CudaGraphModule.moe_preprocess, CudaGraphModule.moe_router)
-
-
-def test_modules_of_a_recipe_with_graphs_off_are_not_refused():
-    found = graph_options(SimpleNamespace(cuda_graph_impl="none", cuda_graph_scope=["mlp"]))
-    assert not found.enabled and "has no effect" in found.warnings[-1]

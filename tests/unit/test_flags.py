@@ -252,11 +252,3 @@ def test_capacities_follow_the_merge_unit():
     assert read(9, impl="transformer_engine", buckets=[9, 18]).buckets == (9, 18)
     with pytest.raises(OptionError, match="a multiple of 9"):
         read(9, impl="transformer_engine", buckets=[64])
-
-
-def test_later_values_win_one_by_one():
-    recipe = SimpleNamespace(vision_cuda_graph_kernels="exact", vision_cuda_graph_slots=2)
-    vision = normalize(recipe, "vision_cuda_graph_slots=4")[0].vision
-    assert (vision.kernels, vision.slots) == ("exact", 4)
-    vision = normalize(recipe, "vision_cuda_graph_slots=null")[0].vision
-    assert (vision.kernels, vision.slots) == ("exact", "auto")

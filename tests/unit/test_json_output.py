@@ -92,7 +92,6 @@ def test_only_the_answer_goes_to_standard_output(monkeypatch, capfd, lengths, wo
 PRINTED = [
     ["report", str(RUN)],
     ["plan", "packed", "LENGTHS", "--pack-size", "1024"],
-    ["recipes", "qwen3_vl"],
     ["compare", "--recipe", "qwen3_vl_8b_vision_graphs_h200_pretrain_mock_config", "--gpus_per_node=4", "--dry-run"],
 ]
 
@@ -102,8 +101,8 @@ PRINTED = [
     [
         (PRINTED[0], "| true", (0, "")),
         (PRINTED[1], ">&- 2>&-", (0, "")),
-        (PRINTED[2], ">/dev/full", (2, "Cannot write to standard output: No space left on device.\n")),
-        (PRINTED[3], ">&-", (0, "")),
+        (PRINTED[0], ">/dev/full", (2, "Cannot write to standard output: No space left on device.\n")),
+        (PRINTED[2], ">&-", (0, "")),
     ],
     ids=str,
 )
