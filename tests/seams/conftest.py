@@ -7,9 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel import schedules
 
 import bridge_cg_plugin
 from bridge_cg_plugin.cli import probe
+from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.recipes import PATCHES
 from bridge_cg_plugin.upstream.seams import activation, states
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
@@ -137,6 +139,20 @@ def bridge(active, folders, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
     with mock.patch.dict(os.environ):
         yield importlib.import_module("megatron.bridge.recipes")
+
+
+@pytest.fixture
+def loop(active, monkeypatch):
+    """Schedules run without a process group; models of before and after have nothing to do with the test."""
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups = SimpleNamespace(**dict.fromkeys(("tp", "cp", "pp", "embd", "pos_embd", "dp_cp"), alone))
+    if hasattr(schedules, "_build_default_pg_collection"):
+        monkeypatch.setattr(schedules, "_build_default_pg_collection", lambda: groups)
+    monkeypatch.setattr(schedules.parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
+    LOOPS.forget()
+    yield
+    bridge_cg_plugin.deactivate()
+    bridge_cg_plugin.activate()
 
 
 @pytest.fixture

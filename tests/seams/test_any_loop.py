@@ -20,12 +20,9 @@ from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from tests.python_calls import python_calls
 from tests.unit.towers import new_tower
 
-from .loops import Policy, assert_equal, call, gathers, in_one_process, on_cpu
+from .loops import Policy, assert_equal, call, gathers, on_cpu
 
-
-@pytest.fixture(autouse=True)
-def loop(active, monkeypatch):
-    yield from in_one_process(monkeypatch)
+pytestmark = pytest.mark.usefixtures("loop")
 
 
 def test_a_loop_of_its_own_trains_on_graphs_after_warm_up():
@@ -149,15 +146,6 @@ class Wrapper(nn.Module):
 
     def forward(self, *args):
         return self.module(*args)
-
-
-def test_a_model_has_one_driver_under_all_wrappers():
-    model, eager = Policy(), Policy(vision_cuda_graph_impl="none")
-    kept = Wrapper(model)
-    for chunk in (model, kept, kept, Wrapper(model), Wrapper(model)):
-        assert_equal(call(chunk, 2), call(eager, 2))
-    (graphs,) = active_graphs()
-    assert (graphs.step_number, graphs.statistics().replays) == (5, 8)
 
 
 class DataParallel(Wrapper):

@@ -11,12 +11,9 @@ from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 
 from ..unit import packs
-from .loops import FIELDS, Policy, assert_equal, call, in_one_process
+from .loops import FIELDS, Policy, assert_equal, call
 
-
-@pytest.fixture(autouse=True)
-def loop(active, monkeypatch):
-    yield from in_one_process(monkeypatch)
+pytestmark = pytest.mark.usefixtures("loop")
 
 
 def plain(**fields):

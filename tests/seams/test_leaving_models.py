@@ -10,18 +10,14 @@ from bridge_cg_plugin.graphs.recordings.executor import ReferenceExecutor
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.environment import memory_may_leave
 from bridge_cg_plugin.upstream.hooks import leaving_models
-from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.helpers import constructors as helpers
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_graphs
 from tests.leaving import LeavingExecutor
 from tests.returning import Filled
 
-from .loops import Policy, assert_equal, call, in_one_process
+from .loops import Policy, assert_equal, call
 
-
-@pytest.fixture(autouse=True)
-def loop(active, monkeypatch):
-    yield from in_one_process(monkeypatch)
+pytestmark = pytest.mark.usefixtures("loop")
 
 
 @pytest.fixture
@@ -104,18 +100,6 @@ def test_memory_of_every_model_leaves_when_the_loop_says_so(leaving):
     assert bridge_cg_plugin.release_memory() == 200
     assert_equal(call(models[0], 2, seed=5), call(eager, 2, seed=5))
     assert [executor.memory_away for executor in leaving] == [False, True]
-
-
-def test_a_model_that_leaves_inside_a_call_keeps_its_graphs_there(leaving, parameters_count_as_on_the_device):
-    model = Policy()
-    for _ in range(3):
-        call(model, 2)
-    (driver,) = LOOPS._drivers
-    with driver.step():
-        back = leave_the_device(model.vision_model)
-        torch.cuda.empty_cache()
-        back()
-    assert not leaving[0].left
 
 
 def test_its_switch_is_spelled_as_the_plugins_own(monkeypatch):

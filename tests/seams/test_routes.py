@@ -21,7 +21,9 @@ from tests.unit.packs import new_qwen, pack
 from tests.unit.towers import bridges_step, draw, loss_of, new_tower
 
 from .conftest import SFT as RECIPE
-from .loops import Policy, in_one_process, on_cpu, run_schedule
+from .loops import Policy, on_cpu, run_schedule
+
+pytestmark = pytest.mark.usefixtures("sft", "loop")
 
 BATCH = ([[1, 4, 6]], (100, 150, 50), 0)
 
@@ -40,11 +42,6 @@ class Job(Policy):
         return loss_of([hidden, *deepstack]) + self.language_model(**pack(documents, seed)).mean()
 
     def zero_grad_buffer(self): ...
-
-
-@pytest.fixture(autouse=True)
-def loop(sft, monkeypatch):
-    yield from in_one_process(monkeypatch)
 
 
 def in_bridges_loop(model, config):

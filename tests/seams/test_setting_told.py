@@ -16,7 +16,7 @@ from bridge_cg_plugin.upstream.hooks import any_loop
 from bridge_cg_plugin.upstream.hooks.training_config import check_training_config
 from tests.scripts import forked
 
-from .loops import Policy, call, in_one_process
+from .loops import Policy, call
 from .test_features import QWEN3_VL, config_of
 
 GRAPHS = {"vision_cuda_graph_impl": "transformer_engine"}
@@ -37,11 +37,6 @@ def test_bridges_validation_says_in_one_line_what_is_on_graphs(active, capsys, f
     for _ in range(2):
         check_training_config(config)
     assert capsys.readouterr().out == f"[bridge-cg] {line}\n"
-
-
-@pytest.fixture
-def loop(active, monkeypatch):
-    yield from in_one_process(monkeypatch)
 
 
 LOOPS = [

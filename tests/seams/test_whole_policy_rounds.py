@@ -22,7 +22,9 @@ from tests.returning import LeavingReturning
 from tests.unit.packs import DEFAULTS, EXPERTS, new_model, pack
 from tests.unit.towers import draw, loss_of, new_tower
 
-from .loops import FIELDS, Policy, assert_equal, in_one_process, run_schedule
+from .loops import FIELDS, Policy, assert_equal, run_schedule
+
+pytestmark = pytest.mark.usefixtures("loop")
 
 PACKED = {**DEFAULTS, "cuda_graph_impl": "transformer_engine"}
 ROUTERS = {**EXPERTS, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
@@ -153,11 +155,6 @@ class OtherPlaces:
 def scale_of_no_other_test(monkeypatch):
     """megatron-core writes a schedule's scale into the tensor that the process had first, of whichever shape."""
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
-
-
-@pytest.fixture(autouse=True)
-def loop(active, monkeypatch):
-    yield from in_one_process(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
