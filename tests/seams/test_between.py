@@ -159,19 +159,32 @@ def test_positions_of_text_are_computed_where_they_are_needed(modelling, uploade
     assert not uploaded and positions[0].tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
-def through(model, call, packed, waits):
-    """Return what the language model gets of a batch, and the gradients of embeddings and pixels."""
+def through(model, call, watch=None, packed=True, lengths=None):
+    """Return what the language model gets of a batch, and the gradients of embeddings and pixels.
+
+    Args:
+        model: The model.
+        call: Tokens, pixels and grids.
+        watch: Is entered before the forward; where samples are padded, when the encoder is called.
+        packed: Whether samples are packed.
+        lengths: Of samples that are padded.
+    """
     samples, length = call["input_ids"].shape
     call = {name: value.clone() for name, value in call.items()}
     pixels = [value.requires_grad_() for name, value in call.items() if name.startswith("pixel")]
     positions = torch.arange(3 * samples * length).view(3, samples, length)
-    on_host = mock.patch.object(vlm.modelling, "get_rope_index", lambda *_, **__: (positions, None))
-    with without_layers(model) as got, on_host, nullcontext() if waits else no_host_waits():
-        hidden = model(
-            **call,
-            attention_mask=torch.ones(samples, length, dtype=torch.bool),
-            packed_seq_params=pack(samples, length) if packed else None,
-        )
+    mask = torch.arange(length)[None] < torch.tensor(lengths or [length] * samples)[:, None]
+    with ExitStack() as inside, without_layers(model) as got:
+        encode = model.vision_model.forward
+
+        def encoder(**kwargs):
+            inside.enter_context(watch if watch and lengths else nullcontext())
+            return encode(**kwargs)
+
+        inside.enter_context(mock.patch.object(model.vision_model, "forward", encoder))
+        inside.enter_context(mock.patch.object(vlm.modelling, "get_rope_index", lambda *_, **__: (positions, None)))
+        inside.enter_context(watch if watch and not lengths else nullcontext())
+        hidden = model(**call, attention_mask=mask, packed_seq_params=pack(samples, length) if packed else None)
         return [*gradients(model, hidden), *got, *(value.grad for value in pixels)]
 
 
@@ -182,44 +195,15 @@ def through(model, call, packed, waits):
 def test_the_forward_between_encoder_and_layers_does_not_wait(model, samples, packed):
     call = make(samples)
     with patched(False):
-        expected = through(model, call, packed, waits=True)
+        expected = through(model, call, None, packed)
         if any(samples):
             with pytest.raises(HostWait):
-                through(model, call, packed, waits=False)
-    found = through(model, call, packed, waits=False)
+                through(model, call, no_host_waits(), packed)
+    found = through(model, call, no_host_waits(), packed)
     assert all(same(*pair) for pair in zip(found, expected, strict=True))
 
 
 # What other loops give is read before the encoder, and forgotten when the forward returns.
-
-
-def padded(model, call, lengths, waits=None):
-    """Return what the language model gets of a padded batch, and gradients.
-
-    Args:
-        model: The model.
-        call: Tokens, pixels and grids.
-        lengths: Of the samples.
-        waits: Is entered when the encoder is called.
-    """
-    samples, length = call["input_ids"].shape
-    mask = torch.arange(length)[None] < torch.tensor(lengths)[:, None]
-    positions = torch.arange(3 * samples * length).view(3, samples, length)
-    with ExitStack() as inside, without_layers(model) as got:
-        encode = model.vision_model.forward
-
-        def encoder(**kwargs):
-            _ = waits is None or inside.enter_context(waits)
-            return encode(**kwargs)
-
-        inside.enter_context(mock.patch.object(model.vision_model, "forward", encoder))
-        inside.enter_context(mock.patch.object(vlm.modelling, "get_rope_index", lambda *_, **__: (positions, None)))
-        hidden = model(
-            **{name: value.clone() for name, value in call.items()},
-            attention_mask=mask,
-            packed_seq_params=pack(samples, length),
-        )
-    return [*gradients(model, hidden), *got]
 
 
 @pytest.mark.parametrize("samples", [s for n, s in WITH_IMAGES.items() if "and v" not in n])
@@ -227,16 +211,16 @@ def test_a_loop_without_host_copies_waits_before_its_encoder_alone(model, sample
     """As verl's: tokens, mask and grids are on the device, and samples are padded to one length."""
     call, lengths = make(samples), [64 - 3 * number for number in range(len(samples))]
     with patched(False):
-        expected = padded(model, call, lengths)
+        expected = through(model, call, lengths=lengths)
         with pytest.raises(HostWait):
-            padded(model, call, lengths, no_host_waits())
+            through(model, call, no_host_waits(), lengths=lengths)
     reads = between.early_reads(model)
-    found = padded(model, call, lengths, no_host_waits())
+    found = through(model, call, no_host_waits(), lengths=lengths)
     reads.close()
     assert all(same(*pair) for pair in zip(found, expected, strict=True))
     assert not KEPT._known and not between._ROWS._known  # a loop may write to its tensors by any means
     with pytest.raises(HostWait):
-        padded(model, make(samples, seed=1), lengths, no_host_waits())
+        through(model, make(samples, seed=1), no_host_waits(), lengths=lengths)
 
 
 @pytest.mark.parametrize("change", ["graphs", "samples", "images"])

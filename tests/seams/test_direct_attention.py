@@ -100,23 +100,17 @@ def test_other_calls_stay_transformer_engines(attention, call):
     assert not attends(attention, **call)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("attention_dropout", 0.1), ("softmax_type", "learnable"), ("return_max_logit", True), ("window_size", (8, 8))],
-)
+OTHER_KINDS = {"attention_dropout": 0.1, "softmax_type": "learnable", "return_max_logit": True, "window_size": (8, 8)}
+
+
+@pytest.mark.parametrize("name, value", [*OTHER_KINDS.items(), ("fp8", "hybrid"), ("context_parallel_size", 2)])
 def test_attention_of_another_kind_stays_transformer_engines(attention, name, value):
-    assert hasattr(attention, name)
-    setattr(attention, name, value)
+    owner = attention if name in OTHER_KINDS else attention.config
+    assert hasattr(owner, name)
+    setattr(owner, name, value)
     assert not attends(attention)
     if name == "attention_dropout":
         assert attends(attention.eval())
-
-
-@pytest.mark.parametrize(("name", "value"), [("fp8", "hybrid"), ("context_parallel_size", 2)])
-def test_a_configuration_of_another_kind_stays_transformer_engines(attention, name, value):
-    assert hasattr(attention.config, name)
-    setattr(attention.config, name, value)
-    assert not attends(attention)
 
 
 def test_a_shape_without_a_kernel_stays_transformer_engines(attention, monkeypatch):

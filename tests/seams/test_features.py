@@ -43,16 +43,8 @@ ANY_PACKED = {F.OPTIONS, F.PACKED}
 CONFIGURATIONS = {
     "vision graphs of Qwen3-VL": (QWEN3_VL, VISION, QWEN3_VISION),
     "with exact kernels": (QWEN3_VL, EXACT, QWEN3_VISION),
-    "that offload": (
-        QWEN3_VL,
-        {**EXACT, "vision_cuda_graph_offload": ["mlp"]},
-        {*QWEN3_VISION, F.OFFLOAD_IN_GRAPHS},
-    ),
-    "in an interleaved pipeline": (
-        QWEN3_VL,
-        {**EXACT, **INTERLEAVED},
-        {*QWEN3_VISION, F.PIPELINES},
-    ),
+    "that offload": (QWEN3_VL, {**EXACT, "vision_cuda_graph_offload": ["mlp"]}, {*QWEN3_VISION, F.OFFLOAD_IN_GRAPHS}),
+    "in an interleaved pipeline": (QWEN3_VL, {**EXACT, **INTERLEAVED}, {*QWEN3_VISION, F.PIPELINES}),
     "beside graphs of the language model": (
         QWEN3_VL,
         {**EXACT, **LANGUAGE_MODEL},
@@ -75,11 +67,7 @@ CONFIGURATIONS = {
         {F.OPTIONS, F.VISION, "vision graphs of Qwen3-Omni", "audio graphs of Qwen3-Omni"},
     ),
     "language-model graphs of Qwen3-VL": (QWEN3_VL, LANGUAGE_MODEL, {F.LANGUAGE_MODEL, F.MULTIMODAL_ROTARY}),
-    "language-model graphs of MLPs": (
-        QWEN3_VL,
-        {**LANGUAGE_MODEL, "cuda_graph_modules": ["mlp"]},
-        {F.LANGUAGE_MODEL},
-    ),
+    "language-model graphs of MLPs": (QWEN3_VL, {**LANGUAGE_MODEL, "cuda_graph_modules": ["mlp"]}, {F.LANGUAGE_MODEL}),
     "language-model graphs of a GPT model": (GPT, LANGUAGE_MODEL, {F.LANGUAGE_MODEL}),
     "full iteration": (QWEN3_VL, {"cuda_graph_impl": "full_iteration"}, {F.FULL_ITERATION}),
     "full iteration of a GPT model": (GPT, {"cuda_graph_impl": "full_iteration"}, set()),

@@ -165,10 +165,7 @@ def test_encoder_and_layers_recompute_in_their_graphs():
 
 @pytest.mark.parametrize(
     "held",
-    [
-        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]},
-        {"enable_cuda_graph": True},
-    ],
+    [{"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}, {"enable_cuda_graph": True}],
 )
 def test_what_was_set_stays(held):
     options, parts = chosen({**DENSE, **held})

@@ -19,12 +19,7 @@ from bridge_cg_plugin.options import (
     vision_options,
 )
 from bridge_cg_plugin.options.declaration import GONE
-from bridge_cg_plugin.options.flags import (
-    FLAGS,
-    add_flags,
-    given_flags,
-    take_flags,
-)
+from bridge_cg_plugin.options.flags import FLAGS, add_flags, given_flags, take_flags
 from bridge_cg_plugin.options.sources import FIELDS
 from bridge_cg_plugin.upstream.hooks.overrides import check_value, check_word
 

@@ -64,10 +64,7 @@ def train_alone(microbatches):
 
 @pytest.mark.parametrize(
     "stages, virtual, slots, expected",
-    [
-        (2, None, "auto", (2, 8, {})),
-        (2, 2, 3, (3, 6, {"no_free_slot": 2})),
-    ],
+    [(2, None, "auto", (2, 8, {})), (2, 2, 3, (3, 6, {"no_free_slot": 2}))],
     ids=["PP2", "PP2, interleaved, a slot less"],
 )
 def test_stages_train_as_the_whole_model_eager_and_on_graphs(tmp_path, whole, stages, virtual, slots, expected):
@@ -211,13 +208,7 @@ def config(stages, virtual=None, in_a_row=None, overlap=False):
 
 @pytest.mark.parametrize(
     "stages, virtual, microbatches, expected",
-    [
-        (1, None, 8, 1),
-        (4, None, 8, 4),
-        (4, None, 2, 2),
-        (4, 2, 16, 8),
-        (None, None, 1, 1),
-    ],
+    [(1, None, 8, 1), (4, None, 8, 4), (4, None, 2, 2), (4, 2, 16, 8), (None, None, 1, 1)],
 )
 def test_microbatches_of_the_first_stage(stages, virtual, microbatches, expected):
     assert microbatches_in_flight(config(stages, virtual), microbatches) == expected
