@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +246,8 @@ def _of_graphs(name: str) -> bool:
     return "cuda_graph" in name or "cudagraph" in name
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+@cache
+def _nearest(name: str, known: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6 if _of_graphs(name) else 0.88)
     return near[0] if near else ""
 
