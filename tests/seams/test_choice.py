@@ -76,6 +76,7 @@ def test_the_environment_switches_graphs_on_where_bridge_validates(configured, m
 @pytest.mark.parametrize(
     ("fields", "said", "found"),
     [
+        ({"vision_cuda_graph_slots": 2}, f"{ON} vision_cuda_graph_slots=5", ("slots", 2)),
         ({"cuda_graphs": "off"}, ON, ("enabled", False)),
         ({"cuda_graphs": "off"}, "cuda_graphs=fastest", ("enabled", False)),
     ],
