@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def gpus_needed(item: pytest.Item) -> int:
-    ranks = max((training.ranks for training in trainings_of(item)), default=2 * MOST_RANKS_PER_GPU)
+    ranks = max((training.ranks for training in trainings_of(item)), default=MOST_RANKS_PER_GPU)
     return ranks_per_gpu(ranks, MOST_RANKS_PER_GPU)
 
 

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 
 import pytest
+import torch
 
 from examples.photographs.processes import TrainingFailed, TrainingProcess
 
@@ -29,8 +30,8 @@ def layouts(tmp_path_factory):
     with ExitStack() as stack:
         processes = {}
         for name in (*LAYOUTS, *HYBRIDS, *FAULTS):
-            ranks = 4 if name == "EP4" else 2
-            processes[name] = TrainingProcess(log / f"{name}.log", ranks, range(2), module="tests.gpu.packed_ranks")
+            ranks, gpus = 4 if name == "EP4" else 2, range(min(2, torch.cuda.device_count()))
+            processes[name] = TrainingProcess(log / f"{name}.log", ranks, gpus, module="tests.gpu.packed_ranks")
             stack.callback(processes[name].close)
         for name, process in processes.items():
             try:
