@@ -79,6 +79,20 @@ def test_a_subclass_that_changes_nothing_of_the_outline_is_on_graphs():
     assert_on_graphs(tower)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [(nn.Conv3d, "forward"), (nn.Conv3d, "_conv_forward"), (nn.Embedding, "forward")]
+)
+def test_a_class_of_pytorchs_that_is_patched_after_the_capture_is_seen(monkeypatch, kind, name):
+    tower = new_tower()
+    with graphs_on(tower, executor=TapeExecutor()) as graphs:
+        forward(tower, GRID)
+        monkeypatch.setattr(kind, name, doubled(getattr(kind, name)))
+        found = forward(tower, GRID)
+        assert (graphs.statistics().replays, graphs.statistics().fallbacks) == (1, {"model_changed": 1})
+        with graphs.paused():
+            assert_close(found, forward(tower, GRID), 0)
+
+
 class Scaled(nn.Embedding):
     def forward(self, rows):
         return super().forward(rows) * 3

@@ -98,6 +98,10 @@ PACKED_ROTARY = {
 SWAPS: dict[str, tuple[str, ...]] = {
     "torch.nn.modules.sparse": ("Embedding.forward",),
     "torch.nn.modules.linear": ("Linear.forward",),
+    "torch.nn.modules.conv": (  # captured as it is: only here a look sees PyTorch's own classes patched
+        *_methods("Conv2d", "forward", "_conv_forward"),
+        *_methods("Conv3d", "forward", "_conv_forward"),
+    ),
     "torch.nn.functional": ("grid_sample", "linear"),
     f"{_QWEN3_VL}.attention": ("apply_rotary_pos_emb_absolute",),
     f"{_QWEN3_VL}.rope": ("apply_rotary_pos_emb_thd_absolute", "_apply_rotary_pos_emb_bshd"),
