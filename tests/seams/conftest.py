@@ -7,16 +7,16 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core.pipeline_parallel import schedules
 
 import bridge_cg_plugin
 from bridge_cg_plugin.cli import probe
-from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from bridge_cg_plugin.upstream.hooks.recipes import PATCHES
 from bridge_cg_plugin.upstream.seams import activation, states
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 from bridge_cg_plugin.upstream.seams.registry import SEAMS
 from bridge_cg_plugin.upstream.seams.source_reader import SourceReader
+
+from .loops import in_one_process
 
 START = probe.start
 SFT = "qwen3_vl_8b_sft_config"
@@ -143,16 +143,8 @@ def bridge(active, folders, monkeypatch, tmp_path):
 
 @pytest.fixture
 def loop(active, monkeypatch):
-    """Schedules run without a process group; models of before and after have nothing to do with the test."""
-    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    groups = SimpleNamespace(**dict.fromkeys(("tp", "cp", "pp", "embd", "pos_embd", "dp_cp"), alone))
-    if hasattr(schedules, "_build_default_pg_collection"):
-        monkeypatch.setattr(schedules, "_build_default_pg_collection", lambda: groups)
-    monkeypatch.setattr(schedules.parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
-    LOOPS.forget()
-    yield
-    bridge_cg_plugin.deactivate()
-    bridge_cg_plugin.activate()
+    """Let schedules run without a process group; see `in_one_process`."""
+    yield from in_one_process(monkeypatch)
 
 
 @pytest.fixture

@@ -1,14 +1,18 @@
 """A loop that calls megatron-core's schedule itself, and a model for it."""
 
 import copy
+from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 from megatron.core.enums import ModelType
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from torch import nn
 
+import bridge_cg_plugin
+from bridge_cg_plugin.upstream.hooks.any_loop import LOOPS
 from tests.unit.towers import assert_close, draw, loss_of, new_tower
 
 SIZES = ([[1, 4, 6]], [[1, 8, 8], [1, 4, 4]], [[2, 4, 4]])
@@ -90,3 +94,16 @@ def run_schedule(model, microbatches, forward_only):
 def assert_equal(actual, expected):
     assert_close(actual[0], expected[0])
     assert_close(actual[1], expected[1])
+
+
+def in_one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let schedules run without a process group inside; models of before and after have nothing to do with it."""
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups = SimpleNamespace(**dict.fromkeys(("tp", "cp", "pp", "embd", "pos_embd", "dp_cp"), alone))
+    if hasattr(schedules, "_build_default_pg_collection"):
+        monkeypatch.setattr(schedules, "_build_default_pg_collection", lambda: groups)
+    monkeypatch.setattr(schedules.parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
+    LOOPS.forget()
+    yield
+    bridge_cg_plugin.deactivate()
+    bridge_cg_plugin.activate()
