@@ -161,7 +161,7 @@ def release_homes() -> int:
 
 
 def _stay(what: str, error: Exception) -> None:
-    LOGGER.info("%s not return to the addresses that graphs have recorded: %s", what, error)
+    LOGGER.info("%s not return to the addresses that graphs have recorded: %s", what, str(error))
     torch.cuda.empty_cache()
     release_homes()
 
