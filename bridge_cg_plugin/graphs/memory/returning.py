@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from ...announce import LOGGER, warn
+from ..errors import release_frames
 from .ranges import AddressRange, DeviceMemoryError, driver_of
 
 # PyTorch's `resize_`, called with a storage and a number of bytes.
@@ -161,7 +162,8 @@ def release_homes() -> int:
 
 
 def _stay(what: str, error: Exception) -> None:
-    LOGGER.info("%s not return to the addresses that graphs have recorded: %s", what, str(error))
+    LOGGER.info("%s not return to the addresses that graphs have recorded: %s", what, error)
+    release_frames(error)  # which hold memory that is not needed now, as long as a record is kept
     torch.cuda.empty_cache()
     release_homes()
 

@@ -394,7 +394,7 @@ class Chain:
                 except OutOfMemoryInCapture:
                     raise
                 except CaptureError as error:
-                    LOGGER.info("%s: bucket %s needs whole warm-up passes: %s", first.name, bucket, str(error))
+                    LOGGER.info("%s: bucket %s needs whole warm-up passes: %s", first.name, bucket, error)
                     release_frames(error)  # which hold the recording that is thrown away; the next one takes its memory
             self._record_parts(index, wanted, bucket, mode, briefly=False)
 
