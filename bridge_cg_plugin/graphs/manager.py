@@ -16,7 +16,6 @@ from ..switches import PROOF, switched_on
 from . import ranges
 from .buckets import Bucket, Demand
 from .changes.model_watch import ModelWatch
-from .eager_pass import Pass
 from .errors import CaptureError, OtherRankFailed, OutOfMemoryInCapture, Retry, named, reason_of, release_frames
 from .fallback import Fallback
 from .instance import InstanceMethod
@@ -24,7 +23,8 @@ from .memory.ranges import DeviceMemoryError
 from .memory.returning import release_homes
 from .parts import Parts
 from .program import Call, Eager, Piece, Surroundings, Workload
-from .proof import Proofs
+from .proofs.eager_pass import Pass
+from .proofs.schedule import Proofs
 from .ranges import named_range
 from .recordings.capture import collected_later
 from .recordings.chain import NOTHING_LEAVES, Chain, Offloading

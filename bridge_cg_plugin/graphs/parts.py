@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .eager_pass import Pass
 from .fallback import Fallback
 from .instance import InstanceMethod
 from .program import Answer, PartCall
+from .proofs.eager_pass import Pass
 from .region import Region
 from .replays.replay import Replay
 

@@ -16,7 +16,7 @@ from .changes.sources import LASTING, Sources
 from .errors import CaptureError, Retry, named, reason_of
 from .fallback import Fallback
 from .program import SINGLE_RANK, Piece, RankConsensus, Surroundings
-from .proof import Proofs
+from .proofs.schedule import Proofs
 from .recordings.capture import in_checkpoint, is_capturing
 from .recordings.chain import Chain, Part
 from .recordings.executor import give_up

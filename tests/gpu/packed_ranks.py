@@ -18,8 +18,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
 from torch import distributed
 
-from bridge_cg_plugin.graphs import proof
 from bridge_cg_plugin.graphs.buckets import EXACT_BELOW
+from bridge_cg_plugin.graphs.proofs import schedule
 from bridge_cg_plugin.switches import EXPERT_BOUNDS
 from tests.models import language_model as lm
 from tests.models import packed_parity as parity
@@ -210,7 +210,7 @@ class Rank:
         for source in graphs._regions[0].sources if is_last else ():
             for made in source.recordings.values():
                 double_rows(made.recording)
-        with mock.patch.multiple(proof, FIRST_SHARE=1e9, SHARE=1e9, LEAST_STEPS=1):
+        with mock.patch.multiple(schedule, FIRST_SHARE=1e9, SHARE=1e9, LEAST_STEPS=1):
             for seed in range(FAULTY_STEPS):
                 with graphs.step():
                     results(model, grads, self._pack(FULL[0], seed))

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-from bridge_cg_plugin.graphs import proof
+from bridge_cg_plugin.graphs.proofs import schedule
 from tests.models import language_model as lm
 
 from .packs import Trained, double_rows, graphs_on
@@ -22,9 +22,9 @@ FAR = 4.26
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
     """Compare a replay of each step."""
-    monkeypatch.setattr(proof, "FIRST_SHARE", 1e9)
-    monkeypatch.setattr(proof, "SHARE", 1e9)
-    monkeypatch.setattr(proof, "LEAST_STEPS", 1)
+    monkeypatch.setattr(schedule, "FIRST_SHARE", 1e9)
+    monkeypatch.setattr(schedule, "SHARE", 1e9)
+    monkeypatch.setattr(schedule, "LEAST_STEPS", 1)
 
 
 @pytest.fixture(params=["tower", "packs", "parts", "padded rows"])

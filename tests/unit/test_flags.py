@@ -21,6 +21,7 @@ from bridge_cg_plugin.options import (
 from bridge_cg_plugin.options.declaration import GONE
 from bridge_cg_plugin.options.flags import FLAGS, add_flags, given_flags, take_flags
 from bridge_cg_plugin.options.sources import FIELDS
+from bridge_cg_plugin.upstream.environment import check_process
 from bridge_cg_plugin.upstream.hooks.overrides import check_value, check_word
 
 
@@ -247,3 +248,10 @@ def test_capacities_follow_the_merge_unit():
     assert read(9, impl="transformer_engine", buckets=[9, 18]).buckets == (9, 18)
     with pytest.raises(OptionError, match="a multiple of 9"):
         read(9, impl="transformer_engine", buckets=[64])
+
+
+def test_a_variable_that_has_gone_is_named_once(monkeypatch, caplog):
+    monkeypatch.setenv("BRIDGE_CG_WATCHDOG_MINUTES", "10")
+    check_process()
+    check_process()
+    assert caplog.text.count("BRIDGE_CG_WATCHDOG_MINUTES has gone") == 1

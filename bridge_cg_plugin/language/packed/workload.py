@@ -14,12 +14,12 @@ from torch import Tensor, distributed, nn
 from ...announce import announce
 from ...attention_bounds import deterministic, pack_buckets, replay_cost
 from ...graphs.buckets import BEGIN_WITH, EXACT_BELOW, WINDOW, Bucket, Demand, names_of, next_run, raised
-from ...graphs.eager_pass import Held
 from ...graphs.errors import CaptureError, Overflow
 from ...graphs.fallback import Fallback
 from ...graphs.host_copies import HostCopies
 from ...graphs.manager import GraphManager
 from ...graphs.program import FAR, NEAR, Call, Eager, Piece, Workload, digest
+from ...graphs.proofs.eager_pass import Held
 from ...graphs.region import Region
 from ...graphs.replays.replay import want_gradients
 from ...graphs.replays.slot import SharedInputs

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .changes.dict_watch import WATCHER
-from .recordings.warm_up import copies_of
+from ..changes.dict_watch import WATCHER
+from ..recordings.warm_up import copies_of
 
 
 class Pass:

@@ -1,0 +1,1 @@
+"""Replays compared with eager while training runs."""
