@@ -82,8 +82,10 @@ def compare(sides: Sequence[Side], case: str, rounds: int) -> str:
             times[place].append(sides[place].ask("time")())
     for answer in [side.ask("end") for side in sides]:
         answer()
-    base, here = (median(found[SKIPPED if case == STEP else 0 :]) for found in times)
-    return f"{case}: base {base:.3f} ms, here {here:.3f} ms, ratio {here / base:.4f}; differences {differences}"
+    pairs = list(zip(*times, strict=True))[SKIPPED if case == STEP else 0 :]
+    base, here = (median(found) for found in zip(*pairs, strict=True))
+    ratio = median(after / before for before, after in pairs)  # of turns: steps differ in what they train on
+    return f"{case}: base {base:.3f} ms, here {here:.3f} ms, ratio {ratio:.4f}; differences {differences}"
 
 
 @contextmanager
