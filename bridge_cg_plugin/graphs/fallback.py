@@ -122,7 +122,7 @@ class Fallback(StrEnum):
         "own_code",
         "other code wraps, patches or overrides a function of upstream that a graph computes in its own way; the "
         "warning names it",
-        "remove it, or put it into a module that the encoder or its layers call",
+        "remove it, put it into a module that the encoder or its layers call, or leave that part out of the graph",
     )
     MODEL_CHANGED = (
         "model_changed",

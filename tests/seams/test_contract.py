@@ -14,6 +14,7 @@ from tests.scripts import interpreted
 from tests.traced import functions_run, place
 from tests.unit import delta_nets, packs, radio_towers
 from tests.unit import hugging_face_towers as towers
+from tests.unit.dispatching import dispatching_on_cpu
 from tests.unit.towers import forward, graphs_on, new_tower
 
 IMAGES = [[1, 8, 8], [1, 4, 8]]
@@ -24,6 +25,11 @@ COMPUTES_NOTHING = {
     ("transformers.modeling_utils", "AttentionInterface.get_interface"),
     ("megatron.core.transformer.moe.moe_utils", "MoECudaGraphTensorStore.is_empty"),
     ("megatron.core.transformer.moe.token_dispatcher", "MoETokenDispatcher.get_expert_zero_copy_buffers"),
+    ("megatron.core.transformer.moe.token_dispatcher", "MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize"),
+    ("megatron.core.transformer.moe.token_dispatcher", "MoEAlltoAllTokenDispatcher._maybe_update_cuda_sync_point"),
+    # All that `all_to_all` calls, which is named.
+    ("megatron.core.tensor_parallel.mappings", "_AllToAll.forward"),
+    ("megatron.core.tensor_parallel.mappings", "_AllToAll.backward"),
     ("megatron.core.utils", "nvtx_range_push"),
     ("megatron.core.utils", "nvtx_range_pop"),
     ("torch.nn.functional", "dropout"),  # kernels are swapped where nothing is dropped
@@ -90,6 +96,7 @@ DECODERS = {
     "dense": lambda: packs.new_model(),
     "Qwen3-VL": lambda: packs.new_qwen(),
     "experts": lambda: packs.new_model(**MIXTURE),
+    "experts, all-to-all": lambda: packs.new_model(**MIXTURE | {"moe_token_dispatcher_type": "alltoall"}),
     "experts' losses": lambda: packs.new_model(
         **MIXTURE | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
     ),
@@ -100,7 +107,7 @@ newest = pytest.mark.skipif(bridge_release() != NEWEST.bridge, reason="others la
 
 @pytest.mark.parametrize("decoder", [*DECODERS, *(pytest.param(each, marks=newest) for each in NEWEST_DECODERS)])
 def test_a_packed_decoder(decoder):
-    with delta_nets.stand_ins():
+    with delta_nets.stand_ins(), dispatching_on_cpu():
         model, arguments = (DECODERS | NEWEST_DECODERS)[decoder](), packs.pack((200, 120))
         options = {"cuda_graph_modules": []} if "experts" in decoder else {}
         on_graphs = packs.graphs_on(model, packs.pack(packs.WARMUP), executor=ReferenceExecutor(), **options)

@@ -3,6 +3,7 @@
 import gc
 import logging
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -84,6 +85,13 @@ def with_another_class(ran):
     return model
 
 
+def with_a_wrapped_layer(ran):
+    model = Model(*numbered(ran))
+    linear = model.layers[2].linear
+    linear.forward = partial(linear.forward)
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "computed"),
     [
@@ -98,6 +106,7 @@ def with_another_class(ran):
         (with_setting("name", "a layer's own"), [0]),
         (with_a_frozen_layer, [0, 1]),
         (with_another_class, [0, 3]),
+        (with_a_wrapped_layer, [0, 2]),
     ],
 )
 def test_one_layer_of_each_kind_computes(make, computed):

@@ -52,12 +52,27 @@ def triple(self, grid):
     return super(type(self), self).fast_pos_embed_interpolate(grid) * 3
 
 
+class Around(nn.Module):
+    """Another class in a module's place, with the same attributes."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name) if name in ("inv_freq", "config") else super().__getattr__(name)
+
+    def forward(self, *args, **kwargs):
+        return doubled(self.inner)(*args, **kwargs)
+
+
 OUTLINES = {
     "forward on the instance": lambda t: wrap(t),
     "forward as a method": lambda t: setattr(t, "forward", MethodType(doubled(Qwen3VLVisionModel.forward), t)),
     "method on the instance": lambda t: wrap(t, "rot_pos_emb"),
     "a subclass": lambda t: subclassed(t, fast_pos_embed_interpolate=triple),
     "rotary frequencies": lambda t: wrap(t.rotary_pos_emb),
+    "another rotary embedding": lambda t: setattr(t, "rotary_pos_emb", Around(t.rotary_pos_emb)),
 }
 
 
@@ -205,6 +220,43 @@ def test_a_packed_decoder_with_own_code_runs_eager(owner, name, model, monkeypat
             assert graphs.statistics().fallbacks == {"own_code": 1}
 
 
+class Delegating:
+    """Stands in for a token dispatcher."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def combine_postprocess(self, hidden):
+        return self._inner.combine_postprocess(hidden) * 2
+
+
+INSIDE_EXPERTS = {
+    "a linear layer": lambda moe: wrap(moe.experts.local_experts[0].linear_fc1),
+    "what it multiplies by": lambda moe: wrap(moe.experts.local_experts[1].linear_fc2, "_forward_impl"),
+    "its weights": lambda moe: setattr(moe.experts.local_experts[0].linear_fc1, "_get_weight_tensors", Annotated),
+    "all of it": lambda moe: wrap(moe),
+    "a router": lambda moe: wrap(moe.router, "routing"),
+    "an exchange": lambda moe: setattr(moe, "token_dispatcher", Delegating(moe.token_dispatcher)),
+}
+
+
+@pytest.mark.parametrize("change", INSIDE_EXPERTS.values(), ids=INSIDE_EXPERTS)
+def test_experts_with_own_code_run_eager_as_any_region(change):
+    with packs.ON_CPU():
+        decoder, arguments = packs.new_model(**packs.EXPERTS), packs.pack((200, 120))
+        change(next(layer.mlp for layer in decoder.decoder.layers if layer.is_moe_layer))
+        expected = packs.losses_and_gradients(decoder, arguments)
+        options = {"cuda_graph_modules": [], "cuda_graph_packed_strict": False, "capture": False}
+        with packs.graphs_on(decoder, packs.pack((100, 150)), **options) as graphs:
+            assert not graphs.capture() and "test_own_code." in graphs.failure
+            found = packs.losses_and_gradients(decoder, arguments)
+            assert_close([found[0], *found[1]], [expected[0], *expected[1]], 0)
+            assert graphs.statistics().fallbacks == {"own_code": 1}
+
+
 class Annotated(nn.Module):
     """Runs a module inside a range of a profiler."""
 
@@ -247,3 +299,23 @@ def collects():
 def test_hooks_of_upstream_and_of_the_plugin_are_told_from_anybody_elses():
     assert all(map(own_hook, (gathers(), partial(gathers()), encoder_options, collects())))
     assert not any(map(own_hook, (lambda *_: None, partial(lambda *_: None), print, object())))
+
+
+class Counting(nn.Conv2d):
+    """Counts its passes in a buffer."""
+
+    def forward(self, pixels):
+        self.passes.add_(1)
+        return super().forward(pixels)
+
+
+def test_a_convolution_of_pixtrals_runs_once_in_a_replay():
+    tower = towers.new_pixtral()
+    tower.patch_conv.register_buffer("passes", torch.zeros(()))
+    tower.patch_conv.__class__ = Counting
+    expected = towers.run_pixtral(tower, [[1, 8, 8], [1, 4, 8]])
+    with graphs_on(tower, buckets=(128,), executor=TapeExecutor()) as graphs:
+        tower.patch_conv.passes.zero_()
+        for number in (1, 2):
+            assert_close(towers.run_pixtral(tower, [[1, 8, 8], [1, 4, 8]]), expected)
+            assert tower.patch_conv.passes == graphs.statistics().replays == number

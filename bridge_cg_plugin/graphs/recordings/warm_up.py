@@ -290,7 +290,7 @@ class _Pass:
         if not isinstance(hidden, Tensor):
             return forward(*args, **kwargs)
         differentiable = hidden.requires_grad and torch.is_grad_enabled()
-        key = self._kind(layer), hidden.shape, hidden.dtype, differentiable, tuple(map(id, others))
+        key = self._kinds[layer], hidden.shape, hidden.dtype, differentiable, tuple(map(id, others))
         ran, behind, _ = self._ran.get(key, (layer, None, ()))
         if ran is not layer:
             return hidden if behind is None else (hidden, *behind)
@@ -302,16 +302,16 @@ class _Pass:
             self._ran[key] = layer, nones, tuple(others)
         return returned
 
-    def _kind(self, layer: nn.Module) -> Hashable:
-        if layer not in self._kinds:
-            self._kinds[layer] = tuple(self._traits(name, module) for name, module in layer.named_modules())
-        return self._kinds[layer]
+    def look_at(self, layer: nn.Module) -> None:
+        """Note a layer's kind, before anything of the pass stands in for functions of its own."""
+        self._kinds[layer] = tuple(self._traits(name, module) for name, module in layer.named_modules())
 
     def _traits(self, name: str, module: nn.Module) -> Hashable:
-        """Return what decides a module's kernels: its class, settings, configuration, and its tensors' sizes."""
+        """Return what decides a module's kernels: class, settings, functions of its own, tensors' sizes."""
         held = (*module._parameters.values(), *module._buffers.values())
         tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in held if t is not None)
-        return name, type(module), _settings(module), self._configured(getattr(module, "config", None)), tensors
+        config = self._configured(getattr(module, "config", None))
+        return name, type(module), _settings(module), _functions(module), config, tensors
 
     def _configured(self, config: object) -> Hashable:
         if id(config) not in self._settings:
@@ -331,6 +331,8 @@ def one_layer_of_each_kind(roots: Sequence[nn.Module]) -> Iterator[None]:
     """
     once = _Pass()
     layers = dict.fromkeys(layer for root in roots for layer in _layers(root))
+    for layer in layers:
+        once.look_at(layer)
     methods: list[InstanceMethod] = []
     try:
         with WATCHER.silent():
@@ -354,6 +356,28 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 def _settings(holder: object) -> Hashable:
     plain = getattr(holder, "__dict__", {}).items()
     return tuple((name, v) for name, v in plain if _is_setting(v) and name not in NUMBERS)
+
+
+def _functions(module: nn.Module) -> Hashable:
+    """Return what a module calls that its attributes hold: that of one layer may differ from all others."""
+    called = ((name, v) for name, v in vars(module).items() if callable(v) and not isinstance(v, (type, nn.Module)))
+    return tuple((name, _function(v, module)) for name, v in called if not _is_own(v))
+
+
+def _function(called: Any, module: nn.Module) -> Hashable:
+    """Return what a function is besides the module that it is bound to; modules keep all that is named by identity."""
+    if isinstance(called, MethodType):
+        return id(called.__func__), None if called.__self__ is module else id(called.__self__)
+    if isinstance(called, partial):
+        return _function(called.func, module), *map(id, (*called.args, *called.keywords.values()))
+    return id(called)
+
+
+def _is_own(called: object) -> bool:
+    """Whether the plugin put something there, which tells layers of a kind nothing apart."""
+    while isinstance(called, partial):
+        called = called.func
+    return str(getattr(called, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def _is_setting(value: object) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...announce import warn
-from ...graphs.errors import CaptureError, Refused
+from ...graphs.errors import CaptureError
 from ...graphs.fallback import Fallback
 from ...graphs.replays.replay import want_gradients
 from ...language.experts.device import Tables
@@ -33,7 +33,7 @@ from ..kernels.rotary import fused_rotary
 from ..kernels.transformer_engine import accumulating, device_lengths, forget_attention_selection, fused_accumulation
 from ..parallel.process_groups import expert_group, expert_shards, shared_group
 from ..seams.contract import PACKED_ROTARY
-from ..seams.own_code import foreign_function, refuse_own_code
+from ..seams.own_code import refuse_foreign, refuse_own_code
 from ..seams.registry import seam
 from ..seams.registry.bridge import ATTENTION as QWEN_ATTENTION
 from ..wrappers import overridden
@@ -406,8 +406,7 @@ class TransformerBlockFamily:
             return
         fused = self._decoder.config.apply_rope_fusion  # megatron-core calls its own kernel
         homes = (ROTARY.module,) if fused else PACKED_ROTARY
-        for found in filter(None, (foreign_function(home, PACKED_ROTARY) for home in homes)):
-            raise Refused(Fallback.OWN_CODE, found)
+        refuse_foreign(homes, PACKED_ROTARY)
 
 
 def _weights(module: nn.Module) -> int:

@@ -25,7 +25,8 @@ from ...options.language_model import MODULES
 from ...switches import EXPERT_BOUNDS, switched_on
 from ...upstream_types import UpstreamModule
 from ..kernels.recompute import WithoutOutput, recomputed, runs_again
-from ..seams.own_code import refuse_own_code
+from ..seams.contract import EXCHANGE, EXPERT_PRODUCTS, WEIGHTS
+from ..seams.own_code import refuse_foreign, refuse_own_code
 from ..seams.registry import seam
 from ..wrappers import overridden
 from .layers import check_router, is_pure, unmet
@@ -40,10 +41,8 @@ def _refuse_router(router: UpstreamModule) -> None:
 
     Raises:
         OptionError: It is of a kind, or set in a way, that is not recorded; names it.
-        Refused: Somebody replaced what masks or counts its tokens.
     """
     check_router(router)
-    refuse_own_code(router, BIAS, "routing")
     config = router.config
     check_fields(config, ROUTERS)
     kinds = [router.routing_type] if isinstance(router.routing_type, str) else router.routing_type
@@ -176,7 +175,6 @@ class CapturedExperts:
 
     Raises:
         OptionError: They are of a kind, or set in a way, that is not recorded; names it.
-        Refused: Somebody replaced a function of theirs.
     """
 
     def __init__(self, layer: UpstreamModule, tables: Tables, exchange: ExpertExchange | None = None) -> None:
@@ -195,7 +193,17 @@ class CapturedExperts:
         Args:
             used: `[1]` int32, how many tokens are no padding; padding goes to no expert and gets zeros.
             overflow: `[1]` int32, counted up where bounds leave too little room; None without bounds.
+
+        Raises:
+            Refused: Somebody replaced a function of theirs.
         """
+        refuse_own_code(self._moe, FORWARD)
+        refuse_own_code(self._moe.token_dispatcher, *EXCHANGE)
+        refuse_own_code(self._moe.router, BIAS, "routing")
+        refuse_foreign(EXPERT_PRODUCTS, EXPERT_PRODUCTS)
+        layers = (module for linear in self._linear for module, _ in linear)
+        for module in dict.fromkeys((*_holders(self._moe.experts), *layers)):
+            refuse_own_code(module, "forward", "_forward_impl", WEIGHTS)
 
         def forward(hidden_states: Tensor, *unused: Any, **unused_too: Any) -> tuple[Tensor, None]:
             compute = partial(self._forward, used=used, overflow=overflow)
@@ -328,21 +336,23 @@ def _linear_layers(experts: UpstreamModule) -> tuple[_Linear, _Linear]:
 
     Raises:
         OptionError: Experts or their linear layers are of another kind.
-        Refused: Somebody replaced their forward.
     """
     kind = type(experts).__name__
     if kind not in (GROUPED, SEQUENTIAL):
         raise _refused(f"experts of {kind}", f"{GROUPED} or {SEQUENTIAL}")
-    held = [experts] if kind == GROUPED else list(experts.local_experts)
+    held = _holders(experts)
     names = [f"weight{number}" for number in range(experts.num_local_experts)] if kind == GROUPED else ["weight"]
     first, second = (
         [(getattr(each, layer), name) for each in held for name in names] for layer in ("linear_fc1", "linear_fc2")
     )
     for linear in (first, second):
         _refuse_linear(linear)
-    for module in dict.fromkeys((*held, *(module for module, _ in (*first, *second)))):
-        refuse_own_code(module, "forward")
     return first, second
+
+
+def _holders(experts: UpstreamModule) -> list[nn.Module]:
+    """Return the modules that have the linear layers."""
+    return [experts] if type(experts).__name__ == GROUPED else list(experts.local_experts)
 
 
 def _refused(found: str, allowed: str) -> OptionError:

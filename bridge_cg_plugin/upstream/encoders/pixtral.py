@@ -18,6 +18,7 @@ from ...vision.encoder import encoder_call
 from ...vision.guard import images, poisoned, write_guarded
 from ...vision.kernels.packed_attention import PackedSegments
 from ...vision.layout import token_positions
+from ..seams.own_code import as_shipped
 from .packed_towers import (
     Rotation,
     TowerEncoder,
@@ -74,16 +75,23 @@ class PixtralEncoder(TowerEncoder):
     def load(self, buffers: Buffers, batch: EncoderBatch) -> None:
         """See `RegionProgram`: one convolution, and two kernels for each image."""
         start, pixels, embedded = 0, buffers["pixels"], buffers["embedded"]
+        aside = self._convolves_aside()
         with torch.no_grad():
-            convolved = self.model.patch_conv.forward(batch.pixels.to(self.weight().dtype))
+            convolved = self.model.patch_conv.forward(batch.pixels.to(self.weight().dtype)) if aside else None
         for image, (_, height, width) in enumerate(batch.rows):
             end = start + height * width
             pixels[start:end].copy_(_patches(batch.pixels[image], height, width, self._side), non_blocking=True)
-            embedded[start:end].copy_(convolved[image, :, :height, :width].flatten(1).T)
+            if convolved is not None:
+                embedded[start:end].copy_(convolved[image, :, :height, :width].flatten(1).T)
             start = end
         pixels[start:].zero_()
         embedded[start:].zero_()
         write_guarded(buffers["grid"], self._grid(batch), batch.rows)
+
+    def _convolves_aside(self) -> bool:
+        """Whether the convolution also runs over whole images, for eager's rounding; another one may draw or count."""
+        conv = self.model.patch_conv
+        return type(conv) is torch.nn.Conv2d and as_shipped(conv, "forward", "_conv_forward")
 
     def _grid(self, batch: EncoderBatch) -> Tensor:
         """Return (1, height, width) of every image in patches, `[images, 3]`, from where the sizes are."""
@@ -97,8 +105,10 @@ class PixtralEncoder(TowerEncoder):
         side = self._side
         positions = token_positions(grid, bucket.tokens, self.merge)
         patches = buffers["pixels"].view(bucket.tokens, *self.patch)
-        hidden = _Valued.apply(model.patch_conv(patches).flatten(1), buffers["embedded"])[None]
-        hidden = model.ln_pre(poisoned(hidden, buffers["grid"]))
+        hidden = model.patch_conv(patches).flatten(1)
+        if self._convolves_aside():
+            hidden = _Valued.apply(hidden, buffers["embedded"])
+        hidden = model.ln_pre(poisoned(hidden[None], buffers["grid"]))
         most = config.image_size // side
         # A grid that is not the host's may lie outside the table; the guard turns what comes of it into NaN.
         numbers = (positions.row * most + positions.column).clamp(max=most**2 - 1)

@@ -24,7 +24,7 @@ from ..kernels.transformer_engine import (
     fused_accumulation,
     side_weight_gradients,
 )
-from ..seams.own_code import as_shipped
+from ..seams.own_code import as_shipped, refuse_own_code
 from .direct_attention import direct_attention, direct_attention_refusal, flash_attention, flash_attention_refusal
 
 
@@ -57,6 +57,7 @@ class Qwen3VLEncoder(GridEncoder):
 
     def _inverse_frequencies(self) -> Tensor:
         rotary = self.model.rotary_pos_emb
+        refuse_own_code(rotary, "forward")  # of a class of somebody else's, too
         if not hasattr(rotary, "inv_freq"):
             rotary(1)  # upstream makes the buffer in its first call
         frequencies: Tensor = rotary.inv_freq

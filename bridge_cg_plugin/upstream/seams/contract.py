@@ -21,7 +21,9 @@ _HF = "transformers.models"
 _ROPE, BIAS_DROPOUT_ADD = f"{_CORE}.models.common.embeddings.rope_utils", f"{_CORE}.fusions.fused_bias_dropout"
 _MOE = f"{_CORE}.transformer.moe"
 HF_MODELS, ATTENTION_FUNCTIONS = "transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS"
-EAGER_ATTENTION = "eager_attention_forward"
+EAGER_ATTENTION, SDPA = "eager_attention_forward", "scaled_dot_product_attention"
+# What Transformer Engine's linear layers multiply with, where they have such a method.
+WEIGHTS = "_get_weight_tensors"
 _VISION_LAYOUT = ("get_vision_cu_seqlens", "get_vision_position_ids")
 
 
@@ -34,7 +36,7 @@ def _methods(kind: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{kind}.{name}" for name in names)
 
 
-_EXCHANGE = (
+EXCHANGE = (
     *("dispatch_preprocess", "token_dispatch", "dispatch_postprocess"),
     *("combine_preprocess", "token_combine", "combine_postprocess"),
 )
@@ -81,9 +83,9 @@ OUTLINES: dict[str, tuple[str, ...]] = {
     f"{_MOE}.token_dispatcher": tuple(
         method
         for kind in ("MoEAllGatherTokenDispatcher", "MoEAlltoAllTokenDispatcher", "MoEFlexTokenDispatcher")
-        for method in _methods(kind, *_EXCHANGE)
+        for method in _methods(kind, *EXCHANGE)
     )
-    + ("MoEAlltoAllTokenDispatcher.preprocess", "permute", "unpermute"),
+    + ("MoEAlltoAllTokenDispatcher.preprocess", "permute", "unpermute", "sort_chunks_by_idxs", "all_to_all"),
     f"{_MOE}.experts": (
         *("TEGroupedMLP.forward", "SequentialMLP.forward"),
         *("weighted_bias_swiglu_impl", "weighted_bias_quick_geglu_impl"),
@@ -94,6 +96,13 @@ PACKED_ROTARY = {
     f"{_CORE}.transformer.attention": ("apply_rotary_pos_emb",),
     _ROPE: ("_apply_rotary_pos_emb_thd", "_get_thd_freqs_on_this_cp_rank"),
 }
+# Likewise, of experts inside a region, whose linear layers call these.
+EXPERT_PRODUCTS = {
+    f"{_CORE}.tensor_parallel.layers": (
+        *("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"),
+        *("ColumnParallelLinear._forward_impl", "RowParallelLinear._forward_impl"),
+    )
+}
 # Where one of these is not upstream's, recorded work runs the module's own code in place of the plugin's kernel.
 SWAPS: dict[str, tuple[str, ...]] = {
     "torch.nn.modules.sparse": ("Embedding.forward",),
@@ -102,7 +111,7 @@ SWAPS: dict[str, tuple[str, ...]] = {
         *_methods("Conv2d", "forward", "_conv_forward"),
         *_methods("Conv3d", "forward", "_conv_forward"),
     ),
-    "torch.nn.functional": ("grid_sample", "linear"),
+    "torch.nn.functional": ("grid_sample", "linear", SDPA),
     f"{_QWEN3_VL}.attention": ("apply_rotary_pos_emb_absolute",),
     f"{_QWEN3_VL}.rope": ("apply_rotary_pos_emb_thd_absolute", "_apply_rotary_pos_emb_bshd"),
     _ROPE: ("_rotate_half",),
@@ -121,7 +130,8 @@ SWAPS: dict[str, tuple[str, ...]] = {
     f"{_TE}.attention.dot_product_attention.dot_product_attention": ("DotProductAttention.forward",),
     f"{_TE}.attention.dot_product_attention.backends": ("FusedAttention.forward", "FlashAttention.forward"),
     f"{_TE}.module.layernorm_linear": ("LayerNormLinear.forward", "_LayerNormLinear.forward"),
-    f"{_TE}.module.grouped_linear": ("GroupedLinear.forward",),
+    f"{_TE}.module.grouped_linear": ("GroupedLinear.forward", f"GroupedLinear.{WEIGHTS}"),
+    f"{_TE}.module.linear": (f"Linear.{WEIGHTS}",),
     f"{_TE}.ops.basic.layer_norm": ("LayerNorm.op_forward", "LayerNorm.op_backward"),
     f"{_HF}.qwen2_5_vl.modeling_qwen2_5_vl": ("Qwen2_5_VLRMSNorm.forward",),
     f"{_HF}.qwen2_5_omni.modeling_qwen2_5_omni": ("Qwen2_5OmniRMSNorm.forward",),
@@ -139,7 +149,7 @@ def _joined(*tables: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]
     return {name: tuple(target for table in tables for target in table.get(name, ())) for name in names}
 
 
-CONTRACT = _joined(OUTLINES, PACKED_ROTARY, SWAPS)
+CONTRACT = _joined(OUTLINES, PACKED_ROTARY, EXPERT_PRODUCTS, SWAPS)
 _PACKAGE = str(Path(__file__).parents[2])
 # The shipped object by module and target; of each, in order, its name, the namespace that holds it and its key there.
 _shipped: dict[tuple[str, str], Any] = {}

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
+from torch.nn import functional
+
 from ...graphs.changes.state import Exempt, look_not_into
 from ...graphs.errors import Refused
 from ...graphs.fallback import Fallback
@@ -16,6 +18,7 @@ from .contract import (
     HF_MODELS,
     OUTLINES,
     PLACES,
+    SDPA,
     described,
     held_now,
     is_ours,
@@ -40,6 +43,16 @@ def refuse_own_code(owner: Any, *names: str) -> None:
     """
     found = foreign(owner, *names)
     if found is not None:
+        raise Refused(Fallback.OWN_CODE, found)
+
+
+def refuse_foreign(homes: Iterable[str], table: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse modules of Python with a function that is not the one that they shipped; see `foreign_function`.
+
+    Raises:
+        Refused: One has one.
+    """
+    for found in filter(None, (foreign_function(home, table) for home in homes)):
         raise Refused(Fallback.OWN_CODE, found)
 
 
@@ -126,7 +139,9 @@ def _attention_function(module: Any) -> str | None:
     if not attends or chosen not in functions:
         return None
     found, ours = functions[chosen], dict(shipped(HF_MODELS, ATTENTION_FUNCTIONS) or ())
-    return None if ours.get(chosen) is found else f"the attention function {chosen!r} is {described(found)}"
+    if ours.get(chosen) is not found:
+        return f"the attention function {chosen!r} is {described(found)}"
+    return foreign(functional, SDPA) if chosen == "sdpa" else None
 
 
 # A schedule passes layers the microbatch's number and a pipeline stage its input, which graphs get as a tensor. When
