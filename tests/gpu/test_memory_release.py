@@ -147,7 +147,7 @@ def test_a_towers_graphs_leave_and_return(tower_module, tower, helper):
     without_graphs = free_bytes()
     helper.create_cudagraphs()
     executor = helper.graphs.executor
-    assert executor._statics is not None, "virtual memory could not be set up; a line says why"
+    assert executor._ranges, "virtual memory could not be set up; a line says why"
     expected = results()
     held, seconds, away, there = sum(each.nbytes for each in executor._ranges), [], [], []
     torch.cuda.empty_cache()
