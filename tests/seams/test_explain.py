@@ -309,23 +309,6 @@ def test_graphs_that_are_off_would_bring_most_when_on(capsys, sft):
     )
 
 
-FP8 = "mixed_precision=bf16-with-fp8-current-scaling-mixed"
-
-
-@pytest.mark.parametrize(
-    "words, graphs, why",
-    [
-        (["cuda_graph_max_packed_seqs=64"], "graphs", "up to 64 documents"),
-        (["mixed_precision=bf16_with_mxfp8_mixed"], "eager", "model.fp8_recipe='mxfp8'"),
-        ([FP8, "model.tensor_model_parallel_size=1"], "graphs", "packed"),
-    ],
-)
-def test_what_the_one_setting_cannot_have_is_eager_with_its_reason(capsys, sft, words, graphs, why):
-    lines = table(capsys, sft, "cuda_graphs=exact", *words)
-    assert lines["vision encoder"]["runs"] == "graphs"
-    assert lines["language model"]["runs"] == graphs and why in lines["language model"]["why"]
-
-
 def test_graphs_on_a_recipe(capsys, sft):
     words = [sft, "--graphs", "h200", "--vision-cuda-graph-slots", "2", "--vision_cuda_graph_kernels=exact"]
     line = table(capsys, *words, "model.vision_cuda_graph_strict=true")["vision encoder"]

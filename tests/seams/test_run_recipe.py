@@ -22,14 +22,11 @@ from bridge_cg_plugin.upstream.hooks.training_config import refused_start
 from bridge_cg_plugin.upstream.seams.patches import bridge_release
 
 from .conftest import SFT
+from .explained import table
 
 VISION = ["--vision_cuda_graph_impl", "transformer_engine", "--max-vision-cuda-graph-seq-length", "16384"]
 BATCH = ("train.micro_batch_size=2", "train.global_batch_size=6")
 DETERMINISTIC = ("model.deterministic_mode=true", "model.cross_entropy_loss_fusion=false")
-FP8_OVER_TWO = (
-    *("cuda_graphs=exact", "mixed_precision=bf16_with_fp8_current_scaling_mixed"),
-    "model.tensor_model_parallel_size=2",
-)
 CHECKPOINT = "checkpoint.pretrained_checkpoint=/"
 
 
@@ -90,7 +87,6 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
             [CHECKPOINT, *BATCH, "--gpus-per-node", "8", "model.tensor_model_parallel_size=2"],
             "a multiple of train.micro_batch_size=2 times 4 data-parallel replicas. Write a multiple of 8.",
         ),
-        ([CHECKPOINT, *FP8_OVER_TWO], ""),
         ([CHECKPOINT, "model.num_query_groups=3"], f"Cannot start {SFT}: Bridge refuses it. num_query_groups"),
         ([CHECKPOINT, *DETERMINISTIC], "Bridge refuses it. NCCL_ALGO must be one of"),
     ],
@@ -98,6 +94,37 @@ def test_a_dry_run_prints_what_explain_resolves_and_trains_nothing(trained, caps
 def test_a_dry_run_refuses_what_could_not_start(trained, capsys, monkeypatch, words, said):
     assert run("--dry-run", *words) == (2 if said else 0)
     assert said in capsys.readouterr().err
+
+
+OFFLOADED = "model.cpu_offloading=true"
+OFFLOADS = "eager (model.cpu_offloading=True: it must be false with cuda_graph_impl"
+DOCUMENTS = "cuda_graph_max_packed_seqs=64"
+MXFP8 = "mixed_precision=bf16_with_mxfp8_mixed"
+FP8 = "mixed_precision=bf16_with_fp8_current_scaling_mixed"
+TENSORS = "model.tensor_model_parallel_size"
+
+
+@pytest.mark.parametrize(
+    "recipe, words, runs, why",
+    [
+        (SFT, [DOCUMENTS], "graphs", "up to 64 documents"),
+        (SFT, [OFFLOADED], "eager", OFFLOADS),
+        (SFT, [OFFLOADED, DOCUMENTS], "eager", OFFLOADS),
+        ("qwen3_vl_30b_a3b_sft_config", [OFFLOADED], "eager", OFFLOADS),
+        (SFT, [MXFP8], "eager", "eager (model.fp8_recipe='mxfp8': it must be tensorwise, delayed, blockwise with"),
+        (SFT, [FP8.replace("_with_fp8_", "-with-fp8-"), f"{TENSORS}=1"], "graphs", "packed"),
+        (SFT, [FP8, f"{TENSORS}=2"], "eager", f"eager ({TENSORS}=2: it must be 1 with"),
+    ],
+)
+def test_the_one_setting_starts_with_what_explain_names(trained, capsys, recipe, words, runs, why):
+    words = [recipe, "cuda_graphs=exact", CHECKPOINT, *words]
+    assert run_recipe.main(["--recipe", *words, "--dry-run"]) == 0
+    printed = capsys.readouterr().out.splitlines()[1:]
+    explained = table(capsys, *words)
+    for line, part in zip(printed, explained.values(), strict=True):
+        assert line == "; ".join([f"{part['part']}: {part['runs']}", part["why"], *part["options"]])
+    assert explained["vision encoder"]["runs"] == "graphs"
+    assert explained["language model"]["runs"] == runs and why in explained["language model"]["why"]
 
 
 def test_a_dry_run_needs_no_checkpoint_and_training_does(trained, capsys, monkeypatch):

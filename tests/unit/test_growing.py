@@ -28,19 +28,24 @@ def tower():
     return new_tower()
 
 
-def test_what_warm_up_did_not_show_runs_eager_once_and_is_recorded_before_the_next_step(tower):
-    graphs, stack = grown(tower, SMALL)
+VIDEO = [[90, 4, 4]]
+
+
+@pytest.mark.parametrize("rows, options", [(LARGE, {}), (VIDEO, {"max_frames": "auto"})], ids=["tokens", "frames"])
+def test_what_warm_up_did_not_show_runs_eager_once_and_is_recorded_before_the_next_step(tower, rows, options):
+    graphs, stack = grown(tower, SMALL, **options)
     with stack:
         assert capacities(graphs) == [64]
         with graphs.step():
             assert_equals_eager(tower, graphs, SMALL)
-            assert_equals_eager(tower, graphs, LARGE)
-        assert set(graphs.statistics().fallbacks) == {"not_captured_yet"}
+            assert_equals_eager(tower, graphs, rows)
+        assert graphs.statistics().fallbacks == {"not_captured_yet": 1}
         before = graphs.statistics().replays
         for seed in range(3):
             with graphs.step():
-                assert_equals_eager(tower, graphs, LARGE, seed)
+                assert_equals_eager(tower, graphs, rows, seed)
                 assert_equals_eager(tower, graphs, SMALL, seed)
+        assert graphs.statistics().fallbacks == {"not_captured_yet": 1}
         regions = len(graphs._regions)
         assert len(capacities(graphs)) == 2
         assert graphs.statistics().replays == before + 6 * regions

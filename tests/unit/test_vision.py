@@ -16,8 +16,9 @@ from bridge_cg_plugin.options import OFFLOAD_MODULES
 from bridge_cg_plugin.upstream.hooks.helpers.constructors import encoder_helper
 from bridge_cg_plugin.upstream.hooks.helpers.graph_helper import active_helpers
 
+from ..main_grads import give_main_grads
 from .mixes import FITTING, IMAGES, MIXED, ONE_OVER, ONE_UNIT, TOO_MANY_FRAMES
-from .towers import assert_close, forward, graphs_on, new_helper, new_tower, poison, results, tower
+from .towers import assert_close, forward, graphs_on, loss_of, new_helper, new_tower, poison, results, tower
 
 side = st.integers(1, 4).map(lambda n: 2 * n)
 
@@ -70,6 +71,25 @@ def test_an_eager_fallback_after_a_replay_is_no_first_microbatch():
             linear.is_first_microbatch = True
             forward(model, rows)
             assert linear.is_first_microbatch is stays
+
+
+@pytest.mark.both_executors
+def test_gradients_that_a_loop_leaves_between_microbatches_add_up_as_in_eager():
+    """Autograd keeps what it gets first as `.grad` and adds the next in place, replayed or eager."""
+    models = eager, model = new_tower(), new_tower()
+    for each in models:
+        give_main_grads(each.parameters(), torch.zeros(sum(p.numel() for p in each.parameters())))
+    with graphs_on(model, buckets=(16,)) as graphs:
+        for _ in range(2):
+            for seed, rows in enumerate([[[1, 4, 4]], [[1, 4, 8]], [[1, 4, 4]], [[1, 4, 4]], [[1, 4, 8]]]):
+                for each in models:
+                    loss_of(forward(each, rows, seed)).backward()
+                poison(graphs, float("nan"))
+            parameters = [list(each.parameters()) for each in (model, eager)]
+            assert_close(*([p.grad for p in each] for each in parameters))
+            for each in models:
+                each.zero_grad()
+        assert graphs.statistics().replays == 6 and graphs.statistics().fallbacks == {"too_many_tokens": 4}
 
 
 @pytest.mark.parametrize(
