@@ -1,5 +1,6 @@
 """Other people's code in a model: on graphs as it is, or eager with the reason; never ignored."""
 
+import copy
 import functools
 import sys
 from functools import partial
@@ -10,7 +11,9 @@ import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model import Qwen3VLVisionModel
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.transformer import attention as core_attention
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from modelopt.torch import quantization
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.nn import functional
@@ -26,7 +29,7 @@ from bridge_cg_plugin.upstream.seams.own_code import own_hook
 from ..tape import TapeExecutor
 from . import hugging_face_towers as towers
 from . import packs
-from .towers import assert_close, draw, forward, graphs_on, new_tower, results
+from .towers import assert_close, forward, graphs_on, new_tower, results
 
 GRID = [[1, 4, 4], [1, 6, 8]]
 
@@ -140,16 +143,66 @@ def test_own_code_that_the_region_calls_is_captured(change):
     assert_on_graphs(tower, kernels="fast")
 
 
-def assert_on_graphs(tower, **options):
+def assert_on_graphs(tower, run=results, **options):
     """Compare outputs and gradients of an encoder on graphs with eager's."""
     for parameter in tower.parameters():
         parameter.requires_grad_(True)
-    expected = results(tower, GRID)
+    expected = run(tower, GRID)
     with graphs_on(tower, buckets=(64,), executor=TapeExecutor(), **options) as graphs:
-        actual = results(tower, GRID)
+        actual = run(tower, GRID)
         assert graphs.statistics().replays == 1 and not graphs.statistics().fallbacks
     assert_close(actual[0], expected[0])
     assert_close(actual[1], expected[1])
+
+
+ADAPTED = {
+    "Qwen2.5-VL": (towers.new_qwen25, towers.run_qwen25),
+    "GLM-4.5V": (towers.new_glm45v, towers.run_qwen25),
+    "Qwen3-Omni": (towers.new_qwen3_omni, towers.run_qwen3_omni),
+}
+
+
+@pytest.mark.parametrize(("build", "run"), ADAPTED.values(), ids=ADAPTED)
+def test_adapters_of_all_linears_embeddings_and_convolutions_are_captured(build, run):
+    tower = build()
+    kinds = (nn.Linear, nn.Embedding, nn.Conv2d, nn.Conv3d)
+    names = {name for name, module in tower.named_modules() if isinstance(module, kinds)}
+    names -= {"embeddings.position_embedding"}  # GLM-4.5V takes its weight alone, in eager as well
+    lora(*names)(tower)
+    assert_on_graphs(tower, partial(towers.results, run))
+
+
+def quantized(model, batch, kind="FP8_DEFAULT_CFG"):
+    """Let ModelOpt quantize a model, whose outputs change by it."""
+    before = batch(model)
+    quantization.quantize(model, copy.deepcopy(getattr(quantization, kind)), batch)
+    assert not torch.equal(batch(model), before)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "replays", "fallbacks"),
+    [("FP8_DEFAULT_CFG", 1, {}), ("INT8_DEFAULT_CFG", 0, {"capture_failed": 1})],  # a CPU's int8 reads scales
+)
+def test_an_encoder_that_modelopt_quantized_is_on_graphs_or_eager_with_the_reason(kind, replays, fallbacks):
+    tower = quantized(new_tower(), lambda tower: forward(tower, GRID)[0], kind)
+    expected = results(tower, GRID)
+    with graphs_on(tower, capture=False, strict=False, buckets=(64,), executor=TapeExecutor()) as graphs:
+        assert graphs.capture() == bool(replays)
+        actual = results(tower, GRID)
+        assert (graphs.statistics().replays, graphs.statistics().fallbacks) == (replays, fallbacks)
+    assert_close(actual[0], expected[0])
+    assert_close(actual[1], expected[1])
+
+
+def test_packed_layers_that_modelopt_quantized_are_on_graphs():
+    with packs.ON_CPU():
+        batch = packs.pack((200, 120))
+        decoder = quantized(packs.new_model(), lambda decoder: decoder(**batch))
+        expected = packs.losses_and_gradients(decoder, batch)
+        with packs.graphs_on(decoder, packs.pack((100, 150)), executor=TapeExecutor()) as graphs:
+            packs.assert_same(packs.losses_and_gradients(decoder, batch), expected)
+            assert packs.replayed(graphs) == 1
 
 
 @pytest.mark.parametrize(
@@ -273,19 +326,24 @@ class Annotated(nn.Module):
             return self.module(*args, **kwargs)
 
 
-def compiled(tower):
-    tower.compile(backend="eager")
-    return tower
+def in_bf16(tower):
+    config = copy.copy(tower.config)
+    config.bf16 = True
+    return Float16Module(config, tower)
 
 
-@pytest.mark.parametrize("wrapped", [compiled, Annotated])
+@pytest.mark.parametrize("wrapped", [in_bf16, Annotated])
 def test_what_is_around_a_region_leaves_it_on_graphs(wrapped):
-    tower, (pixels, grid) = new_tower(), draw(GRID)
-    model = wrapped(tower)
-    expected = model(pixels, grid)[0]
-    with graphs_on(model, buckets=(64,)) as graphs:
-        assert_close([model(pixels, grid)[0]], [expected])
-        assert graphs.statistics().replays == 1 and not graphs.statistics().fallbacks
+    assert_on_graphs(wrapped(new_tower()))
+
+
+@pytest.mark.parametrize("part", ["", "decoder.layers.0"])
+def test_a_compiled_module_is_on_graphs(part, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    tower, traced = new_tower(layers=1, deepstack=False), []
+    tower.get_submodule(part).compile(backend=lambda graph, _: traced.append(graph) or graph.forward)
+    assert_on_graphs(tower)
+    assert traced
 
 
 def gathers():
