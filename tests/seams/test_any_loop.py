@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import random
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -52,12 +53,47 @@ def test_a_reference_that_was_built_in_inference_mode_is_on_graphs():
 def test_a_compiled_model_gets_graphs_inside_its_calls(monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
     eager, model = Policy(vision_cuda_graph_impl="none").eval(), Policy().eval()
-    model.forward = torch.compile(model.forward, backend="eager")
+    traced = []
+    model.forward = torch.compile(model.forward, backend=lambda graph, _: traced.append(graph) or graph.forward)
     with torch.no_grad():
         for seed in range(3):
             actual = call(model, 2, forward_only=True, seed=seed)
             assert_equal(actual, call(eager, 2, forward_only=True, seed=seed))
-    assert active_graphs()[0].statistics().replays == 4
+    assert active_graphs()[0].statistics().replays == 4 and traced
+
+
+def passing(layer, act):
+    """Let a layer's forward do something besides, until it is removed."""
+    forward, acts = layer.forward, [act]
+
+    def acting(*args, **kwargs):
+        made = forward(*args, **kwargs)
+        for act in acts:
+            act(made)
+        return made
+
+    layer.forward = acting
+    return SimpleNamespace(remove=acts.clear)
+
+
+PASSING = {
+    "forward_hooks": lambda layer: layer.register_forward_hook(lambda *_: None),
+    "draws_on_host": lambda layer: passing(layer, lambda made: random.random()),
+    "leaves_tensors": lambda layer: passing(layer, lambda made: setattr(layer, "kept", made)),
+}
+
+
+@pytest.mark.parametrize(("reason", "begin"), PASSING.items(), ids=PASSING)
+def test_graphs_come_without_what_was_there_when_they_were_to_be_captured(reason, begin):
+    eager, model = Policy(vision_cuda_graph_impl="none"), Policy(vision_cuda_graph_strict=False)
+    begun = begin(model.vision_model.decoder.layers[0])
+    for seed in range(8):
+        if seed == 3:
+            (graphs,) = active_graphs()
+            assert graphs.statistics().fallbacks == {reason: 4} and not graphs.statistics().replays
+            begun.remove()
+        assert_equal(call(model, 2, seed=seed), call(eager, 2, seed=seed))
+    assert graphs.statistics().replays >= 4 and set(graphs.statistics().fallbacks) == {reason}
 
 
 def test_an_encoder_in_the_place_of_another_gets_graphs_of_its_own():
