@@ -70,7 +70,9 @@ def test_what_is_right_is_no_alarm(replayed, monkeypatch):
     passed, shares = graphs.proofs.proven, []
 
     def proven(proved):
-        shares.append(max((each.difference / each.bound for each in proved._found.values() if each.bound), default=0.0))
+        shares.append(
+            max((each.difference / each.bound for each in proved.comparison._found.values() if each.bound), default=0.0)
+        )
         passed(proved)
 
     monkeypatch.setattr(graphs.proofs, "proven", proven)
