@@ -92,6 +92,22 @@ def with_a_wrapped_layer(ran):
     return model
 
 
+def with_functions(*rates):
+    """Return what makes layers that each have a function of their own, as Transformer Engine's attention has."""
+
+    def make(ran):
+        layers = numbered(ran)
+        for layer, rate in zip(layers, rates, strict=True):
+            layer.linear.mask = masking(rate)
+        return Model(*layers)
+
+    return make
+
+
+def masking(rate):
+    return lambda hidden: hidden * rate
+
+
 @pytest.mark.parametrize(
     ("make", "computed"),
     [
@@ -107,6 +123,8 @@ def with_a_wrapped_layer(ran):
         (with_a_frozen_layer, [0, 1]),
         (with_another_class, [0, 3]),
         (with_a_wrapped_layer, [0, 2]),
+        (with_functions(1, 1, 1, 1), [0]),
+        (with_functions(1, 1, 2, 1), [0, 2]),
     ],
 )
 def test_one_layer_of_each_kind_computes(make, computed):

@@ -16,8 +16,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import compress
+from pathlib import Path
 from threading import get_ident
-from types import BuiltinMethodType, CodeType, FrameType, MethodType
+from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from ..instance import InstanceMethod
 DEPTH = 8
 # Packages whose own objects keep tensors of a pass for its backward and for replays.
 OWN = frozenset(("torch", __name__.partition(".")[0]))
+_PACKAGE = str(Path(__file__).parents[2])
 # What keeps an object only for the time of a call.
 PASSING = (types.FrameType, types.TracebackType, types.GeneratorType, types.CoroutineType)
 
@@ -365,19 +367,30 @@ def _functions(module: nn.Module) -> Hashable:
 
 
 def _function(called: Any, module: nn.Module) -> Hashable:
-    """Return what a function is besides the module that it is bound to; modules keep all that is named by identity."""
+    """Return what a function is besides the module that it is bound to; modules keep all that is named by identity.
+
+    Functions that a constructor makes for each module are alike if they close over the same.
+    """
     if isinstance(called, MethodType):
         return id(called.__func__), None if called.__self__ is module else id(called.__self__)
     if isinstance(called, partial):
         return _function(called.func, module), *map(id, (*called.args, *called.keywords.values()))
-    return id(called)
+    if not isinstance(called, FunctionType):
+        return id(called)
+    try:
+        inside = [cell.cell_contents for cell in called.__closure__ or ()]
+    except ValueError:  # a name that is not bound yet
+        return id(called)
+    held = (*inside, *(called.__defaults__ or ()), *(called.__kwdefaults__ or {}).values())
+    return id(called.__code__), *(value if plain(value) else id(value) for value in held)
 
 
-def _is_own(called: object) -> bool:
+def _is_own(called: Any) -> bool:
     """Whether the plugin put something there, which tells layers of a kind nothing apart."""
     while isinstance(called, partial):
         called = called.func
-    return str(getattr(called, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+    code = getattr(called, "__code__", None)
+    return isinstance(code, CodeType) and code.co_filename.startswith(_PACKAGE)
 
 
 def _is_setting(value: object) -> bool:
