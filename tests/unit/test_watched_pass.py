@@ -128,6 +128,14 @@ def test_numbers_drawn_on_the_host_are_refused(kind, draw):
     assert refused.value.reason is Fallback.DRAWS_ON_HOST
 
 
+def test_a_draw_in_what_wraps_a_forward_is_named_by_its_line():
+    model = Noting(KEPT["nothing"])
+    forward = model.forward
+    model.forward = lambda x: forward(x + 0 * random.random())
+    with pytest.raises(Refused, match=r"test_watched_pass.py:\d+\) draws from Random"):
+        region_of(model)
+
+
 def test_a_draw_in_the_first_pass_alone_is_none_of_replays():
     model = Noting(KEPT["nothing"])
     model.note = lambda module, x, y: "seed" in module.nested or module.nested.update(seed=random.random())

@@ -5,6 +5,7 @@ a step, and once the flag is up, everything is compared that no watcher sees. Ot
 """
 
 import operator
+import os
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -38,6 +39,8 @@ GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 # What PyTorch notes of a module's hooks and leaves behind when they are gone.
 LEFT_BY_HOOKS = frozenset(("_is_full_backward_hook",))
 _forward_of = operator.attrgetter("forward")
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 class ModelWatch:
@@ -319,11 +322,15 @@ class ModelWatch:
         return [module for module in self._modules if module not in held and not held.isdisjoint(module.modules())]
 
     def place(self, frame: FrameType | None) -> str:
-        """Return in words where in the model a frame runs."""
+        """Return in words where in the model a frame runs, and the line, PyTorch's own aside."""
+        at = frame
+        while at is not None and at.f_code.co_filename.startswith(_TORCH):
+            at = at.f_back
         while frame is not None:
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and owner in self._modules:
-                return f"{self.name(owner)} ({frame.f_code.co_filename}:{frame.f_lineno})"
+                line = frame if at is None else at
+                return f"{self.name(owner)} ({line.f_code.co_filename}:{line.f_lineno})"
             frame = frame.f_back
         return "the model"
 
