@@ -246,18 +246,19 @@ class ModelWatch:
 
     @contextmanager
     def undone(self, unless_it_ends: bool = False) -> Iterator[None]:
-        """Put back what modules hold after passes inside, which are no training.
+        """Put back what modules and upstream's places hold after passes inside, which are no training.
 
         Args:
             unless_it_ends: Only where something is raised, as by a capture that fails and has computed nothing.
         """
-        before, ended = self.contents(), False
+        before, code, ended = self.contents(), self.exempt.code(), False
         try:
             yield
             ended = True
         finally:
             if not (ended and unless_it_ends):
                 before.put_back()
+                self.exempt.put_back(code)
 
     def contents(self) -> Contents:
         """Return what modules and configurations hold now."""

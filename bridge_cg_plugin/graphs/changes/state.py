@@ -162,6 +162,7 @@ class Exempt:
         own_hook: Whether a module's hook is the model's own code, which is recorded, or does its work elsewhere.
         packages: Of Python, whose own globals and objects other than modules keep tensors of a pass for its backward.
         code: Returns functions that recorded work stands for, each at its place; no watcher sees them replaced.
+        put_back: Lets these places hold what `code` returned.
         names: Of these places, for messages. Both grow while modules are imported.
         own_code: Returns one that some modules need and that is not upstream's, in words; None without one.
     """
@@ -170,6 +171,7 @@ class Exempt:
     own_hook: Callable[[Callable[..., Any]], bool] = lambda hook: False
     packages: frozenset[str] = frozenset()
     code: Callable[[], list[Any]] = list
+    put_back: Callable[[Sequence[Any]], None] = lambda held: None
     names: Sequence[str] = ()
     own_code: Callable[[Iterable[nn.Module]], str | None] = lambda modules: None
 

@@ -9,7 +9,7 @@ Megatron.
 import functools
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -151,9 +151,10 @@ def _joined(*tables: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]
 
 CONTRACT = _joined(OUTLINES, PACKED_ROTARY, EXPERT_PRODUCTS, SWAPS)
 _PACKAGE = str(Path(__file__).parents[2])
-# The shipped object by module and target; of each, in order, its name, the namespace that holds it and its key there.
+# The shipped object by module and target; of each, in order, its name, its owner, the namespace that holds it, its key.
 _shipped: dict[tuple[str, str], Any] = {}
 PLACES: list[str] = []
+_owners: list[Any] = []
 _spaces: list[Mapping[str, Any]] = []
 _keys: list[str] = []
 _registries: list[int] = []
@@ -175,6 +176,7 @@ def remember(module: ModuleType) -> None:
             _spaces.append(space)
             _keys.append(name)
             PLACES.append(f"{module.__name__}.{target}")
+            _owners.append(vars(module)[owner] if owner else module)
             _shipped[module.__name__, target] = upstreams(_entries(space[name]) if registry else space[name])
 
 
@@ -188,6 +190,13 @@ def held_now() -> list[Any]:
     for place in _registries:
         held[place] = _entries(held[place])
     return held
+
+
+def put_back(held: Sequence[Any]) -> None:
+    """Let the places hold what `held_now` returned: code that is interrupted may leave functions of its own there."""
+    for number, (before, now) in enumerate(zip(held, held_now(), strict=False)):
+        if before is not now and before is not None and number not in _registries:
+            setattr(_owners[number], _keys[number], before)
 
 
 def shipped(module: str, target: str) -> Any:

@@ -22,6 +22,7 @@ from .contract import (
     described,
     held_now,
     is_ours,
+    put_back,
     shipped,
     upstreams,
 )
@@ -178,4 +179,4 @@ def own_hook(hook: Callable[..., Any]) -> bool:
     return module in OWN_HOOKS or module.partition(".")[0] == __name__.partition(".")[0]
 
 
-EXEMPT = Exempt(BOOKKEEPING, own_hook, PACKAGES, held_now, PLACES, own_code)
+EXEMPT = Exempt(BOOKKEEPING, own_hook, PACKAGES, held_now, put_back, PLACES, own_code)
