@@ -60,8 +60,8 @@ def again(monkeypatch):
     return found
 
 
-def let_layers_recompute(layers, module):
-    for layer in layers:
+def let_parts_be_recomputed(module, model):
+    for layer in model.decoder.layers:
         for path in SELECTIVE[module]:
             owner, _, name = path.rpartition(".")
             setattr(layer.get_submodule(owner), name, True)
@@ -89,37 +89,26 @@ def assert_the_same(tower):
         torch.testing.assert_close(found[1], gradients)
 
 
-@pytest.mark.parametrize("fields", FULL.values(), ids=FULL)
-def test_layers_of_an_encoder_are_recomputed(fields, again):
-    tower = recomputing_tower(**fields)
-    with graphs_on(tower, buckets=(64,), executor=TapeExecutor()) as graphs:
-        assert next(again) > 0
-        assert_the_same(tower)
-        assert graphs.statistics().replays == 2
+# A type of mask is a tensor on the host, which tapes read as any other.
+WAYS = {
+    **{name: (partial(let_whole_layers_be_recomputed, **fields), TapeExecutor) for name, fields in FULL.items()},
+    "each layer, replayed whole": (partial(let_whole_layers_be_recomputed, **FULL["each layer"]), ReferenceExecutor),
+    "mlp": (partial(let_parts_be_recomputed, "mlp"), TapeExecutor),
+    "core_attn": (partial(let_parts_be_recomputed, "core_attn"), ReferenceExecutor),
+    "layernorm": (partial(let_parts_be_recomputed, "layernorm"), TapeExecutor),
+}
+every_way = pytest.mark.parametrize(("let_recompute", "executor"), WAYS.values(), ids=WAYS)
 
 
-# A type of mask is a tensor on the host, which this executor reads as any other.
-@pytest.mark.parametrize(
-    ("module", "executor"), [("mlp", TapeExecutor), ("layernorm", TapeExecutor), ("core_attn", ReferenceExecutor)]
-)
-def test_parts_of_an_encoders_layers_are_recomputed(module, executor, again):
-    tower = new_tower()
-    let_layers_recompute(tower.decoder.layers, module)
+@every_way
+def test_layers_of_an_encoder_are_recomputed(let_recompute, executor, again):
+    let_recompute(tower := new_tower())
     with graphs_on(tower, buckets=(64,), executor=executor()) as graphs:
         assert_the_same(tower)
         assert next(again) > 0 and graphs.statistics().replays == 2
 
 
-PACKS = {
-    **{name: (partial(let_whole_layers_be_recomputed, **fields), TapeExecutor) for name, fields in FULL.items()},
-    "each layer, replayed whole": (partial(let_whole_layers_be_recomputed, **FULL["each layer"]), ReferenceExecutor),
-    "mlp": (lambda model: let_layers_recompute(model.decoder.layers, "mlp"), TapeExecutor),
-    "core_attn": (lambda model: let_layers_recompute(model.decoder.layers, "core_attn"), ReferenceExecutor),
-    "layernorm": (lambda model: let_layers_recompute(model.decoder.layers, "layernorm"), TapeExecutor),
-}
-
-
-@pytest.mark.parametrize(("let_recompute", "executor"), PACKS.values(), ids=PACKS)
+@every_way
 def test_layers_of_packs_are_recomputed(let_recompute, executor, again):
     model, plain = packs.new_model(), packs.new_model()
     with packs.graphs_on(model, packs.pack(packs.WARMUP), capture=False, executor=executor()) as graphs:
@@ -158,13 +147,9 @@ COUNTED = {
 }
 
 
-def of_experts(module):
-    return lambda model: let_layers_recompute(model.decoder.layers, module)
-
-
 WITH_EXPERTS = {
-    **{name: PACKS[name][0] for name in ("each layer", "two layers", "core_attn", "layernorm")},
-    **{name: of_experts(name) for name in ("moe", "moe_act", "shared_experts")},
+    **{name: WAYS[name][0] for name in ("each layer", "two layers", "core_attn", "layernorm")},
+    **{name: partial(let_parts_be_recomputed, name) for name in ("moe", "moe_act", "shared_experts")},
 }
 
 
@@ -195,7 +180,7 @@ def test_attention_with_experts_outside_recomputes_its_own(inside, again, monkey
     model, plain = (packs.new_model(**packs.EXPERTS) for _ in range(2))
     wanted = {"capture": False, "cuda_graph_modules": ["attn", "moe_router"]}
     with packs.ON_CPU(), packs.graphs_on(model, packs.pack(packs.WARMUP), **wanted) as graphs:
-        let_layers_recompute(model.decoder.layers, "inside")
+        let_parts_be_recomputed("inside", model)
         graphs.capture()
         batch = packs.pack((120, 150))
         found, expected = (packs.losses_and_gradients(each, batch) for each in (model, plain))
