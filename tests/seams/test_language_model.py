@@ -8,6 +8,7 @@ import torch
 from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.rope import Qwen3VLMultimodalRotaryEmbedding
 from megatron.core.transformer import cuda_graphs, transformer_layer
 
+import bridge_cg_plugin
 from bridge_cg_plugin.options import OptionError
 from bridge_cg_plugin.upstream.hooks import qwen3_vl as language_model
 from bridge_cg_plugin.upstream.hooks.batches import TOKENS
@@ -60,18 +61,12 @@ def captured(config, microbatches=1):
 
 
 def test_graphs_of_a_multimodal_language_model_contain_its_rotary_embedding(active, on_cpu):
-    """As the model computes it."""
+    """As the model computes it. Upstream captures them without; once this fails there upstream has mended it."""
     rope = Qwen3VLMultimodalRotaryEmbedding(kv_channels=8, cp_group=SimpleNamespace(size=lambda: 1))
     real = rope(torch.zeros(3, MICRO_BATCH, SEQUENCE, dtype=torch.long), [2, 1, 1])
     (kwargs,) = captured(layer_config())
     found = kwargs["rotary_pos_emb"]
     assert (found.shape, found.dtype) == (real.shape, real.dtype)
-
-
-def test_upstream_alone_captures_them_without(active, on_cpu):
-    """Why the patch is there; once this fails upstream has mended it."""
-    import bridge_cg_plugin
-
     bridge_cg_plugin.deactivate()
     (kwargs,) = captured(layer_config())
     assert "attention_mask" in kwargs and "rotary_pos_emb" not in kwargs

@@ -115,25 +115,15 @@ def launch(words):
     return lambda recipe: overrides.set_user_overrides(overrides.set_cli_overrides(recipe, cli_overrides), args)
 
 
-def test_a_launch_has_the_flags(scripts, tmp_path, recipe):
-    scripts(write_lookalike(tmp_path / "scripts"))
-    words = [*VISION, "--cuda_graph_impl", "none", "--max_steps", "5", "train.global_batch_size=8"]
-    found = launch(words)(recipe)
-    assert set(states().values()) == {"active"}
-    vision = normalize(found)[0].vision
-    assert (vision.impl, vision.max_seq_length) == ("transformer_engine", 16384)
-    assert found.rng.te_rng_tracker is True and found.model.use_te_rng_tracker is True
-    assert (found.train.train_iters, found.train.global_batch_size) == (5, 8)
-
-
 def test_flags_of_upstreams_parser_and_others_are_taken_together(scripts, tmp_path, recipe):
     scripts(write_lookalike(tmp_path / "scripts"))
-    words = ["--cuda_graph_impl", "transformer_engine", *VISION, "--cuda_graph_modules", "attn", "train.train_iters=5"]
-    found = launch(words)(recipe)
+    words = ["--cuda_graph_impl", "transformer_engine", *VISION, "--cuda_graph_modules", "attn"]
+    found = launch([*words, "--max_steps", "5", "train.global_batch_size=8"])(recipe)
     options = normalize(found)[0]
+    assert options.vision.max_seq_length == 16384
     assert options.vision.impl == options.language_model.impl == "transformer_engine"
     assert [module.name for module in options.language_model.modules] == ["attn"]
-    assert found.train.train_iters == 5 and performance._words == {}
+    assert (found.train.train_iters, found.train.global_batch_size) == (5, 8) and performance._words == {}
 
 
 def test_words_and_flags_of_one_command_line_are_one_persons(scripts, tmp_path, recipe):
@@ -145,21 +135,20 @@ def test_words_and_flags_of_one_command_line_are_one_persons(scripts, tmp_path, 
         launch(words)(recipe)
 
 
-@pytest.mark.parametrize("words", [VISION, []], ids=["flags", "a preset"])
-def test_vision_graphs_keep_the_tracker_that_upstream_switches_off(scripts, tmp_path, recipe, words):
+@pytest.mark.parametrize(
+    ("words", "impl"),
+    [(VISION, "none"), ([], "transformer_engine"), ([], "none")],
+    ids=["flags", "a preset", "without vision graphs"],
+)
+def test_vision_graphs_alone_keep_the_tracker_that_upstream_switches_off(scripts, tmp_path, recipe, words, impl):
     scripts(write_lookalike(tmp_path / "scripts"))
-    recipe.model.vision_cuda_graph_impl = "none" if words else "transformer_engine"
+    recipe.model.vision_cuda_graph_impl = impl
     overrides = importlib.import_module("utils.overrides")
     overrides.set_workload_base_configs(recipe, SimpleNamespace(cuda_graph_impl="none"))
     assert recipe.rng.te_rng_tracker is False
     found = launch([*words, "--cuda_graph_impl", "none"])(recipe)
-    assert found.rng.te_rng_tracker is True and found.model.use_te_rng_tracker is True
-
-
-def test_without_vision_graphs_the_tracker_is_upstreams(scripts, tmp_path, recipe):
-    scripts(write_lookalike(tmp_path / "scripts"))
-    found = launch(["--cuda_graph_impl", "none"])(recipe)
-    assert found.rng.te_rng_tracker is False and found.model.use_te_rng_tracker is False
+    kept = bool(words) or impl != "none"
+    assert found.rng.te_rng_tracker is kept and found.model.use_te_rng_tracker is kept
 
 
 def test_another_module_of_the_name_is_left_alone(scripts, tmp_path, caplog):
