@@ -157,19 +157,15 @@ def library(monkeypatch):
     )
 
 
-def test_the_librarys_first_choice_runs_on_what_is_bound(library):
+@pytest.mark.parametrize("chosen", [1, None], ids=["beside others", "which alone has plans"])
+def test_the_librarys_first_choice_runs_on_what_is_bound(library, monkeypatch, chosen):
+    if chosen is None:
+        monkeypatch.delattr(PlannedGraph, "select_plan")
+        monkeypatch.delitem(sys.modules, "cudnn.engines.engine_ids")
     graph, lengths = PlannedGraph(), torch.zeros(1)
     cudnn_attention._Plan(library, graph, "handle").run({cudnn_attention.LENGTHS: lengths})
-    assert (graph.modes, graph.selected) == (["A"], 1)
+    assert (graph.modes, graph.selected) == (["A"], chosen)
     assert graph.runs == [{cudnn_attention.LENGTHS: lengths.data_ptr()}]
-
-
-def test_where_only_the_library_has_plans_its_first_one_runs(library, monkeypatch):
-    monkeypatch.delattr(PlannedGraph, "select_plan")
-    monkeypatch.delitem(sys.modules, "cudnn.engines.engine_ids")
-    graph = PlannedGraph()
-    cudnn_attention._Plan(library, graph, "handle").run({cudnn_attention.LENGTHS: torch.zeros(1)})
-    assert len(graph.runs) == 1
 
 
 def test_a_plan_runs_outside_a_capture_first(library, monkeypatch):
