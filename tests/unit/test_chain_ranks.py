@@ -105,9 +105,9 @@ def test_what_another_rank_could_not_record_no_rank_replays(offload):
         assert consensus.times == 1 and graphs.statistics().fallbacks["capture_failed"] == 6
 
 
-@pytest.fixture
-def second_slot_failed(offload, monkeypatch):
-    """A model in a new state, and graphs of it that could be recorded in the first of two slots only."""
+@CHAINED
+def test_a_rank_whose_memory_moved_records_what_failed_in_another_slot_alone(offload, monkeypatch):
+    """Graphs of a model in a new state could be recorded in the first of two slots only."""
     model = new_model()
     with on_a_rank(model, offload, Counted(), buckets=[512], slots=2, strict=False) as graphs:
         model.decoder.layers[2].requires_grad_(False)
@@ -119,19 +119,13 @@ def second_slot_failed(offload, monkeypatch):
             )
             kept = [losses(model, LARGE) for _ in range(2)]
             kept.clear()
-        assert graphs.statistics().fallbacks["capture_failed"]
-        yield model, graphs
-
-
-@CHAINED
-def test_a_rank_whose_memory_moved_records_what_failed_in_another_slot_alone(second_slot_failed):
-    model, graphs = second_slot_failed
-    before = graphs.statistics()
-    move(model)
-    with graphs.step():
-        results(model, LARGE)
-    after = graphs.statistics()
-    assert after.replays > before.replays and after.fallbacks == before.fallbacks
+        before = graphs.statistics()
+        assert before.fallbacks["capture_failed"]
+        move(model)
+        with graphs.step():
+            results(model, LARGE)
+        after = graphs.statistics()
+        assert after.replays > before.replays and after.fallbacks == before.fallbacks
 
 
 @CHAINED

@@ -65,26 +65,17 @@ sizes = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 
 spare = st.integers(0, 40)
 
 
-def case(images, merge, spare_rows=2):
-    """Return a grid, the same with unused rows, and how many cells it has."""
-    grid = torch.tensor([(t, h * merge, w * merge) for t, h, w in images])
-    return grid, torch.cat((grid, grid.new_zeros(spare_rows, 3))), sum(t * h * w for t, h, w in images)
-
-
-def theirs(grid, merge, side):
-    return get_vision_window_index(grid, merge, window_size=side * merge * PATCH, patch_size=PATCH)
-
-
 @given(sizes, merges, sides, spare)
 def test_windows_are_theirs_padding_stays_and_further_windows_have_no_length(images, merge, side, more):
-    grid, padded, cells = case(images, merge)
-    order, place, _ = window_order(padded, cells + more, merge, side)
-    expected_order, expected = theirs(grid, merge, side)
+    patches, cells = [(t, h * merge, w * merge) for t, h, w in images], count(images)
+    grid, window = padded(patches, 2), side * merge * PATCH
+    order, place, _ = window_order(grid, cells + more, merge, side)
+    expected_order, expected = get_vision_window_index(torch.tensor(patches), merge, window, PATCH)
     assert torch.equal(order[:cells], expected_order)
     assert torch.equal(order[cells:], torch.arange(cells, cells + more))
     assert torch.equal(order[place], torch.arange(cells + more))
     windows = most_windows(cells, sum(t for t, _, _ in images), side) + more
-    found = window_offsets(padded, windows, merge, side)
+    found = window_offsets(grid, windows, merge, side)
     assert found.dtype == torch.int32 and found.shape == (windows + 1,)
     assert torch.equal(found.unique_consecutive(), expected)
     assert int(found[-1]) == cells * merge**2

@@ -311,10 +311,6 @@ def test_figures_of_ranks_are_sums_and_how_far_they_are_apart():
     )
 
 
-def patched(name, function):
-    return next(patch.make for patch in train_loop.PATCHES if patch.name == name)(function)
-
-
 class Board:
     def __init__(self):
         self.scalars = {}
@@ -323,21 +319,7 @@ class Board:
         self.scalars[tag] = value
 
 
-def state_of(rank, step, impl="transformer_engine"):
-    board = Board() if rank == distributed.get_world_size() - 1 else None
-    return SimpleNamespace(
-        train_state=SimpleNamespace(step=step),
-        cfg=SimpleNamespace(
-            logger=SimpleNamespace(log_interval=5),
-            model=SimpleNamespace(vision_cuda_graph_impl=impl),
-            dist=SimpleNamespace(distributed_timeout_minutes=10),
-        ),
-        tensorboard_logger=board,
-        wandb_logger=None,
-    )
-
-
-def log_where_the_last_rank_has_no_encoder(impl):
+def log_where_the_last_rank_has_no_encoder():
     rank = distributed.get_rank()
     if rank < 2:
         model = new_tower()
@@ -345,13 +327,24 @@ def log_where_the_last_rank_has_no_encoder(impl):
         helper.create_cudagraphs()
         for rows in (IMAGES, IMAGES, TOO_MANY_TOKENS)[rank:]:
             results(model, rows)
-    state = state_of(rank, 5, impl)
-    patched("train_log", lambda loss_dict=None, global_state=None: None)(global_state=state)
-    return state.tensorboard_logger and state.tensorboard_logger.scalars
+    board = Board() if rank == 2 else None
+    state = SimpleNamespace(
+        train_state=SimpleNamespace(step=5),
+        cfg=SimpleNamespace(
+            logger=SimpleNamespace(log_interval=5),
+            model=SimpleNamespace(vision_cuda_graph_impl="transformer_engine"),
+            dist=SimpleNamespace(distributed_timeout_minutes=10),
+        ),
+        tensorboard_logger=board,
+        wandb_logger=None,
+    )
+    make = next(patch.make for patch in train_loop.PATCHES if patch.name == "train_log")
+    make(lambda loss_dict=None, global_state=None: None)(global_state=state)
+    return board and board.scalars
 
 
 def test_the_rank_with_loggers_writes_figures_of_all(tmp_path):
-    first, second, last = run_ranks(3, log_where_the_last_rank_has_no_encoder, tmp_path, "transformer_engine")
+    first, second, last = run_ranks(3, log_where_the_last_rank_has_no_encoder, tmp_path)
     assert first is None and second is None
     assert last["vision_cuda_graph/ranks"] == 2
     assert last["vision_cuda_graph/replays"] == 3
